@@ -404,6 +404,11 @@ class Config:
         return max([self.rollout.max_new_tokens, *own])
 
     @property
+    def stop_texts(self) -> list[str]:
+        """Texts and tokens that end a response, or a turn of a conversation."""
+        return [*self.rollout.stop, *self.environment.stop]
+
+    @property
     def longest_generated(self) -> int:
         """Tokens of the longest prompt with the longest response that is generated."""
         return self.data.max_prompt_tokens + self.longest_response

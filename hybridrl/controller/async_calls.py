@@ -115,7 +115,9 @@ def answers_of(calls: Mapping[Reference[Answer], int]) -> Calling[list[Answer]]:
 
 
 def result_of(work: "Future[Answer]") -> Calling[Answer]:
-    """A round of work on the driver's node; gives its result."""
+    """A round of work on the driver's node; gives its result, at once where it is there."""
+    if work.done():
+        return work.result()
     (result,) = yield {work: _NO_RANK}
     return cast(Answer, result)
 

@@ -12,10 +12,9 @@ from hybridrl.config.evaluation import MAIN
 from hybridrl.controller.accuracy import JudgedPrompt, accuracy_metrics
 from hybridrl.controller.composite_reward import with_parts
 from hybridrl.controller.ray_executor import RayExecutor
-from hybridrl.controller.schedule_factory import make_schedule
+from hybridrl.controller.schedule_factory import make_schedule, sampling_of
 from hybridrl.data import Item
 from hybridrl.flow import Flow, Graph
-from hybridrl.flow.executor import Sampling
 from hybridrl.flow.roles import Judge
 from hybridrl.flow.sample import Sample
 from hybridrl.telemetry.run import Telemetry
@@ -140,7 +139,7 @@ def evaluate(
     """
     settings = config.eval.sets[name]
     longest = settings.max_new_tokens or config.rollout.max_new_tokens
-    sampling = Sampling.of(settings, longest, settings.drawn_at)
+    sampling = sampling_of(config, settings, longest, settings.drawn_at)
     kind = config.schedule if config.schedule.entry.serial_batches else FusedScheduleConfig()
     schedule = make_schedule(config, kind, graph, executor, enumerate(items), sampling, len(items))
     samples = schedule.run_step(step).samples

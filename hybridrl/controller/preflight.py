@@ -30,6 +30,7 @@ from hybridrl.controller.composite_reward import with_parts
 from hybridrl.controller.fused_updates import decide_fused_updates
 from hybridrl.controller.memory_plan import check_memory, local_obstacle, unknown_room
 from hybridrl.controller.placement import check_placement
+from hybridrl.controller.preflight_environment import check_environment, openings, turn_template
 from hybridrl.controller.preflight_judges import IsRecorded, check_groups, check_rows, try_judges
 from hybridrl.controller.preflight_models import (
     check_role_models,
@@ -38,7 +39,9 @@ from hybridrl.controller.preflight_models import (
     scores_with_copies,
 )
 from hybridrl.data import Data, Item, load_data, load_eval_set
+from hybridrl.data.turns import TurnTemplate
 from hybridrl.engines.rollout.available import engine_checks
+from hybridrl.environments import Openings
 from hybridrl.flow import Graph, Recipe
 from hybridrl.flow.graph import ComputeStage, GenerateStage, StageMethod, UpdateStage
 from hybridrl.flow.schedules.base import schedule_class
@@ -56,6 +59,8 @@ class PreparedRun:
     eval_items: dict[str, list[Item]]
     graph: Graph
     warm_start: Graph | None
+    turns: TurnTemplate | None = None
+    """What stands between the turns of conversations; None without an environment."""
 
 
 def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRun:
@@ -83,19 +88,20 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
     check_optimizers(config, graph)
     config.telemetry.check_installed()
     check_groups(graph)
+    check_environment(config, graph)
     if config.cluster.emulated:
         check_emulation(config, graph)
     else:
         try_judges(config, graph, is_recorded)
     _writable(run_dir)
     model_path = _model_path(config, run_dir)
-    data, eval_items = _load(config, model_path, graph)
+    data, eval_items, turns = _load(config, model_path, graph)
     check_rows(config, graph, [*data.train, *data.eval, *chain(*eval_items.values())])
     _check_schedule(config.schedule, graph)
     decide_fused_updates(config, graph, model_path, gpu_memory)
     if not config.cluster.emulated:  # its accelerators are not here
         check_memory(config, graph, model_path, gpu_memory)
-    return PreparedRun(model_path, data, eval_items, graph, warm_start)
+    return PreparedRun(model_path, data, eval_items, graph, warm_start, turns)
 
 
 def check_optimizers(config: Config, graph: Graph) -> None:
@@ -237,7 +243,9 @@ def _model_path(config: Config, run_dir: Path) -> str:
     return resolve_model_path(path, "model.path")
 
 
-def _load(config: Config, model_path: str, graph: Graph) -> tuple[Data, dict[str, list[Item]]]:
+def _load(
+    config: Config, model_path: str, graph: Graph
+) -> tuple[Data, dict[str, list[Item]], TurnTemplate | None]:
     """The run's prompts, of training and by evaluation set, once the model is checked."""
     from transformers import AutoTokenizer
 
@@ -260,13 +268,17 @@ def _load(config: Config, model_path: str, graph: Graph) -> tuple[Data, dict[str
         _check_model(config, graph, model)
     check_stored(model_path, model)
     stop_strings(tokenizer, config.rollout.stop)
+    stop_strings(tokenizer, config.environment.stop, "environment.stop")
     _check_sampling(config, graph, tokenizer, model.vocab_size)
-    data, eval_items = _load_items(config, tokenizer, context_tokens(model), graph.columns)
+    with openings(config) as opening:
+        context = context_tokens(model)
+        data, eval_items = _load_items(config, tokenizer, context, graph.columns, opening)
+        turns = turn_template(config, tokenizer, opening) if opening is not None else None
     _check_kv_cache(config, [data.train, *eval_items.values()])
     if not config.cluster.emulated:
         check_role_models(config, graph, model_path, tokenizer)
         resolve_role_paths(config, graph)
-    return data, eval_items
+    return data, eval_items, turns
 
 
 def _check_model(config: Config, graph: Graph, model: Any) -> None:
@@ -312,7 +324,11 @@ def _check_sampling(config: Config, graph: Graph, tokenizer: Any, vocab_size: in
 
 
 def _load_items(
-    config: Config, tokenizer: Any, max_context: int, columns: Sequence[str]
+    config: Config,
+    tokenizer: Any,
+    max_context: int,
+    columns: Sequence[str],
+    opening: Openings | None,
 ) -> tuple[Data, dict[str, list[Item]]]:
     """Training's items, without any that an evaluation set has; the sets' items by name."""
     new = config.rollout.max_new_tokens
@@ -324,6 +340,7 @@ def _load_items(
             tokenizer,
             max_context=max_context,
             max_new_tokens=settings.max_new_tokens or new,
+            opening=opening,
         )
         for name, settings in config.eval.sets.items()
         if settings.source
@@ -334,7 +351,8 @@ def _load_items(
         max_context=max_context,
         max_new_tokens=new,
         columns=columns,
-        reserved={item.prompt for items in sets.values() for item in items},
+        reserved={item.identity for items in sets.values() for item in items},
+        opening=opening,
     )
     held_out = {
         name: data.eval[: settings.num_prompts or None]

@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from hybridrl.controller.async_calls import (
     single,
 )
 from hybridrl.controller.driver_judges import DriverJudges
+from hybridrl.controller.episodes import Episodes
 from hybridrl.controller.event_lines import described
 from hybridrl.controller.load_balance import (
     UNKNOWN_WORK,
@@ -26,6 +27,7 @@ from hybridrl.controller.load_balance import (
     deal,
     joint_work,
 )
+from hybridrl.controller.parcels import add_exported, by_rank, once
 from hybridrl.controller.placement import pool_of, scope_of
 from hybridrl.controller.recorded_samples import RecordedSamples
 from hybridrl.controller.roles_together import fuses
@@ -40,9 +42,11 @@ from hybridrl.flow.executor import (
     EarlyTrained,
     Event,
     Phase,
+    Replied,
     SamplesRead,
     Scope,
     Submit,
+    TurnEnded,
     UpdateDone,
     generated_tensors,
 )
@@ -67,7 +71,8 @@ class RayExecutor:
     """`hybridrl.flow.executor.Executor` over a `WorkerGroup`.
 
     `on_switch` is called at every weight switch with its cost on each rank. `works` says by role
-    what training on samples costs, so how they are spread. An instance of
+    what training on samples costs, so how they are spread. `episodes` answer conversations. An
+    instance of
     several ranks gets every call on all of them; their answers become one event. A rank that dies
     ends the run (`WorkerError`), since its training shard is gone, so there is never a
     `WorkerDied`. While `may_abandon`, which an update ends, a signal that asks the run to end
@@ -84,10 +89,11 @@ class RayExecutor:
         config: Config,
         on_switch: Callable[[list[SwitchStats]], None],
         works: Mapping[str, RankWork] = MappingProxyType({}),
+        episodes: Episodes | None = None,
     ) -> None:
         self.judges = DriverJudges(config)
         self.group, self.config, self.on_switch = group, config, on_switch
-        self._works = works
+        self._works, self.episodes = works, episodes
         self.clock: Clock = WallClock()
         self.version = NO_VERSION
         self.may_abandon = False
@@ -170,6 +176,11 @@ class RayExecutor:
         if self.recorded is not None and self.recorded.folder is not None:
             self._rounds.begin(self._load_recorded(self.recorded, instance, commands))
             return
+        for command in commands:
+            if isinstance(command, Submit) and command.sampling.max_turn_tokens:
+                assert self.episodes is not None, "a conversation without an environment"
+                longest = command.sampling.max_new_tokens
+                self.episodes.start(command.ids, command.prompt, longest)
         self._rounds.begin(self._advance(instance, commands, num_decode_steps))
 
     def _load_recorded(
@@ -216,7 +227,20 @@ class RayExecutor:
         ]
         slowest = max((a.work for a in answers), key=lambda work: work.seconds)
         slowest = replace(slowest, kv_bytes=sum(a.work.kv_bytes for a in answers))
-        return [replace(answers[0], finished=tuple(in_order), parked=tuple(parked), work=slowest)]
+        turns = tuple(sorted((turn for a in answers for turn in a.turns), key=lambda t: t.id))
+        for turn in turns:
+            assert self.episodes is not None, "a turn without an environment"
+            self._rounds.begin(self._reply(self.episodes, turn))
+        one = replace(answers[0], finished=tuple(in_order), parked=tuple(parked), work=slowest)
+        return [replace(one, turns=turns)]
+
+    def _reply(self, episodes: Episodes, turn: TurnEnded) -> EventCalls:
+        """Hand a turn to its environment; one event when it has answered."""
+        start = self.clock.now()
+        reply = yield from episodes.answer(turn)
+        seconds = self.clock.now() - start
+        episodes.waited(seconds)
+        return [Replied((reply,), (seconds,))]
 
     def load_targets(
         self, stage: AnswersStage, ids: Sequence[SampleId], prompts: Sequence[Any]
@@ -249,9 +273,9 @@ class RayExecutor:
             for together in self._read_together(stage, samples):
                 self._rounds.begin(self._judge(stage, together))
             return
-        by_rank = _by_rank(samples)
-        for rank in self.group.home.ranks if scope is Scope.WORLD else sorted(by_rank):
-            mine = by_rank.get(rank, [])
+        of_rank = by_rank(samples)
+        for rank in self.group.home.ranks if scope is Scope.WORLD else sorted(of_rank):
+            mine = of_rank.get(rank, [])
             ids = tuple(sample.id for sample in mine)
             if scope is Scope.WORLD:
                 call = self.group.call_compute(rank, stage, ids)
@@ -266,7 +290,7 @@ class RayExecutor:
     def _read_together(self, stage: Stage, samples: Sequence[Sample]) -> list[list[Sample]]:
         """The samples that a judge on the driver's node reads at a time: of a rank, or a prompt."""
         if not (isinstance(stage, ComputeStage) and stage.whole_groups):
-            return list(_by_rank(samples).values())
+            return list(by_rank(samples).values())
         groups: dict[int, list[Sample]] = defaultdict(list)
         for sample in sorted(samples, key=lambda sample: sample.id):
             groups[sample.id.prompt].append(sample)
@@ -275,7 +299,7 @@ class RayExecutor:
     def _judge(self, stage: Stage, samples: Sequence[Sample]) -> EventCalls:
         """Read samples for a judge on the driver's node, and begin to have them judged."""
         assert stage.role is not None
-        ids_of = {rank: [s.id for s in mine] for rank, mine in _by_rank(samples).items()}
+        ids_of = {rank: [s.id for s in mine] for rank, mine in by_rank(samples).items()}
         calls = {self.group.call_reward_inputs(rank, ids): rank for rank, ids in ids_of.items()}
         inputs: dict[SampleId, RewardInput] = {}
         for ids, answer in zip(ids_of.values(), (yield from answers_of(calls)), strict=True):
@@ -317,7 +341,7 @@ class RayExecutor:
             ids[rank].append(sample.id)
         published = yield from answers_of(
             {
-                self.group.call_compute_copies(rank, stage, ids[rank], _once(parcels[rank])): rank
+                self.group.call_compute_copies(rank, stage, ids[rank], once(parcels[rank])): rank
                 for rank in ranks
             }
         )
@@ -329,8 +353,8 @@ class RayExecutor:
             self._fields_of_role[stage.role].update(event.tensors)
             field = event.tensors[0]
             imports = {}
-            for rank, mine in _by_rank(samples).items():
-                references = _once(self._published[sample.id][field] for sample in mine)
+            for rank, mine in by_rank(samples).items():
+                references = once(self._published[sample.id][field] for sample in mine)
                 ids_here = [sample.id for sample in mine]
                 imports[self.group.call_import_samples(rank, ids_here, references)] = rank
             yield from answers_of(imports)
@@ -342,7 +366,7 @@ class RayExecutor:
         """References to `fields` of samples that stay on their ranks, by receiver."""
         parcels, moves = self._published_or_moves(samples, receivers, lambda sample: fields)
         exported = yield from answers_of(self._export(moves, sorted(fields), keep=True))
-        _add(parcels, exported)
+        add_exported(parcels, exported)
         return parcels
 
     def _published_or_moves(
@@ -384,8 +408,9 @@ class RayExecutor:
         calls = {}
         for rank in self.group.instances[instance]:
             mine = [sample.id for sample in samples if sample.rank == rank]
-            once = _once(parcels[rank])
-            calls[self.group.call_infer(rank, stage, instance, mine, arriving[rank], once)] = rank
+            parcel = once(parcels[rank])
+            call = self.group.call_infer(rank, stage, instance, mine, arriving[rank], parcel)
+            calls[call] = rank
         published = yield from answers_of(calls)
         for answer in published:
             self._note_published(answer, answer.event.ids, answer.event.tensors)
@@ -407,7 +432,7 @@ class RayExecutor:
             arriving[rank].append(sample.id)
             sample.rank = rank
         exported = yield from answers_of(self._export(moves, None, keep=False))
-        _add(parcels, exported)
+        add_exported(parcels, exported)
         return arriving, parcels
 
     def train_early(self, stage: UpdateStage, instance: int, samples: Sequence[Sample]) -> None:
@@ -428,7 +453,7 @@ class RayExecutor:
         shares = update_shares(stage, samples, ranks, members, self.config.trainer)
         calls = {}
         for rank in members:
-            share = replace(shares[rank], parcels=_once(parcels[rank]))
+            share = replace(shares[rank], parcels=once(parcels[rank]))
             call = self.group.call_train_early(rank, stage, instance, share, arriving[rank])
             calls[call] = rank
         answers = yield from answers_of(calls)
@@ -504,7 +529,7 @@ class RayExecutor:
             ranks = [rank_of[sample.id] for sample in batch]
             of_stage = update_shares(stage, batch, ranks, pool.ranks, self.config.trainer)
             for rank, share in of_stage.items():
-                first = () if shares[rank] else _once(parcels[rank])
+                first = () if shares[rank] else once(parcels[rank])
                 share = replace(share, parcels=first, num_early=len(early[stage.name]))
                 shares[rank].append(share)
         filled = [tuple(shares[rank]) for rank in pool.ranks]
@@ -515,6 +540,8 @@ class RayExecutor:
         """Let the ranks forget samples."""
         for sample in ids:
             self._published.pop(sample, None)
+        if self.episodes is not None:
+            self.episodes.end(ids)
         self.group.release(tuple(ids))
 
     def _move(
@@ -535,7 +562,7 @@ class RayExecutor:
                 sample.rank = receiver
                 sample.tensors &= common
             exported = yield from answers_of(self._export(moves, sorted(common), keep=False))
-            _add(parcels, exported)
+            add_exported(parcels, exported)
         return parcels
 
     def _export(
@@ -561,22 +588,3 @@ def _as_one(answers: Sequence[Computed]) -> Computed:
         scalars={name: tuple(x for a in some for x in a.scalars[name]) for name in names},
         seconds=max(a.seconds or 0.0 for a in answers),
     )
-
-
-def _by_rank(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
-    by_rank: dict[int, list[Sample]] = {}
-    for sample in samples:
-        by_rank.setdefault(sample.rank, []).append(sample)
-    return by_rank
-
-
-def _once(references: Iterable[Any]) -> tuple[Any, ...]:
-    """Each reference once: a parcel has many samples."""
-    return tuple({id(reference): reference for reference in references}.values())
-
-
-def _add(parcels: dict[int, list[Any]], exported: Iterable[Mapping[int, Sequence[Any]]]) -> None:
-    """Add references that ranks have exported, by receiver."""
-    for by_receiver in exported:
-        for receiver, references in by_receiver.items():
-            parcels[receiver] += references

@@ -18,6 +18,7 @@ from hybridrl.checkpoint.folder import Point, read, search
 from hybridrl.config import Config, Device, KeptSamples
 from hybridrl.controller.checkpoints import Checkpoints, DriverState, Origin
 from hybridrl.controller.early_backward import early_settings
+from hybridrl.controller.episodes import Episodes
 from hybridrl.controller.evaluate import HeldOutEvaluation, evaluation_graphs
 from hybridrl.controller.inputs import inputs_of
 from hybridrl.controller.load_balance import work_of_roles
@@ -26,11 +27,10 @@ from hybridrl.controller.preflight import PreparedRun
 from hybridrl.controller.ray_executor import Abandoned, RayExecutor
 from hybridrl.controller.run_phases import RunPhase, recipe_phase, training_of, warm_start_phase
 from hybridrl.controller.run_records import RunRecords, sample_facts
-from hybridrl.controller.schedule_factory import make_schedule, replay_setting
+from hybridrl.controller.schedule_factory import make_schedule, replay_setting, sampling_of
 from hybridrl.controller.step_digests import step_digests
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import CurriculumStream, mixture_parts, prompt_stream, task_of
-from hybridrl.flow.executor import Sampling
 from hybridrl.flow.graph import GenerateStage
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import Schedule
@@ -78,7 +78,7 @@ class Run:
             kinds_of=lambda position: mixture_parts(config.data, self.prompts.at(position)),
             origin_of=self._origin_of,
             observe=self.prompts.observe,
-            judge_metrics=lambda: self.executor.judges.metrics(),
+            driver_metrics=self._driver_metrics,
         )
         # digests of all items take seconds, in which the ranks come up
         hashing = ThreadPoolExecutor(1, "inputs")
@@ -94,7 +94,11 @@ class Run:
         # the model of emulated ranks is not the one that is here
         emulated = config.cluster.emulated
         works = {} if emulated else work_of_roles(config, prepared.graph, prepared.model_path)
-        self.executor = RayExecutor(self.group, config, self.records.on_switch, works)
+        turns = prepared.turns
+        self.episodes = Episodes(config, turns) if turns is not None else None
+        self.executor = RayExecutor(
+            self.group, config, self.records.on_switch, works, self.episodes
+        )
         # held-out evaluation
         self.evaluation = HeldOutEvaluation(
             config,
@@ -110,6 +114,19 @@ class Run:
         self.checkpoints = Checkpoints(config, origin, self.group, telemetry)
         if origin.point is not None:
             self._resume_driver(origin.point, origin.damaged)
+
+    def end_processes(self) -> None:
+        """End those of judges and environments on the driver's node. May be called twice."""
+        try:
+            self.executor.judges.close()
+        finally:
+            if self.episodes is not None:
+                self.episodes.close()
+
+    def _driver_metrics(self) -> dict[str, float]:
+        """Those of judges and environments on the driver's node, since the last call."""
+        of_episodes = self.episodes.metrics() if self.episodes is not None else {}
+        return self.executor.judges.metrics() | of_episodes
 
     # -- phases --------------------------------------------------------------------------------
 
@@ -216,7 +233,7 @@ class Run:
     def _make_schedule(self, phase: RunPhase) -> Schedule:
         """The schedule of a phase whose roles are there; where it was, if the run resumes in it."""
         rollout, graph = self.config.rollout, phase.graph
-        sampling = Sampling.of(rollout, rollout.max_new_tokens, rollout.temperature)
+        sampling = sampling_of(self.config, rollout, rollout.max_new_tokens, rollout.temperature)
         schedule = make_schedule(
             self.config,
             phase.schedule,
@@ -276,7 +293,10 @@ class Run:
         self.executor.may_abandon = before is not None
         try:
             with self._profiled():
-                return schedule.run_step(self.step)
+                result = schedule.run_step(self.step)
+                if self.episodes is not None:
+                    self.episodes.check_step()
+                return result
         except Abandoned:
             assert before is not None
             self.step -= 1

@@ -35,7 +35,8 @@ class RunRecords:
     texts of the first `samples_per_step` samples are kept. `kinds_of` a prompt's position in the
     run are the parts of the mixture that it belongs to. Each has separate metrics. `origin_of`
     a position are its prompt's source and task. `observe` is called with the results of each step.
-    `judge_metrics` gives those of judges on the driver's node, since its last call.
+    `driver_metrics` gives those of judges and environments on the driver's node, since its last
+    call.
     """
 
     def __init__(
@@ -46,12 +47,12 @@ class RunRecords:
         kinds_of: KindsOf,
         origin_of: OriginOf,
         observe: ObserveRewards = lambda rewards: {},
-        judge_metrics: Callable[[], Mapping[str, float]] = dict,
+        driver_metrics: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self.telemetry, self.samples_per_step = telemetry, samples_per_step
         self.current_step, self.kinds_of, self.origin_of = current_step, kinds_of, origin_of
         self.observe = observe
-        self.judge_metrics = judge_metrics
+        self.driver_metrics = driver_metrics
         self._noted_no_training = self._noted_no_rewards = False
 
     # -- callbacks -----------------------------------------------------------------------------
@@ -96,7 +97,7 @@ class RunRecords:
         # Before `observe`: a curriculum then forgets the step's prompts.
         self.record_samples(result.dispatched, fetch_texts, result.dropped)
         metrics |= self.observe(rewards_by_prompt(result.dispatched))
-        metrics |= self.judge_metrics()
+        metrics |= self.driver_metrics()
         self._note_no_training(result, metrics)
         self._note_no_rewards(result.dispatched)
         end = 0.0

@@ -1,9 +1,11 @@
 """The schedule that a config asks for."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from hybridrl.config import Config, ScheduleConfig
+from hybridrl.config.sampling import SamplingConfig
 from hybridrl.data import Item
 from hybridrl.flow import Graph
 from hybridrl.flow.early_updates import EarlySettings
@@ -17,6 +19,17 @@ from hybridrl.flow.schedules.base import (
     StepSettings,
     schedule_class,
 )
+
+
+def sampling_of(
+    config: Config, settings: SamplingConfig, max_new_tokens: int, temperature: float
+) -> Sampling:
+    """The `settings` of training's rollouts or of an evaluation set; with turns, if there are."""
+    sampling = Sampling.of(settings, max_new_tokens, temperature)
+    if config.environment.is_on:
+        most = min(config.environment.max_turn_tokens, max_new_tokens)
+        sampling = replace(sampling, max_turn_tokens=most)
+    return sampling
 
 
 def make_schedule(

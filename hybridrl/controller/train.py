@@ -15,6 +15,7 @@ from hybridrl.controller.checkpoints import (
     find_origin,
     settings_of,
 )
+from hybridrl.controller.episodes import EnvironmentFailed
 from hybridrl.controller.preflight import PreparedRun, prepare
 from hybridrl.controller.run import Run, TrainingDiverged
 from hybridrl.controller.worker_group import WorkerError
@@ -42,7 +43,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-RUN_ERRORS = (WorkerError, TrainingDiverged, BudgetSpent, RayStartError, OSError)
+RUN_ERRORS = (
+    WorkerError, TrainingDiverged, EnvironmentFailed, BudgetSpent, RayStartError, OSError,
+)  # fmt: skip
 """The errors that end a run after its start, each with one line for the user."""
 
 
@@ -161,7 +164,7 @@ def running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator[R
             run.group.close()
         finally:
             try:
-                run.executor.judges.close()
+                run.end_processes()
             finally:
                 run.group.kill()
 

@@ -123,10 +123,10 @@ class Actor:
             self.switch_plan,
             self.parallel,
             device,
-            stop_strings(tokenizer, rollout.stop),
+            stop_strings(tokenizer, config.stop_texts),
         )
         self._tokenizer = tokenizer
-        self.sampling = SamplingTexts(tokenizer, config.data.chat, rollout.stop)
+        self.sampling = SamplingTexts(tokenizer, config.data.chat, config.stop_texts)
         self.rollout.sleep()
         self.generating_version = NO_VERSION
         self.averages: dict[str, MovingAverage] = {}

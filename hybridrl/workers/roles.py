@@ -7,10 +7,10 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import JudgeConfig, SourceConfig
 from hybridrl.flow.graph import MapStage, Stage
-from hybridrl.flow.sample import SampleId
+from hybridrl.flow.sample import TURN_REWARDS, SampleId
 from hybridrl.rewards import RewardInput, RewardPool
 from hybridrl.rewards.results import scalars_of
-from hybridrl.workers.store import SampleStore
+from hybridrl.workers.store import SampleStore, StoredSample
 
 Scalars = dict[str, tuple[float | int | str, ...]]
 
@@ -54,9 +54,16 @@ def reward_inputs(
             answer=sample.item.answer,
             item=sample.item.item,
             source=sample.item.source,
+            earned=_earned(sample),
         )
         for sample, text in zip(samples, texts, strict=True)
     ]
+
+
+def _earned(sample: StoredSample) -> float | None:
+    """What the turns of a conversation have earned, in sum; None of a sample without turns."""
+    rewards = sample.tensors.get(TURN_REWARDS)
+    return None if rewards is None else float(rewards.sum())
 
 
 def run_map(

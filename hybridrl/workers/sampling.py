@@ -51,8 +51,10 @@ def named_token_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> 
     return {id for text in stop if (id := _token_id(tokenizer, text)) is not None}
 
 
-def stop_strings(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> StopStrings | None:
-    """Those texts of `rollout.stop` that are not tokens; None if all are.
+def stop_strings(
+    tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], key: str = "rollout.stop"
+) -> StopStrings | None:
+    """Those texts of `rollout.stop`, or of another `key`, that are not tokens; None if all are.
 
     Raises `ConfigError` for a text that no tokens of the vocabulary make.
     """
@@ -61,7 +63,7 @@ def stop_strings(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> Sto
         return _decode(tokenizer, ids)
 
     texts = [text for text in stop if _token_id(tokenizer, text) is None]
-    _check_texts(tokenizer, texts, "rollout.stop")
+    _check_texts(tokenizer, texts, key)
     return StopStrings(decode, texts) if texts else None
 
 

@@ -1,0 +1,238 @@
+"""The driver's side of conversations: episodes of samples, and replies as tokens."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from hybridrl.config import Config, OnFailure
+from hybridrl.controller.async_calls import Calling, result_of
+from hybridrl.data import Item
+from hybridrl.environments import EpisodePool, EpisodeStart, EpisodeStep, ModelTurn, PastTurn
+from hybridrl.flow.executor import EpisodeReply, TurnEnded
+from hybridrl.flow.sample import SampleId
+
+logger = logging.getLogger(__name__)
+
+LAST_WAITS = 4096
+"""Waits of a step of which percentiles are taken."""
+
+
+class EnvironmentFailed(Exception):
+    """Too large a share of a step's episodes has failed."""
+
+
+class Composer(Protocol):
+    """Makes the tokens between turns: `hybridrl.data.turns.TurnTemplate`."""
+
+    def reply(
+        self, turn: Sequence[int], messages: Sequence[dict[str, Any]], most: int
+    ) -> tuple[tuple[int, ...], bool]:
+        """Tokens of `messages` after the tokens of a turn, at most so many; and whether cut."""
+        ...
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """A sample's episode so far; `most` tokens fit into its response."""
+
+    item: Item
+    most: int
+    start: "Future[EpisodeStart]"
+    made: list[PastTurn] = field(default_factory=list)
+    was_cut: bool = False
+    failed: str = ""
+
+
+@dataclass(slots=True)
+class _StepCounts:
+    """What the conversations of a step did."""
+
+    ended: int = 0
+    turns: int = 0
+    reply_tokens: int = 0
+    cut_replies: int = 0
+    waits: list[float] = field(default_factory=list)
+    failures: Counter[str] = field(default_factory=Counter)
+    first_failure: str = ""
+
+
+class Episodes:
+    """Starts an episode for each sample that an engine is given, and answers its turns.
+
+    A reply takes what the environment says through the chat template. One that leaves no room for
+    another token of the response ends the episode, with finish `length`. An episode that has failed
+    ends its sample: it is dropped, or what it earned is 0 (`environment.on_failure`).
+
+    The processes start with the first episode.
+    """
+
+    def __init__(self, config: Config, composer: Composer) -> None:
+        self.config, self._composer = config, composer
+        self._pool: EpisodePool | None = None
+        self._there: dict[SampleId, _Conversation] = {}
+        self._counts = _StepCounts()
+        self._recorded: Counter[str] = Counter()
+
+    @property
+    def pool(self) -> EpisodePool:
+        """The processes; they start at the first use."""
+        if self._pool is None:
+            config = self.config
+            self._pool = EpisodePool(
+                config.environment,
+                config.data.sources,
+                seed=config.run.seed,
+                jail=config.reward.jail,
+                limits=config.reward.limits,
+            )
+            logger.info("environment %s starts", config.environment.kind.value)
+        return self._pool
+
+    def start(self, ids: Iterable[SampleId], item: Item, max_new_tokens: int) -> None:
+        """Start episodes of a prompt's samples, whose responses have at most so many tokens.
+
+        An episode of such a sample that is there was abandoned with its step: it is given up.
+        """
+        assert item.task is not None, "a prompt without a task"
+        for id in ids:
+            self.end([id])
+            start = self.pool.start(id, item.task)
+            self._there[id] = _Conversation(item, max_new_tokens, start)
+
+    def resume(self, conversations: Mapping[SampleId, tuple[Item, int, Sequence[Any]]]) -> None:
+        """Take up episodes of an earlier run: the turns already made are replayed."""
+        for id, (item, most, made) in conversations.items():
+            assert item.task is not None, "a prompt without a task"
+            past = [_past(values) for values in made]
+            start = self.pool.start(id, item.task, past)
+            self._there[id] = _Conversation(item, most, start, past)
+
+    def answer(self, ended: TurnEnded) -> Calling[EpisodeReply]:
+        """Hand a turn to its environment, and give what it answers."""
+        conversation, turn = self._there[ended.id], ModelTurn(ended.text, ended.finish)
+        self._counts.turns += 1
+        started = yield from result_of(conversation.start)
+        if started.failure is not None:
+            step = EpisodeStep(None, failure=started.failure, error=started.error)
+        else:
+            step = yield from result_of(self.pool.turn(ended.id, turn))
+        conversation.made.append(PastTurn(turn, step))
+        return self._reply(ended, conversation, step)
+
+    def waited(self, seconds: float) -> None:
+        """A sample has waited so long for its answer."""
+        if len(self._counts.waits) < LAST_WAITS:
+            self._counts.waits.append(seconds)
+
+    def _reply(
+        self, ended: TurnEnded, conversation: _Conversation, step: EpisodeStep
+    ) -> EpisodeReply:
+        """A step of an environment, as the sample's rank is told of it."""
+        counts = self._counts
+        if step.failure is not None:
+            return self._failed(ended.id, conversation, step)
+        if step.messages is None:
+            return self._ended(ended.id, conversation, step, step.finish)
+        room = conversation.most - ended.response_tokens - 1  # the next turn has a token
+        most = self.config.environment.max_reply_tokens
+        tokens, was_cut = self._composer.reply(ended.tokens, step.messages, most)
+        conversation.was_cut |= was_cut
+        counts.cut_replies += was_cut
+        if len(tokens) > room:
+            self.pool.end(ended.id)
+            return self._ended(ended.id, conversation, step, "length")
+        counts.reply_tokens += len(tokens)
+        return EpisodeReply(ended.id, tokens)
+
+    def end(self, ids: Iterable[SampleId]) -> None:
+        """Give up episodes whose samples have left; those that have ended are passed over."""
+        for id in ids:
+            if self._there.pop(id, None) is not None:
+                self.pool.end(id)
+
+    def check_step(self) -> None:
+        """Raise EnvironmentFailed where too many episodes have failed since `metrics`."""
+        counts, most = self._counts, self.config.environment.max_failed_share
+        failed = counts.failures.total()
+        if failed > most * counts.ended:
+            kind = self.config.environment.path or self.config.environment.kind.value
+            raise EnvironmentFailed(
+                f"environment {kind}: {failed} of {counts.ended} episodes of the step have failed"
+                f" (environment.max_failed_share={most:g}); the first: {counts.first_failure}"
+            )
+
+    def metrics(self) -> dict[str, float]:
+        """`environment/...` since the last call."""
+        counts, self._counts = self._counts, _StepCounts()
+        if not counts.ended and not counts.turns:
+            return {}
+        metrics = {
+            "episodes": float(counts.ended),
+            "turns": float(counts.turns),
+            "reply_tokens": float(counts.reply_tokens),
+            "cut_replies": float(counts.cut_replies),
+            "failed": float(counts.failures.total()),
+            **{f"failed/{kind}": float(number) for kind, number in counts.failures.items()},
+        }
+        of_pool = Counter(self.pool.counts)
+        metrics["replays"] = float(of_pool["replays"] - self._recorded["replays"])
+        self._recorded = of_pool
+        if counts.waits:
+            metrics["wait_p50_s"], metrics["wait_p99_s"] = (
+                float(value) for value in np.percentile(counts.waits, (50, 99))
+            )
+        return {f"environment/{name}": value for name, value in metrics.items()}
+
+    def state_of(self, ids: Iterable[SampleId]) -> dict[str, list[Any]]:
+        """The turns of samples that a later step continues, in plain JSON types, by their text."""
+        return {
+            str(id): [_plain(past) for past in self._there[id].made]
+            for id in ids
+            if id in self._there
+        }
+
+    def close(self) -> None:
+        """Close all environments, and end their processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def _ended(
+        self, id: SampleId, conversation: _Conversation, step: EpisodeStep, finish: str
+    ) -> EpisodeReply:
+        """The episode has ended: its sample is finished."""
+        del self._there[id]
+        self._counts.ended += 1
+        rewards = _padded(step.rewards, len(conversation.made))
+        scalars = {**step.scalars, "environment_reward": sum(rewards)}
+        return EpisodeReply(id, None, finish, rewards, scalars)
+
+    def _failed(self, id: SampleId, conversation: _Conversation, step: EpisodeStep) -> EpisodeReply:
+        """The episode has failed: its sample is dropped, or has earned nothing."""
+        assert step.failure is not None
+        counts, task = self._counts, conversation.item.prompt
+        counts.failures[step.failure] += 1
+        counts.first_failure = counts.first_failure or f"{step.error} (task {task[:60]!r})"
+        logger.debug("the episode of sample %s has failed: %s", id, step.error)
+        nothing = EpisodeStep(None, scalars={"environment_failure": step.failure})
+        drops = self.config.environment.on_failure is OnFailure.drop
+        return self._ended(id, conversation, nothing, "abort" if drops else "stop")
+
+
+def _padded(rewards: Sequence[float], turns: int) -> tuple[float, ...]:
+    """What each of so many turns has earned; those of which nothing is known, nothing."""
+    return (*rewards[:turns], *[0.0] * (turns - len(rewards)))
+
+
+def _plain(past: PastTurn) -> list[Any]:
+    step = None if past.step is None else past.step.to_json()
+    return [past.turn.text, past.turn.finish, step]
+
+
+def _past(values: Sequence[Any]) -> PastTurn:
+    text, finish, step = values
+    return PastTurn(ModelTurn(text, finish), None if step is None else EpisodeStep.from_json(step))

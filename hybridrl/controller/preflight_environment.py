@@ -1,0 +1,50 @@
+"""Checks of a run's environment before it starts a process of its own."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from hybridrl.config import Config, ConfigError
+from hybridrl.config.rollout import ENGINES
+from hybridrl.data.turns import TurnTemplate
+from hybridrl.environments import Openings
+from hybridrl.flow import Graph
+from hybridrl.flow.graph import GenerateStage
+
+
+def check_environment(config: Config, graph: Graph) -> None:
+    """Raise where there is an environment, and nothing that it could answer."""
+    environment, rollout = config.environment, config.rollout
+    if not environment.is_on:
+        return
+    kind = "environment.kind", environment.kind.value
+    if not any(isinstance(stage, GenerateStage) for stage in graph.stages.values()):
+        raise ConfigError(*kind, "none: the recipe does not generate")
+    if config.cluster.emulated:
+        raise ConfigError(*kind, "none: emulated ranks write no texts")
+    if not rollout.features.holds_turns:
+        able = [engine.value for engine, features in ENGINES.items() if features.holds_turns]
+        allowed = f"{', '.join(able)} with environment.kind={environment.kind.value}"
+        raise ConfigError("rollout.engine", rollout.engine.value, allowed)
+
+
+@contextlib.contextmanager
+def openings(config: Config) -> Iterator[Openings | None]:
+    """What the environment says first to each task, and its tools; None without one.
+
+    Raises for an environment that cannot be built.
+    """
+    if not config.environment.is_on:
+        yield None
+        return
+    sources, judge = config.sources_of("reward"), config.reward
+    with Openings(config.environment, sources, jail=judge.jail, limits=judge.limits) as opening:
+        yield opening
+
+
+def turn_template(config: Config, tokenizer: Any, opening: Openings) -> TurnTemplate:
+    """What stands between turns; raises where the model cannot be told what tools say."""
+    template = TurnTemplate(tokenizer, opening.tools, config.data.chat)
+    if opening.tools and config.data.chat:
+        template.check(tokenizer.name_or_path)
+    return template
