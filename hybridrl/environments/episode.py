@@ -136,7 +136,8 @@ class Episode:
     async def close(self) -> None:
         """End the program, if it has not ended. May be called twice."""
         if self._task is not None and not self._task.done():
-            self._task.cancel()
+            if not self._task.cancelling():  # a second one would cut its cleaning up off
+                self._task.cancel()
             await asyncio.wait([self._task], timeout=CLOSE_S)
 
     # -- one step ------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ class Episode:
             return self._checked(EpisodeStep(self._asked.result(), tuple(self.model.rewards)))
         if self._task.done():
             return self._checked(self._outcome(self._task))
-        await self.close()
+        self._task.cancel()  # `close` waits for it
         name = "turn" if limit == self.config.turn_timeout_s else "episode"
         seconds = getattr(self.config, f"{name}_timeout_s")
         return failed("timeout", f"no answer within environment.{name}_timeout_s={seconds:g}")

@@ -95,8 +95,8 @@ class EpisodePool:
     failed. The others are rebuilt by replay, when their next turn comes: their programs run again
     on the turns already made, and must answer the same. Where nobody's code was running, those that
     were being served are suspects. The new process serves one of them at a time, so that the next
-    death tells who it is. A failed episode is replayed once, unless it took too long: a second try
-    would cost the limit again.
+    death tells who it is. An episode that fails is replayed once at that turn, unless it took too
+    long: a second try would cost the limit again.
 
     Invariant: each future is resolved once. A thread owns the processes, which end with it.
     """
@@ -345,6 +345,7 @@ class EpisodePool:
             episode.settle(start)
             return
         assert step is not None
+        episode.strikes = 0  # of other turns: who dies of bad luck has a second one
         episode.past.append(PastTurn(episode.turn, step))
         episode.turn = None
         if step.messages is None:

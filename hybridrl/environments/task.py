@@ -116,4 +116,4 @@ class EpisodeStart:
 def failed(kind: FailureKind, error: BaseException | str) -> EpisodeStep:
     """The step of an episode that has failed."""
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    return EpisodeStep(None, failure=kind, error=" ".join(text.split())[:500])
+    return EpisodeStep(None, failure=kind, error=" ".join(text.split()).rstrip(": ")[:500])

@@ -52,22 +52,30 @@ class Server:
         if turn is not None and start.failure is None:
             await self.step(request, number, turn, start.to_json())
             return
-        if start.failure is not None:
-            await self.end(number)
         self._answer(request, start.to_json(), None, episode.model.close_error)
+        if start.failure is not None:
+            await self.end(number, episode)
 
     async def step(self, request: int, number: int, turn: ModelTurn, start: Any = None) -> None:
-        """Hand an episode its turn; one that has ended is closed before that is told."""
+        """Hand an episode its turn.
+
+        One that has ended is closed before that is told; one that has failed after it, since it may
+        take long.
+        """
         episode = self.episodes[number]
         step = await episode.step(turn)
-        if step.messages is None:
+        if step.messages is None and step.failure is None:
             await self.end(number)
         self._answer(request, start, step.to_json(), episode.model.close_error)
+        if step.failure is not None:
+            await self.end(number, episode)
 
-    async def end(self, number: int) -> None:
-        """Close an episode, if it is here."""
-        episode = self.episodes.pop(number, None)
+    async def end(self, number: int, failed: Episode | None = None) -> None:
+        """Close an episode, if it is here; one that has failed may have been started anew."""
+        episode = failed or self.episodes.get(number)
         if episode is not None:
+            if self.episodes.get(number) is episode:
+                del self.episodes[number]
             await episode.close()
 
     async def serve(self) -> None:
