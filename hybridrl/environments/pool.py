@@ -189,7 +189,7 @@ class EpisodePool:
 
     def _run(self) -> None:
         try:
-            self._processes = [self._start() for _ in range(self.config.num_processes)]
+            self._processes = [self._start(place) for place in range(self.config.num_processes)]
             while not self._closed:
                 self._take_commands()
                 self._give()
@@ -382,7 +382,8 @@ class EpisodePool:
         for episode in self._episodes.values():
             if episode.process is process:
                 self._bereave(episode, is_guilty=episode in guilty, known=bool(guilty))
-        self._processes[self._processes.index(process)] = self._start()
+        place = self._processes.index(process)
+        self._processes[place] = self._start(place)
         for episode in guilty:
             self._fail(episode, kind, error)
 
@@ -411,8 +412,9 @@ class EpisodePool:
     def _forget(self, episode: _Episode) -> None:
         self._episodes.pop(episode.id, None)
 
-    def _start(self) -> "_Process":
-        return _Process(self._settings, self.config.kind.value)
+    def _start(self, place: int) -> "_Process":
+        port = self.config.port and self.config.port + place
+        return _Process((*self._settings, port), self.config.kind.value)
 
 
 class _Process(SandboxedProcess):
