@@ -89,6 +89,19 @@ test-adamw8bit: $(BIN)/.dev .cache/torchao  ## 8-bit AdamW against torchao's
 test-loggers: $(BIN)/.dev .cache/loggers/bin/.installed  ## runs in wandb, MLflow and Trackio, killed and resumed
 	.cache/loggers/bin/python -m pytest -q -m loggers tests/telemetry
 
+# Separate, and two of them: verifiers wants an older openai than openai-agents does.
+.cache/agents/bin/.installed: pyproject.toml scripts/constraints.txt scripts/install_agents.sh
+	@scripts/install_agents.sh $(VENV) .cache/agents agents
+	@touch $@
+
+.cache/verifiers/bin/.installed: pyproject.toml scripts/constraints.txt scripts/install_agents.sh
+	@scripts/install_agents.sh $(VENV) .cache/verifiers verifiers
+	@touch $@
+
+test-agents: $(BIN)/.dev .cache/agents/bin/.installed .cache/verifiers/bin/.installed  ## environments of gymnasium and verifiers, agents on OpenAI's clients
+	.cache/agents/bin/python -m pytest -q -m agents tests/environments
+	.cache/verifiers/bin/python -m pytest -q -m verifiers tests/environments
+
 test-models: $(BIN)/.dev  ## every model family against transformers, the table of docs/models.md
 	$(PYTEST) -q -m models
 
