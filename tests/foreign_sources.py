@@ -2,8 +2,8 @@
 
     python tests/foreign_sources.py .cache/foreign
 
-Downloads vLLM's GPU build, flash-attn and TRL at their pinned versions, and unpacks what the tests
-read: Python files, the C++ that checks flash-attn's arguments, and TRL's chat templates. Nothing is
+Downloads vLLM's GPU build, flash-attn and TRL at their pinned versions. Unpacks what the tests
+read: Python files, the C++ that checks flash-attn's arguments, TRL's chat templates. Nothing is
 built or installed. What is there already is kept.
 """
 

@@ -38,7 +38,7 @@ class Refusal(Exception):
 class ChatEndpoint:
     """Serves all episodes of a process, each under a separate key.
 
-    A request whose messages extend the conversation recorded so far continues it: its new messages
+    A request whose messages extend the conversation recorded so far continues it. Its new messages
     are a reply, and the completion is the model's next turn. Other requests get 409 with the first
     difference, and the episode has failed (`rewritten`): its tokens would not be those read.
     """

@@ -24,7 +24,7 @@ def retry(config: EnvironmentConfig, sources: Mapping[str, SourceConfig]) -> Env
     """kind=retry: the model answers until the judge gives `enough`, or it has no turn left.
 
     `judge` has the keys of `reward`. Each turn earns what its answer is better than the best one
-    before, so that the turns of an episode have earned its best score together.
+    before. So the turns of an episode have earned its best score together.
     """
     params = read_params(config, DEFAULTS)
     verify = make_verifier(judge_of(params["judge"]), sources)

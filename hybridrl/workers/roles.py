@@ -45,8 +45,8 @@ def reward_inputs(
 ) -> list[RewardInput]:
     """What a judge sees of samples.
 
-    Of a conversation that is the model's last turn, what its turns have earned, and the row's field
-    `conversation`: messages of `assistant` and `environment`, in turn.
+    Of a conversation the response is the model's last turn. The row has a field `conversation`
+    then: messages of `assistant` and `environment`, in turn.
     """
     samples = [store[id] for id in ids]
     if samples and TURN in samples[0].tensors:
