@@ -89,6 +89,19 @@ test-adamw8bit: $(BIN)/.dev .cache/torchao  ## 8-bit AdamW against torchao's
 test-loggers: $(BIN)/.dev .cache/loggers/bin/.installed  ## runs in wandb, MLflow and Trackio, killed and resumed
 	.cache/loggers/bin/python -m pytest -q -m loggers tests/telemetry
 
+# Separate, and two of them: verifiers wants an older openai than openai-agents does.
+.cache/agents/bin/.installed: pyproject.toml scripts/constraints.txt scripts/install_agents.sh
+	@scripts/install_agents.sh $(VENV) .cache/agents agents
+	@touch $@
+
+.cache/verifiers/bin/.installed: pyproject.toml scripts/constraints.txt scripts/install_agents.sh
+	@scripts/install_agents.sh $(VENV) .cache/verifiers verifiers
+	@touch $@
+
+test-agents: $(BIN)/.dev .cache/agents/bin/.installed .cache/verifiers/bin/.installed  ## environments of gymnasium and verifiers, agents on OpenAI's clients
+	.cache/agents/bin/python -m pytest -q -m agents tests/environments
+	.cache/verifiers/bin/python -m pytest -q -m verifiers tests/environments
+
 test-models: $(BIN)/.dev  ## every model family against transformers, the table of docs/models.md
 	$(PYTEST) -q -m models
 
@@ -212,4 +225,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-loggers test-models test-nccl test-pages test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-moe bench-placement bench-long bench-driver bench-tail bench-tail-ranks bench-fused-update bench-plan bench-vllm
+.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-agents test-loggers test-models test-nccl test-pages test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-moe bench-placement bench-long bench-driver bench-tail bench-tail-ranks bench-fused-update bench-plan bench-vllm

@@ -1,10 +1,10 @@
-"""Sources of the packages that only a GPU machine installs, for `make test-contracts`.
+"""Sources of packages that are not installed here, for `make test-contracts`.
 
     python tests/foreign_sources.py .cache/foreign
 
-Downloads vLLM's GPU build and flash-attn at their pinned versions, and unpacks what the tests read:
-Python files, and the C++ that checks flash-attn's arguments. Nothing is built or installed. What is
-there already is kept.
+Downloads vLLM's GPU build, flash-attn and TRL at their pinned versions. Unpacks what the tests
+read: Python files, the C++ that checks flash-attn's arguments, TRL's chat templates. Nothing is
+built or installed. What is there already is kept.
 """
 
 import os
@@ -20,7 +20,7 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 def pins() -> dict[str, str]:
-    """The version of each package that `make` installs on a GPU machine."""
+    """The version of each package that `make` installs on a GPU machine, or measures against."""
     by_file = {"vllm": ("install_vllm.sh", "version"), "flash-attn": ("constraints.txt", None)}
     versions = {}
     for package, (file, variable) in by_file.items():
@@ -28,7 +28,10 @@ def pins() -> dict[str, str]:
         match = re.search(rf"{line}(\S+)$", (SCRIPTS / file).read_text(), re.MULTILINE)
         assert match, f"no pin of {package} in scripts/{file}"
         versions[package] = match[1]
-    return versions
+    project = (SCRIPTS.parent / "pyproject.toml").read_text()
+    match = re.search(r'"trl==([\d.]+)"', project)
+    assert match, "no pin of trl in pyproject.toml"
+    return {**versions, "trl": match[1]}
 
 
 def folder(cache: Path, package: str) -> Path:
@@ -53,7 +56,7 @@ def unpack(archive: Path, target: Path) -> None:
     """Unpack what the tests read, without the folder that all of a source archive is in."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
-            names = [n for n in wheel.namelist() if n.endswith((".py", "METADATA"))]
+            names = [n for n in wheel.namelist() if n.endswith((".py", "METADATA", ".jinja"))]
             wheel.extractall(target, names)
         return
     with tarfile.open(archive) as sources:

@@ -1,5 +1,6 @@
 """docs/customize.md: each row's key is there, its example composes and changes it, hooks run."""
 
+import asyncio
 import functools
 import itertools
 import re
@@ -7,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +22,9 @@ from hybridrl.config.dotted import load_function
 from hybridrl.config.recipe_folder import new_recipe
 from hybridrl.controller.preflight import build_recipe
 from hybridrl.data.sources import rows
+from hybridrl.environments import EpisodeTask, ModelTurn
+from hybridrl.environments.load import load_environment
+from hybridrl.environments.program import Model
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import ByGroupStage, FilterStage, UpdateStage
 from hybridrl.rewards import jail, validate_reward
@@ -98,6 +103,32 @@ def test_kl_and_weights_are_found_by_their_names() -> None:
     assert kl(torch.tensor([-1.0]), torch.tensor([-3.0])).tolist() == [2.0]
     weights = resolve(NORMALIZATIONS, "recipe.normalize", "my/plugins.py:by_root")
     assert weights(torch.tensor([4, 1]), 5, 2, 24).tolist() == [0.25, 0.5]
+
+
+def test_the_environments_run() -> None:
+    def schemas(hook: str) -> list[str]:
+        (example,) = (row[2] for row in ROWS if row[0] == hook)
+        environment = load_environment(composed(example).environment)
+        return [tool["function"]["name"] for tool in environment.tools]
+
+    assert schemas("environment") == []
+    assert schemas("tools") == ["double"]
+
+    async def episode() -> float | None:
+        guess = load_function("environment.path", "my/plugins.py:guess")
+        digits = iter("123456789")
+
+        async def ask(messages: Any) -> ModelTurn:
+            return ModelTurn(next(digits))
+
+        task = EpisodeTask(({"role": "user", "content": "Guess."},))
+        value: float | None = await guess(task, Model(ask, 9, serve), Random(0))
+        return value
+
+    async def serve(model: Model) -> tuple[str, str]:
+        raise AssertionError("it asks for no endpoint")
+
+    assert asyncio.run(episode()) == 1 / Random(0).randint(1, 9)
 
 
 def test_the_reward_and_the_generator_run() -> None:

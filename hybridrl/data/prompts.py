@@ -65,7 +65,7 @@ class Opening(Protocol):
     """An environment as prompts need it: `hybridrl.environments.Openings`."""
 
     tools: tuple[dict[str, Any], ...]
-    """Schemas of the tools that the prompt tells of."""
+    """Schemas of the tools that prompts tell of, once it was asked for first messages."""
 
     def __call__(self, tasks: Sequence[EpisodeTask]) -> Sequence[Sequence[ChatMessage]]:
         """The first messages of each task, which are its prompt."""
@@ -127,11 +127,13 @@ def make_items(
     """
     if not rows:
         return []
-    tools = opening.tools if opening else ()
-    reader = _ChatReader(source, config, tokenizer, tools) if config.chat else None
+    reader = _ChatReader(source, config, tokenizer) if config.chat else None
     if config.sources[source].messages_column is not None:
         if reader is None:
             raise ConfigError("data.chat", False, f"true, since {source} has conversations")
+        if opening:
+            place = _place(source, config, "messages_column", 1)
+            raise ConfigError(place.key, place.column, "null, with an environment")
         return [reader.conversation(row, number) for number, row in enumerate(rows, 1)]
     end = end_token_id(tokenizer, config.chat)
 
@@ -163,6 +165,8 @@ def make_items(
         pairs = zip(rows, prompts, strict=True)
         episodes = [EpisodeTask(tuple(x), dict(row), _answer(row), source) for row, x in pairs]
         prompts, tasks = [list(first) for first in opening(episodes)], [*episodes]
+        if reader:
+            reader.tools = list(opening.tools)
     texts, encoded = rendered(prompts)
     privileged: list[Ids] = [()] * len(rows)
     if config.privileged_template is not None:
@@ -188,11 +192,10 @@ def make_items(
 class _ChatReader:
     """Rows of a source through the chat template: prompts, conversations, responses in turns."""
 
-    def __init__(
-        self, source: str, config: DataConfig, tokenizer: Any, tools: Sequence[dict[str, Any]]
-    ) -> None:
-        """`tools` are those of the environment, for every row."""
-        self.source, self.config, self.tools = source, config, list(tools)
+    def __init__(self, source: str, config: DataConfig, tokenizer: Any) -> None:
+        self.source, self.config = source, config
+        self.tools: list[dict[str, Any]] = []
+        """Those of the environment, for every row."""
         self.template = ChatTemplate(tokenizer)
         self.end = end_token_id(tokenizer, True)
 

@@ -16,7 +16,6 @@ from hybridrl.environments.task import (
     EpisodeStart,
     EpisodeStep,
     EpisodeTask,
-    FailureKind,
     ModelTurn,
     PastTurn,
     failed,
@@ -28,6 +27,9 @@ CHARACTERS_OF_TOKEN = 64
 """More than a token has: messages are cut to this times `max_reply_tokens` before they are sent."""
 
 _episode: ContextVar[int] = ContextVar("episode", default=0)
+
+
+Serve = Callable[[Model], Awaitable[tuple[str, str]]]
 
 
 class Marker:
@@ -44,7 +46,8 @@ class Marker:
         self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
     ) -> asyncio.Task[Any]:
         """The event loop's task factory."""
-        number = _episode.get()
+        context = options.get("context")
+        number = _episode.get() if context is None else context.get(_episode, 0)
         coroutine = _Marked(coroutine, number, self.tell) if number else coroutine
         return asyncio.Task(coroutine, loop=loop, **options)
 
@@ -90,17 +93,28 @@ class Episode:
     """
 
     def __init__(
-        self, number: int, program: Program, task: EpisodeTask, key: str, config: EnvironmentConfig
+        self,
+        number: int,
+        program: Program,
+        task: EpisodeTask,
+        key: str,
+        config: EnvironmentConfig,
+        serve: Serve,
     ) -> None:
-        """`key` is what its random numbers follow from: the run's seed and the sample."""
+        """`key` is what its random numbers follow from: the run's seed and the sample.
+
+        `serve` gives address and key for clients.
+        """
         self.number, self.config = number, config
-        self.model = Model(self._ask, config.max_turns)
+        self.model = Model(self._ask, config.max_turns, serve)
+        self.model.on_limit = self._cancel
         self._program: Callable[[], Awaitable[float | None]] = lambda: program(
             task, self.model, Random(key)
         )
         self._task: asyncio.Task[float | None] | None = None
         self._asked: asyncio.Future[tuple[ChatMessage, ...]]
         self._turn: asyncio.Future[ModelTurn] | None = None
+        self._asked_with: tuple[ChatMessage, ...] = ()
         self._spent = 0.0
 
     async def start(
@@ -127,7 +141,7 @@ class Episode:
             if step.failure is not None:
                 return EpisodeStart((), (), step.failure, step.error)
             steps.append(step)
-        return EpisodeStart(messages, tuple(steps))
+        return EpisodeStart(messages, tuple(steps), tools=self.model.tools)
 
     async def step(self, turn: ModelTurn) -> EpisodeStep:
         """Hand the program its turn, and run it to the next one or to its end."""
@@ -136,8 +150,12 @@ class Episode:
     async def close(self) -> None:
         """End the program, if it has not ended. May be called twice."""
         if self._task is not None and not self._task.done():
-            self._task.cancel()
+            self._cancel()
             await asyncio.wait([self._task], timeout=CLOSE_S)
+
+    def _cancel(self) -> None:
+        if self._task is not None and not self._task.cancelling():  # a second one would cut its
+            self._task.cancel()  # cleaning up off
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -151,7 +169,8 @@ class Episode:
             _episode.reset(token)
         else:
             assert self._turn is not None
-            self._turn.set_result(turn)
+            if not self._turn.done():  # else its client has hung up
+                self._turn.set_result(turn)
             self._turn = None
         assert self._task is not None
         waited: list[asyncio.Future[Any]] = [self._asked, self._task]
@@ -161,7 +180,7 @@ class Episode:
             return self._checked(EpisodeStep(self._asked.result(), tuple(self.model.rewards)))
         if self._task.done():
             return self._checked(self._outcome(self._task))
-        await self.close()
+        self._cancel()  # `close` waits for it
         name = "turn" if limit == self.config.turn_timeout_s else "episode"
         seconds = getattr(self.config, f"{name}_timeout_s")
         return failed("timeout", f"no answer within environment.{name}_timeout_s={seconds:g}")
@@ -170,10 +189,14 @@ class Episode:
         return await self._program()
 
     async def _ask(self, messages: tuple[ChatMessage, ...]) -> ModelTurn:
-        if self._turn is not None or self._asked.done():
+        """Wait for the next turn; a client that had hung up may ask the same again."""
+        again = self._turn is not None and self._turn.cancelled() and messages == self._asked_with
+        if not again and (self._turn is not None or self._asked.done()):
             raise RuntimeError("model.turn is called while another call of it waits")
         self._turn = asyncio.get_running_loop().create_future()
-        self._asked.set_result(self._cut(messages))
+        if not again:
+            self._asked_with = messages
+            self._asked.set_result(self._cut(messages))
         return await self._turn
 
     def _cut(self, messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
@@ -186,6 +209,8 @@ class Episode:
     def _outcome(self, task: asyncio.Task[float | None]) -> EpisodeStep:
         """The last step: what its program has returned or raised."""
         finish, scalars = "stop", dict(self.model.scalars)
+        if self.model.rewritten:
+            return failed("rewritten", self.model.rewritten)
         try:
             value = task.result()
             if value is not None:
@@ -193,9 +218,11 @@ class Episode:
         except TurnLimit:
             finish = "length"
         except asyncio.CancelledError:
-            return failed("error", "the program has cancelled itself")
+            if not self.model.at_limit:
+                return failed("error", "the program has cancelled itself")
+            finish = "length"
         except BaseException as error:  # SystemExit and KeyboardInterrupt are the user's as well
-            return failed(_kind_of(error), error)
+            return failed("error", error)
         rewards = tuple(self.model.rewards)
         return EpisodeStep(None, rewards, finish, scalars)  # type: ignore[arg-type]
 
@@ -205,10 +232,6 @@ class Episode:
             return EpisodeStep.from_json(json.loads(json.dumps(step.to_json())))
         except (TypeError, ValueError, RecursionError) as error:
             return failed("error", f"messages that JSON does not have: {error}")
-
-
-def _kind_of(error: BaseException) -> FailureKind:
-    return getattr(error, "failure", "error")
 
 
 def _difference(messages: Sequence[ChatMessage], others: Sequence[ChatMessage]) -> str:

@@ -18,6 +18,10 @@ LOADERS = {
     EnvironmentKind.function: "hybridrl.environments.load:user_program",
     EnvironmentKind.tools: "hybridrl.environments.load:user_tools",
     EnvironmentKind.grid: "hybridrl.environments.grid:grid",
+    EnvironmentKind.retry: "hybridrl.environments.retry:retry",
+    EnvironmentKind.python: "hybridrl.environments.python:python",
+    EnvironmentKind.gym: "hybridrl.environments.gym:gym",
+    EnvironmentKind.verifiers: "hybridrl.environments.verifiers:verifiers",
 }
 """Every kind: the function that makes it of the settings."""
 

@@ -1,6 +1,7 @@
 """First messages of tasks, which are a run's prompts: asked of the programs before a run."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,8 +30,10 @@ class Openings:
     ) -> None:
         """Raises ConfigError for an environment that cannot be built."""
         self.config, self._starts = config, 0
+        again = replace(config, num_processes=1, port=0)
         self._pools = [
-            EpisodePool(config, sources, seed=seed, jail=jail, limits=limits) for seed in range(2)
+            EpisodePool(settings, sources, seed=seed, jail=jail, limits=limits)
+            for seed, settings in enumerate((config, again))
         ]
         try:
             for pool in self._pools:
@@ -42,7 +45,8 @@ class Openings:
             self.close()
             raise
         self.tools: tuple[dict[str, Any], ...] = self._pools[0].tools
-        """Schemas of the tools that the environment offers."""
+        """Schemas of the tools that the environment offers; of those that a client tells of, once
+        it was asked for first messages."""
 
     def __call__(self, tasks: Sequence[EpisodeTask]) -> list[tuple[ChatMessage, ...]]:
         """The first messages of each; raises ConfigError where there are none, or others later."""
@@ -58,7 +62,16 @@ class Openings:
                     f"a program whose first messages follow from the task alone ({task.source}: "
                     f"{_text(first)[:60]!r}, and at a second start {_text(second)[:60]!r})"
                 )
+        self._take_tools(starts)
         return [start.messages for start in starts]
+
+    def _take_tools(self, starts: Sequence[EpisodeStart]) -> None:
+        """Tools that clients tell of: the same for every task, as templates tell of them once."""
+        for start in starts:
+            if start.tools and self.tools not in ((), start.tools):
+                names = [tool.get("function", {}).get("name") for tool in start.tools]
+                raise self._refusal(f"a program whose first request has the same tools ({names})")
+            self.tools = self.tools or start.tools
 
     def close(self) -> None:
         """End its processes."""

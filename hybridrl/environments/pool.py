@@ -95,8 +95,8 @@ class EpisodePool:
     failed. The others are rebuilt by replay, when their next turn comes: their programs run again
     on the turns already made, and must answer the same. Where nobody's code was running, those that
     were being served are suspects. The new process serves one of them at a time, so that the next
-    death tells who it is. A failed episode is replayed once, unless it took too long: a second try
-    would cost the limit again.
+    death tells who it is. An episode that fails is replayed once at that turn, unless it took too
+    long: a second try would cost the limit again.
 
     Invariant: each future is resolved once. A thread owns the processes, which end with it.
     """
@@ -189,7 +189,7 @@ class EpisodePool:
 
     def _run(self) -> None:
         try:
-            self._processes = [self._start() for _ in range(self.config.num_processes)]
+            self._processes = [self._start(place) for place in range(self.config.num_processes)]
             while not self._closed:
                 self._take_commands()
                 self._give()
@@ -345,6 +345,7 @@ class EpisodePool:
             episode.settle(start)
             return
         assert step is not None
+        episode.strikes = 0  # of other turns: who dies of bad luck has a second one
         episode.past.append(PastTurn(episode.turn, step))
         episode.turn = None
         if step.messages is None:
@@ -381,7 +382,8 @@ class EpisodePool:
         for episode in self._episodes.values():
             if episode.process is process:
                 self._bereave(episode, is_guilty=episode in guilty, known=bool(guilty))
-        self._processes[self._processes.index(process)] = self._start()
+        place = self._processes.index(process)
+        self._processes[place] = self._start(place)
         for episode in guilty:
             self._fail(episode, kind, error)
 
@@ -410,8 +412,9 @@ class EpisodePool:
     def _forget(self, episode: _Episode) -> None:
         self._episodes.pop(episode.id, None)
 
-    def _start(self) -> "_Process":
-        return _Process(self._settings, self.config.kind.value)
+    def _start(self, place: int) -> "_Process":
+        port = self.config.port and self.config.port + place
+        return _Process((*self._settings, port), self.config.kind.value)
 
 
 class _Process(SandboxedProcess):

@@ -46,8 +46,18 @@ class Model:
         self,
         ask: Callable[[tuple[ChatMessage, ...]], Awaitable[ModelTurn]],
         max_turns: int,
+        serve: "Callable[[Model], Awaitable[tuple[str, str]]]",
     ) -> None:
-        self._ask, self._max_turns = ask, max_turns
+        self._ask, self._max_turns, self._serve = ask, max_turns, serve
+        self.messages: list[ChatMessage] = []
+        """The conversation so far, the model's turns too."""
+        self.tools: tuple[dict[str, Any], ...] = ()
+        """Those that the first request of a client has told of."""
+        self.rewritten = ""
+        """How a client has changed what was there before."""
+        self.at_limit = False
+        """Whether a client has asked for more turns than there are."""
+        self.on_limit: Callable[[], None] = lambda: None
         self.turns: list[ModelTurn] = []
         """The turns made so far."""
         self.rewards: list[float] = []
@@ -65,10 +75,28 @@ class Model:
         """
         if len(self.turns) == self._max_turns:
             raise TurnLimit
-        turn = await self._ask(as_messages(messages))
+        new = as_messages(messages)
+        turn = await self._ask(new)
+        self.messages += [*new, {"role": "assistant", "content": turn.text}]
         self.turns.append(turn)
         self.rewards.append(0.0)
         return turn
+
+    async def endpoint(self) -> tuple[str, str]:
+        """Address and key for an OpenAI client, whose completions are the model's turns.
+
+        The client waits on this event loop: an asynchronous one, or one in a thread.
+        """
+        return await self._serve(self)
+
+    def rewrite(self, difference: str) -> None:
+        """A client has changed what the model had read: the episode has failed."""
+        self.rewritten = self.rewritten or difference
+
+    def reach_limit(self) -> None:
+        """A client has asked for a turn too many: the episode ends."""
+        self.at_limit = True
+        self.on_limit()
 
     def reward(self, value: float) -> None:
         """Add to what the last turn has earned."""

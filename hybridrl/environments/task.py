@@ -94,26 +94,29 @@ class EpisodeStart:
     """A program waits for the model: the `messages` of the first turn.
 
     `steps` are those that followed the turns already made, in a replay. `failure` as in a step.
+    `tools` are schemas that a client has told of with them.
     """
 
     messages: tuple[ChatMessage, ...] = ()
     steps: tuple[EpisodeStep, ...] = ()
     failure: FailureKind | None = None
     error: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
 
     def to_json(self) -> list[Any]:
         """Plain JSON types, which `from_json` takes back."""
         steps = [step.to_json() for step in self.steps]
-        return [list(self.messages), steps, self.failure, self.error]
+        return [list(self.messages), steps, self.failure, self.error, list(self.tools)]
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> "EpisodeStart":
         """A start as it was written."""
-        messages, steps, *more = values
-        return cls(tuple(messages), tuple(map(EpisodeStep.from_json, steps)), *more)
+        messages, steps, failure, error, tools = values
+        past = tuple(map(EpisodeStep.from_json, steps))
+        return cls(tuple(messages), past, failure, error, tuple(tools))
 
 
 def failed(kind: FailureKind, error: BaseException | str) -> EpisodeStep:
     """The step of an episode that has failed."""
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    return EpisodeStep(None, failure=kind, error=" ".join(text.split())[:500])
+    return EpisodeStep(None, failure=kind, error=" ".join(text.split()).rstrip(": ")[:500])

@@ -6,20 +6,24 @@ when its program waits for the model, in any order.
 
 import asyncio
 import contextlib
+import contextvars
 import json
 import sys
 import threading
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import EnvironmentConfig
 from hybridrl.environments.episode import Episode, Marker
 from hybridrl.environments.load import load_environment
 from hybridrl.environments.mark import Mark
-from hybridrl.environments.program import Environment
+from hybridrl.environments.program import Environment, Model
 from hybridrl.environments.task import ChatMessage, EpisodeTask, ModelTurn, PastTurn
 from hybridrl.rewards import jail
 from hybridrl.rewards.child import limit_process, start_failure
+
+if TYPE_CHECKING:
+    from hybridrl.environments.endpoint import ChatEndpoint
 
 
 class Server:
@@ -30,10 +34,34 @@ class Server:
     """
 
     def __init__(
-        self, connection: Connection, environment: Environment, config: EnvironmentConfig
+        self,
+        connection: Connection,
+        environment: Environment,
+        config: EnvironmentConfig,
+        port: int,
     ) -> None:
+        """`port` is that of its endpoint, 0 for any."""
         self.connection, self.environment, self.config = connection, environment, config
         self.episodes: dict[int, Episode] = {}
+        self.port = port
+        self._endpoint: ChatEndpoint | None = None
+        self._listens: asyncio.Task[None]
+
+    async def endpoint(self) -> "ChatEndpoint":
+        """That of the process, which starts at the first use."""
+        if self._endpoint is None:
+            from hybridrl.environments.endpoint import ChatEndpoint  # aiohttp takes long to import
+
+            self._endpoint = ChatEndpoint(self.port)
+            # Without the marks of the program that has asked for it.
+            loop, bare = asyncio.get_running_loop(), contextvars.Context()
+            self._listens = loop.create_task(self._endpoint.start(), context=bare)
+        await self._listens
+        return self._endpoint
+
+    async def serve_model(self, model: Model) -> tuple[str, str]:
+        """Address and key of an episode's model."""
+        return (await self.endpoint()).admit(model)
 
     async def begin(
         self,
@@ -46,29 +74,41 @@ class Server:
         turn: ModelTurn | None,
     ) -> None:
         """Start an episode, through those of the `past`; with `turn` go on through it."""
-        episode = Episode(number, self.environment.program, task, key, self.config)
+        episode = Episode(
+            number, self.environment.program, task, key, self.config, self.serve_model
+        )
         self.episodes[number] = episode
         start = await episode.start(past, opening)
         if turn is not None and start.failure is None:
             await self.step(request, number, turn, start.to_json())
             return
-        if start.failure is not None:
-            await self.end(number)
         self._answer(request, start.to_json(), None, episode.model.close_error)
+        if start.failure is not None:
+            await self.end(number, episode)
 
     async def step(self, request: int, number: int, turn: ModelTurn, start: Any = None) -> None:
-        """Hand an episode its turn; one that has ended is closed before that is told."""
+        """Hand an episode its turn.
+
+        One that has ended is closed before that is told; one that has failed after it, since it may
+        take long.
+        """
         episode = self.episodes[number]
         step = await episode.step(turn)
-        if step.messages is None:
+        if step.messages is None and step.failure is None:
             await self.end(number)
         self._answer(request, start, step.to_json(), episode.model.close_error)
+        if step.failure is not None:
+            await self.end(number, episode)
 
-    async def end(self, number: int) -> None:
-        """Close an episode, if it is here."""
-        episode = self.episodes.pop(number, None)
+    async def end(self, number: int, failed: Episode | None = None) -> None:
+        """Close an episode, if it is here; one that has failed may have been started anew."""
+        episode = failed or self.episodes.get(number)
         if episode is not None:
+            if self.episodes.get(number) is episode:
+                del self.episodes[number]
             await episode.close()
+            if self._endpoint is not None:
+                self._endpoint.dismiss(episode.model)
 
     async def serve(self) -> None:
         """Handle requests until the parent closes the connection."""
@@ -90,33 +130,39 @@ class Server:
         await ended.wait()
         for number in list(self.episodes):
             await self.end(number)
+        if self._endpoint is not None:
+            await self._endpoint.close()
 
     def _answer(self, request: int, start: Any, step: Any, close_error: str) -> None:
         self.connection.send_bytes(json.dumps([request, start, step, close_error]).encode())
 
 
-async def run(connection: Connection, config: EnvironmentConfig, sources: Any, mark: Mark) -> None:
+async def run(
+    connection: Connection, config: EnvironmentConfig, sources: Any, port: int, mark: Mark
+) -> None:
     """Build the environment, report ready with its tools, and serve."""
     asyncio.get_running_loop().set_task_factory(Marker(mark.tell).make_task)
     try:
-        environment = load_environment(config, sources)
-        ready: list[Any] = ["ready", list(environment.tools)]
+        server = Server(connection, load_environment(config, sources), config, port)
+        if port:
+            await server.endpoint()
+        ready: list[Any] = ["ready", list(server.environment.tools)]
     except BaseException as error:
         connection.send_bytes(json.dumps(start_failure(error)).encode())
         return
     connection.send_bytes(json.dumps(ready).encode())
-    await Server(connection, environment, config).serve()
+    await server.serve()
 
 
 def main(descriptor: int, parent: int, mark: int) -> None:
     """Serve the parent, which closes the connection to end the process."""
     connection = Connection(descriptor)
-    config, sources, paths, jail_kind, limits = connection.recv()
+    config, sources, paths, jail_kind, limits, port = connection.recv()
     limit_process(parent, config.memory_mb << 20)
     threading.stack_size(4 << 20)  # the limit of memory counts them whole
     sys.path[:] = paths  # a user's module is found as in the parent
     jail.configure(jail_kind, limits)
-    asyncio.run(run(connection, config, sources, Mark(mark)))
+    asyncio.run(run(connection, config, sources, port, Mark(mark)))
 
 
 if __name__ == "__main__":

@@ -101,6 +101,11 @@ def configure(kind: JailKind, limits: JailLimits) -> None:
     _defaults.kind, _defaults.limits = kind, limits
 
 
+def configured() -> Mechanism:
+    """What confines the programs of this process. Raises ConfigError where nothing does."""
+    return choose(_defaults.kind)
+
+
 class Jail:
     """A process, confined, that runs one program as often as asked, each time anew.
 
@@ -140,6 +145,10 @@ class Jail:
     def run(self, stdin: str = "", seconds: float | None = None) -> JailResult:
         """Run the program with `stdin`, for at most `seconds` (that of the limits)."""
         return self._run({"stdin": stdin}, seconds)
+
+    def run_program(self, program: str, stdin: str = "") -> JailResult:
+        """Run another program, once; files in /tmp stay from those before it."""
+        return self._run({"program": program, "stdin": stdin}, None)
 
     def call(
         self, function: str, arguments: Sequence[Any], seconds: float | None = None

@@ -296,7 +296,8 @@ def serve(spec: dict, protections: list[str]) -> None:
     program = json.loads(requests.readline())["program"]
     answer(answers, {"protections": protections})
     while line := requests.readline():
-        run = ProgramRun(program, json.loads(line), spec, requests.fileno())
+        request = json.loads(line)
+        run = ProgramRun(request.get("program", program), request, spec, requests.fileno())
         while run.goes_on():
             if run.wants_check():
                 answer(answers, {"ready": True})

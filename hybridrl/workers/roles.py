@@ -1,5 +1,6 @@
 """Stages that one rank runs on its own samples: verifiers, and a recipe's `map`."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import JudgeConfig, SourceConfig
 from hybridrl.flow.graph import MapStage, Stage
-from hybridrl.flow.sample import TURN_REWARDS, SampleId
+from hybridrl.flow.sample import TRAINED, TURN, TURN_REWARDS, SampleId
 from hybridrl.rewards import RewardInput, RewardPool
 from hybridrl.rewards.results import scalars_of
 from hybridrl.workers.store import SampleStore, StoredSample
@@ -42,8 +43,14 @@ class Verifier:
 def reward_inputs(
     store: SampleStore, tokenizer: PreTrainedTokenizerBase, ids: Sequence[SampleId]
 ) -> list[RewardInput]:
-    """What a judge sees of samples."""
+    """What a judge sees of samples.
+
+    Of a conversation the response is the model's last turn. The row has a field `conversation`
+    then: messages of `assistant` and `environment`, in turn.
+    """
     samples = [store[id] for id in ids]
+    if samples and TURN in samples[0].tensors:
+        return [_conversation_input(sample, tokenizer) for sample in samples]
     texts = tokenizer.batch_decode(
         [sample.response_ids for sample in samples], skip_special_tokens=True
     )
@@ -54,10 +61,28 @@ def reward_inputs(
             answer=sample.item.answer,
             item=sample.item.item,
             source=sample.item.source,
-            earned=_earned(sample),
         )
         for sample, text in zip(samples, texts, strict=True)
     ]
+
+
+def _conversation_input(sample: StoredSample, tokenizer: PreTrainedTokenizerBase) -> RewardInput:
+    ids, turns = sample.response_ids.tolist(), sample.tensors[TURN].tolist()
+    trained = sample.tensors[TRAINED].tolist()
+    keys = list(zip(turns, (not by_model for by_model in trained), strict=True))
+    messages = []
+    for (_, replies), pairs in itertools.groupby(zip(keys, ids, strict=True), lambda pair: pair[0]):
+        text = tokenizer.decode([id for _, id in pairs], skip_special_tokens=True)
+        messages.append({"role": "environment" if replies else "assistant", "content": text})
+    spoken = [message["content"] for message in messages if message["role"] == "assistant"]
+    return RewardInput(
+        prompt=sample.item.prompt,
+        response=str(spoken[-1]) if spoken else "",
+        answer=sample.item.answer,
+        item={**sample.item.item, "conversation": messages},
+        source=sample.item.source,
+        earned=_earned(sample),
+    )
 
 
 def _earned(sample: StoredSample) -> float | None:

@@ -26,3 +26,9 @@ def vllm() -> Sources:
 def flash_attn() -> Sources:
     """flash-attn's source archive."""
     return _sources("flash-attn")
+
+
+@pytest.fixture(scope="session")
+def trl() -> Sources:
+    """TRL, which ships the chat templates of many families."""
+    return _sources("trl")

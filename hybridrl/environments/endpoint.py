@@ -1,0 +1,215 @@
+"""The policy in training behind OpenAI's API: `/v1/chat/completions` on loopback."""
+
+import contextlib
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from hybridrl.config import ConfigError
+from hybridrl.environments.program import ROLES, Model, TurnLimit
+from hybridrl.environments.task import ChatMessage, ModelTurn
+from hybridrl.environments.tool_calls import ToolCall, find_calls
+
+LARGEST_REQUEST = 16 << 20
+"""Bytes of a request, which holds a whole conversation."""
+REFUSED = {
+    "stream": (False, None),
+    "n": (1, None),
+    "logprobs": (False, None),
+    "top_logprobs": (0, None),
+    "functions": ([], None),
+    "audio": (None,),
+}
+"""Parameters that are refused, less these values. Others, of sampling say, are passed over: the
+run's settings hold."""
+
+
+class Refusal(Exception):
+    """An answer that is no completion; `code` is that of HTTP."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class ChatEndpoint:
+    """Serves all episodes of a process, each under a separate key.
+
+    A request whose messages extend the conversation recorded so far continues it. Its new messages
+    are a reply, and the completion is the model's next turn. Other requests get 409 with the first
+    difference, and the episode has failed (`rewritten`): its tokens would not be those read.
+    """
+
+    def __init__(self, port: int) -> None:
+        """`port` 0: any that is free."""
+        self.port = port
+        self._models: dict[str, Model] = {}
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listen; once. Raises ConfigError where the port is taken."""
+        if self._runner is not None:
+            return
+        app = web.Application(client_max_size=LARGEST_REQUEST)
+        app.router.add_post("/v1/chat/completions", self._handle)
+        app.router.add_get("/v1/models", self._list_models)
+        # A client that is gone waits for no turn, and a process that ends for no client.
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
+        )
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        except OSError as error:
+            allowed = f"0, or a port that is free ({error.strerror or error})"
+            raise ConfigError("environment.port", self.port, allowed) from error
+        self.port = self._runner.addresses[0][1]
+
+    def admit(self, model: Model) -> tuple[str, str]:
+        """The address and a key for an episode's model, until `dismiss`."""
+        key = f"sk-{secrets.token_hex(16)}"
+        self._models[key] = model
+        return f"http://127.0.0.1:{self.port}/v1", key
+
+    def dismiss(self, model: Model) -> None:
+        """Take an episode's keys back."""
+        self._models = {key: other for key, other in self._models.items() if other is not model}
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _list_models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
+
+    async def _handle(self, request: web.Request) -> web.Response:
+        try:
+            model = self._model_of(request)
+            with _as_refusal():
+                body = json.loads(await request.read())
+            return web.json_response(await completion(model, body))
+        except Refusal as error:
+            told = {"message": str(error), "type": "invalid_request_error", "code": error.code}
+            return web.json_response({"error": told}, status=error.code)
+
+    def _model_of(self, request: web.Request) -> Model:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if scheme != "Bearer" or key not in self._models:
+            raise Refusal(401, "no episode has this key")
+        return self._models[key]
+
+
+async def completion(model: Model, body: Any) -> dict[str, Any]:
+    """The model's next turn after the messages of a request. Raises Refusal."""
+    if not isinstance(body, Mapping):
+        raise Refusal(400, "the request is no object")
+    for name, allowed in REFUSED.items():
+        if body.get(name) not in allowed:
+            raise Refusal(400, f"{name}={body[name]!r:.40} is not there, but {allowed[0]}")
+    messages, tools = read_messages(body.get("messages")), tuple(body.get("tools") or ())
+    if not model.messages:
+        model.tools = tools
+    elif tools != model.tools:
+        model.rewrite("the tools are not those of the first request")
+        raise Refusal(409, "the tools are not those of the first request")
+    new = extension(model, messages)
+    try:
+        turn = await model.turn(new)
+    except TurnLimit:
+        model.reach_limit()
+        raise Refusal(400, "environment.max_turns is reached: the episode has ended") from None
+    except RuntimeError as error:
+        raise Refusal(400, str(error)) from error
+    message = answer_of(turn, len(model.turns), bool(tools))
+    model.messages[-1] = message
+    reason = "tool_calls" if message.get("tool_calls") else turn.finish
+    return {
+        "id": f"chatcmpl-{len(model.turns)}",
+        "object": "chat.completion",
+        "created": 0,  # a replay gives the same
+        "model": str(body.get("model") or "policy"),
+        "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+    }
+
+
+def extension(model: Model, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The messages that are new; raises Refusal where the others are not those recorded."""
+    recorded = model.messages
+    for number, before in enumerate(recorded):
+        now = messages[number] if number < len(messages) else None
+        if now is None or canonical(now) != canonical(before):
+            difference = f"message {number} was {_shown(before)}, and is {_shown(now)}"
+            model.rewrite(difference)
+            raise Refusal(409, f"{difference}: a conversation can only be continued")
+    new = list(messages[len(recorded) :])
+    if not new or (recorded and any(m["role"] not in ROLES for m in new)):
+        raise Refusal(400, "no new message of the user's or a tool's after the recorded ones")
+    return new
+
+
+def read_messages(value: Any) -> list[ChatMessage]:
+    """The messages of a request, with their contents as text. Raises Refusal."""
+    if not isinstance(value, list) or not value:
+        raise Refusal(400, "messages is no list of messages")
+    messages = []
+    for entry in value:
+        if not isinstance(entry, Mapping) or entry.get("role") not in (*ROLES, "assistant"):
+            raise Refusal(400, f"{entry!r:.60} is no message")
+        content = entry.get("content")
+        if isinstance(content, list):
+            if any(not isinstance(c, Mapping) or c.get("type") != "text" for c in content):
+                raise Refusal(400, "a message's content is not text alone")
+            content = "".join(str(piece["text"]) for piece in content)
+        told = {key: value for key, value in entry.items() if value is not None}
+        messages.append({**told, "content": content or ""})
+    return messages
+
+
+def canonical(message: ChatMessage) -> tuple[Any, ...]:
+    """What of a message a template sees, in one form: clients write what they read otherwise."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        arguments = function.get("arguments")
+        with contextlib.suppress(ValueError):
+            arguments = json.dumps(json.loads(str(arguments)), sort_keys=True)
+        calls.append((call.get("id"), function.get("name"), arguments))
+    return message["role"], message.get("content") or "", calls, message.get("tool_call_id")
+
+
+def answer_of(turn: ModelTurn, number: int, calls_tools: bool) -> ChatMessage:
+    """A turn as the message that a client gets; its calls of tools have ids that replays keep."""
+    calls: list[ToolCall] = find_calls(turn.text) if calls_tools else []
+    calls = [call for call in calls if not call.error and not call.positional]
+    message: ChatMessage = {"role": "assistant", "content": turn.text}
+    if calls:
+        message["content"] = None
+        message["tool_calls"] = [
+            {
+                "id": call.id or f"call{number:02}{index:03}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            }
+            for index, call in enumerate(calls)
+        ]
+    return message
+
+
+def _shown(message: ChatMessage | None) -> str:
+    if message is None:
+        return "left out"
+    role, content, calls, _ = canonical(message)
+    return f"{role} {content[:60]!r}{f' with {calls}' if calls else ''}"
+
+
+@contextlib.contextmanager
+def _as_refusal() -> Any:
+    try:
+        yield
+    except ValueError as error:
+        raise Refusal(400, f"the request is no JSON ({error})") from error

@@ -1,0 +1,63 @@
+"""Runs the programs that the model writes, in a jail that stays open for an episode."""
+
+import asyncio
+import contextlib
+import functools
+import re
+from collections.abc import Mapping
+from random import Random
+
+from hybridrl.config import EnvironmentConfig, SourceConfig
+from hybridrl.environments.arguments import read_params
+from hybridrl.environments.program import Environment, Messages, Model
+from hybridrl.environments.task import EpisodeTask
+from hybridrl.rewards import jail
+from hybridrl.rewards.jail import Jail, JailError, JailResult
+
+DEFAULTS = {"empty": "The program has printed nothing."}
+_BLOCK = re.compile(r"^```(?:python3?|py)[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def python(config: EnvironmentConfig, sources: Mapping[str, SourceConfig]) -> Environment:
+    """kind=python: the last fenced block of Python in a turn is run, and what it prints is told.
+
+    A turn without one ends the episode. Files in /tmp stay for the episode, variables do not. The
+    jail is that of `reward.jail`, with `reward.limits`.
+    """
+    params = read_params(config, DEFAULTS)
+    jail.configured()  # raises where none works
+
+    async def program(task: EpisodeTask, model: Model, rng: Random) -> None:
+        in_thread = asyncio.get_running_loop().run_in_executor
+        opening: asyncio.Future[Jail] | None = None
+        reply: Messages = task.messages
+        try:
+            while True:
+                turn = await model.turn(reply)
+                blocks = _BLOCK.findall(turn.text)
+                if not blocks:
+                    return
+                if opening is None:
+                    opening = in_thread(None, Jail, "")
+                opened = await asyncio.shield(opening)
+                run = functools.partial(opened.run_program, blocks[-1])
+                text = told(await in_thread(None, run))
+                reply = text or params["empty"]
+        finally:
+            if opening is not None:
+                with contextlib.suppress(JailError):
+                    await in_thread(None, (await opening).close)
+
+    return Environment(program)
+
+
+def told(result: JailResult) -> str:
+    """What the model is told of a run: what it printed, and its error's last line."""
+    text = result.stdout
+    if result.status == "error":
+        lines = result.stderr.strip().splitlines() or ["the program has ended with an error"]
+        text += lines[-1]
+    if result.status in ("timeout", "output"):
+        limit = {"timeout": "took too long", "output": "printed too much"}[result.status]
+        return f"the program {limit} and was ended\n{text}"
+    return text
