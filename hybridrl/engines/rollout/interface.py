@@ -65,8 +65,8 @@ class KV:
     """One rank's KV cache of a request that does not run, in host memory.
 
     `blocks` [layers, 2, kv_heads, tokens, head_dim]: keys and values of the rank's own layers and
-    heads, contiguous. They are of all tokens of prompt and response but the pending last one, and
-    in a conversation but those of a reply that was not computed yet. It
+    heads, contiguous. They are of all tokens of prompt and response but the pending last one.
+    Of a conversation a reply may be missing, too, that was not computed yet. It
     pickles as a numpy array, so that an object store needs no copy. Such a tensor may be in
     read-only memory: do not write to it.
     """
