@@ -12,9 +12,10 @@ from enum import Enum
 
 import numpy as np
 
-from hybridrl.engines.rollout.batch import DecodeBatch, Ints, Prefill
+from hybridrl.engines.rollout.batch import DecodeBatch, Prefill
 from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import Request
+from hybridrl.engines.rollout.kept_groups import Ints, KeptGroups
 from hybridrl.engines.rollout.kv_cache import BlockAllocator
 from hybridrl.engines.rollout.stage import Drawn
 from hybridrl.models.router_replay import Routing
@@ -129,22 +130,35 @@ class Lane:
     """Running sequences that decode together; a pipeline has as many lanes as stages.
 
     `drawn` holds the tokens of the last decode step until they are collected, and `routing` its
-    experts; until then no sequence joins or leaves. `batch` is kept from step to step until one
-    does.
+    experts; until then no sequence joins or leaves. `batch` stays from step to step until one does.
+    `kept` are the rows' gathered keys and values, which stay longer.
     """
 
     index: int
     entries: list[Entry] = field(default_factory=list)
     batch: DecodeBatch | None = None
+    kept: KeptGroups | None = None
     drawn: Drawn | None = None
     routing: Routing | None = None
 
-    def end_batch(self, tables: Ints) -> None:
+    def end_batch(self) -> None:
         """Drop the batch, before a sequence joins or leaves."""
         assert self.drawn is None, "sampled tokens are in flight"
-        if self.batch is not None:
-            self.batch.flush(tables)
         self.batch = None
+
+    def remove(self, entry: Entry, tables: Ints) -> None:
+        """A sequence leaves; all its tokens are in the cache then."""
+        self.end_batch()
+        self.entries.remove(entry)
+        if self.kept is not None:
+            self.kept.remove(entry.slot, tables)
+
+    def flush(self, tables: Ints) -> None:
+        """Drop the batch and what it has gathered; all tokens are in the cache then."""
+        self.end_batch()
+        if self.kept is not None:
+            self.kept.flush(tables)
+        self.kept = None
 
 
 @dataclass(slots=True)
@@ -471,7 +485,7 @@ class Admission:
         return shared
 
     def _start(self, entry: Entry, lane: Lane) -> None:
-        lane.end_batch(self.tables)
+        lane.end_batch()
         entry.lane, entry.slot = lane, self._free_slots.pop()
         entry.status, entry.kept, entry.lost = EntryStatus.RUNNING, 0, 0
         self.tables[entry.slot] = 0
@@ -481,8 +495,7 @@ class Admission:
     def _leave(self, entry: Entry) -> None:
         """Take a running sequence out of its lane; its blocks stay."""
         assert entry.lane is not None
-        entry.lane.end_batch(self.tables)
-        entry.lane.entries.remove(entry)
+        entry.lane.remove(entry, self.tables)
         self._free_slots.append(entry.slot)
         entry.slot, entry.lane = -1, None
 

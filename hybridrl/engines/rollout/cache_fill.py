@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import torch
 
-from hybridrl.engines.rollout.admission import Admitted, Entry
-from hybridrl.engines.rollout.batch import DecodeBatch, Ints, Prefill, prefill_batches
+from hybridrl.engines.rollout.admission import Admitted, Entry, Lane
+from hybridrl.engines.rollout.batch import DecodeBatch, Prefill, prefill_batches
 from hybridrl.engines.rollout.expert_record import ExpertRecord, ExpertRecorder, SequenceRows
 from hybridrl.engines.rollout.interface import Request
+from hybridrl.engines.rollout.kept_groups import Ints, KeptGroups, group_pages
 from hybridrl.engines.rollout.stage import RolloutStage
 from hybridrl.models.paged_attention import KVPool
 from hybridrl.models.router_replay import Routing
@@ -17,8 +18,8 @@ from hybridrl.models.router_replay import Routing
 class CacheFiller:
     """Fills the cache up to the pending token of every request, and counts what that took.
 
-    `records` keep experts (`ExpertRecorder`), where they are recorded. With `keep` decode batches
-    keep their gathered keys and values (`DecodeBatch`).
+    `recorder` keeps experts, where they are recorded. With `keep` lanes keep gathered keys and
+    values (`KeptGroups`), if they are on a CPU.
     """
 
     def __init__(
@@ -31,7 +32,8 @@ class CacheFiller:
         keep: bool,
     ) -> None:
         self._stage, self._recorder, self._device = stage, recorder, device
-        self._block_size, self._vocab_size, self._keep_keys = block_size, vocab_size, keep
+        self._block_size, self._vocab_size = block_size, vocab_size
+        self._keeps = keep and device.type == "cpu"
         self.prefill_calls = self.prefill_tokens = 0
         self.replayed_tokens = self.restored_tokens = 0
 
@@ -49,10 +51,24 @@ class CacheFiller:
         for entry in admitted.replayed:
             self._replay(entry, pool, tables)
 
-    def decode_batch(self, rows: Sequence[tuple[Request, int, int]], lane: int = 0) -> DecodeBatch:
+    def lane_batch(self, lane: Lane, pool: KVPool, tables: Ints) -> DecodeBatch:
+        """The batch of a lane's next step; it stays while no sequence joins or leaves."""
+        if lane.batch is not None and not (lane.kept is not None and lane.kept.full):
+            return lane.batch
+        if self._keeps:
+            if lane.kept is None or lane.kept.pool is not pool:
+                overhead = group_pages(self._device, self._block_size)
+                lane.kept = KeptGroups(pool, lane.index, overhead, tables.shape[1])
+            lane.kept.arrange([(entry.slot, entry.length - 1) for entry in lane.entries], tables)
+        rows = [(entry.request, entry.slot, entry.length) for entry in lane.entries]
+        lane.batch = self._batch(rows, lane.kept)
+        return lane.batch
+
+    def _batch(
+        self, rows: Sequence[tuple[Request, int, int]], kept: KeptGroups | None = None
+    ) -> DecodeBatch:
         """Rows (request, slot, length) that decode together."""
-        size, vocab = self._block_size, self._vocab_size
-        return DecodeBatch(rows, size, vocab, self._device, lane, self._keep_keys)
+        return DecodeBatch(rows, self._block_size, self._vocab_size, self._device, kept)
 
     # Experts
 
@@ -115,7 +131,7 @@ class CacheFiller:
         """The decode steps that have made response tokens [start, stop)."""
         request = entry.request
         before = replace(request, response_ids=request.response_ids[:start])
-        batch = self.decode_batch([(before, entry.slot, before.num_tokens)])
+        batch = self._batch([(before, entry.slot, before.num_tokens)])
         for token in request.response_ids[start:stop]:
             spans = batch.spans()
             routing = self.routing(spans, 1)

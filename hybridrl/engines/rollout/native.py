@@ -155,9 +155,8 @@ class NativeEngine:
             records=recorder is not None,
             whole_records=self._parallel.pp == 1,
         )
-        keep = self._device.type == "cpu" and not deterministic
         self._filler = CacheFiller(
-            self._stage, recorder, self._device, block_size, self._vocab_size, keep
+            self._stage, recorder, self._device, block_size, self._vocab_size, not deterministic
         )
         self._uniforms = UniformTable(max_running)
         self._seen = SeenTokens(max_running, self._device)
@@ -265,7 +264,7 @@ class NativeEngine:
             return None
         assert self._pool is not None
         if entry.lane is not None:
-            entry.lane.end_batch(self._admission.tables)
+            entry.lane.flush(self._admission.tables)
         return KV(self._pool.read_blocks(entry.blocks, entry.cached))
 
     def _remove(self, id_: object) -> Request | None:
@@ -364,16 +363,11 @@ class NativeEngine:
 
     def _launch(self, lane: Lane) -> None:
         """Feed a lane's pending tokens; on return the sampled tokens may still be in flight."""
-        tables = self._admission.tables
-        if lane.batch is not None and lane.batch.full:
-            lane.end_batch(tables)
         if not lane.entries:
             return
-        if lane.batch is None:
-            rows = [(entry.request, entry.slot, entry.length) for entry in lane.entries]
-            lane.batch = self._filler.decode_batch(rows, lane.index)
-        batch = lane.batch
         assert self._pool is not None
+        tables = self._admission.tables
+        batch = self._filler.lane_batch(lane, self._pool, tables)
         lane.routing = self._filler.new_routing()
         logits = self._stage.decode(*batch.inputs(self._pool, tables), lane.routing)
         lane.drawn = self._draw(batch, logits, self._uniforms.draw)
@@ -442,7 +436,7 @@ class NativeEngine:
 
     def _verify(self, lane: Lane, guesses: list[Guess], speculation: Speculation) -> None:
         """Feed pending tokens and drafts, draw behind each, and keep what is right."""
-        lane.end_batch(self._admission.tables)
+        lane.flush(self._admission.tables)
         assert self._pool is not None
         batch = verify_batch(guesses, self._pool, self._vocab_size, self._device)
         routing = self._filler.new_routing()
@@ -534,8 +528,13 @@ class NativeEngine:
         )
         self._admission.drop_kept()
         self._admission.drop_prefixes()
-        self._pool = None
+        self._drop_pool()
         logger.debug("the KV cache is free")
+
+    def _drop_pool(self) -> None:
+        for lane in self._admission.lanes:
+            lane.kept = None
+        self._pool = None
 
     def sleep(self) -> None:
         """Free weights and KV cache. Waiting requests stay; others must be parked before."""

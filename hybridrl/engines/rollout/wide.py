@@ -97,4 +97,4 @@ class WideEngine(NativeEngine):
         self._admission.drop_prefixes()
         for parameter, _ in self._cuts.values():
             parameter.data = parameter.new_empty(0)
-        self._pool = None
+        self._drop_pool()
