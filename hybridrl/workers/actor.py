@@ -116,6 +116,7 @@ class Actor:
         warm_up(gather_groups(self.switch_plan.plan, dist.get_rank()), device)
         self.adapters = self._load_base()
         self.train_engine.offload()
+        stop = [*rollout.stop, *config.environment.stop]
         self.rollout = make_rollout_engine(
             config,
             model_path,
@@ -123,10 +124,10 @@ class Actor:
             self.switch_plan,
             self.parallel,
             device,
-            stop_strings(tokenizer, rollout.stop),
+            stop_strings(tokenizer, stop),
         )
         self._tokenizer = tokenizer
-        self.sampling = SamplingTexts(tokenizer, config.data.chat, rollout.stop)
+        self.sampling = SamplingTexts(tokenizer, config.data.chat, stop)
         self.rollout.sleep()
         self.generating_version = NO_VERSION
         self.averages: dict[str, MovingAverage] = {}
@@ -358,6 +359,7 @@ class Actor:
             accepted=after.accepted_tokens - before.accepted_tokens,
             refused=after.refused_drafts - before.refused_drafts,
             kept_tokens=after.kept_tokens - before.kept_tokens,
+            moved_tokens=after.moved_tokens - before.moved_tokens,
             recomputed_tokens=after.recomputed_tokens - before.recomputed_tokens,
         )
         return finished, parked, turns, work

@@ -60,12 +60,12 @@ def group_pages(device: torch.device, block_size: int) -> int:
 class KeptGroups:
     """The rows of one lane in groups of like length, each with a `Workspace`.
 
-    Who leaves is flushed to the pool, who joins is gathered from it. Where a row finds no room, or
-    the groups attend to far more keys than the best ones would, all rows are flushed and grouped
-    anew. So rows that come and go at every step cost little.
+    Who leaves is flushed to the pool, who joins is gathered from it. All rows are grouped anew
+    where one finds no room, or where the groups attend to far more keys than the best ones would.
+    So rows that come and go at every step cost little.
 
-    Invariant: a slot of the engine's block tables is in one group at most; the group's `slots` are
-    those of its workspace's rows, in their order.
+    Invariant: a slot of the engine's block tables is in one group at most. A group's slots are those
+    of its workspace's rows, in their order.
 
     *Example.* Rows of 100, 90 and 20 tokens are two groups of capacities 6 and 5. The second row
     leaves, one of 95 tokens joins: it is gathered, and 19 of 20 rows are not touched.
