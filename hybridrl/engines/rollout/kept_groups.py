@@ -64,8 +64,8 @@ class KeptGroups:
     where one finds no room, or where the groups attend to far more keys than the best ones would.
     So rows that come and go at every step cost little.
 
-    Invariant: a slot of the engine's block tables is in one group at most. A group's slots are those
-    of its workspace's rows, in their order.
+    Invariant: a slot of the engine's block tables is in one group at most. A group's slots are
+    those of its workspace's rows, in their order.
 
     *Example.* Rows of 100, 90 and 20 tokens are two groups of capacities 6 and 5. The second row
     leaves, one of 95 tokens joins: it is gathered, and 19 of 20 rows are not touched.
@@ -144,7 +144,7 @@ class KeptGroups:
         sizes = [capacity * num * size for capacity, num in shapes]
         memory = pool.arena(sum(sizes), self._lane).split([num * unit for num in sizes], 1)
         self._groups = [
-            (Workspace(pool, *shape, part), []) for shape, part in zip(shapes, memory, strict=True)
+            (Workspace(pool, *shape, own), []) for shape, own in zip(shapes, memory, strict=True)
         ]
         for index, (start, stop) in enumerate(cuts):
             self._add(index, rows[start:stop], tables)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from answered_turns import converse, recomputed, reply_of
+from answered_turns import answer, converse, converse_on_the_move, recomputed
 from transformers import PreTrainedModel
 
 from hybridrl.engines.rollout.interface import HeldTurn, Output, Request, SamplingParams
@@ -121,6 +121,7 @@ def test_the_cache_is_released_while_all_wait(
     monkeypatch.setattr(engine._costs, "copies", lambda tokens, in_host: copies)
     engine.submit(requests)
     outputs: dict[object, Output] = {}
+    most = dict.fromkeys(range(4), 60)
     while len(outputs) < len(requests):
         turns = []
         while engine.stats().running + engine.stats().waiting:
@@ -129,7 +130,7 @@ def test_the_cache_is_released_while_all_wait(
         engine.release_cache()
         assert not engine.stats().has_cache
         for turn in turns:
-            answer(engine, turn, outputs)
+            answer(engine, turn, VOCAB, most, outputs)
     same(outputs, wanted)
     stats = engine.stats()
     assert (stats.kept_tokens, stats.moved_tokens > 0, stats.recomputed_tokens > 0) == (
@@ -167,29 +168,8 @@ def test_held_and_answered_ones_move(
     """Parked while it runs, while it is held, and between the reply and its first pass."""
     requests = conversations(6)
     wanted = converse(make_engine(model, deterministic=deterministic), requests, VOCAB)
-    engines = [make_engine(model, deterministic=deterministic) for _ in range(2)]
-    outputs: dict[object, Output] = {}
-    engines[0].submit(requests)
-    moved = {"held": 0, "answered": 0, "running": 0}
-    for number in range(400):
-        here, there = engines[number % 2], engines[1 - number % 2]
-        here.step()
-        turns = here.take_turns()
-        states = dict.fromkeys(range(6), "running") | {turn.id: "held" for turn in turns}
-        for turn in turns[::2]:  # the others are answered where they go
-            states[turn.id] = "answered"
-            answer(here, turn, outputs)
-        parked = here.park(range(6), with_kv)
-        for request in parked:
-            moved[states[request.id]] += 1
-            assert (request.kv is not None) == with_kv
-            assert request.is_held == (states[request.id] == "held")
-        there.submit(parked)
-        assert there.stats().held == len(turns[1::2])
-        for turn in turns[1::2]:
-            answer(there, turn, outputs)
-        if len(outputs) == len(requests):
-            break
+    engines = tuple(make_engine(model, deterministic=deterministic) for _ in range(2))
+    outputs, moved = converse_on_the_move(engines, requests, VOCAB, with_kv)
     assert min(moved.values()) > 0
     for engine in engines:
         stats = engine.stats()
@@ -199,14 +179,6 @@ def test_held_and_answered_ones_move(
         assert outputs == wanted
     else:
         same(outputs, wanted)
-
-
-def answer(engine: NativeEngine, turn: HeldTurn, outputs: dict[object, Output]) -> None:
-    reply = reply_of(turn, VOCAB, 60)
-    if reply is None:
-        outputs[turn.id] = engine.finish(turn.id)
-    else:
-        engine.append(turn.id, reply)
 
 
 def test_a_stop_text_is_of_one_turn(model: PreTrainedModel, make_engine: Make) -> None:
