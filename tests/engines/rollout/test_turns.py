@@ -12,7 +12,9 @@ from hybridrl.engines.rollout.interface import HeldTurn, Output, Request, Sampli
 from hybridrl.engines.rollout.kv_costs import KVCosts
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
+from hybridrl.engines.rollout.speculation import make_speculation
 from hybridrl.engines.rollout.stops import StopStrings
+from hybridrl.models.shard import GenParallel
 
 VOCAB = 52
 Make = Callable[..., NativeEngine]
@@ -179,6 +181,18 @@ def test_held_and_answered_ones_move(
         assert outputs == wanted
     else:
         same(outputs, wanted)
+
+
+def test_guessed_ahead(model: PreTrainedModel, make_engine: Make) -> None:
+    """Drafts end with a turn, and read what replies say."""
+    requests = conversations(6, group=1, temperature=0.2, stop_token_ids=())
+    wanted = converse(make_engine(model), requests, VOCAB)
+    engine = make_engine(model, speculation=make_speculation(4, GenParallel()))
+    outputs = converse(engine, requests, VOCAB, waits)
+    same(outputs, wanted)
+    stats = engine.stats()
+    assert stats.accepted_tokens > 0
+    assert stats.kv_blocks_free == stats.kv_blocks_total
 
 
 def test_a_stop_text_is_of_one_turn(model: PreTrainedModel, make_engine: Make) -> None:
