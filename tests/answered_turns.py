@@ -23,23 +23,18 @@ def converse(
     requests: Iterable[Request],
     vocab: int,
     wait: Callable[[HeldTurn], int] = lambda turn: 0,
-    outputs: dict[object, Output] | None = None,
 ) -> dict[object, Output]:
     """Submit conversations and answer each turn `wait` steps after it ended: outputs by id."""
     requests = list(requests)
     most = {request.id: request.sampling.max_new_tokens for request in requests}
     engine.submit(requests)
-    outputs = {} if outputs is None else outputs
+    outputs = dict[object, Output]()
     due: list[tuple[int, HeldTurn]] = []
     for step in range(10_000):
         due += [(step + wait(turn), turn) for turn in engine.take_turns()]
         for number, turn in [pair for pair in due if pair[0] <= step]:
             due.remove((number, turn))
-            reply = reply_of(turn, vocab, most[turn.id])
-            if reply is None:
-                outputs[turn.id] = engine.finish(turn.id)
-            else:
-                engine.append(turn.id, reply)
+            answer(engine, turn, vocab, most, outputs)
         stats = engine.stats()
         assert stats.held == len(due)
         if not (stats.running or stats.waiting or due):
@@ -74,3 +69,56 @@ def recomputed(
             return response, log_probs, turns
         response += reply
         log_probs += [0.0] * len(reply)
+
+
+def converse_on_the_move(
+    engines: tuple[NativeEngine, NativeEngine],
+    requests: Iterable[Request],
+    vocab: int,
+    with_kv: bool,
+) -> tuple[dict[object, Output], dict[str, int]]:
+    """The same, but all requests move to the other engine after every step: also how many moved.
+
+    They are running, held, or answered without having continued.
+    """
+    requests, outputs = list(requests), dict[object, Output]()
+    most = {request.id: request.sampling.max_new_tokens for request in requests}
+    moved = {"running": 0, "held": 0, "answered": 0}
+    engines[0].submit(requests)
+    for number in range(10_000):
+        here, there = engines[number % 2], engines[1 - number % 2]
+        here.step()
+        # Under pp tokens are in flight after a step; `park` collects them.
+        later = list(here.park([request.id for request in requests], with_kv))
+        here.submit(later)
+        turns = here.take_turns()
+        states = dict.fromkeys(most, "running") | {turn.id: "held" for turn in turns}
+        for turn in turns[::2]:  # the others are answered where they go
+            states[turn.id] = "answered"
+            answer(here, turn, vocab, most, outputs)
+        parked = here.park(list(most), with_kv)
+        for request in parked:
+            moved[states[request.id]] += 1
+            assert request.is_held == (states[request.id] == "held")
+        there.submit(parked)
+        assert there.stats().held == len(turns[1::2])
+        for turn in turns[1::2]:
+            answer(there, turn, vocab, most, outputs)
+        if len(outputs) == len(most):
+            return outputs, moved
+    raise AssertionError("the conversations do not end")
+
+
+def answer(
+    engine: NativeEngine,
+    turn: HeldTurn,
+    vocab: int,
+    most: dict[object, int],
+    outputs: dict[object, Output],
+) -> None:
+    """Continue a held request, or finish it."""
+    reply = reply_of(turn, vocab, most[turn.id])
+    if reply is None:
+        outputs[turn.id] = engine.finish(turn.id)
+    else:
+        engine.append(turn.id, reply)

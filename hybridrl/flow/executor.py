@@ -201,6 +201,7 @@ class Work:
     not. `kv_tokens` are those whose keys and values were packed or unpacked, in `kv_seconds` of the
     whole. `kv_bytes` came from other ranks. Of the tokens that held samples had cached when they
     continued, `kept_tokens` still were, and `recomputed_tokens` had given way to others.
+    `moved_tokens` gave way to host memory.
     """
 
     seconds: float = 0.0
@@ -217,6 +218,7 @@ class Work:
     refused: int = 0
     kv_bytes: int = 0
     kept_tokens: int = 0
+    moved_tokens: int = 0
     recomputed_tokens: int = 0
 
     def name(self, wide: bool = False) -> str:

@@ -91,12 +91,12 @@ class KVPool:
     def arena(self, tokens: int, lane: int = 0) -> torch.Tensor:
         """Memory [layers, tokens * 2 * kv_heads * head_dim], the same one at every call for a lane.
 
-        Kept, since fresh memory of that size costs a page fault per 4 kB.
+        Kept, since fresh memory of that size costs a page fault per 4 kB. Its numbers are finite.
         """
         size = tokens * len(self._heads) * self.head_dim
         arena = self._arenas.get(lane)
         if arena is None or arena.shape[1] < size:
-            arena = self.blocks.new_empty(len(self.blocks), size + size // 2)
+            arena = self.blocks.new_zeros(len(self.blocks), size + size // 2)
             self._arenas[lane] = arena
         return arena[:, :size]
 
@@ -118,51 +118,79 @@ class KVPool:
 class Workspace:
     """The gathered keys and values of a decode group, kept from step to step.
 
-    A step reads them in place and writes one token, instead of copying every block. `flush` copies
-    the written tokens to the pool before the group changes. `tables` [rows, pages] may have spare
-    pages, for later steps. `positions` [rows] are those of the first step; `memory` is a slice of
-    the pool's arena. Costs a second copy of the running sequences' cache.
+    A step reads them in place and writes one token a row, instead of copying every block. Rows come
+    (`add`) and go (`remove`), up to `capacity`, each of up to `pages` blocks. `flush` copies what
+    was written to the pool. `memory` is a slice of the pool's arena. Costs a second copy of the
+    running sequences' cache.
     """
 
-    def __init__(
-        self, pool: KVPool, tables: torch.Tensor, positions: torch.Tensor, memory: torch.Tensor
-    ) -> None:
-        self._memory = memory
-        self._pool, self._tables, self._first = pool, tables, positions.clone()
-        self._layers: list[torch.Tensor | None] = [None] * pool.blocks.shape[0]
-        self._steps = 0
-        self.width = tables.shape[1] * pool.block_size
-        lines = torch.arange(2 * len(tables) * pool.kv_heads, device=tables.device)
-        # A new token is [rows, 2, kv_heads]; its lines index [2, rows, kv_heads, width].
-        lines = lines.view(2, -1, pool.kv_heads).transpose(0, 1) * self.width
-        self._lines = (lines + positions[:, None, None]).reshape(-1)
+    def __init__(self, pool: KVPool, capacity: int, pages: int, memory: torch.Tensor) -> None:
+        self.capacity, self.width = capacity, pages * pool.block_size
+        shape = (2, capacity, pool.kv_heads, self.width, pool.head_dim)
+        self._pool = pool
+        self._layers = [layer.view(shape) for layer in memory]
+        self._positions = torch.zeros(capacity, dtype=torch.int64)  # of the next tokens
+        self._written = torch.zeros(capacity, dtype=torch.int64)  # tokens that the pool has
+        lines = torch.arange(2 * capacity * pool.kv_heads) * self.width
+        # A token is [2, kv_heads]; the lines of row 0 come first in each half.
+        self._lines = lines.view(2, capacity, pool.kv_heads).transpose(0, 1)
+        self._arrange(0)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Positions of the rows' next tokens [rows]; `advance` changes them in place."""
+        return self._positions[: self._rows]
+
+    def _arrange(self, rows: int) -> None:
+        self._rows = rows
+        self.longest = int(self.positions.max()) if rows else -1
+        self._new = (self._lines[:rows] + self.positions[:, None, None]).reshape(-1)
+
+    def add(self, tables: torch.Tensor, positions: torch.Tensor) -> None:
+        """Gather new rows from the blocks of `tables` [rows, pages], up to their `positions`."""
+        start, stop = self._rows, self._rows + len(positions)
+        self._positions[start:stop] = self._written[start:stop] = positions
+        width = tables.shape[1] * self._pool.block_size
+        for layer, kept in enumerate(self._layers):
+            kept[:, start:stop, :, :width] = self._pool.gather(layer, tables)
+        self._arrange(stop)
+
+    def remove(self, row: int) -> None:
+        """Take a row out; the last one takes its place."""
+        last = self._rows - 1
+        if row < last:
+            stop = int(self._positions[last])
+            for kept in self._layers:
+                kept[:, row, :, :stop] = kept[:, last, :, :stop]
+            self._positions[row], self._written[row] = self._positions[last], self._written[last]
+        self._arrange(last)
 
     def fetch(self, layer: int, new: torch.Tensor) -> torch.Tensor:
         """[2, rows, kv_heads, width, head_dim], with `new` [rows, 2, kv_heads, head_dim]."""
-        kept = self._layers[layer]
-        if kept is None:
-            kept = self._pool.gather(layer, self._tables, self._memory[layer])
-            self._layers[layer] = kept
-        head_dim = self._pool.head_dim
-        kept.view(-1, head_dim).index_copy_(0, self._lines, new.reshape(-1, head_dim))
-        return kept
+        kept, head_dim = self._layers[layer], self._pool.head_dim
+        kept.view(-1, head_dim).index_copy_(0, self._new, new.reshape(-1, head_dim))
+        return kept[:, : self._rows]
 
     def advance(self) -> None:
         """The step is done: the next one is at the next positions."""
-        self._lines += 1
-        self._steps += 1
+        self.positions.add_(1)
+        self._new += 1
+        self.longest += 1
 
-    def flush(self, tables: torch.Tensor) -> None:
-        """Write the tokens of all steps to the pool, at the blocks of the current `tables`."""
-        steps = torch.arange(self._steps, device=tables.device)
-        positions = self._first[:, None] + steps
-        blocks = tables.gather(1, positions // self._pool.block_size)
-        rows = self._pool.rows(blocks.view(-1), (positions % self._pool.block_size).view(-1))
-        ahead = (steps - self._steps)[:, None]
-        lines = (self._lines.view(len(tables), 1, -1) + ahead).view(-1)
+    def flush(self, rows: torch.Tensor, tables: torch.Tensor) -> None:
+        """Write what `rows` have that the pool lacks, to the blocks of `tables` [rows, pages]."""
+        first, stop = self._written[rows], self._positions[rows]
+        which = torch.repeat_interleave(stop - first)
+        if not len(which):
+            return
+        before = (stop - first).cumsum(0) - (stop - first)
+        positions = torch.arange(len(which)) + (first - before)[which]
+        blocks = tables[which, positions // self._pool.block_size]
+        into = self._pool.rows(blocks, positions % self._pool.block_size)
+        lines = (self._lines[rows[which]] + positions[:, None, None]).reshape(-1)
         for layer, kept in enumerate(self._layers):
-            if kept is not None:
-                self._pool.write(layer, rows, kept.view(-1, self._pool.head_dim)[lines])
+            self._pool.write(layer, into, kept.view(-1, self._pool.head_dim)[lines])
+        self._written[rows] = stop
 
 
 @dataclass(slots=True)

@@ -116,6 +116,7 @@ class Actor:
         warm_up(gather_groups(self.switch_plan.plan, dist.get_rank()), device)
         self.adapters = self._load_base()
         self.train_engine.offload()
+        stop = [*rollout.stop, *config.environment.stop]
         self.rollout = make_rollout_engine(
             config,
             model_path,
@@ -358,6 +359,7 @@ class Actor:
             accepted=after.accepted_tokens - before.accepted_tokens,
             refused=after.refused_drafts - before.refused_drafts,
             kept_tokens=after.kept_tokens - before.kept_tokens,
+            moved_tokens=after.moved_tokens - before.moved_tokens,
             recomputed_tokens=after.recomputed_tokens - before.recomputed_tokens,
         )
         return finished, parked, turns, work

@@ -28,7 +28,11 @@ def grown(spans: tuple[TokenSpan, ...], num_tokens: int, version: int) -> tuple[
 def answered(spans: tuple[TokenSpan, ...], num_tokens: int, version: int) -> tuple[TokenSpan, ...]:
     """`spans` with the `num_tokens` of a reply, which are read by `version` and not trained."""
     start = spans[-1].stop
-    return (*spans, TokenSpan(start, start + num_tokens, version, trained=False))
+    return (
+        spans
+        if not num_tokens
+        else (*spans, TokenSpan(start, start + num_tokens, version, trained=False))
+    )
 
 
 def conversation_tensors(

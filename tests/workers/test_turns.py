@@ -27,6 +27,7 @@ from hybridrl.flow.executor import (
 from hybridrl.flow.sample import SampleId, TokenSpan
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.workers.actor_worker import ActorWorker
+from hybridrl.workers.pending_samples import PendingRecord
 from hybridrl.workers.turns import answered, conversation_tensors, grown
 
 IDS = tuple(SampleId(0, k=k) for k in range(6))
@@ -47,15 +48,18 @@ class Instance:
     """An instance as its ranks see it: all of them send the same commands."""
 
     def __init__(self, worker: ActorWorker, tp: int) -> None:
-        self.worker, self.tp = worker, tp
+        self.worker, self.tp, self.number = worker, tp, worker.actor.instance
         self.turns: list[TurnEnded] = []
+        self.idle = False  # it and all others
         self.finished: list[Finished] = []
 
     def advance(self, commands: Sequence[Command], steps: int) -> Advanced:
         """The event with the turns and samples of all ranks, each spoken of by one of them."""
-        number = self.worker.actor.instance
+        number = self.number
         event: Advanced = self.worker.advance(number, commands, steps).value.event
-        events = [other for other in shared(event) if other.instance == number]
+        everything = shared(event)
+        self.idle = not any(other.turns or other.running for other in everything)
+        events = [other for other in everything if other.instance == number]
         assert len(events) == self.tp
         assert {other.running for other in events} == {event.running}
         self.turns = [turn for other in events for turn in other.turns]
@@ -63,10 +67,10 @@ class Instance:
         return event
 
     def converse(self, commands: Sequence[Command], most: int = 1000) -> None:
-        """Answer at most so many calls' turns, until nothing is left."""
+        """Answer at most so many calls' turns, until nothing is left on any instance."""
         for _ in range(most):
-            event = self.advance(commands, 3)
-            if not self.turns and not event.running:
+            self.advance(commands, 3)
+            if self.idle:
                 return
             commands = [Answer(tuple(map(reply_to, self.turns)))] if self.turns else []
 
@@ -106,14 +110,14 @@ def talk(model: str, folder: Path, tp: int, with_kv: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def stored(worker: ActorWorker) -> dict[SampleId, dict[str, Any]]:
-    """All fields of the samples of this rank's instance, each on one rank."""
+def stored(worker: ActorWorker, number: int | None = None) -> dict[SampleId, dict[str, Any]]:
+    """All fields of the samples of instance `number`, else of this rank's, each on one rank."""
+    number = worker.actor.instance if number is None else number
     mine = {
         id: {name: sample.tensors[name].tolist() for name in FIELDS}
         for id, sample in worker.store._samples.items()
     }
-    shares = [share for number, share in shared((worker.actor.instance, mine))
-              if number == worker.actor.instance]  # fmt: skip
+    shares = [share for other, share in shared((worker.actor.instance, mine)) if other == number]
     assert sum(map(len, shares)) == len({id for share in shares for id in share}), "held twice"
     return {id: fields for share in shares for id, fields in share.items()}
 
@@ -139,6 +143,89 @@ def test_a_conversation_is_one_sample(
             }
             assert again["log_probs"] == pytest.approx(fields["log_probs"], abs=1e-5)
             check(result["events"][id], fields)
+
+
+def widen(model: str, folder: Path, with_kv: bool) -> dict[str, Any]:
+    """Two instances have their conversations alone; then again, where they end on a wide one."""
+    rollout = RolloutConfig(max_new_tokens=40, tail_tp="2")
+    worker = generating_worker(model, folder, rollout)
+    own, (number,) = worker.actor.instance, worker.actor.wide
+    submit = Submit(IDS[3 * own : 3 * own + 3], PROMPT, SAMPLING)
+    instance = Instance(worker, 1)
+    instance.converse([submit])
+    wanted = {id: fields for i in range(2) for id, fields in stored(worker, i).items()}
+    worker.release(IDS)
+    instance.converse([submit], most=3)
+    turns = instance.turns
+    parked = merged(worker, instance.advance([Park(submit.ids, with_kv, width=2)], 0).parked)
+    waiting = [turn for other in shared(turns) for turn in other]
+    instance.tp, instance.number = 2, number
+    resume: list[Command] = [Resume(event.ids, event) for event in parked]
+    running = instance.advance(resume, 0).running
+    held = worker.actor.engine.stats().held
+    instance.converse([Answer(tuple(map(reply_to, waiting)))])
+    assert not worker.actor.wide[number].engine.joined  # type: ignore[union-attr]
+    again = {id: fields for i in range(2) for id, fields in stored(worker, i).items()}
+    return {"wanted": wanted, "again": again, "held": held, "running": running}
+
+
+@pytest.mark.parametrize("with_kv", [False, True])
+def test_a_wide_instance_holds_conversations(
+    with_kv: bool, ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """It is one as long as a sample waits there, whether or not another decodes."""
+    model, folder = tmp_path / "model", tmp_path / "plane"
+    make_tiny_model(model, TINY, seed=0)
+    folder.mkdir()
+    for result in ranks(2, widen, str(model), folder, with_kv):
+        assert result["held"]
+        assert result["held"] + result["running"] <= len(IDS)
+        assert result["again"].keys() == result["wanted"].keys() == set(IDS)
+        for id, fields in result["wanted"].items():
+            again = result["again"][id]
+            assert again.pop("log_probs") == pytest.approx(fields.pop("log_probs"), abs=1e-5)
+            assert again == fields
+
+
+def merged(worker: ActorWorker, parked: tuple[Parked, ...]) -> list[Parked]:
+    """What each instance has parked, with the references of all its ranks."""
+    events = [event for share in shared(parked) for event in share]
+    return [event for event in events if event.ids]
+
+
+def save_and_load(model: str, folder: Path) -> dict[str, Any]:
+    """A run that ends in mid-conversation, and one that resumes it from the files."""
+    worker = generating_worker(model, folder, RolloutConfig(max_new_tokens=40))
+    instance, submit = Instance(worker, 1), Submit(IDS, PROMPT, SAMPLING)
+    instance.converse([submit])
+    wanted = stored(worker)
+    worker.release(IDS)
+    instance.converse([submit], most=4)
+    waiting = instance.turns
+    (parked,) = instance.advance([Park(IDS, with_kv=True)], 0).parked
+    done = [id for id in IDS if id not in parked.ids]
+    records = [PendingRecord(id, PROMPT, SAMPLING, parked.state[0][id]) for id in parked.ids] + [
+        PendingRecord(id, PROMPT) for id in done
+    ]
+    worker.save_pending(str(folder), tuple(records))
+    worker.release(IDS)
+    reference = worker.load_pending(str(folder), tuple(records)).value
+    state = {0: dict.fromkeys(parked.ids, reference)}
+    resume = Resume(parked.ids, Parked(parked.ids, parked.tokens, parked.version, state))
+    instance.converse([resume, Answer(tuple(map(reply_to, waiting)))])
+    return {"wanted": wanted, "again": stored(worker), "waiting": len(waiting)}
+
+
+def test_a_checkpoint_in_mid_conversation(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """Turns, and who waits, travel with the tokens."""
+    make_tiny_model(tmp_path / "model", TINY, seed=0)
+    (result,) = ranks(1, save_and_load, str(tmp_path / "model"), tmp_path)
+    assert result["waiting"]
+    assert result["again"].keys() == result["wanted"].keys() == set(IDS)
+    for id, fields in result["wanted"].items():
+        again = result["again"][id]
+        assert again.pop("log_probs") == pytest.approx(fields.pop("log_probs"), abs=1e-5)
+        assert again == fields
 
 
 def check(event: Finished, fields: dict[str, Any]) -> None:

@@ -6,15 +6,16 @@ calls.
 
 from bisect import insort
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
 
-from hybridrl.engines.rollout.batch import DecodeBatch, Ints, Prefill
+from hybridrl.engines.rollout.batch import DecodeBatch, Prefill
 from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import Request
+from hybridrl.engines.rollout.kept_groups import Ints, KeptGroups
 from hybridrl.engines.rollout.kv_cache import BlockAllocator
 from hybridrl.engines.rollout.stage import Drawn
 from hybridrl.models.router_replay import Routing
@@ -97,7 +98,7 @@ class Entry:
     """An unfinished request: `lane` and `slot` (its row in `tables`) while it runs.
 
     Its `blocks` cache all tokens but the pending one while it runs, and else the first `kept` ones.
-    `lost` tokens were cached until it gave its blocks up.
+    `lost` tokens were cached until it gave its blocks up, or they have `moved` to its request.
     """
 
     request: Request
@@ -108,6 +109,7 @@ class Entry:
     status: EntryStatus = EntryStatus.WAITING
     kept: int = 0
     lost: int = 0
+    moved: bool = False
 
     @property
     def cached(self) -> int:
@@ -129,22 +131,35 @@ class Lane:
     """Running sequences that decode together; a pipeline has as many lanes as stages.
 
     `drawn` holds the tokens of the last decode step until they are collected, and `routing` its
-    experts; until then no sequence joins or leaves. `batch` is kept from step to step until one
-    does.
+    experts; until then no sequence joins or leaves. `batch` stays from step to step until one does.
+    `kept` are the rows' gathered keys and values, which stay longer.
     """
 
     index: int
     entries: list[Entry] = field(default_factory=list)
     batch: DecodeBatch | None = None
+    kept: KeptGroups | None = None
     drawn: Drawn | None = None
     routing: Routing | None = None
 
-    def end_batch(self, tables: Ints) -> None:
+    def end_batch(self) -> None:
         """Drop the batch, before a sequence joins or leaves."""
         assert self.drawn is None, "sampled tokens are in flight"
-        if self.batch is not None:
-            self.batch.flush(tables)
         self.batch = None
+
+    def remove(self, entry: Entry, tables: Ints) -> None:
+        """A sequence leaves; all its tokens are in the cache then."""
+        self.end_batch()
+        self.entries.remove(entry)
+        if self.kept is not None:
+            self.kept.remove(entry.slot, tables)
+
+    def flush(self, tables: Ints) -> None:
+        """Drop the batch and what it has gathered; all tokens are in the cache then."""
+        self.end_batch()
+        if self.kept is not None:
+            self.kept.flush(tables)
+        self.kept = None
 
 
 @dataclass(slots=True)
@@ -203,9 +218,10 @@ class Admission:
     """Waiting, running and held requests of one engine, first come first served.
 
     When blocks run out, those give theirs first that do not run: held ones, the longest held first,
-    then answered ones that wait. Then shared prompts are dropped, then the newest sequence is
-    preempted. It waits at the head of the queue. Who has lost the blocks is recomputed. The oldest
-    sequence is never preempted, and fits alone, so the queue drains.
+    then answered ones that wait. `save` may copy what they have cached to their requests first.
+    Then shared prompts are dropped, then the newest sequence is preempted. It waits at the head of
+    the queue. What is lost is recomputed. The oldest sequence is never preempted, and fits alone,
+    so the queue drains.
 
     Invariants: an entry is in one lane, or has no slot. The queue is in the order of submission, so
     that answered ones come before new ones. `tables` [slots, pages] has the blocks of running
@@ -228,12 +244,13 @@ class Admission:
         replays: bool = False,
         records: bool = False,
         whole_records: bool = True,
+        save: Callable[[Entry, int], bool] = lambda entry, in_host: False,
     ) -> None:
         self.lanes = [Lane(index) for index in range(num_lanes)]
         self.allocator = BlockAllocator(num_blocks)
         self.tables: Ints = np.zeros((max_running, -(-max_sequence // block_size)), np.int64)
         self.shared_tokens = self.num_preempted = 0
-        self.kept_tokens = self.recomputed_tokens = 0
+        self.kept_tokens = self.moved_tokens = self.recomputed_tokens = 0
         self._max_running, self._block_size = max_running, block_size
         self._limits = AdmissionLimits(
             vocab_size=vocab_size,
@@ -242,6 +259,7 @@ class Admission:
             num_blocks=num_blocks,
         )
         self._replays, self._records, self._whole_records = replays, records, whole_records
+        self._save = save
         self._free_slots = list(range(max_running - 1, -1, -1))
         self._submitted = 0
         self._waiting: deque[Entry] = deque()
@@ -353,10 +371,19 @@ class Admission:
         entry.status = EntryStatus.WAITING
         insort(self._waiting, entry, key=lambda other: other.order)
 
-    def drop_kept(self) -> None:
-        """Release the blocks of requests that do not run."""
+    def give_up(self) -> None:
+        """Release all blocks; nothing runs."""
         for entry in self._idle():
             self._evict(entry)
+        self.drop_prefixes()
+
+    def forget(self) -> None:
+        """Release all blocks, and what was cached in them is of no use; nothing runs."""
+        for entry in self._waiting:
+            self._release(entry)
+            if entry.moved:
+                entry.request.kv, entry.moved = None, False
+        self.drop_prefixes()
 
     def _idle(self) -> list[Entry]:
         """Who has blocks and does not run, in the order in which blocks are taken from them."""
@@ -365,7 +392,12 @@ class Admission:
 
     def _evict(self, entry: Entry) -> None:
         """Take the blocks of a request that does not run."""
-        entry.lost = entry.kept
+        kvs = (other.request.kv for other in self._entries.values() if other.moved)
+        entry.moved = self._save(entry, sum(kv.tokens for kv in kvs if kv is not None))
+        if entry.moved:
+            self.moved_tokens += entry.kept
+        else:
+            entry.lost = entry.kept
         self._release(entry)
 
     def _release(self, entry: Entry) -> None:
@@ -471,9 +503,9 @@ class Admission:
         return shared
 
     def _start(self, entry: Entry, lane: Lane) -> None:
-        lane.end_batch(self.tables)
+        lane.end_batch()
         entry.lane, entry.slot = lane, self._free_slots.pop()
-        entry.status, entry.kept, entry.lost = EntryStatus.RUNNING, 0, 0
+        entry.status, entry.kept, entry.lost, entry.moved = EntryStatus.RUNNING, 0, 0, False
         self.tables[entry.slot] = 0
         self.tables[entry.slot, : len(entry.blocks)] = entry.blocks
         lane.entries.append(entry)
@@ -481,8 +513,7 @@ class Admission:
     def _leave(self, entry: Entry) -> None:
         """Take a running sequence out of its lane; its blocks stay."""
         assert entry.lane is not None
-        entry.lane.end_batch(self.tables)
-        entry.lane.entries.remove(entry)
+        entry.lane.remove(entry, self.tables)
         self._free_slots.append(entry.slot)
         entry.slot, entry.lane = -1, None
 

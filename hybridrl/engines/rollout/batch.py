@@ -10,61 +10,23 @@ import torch
 
 from hybridrl.engines.rollout.expert_record import ExpertRecord, SequenceRows
 from hybridrl.engines.rollout.interface import Request, SamplingParams
+from hybridrl.engines.rollout.kept_groups import Ints, KeptGroups, group_pages, split
 from hybridrl.engines.rollout.sampling import SamplingBatch
-from hybridrl.models.paged_attention import KVPool, PagedBatch, PagedGroup, Workspace
+from hybridrl.models.paged_attention import KVPool, PagedBatch, PagedGroup
 
-Ints = npt.NDArray[np.int64]
-
-# What one more group costs: keys whose gather and attention take as long, by type of device. On a
-# CPU measured. On a GPU a group is six more launches in each layer, some 1.2 ms for 28 layers,
-# in which an H100 reads the keys and values of some 40,000 tokens of a 1.5B model.
-_GROUP_KEYS = {"cpu": 512, "cuda": 40_000}
-_GROUP_TOKENS = {"cpu": 4, "cuda": 160}  # the same in tokens of a prefill: 3 GFLOP each
-_SPARE_PAGES = 4  # blocks by which a workspace is wider than its longest row
+# What one more group costs in tokens of a prefill, by type of device: 3 GFLOP each on a GPU.
+_GROUP_TOKENS = {"cpu": 4, "cuda": 160}
 PREFILL_TOKENS = 4096  # tokens of one prefill pass, unless one prompt is longer
 
 
-def split(sizes: Sequence[int], overhead: int) -> list[tuple[int, int]]:
-    """Cut descending `sizes` into ranges [start, stop), each padded to its first size.
-
-    The cut of least cost, where a range costs `size * count + overhead`: exact dynamic programming
-    over at most 16 distinct sizes (finer differences are rounded up).
-    """
-    if not sizes:
-        return []
-    unit = -(-sizes[0] // 16)
-    rounded = [-(-size // unit) * unit for size in sizes]
-    edges = [i for i in range(len(sizes)) if i == 0 or rounded[i] != rounded[i - 1]]
-    edges.append(len(sizes))
-    best: list[tuple[int, int]] = [(0, 0)]
-    for stop in range(1, len(edges)):
-        best.append(
-            min(
-                (
-                    best[start][0]
-                    + rounded[edges[start]] * (edges[stop] - edges[start])
-                    + overhead,
-                    start,
-                )
-                for start in range(stop)
-            )
-        )
-    cuts, stop = [], len(edges) - 1
-    while stop:
-        start = best[stop][1]
-        cuts.append((edges[start], edges[stop]))
-        stop = start
-    return cuts[::-1]
-
-
 class DecodeBatch:
-    """The running sequences, longest first, for as long as none joins or leaves.
+    """The running sequences of a lane, for as long as none joins or leaves.
 
-    All grow by one token a step, so the order by length is stable and groups of similar length are
-    contiguous rows. `counts` [rows] are response tokens so far, `slots` [rows] the rows' indices in
-    the engine's block tables. Batches of the same `lane` share workspace memory. With `keep` they
-    keep the gathered keys and values from step to step (`Workspace`). Without, a pass depends only
-    on tokens, positions and the rows' blocks in the pool.
+    All grow by one token a step, so groups of similar length are contiguous rows. `counts` [rows]
+    are response tokens so far, `slots` [rows] the rows' indices in the engine's block tables. With
+    `kept` the rows are in its order, and a pass reads the keys and values there. Without, the
+    longest are first, and a pass depends only on tokens, positions and the rows' blocks in the
+    pool.
     """
 
     def __init__(
@@ -73,29 +35,31 @@ class DecodeBatch:
         block_size: int,
         vocab_size: int,
         device: torch.device,
-        lane: int = 0,
-        keep: bool = False,
+        kept: KeptGroups | None = None,
     ) -> None:
-        rows = sorted(rows, key=lambda row: -row[2])
+        if kept is None:
+            rows = sorted(rows, key=lambda row: -row[2])
+        else:
+            by_slot = {row[1]: row for row in rows}
+            rows = [by_slot[slot] for slot in kept.slots]
         self.requests = [request for request, _, _ in rows]
         self.slots: Ints = np.array([slot for _, slot, _ in rows])
         self.positions: Ints = np.array([length - 1 for _, _, length in rows])
         self.counts: Ints = np.array([len(request.response_ids) for request in self.requests])
-        self.sampling = SamplingBatch.of(
-            [request.sampling for request in self.requests], vocab_size, device
-        )
-        pages = [length // block_size + 1 for _, _, length in rows]
-        self._cuts = split(pages, -(-_GROUP_KEYS[device.type] // block_size))
-        self._device, self._lane, self._keep = device, lane, keep
-        self._groups: list[tuple[PagedGroup, Workspace]] = []
-        last = [[*r.prompt_ids[-1:], *r.response_ids[-1:]][-1] for r in self.requests]
+        self.sampling = _sampling([r.sampling for r in self.requests], vocab_size, device)
+        self._device, self._kept = device, kept
+        self._cuts: list[tuple[int, int]] = []
+        if kept is None:
+            pages = [length // block_size + 1 for _, _, length in rows]
+            self._cuts = split(pages, group_pages(device, block_size))
+        last = [(r.response_ids or r.prompt_ids)[-1] for r in self.requests]
         self._tokens = torch.tensor(last, device=device)
 
     def inputs(self, pool: KVPool, tables: Ints) -> tuple[PagedBatch, torch.Tensor, torch.Tensor]:
         """The pass of one decode step: batch, token ids [rows] and positions [rows]."""
         positions = torch.from_numpy(self.positions).to(self._device)
-        if self._keep:
-            return PagedBatch(pool, None, self._kept_groups(pool, tables)), self._tokens, positions
+        if self._kept is not None:
+            return PagedBatch(pool, None, self._kept.paged_groups()), self._tokens, positions
         page, offset = np.divmod(self.positions, pool.block_size)
         blocks = _tensor(tables[self.slots, page], self._device)
         groups = [
@@ -112,36 +76,6 @@ class DecodeBatch:
         rows = pool.rows(blocks, _tensor(offset, self._device))
         return PagedBatch(pool, rows, groups), self._tokens, positions
 
-    def _kept_groups(self, pool: KVPool, tables: Ints) -> list[PagedGroup]:
-        """The groups with their workspaces, created at the first step."""
-        if not self._groups:
-            pages = [int(self.positions[start]) // pool.block_size + 1 for start, _ in self._cuts]
-            wide = [min(num + _SPARE_PAGES, tables.shape[1]) for num in pages]
-            tokens = [
-                num * pool.block_size * (stop - start)
-                for num, (start, stop) in zip(wide, self._cuts, strict=True)
-            ]
-            unit = 2 * pool.kv_heads * pool.head_dim
-            memory = pool.arena(sum(tokens), self._lane).split([num * unit for num in tokens], 1)
-            for (start, stop), num, workspace_memory in zip(self._cuts, wide, memory, strict=True):
-                table = _tensor(tables[self.slots[start:stop], :num], self._device)
-                # Shares the memory of the array, which `advance` increments.
-                positions = torch.from_numpy(self.positions[start:stop])
-                workspace = Workspace(pool, table, positions, workspace_memory)
-                group = PagedGroup(
-                    start, stop - start, 1, 0, positions[:, None], workspace=workspace
-                )
-                self._groups.append((group, workspace))
-        for group, _ in self._groups:
-            group.keys = int(self.positions[group.start]) + 1
-            group.masks.clear()
-        return [group for group, _ in self._groups]
-
-    @property
-    def full(self) -> bool:
-        """Whether a workspace has no room for another step: then a new batch is needed."""
-        return any(self.positions[g.start] >= workspace.width for g, workspace in self._groups)
-
     def spans(self) -> list[SequenceRows]:
         """The pending tokens of the sequences whose experts are recorded."""
         rows = enumerate(zip(self.requests, self.positions.tolist(), strict=True))
@@ -156,14 +90,8 @@ class DecodeBatch:
         self._tokens = tokens
         self.positions += 1
         self.counts += 1
-        for _, workspace in self._groups:
-            workspace.advance()
-
-    def flush(self, tables: Ints) -> None:
-        """Copy the workspaces to the pool; call it before a sequence joins or leaves."""
-        for group, workspace in self._groups:
-            slots = self.slots[group.start : group.start + group.rows]
-            workspace.flush(_tensor(tables[slots], self._device))
+        if self._kept is not None:
+            self._kept.advance()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import torch
 
-from hybridrl.engines.rollout.admission import Admitted, Entry
-from hybridrl.engines.rollout.batch import DecodeBatch, Ints, Prefill, prefill_batches
+from hybridrl.engines.rollout.admission import Admitted, Entry, Lane
+from hybridrl.engines.rollout.batch import DecodeBatch, Prefill, prefill_batches
 from hybridrl.engines.rollout.expert_record import ExpertRecord, ExpertRecorder, SequenceRows
 from hybridrl.engines.rollout.interface import Request
+from hybridrl.engines.rollout.kept_groups import Ints, KeptGroups, group_pages
+from hybridrl.engines.rollout.kv_costs import KVCosts
 from hybridrl.engines.rollout.stage import RolloutStage
 from hybridrl.models.paged_attention import KVPool
 from hybridrl.models.router_replay import Routing
@@ -17,27 +19,30 @@ from hybridrl.models.router_replay import Routing
 class CacheFiller:
     """Fills the cache up to the pending token of every request, and counts what that took.
 
-    `records` keep experts (`ExpertRecorder`), where they are recorded. With `keep` decode batches
-    keep their gathered keys and values (`DecodeBatch`).
+    `recorder` keeps experts, where they are recorded. With `keep` lanes keep gathered keys and
+    values (`KeptGroups`), if they are on a CPU.
     """
 
     def __init__(
         self,
         stage: RolloutStage,
         recorder: ExpertRecorder | None,
+        costs: KVCosts,
         device: torch.device,
         block_size: int,
         vocab_size: int,
         keep: bool,
     ) -> None:
         self._stage, self._recorder, self._device = stage, recorder, device
-        self._block_size, self._vocab_size, self._keep_keys = block_size, vocab_size, keep
+        self._costs = costs
+        self._block_size, self._vocab_size = block_size, vocab_size
+        self._keeps = keep and device.type == "cpu"
         self.prefill_calls = self.prefill_tokens = 0
         self.replayed_tokens = self.restored_tokens = 0
 
-    def fill(self, admitted: Admitted, pool: KVPool, tables: Ints) -> None:
-        """Do the work of an admission, in its order."""
-        self._prefill(admitted.prefixes, pool)
+    def fill(self, admitted: Admitted, pool: KVPool, tables: Ints, timed: bool) -> None:
+        """Do the work of an admission, in its order; `timed`: learn what a prefill costs."""
+        self._prefill(admitted.prefixes, pool, timed)
         for record, prefix in admitted.sharing:
             record.append(prefix.whole())
         if admitted.copies:
@@ -45,14 +50,43 @@ class CacheFiller:
             pool.copy(source, destination)
         for entry in admitted.restored:
             self._restore(entry, pool)
-        self._prefill(admitted.prompts, pool)
+        self._prefill(admitted.prompts, pool, timed)
         for entry in admitted.replayed:
             self._replay(entry, pool, tables)
 
-    def decode_batch(self, rows: Sequence[tuple[Request, int, int]], lane: int = 0) -> DecodeBatch:
+    def check(self, request: Request) -> None:
+        """Raise ValueError for keys and values that are not those of this rank, or incomplete."""
+        if request.kv is None:
+            return
+        tokens = request.num_tokens - 1
+        if request.turns:  # a reply may not have been computed
+            tokens = min(tokens, request.kv.tokens)
+        got, wanted = request.kv.blocks, self._stage.kv_shape(tokens)
+        if tuple(got.shape) != wanted or got.dtype != self._stage.dtype:
+            raise ValueError(
+                f"request {request.id!r} comes with a KV cache {list(got.shape)} {got.dtype}; "
+                f"wanted [layers, 2, kv_heads, tokens, head_dim] = {list(wanted)} "
+                f"{self._stage.dtype}"
+            )
+
+    def lane_batch(self, lane: Lane, pool: KVPool, tables: Ints) -> DecodeBatch:
+        """The batch of a lane's next step; it stays while no sequence joins or leaves."""
+        if lane.batch is not None and not (lane.kept is not None and lane.kept.full):
+            return lane.batch
+        if self._keeps:
+            if lane.kept is None or lane.kept.pool is not pool:
+                overhead = group_pages(self._device, self._block_size)
+                lane.kept = KeptGroups(pool, lane.index, overhead, tables.shape[1])
+            lane.kept.arrange([(entry.slot, entry.length - 1) for entry in lane.entries], tables)
+        rows = [(entry.request, entry.slot, entry.length) for entry in lane.entries]
+        lane.batch = self._batch(rows, lane.kept)
+        return lane.batch
+
+    def _batch(
+        self, rows: Sequence[tuple[Request, int, int]], kept: KeptGroups | None = None
+    ) -> DecodeBatch:
         """Rows (request, slot, length) that decode together."""
-        size, vocab = self._block_size, self._vocab_size
-        return DecodeBatch(rows, size, vocab, self._device, lane, self._keep_keys)
+        return DecodeBatch(rows, self._block_size, self._vocab_size, self._device, kept)
 
     # Experts
 
@@ -76,10 +110,18 @@ class CacheFiller:
 
     # Keys and values
 
-    def _prefill(self, jobs: list[Prefill], pool: KVPool) -> None:
+    def _prefill(self, jobs: list[Prefill], pool: KVPool, timed: bool = False) -> None:
         """Write the keys and values of the jobs' tokens."""
         jobs = [job for job in jobs if job.tokens]
-        self.prefill_tokens += sum(len(job.tokens) for job in jobs)
+        num_tokens = sum(len(job.tokens) for job in jobs)
+        self.prefill_tokens += num_tokens
+        if timed and jobs:
+            with self._costs.timing(self._costs.prefill, num_tokens, pool.blocks):
+                self._prefill_all(jobs, pool)
+        else:
+            self._prefill_all(jobs, pool)
+
+    def _prefill_all(self, jobs: list[Prefill], pool: KVPool) -> None:
         for paged, token_ids, positions, spans in prefill_batches(jobs, pool, self._device):
             routing = self.routing(spans, len(token_ids))
             self._stage.prefill(paged, token_ids, positions, routing)
@@ -115,7 +157,7 @@ class CacheFiller:
         """The decode steps that have made response tokens [start, stop)."""
         request = entry.request
         before = replace(request, response_ids=request.response_ids[:start])
-        batch = self.decode_batch([(before, entry.slot, before.num_tokens)])
+        batch = self._batch([(before, entry.slot, before.num_tokens)])
         for token in request.response_ids[start:stop]:
             spans = batch.spans()
             routing = self.routing(spans, 1)

@@ -65,8 +65,8 @@ class KV:
     """One rank's KV cache of a request that does not run, in host memory.
 
     `blocks` [layers, 2, kv_heads, tokens, head_dim]: keys and values of the rank's own layers and
-    heads, contiguous. They are of all tokens of prompt and response but the pending last one, and
-    in a conversation but those of a reply that was not computed yet. It
+    heads, contiguous. They are of all tokens of prompt and response but the pending last one.
+    Of a conversation a reply may be missing, too, that was not computed yet. It
     pickles as a numpy array, so that an object store needs no copy. Such a tensor may be in
     read-only memory: do not write to it.
     """
@@ -148,7 +148,7 @@ class Request:
     @property
     def is_held(self) -> bool:
         """Whether its turn has ended and no reply has come."""
-        return bool(self.turns) and self.turns[-1].stop == len(self.response_ids)
+        return bool(self.turns) and self.turns[-1].start == self.turn_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class Stats:
     (deterministic engines only), `restored_tokens` were copied from a `Request.kv`;
     `kv_bytes_per_token` is this rank's. `has_cache` is False asleep and after `release_cache`.
     Of the tokens that held requests had cached when they continued, `kept_tokens` still were, and
-    `recomputed_tokens` had given way to others.
+    `recomputed_tokens` had given way to others. `moved_tokens` gave way to host memory.
     """
 
     running: int
@@ -219,6 +219,7 @@ class Stats:
     refused_drafts: int = 0
     held: int = 0
     kept_tokens: int = 0
+    moved_tokens: int = 0
     recomputed_tokens: int = 0
 
 
@@ -309,10 +310,10 @@ class RolloutEngine(Protocol):
         ...
 
     def append(self, id: object, tokens: Sequence[int]) -> None:
-        """Continue a held request behind the `tokens` of a reply: none of them is drawn.
+        """Continue a held request behind the `tokens` of a reply, which may be none.
 
         New tokens alone are computed. Raises ValueError for a request that is not held, and for
-        tokens that leave no room for another.
+        tokens that leave no room for one that is drawn.
         """
         ...
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config import SPECULATED, RouterReplay
-from hybridrl.engines.rollout.admission import Admission, Lane, check_positions
+from hybridrl.engines.rollout.admission import Admission, Entry, Lane, check_positions
 from hybridrl.engines.rollout.batch import DecodeBatch, VerifyBatch
 from hybridrl.engines.rollout.cache_fill import CacheFiller
 from hybridrl.engines.rollout.expert_record import ExpertRecorder, SequenceRows
@@ -28,6 +28,7 @@ from hybridrl.engines.rollout.interface import (
     Request,
     Stats,
 )
+from hybridrl.engines.rollout.kv_costs import KVCosts
 from hybridrl.engines.rollout.logit_edits import SeenTokens
 from hybridrl.engines.rollout.memory import native_cache
 from hybridrl.engines.rollout.random import UniformsOf, UniformTable
@@ -154,11 +155,17 @@ class NativeEngine:
             replays=deterministic,
             records=recorder is not None,
             whole_records=self._parallel.pp == 1,
+            save=self._save,
         )
-        keep = self._device.type == "cpu" and not deterministic
+        # Both ways are exact; stages decide at different times.
+        compares = not deterministic and self._parallel.pp == 1
+        self._costs = KVCosts(
+            self._parallel.of_first if compares else None, self._num_blocks * block_size
+        )
         self._filler = CacheFiller(
-            self._stage, recorder, self._device, block_size, self._vocab_size, keep
-        )
+            self._stage, recorder, self._costs, self._device, block_size, self._vocab_size,
+            not deterministic,
+        )  # fmt: skip
         self._uniforms = UniformTable(max_running)
         self._seen = SeenTokens(max_running, self._device)
         self._finished: list[Output] = []
@@ -222,22 +229,8 @@ class NativeEngine:
         """
         requests = list(requests)
         for request in requests:
-            self._check_kv(request)
+            self._filler.check(request)
         self._admission.submit(requests)
-
-    def _check_kv(self, request: Request) -> None:
-        if request.kv is None:
-            return
-        tokens = request.num_tokens - 1
-        if request.turns:  # a reply may not have been computed
-            tokens = min(tokens, request.kv.tokens)
-        got, wanted = request.kv.blocks, self._stage.kv_shape(tokens)
-        if tuple(got.shape) != wanted or got.dtype != self._stage.dtype:
-            raise ValueError(
-                f"request {request.id!r} comes with a KV cache {list(got.shape)} {got.dtype}; "
-                f"wanted [layers, 2, kv_heads, tokens, head_dim] = {list(wanted)} "
-                f"{self._stage.dtype}"
-            )
 
     @torch.inference_mode()
     def park(self, ids: Iterable[object], with_kv: bool = False) -> list[Request]:
@@ -265,7 +258,7 @@ class NativeEngine:
             return None
         assert self._pool is not None
         if entry.lane is not None:
-            entry.lane.end_batch(self._admission.tables)
+            entry.lane.flush(self._admission.tables)
         return KV(self._pool.read_blocks(entry.blocks, entry.cached))
 
     def _remove(self, id_: object) -> Request | None:
@@ -273,6 +266,15 @@ class NativeEngine:
         if self._speculation is not None and request is not None:
             self._speculation.source.end(request)
         return request
+
+    def _save(self, entry: Entry, in_host: int) -> bool:
+        """Copy what a request has cached, which gives way, if it pays: whether that was done."""
+        if not self._costs.copies(entry.kept, in_host):
+            return False
+        assert self._pool is not None
+        with self._costs.timing(self._costs.copy, entry.kept, self._pool.blocks):
+            entry.request.kv = KV(self._pool.read_blocks(entry.blocks, entry.kept))
+        return True
 
     # Turns
 
@@ -353,7 +355,8 @@ class NativeEngine:
         if not admitted.entries:
             return
         assert self._pool is not None
-        self._filler.fill(admitted, self._pool, self._admission.tables)
+        timed = self._admission.num_held > 0
+        self._filler.fill(admitted, self._pool, self._admission.tables, timed)
         if self._speculation is not None:
             for entry in admitted.entries:
                 self._speculation.source.begin(entry.request)
@@ -364,16 +367,11 @@ class NativeEngine:
 
     def _launch(self, lane: Lane) -> None:
         """Feed a lane's pending tokens; on return the sampled tokens may still be in flight."""
-        tables = self._admission.tables
-        if lane.batch is not None and lane.batch.full:
-            lane.end_batch(tables)
         if not lane.entries:
             return
-        if lane.batch is None:
-            rows = [(entry.request, entry.slot, entry.length) for entry in lane.entries]
-            lane.batch = self._filler.decode_batch(rows, lane.index)
-        batch = lane.batch
         assert self._pool is not None
+        tables = self._admission.tables
+        batch = self._filler.lane_batch(lane, self._pool, tables)
         lane.routing = self._filler.new_routing()
         logits = self._stage.decode(*batch.inputs(self._pool, tables), lane.routing)
         lane.drawn = self._draw(batch, logits, self._uniforms.draw)
@@ -442,7 +440,7 @@ class NativeEngine:
 
     def _verify(self, lane: Lane, guesses: list[Guess], speculation: Speculation) -> None:
         """Feed pending tokens and drafts, draw behind each, and keep what is right."""
-        lane.end_batch(self._admission.tables)
+        lane.flush(self._admission.tables)
         assert self._pool is not None
         batch = verify_batch(guesses, self._pool, self._vocab_size, self._device)
         routing = self._filler.new_routing()
@@ -521,8 +519,7 @@ class NativeEngine:
         """Drop what these weights have cached, of nothing that runs or is held."""
         busy = self._admission.num_running + self._admission.num_held
         assert not busy, f"{what} while requests run or are held: park them first"
-        self._admission.drop_kept()
-        self._admission.drop_prefixes()
+        self._admission.forget()
 
     def release_cache(self) -> None:
         """Free the KV cache, keep the weights. Waiting and held requests stay; nothing may run.
@@ -532,10 +529,14 @@ class NativeEngine:
         assert not self._admission.num_running, (
             "the engine cannot free its cache while requests run: park them first"
         )
-        self._admission.drop_kept()
-        self._admission.drop_prefixes()
-        self._pool = None
+        self._admission.give_up()
+        self._drop_pool()
         logger.debug("the KV cache is free")
+
+    def _drop_pool(self) -> None:
+        for lane in self._admission.lanes:
+            lane.kept = None
+        self._pool = None
 
     def sleep(self) -> None:
         """Free weights and KV cache. Waiting requests stay; others must be parked before."""
@@ -574,6 +575,7 @@ class NativeEngine:
             kv_bytes_per_token=math.prod(self._stage.kv_shape(1)) * self._stage.dtype.itemsize,
             held=self._admission.num_held,
             kept_tokens=self._admission.kept_tokens,
+            moved_tokens=self._admission.moved_tokens,
             recomputed_tokens=self._admission.recomputed_tokens,
             has_cache=self._pool is not None,
             drafted_tokens=0 if self._speculation is None else self._speculation.num_drafted,

@@ -94,7 +94,7 @@ class WideEngine(NativeEngine):
         """Let go of weights and cache; nothing may run."""
         unfinished = self._admission.num_running, self._admission.num_waiting
         assert not sum(unfinished) + self._admission.num_held, "samples are left"
-        self._admission.drop_prefixes()
+        self._admission.forget()
         for parameter, _ in self._cuts.values():
             parameter.data = parameter.new_empty(0)
-        self._pool = None
+        self._drop_pool()

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hybridrl.engines.rollout.admission import Admission
 from hybridrl.engines.rollout.interface import Request, SamplingParams
+from hybridrl.engines.rollout.responses import append_reply, end_turn
 
 BLOCK = 4
 
@@ -19,7 +20,7 @@ def check(admission: Admission) -> None:
         assert entry.lane is lane
         assert entry.length <= len(entry.blocks) * BLOCK + 1
         assert admission.tables[entry.slot, : len(entry.blocks)].tolist() == entry.blocks
-    users = [e.blocks for _, e in entries]
+    users = [e.blocks for e in admission._entries.values()]
     users += [prefix.blocks or [] for prefix in admission._prefixes.values()]
     for blocks in users:
         for block in blocks:
@@ -27,7 +28,14 @@ def check(admission: Admission) -> None:
     assert all(admission.allocator.count(block) == count for block, count in held.items())
     assert admission.allocator.num_free == admission.allocator.num_blocks - len(held)
     assert len({entry.slot for _, entry in entries}) == len(entries)
-    assert all(entry.slot < 0 and not entry.blocks for entry in admission._waiting)
+    idle = [*admission._waiting, *admission._held.values()]
+    assert len(entries) + len(idle) == len(admission._entries)
+    for entry in idle:
+        assert entry.slot < 0
+        assert entry.kept <= entry.length - 1
+        assert len(entry.blocks) == -(-entry.kept // BLOCK)
+    orders = [entry.order for entry in admission._waiting]
+    assert orders == sorted(orders)
 
 
 @settings(max_examples=60)
@@ -35,7 +43,7 @@ def check(admission: Admission) -> None:
 def test_lanes_drain_the_queue(
     num_lanes: int, max_running: int, num_blocks: int, draw: random.Random
 ) -> None:
-    """Any mixture of steps and parks keeps the invariants; in the end everything is generated."""
+    """Any mixture of steps, parks and turns keeps the invariants; in the end all is generated."""
     admission = Admission(
         num_lanes=num_lanes, max_running=max_running, block_size=BLOCK, num_blocks=num_blocks,
         max_sequence=30, vocab_size=9,
@@ -50,6 +58,9 @@ def test_lanes_drain_the_queue(
         if draw.random() < 0.2:
             ids = draw.sample(sorted(wanted), 3)
             waiting += [r for id_ in ids if (r := admission.remove(id_)) is not None]
+        for id_ in [id_ for id_ in admission._held if draw.random() < 0.3 or step > 100]:
+            append_reply(admission.held(id_), [0], 9)
+            admission.answer(id_)
         if draw.random() < 0.5 or step > 100:
             admission.submit(waiting)
             waiting = []
@@ -60,10 +71,16 @@ def test_lanes_drain_the_queue(
         assert step <= 100 or admission.num_running, "nothing runs"
         for lane in admission.lanes:
             for entry in list(lane.entries):
-                entry.request.response_ids.append(0)
-                if len(entry.request.response_ids) == wanted[entry.request.id]:
-                    done[entry.request.id] = len(entry.request.response_ids)
-                    admission.remove(entry.request.id)
+                request = entry.request
+                request.response_ids.append(0)
+                left = wanted[request.id] - len(request.response_ids)
+                if left == 0:
+                    done[request.id] = len(request.response_ids)
+                    admission.remove(request.id)
+                elif left > 1 and draw.random() < 0.3:
+                    end_turn(request, "stop")
+                    admission.hold(request)
+                    check(admission)
         if len(done) == len(wanted):
             break
     assert done == wanted

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from hybridrl.engines.rollout.batch import split
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
+from hybridrl.engines.rollout.kept_groups import split
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
 

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from answered_turns import converse, converse_on_the_move
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config import RouterReplay
-from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
+from hybridrl.engines.rollout.interface import HeldTurn, Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
-from hybridrl.engines.rollout.random import uniforms
+from hybridrl.engines.rollout.random import stream_key, uniforms
 from hybridrl.engines.rollout.speculation import make_speculation
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.layout.local import LocalTensor
@@ -434,3 +435,73 @@ def test_every_rank_has_the_experts_of_all_layers(
         for id_, record in parked:
             _, experts = outputs[id_]
             assert (record.whole() == experts[: len(record)]).all()
+
+
+def talk(
+    config: PretrainedConfig, weights: Weights, pp: int, tp: int, requests: list[Request]
+) -> dict[str, Any]:
+    """Conversations: in a large and a small cache, on the move, guessed ahead; also strictly."""
+    longest = len(requests[-1].prompt_ids) + requests[0].sampling.max_new_tokens
+    tight = {"kv_cache_tokens": longest + 30, "block_size": 1, "max_running": 3}
+
+    def engine(**options: Any) -> NativeEngine:
+        return make(config, weights, pp, tp, max_sequence=96, **options)
+
+    def waits(turn: HeldTurn) -> int:
+        return sum(turn.token_ids) % 7
+
+    results = {}
+    for strict in (False, True):
+        small = engine(deterministic=strict, **tight)
+        outputs = {
+            "roomy": converse(engine(deterministic=strict), requests, ODD["vocab_size"], waits),
+            "tight": converse(small, requests, ODD["vocab_size"], waits),
+        }
+        for with_kv in (False, True):
+            both = engine(deterministic=strict), engine(deterministic=strict)
+            name = f"moved, kv {with_kv}"
+            outputs[name], _ = converse_on_the_move(both, requests, ODD["vocab_size"], with_kv)
+        if pp == 1 and not strict:
+            guess = Told(outputs["roomy"])
+            outputs["drafted"] = converse(
+                engine(drafts=(4, guess)), requests, ODD["vocab_size"], waits
+            )
+        for name, conversations in outputs.items():
+            results[name, strict] = {
+                id: (o.token_ids, o.log_probs, o.turns) for id, o in conversations.items()
+            }
+        stats = small.stats()
+        results["given up", strict] = stats.moved_tokens, stats.recomputed_tokens
+    return results
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_conversations(
+    pp: int, tp: int, make_model: Callable[..., PreTrainedModel], make_engine: Make, ranks: Ranks
+) -> None:
+    """As in one process; deterministic ones are the same bit for bit, whatever becomes of them."""
+    model = make_model("qwen3", **ODD)
+    sampling = SamplingParams(60, max_turn_tokens=9, stop_token_ids=(3, 7, 20, 41))
+    requests = [
+        Request(i, [5 + i // 3] * (4 + i), sampling, stream_key(1, i), None) for i in range(6)
+    ]
+    results = ranks(pp * tp, talk, model.config, model.state_dict(), pp, tp, requests)
+    assert all(result == results[0] for result in results)
+    result, vocab = results[0], ODD["vocab_size"]
+    for strict in (False, True):
+        assert sum(result.pop(("given up", strict))) > 0
+    engines = {strict: make_engine(model, deterministic=strict) for strict in (False, True)}
+    alone = {
+        strict: {
+            id: (o.token_ids, o.log_probs, o.turns)
+            for id, o in converse(engine, requests, vocab).items()
+        }
+        for strict, engine in engines.items()
+    }
+    for (name, strict), outputs in result.items():
+        if strict:
+            assert outputs == (alone[True] if tp == 1 else result["roomy", True]), name
+        for id, (tokens, log_probs, turns) in outputs.items():
+            assert tokens == alone[False][id][0]
+            assert turns == alone[False][id][2]
+            assert log_probs == pytest.approx(alone[False][id][1], abs=1e-5)

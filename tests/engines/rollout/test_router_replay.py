@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from answered_turns import converse
 from transformers import PreTrainedModel
 
 from hybridrl.config import RouterReplay
@@ -80,6 +81,29 @@ def test_the_record_is_what_transformers_chooses(
         assert output.log_probs == plain[request.id].log_probs
         ids = [*request.prompt_ids, *output.token_ids]
         experts, _ = routed(models[0], ids)
+        got = recorded(output.routed_experts)
+        assert np.array_equal(np.sort(got), np.sort(experts[:-1]))
+
+
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
+def test_a_conversation_has_the_experts_of_replies(
+    options: dict[str, object], copies: bool, models: list[PreTrainedModel], make_engine: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Also where what was cached has been copied, or is computed again with the same experts."""
+    sampling = SamplingParams(50, max_turn_tokens=7, stop_token_ids=(3, 20))
+    requests = [Request(i, [5 + i] * 4, sampling, stream_key(1, i)) for i in range(5)]
+    engine = make_engine(
+        models[0], router_replay=RouterReplay.rollout, kv_cache_tokens=72, **options
+    )
+    monkeypatch.setattr(engine._costs, "copies", lambda tokens, in_host: copies)
+    outputs = converse(engine, requests, 52, lambda turn: sum(turn.token_ids) % 5)
+    assert engine.stats().moved_tokens + engine.stats().recomputed_tokens > 0
+    assert sum(len(output.turns) for output in outputs.values()) > 10
+    for request in requests:
+        output = outputs[request.id]
+        experts, _ = routed(models[0], [*request.prompt_ids, *output.token_ids])
         got = recorded(output.routed_experts)
         assert np.array_equal(np.sort(got), np.sort(experts[:-1]))
 

@@ -5,13 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from answered_turns import converse, recomputed, reply_of
+from answered_turns import answer, converse, converse_on_the_move, recomputed
 from transformers import PreTrainedModel
 
 from hybridrl.engines.rollout.interface import HeldTurn, Output, Request, SamplingParams
+from hybridrl.engines.rollout.kv_costs import KVCosts
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
+from hybridrl.engines.rollout.speculation import make_speculation
 from hybridrl.engines.rollout.stops import StopStrings
+from hybridrl.models.shard import GenParallel
 
 VOCAB = 52
 Make = Callable[..., NativeEngine]
@@ -83,21 +86,80 @@ def test_log_probs_are_those_of_a_full_forward(model: PreTrainedModel, make_engi
         assert output.log_probs == pytest.approx(wanted, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"max_running": 2}, {"kv_cache_tokens": 84}, {"kv_cache_tokens": 120, "max_running": 3}],
-)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("kv_cache_tokens", [0, 84, 120])
 def test_few_rows_and_few_blocks(
-    options: dict[str, int], model: PreTrainedModel, make_engine: Make
-) -> None:
+    kv_cache_tokens: int, copies: bool, deterministic: bool, model: PreTrainedModel,
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """The queue drains though held requests have every block, and tokens stay the same."""
     requests = conversations(8)
-    wanted = converse(make_engine(model), requests, VOCAB)
-    engine = make_engine(model, **options)
-    same(converse(engine, requests, VOCAB, waits), wanted)
+    wanted = converse(make_engine(model, deterministic=deterministic), requests, VOCAB)
+    engine = make_engine(
+        model, max_running=3, kv_cache_tokens=kv_cache_tokens, deterministic=deterministic
+    )
+    monkeypatch.setattr(engine._costs, "copies", lambda tokens, in_host: copies)
+    outputs = converse(engine, requests, VOCAB, waits)
     stats = engine.stats()
-    assert (stats.recomputed_tokens > 0) == ("kv_cache_tokens" in options)
+    assert (stats.recomputed_tokens > 0) == (kv_cache_tokens > 0 and not copies)
+    assert (stats.moved_tokens > 0) == (kv_cache_tokens > 0 and copies)
+    assert stats.restored_tokens <= stats.moved_tokens
     assert stats.kv_blocks_free == stats.kv_blocks_total
+    if deterministic:
+        assert outputs == wanted
+    else:
+        same(outputs, wanted)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_the_cache_is_released_while_all_wait(
+    copies: bool, model: PreTrainedModel, make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another role may have the memory meanwhile."""
+    requests = conversations(4)
+    wanted = converse(make_engine(model), requests, VOCAB)
+    engine = make_engine(model)
+    monkeypatch.setattr(engine._costs, "copies", lambda tokens, in_host: copies)
+    engine.submit(requests)
+    outputs: dict[object, Output] = {}
+    most = dict.fromkeys(range(4), 60)
+    while len(outputs) < len(requests):
+        turns = []
+        while engine.stats().running + engine.stats().waiting:
+            assert not engine.step()
+            turns += engine.take_turns()
+        engine.release_cache()
+        assert not engine.stats().has_cache
+        for turn in turns:
+            answer(engine, turn, VOCAB, most, outputs)
+    same(outputs, wanted)
+    stats = engine.stats()
+    assert (stats.kept_tokens, stats.moved_tokens > 0, stats.recomputed_tokens > 0) == (
+        0, copies, not copies,
+    )  # fmt: skip
+
+
+def test_measured_costs_decide() -> None:
+    """A copy there and back against a prefill, as one rank has measured them."""
+    asked: list[float] = []
+
+    def agree(times: list[float]) -> list[float]:
+        asked.extend(times)
+        return times
+
+    for seconds, copied in ((8e-6, True), (1.9e-6, False)):
+        costs = KVCosts(agree, most_tokens=1000)
+        costs.copy.saw(100, 100 * 1e-6)
+        assert costs.copies(100, in_host=0)  # not known yet
+        costs = KVCosts(agree, most_tokens=1000)
+        costs.copy.saw(100, 100 * 1e-6)
+        costs.prefill.saw(3, 1.0)  # too few to tell
+        costs.prefill.saw(500, 500 * seconds)
+        assert costs.copies(100, in_host=900) == copied
+        assert not costs.copies(100, in_host=901)
+    assert asked == pytest.approx([0, 6e-6, 0, -1e-7])
+    assert KVCosts(None, 1000).copies(1000, 0)
 
 
 @pytest.mark.parametrize("with_kv", [False, True])
@@ -108,29 +170,8 @@ def test_held_and_answered_ones_move(
     """Parked while it runs, while it is held, and between the reply and its first pass."""
     requests = conversations(6)
     wanted = converse(make_engine(model, deterministic=deterministic), requests, VOCAB)
-    engines = [make_engine(model, deterministic=deterministic) for _ in range(2)]
-    outputs: dict[object, Output] = {}
-    engines[0].submit(requests)
-    moved = {"held": 0, "answered": 0, "running": 0}
-    for number in range(400):
-        here, there = engines[number % 2], engines[1 - number % 2]
-        here.step()
-        turns = here.take_turns()
-        states = dict.fromkeys(range(6), "running") | {turn.id: "held" for turn in turns}
-        for turn in turns[::2]:  # the others are answered where they go
-            states[turn.id] = "answered"
-            answer(here, turn, outputs)
-        parked = here.park(range(6), with_kv)
-        for request in parked:
-            moved[states[request.id]] += 1
-            assert (request.kv is not None) == with_kv
-            assert request.is_held == (states[request.id] == "held")
-        there.submit(parked)
-        assert there.stats().held == len(turns[1::2])
-        for turn in turns[1::2]:
-            answer(there, turn, outputs)
-        if len(outputs) == len(requests):
-            break
+    engines = tuple(make_engine(model, deterministic=deterministic) for _ in range(2))
+    outputs, moved = converse_on_the_move(engines, requests, VOCAB, with_kv)
     assert min(moved.values()) > 0
     for engine in engines:
         stats = engine.stats()
@@ -142,12 +183,16 @@ def test_held_and_answered_ones_move(
         same(outputs, wanted)
 
 
-def answer(engine: NativeEngine, turn: HeldTurn, outputs: dict[object, Output]) -> None:
-    reply = reply_of(turn, VOCAB, 60)
-    if reply is None:
-        outputs[turn.id] = engine.finish(turn.id)
-    else:
-        engine.append(turn.id, reply)
+def test_guessed_ahead(model: PreTrainedModel, make_engine: Make) -> None:
+    """Drafts end with a turn, and read what replies say."""
+    requests = conversations(6, group=1, temperature=0.2, stop_token_ids=())
+    wanted = converse(make_engine(model), requests, VOCAB)
+    engine = make_engine(model, speculation=make_speculation(4, GenParallel()))
+    outputs = converse(engine, requests, VOCAB, waits)
+    same(outputs, wanted)
+    stats = engine.stats()
+    assert stats.accepted_tokens > 0
+    assert stats.kv_blocks_free == stats.kv_blocks_total
 
 
 def test_a_stop_text_is_of_one_turn(model: PreTrainedModel, make_engine: Make) -> None:
@@ -202,9 +247,36 @@ def test_bad_answers_change_nothing(model: PreTrainedModel, make_engine: Make) -
             engine.append(id, [1])
     while not (turns := engine.take_turns()):
         engine.step()
-    for tokens, problem in (([], "without a token"), ([4, VOCAB], "token ids 4 to 52")):
-        with pytest.raises(ValueError, match=problem):
-            engine.append(turns[0].id, tokens)
+    with pytest.raises(ValueError, match="token ids 4 to 52"):
+        engine.append(turns[0].id, [4, VOCAB])
     engine.append(turns[0].id, [4])
     with pytest.raises(ValueError, match="only a held one"):
         engine.finish(turns[0].id)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_empty_reply(deterministic: bool, model: PreTrainedModel, make_engine: Make) -> None:
+    """The response goes on as if no turn had ended, also where it is computed again."""
+    (request,) = conversations(1, max_new_tokens=12, max_turn_tokens=4, stop_token_ids=())
+    engines = [make_engine(model, deterministic=deterministic) for _ in range(2)]
+    whole = replace(request.sampling, max_turn_tokens=0)
+    (wanted,) = recomputed_whole(engines[0], replace(request, sampling=whole))
+    engines[0].submit([request])
+    for number in range(3):
+        here, there = engines[number % 2], engines[1 - number % 2]
+        while not here.take_turns():
+            here.step()
+        if number < 2:
+            here.append(0, [])
+            (parked,) = here.park([0])
+            assert not parked.is_held
+            there.submit([parked])
+    output = engines[0].finish(0)
+    assert output.token_ids == wanted.token_ids
+    assert [turn.start for turn in output.turns] == [0, 4, 8]
+    assert output.log_probs == pytest.approx(wanted.log_probs, abs=0 if deterministic else 1e-5)
+
+
+def recomputed_whole(engine: NativeEngine, request: Request) -> list[Output]:
+    engine.submit([request])
+    return [output for _ in range(12) for output in engine.step()]
