@@ -137,7 +137,10 @@ class EpisodeReply:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Continue samples whose turn has ended, or finish those whose episode has."""
+    """Continue samples whose turn has ended, or finish those whose episode has.
+
+    One that could not resume before, in the same call, is passed over (`Advanced.lost`).
+    """
 
     replies: tuple[EpisodeReply, ...]
 
@@ -257,7 +260,10 @@ class Advanced:
 class Replied:
     """Environments have answered turns (`TurnEnded`); `seconds` that each has waited.
 
-    The executor hands turns to environments when it knows of them; they answer in any order.
+    The executor hands turns to environments when it knows of them; they answer in any order. A
+    `Submit` begins a new episode, and no reply of an earlier one of the sample comes afterwards.
+    Where a run continues, the executor replays the episodes of pending samples that wait
+    (`PendingSample.waits`), resumed or not. `Executor.release` closes those that have not ended.
     """
 
     replies: tuple[EpisodeReply, ...]

@@ -21,7 +21,7 @@ class SampleStatus(Enum):
     """Status of a sample in its life; `Ledger` has the table of transitions."""
 
     QUEUED = "queued"  # no token yet; waits for a call of an instance
-    DECODING = "decoding"  # an instance has it
+    DECODING = "decoding"  # an instance has it, also while it waits for its environment
     PARKED = "parked"  # stopped with its tokens so far; waits to resume
     FINISHED = "finished"  # has its last token, and tensors on a rank
     USED = "used"  # an update or a collect has read it
@@ -165,7 +165,7 @@ class Ledger:
         sample.prompt_tokens = event.prompt_tokens
         sample.response_tokens = event.response_tokens
         sample.spans = event.spans
-        sample.scalars["finish"] = event.finish
+        sample.scalars |= {**event.scalars, "finish": event.finish}
         sample.tensors.update(set(stage.outputs) - set(stage.scalars), event.more_tensors)
         return sample
 

@@ -6,7 +6,7 @@ gathered batch slows the longest; too late and the freed instances have no time 
 instances decode the tail as one. All of these want the same ranks, so that a model compares them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import NamedTuple
@@ -370,3 +370,20 @@ def _intervals(
     before = np.concatenate([[0.0], done[:-1]])
     alive = np.arange(len(done), 0, -1)
     return done, done - before, alive, prompt_tokens + (done + before) / 2
+
+
+def gather(held: Mapping[int, int], max_held: int) -> frozenset[int]:
+    """The fewest instances that can hold all samples: which of those in `held` keep theirs.
+
+    `held` counts the samples of each instance that has some; none need move away from a keeper,
+    which takes others up to `max_held`. Those that hold most keep theirs, so that few samples move;
+    of equal ones the first.
+
+    Example: {0: 1, 1: 3, 2: 2} is {1} with max_held 6, {1, 2} with 4, and all three with 2.
+    """
+    order = sorted(held, key=lambda instance: (-held[instance], instance))
+    for num in range(1, len(order)):
+        room = sum(max(0, max_held - held[instance]) for instance in order[:num])
+        if room >= sum(held[instance] for instance in order[num:]):
+            return frozenset(order[:num])
+    return frozenset(order)

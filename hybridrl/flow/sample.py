@@ -86,6 +86,12 @@ class Sample:
         """Tokens of prompt and response."""
         return self.prompt_tokens + self.response_tokens
 
+    @property
+    def model_tokens(self) -> int:
+        """Tokens of the response without those that an environment wrote."""
+        others = sum(span.stop - span.start for span in self.spans if not span.trained)
+        return self.response_tokens - others
+
     def has(self, name: str) -> bool:
         """Whether the field `name` exists, in the driver or on the rank."""
         return name in self.scalars or name in self.tensors

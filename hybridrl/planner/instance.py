@@ -9,8 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hybridrl.flow.costs import UNLIMITED, Costs
-from hybridrl.flow.executor import Command, Park, Parked, Resume, Submit, Work
-from hybridrl.flow.sample import SampleId, TokenSpan
+from hybridrl.flow.executor import (
+    Answer,
+    Command,
+    EpisodeReply,
+    Park,
+    Parked,
+    Resume,
+    Submit,
+    Work,
+)
+from hybridrl.flow.sample import NO_VERSION, SampleId, TokenSpan
+from hybridrl.planner.conversations import ModeledConversation, ModeledTurn
 
 
 @dataclass(slots=True)
@@ -29,6 +39,15 @@ class ModeledRow:
     restore: int = 0
     spans: list[TokenSpan] = field(default_factory=list)
     ahead: float = 0.0
+    turns: tuple[ModeledTurn, ...] = ()
+    """Of a conversation: the present turn, of which `left` are to come, and those after it."""
+    num_turns: int = 0
+    scalars: dict[str, float | int | str] = field(default_factory=dict)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is between two turns of a conversation."""
+        return bool(self.turns) and not self.left
 
     @property
     def num_generated(self) -> int:
@@ -58,6 +77,18 @@ class ModeledRow:
             start = self.spans.pop().start
         self.spans.append(TokenSpan(start, generated + steps, version))
         self.left -= steps
+
+    def answer(self, reply: EpisodeReply) -> None:
+        """Go on after a reply to its turn, or end with it."""
+        if reply.tokens is None:
+            self.turns, self.finish = (), reply.finish
+            self.scalars |= reply.scalars
+            return
+        start = self.num_generated
+        self.spans.append(TokenSpan(start, start + len(reply.tokens), NO_VERSION, trained=False))
+        self.prefill += len(reply.tokens)
+        self.turns = self.turns[1:]
+        self.left = self.turns[0].tokens
 
 
 class _Tally:
@@ -96,19 +127,24 @@ class _Tally:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """The outcome of a bounded call: whole responses, parked ones, the work."""
+    """The outcome of a bounded call: whole responses, parked ones, the work.
+
+    Of `turns` a turn has ended, so that they wait.
+    """
 
     finished: tuple[ModeledRow, ...]
     parked: tuple[Parked, ...]
     work: Work
+    turns: tuple[ModeledRow, ...] = ()
 
 
 class ModeledInstance:
-    """Rows that decode, at most `max_running`, and rows that wait.
+    """Rows that decode, at most `max_running`, and rows that wait for room, or for a reply.
 
     `length_of` returns the response tokens of a sample, `prompt_tokens_of` those of a prompt, by
     position. The state of `Parked` and `Resume` is a dict by id of a row, and whether its keys and
-    values are with it.
+    values are with it. With `conversation_of` a response has turns: it is held after each of them,
+    takes no room meanwhile, and goes on before those that wait for room.
 
     Where the costs have `drafting`, a pass makes the mean number of tokens of a row. With
     `counts_tokens` a row makes at most a call's steps of tokens, as in the engine (`Speculation`).
@@ -127,16 +163,24 @@ class ModeledInstance:
         prompt_tokens_of: Callable[[int], int],
         max_running: int,
         counts_tokens: bool = False,
+        conversation_of: Callable[[SampleId], ModeledConversation] | None = None,
     ) -> None:
+        self.conversation_of = conversation_of
         self.costs, self.max_running, self.counts_tokens = costs, max_running, counts_tokens
         self.length_of, self.prompt_tokens_of = length_of, prompt_tokens_of
         self.running: dict[SampleId, ModeledRow] = {}
         self.waiting: deque[ModeledRow] = deque()
+        self.held: dict[SampleId, ModeledRow] = {}
 
     @property
     def unfinished(self) -> int:
-        """Rows that have not ended."""
+        """Rows that have not ended, without those that are held."""
         return len(self.running) + len(self.waiting)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no row at all."""
+        return not self.unfinished and not self.held
 
     def advance(self, commands: Sequence[Command], num_decode_steps: int, version: int) -> Advance:
         """Obey the commands, then decode until the steps are done or no row remains.
@@ -144,8 +188,18 @@ class ModeledInstance:
         `version` is that of the weights.
         """
         tally = _Tally()
-        parked = [p for c in commands if (p := self._obey(c, version, tally)) is not None]
         finished: list[ModeledRow] = []
+        parked: list[Parked] = []
+        for command in commands:
+            match command:
+                case Submit():
+                    self._submit(command)
+                case Park():
+                    parked.append(self._park(command, version, tally))
+                case Resume():
+                    self._resume(command, version)
+                case Answer(replies=replies):
+                    finished += self._answer(replies)
         drafts, ends = self.costs.drafting is not None, {}
         if drafts and self.counts_tokens:
             self._admit(tally)
@@ -163,30 +217,42 @@ class ModeledInstance:
                 break
             most = num_decode_steps - tally.steps
             finished += self._decode(rows, drafts, most, version, tally)
-        return Advance(tuple(finished), tuple(parked), tally.work(self.costs))
+        turns = tuple(row for row in finished if row.waits)
+        self.held |= {row.id: row for row in turns}
+        ended = tuple(row for row in finished if not row.waits)
+        return Advance(ended, tuple(parked), tally.work(self.costs), turns)
 
-    def _obey(self, command: Command, version: int, tally: _Tally) -> Parked | None:
-        match command:
-            case Submit(ids=ids, sampling=sampling):
-                for i, id in enumerate(ids):
-                    length, most = self.length_of(id), sampling.max_new_tokens
-                    finish = "length" if length > most else "stop"
-                    prompt = self.prompt_tokens_of(id.prompt)
-                    # Samples of one prompt share its cache.
-                    prefill = 0 if i else prompt
-                    row = ModeledRow(id, prompt, max(1, min(length, most)), finish, prefill=prefill)
-                    self.waiting.append(row)
-            case Park():
-                return self._park(command, version, tally)
-            case Resume(ids=ids, parked=parked, stale_kv=stale_kv):
-                usable = stale_kv or parked.version == version
-                for id in ids:
-                    row, with_kv = parked.state[id]
-                    row.restore, row.prefill = (
-                        (row.tokens, 0) if with_kv and usable else (0, row.tokens)
-                    )
-                    self.waiting.append(row)
-        return None
+    def _submit(self, command: Submit) -> None:
+        most = command.sampling.max_new_tokens
+        for i, id in enumerate(command.ids):
+            length, prompt = self.length_of(id), self.prompt_tokens_of(id.prompt)
+            finish = "length" if length > most else "stop"
+            # Samples of one prompt share its cache.
+            prefill = 0 if i else prompt
+            row = ModeledRow(id, prompt, max(1, min(length, most)), finish, prefill=prefill)
+            if self.conversation_of is not None:
+                row.turns, row.finish = self.conversation_of(id).cut_at(most)
+                row.left = row.turns[0].tokens
+            self.waiting.append(row)
+
+    def _resume(self, command: Resume, version: int) -> None:
+        parked = command.parked
+        usable = command.stale_kv or parked.version == version
+        for id in command.ids:
+            row, with_kv = parked.state[id]
+            row.restore, row.prefill = (row.tokens, 0) if with_kv and usable else (0, row.tokens)
+            if row.waits:
+                self.held[id] = row
+            else:
+                self.waiting.append(row)
+
+    def _answer(self, replies: Sequence[EpisodeReply]) -> list[ModeledRow]:
+        """Those that go on come before rows that wait for room; gives those that have ended."""
+        rows = [self.held.pop(reply.id) for reply in replies]
+        for row, reply in zip(rows, replies, strict=True):
+            row.answer(reply)
+        self.waiting.extendleft(reversed([row for row in rows if row.turns]))
+        return [row for row in rows if not row.turns]
 
     def _park(self, command: Park, version: int, tally: _Tally) -> Parked:
         state: dict[SampleId, tuple[ModeledRow, bool]] = {}
@@ -195,6 +261,11 @@ class ModeledInstance:
                 row = self.running.pop(id)
                 state[id] = (row, command.with_kv)
                 tally.kv += row.tokens if command.with_kv else 0
+            elif id in self.held:
+                row = self.held.pop(id)
+                with_kv = command.with_kv and not row.prefill  # else it has none yet
+                state[id] = (row, with_kv)
+                tally.kv += row.tokens if with_kv else 0
             else:
                 for row in [row for row in self.waiting if row.id == id]:
                     self.waiting.remove(row)
@@ -220,7 +291,7 @@ class ModeledInstance:
     ) -> list[ModeledRow]:
         """Decode until a row has all of its tokens in `rooms`, at most `most` steps.
 
-        Returns the finished rows.
+        Returns the rows that have ended a turn, or all.
         """
         rows, num = [self.running[id] for id in rooms], len(rooms)
         drafted, right = 0.0, 0.0
@@ -240,5 +311,6 @@ class ModeledInstance:
             tally.accepted += tokens - steps
             row.decode(tokens, version)
             if not row.left:
+                row.num_turns += 1
                 ended.append(self.running.pop(row.id))
         return ended

@@ -18,15 +18,18 @@ from hybridrl.flow.executor import (
     Event,
     Finished,
     Phase,
+    Replied,
     SamplesRead,
     Scope,
     TargetsLoaded,
+    TurnEnded,
     UpdateDone,
 )
 from hybridrl.flow.graph import AnswersStage, Stage, StageMethod, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 from hybridrl.layout.wide import wide_instances
-from hybridrl.planner.instance import ModeledInstance
+from hybridrl.planner.conversations import ConversationModel, ModeledConversation, reply_to
+from hybridrl.planner.instance import ModeledInstance, ModeledRow
 from hybridrl.planner.mapped_work import MappedWork
 from hybridrl.planner.mapping import ACTOR
 
@@ -55,6 +58,9 @@ class SimulatedExecutor:
     others wait. `widths` are the numbers of instances that may become one (`layout.wide`). With
     `counts_tokens` a call bounds tokens where rows guess ahead.
 
+    With `conversations` a response has turns. The driver hands each to its environment when it
+    knows of it, and the reply comes after the seconds of the model.
+
     Under a mapping (`mapped`) an instance has the ranks of the mapping's generation layout, and
     forward passes and updates the seconds of their roles. Pools are independent: each runs one call
     at a time, and updates of different pools run at once. `costs` are those of an instance, and
@@ -80,6 +86,7 @@ class SimulatedExecutor:
         widths: Sequence[int] = (),
         counts_tokens: bool = False,
         mapped: MappedWork | None = None,
+        conversations: ConversationModel | None = None,
     ) -> None:
         self._clock = VirtualClock()
         self.clock: Clock = self._clock
@@ -95,7 +102,9 @@ class SimulatedExecutor:
         self._training: set[int] = set()  # instances that have left GENERATE
         self.wide: Mapping[int, tuple[int, ...]] = wide_instances(num_instances, widths)
         ones = {number: (number,) for number in range(num_instances)}
-        instance = (self._length, prompt_tokens_of, max_running, counts_tokens)
+        self.conversations = conversations
+        converse = self._conversation if conversations is not None else None
+        instance = (self._length, prompt_tokens_of, max_running, counts_tokens, converse)
         self._servers = {
             number: ModeledInstance(costs.at_width(len(members)), *instance)
             for number, members in {**ones, **self.wide}.items()
@@ -109,6 +118,10 @@ class SimulatedExecutor:
 
     def _length(self, id: SampleId) -> int:
         return self.length_of(id)
+
+    def _conversation(self, id: SampleId) -> ModeledConversation:
+        assert self.conversations is not None
+        return self.conversations.of(id, self.length_of(id))
 
     def instance_of(self, rank: int) -> int:
         """One rank is one instance."""
@@ -146,7 +159,8 @@ class SimulatedExecutor:
 
     def enter(self, phase: Phase) -> None:
         """The weight switch takes `switch_s`, the switch to training `train_switch_s`."""
-        assert not self._pending, "a phase change while calls are in flight"
+        calls = [event for _, _, event in self._pending if not isinstance(event, Replied)]
+        assert not calls, "a phase change while calls are in flight"
         self._training.clear()
         if phase is Phase.GENERATE:
             self._early.clear()
@@ -160,26 +174,43 @@ class SimulatedExecutor:
         """Execute the commands, then decode until the steps are done or no row remains."""
         assert self.phase is Phase.GENERATE, "generation outside of its phase"
         members = self.wide.get(instance, ())
-        assert not any(self._servers[i].unfinished for i in members), "a member has samples"
+        assert all(self._servers[i].is_empty for i in members), "a member has samples"
         assert self._training.isdisjoint(members), "a member trains"
         self._active.pop(instance, None)
         server = self._servers[instance]
         advance = server.advance(commands, num_decode_steps, self.version)
         done = tuple(
-            Finished(row.id, instance, row.prompt, row.num_generated, row.finish, tuple(row.spans))
+            Finished(
+                row.id,
+                instance,
+                row.prompt,
+                row.num_generated,
+                row.finish,
+                tuple(row.spans),
+                scalars=row.scalars,
+            )
             for row in advance.finished
         )
-        event = Advanced(instance, server.unfinished, done, advance.parked, (), advance.work)
+        turns = tuple(
+            TurnEnded(row.id, (0,) * row.turns[0].tokens, "", "stop", row.num_generated)
+            for row in advance.turns
+        )
+        event = Advanced(instance, server.unfinished, done, advance.parked, (), advance.work, turns)
         name = advance.work.name(wide=bool(members))
-        if not members:
-            self._serve(instance, name, advance.work.seconds, event)
-            return
+        *others, last = members or (instance,)
         for member in members:
             self._free_at[member] = max(self._free_at[i] for i in members)
-        *others, last = members
         for member in others:
             self._serve(member, name, advance.work.seconds)
-        self._serve(last, name, advance.work.seconds, event)
+        known = self._serve(last, name, advance.work.seconds, event)
+        for turn, row in zip(turns, advance.turns, strict=True):
+            self._reply(turn, row, known)
+
+    def _reply(self, turn: TurnEnded, row: ModeledRow, known: float) -> None:
+        """The environment's reply to a turn that the driver knows of at `known`."""
+        modeled = row.turns[0]
+        reply = reply_to(turn, modeled, row.num_turns, row.finish)
+        self._push(known + modeled.wait_s, Replied((reply,), (modeled.wait_s,)))
 
     def load_targets(
         self, stage: AnswersStage, ids: Sequence[SampleId], prompts: Sequence[Any]
@@ -227,9 +258,7 @@ class SimulatedExecutor:
 
     def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
         """A forward-only stage on one instance, to which samples of other instances move."""
-        assert not self._servers[instance].running, (
-            "a forward pass concurrent with unfinished samples"
-        )
+        assert self._servers[instance].is_empty, "a forward pass concurrent with unfinished samples"
         seconds = self._pass_s(stage, samples, [instance])
         for sample in samples:
             sample.rank = instance
@@ -241,7 +270,7 @@ class SimulatedExecutor:
 
         The others do so at the barrier, in the time of all.
         """
-        assert not self._servers[instance].running, "training beside unfinished samples"
+        assert self._servers[instance].is_empty, "training beside unfinished samples"
         per_token = self.costs.train_token_s * self.num_instances
         seconds = per_token * sum(sample.tokens for sample in samples)
         for sample in samples:
@@ -316,12 +345,15 @@ class SimulatedExecutor:
     def release(self, ids: Sequence[SampleId]) -> None:
         """Nothing is stored."""
 
-    def _serve(self, instance: int, name: str, seconds: float, event: Event | None = None) -> None:
+    def _serve(self, instance: int, name: str, seconds: float, event: Event | None = None) -> float:
+        """Keep an instance busy; gives when the driver knows of the end."""
         start = max(self.clock.now(), self._free_at[instance])
         end = self._free_at[instance] = start + seconds
         self.slices.append(Slice(instance, name, start, end))
+        known = end + self.costs.round_trip_s
         if event is not None:
-            self._push(end + self.costs.round_trip_s, event)
+            self._push(known, event)
+        return known
 
     def _push(self, when: float, event: Event) -> None:
         self._num_calls += 1

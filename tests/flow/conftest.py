@@ -12,24 +12,28 @@ import pytest
 from hybridrl.flow.clock import VirtualClock
 from hybridrl.flow.executor import (
     Advanced,
+    Answer,
     Command,
     Computed,
     EarlyTrained,
+    EpisodeReply,
     Event,
     Finished,
     Park,
     Parked,
     Phase,
+    Replied,
     Resume,
     SamplesRead,
     Scope,
     Submit,
     TargetsLoaded,
+    TurnEnded,
     UpdateDone,
     WorkerDied,
 )
 from hybridrl.flow.graph import ComputeStage, MapStage, Stage, StageMethod, UpdateStage
-from hybridrl.flow.sample import Sample, SampleId, TokenSpan
+from hybridrl.flow.sample import NO_VERSION, Sample, SampleId, TokenSpan
 from hybridrl.layout.wide import wide_instances
 
 
@@ -44,7 +48,9 @@ class VirtualExecutor:
     together. `outputs_of` gives the fields that the engine and the roles make, by id and name, in
     place of drawn ones. `map` computes with them for real. With `cuts` a response ends at its
     `max_new_tokens`, and `length_of` may change with `version`. `widths` are the numbers of
-    instances that may be one.
+    instances that may be one. `turns_of` gives the response's lengths after each turn and each
+    reply in turn (odd entries end replies); the last is `length_of`. `wait_of` gives the time until
+    a reply, by id and turn.
     """
 
     def __init__(
@@ -60,7 +66,15 @@ class VirtualExecutor:
         outputs_of: Callable[[SampleId, str], Any] | None = None,
         cuts: bool = False,
         widths: Sequence[int] = (),
+        turns_of: Callable[[SampleId], Sequence[int]] | None = None,
+        wait_of: Callable[[SampleId, int], float] | None = None,
     ) -> None:
+        self.turns_of = turns_of
+        self.wait_of = wait_of or (lambda id, turn: self._random.expovariate(1.0))
+        self._held: dict[SampleId, int] = {}  # waits for a reply: tokens that are left
+        self._stops: dict[SampleId, list[int]] = {}  # of a conversation that goes on
+        self.num_answered = Counter[SampleId]()
+        self.calls: list[tuple[int, tuple[Command, ...], int]] = []
         self.clock = VirtualClock()
         self.num_instances = num_instances
         self.length_of = length_of or (lambda id: random.Random(f"{id} length").randrange(0, 20))
@@ -94,7 +108,7 @@ class VirtualExecutor:
         self.fuses_updates = False
         self.calls_of_updates: list[list[str]] = []
         self.version = 0
-        self.stale_resumes = self.num_moved = 0
+        self.stale_resumes = self.num_moved = self.num_moved_open = 0
         self.alive = set(range(num_instances))
         self._random = random.Random(seed)
         self._pending: list[tuple[float, int, Event]] = []
@@ -155,14 +169,23 @@ class VirtualExecutor:
         left = self._left[instance]
         parked: list[Parked] = []
         lost: list[SampleId] = []
+        ended: list[SampleId] = []
         for command in commands:
-            self._obey(instance, command, parked, lost)
+            self._obey(instance, command, parked, lost, ended)
+        going = [id for id in left if id not in self._held and id not in ended]
+        assert commands or going, "a call that does nothing"
+        self.calls.append((instance, tuple(commands), num_decode_steps))
         self.most_held[instance] = max(self.most_held[instance], len(left))
-        done = [id for id, tokens in left.items() if tokens <= num_decode_steps]
-        for id in left:
-            steps = min(num_decode_steps, left[id])
+        done, turns = ended, []
+        for id in going:
+            steps = min(num_decode_steps, self._left_of_turn(id, left[id]))
             self._grow(id, steps)
             left[id] -= steps
+            if self.turns_of is None:
+                done += [id] if not left[id] else []
+            elif not self._left_of_turn(id, left[id]):
+                self._held[id] = left[id]
+                turns.append(self._turn(id))
         for id in done:
             del left[id]
         self._random.shuffle(done)
@@ -171,10 +194,53 @@ class VirtualExecutor:
         finished = tuple(
             self._finish(id, members[(id.prompt + id.k) % len(members)]) for id in done
         )
-        self._push(Advanced(instance, len(left), finished, tuple(parked), tuple(lost)))
+        running = sum(id not in self._held for id in left)
+        advanced = (instance, running, finished, tuple(parked), tuple(lost))
+        self._push(Advanced(*advanced, turns=tuple(turns)))
+
+    def replay_episodes(self) -> None:
+        """The run continues elsewhere: what waits is replayed, and answered once more."""
+        assert not any(isinstance(event, Replied) for _, _, event in self._pending)
+        for id in self._held:
+            self._reply(self._turn(id))
+
+    def _begin_episode(self, id: SampleId) -> None:
+        """No reply of an earlier one comes any more."""
+        self._held.pop(id, None)
+        self._stops[id] = [*self.turns_of(id)] if self.turns_of else []
+        old = [e for e in self._pending if isinstance(e[2], Replied) and e[2].replies[0].id == id]
+        self._pending = [entry for entry in self._pending if entry not in old]
+        heapq.heapify(self._pending)
+
+    def _left_of_turn(self, id: SampleId, left: int) -> int:
+        """Tokens of the present turn that are to come, of `left` tokens of the response."""
+        if self.turns_of is None:
+            return left
+        return self._stops[id][0] - (self._lengths[id][0] - left)
+
+    def _turn(self, id: SampleId) -> TurnEnded:
+        number = len(self.turns_of(id)) - len(self._stops[id])
+        assert number % 2 == 0
+        return TurnEnded(id, (), f"turn {number // 2}", "stop", self._stops[id][0])
+
+    def _reply(self, turn: TurnEnded) -> None:
+        """The environment knows of a turn, and replies in its time."""
+        stops = self._stops[turn.id]
+        reply = EpisodeReply(turn.id, None, "stop", (1.0,), {"num_turns": turn.text})
+        if len(stops) > 1:
+            reply = EpisodeReply(turn.id, (0,) * (stops[1] - stops[0]))
+        seconds = self.wait_of(turn.id, int(turn.text.split()[1]))
+        self._num_calls += 1
+        event = self.clock.now() + seconds, self._num_calls, Replied((reply,), (seconds,))
+        heapq.heappush(self._pending, event)
 
     def _obey(
-        self, instance: int, command: Command, parked: list[Parked], lost: list[SampleId]
+        self,
+        instance: int,
+        command: Command,
+        parked: list[Parked],
+        lost: list[SampleId],
+        ended: list[SampleId],
     ) -> None:
         left = self._left[instance]
         match command:
@@ -186,6 +252,7 @@ class VirtualExecutor:
                     self.parked.discard(id)  # made anew: its keeper died before it arrived
                     self._spans[id] = []
                     left[id] = self._draw_length(id, command.sampling.max_new_tokens)
+                    self._begin_episode(id)
             case Park(ids=ids, with_kv=with_kv, width=width):
                 self.parks_with_kv.append(with_kv)
                 state = {id: left.pop(id) for id in ids if id in left}
@@ -193,6 +260,21 @@ class VirtualExecutor:
                 tokens = tuple(3 + self._lengths[id][0] - n for id, n in state.items())
                 kept = tuple(state), tokens, self.version, (instance, state), width
                 parked.append(Parked(*kept))
+            case Answer(replies=replies):
+                for reply in replies:
+                    if reply.id in lost:
+                        continue
+                    assert reply.id in left, "answered where it is not"
+                    assert self._held.pop(reply.id) == left[reply.id], "it does not wait"
+                    self.num_answered[reply.id] += 1
+                    self._stops[reply.id].pop(0)
+                    if reply.tokens is None:
+                        assert left[reply.id] == 0, "an episode that ends too soon"
+                        ended.append(reply.id)
+                        continue
+                    self._grow(reply.id, len(reply.tokens), trained=False)
+                    left[reply.id] -= len(reply.tokens)
+                    self._stops[reply.id].pop(0)
             case Resume(ids=ids, parked=before):
                 owner, state = before.state
                 assert set(ids) <= set(before.ids)
@@ -202,19 +284,21 @@ class VirtualExecutor:
                     self.parked.remove(id)
                     if owner in self.alive:
                         self.resumes.append((instance, id))
+                        self.num_moved_open += id in self._held
                         self.widened += [id] if before.width > 1 else []
                         left[id] = state[id]
                     else:
                         lost.append(id)
 
-    def _grow(self, id: SampleId, num: int) -> None:
-        """So many more tokens, under the present version."""
+    def _grow(self, id: SampleId, num: int, trained: bool = True) -> None:
+        """So many more tokens, under the present version or of the environment."""
         if not num:
             return
-        *before, last = self._spans[id] or [TokenSpan(0, 0, self.version)]
-        if last.version != self.version:
-            before, last = [*before, last], TokenSpan(last.stop, last.stop, self.version)
-        self._spans[id] = [*before, TokenSpan(last.start, last.stop + num, self.version)]
+        version = self.version if trained else NO_VERSION
+        *before, last = self._spans[id] or [TokenSpan(0, 0, version, trained)]
+        if (last.version, last.trained) != (version, trained):
+            before, last = [*before, last], TokenSpan(last.stop, last.stop, version, trained)
+        self._spans[id] = [*before, TokenSpan(last.start, last.stop + num, version, trained)]
 
     def load_targets(self, stage: Stage, ids: Sequence[SampleId], prompts: Sequence[Any]) -> None:
         self.prompts.update(zip(ids, prompts, strict=True))
@@ -306,6 +390,9 @@ class VirtualExecutor:
             raise RuntimeError("nothing is in flight")
         when, _, event = heapq.heappop(self._pending)
         self.clock.advance_to(max(when, self.clock.now()))
+        if isinstance(event, Advanced):
+            for turn in event.turns:
+                self._reply(turn)
         if isinstance(event, Advanced | EarlyTrained):
             self._busy -= {event.instance, *self._members(event.instance)}
         if isinstance(event, EarlyTrained):
@@ -340,6 +427,7 @@ class VirtualExecutor:
             self._arriving.discard(id)
         kept = []
         for when, number, event in self._pending:
+            gone = False
             match event:
                 case Advanced(instance=who):
                     gone = who in gone_with_it
@@ -414,7 +502,9 @@ class VirtualExecutor:
         self._busy |= together
 
     def _working(self) -> bool:
-        return any(not isinstance(e, Computed) or bool(e.ids) for _, _, e in self._pending)
+        """Whether calls are in flight, besides answers without samples."""
+        events = [event for _, _, event in self._pending if not isinstance(event, Replied)]
+        return any(not isinstance(e, Computed) or bool(e.ids) for e in events)
 
     def _push(self, event: Event, most: float = 1.0) -> None:
         self._num_calls += 1

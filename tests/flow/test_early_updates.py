@@ -19,7 +19,7 @@ from hybridrl.flow.ledger import generation_first, sections
 from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.fused import FusedSchedule
-from hybridrl.flow.schedules.generation_round import RoundLimits
+from hybridrl.flow.schedules.generation_task import RoundLimits
 from hybridrl.flow.schedules.readiness import early_stages
 from hybridrl.flow.schedules.serial import SerialSchedule
 from hybridrl.flow.schedules.streamed_update import seconds_left

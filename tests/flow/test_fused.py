@@ -6,6 +6,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+from conversations import of_turns
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -15,9 +16,10 @@ from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.ledger import SampleStatus
 from hybridrl.flow.lengths import LengthModel, PromptKey
+from hybridrl.flow.migration import gather
 from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.fused import FusedSchedule
-from hybridrl.flow.schedules.generation_round import RoundLimits, gather
+from hybridrl.flow.schedules.generation_task import RoundLimits
 from hybridrl.flow.schedules.readiness import early_stages
 from hybridrl.flow.schedules.serial import SerialSchedule
 
@@ -87,11 +89,10 @@ def scored(flow: Flow, k: int = 2):
 
 def make(
     executor, graph, *, fused=True, threshold=0, max_held=100, prompts=4, decode_steps=5, chunk=40,
-    early=None, must_widen=False,
+    early=None, must_widen=False, turns=False,
 ):  # fmt: skip
-    settings = StepSettings(
-        sampling=Sampling(max_new_tokens=20), decode_steps=decode_steps, prompts_per_step=prompts
-    )
+    sampling = Sampling(max_new_tokens=20, max_turn_tokens=20 if turns else 0)
+    settings = StepSettings(sampling=sampling, decode_steps=decode_steps, prompts_per_step=prompts)
     stream = ((i, f"prompt {i}") for i in range(10_000))
     if not fused:
         return SerialSchedule(graph, executor, stream, settings)
@@ -159,18 +160,20 @@ cases = given(
     early=st.booleans(),
     widths=st.just(()),
     must_widen=st.just(False),
+    turns=st.just(0),
 )
 
 
 def check(
     virtual_executor, seeds, num_instances, decode_steps, threshold, max_held, chunk, k, prompts,
     take, more, reference_first, critic, lengths, rewards, finishes, hangs, deaths, early,
-    widths, must_widen,
+    widths, must_widen, turns,
 ):  # fmt: skip
     """Whatever the timing, the moves, the deaths (but for the last instance) and the aborts.
 
     The critic shares the ranks in serial, and has its own in fused. With `early` instances train on
-    whole groups while others decode. With `widths` so many may decode the tail as one.
+    whole groups while others decode. With `widths` so many may decode the tail as one. With `turns`
+    responses have up to so many, and wait for random times between them.
     """
     cfg = {"k": k, "reference_first": reference_first, "more": more, "critic": critic}
     cfg |= {"take": {"num_groups": 2, "max_rounds": 3}} if take else {}
@@ -181,11 +184,12 @@ def check(
             num_instances[fused], seeds[fused], of_id(lengths), of_id(rewards), of_id(finishes),
             of_id(hangs), mortal, {"critic": Scope.POOL} if fused else {},
             widths=widths if fused else (),
+            turns_of=of_turns(of_id(lengths), turns) if turns else None,
         )  # fmt: skip
         schedule = make(
             executor, all_kinds.build(cfg), fused=fused, threshold=threshold, max_held=max_held,
             prompts=prompts, decode_steps=decode_steps[fused], chunk=chunk,
-            early=EarlySettings() if early else None, must_widen=must_widen,
+            early=EarlySettings() if early else None, must_widen=must_widen, turns=bool(turns),
         )  # fmt: skip
         results, error, died = [], None, None
         try:
@@ -209,6 +213,7 @@ def check(
         submitted = [id for _, submit in executor.submits for id in submit.ids]
         assert not executor.parked
         assert executor.stale_resumes == 0
+        assert not schedule._turns._replies
         # Every dispatched sample finishes, is used or dropped once, and is released once.
         assert set(executor.finish_order) == set(submitted) == set(executor.released)
         assert len(executor.released) == len(set(executor.released))
@@ -224,6 +229,8 @@ def check(
         entered = [] if critic else executor.entered
         seen.append((results, executor.updates, entered, error))
         if fused:
+            event("some are answered" if executor.num_answered else "none is answered")
+            event("some move while they wait" if executor.num_moved_open else "none moves so")
             event("some decode wide" if executor.widened else "none decodes wide")
             event("some migrate" if executor.resumes else "none migrates")
             event("some move to be scored" if executor.num_moved else "none moves")
@@ -256,6 +263,7 @@ early_cases = given(
     early=st.just(True),
     widths=st.just(()),
     must_widen=st.just(False),
+    turns=st.just(0),
 )
 test_trains_early_what_serial_trains_on = settings(max_examples=60)(early_cases(check))
 test_thousands_of_early_cases = pytest.mark.timeout(1200)(
@@ -282,10 +290,40 @@ wide_cases = given(
     early=st.booleans(),
     widths=st.sampled_from([(2,), (3,), (2, 4), (2, 3)]),
     must_widen=st.booleans(),
+    turns=st.just(0),
 )
 test_trains_wide_what_serial_trains_on = settings(max_examples=60)(wide_cases(check))
 test_thousands_of_wide_cases = pytest.mark.timeout(1200)(
     pytest.mark.slow(settings(max_examples=4000)(wide_cases(check)))
+)
+conversation_cases = given(
+    seeds=st.tuples(st.integers(0, 2**16), st.integers(0, 2**16)),
+    num_instances=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    decode_steps=st.tuples(st.integers(1, 25), st.integers(1, 8)),
+    threshold=st.one_of(st.integers(0, 12), st.none()),
+    max_held=st.integers(3, 30),
+    chunk=st.integers(1, 200),
+    k=st.integers(1, 3),
+    prompts=st.integers(1, 4),
+    take=st.booleans(),
+    more=st.booleans(),
+    reference_first=st.booleans(),
+    critic=st.booleans(),
+    lengths=lengths,
+    rewards=rewards,
+    finishes=st.lists(st.sampled_from(["stop"] * 6 + ["abort"]), min_size=1, max_size=7),
+    hangs=st.lists(st.booleans(), min_size=1, max_size=7),
+    deaths=st.dictionaries(st.integers(1, 60), st.integers(0, 3), max_size=2),
+    early=st.booleans(),
+    widths=st.sampled_from([(), (), (2,), (2, 4)]),
+    must_widen=st.booleans(),
+    turns=st.integers(1, 6),
+)
+test_trains_conversations_that_serial_trains_on = settings(max_examples=200)(
+    conversation_cases(check)
+)
+test_thousands_of_conversations = pytest.mark.timeout(1200)(
+    pytest.mark.slow(settings(max_examples=4000)(conversation_cases(check)))
 )
 test_trains_on_what_serial_trains_on = settings(max_examples=60)(cases(check))
 test_thousands_of_cases = pytest.mark.timeout(1200)(

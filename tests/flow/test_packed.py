@@ -15,7 +15,7 @@ from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.lengths import LengthModel, PromptKey, RunningRanker
 from hybridrl.flow.packing import choose, limit_of
 from hybridrl.flow.schedules.base import StepSettings
-from hybridrl.flow.schedules.generation_round import RoundLimits
+from hybridrl.flow.schedules.generation_task import RoundLimits
 from hybridrl.flow.schedules.packed import PackedSchedule
 from hybridrl.flow.schedules.serial import SerialSchedule
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from conversations import of_turns
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from hybridrl.flow.executor import Sampling
 from hybridrl.flow.ledger import SampleStatus
 from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.schedules.base import StepSettings
-from hybridrl.flow.schedules.generation_round import RoundLimits
+from hybridrl.flow.schedules.generation_task import RoundLimits
 from hybridrl.flow.schedules.partial import ENDED, PartialSchedule, check_partial
 from hybridrl.flow.schedules.serial import SerialSchedule
 
@@ -43,14 +44,14 @@ def toy(flow: Flow, cfg: dict[str, Any]) -> None:
 
 def make(
     executor, cfg, *, prompts=4, decode_steps=5, over=1.5, staleness=1, stale_kv=False, held=100,
-    num_prompts=10_000, first_prompt=0,
+    num_prompts=10_000, first_prompt=0, turns=False,
 ):  # fmt: skip
     return PartialSchedule(
         toy.build(cfg),
         executor,
         ((i, f"prompt {i}") for i in range(first_prompt, num_prompts)),
         StepSettings(
-            sampling=Sampling(max_new_tokens=20),
+            sampling=Sampling(max_new_tokens=20, max_turn_tokens=20 if turns else 0),
             decode_steps=decode_steps,
             prompts_per_step=prompts,
         ),
@@ -88,6 +89,7 @@ cases = given(
     finishes=st.lists(st.sampled_from(["stop", "stop", "stop", "abort"]), min_size=1, max_size=7),
     hangs=st.lists(st.booleans(), min_size=1, max_size=7),
     deaths=st.dictionaries(st.integers(1, 60), st.integers(0, 3), max_size=3),
+    turns=st.sampled_from([0, 0, 1, 4]),
 )
 
 
@@ -105,7 +107,7 @@ def assert_settled(schedule, result):
 
 def check(
     virtual_executor, seed, num_instances, decode_steps, k, prompts, staleness, extra, held,
-    stale_kv, kind, lengths, rewards, finishes, hangs, deaths,
+    stale_kv, kind, lengths, rewards, finishes, hangs, deaths, turns,
 ):  # fmt: skip
     cfg: dict[str, Any] = {"k": k, "filter": kind != "plain"}
     if kind == "take":
@@ -114,10 +116,11 @@ def check(
     executor = virtual_executor(
         num_instances, seed, of_id(lengths), lambda id: (of_id(rewards)(id), "ok"),
         of_id(finishes), of_id(hangs), mortal,
+        turns_of=of_turns(of_id(lengths), turns) if turns else None,
     )  # fmt: skip
     schedule = make(
         executor, cfg, prompts=prompts, decode_steps=decode_steps, over=1 + extra * staleness,
-        staleness=staleness, stale_kv=stale_kv, held=held,
+        staleness=staleness, stale_kv=stale_kv, held=held, turns=bool(turns),
     )  # fmt: skip
     left: list[SampleId] = []
     versions: dict[int, int] = {}  # the version that each prompt began with
@@ -169,15 +172,18 @@ test_thousands_of_cases = pytest.mark.slow(settings(max_examples=4000)(cases(che
     lengths=lengths,
     decode_steps=st.integers(1, 12),
     num_instances=st.integers(1, 4),
+    turns=st.integers(0, 4),
 )
-@settings(max_examples=20)
+@settings(max_examples=40)
 def test_what_is_trained_follows_from_decode_steps_not_from_time(
-    virtual_executor, seeds, lengths, decode_steps, num_instances
+    virtual_executor, seeds, lengths, decode_steps, num_instances, turns
 ):
+    """Nor from the times in which environments reply."""
     seen = []
     for seed in seeds:
-        executor = virtual_executor(num_instances, seed, of_id(lengths))
-        schedule = make(executor, {}, decode_steps=decode_steps)
+        turns_of = of_turns(of_id(lengths), turns) if turns else None
+        executor = virtual_executor(num_instances, seed, of_id(lengths), turns_of=turns_of)
+        schedule = make(executor, {}, decode_steps=decode_steps, turns=bool(turns))
         for step in range(4):
             schedule.run_step(step)
         seen.append(executor.updates)
@@ -191,19 +197,25 @@ def test_what_is_trained_follows_from_decode_steps_not_from_time(
     num_instances=st.integers(1, 4),
     staleness=st.integers(1, 3),
     filtered=st.booleans(),
+    turns=st.sampled_from([0, 3]),
 )
-@settings(max_examples=12)
+@settings(max_examples=20)
 def test_a_new_schedule_goes_on_from_what_an_old_one_has_written(
-    virtual_executor, lengths, rewards, decode_steps, num_instances, staleness, filtered
+    virtual_executor, lengths, rewards, decode_steps, num_instances, staleness, filtered, turns
 ):
-    """After every step, through JSON; what is parked is where it was."""
+    """After every step, through JSON; what is parked is where it was.
+
+    Conversations that wait are replayed, and their last replies come once more.
+    """
     cfg: dict[str, Any] = {"k": 2, "filter": filtered}
     seen = []
     for resumes in (False, True):
         executor = virtual_executor(
-            num_instances, 0, of_id(lengths), lambda id: (of_id(rewards)(id), "ok")
-        )
+            num_instances, 0, of_id(lengths), lambda id: (of_id(rewards)(id), "ok"),
+            turns_of=of_turns(of_id(lengths), turns) if turns else None,
+        )  # fmt: skip
         settings = {"decode_steps": decode_steps, "over": 1 + staleness, "staleness": staleness}
+        settings |= {"turns": bool(turns)}
         schedule = make(executor, cfg, **settings)
         for step in range(4):
             schedule.run_step(step)
@@ -222,6 +234,7 @@ def test_a_new_schedule_goes_on_from_what_an_old_one_has_written(
                 parked = {c.id: c.parked.state[1][c.id] for c in before if c.parked is not None}
                 if parked:
                     schedule.restore_parked((0, parked))
+                executor.replay_episodes()
                 event("some are parked" if parked else "none is parked")
         left = sorted(schedule.close())
         seen.append((executor.updates, sorted(executor.released), left))

@@ -20,7 +20,7 @@ from hybridrl.flow.executor import Advanced, Park, Parked, Resume, Sampling, Sub
 from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.fused import FusedSchedule
-from hybridrl.flow.schedules.generation_round import RoundLimits
+from hybridrl.flow.schedules.generation_task import RoundLimits
 from hybridrl.flow.schedules.packed import PackedSchedule
 from hybridrl.flow.schedules.partial import PartialSchedule
 from hybridrl.flow.schedules.serial import SerialSchedule

@@ -50,6 +50,7 @@ from hybridrl.flow.ledger import (
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StageSpan, StepResult
+from hybridrl.flow.turns import OpenTurns
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,8 @@ class ScheduleParts:
 class PendingSample:
     """A sample for a later step: its tensors are on `rank`, or its tokens in `parked`.
 
-    `prompt` and `sampling` are those of its `Submit`.
+    `prompt` and `sampling` are those of its `Submit`. One that `waits` is between two turns: where
+    the run continues its episode is replayed, and the reply comes once more (`Replied`).
     """
 
     id: SampleId
@@ -114,6 +116,7 @@ class PendingSample:
     sampling: Sampling | None
     rank: int
     parked: Parked | None
+    waits: bool = False
 
 
 class Schedule(ABC):
@@ -138,7 +141,7 @@ class Schedule(ABC):
         self.meter = CostMeter(settings.draft_tokens, settings.pass_tokens)
         self._order = generation_first(list(graph.stages.values()))
         self._take, self._in_rounds = before_take(graph)
-        self._ledger = Ledger()
+        self._ledger, self._turns = Ledger(), OpenTurns()
         self._steps_done = 0
         self._clear(0)
 
@@ -196,6 +199,7 @@ class Schedule(ABC):
     def release(self) -> None:
         """Let the ranks forget the last step's samples; the next step does it by itself."""
         if gone := self._ledger.forget(self._pending_ids()):
+            self._turns.forget(gone)
             self.executor.release(gone)
 
     def close(self) -> dict[SampleId, Drop]:

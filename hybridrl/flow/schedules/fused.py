@@ -29,7 +29,7 @@ from hybridrl.flow.migration import (
 )
 from hybridrl.flow.plan_errors import PlanErrors
 from hybridrl.flow.schedules.base import Batch, Prompt, ScheduleParts, StepSettings
-from hybridrl.flow.schedules.generation_round import RoundLimits
+from hybridrl.flow.schedules.generation_task import RoundLimits
 from hybridrl.flow.schedules.readiness import ReadyTracker, early_stages
 from hybridrl.flow.schedules.streaming import StreamingSchedule
 

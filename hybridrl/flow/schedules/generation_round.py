@@ -3,11 +3,10 @@
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from itertools import chain
 
 from hybridrl.config import Migration
-from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import (
     Advanced,
     Command,
@@ -16,69 +15,28 @@ from hybridrl.flow.executor import (
     Finished,
     Park,
     Parked,
+    Replied,
     Resume,
     SamplesRead,
-    Sampling,
     Submit,
     TargetsLoaded,
     WorkerDied,
 )
-from hybridrl.flow.graph import AnswersStage, SourceStage
+from hybridrl.flow.graph import AnswersStage
 from hybridrl.flow.ledger import SampleStatus
 from hybridrl.flow.lengths import dispatch, leveled
-from hybridrl.flow.migration import MigrationPlan
-from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.flow.migration import MigrationPlan, gather
+from hybridrl.flow.sample import SampleId
 from hybridrl.flow.schedules.base import learn, next_events
+from hybridrl.flow.schedules.generation_task import GenerationTask, RoundLimits
 from hybridrl.flow.schedules.streamed_stages import StreamedStages
 from hybridrl.flow.schedules.streamed_update import StreamedUpdate
 from hybridrl.flow.schedules.wide_tail import WideTail
+from hybridrl.flow.turns import OpenTurns
 
 logger = logging.getLogger(__name__)
 
 _NONE_DECODES = "every generation instance that still decodes has died; the others train"
-_CALL_SHARE = 0.02  # of the decoding: what calls may cost so that they end sooner
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundLimits:
-    """Bounds of an instance, and how the tail moves.
-
-    An instance is given at most `max_held` samples at a time. `chunk_tokens` bound one call of a
-    forward pass. A call that decodes is to last about `call_s` seconds, with fewer steps while the
-    batch is large. Finished samples are known only at its end. `stale_kv` lets a sample continue
-    with keys and values of older weights.
-    """
-
-    max_held: int
-    chunk_tokens: int
-    call_s: float = 0.25
-    migration: Migration = Migration.auto
-    stale_kv: bool = False
-
-    def steps(self, costs: Costs, rows: float, most: int) -> int:
-        """Decode steps, at most `most`, of a call after which something may begin.
-
-        Longer than `call_s` where calls would cost more than a fiftieth of the decoding.
-        """
-        call_s = max(self.call_s, (costs.call_s + costs.round_trip_s) / _CALL_SHARE)
-        return max(1, min(most, round(call_s / max(float(costs.pass_s(rows)), 1e-9))))
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationTask:
-    """A sample to be made, from the beginning or from where it was parked.
-
-    `total` response tokens are predicted, of which `tokens` are still to come. Without `sampling`
-    it is the dataset's own answer.
-    """
-
-    sample: Sample
-    stage: SourceStage
-    prompt: Any
-    sampling: Sampling | None
-    total: float
-    tokens: float
-    parked: Parked | None = None
 
 
 class GenerationRound:
@@ -97,6 +55,10 @@ class GenerationRound:
     With a plan of a `width` above 1 the samples go to wide instances (`WideTail`), from their
     members too. An instance that trains, or has died, cannot join; one that runs a pass joins after
     it.
+
+    Conversations: a sample whose turn has ended stays with its instance and costs it no row. It
+    goes on in the first call after its environment's reply (`OpenTurns`), and moves like others.
+    An instance whose samples all wait gets no call.
 
     Death: samples that an instance held, and finished ones on its ranks, are made again on the
     others. Their tokens are the same, since they follow from the sample's identity.
@@ -120,6 +82,7 @@ class GenerationRound:
         limits: RoundLimits,
         decode_steps: int,
         migration_plan: MigrationPlan,
+        turns: OpenTurns,
         may_start: Callable[[int], bool] = lambda prompt: True,
         early: StreamedUpdate | None = None,
     ) -> None:
@@ -127,7 +90,7 @@ class GenerationRound:
         self.stages, self.executor, self.meter = stages, stages.executor, stages.meter
         self.ledger = stages.tracker.ledger
         self.limits, self.decode_steps, self.migration_plan = limits, decode_steps, migration_plan
-        self.may_start = may_start
+        self.turns, self.may_start = turns, may_start
         self.num_migrated = self.num_restarted = 0
         self._lost_tensors: dict[SampleId, frozenset[str]] = {}  # of samples that began anew
         self._alive = list(self.executor.instances)
@@ -260,14 +223,21 @@ class GenerationRound:
     def run_until(self, enough: Callable[[], bool]) -> None:
         """Let all instances decode in equal rounds of calls until `enough` holds after one.
 
-        So the samples finished by then depend on decode steps alone, never on time. Forward passes
-        wait.
+        So the samples finished by then depend on decode steps alone, never on time. A round waits
+        for the replies to its turns. Forward passes wait.
         """
         self._equal_rounds = True
+        self._await_replies()  # where the run continues
         while (self._queue or any(self._held.values())) and not enough():
             self._decode()
-            while self._in_flight:
-                self.stages.start(self._events())
+            self._await_replies()
+
+    def _await_replies(self) -> None:
+        """Let the calls in flight end, and their samples' environments reply."""
+        while self._in_flight or any(
+            map(self.turns.waits, chain(self._queue, *self._held.values()))
+        ):
+            self.stages.start(self._events())
 
     def park(self, with_kv: bool) -> list[GenerationTask]:
         """Stop samples that are queued or decode; gives them as a later round continues them.
@@ -325,6 +295,8 @@ class GenerationRound:
             match event:
                 case Advanced():
                     touched |= self._advanced(event)
+                case Replied():
+                    self.turns.replied(event)
                 case TargetsLoaded():
                     touched |= self._finish(event.finished)
                 case Computed():
@@ -392,7 +364,9 @@ class GenerationRound:
         for id in event.lost:
             del self._held[instance][id]
             self._restart(id)
-        assert event.running == sum(map(self._decodes, self._held[instance])), event
+        self.turns.ended(event.turns)
+        going = [id for id in self._held[instance] if not self.turns.is_open(id)]
+        assert event.running == sum(map(self._decodes, going)), event
         if not self._held[instance]:
             self._leaving.discard(instance)
         return self._finish(event.finished)
@@ -409,8 +383,11 @@ class GenerationRound:
 
     def _go(self, instance: int) -> None:
         """Let an instance run the samples that it holds, if it is not running."""
-        members = self.tail.members.get(instance, ())
-        if any(i in self._in_flight for i in (instance, *members)) or not self._held[instance]:
+        members, held = self.tail.members.get(instance, ()), self._held[instance]
+        if any(i in self._in_flight for i in (instance, *members)) or not held:
+            return
+        stops = instance in self._leaving or self._parking
+        if not stops and not self._inbox.get(instance) and not self.turns.can_go(held):
             return
         commands = self._inbox.pop(instance, [])
         for command in commands:
@@ -418,10 +395,10 @@ class GenerationRound:
                 for id in command.ids:
                     self.ledger.move(id, SampleStatus.DECODING)
         if instance in self._leaving:
-            width = self.migration_plan.width
-            commands.append(Park(tuple(self._held[instance]), self._with_kv(), width))
+            commands.append(Park(tuple(held), self._with_kv(), self.migration_plan.width))
+        elif not stops:
+            commands += self.turns.answer(held)
         self._in_flight[instance] = self.executor.clock.now()
-        stops = any(isinstance(command, Park) for command in commands)
         # Under pipeline parallelism a sample with its last token is handed out by one more step;
         # else nothing is left to decode.
         self.executor.advance(instance, commands, 1 if stops else self._steps(instance))
@@ -440,9 +417,11 @@ class GenerationRound:
         A call ends with its last sample in any case.
         """
         migrates = self.migration_plan.moves and not self._keepers
-        several = len(self._held[instance]) > 1
+        held = self._held[instance]
         waits = self.stages.wait_for_samples or self.early is not None
-        return migrates or bool(self._queue) or (several and waits)
+        # A turn's end: its environment has to know of it. The others' replies come meanwhile.
+        converses = any(self._tasks[id].converses for id in held)
+        return migrates or converses or bool(self._queue) or (len(held) > 1 and waits)
 
     # -- migration -----------------------------------------------------------------------------
 
@@ -560,26 +539,10 @@ class GenerationRound:
         lost = self._lost_tensors.get(id, frozenset())
         self._lost_tensors[id] = lost | task.sample.tensors
         self.ledger.restart(id)
+        self.turns.forget([id])
         task = self._tasks[id] = replace(task, parked=None, tokens=task.total)
         self.num_restarted += 1
         if isinstance(task.stage, AnswersStage):
             self.executor.load_targets(task.stage, [id], [task.prompt])
         else:
             self._queue.append(id)
-
-
-def gather(held: Mapping[int, int], max_held: int) -> frozenset[int]:
-    """The fewest instances that can hold all samples: which of those in `held` keep theirs.
-
-    `held` counts the samples of each instance that has some; none need move away from a keeper,
-    which takes others up to `max_held`. Those that hold most keep theirs, so that few samples move;
-    of equal ones the first.
-
-    Example: {0: 1, 1: 3, 2: 2} is {1} with max_held 6, {1, 2} with 4, and all three with 2.
-    """
-    order = sorted(held, key=lambda instance: (-held[instance], instance))
-    for num in range(1, len(order)):
-        room = sum(max(0, max_held - held[instance]) for instance in order[:num])
-        if room >= sum(held[instance] for instance in order[num:]):
-            return frozenset(order[:num])
-    return frozenset(order)

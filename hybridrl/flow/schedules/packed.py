@@ -17,7 +17,8 @@ from hybridrl.flow.migration import NO_MIGRATION
 from hybridrl.flow.packing import Choice, choose, limit_of
 from hybridrl.flow.sample import Sample
 from hybridrl.flow.schedules.base import Batch, Prompt, ScheduleParts, StepSettings
-from hybridrl.flow.schedules.generation_round import GenerationRound, GenerationTask, RoundLimits
+from hybridrl.flow.schedules.generation_round import GenerationRound
+from hybridrl.flow.schedules.generation_task import GenerationTask, RoundLimits
 from hybridrl.flow.schedules.readiness import ReadyTracker
 from hybridrl.flow.schedules.streaming import StreamingSchedule, check_generates_once
 
@@ -272,6 +273,7 @@ class PackedSchedule(StreamingSchedule):
         ids = [task.sample.id for task in tasks]
         self._ledger.withdraw(ids)
         if ids:
+            self._turns.forget(ids)
             self.executor.release(ids)
 
     # -- the choice ----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from hybridrl.flow.lengths import RANKERS, LengthModel
 from hybridrl.flow.migration import NO_MIGRATION
 from hybridrl.flow.sample import NO_VERSION, Sample, SampleId
 from hybridrl.flow.schedules.base import Batch, PendingSample, Prompt, ScheduleParts, StepSettings
-from hybridrl.flow.schedules.generation_round import GenerationTask, RoundLimits
+from hybridrl.flow.schedules.generation_task import GenerationTask, RoundLimits
 from hybridrl.flow.schedules.readiness import ReadyTracker
 from hybridrl.flow.schedules.streaming import StreamingSchedule, check_generates_once
 
@@ -115,7 +115,10 @@ class PartialSchedule(StreamingSchedule):
         return super().state_dict() | {"open": groups}
 
     def _task_to_json(self, task: GenerationTask) -> dict[str, Any]:
-        """`parked` counts the tokens, of prompt and response, of a parked sample."""
+        """`parked` counts the tokens, of prompt and response, of a parked sample.
+
+        `waits` says that its turn has ended: once its conversation was replayed, a reply comes.
+        """
         parked = self._parked(task)
         return {
             "sample": task.sample.to_json(),
@@ -123,6 +126,7 @@ class PartialSchedule(StreamingSchedule):
             "total": task.total,
             "tokens": task.tokens,
             "parked": None if parked is None else parked.tokens[parked.ids.index(task.sample.id)],
+            "waits": self._turns.is_open(task.sample.id),
         }
 
     def load_state_dict(
@@ -162,6 +166,8 @@ class PartialSchedule(StreamingSchedule):
         else:
             status = SampleStatus.QUEUED
         self._ledger.dispatch([sample], status)
+        if record.get("waits"):  # an older checkpoint has no conversations
+            self._turns.wait_for([sample.id])
         return task
 
     def _expect(self, position: int, tasks: Sequence[GenerationTask]) -> None:
@@ -178,7 +184,12 @@ class PartialSchedule(StreamingSchedule):
         """Of the pending prompts' samples those that are parked or finished."""
         return tuple(
             PendingSample(
-                task.sample.id, task.prompt, task.sampling, task.sample.rank, self._parked(task)
+                task.sample.id,
+                task.prompt,
+                task.sampling,
+                task.sample.rank,
+                self._parked(task),
+                self._turns.is_open(task.sample.id),
             )
             for task in self._pending_tasks()
             if self._ledger.status(task.sample.id) is not SampleStatus.QUEUED

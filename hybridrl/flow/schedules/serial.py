@@ -3,14 +3,21 @@
 It is the specification: every on-policy schedule must train on the same batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 from hybridrl.config import ScheduleConfig
-from hybridrl.flow.executor import Advanced, Phase, Submit, TargetsLoaded, WorkerDied
+from hybridrl.flow.executor import (
+    Advanced,
+    Phase,
+    Replied,
+    Submit,
+    TargetsLoaded,
+    WorkerDied,
+)
 from hybridrl.flow.graph import AnswersStage, GenerateStage, Stage
 from hybridrl.flow.ledger import SampleStatus, sampling_of, with_updates_together
-from hybridrl.flow.sample import Sample
+from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules.base import Batch, Schedule, ScheduleParts, learn
 
 
@@ -51,28 +58,45 @@ class SerialSchedule(Schedule):
         for i, ((_, prompt), group) in enumerate(dispatched):
             submit = Submit(tuple(sample.id for sample in group), prompt, sampling)
             commands.setdefault(instances[i % len(instances)], []).append(submit)
+        held: dict[int, dict[SampleId, None]] = {}
         for instance, submits in commands.items():
-            for submit in submits:
-                for id in submit.ids:
-                    self._ledger.move(id, SampleStatus.DECODING)
+            held[instance] = {id: None for submit in submits for id in submit.ids}
+            for id in held[instance]:
+                self._ledger.move(id, SampleStatus.DECODING)
             self.executor.advance(instance, submits, self.settings.decode_steps)
-        running = set(commands)
-        # Each call ends with events; an instance that still has samples gets its next one.
-        while running:
-            for event in self._wait():
-                if isinstance(event, WorkerDied):
-                    raise RuntimeError(f"generation instance {event.instance} died")
-                assert isinstance(event, Advanced), event
-                learn(self.meter, event)
-                for finished in event.finished:
-                    self._ledger.finish(stage, finished)
-                if event.running:
-                    self.executor.advance(event.instance, (), self.settings.decode_steps)
-                else:
-                    running.remove(event.instance)
+        self._decode(stage, held)
         lost = [str(id) for id in samples if not self._ledger.is_finished(id)]
         assert not lost, f"instances stopped without finishing {lost}"
         return self._whole(samples.values())
+
+    def _decode(self, stage: GenerateStage, held: Mapping[int, dict[SampleId, None]]) -> None:
+        """Let each instance, which has a call in flight, run the samples that it holds.
+
+        Each call ends with events. An instance gets its next one unless all of its samples wait for
+        their environments.
+        """
+        in_flight = set(held)
+        while in_flight or any(held.values()):
+            for event in self._wait():
+                match event:
+                    case WorkerDied(instance=instance):
+                        raise RuntimeError(f"generation instance {instance} died")
+                    case Replied():
+                        self._turns.replied(event)
+                    case Advanced(instance=instance):
+                        learn(self.meter, event)
+                        in_flight.remove(instance)
+                        self._turns.ended(event.turns)
+                        for finished in event.finished:
+                            self._ledger.finish(stage, finished)
+                            del held[instance][finished.id]
+                    case _:
+                        raise AssertionError(event)
+            for instance, ids in held.items():
+                if instance not in in_flight and self._turns.can_go(ids):
+                    answers = self._turns.answer(ids)
+                    self.executor.advance(instance, answers, self.settings.decode_steps)
+                    in_flight.add(instance)
 
     def _load_targets(self, stage: AnswersStage, batch: Batch) -> list[Sample]:
         """Make the dataset's targets samples."""

@@ -11,7 +11,8 @@ from hybridrl.flow.lengths import LengthModel
 from hybridrl.flow.migration import MigrationPlan
 from hybridrl.flow.sample import Sample
 from hybridrl.flow.schedules.base import Batch, Prompt, Schedule, StepSettings
-from hybridrl.flow.schedules.generation_round import GenerationRound, GenerationTask, RoundLimits
+from hybridrl.flow.schedules.generation_round import GenerationRound
+from hybridrl.flow.schedules.generation_task import GenerationTask, RoundLimits
 from hybridrl.flow.schedules.readiness import ReadyTracker, early_stages
 from hybridrl.flow.schedules.streamed_stages import StreamedStages
 from hybridrl.flow.schedules.streamed_update import StreamedUpdate
@@ -152,7 +153,9 @@ class StreamingSchedule(Schedule):
             steps = self.length_model.forecast.steps(self._ledger.num_unfinished)
             longest = min((step[-1] for step in steps), default=0)
             trains = StreamedUpdate(early, stages, self.limits.chunk_tokens, longest)
-        return GenerationRound(stages, self.limits, decode_steps, migration_plan, may_start, trains)
+        return GenerationRound(
+            stages, self.limits, decode_steps, migration_plan, self._turns, may_start, trains
+        )
 
     def _submit(self, generation_round: GenerationRound, tasks: Sequence[GenerationTask]) -> None:
         generation_round.make([task for task in tasks if task.sampling is not None])
@@ -197,7 +200,7 @@ class StreamingSchedule(Schedule):
         by_prompt: dict[int, list[int]] = {}
         for sample in samples:
             if "log_probs" in sample.tensors and sample.scalars["finish"] != "abort":
-                by_prompt.setdefault(sample.id.prompt, []).append(sample.response_tokens)
+                by_prompt.setdefault(sample.id.prompt, []).append(sample.model_tokens)
         model = self.length_model
         model.forecast.add([length for lengths in by_prompt.values() for length in lengths])
         model.longest_of_prompt.add([max(lengths) for lengths in by_prompt.values()])

@@ -1,0 +1,138 @@
+"""Conversations on the virtual clock: how long they take, by hand, and in which schedule."""
+
+import pytest
+
+from hybridrl.flow import Flow, TokenSpan
+from hybridrl.flow.costs import Costs
+from hybridrl.flow.executor import Answer, EpisodeReply, Park, Resume, Sampling, Submit
+from hybridrl.flow.lengths import LengthModel, PromptKey
+from hybridrl.flow.sample import NO_VERSION, SampleId
+from hybridrl.flow.schedules.base import StepSettings
+from hybridrl.flow.schedules.fused import FusedSchedule
+from hybridrl.flow.schedules.generation_task import RoundLimits
+from hybridrl.flow.schedules.serial import SerialSchedule
+from hybridrl.planner.conversations import ConversationModel, ModeledConversation, ModeledTurn
+from hybridrl.planner.instance import ModeledInstance
+from hybridrl.planner.simulate import SimulatedExecutor
+
+COSTS = Costs(step_s=1.0, prefill_token_s=0.5)
+SAMPLING = Sampling(max_new_tokens=100, max_turn_tokens=50)
+A, B = SampleId(0), SampleId(1)
+
+
+def instance(turns, max_running=1):
+    return ModeledInstance(
+        COSTS, lambda id: 5, lambda prompt: 4, max_running,
+        conversation_of=lambda id: ModeledConversation(turns[id]),
+    )  # fmt: skip
+
+
+def test_a_held_row_takes_no_room_and_goes_on_before_fresh_ones():
+    """Three tokens, a reply of two, one token; b has the only row meanwhile, and c waits."""
+    talk, alone = (ModeledTurn(3, 2, 9.0), ModeledTurn(1, None, 0.0)), (ModeledTurn(2, None, 0.0),)
+    c = SampleId(2)
+    rows = instance({A: talk, B: alone, c: alone})
+    first = rows.advance([Submit((id,), None, SAMPLING) for id in (A, B, c)], 4, 0)
+    assert [row.id for row in first.turns] == [A]
+    assert not first.finished
+    assert (first.work.decode_steps, first.work.prefill_tokens, rows.unfinished) == (4, 8, 2)
+    second = rows.advance([Answer((EpisodeReply(A, (7, 7)),))], 2, 0)
+    assert [row.id for row in second.turns] == [B, A]  # c still waits for its first step
+    assert second.work.prefill_tokens == 2
+    replies = (EpisodeReply(A, None, "length", (0.5, 1.0), {"num_turns": 2}),)
+    (row,) = rows.advance([Answer(replies)], 1, 0).finished
+    assert (row.finish, row.scalars, row.num_generated) == ("length", {"num_turns": 2}, 6)
+    assert row.spans == [TokenSpan(0, 3, 0), TokenSpan(3, 5, NO_VERSION, False), TokenSpan(5, 6, 0)]
+
+
+@pytest.mark.parametrize("with_kv", [False, True])
+def test_a_held_row_moves_and_still_waits(with_kv):
+    talk = {A: (ModeledTurn(3, 2, 9.0), ModeledTurn(1, None, 0.0))}
+    here, there = instance(talk), instance(talk)
+    here.advance([Submit((A,), None, SAMPLING)], 4, 0)
+    (parked,) = here.advance([Park((A,), with_kv)], 1, 0).parked
+    assert here.is_empty
+    assert there.advance([Resume((A,), parked)], 4, 0).work.decode_steps == 0
+    assert not there.unfinished
+    assert not there.is_empty
+    done = there.advance([Answer((EpisodeReply(A, (7, 7)),))], 4, 0)
+    assert done.work.prefill_tokens == 2 + 7 * (not with_kv)
+    assert done.work.kv_tokens == 7 * with_kv
+    assert [row.id for row in done.turns] == [A]
+
+
+@pytest.mark.parametrize(
+    ("most", "tokens", "finish"),
+    [(9, [(4, 3), (2, None)], "stop"), (8, [(4, 3), (1, None)], "length"),
+     (7, [(4, None)], "length"), (3, [(3, None)], "length")],
+)  # fmt: skip
+def test_a_conversation_is_cut(most, tokens, finish):
+    whole = ModeledConversation((ModeledTurn(4, 3, 1.0), ModeledTurn(2, None, 1.0)))
+    cut = whole.cut_at(most)
+    assert ([turn[:2] for turn in cut.turns], cut.finish) == (tokens, finish)
+
+
+def test_what_is_drawn_adds_up_and_has_its_mean():
+    model = ConversationModel(turns=8, reply_tokens=40, wait_s=0.5, seed=3)
+    drawn = [model.of(SampleId(i), 100) for i in range(2000)]
+    assert all(sum(turn.tokens for turn in talk.turns) == 100 for talk in drawn)
+    assert {len(talk.turns) for talk in drawn} == {8}
+    turns = [turn for talk in drawn for turn in talk.turns]
+    assert sum(turn.wait_s for turn in turns) / len(turns) == pytest.approx(0.5, rel=0.05)
+    replies = [turn.reply_tokens for turn in turns if turn.reply_tokens is not None]
+    assert sum(replies) / len(replies) == pytest.approx(40, rel=0.02)
+    assert model.of(SampleId(7), 100) == drawn[7]
+    assert model.of(SampleId(0), 3).turns[-1].reply_tokens is None
+    assert [turn.tokens for turn in model.of(SampleId(0), 3).turns] == [1, 1, 1]
+
+
+def run(kind, conversations, prompts=8):
+    flow = Flow()
+    flow.collect(flow.actor.generate(flow.prompts, num_samples=2))
+    executor = SimulatedExecutor(
+        COSTS, 2, lambda id: 20, lambda prompt: 4, max_running=8, scopes={},
+        conversations=conversations,
+    )  # fmt: skip
+    settings = StepSettings(sampling=SAMPLING, decode_steps=4, prompts_per_step=prompts)
+    step = flow.graph, executor, ((i, "prompt") for i in range(1000)), settings
+    if kind == "serial":
+        schedule = SerialSchedule(*step)
+    else:
+        schedule = FusedSchedule(
+            *step,
+            limits=RoundLimits(max_held=16, chunk_tokens=100),
+            length_model=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1,))),
+        )
+    result = schedule.run_step(0)
+    return executor.clock.now(), [(s.id, s.tokens, s.spans, s.scalars) for s in result.samples]
+
+
+def test_one_conversation_takes_its_turns_and_its_waits():
+    """Prefills 4 and replies at half a second a token, 20 decode steps, the waits."""
+    model = ConversationModel(turns=3, reply_tokens=6, wait_s=30)
+    turns = model.of(SampleId(0), 20).turns
+    waits = sum(turn.wait_s for turn in turns)
+    replies = sum(turn.reply_tokens or 0 for turn in turns)
+    flow = Flow()
+    flow.collect(flow.actor.generate(flow.prompts))
+    executor = SimulatedExecutor(
+        COSTS, 1, lambda id: 20, lambda prompt: 4, max_running=8, scopes={}, conversations=model
+    )
+    settings = StepSettings(sampling=SAMPLING, decode_steps=100, prompts_per_step=1)
+    (sample,) = SerialSchedule(flow.graph, executor, iter([(0, "")]), settings).run_step(0).samples
+    assert executor.clock.now() == pytest.approx(2 + replies / 2 + 20 + waits)
+    assert sample.scalars["num_turns"] == 3
+    assert sample.response_tokens == 20 + replies
+    assert sample.model_tokens == 20
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 3.0, 300.0])
+def test_what_is_made_does_not_depend_on_waits(wait_s):
+    def of(wait, sigma):
+        return ConversationModel(turns=4, reply_tokens=5, wait_s=wait, wait_sigma=sigma)
+
+    seconds, serial = run("serial", of(wait_s, 1.0))
+    assert serial == run("fused", of(wait_s, 1.0))[1] == run("fused", of(1.0, 0.0))[1]
+    assert len(serial) == 16
+    fastest, _ = run("serial", of(0.0, 0.0))
+    assert seconds >= fastest
