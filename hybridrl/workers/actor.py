@@ -116,7 +116,7 @@ class Actor:
         warm_up(gather_groups(self.switch_plan.plan, dist.get_rank()), device)
         self.adapters = self._load_base()
         self.train_engine.offload()
-        stop = [*rollout.stop, *config.environment.stop]
+        stop = config.stop_texts
         self.rollout = make_rollout_engine(
             config,
             model_path,
@@ -124,10 +124,10 @@ class Actor:
             self.switch_plan,
             self.parallel,
             device,
-            stop_strings(tokenizer, config.stop_texts),
+            stop_strings(tokenizer, stop),
         )
         self._tokenizer = tokenizer
-        self.sampling = SamplingTexts(tokenizer, config.data.chat, config.stop_texts)
+        self.sampling = SamplingTexts(tokenizer, config.data.chat, stop)
         self.rollout.sleep()
         self.generating_version = NO_VERSION
         self.averages: dict[str, MovingAverage] = {}
