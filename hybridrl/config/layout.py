@@ -1,7 +1,7 @@
 """Sharding of the weights over the ranks, in training and in generation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from hybridrl.config.bounds import bounded
@@ -58,11 +58,24 @@ class TrainLayoutConfig:
     """Under tp, split activations between the blocks by tokens: same traffic, less memory."""
     schedule: PipelineSchedule = PipelineSchedule.one_f_one_b
     """Order of the micro-batches under pp."""
+    chunk_layers: list[int] = field(default_factory=list)
+    """Layers of each pipeline chunk, in the order of the forward pass; empty: as even as can be.
+    With fewer on the last one, the head makes no slowest stage (RoundPipe, arXiv 2604.27085)."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Pipeline chunks in all; 1 without a pipeline."""
+        return self.pp * self.schedule.chunks_per_rank if self.pp > 1 else 1
+
+    @property
+    def zigzag(self) -> bool:
+        """Whether chunks run down the ranks and back."""
+        return self.schedule is PipelineSchedule.zero_bubble
 
     @property
     def splits_backward(self) -> bool:
         """Whether a backward pass has two halves, for the input and for the weights."""
-        return self.pp > 1 and self.schedule is PipelineSchedule.zero_bubble
+        return self.pp > 1 and self.zigzag
 
     def resolve(self, ranks: int) -> None:
         """Fill `fsdp` in where it is 0 and the other axes divide the number of `ranks`."""
@@ -110,6 +123,10 @@ class TrainLayoutConfig:
             raise ConfigError(f"{key}.ep", self.ep, allowed)
         if self.fsdp % self.cp:
             raise ConfigError(f"{key}.cp", self.cp, f"a divisor of {key}.fsdp={self.fsdp}")
+        wrong = len(self.chunk_layers) != self.num_chunks or min(self.chunk_layers) < 1
+        if self.chunk_layers and wrong:
+            allowed = f"{self.num_chunks} numbers from 1, one for each pipeline chunk"
+            raise ConfigError(f"{key}.chunk_layers", self.chunk_layers, allowed)
 
 
 @dataclass(kw_only=True, slots=True)

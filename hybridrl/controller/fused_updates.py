@@ -162,7 +162,8 @@ def _pipeline(
     flops = ForwardFlops.of(shape)
     if role != "actor":
         flops = replace(flops, per_scored=2 * shape.hidden_size)
-    layers = [b - a for a, b in chunk_bounds(shape.num_hidden_layers, len(ranks))]
+    bounds = chunk_bounds(shape.num_hidden_layers, layout.num_chunks, layout.chunk_layers)
+    layers = [stop - start for start, stop in bounds]
     halves = layout.splits_backward
     costs = row_costs(flops, of_row, scored, layers, shape.hidden_size, halves)
     return PipelinedModel(
@@ -177,9 +178,8 @@ def _chunk_ranks(layout: TrainLayoutConfig, reverse: bool) -> list[int]:
     """The pipeline rank of each chunk."""
     from hybridrl.layout.layout import rank_of_chunk
 
-    chunks = layout.pp * layout.schedule.chunks_per_rank if layout.pp > 1 else 1
-    zigzag = layout.schedule is PipelineSchedule.zero_bubble
-    ranks = [rank_of_chunk(chunk, layout.pp, zigzag) for chunk in range(chunks)]
+    chunks = range(layout.num_chunks)
+    ranks = [rank_of_chunk(chunk, layout.pp, layout.zigzag) for chunk in chunks]
     return [layout.pp - 1 - rank for rank in ranks] if reverse else ranks
 
 

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from hybridrl.config import VALUE_MODELS, Config, TrainLayoutConfig
 from hybridrl.flow import Graph
 from hybridrl.flow.sample import Sample
-from hybridrl.pipelines.balance import SequenceCost, balance
-
-BY_TOKENS = SequenceCost()
+from hybridrl.pipelines.balance import BY_TOKENS, SequenceCost, balance
 
 # Moving samples costs a few milliseconds a step; below this surplus of the busiest rank's work
 # over the mean they train where they were made.

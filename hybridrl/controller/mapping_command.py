@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import ActivationMode, ClusterKind, Config, ConfigError, Device
@@ -23,7 +24,7 @@ from hybridrl.controller.mapping_overrides import (
     pools_of,
     train_config,
 )
-from hybridrl.controller.mapping_report import MappingReport, describe
+from hybridrl.controller.mapping_report import MappingReport, describe, prediction
 from hybridrl.controller.placement import check_apart, check_placement, graphs_of
 from hybridrl.controller.preflight import build_recipe, check_attention
 from hybridrl.flow import Graph
@@ -32,6 +33,7 @@ from hybridrl.flow.schedules.base import schedule_class
 from hybridrl.planner.accelerators import ACCELERATORS, layer_roofline
 from hybridrl.planner.mapping import (
     ACTOR,
+    AT_ONCE,
     ClusterShape,
     GenLayout,
     PlannedRole,
@@ -45,6 +47,7 @@ from hybridrl.planner.mapping_search import (
     DoesNotFit,
     MappingResults,
     MappingSearch,
+    PricedMapping,
     SearchSpace,
     check_fits,
 )
@@ -52,6 +55,7 @@ from hybridrl.planner.memory import GIB, MemoryPlan
 from hybridrl.planner.options import option_name, read_number
 from hybridrl.planner.workload import LENGTHS, Shape, Workload, read_workload
 from hybridrl.telemetry.log import command_log
+from hybridrl.telemetry.records import write_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -62,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 USAGE = f"""usage: hybridrl plan auto [OVERRIDES] --nodes=N --lengths=... [OPTIONS]
        hybridrl plan auto OVERRIDES --price --nodes=N --lengths=... [OPTIONS]
-       hybridrl plan auto --paper=hybridflow
+       hybridrl plan auto --paper=hybridflow|rlhfuse
 
 Finds which ranks each model of a recipe gets, its layouts in training and in generation, and the
 schedule, for the least seconds of a step. The last line is the best mapping as a command:
@@ -77,7 +81,8 @@ schedule, for the least seconds of a step. The last line is the best mapping as 
                      its node, to other nodes, to the host (the datasheet's)
   --costs=FILE       what `hybridrl plan calibrate` measured, in place of a roofline of --gpu
   the search         --number=N of results (10), --seconds=N at most (60)
-  --out=FILE         writes the overrides of the best mapping, one a line
+  --out=FILE         writes the overrides of the best mapping, one a line, and its seconds to
+                     FILE.json: the report of a run with them shows predicted beside measured
 
   hybridrl plan auto recipe=ppo model=llama3_8b --nodes=4 --lengths=lmsys"""
 
@@ -116,12 +121,17 @@ class _Problem:
 def run_paper(
     args: Sequence[str], on_progress: Callable[[int, int], None] = lambda done, of: None
 ) -> tuple[list[tuple[str, ...]], list[str], dict[str, Any]]:
-    """A table, remarks and data of `--paper=hybridflow`. Raises ConfigError."""
-    from hybridrl.planner import published_mappings
+    """A table, remarks and data of `--paper=...`. Raises ConfigError."""
+    from hybridrl.planner import published_fusion, published_mappings
 
     name = args[0].removeprefix("--paper").removeprefix("=")
-    if name != "hybridflow" or len(args) > 1:
-        raise ConfigError("--paper", " ".join([name, *args[1:]]), "hybridflow, and nothing else")
+    if name not in ("hybridflow", "rlhfuse") or len(args) > 1:
+        allowed = "hybridflow or rlhfuse, and nothing else"
+        raise ConfigError("--paper", " ".join([name, *args[1:]]), allowed)
+    if name == "rlhfuse":
+        fused = published_fusion.rlhfuse_iterations(on_progress)
+        rlhfuse = {"rlhfuse": list(map(asdict, fused))}
+        return published_fusion.table(fused), published_fusion.remarks(fused), rlhfuse
     placed, generated = published_mappings.hybridflow(on_progress)
     data = {"placements": list(map(asdict, placed)), "generation": list(map(asdict, generated))}
     return (
@@ -154,7 +164,7 @@ def run(
     with command_log(config.log.level):
         problem = _problem(config, cluster, options, user_args)
         if prices_one:
-            return _price(problem)
+            return _price(problem, options)
         return _search(problem, options, on_progress)
 
 
@@ -220,6 +230,8 @@ def _problem(
     if config.cluster.kind is not ClusterKind.slurm:
         gpus = 0 if config.cluster.device is Device.cpu else cluster.ranks
         config.resolve_device(gpus, "the planned cluster")
+    if config.cluster.device is Device.cpu:  # roles stay where they are
+        cluster = replace(cluster, host=AT_ONCE)
     if config.cluster.ranks != cluster.ranks:
         allowed = f"--nodes x --gpus-per-node = {cluster.nodes} x {cluster.per_node}"
         raise ConfigError("cluster.ranks", config.cluster.ranks, allowed)
@@ -386,13 +398,13 @@ def _search(
         )
         raise ConfigError("plan", "auto", allowed)
     if "out" in options:
-        _write(options["out"], settings[0])
+        settings[0] = _written(options["out"], problem, best[0], settings[0])
     source = problem.prices.costs.layer_costs.source
     result = replace(result, best=best)
     return MappingReport(result, settings, refused, problem.user_args, source)
 
 
-def _price(problem: _Problem) -> MappingReport:
+def _price(problem: _Problem, options: Mapping[str, Any]) -> MappingReport:
     """The mapping of the config itself."""
     memory = checked(problem, problem.user_args)
     mapping = mapping_of(problem.config, problem.roles)
@@ -413,8 +425,9 @@ def _price(problem: _Problem) -> MappingReport:
         is_complete=True,
         rest_s=None,
     )
+    settings = _written(options["out"], problem, priced, []) if "out" in options else []
     source = problem.prices.costs.layer_costs.source
-    return MappingReport(result, [[]], [], problem.user_args, source)
+    return MappingReport(result, [settings], [], problem.user_args, source)
 
 
 def checked(problem: _Problem, args: Sequence[str]) -> Mapping[str, MemoryPlan]:
@@ -453,8 +466,17 @@ def _first_line(args: Sequence[str]) -> str:
     return " ".join(keys_set(args)) or "of the defaults"
 
 
-def _write(path: str, settings: Sequence[str]) -> None:
+def _written(
+    path: str, problem: _Problem, one: PricedMapping, settings: Sequence[str]
+) -> list[str]:
+    """The overrides as `--out` has them, with the prediction in a file next to it."""
+    source, samples = problem.prices.costs.layer_costs.source, problem.prices.samples
+    tokens = fmean(sample.response for sample in samples)
+    predicted = f"{path}.json"
+    settings = [*settings, f"telemetry.predicted={predicted}"]
     try:
+        write_json(Path(predicted), prediction(one, source, tokens).to_json())
         Path(path).write_text("".join(f"{setting}\n" for setting in settings))
     except OSError as error:
         raise ConfigError("--out", path, f"a file that can be written ({error.strerror})") from None
+    return settings

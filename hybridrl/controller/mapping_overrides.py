@@ -43,6 +43,8 @@ def overrides(mapping: DeviceMapping) -> list[str]:
             settings[f"{key}.{axis}"] = getattr(layout, axis)
         settings[f"{key}.sequence_parallel"] = str(layout.sequence_parallel).lower()
         settings[f"{key}.schedule"] = layout.schedule.value
+        if layout.chunk_layers:
+            settings[f"{key}.chunk_layers"] = f"[{','.join(map(str, layout.chunk_layers))}]"
     return [f"{key}={value}" for key, value in settings.items()]
 
 
@@ -105,6 +107,7 @@ def mapping_of(config: Config, roles: Sequence[PlannedRole]) -> DeviceMapping:
                 activations=trainer.activations,
                 sequence_parallel=own.sequence_parallel,
                 micro_batch_tokens=trainer.max_tokens_per_micro_batch,
+                chunk_layers=tuple(own.chunk_layers),
             )
     return DeviceMapping(
         pools=pools,
@@ -124,6 +127,7 @@ def train_config(layout: TrainLayout) -> TrainLayoutConfig:
         tp=layout.tp,
         sequence_parallel=layout.sequence_parallel,
         schedule=layout.schedule,
+        chunk_layers=list(layout.chunk_layers),
     )
 
 

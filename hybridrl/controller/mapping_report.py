@@ -8,6 +8,7 @@ from typing import Any
 from hybridrl.planner.mapping import TrainLayout
 from hybridrl.planner.mapping_search import MappingResults, PricedMapping
 from hybridrl.planner.memory import GIB
+from hybridrl.telemetry.prediction import StepPrediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,19 @@ def _axes_text(layout: TrainLayout) -> str:
     axes = ("pp", "replicas", "fsdp", "tp")
     sizes = [f"{axis} {getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1]
     order = f" {layout.schedule.value}" * (layout.pp > 1)
+    if layout.chunk_layers:
+        order += f" layers {'+'.join(map(str, layout.chunk_layers))}"
     return (" ".join(sizes) or "whole") + order
+
+
+def prediction(one: PricedMapping, source: str, response_tokens: float) -> StepPrediction:
+    """What a run of the mapping compares its steps with."""
+    return StepPrediction(
+        source=source,
+        mapping=describe(one),
+        response_tokens=response_tokens,
+        seconds={"step": one.seconds.step_s, **one.seconds.stages},
+    )
 
 
 def _record(one: PricedMapping, settings: Sequence[str]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def zero_bubble_update(
     """
     pp, rows = layout.pp, rows_of_round(layout, row)
     numbers = stage, 2 * pp - 1 - stage
-    bounds = chunk_bounds(shape.num_hidden_layers, 2 * pp)
+    bounds = chunk_bounds(shape.num_hidden_layers, 2 * pp, layout.chunk_layers)
     head = has_head * -(-shape.vocab_size // layout.tp) * shape.hidden_size
     hidden = row.tokens * shape.hidden_size * sizes.itemsize
     hidden //= layout.tp if layout.sequence_parallel else 1

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybridrl.config import ClusterKind, Config, ConfigError, Device, PipelineSchedule
+from hybridrl.config import ClusterKind, Config, ConfigError, Device
 from hybridrl.controller import memory_plan
 from hybridrl.controller.placement import check_placement
 from hybridrl.controller.preflight import build_recipe, check_attention
@@ -119,7 +119,7 @@ def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
     train.place_experts(config.ranks_of("actor"), gpus_per_node)
     shape = _checked_shape(config)
     parameters = model_parameters(shape)
-    zigzag = train.schedule is PipelineSchedule.zero_bubble
+    per_rank = train.num_chunks // train.pp
     started = time.perf_counter()
     switch = plan_switch(
         parameters,
@@ -127,7 +127,9 @@ def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
         gen.pp,
         gen.tp,
         gen.grouping,
-        stages_of_layers(shape.num_hidden_layers, train.pp, train.schedule.chunks_per_rank, zigzag),
+        stages_of_layers(
+            shape.num_hidden_layers, train.pp, per_rank, train.zigzag, train.chunk_layers
+        ),
         gen_ep=gen.ep,
         ascending=config.rollout.features.ascending,
     )

@@ -48,6 +48,7 @@ from hybridrl.flow.schedules.base import schedule_class
 from hybridrl.planner.emulation import check_emulation
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
+from hybridrl.telemetry.prediction import read_prediction
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
     engine_checks(config.rollout).check_installed()
     check_optimizers(config, graph)
     config.telemetry.check_installed()
+    if config.telemetry.predicted is not None:
+        read_prediction(config.telemetry.predicted)
     check_groups(graph)
     check_environment(config, graph)
     if config.cluster.emulated:

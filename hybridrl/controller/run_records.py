@@ -13,6 +13,7 @@ from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StepResult
 from hybridrl.layout.weight_switch import SwitchStats
 from hybridrl.system.memory import MemoryReading
+from hybridrl.telemetry.prediction import stage_key
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.telemetry.trace import TimeSpan, rank_lane
 from hybridrl.workers.sample_writer import SampleFacts
@@ -255,9 +256,7 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
             metrics[name] = result.metrics[f"samples/{name}"]
     if trained := result.metrics.get("samples/trained_tokens"):
         metrics["off_policy_share"] = result.metrics["samples/off_policy_tokens"] / trained
-    for span in result.spans:
-        key = f"{span.name.replace(' ', '_')}_s"
-        metrics[key] = metrics.get(key, 0.0) + span.stop - span.start
+    metrics |= {stage_key(name): s for name, s in result.seconds_by_stage.items()}
     for name in ("kl", *judged(samples)):
         if values := [float(s.scalars[name]) for s in samples if name in s.scalars]:
             metrics |= {f"{name}_mean": fmean(values), f"{name}_std": pstdev(values)}

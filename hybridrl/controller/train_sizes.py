@@ -58,9 +58,9 @@ def train_sizes(
     adapters = _adapters(shape, lora, parameters)
     frozen = {p.name for p in parameters} - {SCORE} if lora.rank else set()
     axes = TrainAxes.of(layout)
-    chunks = layout.schedule.chunks_per_rank if layout.pp > 1 else 1
-    zigzag = layout.schedule is PipelineSchedule.zero_bubble
-    stages = stages_of_layers(shape.num_hidden_layers, layout.pp, chunks, zigzag)
+    pp, zigzag = layout.pp, layout.zigzag
+    per_rank = layout.num_chunks // pp
+    stages = stages_of_layers(shape.num_hidden_layers, pp, per_rank, zigzag, layout.chunk_layers)
     gen = config.rollout.layout
     placed = train_layout([*parameters, *adapters], axes, stages, gen.tp, gen.ep)
     total = sum(math.prod(p.shape) for p in parameters)

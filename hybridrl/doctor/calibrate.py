@@ -14,6 +14,7 @@ from hybridrl.flow.costs import Numbers
 from hybridrl.planner.accelerators import Accelerator
 from hybridrl.planner.layer_fit import fit_layers
 from hybridrl.planner.mapping import (
+    AT_ONCE,
     ClusterShape,
     GenLayout,
     LinkSpeed,
@@ -41,7 +42,6 @@ ranks, in a minute or so. Writes costs.mapping.json, or FILE, for `hybridrl plan
   hybridrl plan calibrate model=qwen3_8b --out=node.json"""
 
 _HOST = "127.0.0.1"
-_AT_ONCE = 1e18  # bytes a second, where nothing moves
 OUT = "costs.mapping.json"
 
 
@@ -111,7 +111,7 @@ def costs_of(times: "Sequence[RankTimes]", config: Config) -> MappingCosts:
         overlaps=on_gpus,
     )
     link = _link(times)
-    host = statistics.median(rank.host_bytes_per_s for rank in times) or _AT_ONCE
+    host = statistics.median(rank.host_bytes_per_s for rank in times) or AT_ONCE.bytes_per_s
     accelerator = Accelerator(
         flops=statistics.median(rank.flops for rank in times),
         memory_bytes_per_s=statistics.median(rank.memory_bytes_per_s for rank in times),
@@ -130,7 +130,7 @@ def _link(times: "Sequence[RankTimes]") -> LinkSpeed:
         (link for link in times[0].links if link.kind == "all_reduce"), key=lambda x: x.nbytes
     )
     if not reduces:
-        return LinkSpeed(_AT_ONCE)
+        return AT_ONCE
     latency = reduces[0].seconds / math.ceil(math.log2(len(times)))
     return LinkSpeed(reduces[-1].rate, latency)
 

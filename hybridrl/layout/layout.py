@@ -118,26 +118,39 @@ class Layout:
 
 
 def stages_of_layers(
-    num_layers: int, pp: int, per_rank: int = 1, zigzag: bool = False
+    num_layers: int,
+    pp: int,
+    per_rank: int = 1,
+    zigzag: bool = False,
+    chunk_layers: Sequence[int] = (),
 ) -> list[int]:
     """The pipeline rank of every layer, `per_rank` chunks of consecutive layers a rank.
 
     Rank i % pp holds chunk i (interleaved 1F1B); with `zigzag` chunks run from rank 0 to pp - 1
-    and back (zero-bubble V). Chunks differ by at most one layer; earlier ones are larger. Raises
-    ValueError for fewer layers than chunks.
+    and back (zero-bubble V). Chunks are those of `chunk_bounds`, which raises ValueError.
     """
     out: list[int] = []
-    for chunk, (start, stop) in enumerate(chunk_bounds(num_layers, pp * per_rank)):
+    for chunk, (start, stop) in enumerate(chunk_bounds(num_layers, pp * per_rank, chunk_layers)):
         out += [rank_of_chunk(chunk, pp, zigzag)] * (stop - start)
     return out
 
 
-def chunk_bounds(num_layers: int, chunks: int) -> list[tuple[int, int]]:
-    """First layer of each chunk and the one after its last."""
+def chunk_bounds(
+    num_layers: int, chunks: int, chunk_layers: Sequence[int] = ()
+) -> list[tuple[int, int]]:
+    """First layer of each chunk and the one after its last.
+
+    Chunks have `chunk_layers`, or differ by at most one layer; earlier ones are larger. Raises
+    ValueError for fewer layers than chunks, and for numbers that do not add up to the layers.
+    """
     if num_layers < chunks:
         raise ValueError(f"{num_layers} layers cannot be split into {chunks} pipeline chunks")
     size, larger = divmod(num_layers, chunks)
-    ends = list(accumulate(size + (chunk < larger) for chunk in range(chunks)))
+    sizes = chunk_layers or [size + (chunk < larger) for chunk in range(chunks)]
+    if len(sizes) != chunks or sum(sizes) != num_layers:
+        wanted = f"{chunks} numbers whose sum is {num_layers}"
+        raise ValueError(f"layers of chunks {list(sizes)}, wanted {wanted}")
+    ends = list(accumulate(sizes))
     return list(pairwise([0, *ends]))
 
 

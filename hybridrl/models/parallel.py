@@ -87,6 +87,17 @@ def model_parameters(config: PretrainedConfig, classifier: bool = False) -> list
     With `classifier` the model is a sequence classifier: a `score` head, replicated on the last
     stage, in place of the vocabulary's. So a tied embedding is on the first stage only.
     """
+    # A large model takes 0.1 s, and a search for a mapping asks hundreds of times.
+    key = type(config), config.to_json_string(use_diff=False), classifier
+    if key not in _PARAMETERS:
+        _PARAMETERS[key] = _model_parameters(config, classifier)
+    return list(_PARAMETERS[key])
+
+
+_PARAMETERS: dict[tuple[type, str, bool], list[Parameter]] = {}
+
+
+def _model_parameters(config: PretrainedConfig, classifier: bool) -> list[Parameter]:
     model = meta_model(config)
     prefix = f"{model.base_model_prefix}."
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
@@ -141,6 +152,9 @@ def check_train_layout(
         allowed = f"false: model type {config.model_type} is none of {', '.join(SPLIT_TOKENS)}"
         raise ConfigError(f"{key}.sequence_parallel", True, allowed)
     _check(f"{key}.pp", layout.pp, _pp_allowed(config, layout.pp, layout.schedule))
+    if layout.chunk_layers and sum(layout.chunk_layers) != config.num_hidden_layers:
+        allowed = f"numbers whose sum is the model's {config.num_hidden_layers} layers"
+        raise ConfigError(f"{key}.chunk_layers", layout.chunk_layers, allowed)
     _check(f"{key}.ep", layout.ep, _ep_allowed(config, layout.ep))
 
 

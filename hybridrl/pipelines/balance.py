@@ -2,6 +2,8 @@
 
 Invariants, asserted by the tests: every index is in exactly one part; indices ascend within a part;
 the same lengths give the same parts. No micro-batch exceeds the bound unless it is one row.
+Among micro-batches within the bound those of more equal cost are taken, so that ranks that meet at
+each of them wait less (ChunkFlow, arXiv 2503.02356; Zeppelin, arXiv 2509.21841).
 `samples_per_row` consecutive sequences, a row, are in one part.
 """
 
@@ -23,6 +25,9 @@ class SequenceCost:
     def __call__(self, tokens: int) -> int:
         """The cost of a sequence of so many tokens."""
         return self.per_token * tokens + self.per_pair * tokens**2
+
+
+BY_TOKENS = SequenceCost()
 
 
 def balance(
@@ -55,28 +60,79 @@ def balance(
 
 
 def micro_batches(
-    lengths: Sequence[int], max_tokens: int, samples_per_row: int = 1
+    lengths: Sequence[int],
+    max_tokens: int,
+    samples_per_row: int = 1,
+    cost: SequenceCost = BY_TOKENS,
 ) -> list[list[int]]:
-    """Split indices into as few balanced micro-batches as hold at most `max_tokens` each.
+    """Split indices into as few micro-batches, balanced by cost, as hold `max_tokens` each.
 
     A row longer than the bound is a micro-batch by itself. No sequences give none. Raises
     ValueError for a bound below 1, and for an incomplete row.
     """
-    if samples_per_row > 1:
-        return _unfold(micro_batches(_fold(lengths, samples_per_row), max_tokens), samples_per_row)
     if max_tokens < 1:
         raise ValueError(f"max_tokens={max_tokens}: wanted 1 or more")
-    long = [[index] for index, length in enumerate(lengths) if length > max_tokens]
-    fitting = [index for index, length in enumerate(lengths) if length <= max_tokens]
-    if not fitting:
-        return long
-    kept = [lengths[index] for index in fitting]
+    rows, costs = _fold(lengths, samples_per_row), _costs(lengths, samples_per_row, cost)
+    long = [[index] for index, length in enumerate(rows) if length > max_tokens]
+    fitting = [index for index, length in enumerate(rows) if length <= max_tokens]
+    kept, kept_costs = [rows[i] for i in fitting], [costs[i] for i in fitting]
     num_parts = -(-sum(kept) // max_tokens)
-    while True:
+    parts: list[list[int]] = []
+    while fitting:
         parts = balance(kept, num_parts)
         if max(sum(kept[i] for i in indices) for indices in parts) <= max_tokens:
-            return long + [[fitting[i] for i in indices] for indices in parts if indices]
+            break
         num_parts += 1
+    parts = _evened(kept, kept_costs, parts, max_tokens)
+    whole = long + [[fitting[i] for i in indices] for indices in parts if indices]
+    return _unfold(whole, samples_per_row)
+
+
+def equal_number(
+    lengths: Sequence[int],
+    num_parts: int,
+    max_tokens: int,
+    samples_per_row: int = 1,
+    cost: SequenceCost = BY_TOKENS,
+) -> list[list[int]]:
+    """`num_parts` parts, balanced by cost where that leaves each within `max_tokens`, else by them.
+
+    Raises as `balance`.
+    """
+    rows, costs = _fold(lengths, samples_per_row), _costs(lengths, samples_per_row, cost)
+    return _unfold(_evened(rows, costs, balance(rows, num_parts), max_tokens), samples_per_row)
+
+
+def _evened(
+    lengths: Sequence[int], costs: Sequence[int], parts: list[list[int]], max_tokens: int
+) -> list[list[int]]:
+    """As many parts whose heaviest costs less, none of them above the bound; else `parts`.
+
+    Costliest first, each to the part that has cost least so far and has room.
+    """
+    heap = [(0, 0, number, max_tokens) for number in range(len(parts))]
+    even: list[list[int]] = [[] for _ in parts]
+    for index in sorted(range(len(lengths)), key=lambda i: (-costs[i], i)):
+        full = []
+        while heap and heap[0][3] < lengths[index]:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return parts
+        total, count, number, room = heapq.heappop(heap)
+        even[number].append(index)
+        full.append((total + costs[index], count + 1, number, room - lengths[index]))
+        for part in full:
+            heapq.heappush(heap, part)
+
+    def heaviest(candidate: list[list[int]]) -> int:
+        return max((sum(costs[i] for i in part) for part in candidate), default=0)
+
+    return [sorted(part) for part in even] if heaviest(even) < heaviest(parts) else parts
+
+
+def _costs(lengths: Sequence[int], samples_per_row: int, cost: SequenceCost) -> list[int]:
+    """The cost of every row: each of its sequences attends to itself alone."""
+    return _fold([cost(length) for length in lengths], samples_per_row)
 
 
 def _fold(lengths: Sequence[int], samples_per_row: int) -> list[int]:

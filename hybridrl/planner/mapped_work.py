@@ -91,8 +91,10 @@ class MappedWork:
         return self.costs.stage_s(self._by_stage[stage.name], self.mapping, lengths_of(samples))
 
     def onload_s(self, stage: Stage) -> float:
-        """Until the role of a forward pass is on the device, where it is not yet."""
+        """Until the role of a forward pass is on the device; the actor's weights generate there."""
         role = self._by_stage[stage.name]
+        if role.name == ACTOR:
+            return 0.0
         layout, _ = self.costs.stage_layout(role, self.mapping)
         return self.costs.activate_s(role, layout)
 

@@ -36,6 +36,26 @@ class SampleLength(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class SampleTotals:
+    """Sums over samples, in tokens and in pairs of a query and a key; the longest sample."""
+
+    tokens: int
+    scored: int
+    pairs: int
+    longest: int
+
+    @classmethod
+    def of(cls, samples: Sequence[SampleLength]) -> "SampleTotals":
+        """Those of a mini-batch."""
+        return cls(
+            sum(sample.tokens for sample in samples),
+            sum(sample.response for sample in samples),
+            sum(sample.pairs for sample in samples),
+            max((sample.tokens for sample in samples), default=0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class LinkSpeed:
     """A link between ranks: `message_s` for a message of any size, and bytes a second each way."""
 
@@ -56,6 +76,10 @@ class LinkSpeed:
     def all_reduce_s(self, nbytes: float, ranks: int) -> float:
         """Of an all-reduce, which sends what a reduce-scatter and an all-gather send."""
         return self.gather_s(2 * nbytes, ranks)
+
+
+AT_ONCE = LinkSpeed(1e18)
+"""Where nothing moves: between the host and a rank on CPUs, say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +124,11 @@ class ClusterShape:
     def node(self, rank: int) -> int:
         """The node of a rank."""
         return rank // self.per_node
+
+    def aligned(self, ranks: range) -> range:
+        """Ranks at the same place within nodes, which cross the same links."""
+        start = ranks.start % self.per_node
+        return range(start, start + len(ranks))
 
     def link(self, ranks: Sequence[int]) -> LinkSpeed:
         """The slowest link that a collective of these ranks crosses, or a message between two.
@@ -155,13 +184,9 @@ class TrainLayout:
         return self.pp > 1 and self.schedule is PipelineSchedule.zero_bubble
 
     def layers_of_chunks(self, layers: int) -> tuple[int, ...]:
-        """Layers of each chunk. Raises ValueError where they are fewer than chunks."""
-        if self.chunk_layers:
-            if len(self.chunk_layers) != self.chunks or sum(self.chunk_layers) != layers:
-                wanted = f"{self.chunks} numbers whose sum is {layers}"
-                raise ValueError(f"layers of chunks {self.chunk_layers}, wanted {wanted}")
-            return self.chunk_layers
-        return tuple(stop - start for start, stop in chunk_bounds(layers, self.chunks))
+        """Layers of each chunk. Raises ValueError as `chunk_bounds` does."""
+        bounds = chunk_bounds(layers, self.chunks, self.chunk_layers)
+        return tuple(stop - start for start, stop in bounds)
 
     def stage_of_chunk(self, chunk: int) -> int:
         """The pipeline stage that holds a chunk."""

@@ -3,26 +3,25 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
-from hybridrl.config import ActivationMode, PipelineSchedule
+from hybridrl.config import ActivationMode
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Scope
 from hybridrl.layout.grouping import TrainAxes
-from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 from hybridrl.layout.switching import plan_switch
-from hybridrl.pipelines.balance import balance, micro_batches
+from hybridrl.pipelines.balance import SequenceCost, balance, micro_batches
 from hybridrl.pipelines.evaluation import evaluate
 from hybridrl.pipelines.problem import (
     PassCosts,
     PassKind,
-    PipelineAction,
     PipelinedModel,
     PipelinePlan,
     PipelineProblem,
 )
-from hybridrl.pipelines.standard import interleaved, one_f_one_b, zero_bubble
+from hybridrl.planner.chunk_layers import chunk_layers
+from hybridrl.planner.engine_order import engine_order, work_s
 from hybridrl.planner.layer_costs import LayerCosts, LayerWork, LinearPass
 from hybridrl.planner.mapping import (
     ACTOR,
@@ -32,8 +31,10 @@ from hybridrl.planner.mapping import (
     LinkSpeed,
     PlannedRole,
     SampleLength,
+    SampleTotals,
     TrainLayout,
 )
+from hybridrl.planner.model_matrices import matrices
 from hybridrl.planner.model_shape import ModelShape
 
 SampleLengths = Sequence[SampleLength]
@@ -57,26 +58,6 @@ class _Chunk:
     reduce_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class SampleTotals:
-    """Sums over samples, in tokens and in pairs of a query and a key; the longest sample."""
-
-    tokens: int
-    scored: int
-    pairs: int
-    longest: int
-
-    @classmethod
-    def of(cls, samples: Sequence[SampleLength]) -> "SampleTotals":
-        """Those of a mini-batch."""
-        return cls(
-            sum(sample.tokens for sample in samples),
-            sum(sample.response for sample in samples),
-            sum(sample.pairs for sample in samples),
-            max((sample.tokens for sample in samples), default=0),
-        )
-
-
 class MappingCosts:
     """Predicts seconds of roles in layouts on a cluster.
 
@@ -92,6 +73,7 @@ class MappingCosts:
         # A search asks for the same ones again and again.
         self._chunks = lru_cache(4096)(self._make_chunks)
         self._moved = lru_cache(4096)(self._switch_traffic_s)
+        self._rows = lru_cache(4096)(self._longest_rows_s)
 
     # Training
 
@@ -195,6 +177,28 @@ class MappingCosts:
     def _fsdp_link(self, layout: TrainLayout, ranks: range) -> LinkSpeed:
         return self.cluster.link([ranks[layout.rank(shard=i)] for i in range(layout.fsdp)])
 
+    def balanced_layers(
+        self, role: PlannedRole, layout: TrainLayout, ranks: range, totals: SampleTotals
+    ) -> tuple[int, ...]:
+        """Layers of each chunk such that the head makes no slowest stage; empty if even ones do.
+
+        See `chunk_layers`; seconds are those of a micro-batch with a part of `totals`.
+        """
+        rows = max(1.0, totals.tokens / layout.data_ranks / layout.micro_batch_tokens)
+        row = [n / layout.data_ranks / rows for n in (totals.tokens, totals.scored, totals.pairs)]
+
+        def of_chunks(layers: int) -> list[float]:
+            """Of chunks with so many layers each."""
+            shape = replace(role.shape, layers=layers * layout.chunks)
+            passes = self._passes(replace(role, shape=shape), layout, ranks, *row)
+            return [each.forward_s + each.backward_s + each.weights_s for each in passes]
+
+        one, two = of_chunks(1), of_chunks(2)
+        layer_s = two[0] - one[0]
+        stages = [layout.stage_of_chunk(chunk) for chunk in range(layout.chunks)]
+        sizes = chunk_layers(role.shape.layers, stages, layer_s, [s - layer_s for s in one])
+        return () if sizes == layout.layers_of_chunks(role.shape.layers) else sizes
+
     def send_s(
         self, role: PlannedRole, layout: TrainLayout, ranks: range, row: SampleLengths
     ) -> float:
@@ -216,15 +220,17 @@ class MappingCosts:
         ranks: range,
         rows: Sequence[SampleLengths],
         trains: bool = True,
+        ragged: bool = False,
     ) -> tuple[PipelineProblem, PipelinePlan]:
         """The micro-batches of one data-parallel rank, and the order of them that the engine takes.
 
-        In a pipeline all rows are as long as the longest.
+        In a pipeline all rows are as long as the longest, unless they are `ragged`.
         """
         longest = max(sum(sample.tokens for sample in row) for row in rows)
         costs = []
         for row in rows:
-            tokens = longest if layout.pp > 1 else sum(sample.tokens for sample in row)
+            is_padded = layout.pp > 1 and not ragged
+            tokens = longest if is_padded else sum(sample.tokens for sample in row)
             scored = sum(sample.response for sample in row)
             pairs = sum(sample.pairs for sample in row)
             costs.append(self._passes(role, layout, ranks, max(1, tokens), scored, pairs))
@@ -238,7 +244,7 @@ class MappingCosts:
             num_ranks=layout.pp,
             send_s=self._send(role, layout, ranks, longest),
         )
-        return problem, _plan(model, layout, trains)
+        return problem, engine_order(model, layout, trains)
 
     def gradient_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
         """Of what comes once an update: weights gathered, gradients reduced over fsdp, replicas."""
@@ -293,34 +299,61 @@ class MappingCosts:
         trains: bool,
     ) -> float:
         """Of the micro-batches of the rank that takes longest."""
-        shares = self._dealt(role, layout, samples)
-        number = 1
+        return self._rows(role, layout, self.cluster.aligned(ranks), tuple(samples), trains)
+
+    def _longest_rows_s(
+        self,
+        role: PlannedRole,
+        layout: TrainLayout,
+        ranks: range,
+        samples: tuple[SampleLength, ...],
+        trains: bool,
+    ) -> float:
+        problems = self.pipelines(role, layout, ranks, samples, trains)
+        # Of ranks with equal numbers of rows the one with most work takes longest, or nearly so.
+        problem, plan = max(problems, key=lambda pair: work_s(pair[0]))
+        return evaluate(problem, plan).seconds
+
+    def pipelines(
+        self,
+        role: PlannedRole,
+        layout: TrainLayout,
+        ranks: range,
+        samples: SampleLengths,
+        trains: bool = True,
+        ragged: bool = False,
+    ) -> list[tuple[PipelineProblem, PipelinePlan]]:
+        """The micro-batches of each data-parallel rank, and the order that the engine takes.
+
+        `ragged` rows keep their own length, as in fused updates; else those of a pipeline are
+        padded, and all ranks have equally many.
+        """
+        shares, cost = self._dealt(role, layout, samples), _sequence_cost(role.shape)
         rows_by_share: list[list[list[SampleLength]]] = []
         for share in shares:
             lengths = [sample.tokens for sample in share]
-            split = micro_batches(lengths, layout.micro_batch_tokens)
-            number = max(number, len(split))
+            split = micro_batches(lengths, layout.micro_batch_tokens, cost=cost)
             rows_by_share.append([[share[i] for i in row] for row in split])
-        number = -(-number // layout.pp) * layout.pp
-        problems = []
-        for share, rows in zip(shares, rows_by_share, strict=True):
-            same = rows + [[]] * (number - len(rows))
-            if layout.pp > 1:
-                lengths = [sample.tokens for sample in share]
-                same = [[share[i] for i in row] for row in balance(lengths, number)]
-            problems.append(self.pipeline(role, layout, ranks, same, trains))
-        # Of ranks with equal numbers of rows the one with most work takes longest, or nearly so.
-        problem, plan = max(problems, key=lambda pair: _work_s(pair[0]))
-        return evaluate(problem, plan).seconds
+        if not ragged:
+            number = max(1, *map(len, rows_by_share))
+            number = -(-number // layout.pp) * layout.pp
+            for index, (share, rows) in enumerate(zip(shares, rows_by_share, strict=True)):
+                same = rows + [[]] * (number - len(rows))
+                if layout.pp > 1:
+                    lengths = [sample.tokens for sample in share]
+                    same = [[share[i] for i in row] for row in balance(lengths, number)]
+                rows_by_share[index] = same
+        return [
+            self.pipeline(role, layout, ranks, rows or [[]], trains, ragged)
+            for rows in rows_by_share
+        ]
 
     def _dealt(
         self, role: PlannedRole, layout: TrainLayout, samples: SampleLengths
     ) -> list[list[SampleLength]]:
         """The samples of each data-parallel rank: dealt to all ranks by operations, then pooled."""
-        shape = role.shape
-        per_token = 2 * (shape.layers * shape.layer_parameters + shape.head_parameters)
-        per_pair = 2 * shape.layers * shape.heads * shape.features
-        costs = [per_token * s.tokens + per_pair * s.tokens**2 for s in samples]
+        cost = _sequence_cost(role.shape)
+        costs = [cost(sample.tokens) for sample in samples]
         shares: list[list[SampleLength]] = [[] for _ in range(layout.data_ranks)]
         for rank, numbers in enumerate(balance(costs, layout.ranks)):
             shares[rank // layout.tp % layout.data_ranks] += [samples[i] for i in numbers]
@@ -333,7 +366,7 @@ class MappingCosts:
         return self.bound_of(role, layout, ranks, SampleTotals.of(samples))
 
     def bound_of(
-        self, role: PlannedRole, layout: TrainLayout, ranks: range, totals: "SampleTotals"
+        self, role: PlannedRole, layout: TrainLayout, ranks: range, totals: SampleTotals
     ) -> float:
         """The same, of samples whose sums are known: a search asks for thousands of layouts."""
         tokens = totals.tokens / layout.data_ranks
@@ -399,7 +432,7 @@ class MappingCosts:
         numbers = train.layers_of_chunks(shape.layers)
         stages = [train.stage_of_chunk(chunk) for chunk, n in enumerate(numbers) for _ in range(n)]
         axes = TrainAxes(pp=train.pp, replicas=train.replicas, fsdp=train.fsdp, tp=train.tp)
-        switch = plan_switch(_parameters(shape), axes, gen.pp, gen.tp, stage_of_layer=stages)
+        switch = plan_switch(matrices(shape), axes, gen.pp, gen.tp, stage_of_layer=stages)
         seconds: dict[tuple[int, bool], float] = {}
         for (sender, receiver), elements in switch.plan.traffic.links.items():
             link = self.cluster.link([ranks[sender], ranks[receiver]])
@@ -532,51 +565,7 @@ class MappingCosts:
         )
 
 
-def _plan(model: PipelinedModel, layout: TrainLayout, trains: bool) -> PipelinePlan:
-    """The order of passes that the engine takes."""
-    if not trains:  # one chunk of a rank after the other
-        actions: list[list[PipelineAction]] = [[] for _ in range(layout.pp)]
-        for chunk, rank in enumerate(model.ranks):
-            for number in range(len(model.costs)):
-                actions[rank].append(PipelineAction(0, PassKind.forward, chunk, number))
-        return actions
-    if layout.pp == 1:
-        return one_f_one_b(model)
-    match layout.schedule:
-        case PipelineSchedule.one_f_one_b:
-            return one_f_one_b(model)
-        case PipelineSchedule.interleaved:
-            return interleaved(model)
-        case PipelineSchedule.zero_bubble:
-            return zero_bubble(model)
-
-
-def _work_s(problem: PipelineProblem) -> float:
-    """Seconds of all passes."""
-    (model,) = problem.models
-    return sum(c.forward_s + c.backward_s + c.weights_s for row in model.costs for c in row)
-
-
-@cache
-def _parameters(shape: ModelShape) -> tuple[Parameter, ...]:
-    """The matrices of the model as layouts see them, without norms."""
-    hidden, features = shape.hidden, shape.features
-    matrices: list[tuple[str, tuple[int, ...], int, int]] = [
-        ("q", (shape.heads * features, hidden), 0, shape.heads),
-        ("k", (shape.kv_heads * features, hidden), 0, shape.kv_heads),
-        ("v", (shape.kv_heads * features, hidden), 0, shape.kv_heads),
-        ("o", (hidden, shape.heads * features), 1, shape.heads),
-        ("gate", (shape.ffn, hidden), 0, 0),
-        ("up", (shape.ffn, hidden), 0, 0),
-        ("down", (hidden, shape.ffn), 1, 0),
-    ]
-    parameters = [
-        Parameter(f"layers.{layer}.{name}", size, layer, dim, units)
-        for layer in range(shape.layers)
-        for name, size, dim, units in matrices
-    ]
-    ends = (shape.vocabulary, hidden)
-    parameters.append(Parameter("embedding", ends, BOTH if shape.tied else FIRST, 0))
-    if not shape.tied:
-        parameters.append(Parameter("head", ends, LAST, 0))
-    return tuple(parameters)
+def _sequence_cost(shape: ModelShape) -> SequenceCost:
+    """Operations of a sequence by its length, as the engine counts them to share out work."""
+    per_token = 2 * (shape.layers * shape.layer_parameters + shape.head_parameters)
+    return SequenceCost(per_token, 2 * shape.layers * shape.heads * shape.features)

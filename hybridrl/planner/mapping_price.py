@@ -5,24 +5,23 @@ roles of a pool one after the other (HybridFlow, section 6, algorithm 1).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from hybridrl.config import ScheduleKind, SerialScheduleConfig
 from hybridrl.flow.executor import Scope
-from hybridrl.flow.graph import Stage
-from hybridrl.flow.sample import Sample
 from hybridrl.planner.mapped_work import MappedWork, step_samples
 from hybridrl.planner.mapping import (
     ACTOR,
     DeviceMapping,
     GenLayout,
     PlannedRole,
+    SampleTotals,
     TrainLayout,
 )
-from hybridrl.planner.mapping_costs import MappingCosts, SampleTotals
+from hybridrl.planner.mapping_costs import MappingCosts
 from hybridrl.planner.mapping_memory import MappingMemory
-from hybridrl.planner.schedule import Setting, replay
+from hybridrl.planner.schedule import mapped_setting, replay
 from hybridrl.planner.workload import Workload
 
 
@@ -37,11 +36,13 @@ class StepSeconds:
     """Inference alone; under schedules that overlap it, it is in `front` only in part."""
     train: Mapping[str, float]
     training: float
-    """Of the pool that trains longest."""
+    """From the barrier to the step's end: pools at once, the roles of a pool in turn."""
     reason: str
     """What the front cannot be quicker than."""
     idle: float = 0.0
     """Share of the instances' time before the update in which they are idle, once replayed."""
+    stages: Mapping[str, float] = field(default_factory=dict)
+    """Once replayed: of each stage and change of phase, by its name in a run's records."""
 
     @property
     def step_s(self) -> float:
@@ -57,22 +58,6 @@ class StepSeconds:
         if longest == self.training:
             return f"training, most of it {max(self.train, key=lambda role: self.train[role])}"
         return "weight switch"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _BeforeUpdates(MappedWork):
-    """Pools that work at the same time, with the scheduler's own costs of passes; no updates.
-
-    What is trained in which layout changes nothing before the barrier: so replays can be shared.
-    """
-
-    def has_pass(self, stage: Stage) -> bool:
-        """No: passes have seconds a token, as in `Setting.costs`."""
-        return False
-
-    def update_s(self, stage: Stage, samples: Sequence[Sample]) -> float:
-        """Nothing."""
-        return 0.0
 
 
 class MappingPrices:
@@ -104,18 +89,22 @@ class MappingPrices:
         self._updates = lru_cache(None)(self._update_s)
         self._bounds = lru_cache(None)(self._update_bound_s)
         self._scores = lru_cache(None)(self._score_s)
-        self._fronts: dict[str, tuple[float, float]] = {}
         self._generation = lru_cache(None)(self._generation_bound)
 
     # Updates
 
     def update_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
         """Of all of a step's updates of a role, with its way onto the device and off."""
-        return self._updates(role, layout, self._aligned(ranks))
+        return self._updates(role, layout, self.costs.cluster.aligned(ranks))
 
     def update_bound_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
         """A closed form that `update_s` is never below."""
-        return self._bounds(role, layout, self._aligned(ranks))
+        return self._bounds(role, layout, self.costs.cluster.aligned(ranks))
+
+    def balanced(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> TrainLayout:
+        """The layout with chunk borders by cost, which may be where they are."""
+        sizes = self.costs.balanced_layers(role, layout, ranks, self._totals)
+        return replace(layout, chunk_layers=sizes)
 
     def _update_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
         each = self.costs.update_s(role, layout, ranks, self._mini_batch)
@@ -127,22 +116,15 @@ class MappingPrices:
 
     def _all_updates(self, role: PlannedRole, layout: TrainLayout, each: float) -> float:
         seconds = each * self.epochs * self.mini_batches
-        if self.memory.device == "cpu":  # nothing leaves
-            return seconds
         there = self.costs.activate_s(role, layout)
         return seconds + there + self.costs.deactivate_s(role, layout)
-
-    def _aligned(self, ranks: range) -> range:
-        """Ranks at the same place within nodes, which cross the same links."""
-        start = ranks.start % self.costs.cluster.per_node
-        return range(start, start + len(ranks))
 
     # The three levels
 
     def bound(self, mapping: DeviceMapping, updates: Mapping[str, float]) -> StepSeconds:
         """Of a step at least, whatever the schedule; `updates` are seconds by role."""
         home = mapping.ranks_of(ACTOR)
-        decode, alone = self._generation(mapping.gen, self._aligned(home))
+        decode, alone = self._generation(mapping.gen, self.costs.cluster.aligned(home))
         infer = self._infer(mapping)
         # Inference by who does it: instances, all of the actor's ranks after generation, a pool.
         shared, after, pools = 0.0, 0.0, dict[str, float]()
@@ -181,18 +163,34 @@ class MappingPrices:
         return replace(self.bound(mapping, updates), switch=switch)
 
     def replayed(self, mapping: DeviceMapping, priced: StepSeconds) -> StepSeconds:
-        """With generation and inference as the schedule has them, in virtual time."""
-        setting = self._setting(mapping, priced)
-        # Layouts that only training has change nothing before the barrier.
-        costs = replace(setting.costs, train_token_s=0.0, switch_s=0.0)
-        pools = tuple(mapping.pools.values())
-        sizes = setting.num_instances, setting.max_held, mapping.schedule
-        key = repr((costs, pools, sizes))
-        if key not in self._fronts:
-            outcome = replay(replace(setting, costs=costs), mapping.schedule)
-            self._fronts[key] = outcome.step_s, outcome.bubbles
-        front, idle = self._fronts[key]
-        return replace(priced, front=front, idle=idle)
+        """A step as the schedule has it, in virtual time: `SimulatedExecutor` under the mapping."""
+        work = MappedWork(
+            costs=self.costs,
+            mapping=mapping,
+            roles=self.roles,
+            mini_batches=self.mini_batches,
+            epochs=self.epochs,
+        )
+        # A schedule that moves the tail has learned lengths and costs after its first step.
+        steps = 2 if mapping.schedule.entry.moves_samples else 1
+        setting = mapped_setting(
+            work,
+            replace(self.workload, num_steps=steps),
+            self.group_size,
+            max_held=max(1, self.memory.samples_held(self._by_name[ACTOR], mapping.gen)),
+            decode_steps=self.decode_steps,
+        )
+        outcome = replay(setting, mapping.schedule)
+        switch = outcome.stages["to_generate"]
+        return replace(
+            priced,
+            switch=switch,
+            front=outcome.front_s,
+            train={name: outcome.stages[f"update_{name}"] for name in mapping.train},
+            training=outcome.step_s - switch - outcome.front_s,
+            idle=outcome.bubbles,
+            stages=outcome.stages,
+        )
 
     def generation_s(self, gen: GenLayout, ranks: range) -> float:
         """Of generation alone, by `serial`."""
@@ -229,20 +227,18 @@ class MappingPrices:
         for role in self.roles:
             if role.passes:
                 layout, _ = self.costs.stage_layout(role, mapping)
-                ranks = self._aligned(mapping.ranks_of(role.name))
+                ranks = self.costs.cluster.aligned(mapping.ranks_of(role.name))
                 seconds[role.name] = len(role.passes) * self._scores(role, layout, ranks)
+                if role.name != ACTOR:  # whose weights are there
+                    seconds[role.name] += self.costs.activate_s(role, layout)
         return seconds
 
     def _score_s(self, role: PlannedRole, layout: TrainLayout | GenLayout, ranks: range) -> float:
         """Of one stage; copies of a role that only scores share the samples evenly."""
         if isinstance(layout, TrainLayout):
-            seconds = self.costs.score_s(role, layout, ranks, self.samples)
-        else:
-            share = self._longest_first[:: len(ranks) // layout.ranks]
-            seconds = self.costs.score_s(role, layout, ranks[: layout.ranks], share)
-        if self.memory.device == "cpu" or role.name == ACTOR:
-            return seconds
-        return seconds + self.costs.activate_s(role, layout)
+            return self.costs.score_s(role, layout, ranks, self.samples)
+        share = self._longest_first[:: len(ranks) // layout.ranks]
+        return self.costs.score_s(role, layout, ranks[: layout.ranks], share)
 
     def _generation_bound(self, gen: GenLayout, ranks: range) -> tuple[float, float]:
         """Decoding in the largest batches without a gap, and the longest sample alone."""
@@ -258,37 +254,3 @@ class MappingPrices:
         prompt, longest = max(self.samples, key=lambda sample: sample.response)
         ends = float(costs.pace(1, prompt)), float(costs.pace(1, prompt + longest))
         return work / instances, longest * sum(ends) / 2
-
-    def _setting(self, mapping: DeviceMapping, priced: StepSeconds) -> Setting:
-        actor, home = self._by_name[ACTOR], mapping.ranks_of(ACTOR)
-        tokens = sum(sample.tokens for sample in self.samples)
-        token_s, call_s, scopes = {}, {}, {}
-        for role in self.roles:
-            layout, scope = self.costs.stage_layout(role, mapping)
-            # An instance has its share of the samples, a pool all of them.
-            share = tokens if scope is Scope.POOL else tokens / mapping.instances
-            for stage in role.passes:
-                ranks = self._aligned(mapping.ranks_of(role.name))
-                token_s[stage] = self._scores(role, layout, ranks) / share
-                call_s[stage], scopes[stage] = 0.0, scope
-        costs = replace(
-            self.costs.generation(actor, mapping.gen, home[: mapping.gen.ranks]),
-            token_s=token_s,
-            stage_call_s=call_s,
-            train_token_s=priced.training / tokens,
-            switch_s=priced.switch,
-        )
-        return Setting(
-            costs=costs,
-            num_instances=mapping.instances,
-            max_held=max(1, self.memory.samples_held(actor, mapping.gen)),
-            decode_steps=self.decode_steps,
-            chunk_tokens=next(iter(mapping.train.values())).micro_batch_tokens,
-            scopes=scopes,
-            # A schedule that moves the tail has learned lengths and costs after its first step.
-            workload=replace(
-                self.workload, num_steps=2 if mapping.schedule.entry.moves_samples else 1
-            ),
-            group_size=self.group_size,
-            mapped=_BeforeUpdates(costs=self.costs, mapping=mapping, roles=self.roles),
-        )

@@ -349,7 +349,8 @@ class MappingSearch:
                     if layout.chunks > shape.layers or zigzags:
                         continue
                     if self.space.allows_train(role, layout):
-                        yield layout
+                        both = layout, self.prices.balanced(role, layout, range(ranks))
+                        yield from dict.fromkeys(both)
 
     def _gen_layouts(self, ranks: int) -> list[GenLayout]:
         """Of instances that hold a full sample at least."""

@@ -127,10 +127,10 @@ class Outcome:
     """Samples that decoded on a wide instance, a step."""
     off_policy: float
     """Share of trained tokens that older weights generated."""
-    phases: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the weight switch (`to_generate`), `front`, `to_train`, and each stage after it.
+    stages: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each stage, and of the changes of phase, `to_generate` and `to_train`, by name.
 
-    Updates in different pools overlap.
+    Stages may overlap: under schedules that stream samples, and in different pools.
     """
 
 
@@ -196,7 +196,7 @@ def mapped_setting(
         num_instances=mapping.instances,
         max_held=max_held,
         decode_steps=decode_steps,
-        chunk_tokens=mapped.costs.row_tokens,
+        chunk_tokens=next(iter(mapping.train.values())).micro_batch_tokens,
         scopes=mapped.scopes,
         schedules=(mapping.schedule,),
         workload=workload,
@@ -296,12 +296,12 @@ def replay(setting: Setting, config: ScheduleConfig, skip: int = 1) -> Outcome:
         mapped=setting.mapped,
     )
     schedule = schedule_class(config).build(_parts(setting, executor), config)
-    steps, phases = [], []
+    steps, stages = [], []
     for step in range(1, setting.workload.num_steps + 1):
         start = executor.clock.now()
         executor.slices.clear()
         result = schedule.run_step(step)
-        phases.append(_phases(result))
+        stages.append(result.seconds_by_stage)
         steps.append(_measure(setting, executor, result, executor.clock.now() - start))
     steady = steps[skip:] or steps
     chosen = None
@@ -311,10 +311,10 @@ def replay(setting: Setting, config: ScheduleConfig, skip: int = 1) -> Outcome:
             chosen = round(fmean(step["threshold"] for step in steady))
     logger.debug("replayed %d steps of %s", len(steps), config.kind.value)
     means = {key: fmean(step[key] for step in steady) for key in steps[0] if key != "threshold"}
-    spans = phases[skip:] or phases
-    mean_phases = {name: fmean(step[name] for step in spans) for name in spans[0]}
+    of_steady = stages[skip:] or stages
+    mean_stages = {name: fmean(step[name] for step in of_steady) for name in of_steady[0]}
     return Outcome(
-        schedule=config.kind.value, mechanisms="", threshold=chosen, phases=mean_phases, **means
+        schedule=config.kind.value, mechanisms="", threshold=chosen, stages=mean_stages, **means
     )
 
 
@@ -337,17 +337,6 @@ def _measure(
         "off_policy": old / max(1, sum(s.stop - s.start for s in spans)),
         "threshold": result.metrics.get("samples/migration_threshold", 0.0),
     }
-
-
-def _phases(result: StepResult) -> dict[str, float]:
-    """Seconds of the weight switch, of the front, and of what follows it, by name."""
-    ended = next(span.start for span in result.spans if span.name == "to_train")
-    begun = next(span.stop for span in result.spans if span.name == "to_generate")
-    seconds = {"front": ended - begun}
-    for span in result.spans:
-        if span.name == "to_generate" or span.start >= ended:
-            seconds[span.name] = seconds.get(span.name, 0.0) + span.stop - span.start
-    return seconds
 
 
 def _parts(setting: Setting, executor: SimulatedExecutor) -> ScheduleParts:

@@ -14,6 +14,7 @@ from typing import Any, Self
 from hybridrl.config.run import TelemetryConfig
 from hybridrl.telemetry.environment import capture
 from hybridrl.telemetry.loggers.run_loggers import RunLoggers, logged_run
+from hybridrl.telemetry.prediction import PREDICTION, read_prediction
 from hybridrl.telemetry.progress import make_display
 from hybridrl.telemetry.records import JsonLines, parse, write_atomic, write_json
 from hybridrl.telemetry.trace import (
@@ -86,6 +87,9 @@ class Telemetry:
     def _open(self) -> None:
         self._write_status()
         self._capture()
+        if self._config.predicted is not None:
+            prediction = read_prediction(self._config.predicted)
+            write_json(self.run_dir / PREDICTION, prediction.to_json())
         self._trace = TraceFile(self.run_dir / "trace.json")
         self._loggers = RunLoggers(self._config.loggers, self._run)
         self.display = make_display(self._config.progress)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from hybridrl import cli
 from hybridrl.config import ConfigError, compose
 from hybridrl.controller import mapping_command
 from hybridrl.controller.preflight import prepare
+from hybridrl.telemetry.prediction import read_prediction
+from hybridrl.telemetry.report import render
 
 LENGTHS = "--lengths=lognormal:median=60,sigma=0.8"
 TINY = (
@@ -152,3 +155,25 @@ def test_the_command_prints_what_train_takes(
     assert out.read_text().splitlines() == overrides
     config = compose.check([*TINY, *overrides])
     assert config.cluster.ranks == 2
+    assert config.telemetry.predicted == f"{out}.json"
+    predicted = read_prediction(f"{out}.json")
+    assert predicted.seconds["step"] == record["mappings"][0]["step_s"]
+
+
+def test_a_planned_run_shows_predicted_beside_measured(
+    tiny_run: list[str], train_here: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Of every stage of a step on two ranks; both name the stages alike."""
+    out = tmp_path / "plan"
+    options = ("--price", "--nodes=1", "--gpus-per-node=2", f"--out={out}")
+    tiny = [*tiny_run, "cluster.memory_check=warn", "cluster.ranks=2"]
+    _plan(*tiny, *options, lengths="--lengths=lognormal:median=8,sigma=0.5")
+    run_dir = train_here(tmp_path / "run", *tiny, *out.read_text().split()).dir
+    page = render(run_dir).read_text()
+    assert "Predicted and measured" in page
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    rows = {name: rest for name, *rest in data["predicted"]["rows"]}
+    assert set(rows) >= {"step", "to_generate", "generate", "update_actor"}
+    for predicted, measured, ratio in (rows[name] for name in ("step", "generate", "update_actor")):
+        assert predicted > 0
+        assert ratio == pytest.approx(measured / predicted)

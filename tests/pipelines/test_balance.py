@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
-from hybridrl.pipelines.balance import balance, micro_batches
+from hybridrl.pipelines.balance import SequenceCost, balance, equal_number, micro_batches
 
 lengths_of = st.lists(st.integers(1, 300), max_size=60)
 
@@ -84,3 +84,37 @@ def test_bounds_are_checked():
     for split in (balance, micro_batches):
         with pytest.raises(ValueError, match="3 sequences: wanted a multiple of samples_per_row=2"):
             split([1, 1, 1], 10, samples_per_row=2)
+
+
+COST = SequenceCost(per_token=1000, per_pair=2)  # attention is half of the work at 500 tokens
+
+
+def _costs(lengths, parts):
+    return [sum(COST(lengths[i]) for i in indices) for indices in parts]
+
+
+@settings(max_examples=60)
+@given(lengths_of, st.integers(1, 400), st.integers(1, 9))
+def test_micro_batches_by_cost(lengths, max_tokens, number):
+    """As many as by tokens, within the bound; the heaviest costs no more."""
+    parts = micro_batches(lengths, max_tokens, cost=COST)
+    by_tokens = micro_batches(lengths, max_tokens)
+    assert sorted(i for indices in parts for i in indices) == list(range(len(lengths)))
+    assert all(len(p) == 1 or sum(lengths[i] for i in p) <= max_tokens for p in parts)
+    assert max(_costs(lengths, parts), default=0) <= max(_costs(lengths, by_tokens), default=0)
+    same = equal_number(lengths, number, max_tokens, cost=COST)
+    assert len(same) == number
+    assert max(_costs(lengths, same)) <= max(_costs(lengths, balance(lengths, number)))
+
+
+def test_the_spread_of_seconds_falls():
+    """Of heavy-tailed lengths: attention's share grows with the square of a sequence's length."""
+    source = random.Random(0)
+    spreads = []
+    for _ in range(40):
+        lengths = [min(4096, int(100 * source.paretovariate(1.1))) for _ in range(64)]
+        for parts in (micro_batches(lengths, 8192), micro_batches(lengths, 8192, cost=COST)):
+            costs = _costs(lengths, parts)
+            spreads.append(max(costs) / (sum(costs) / len(costs)) - 1)
+    by_tokens, by_cost = sum(spreads[::2]) / 40, sum(spreads[1::2]) / 40
+    assert by_cost < 0.7 * by_tokens

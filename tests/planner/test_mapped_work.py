@@ -72,29 +72,34 @@ def test_a_serial_step_is_the_sum_of_its_work() -> None:
     """Roles on the same ranks follow one another, in their layouts, by way of the device."""
     step = outcome(TOGETHER)
     updates = {"update_actor", "update_critic"}
-    assert set(step.phases) == {"to_generate", "front", "to_train", "values"} | updates
+    before = {"to_generate", "generate", "reward", "reference", "to_train"}
+    assert set(step.stages) == before | {"values"} | updates
     for role in (ACTOR, CRITIC):
         layout = TOGETHER.mapping.train[role.name]
         update = COSTS.update_s(role, layout, range(16), SAMPLES)
         update += 2 * COSTS.activate_s(role, layout)
-        assert step.phases[f"update_{role.name}"] == pytest.approx(update)
-    assert step.phases["to_generate"] == pytest.approx(
+        assert step.stages[f"update_{role.name}"] == pytest.approx(update)
+    assert step.stages["to_generate"] == pytest.approx(
         COSTS.to_generation_s(ACTOR, TOGETHER.mapping)
     )
     # Values take the critic's shards, on all ranks: after generation and the reference.
     critic = TOGETHER.mapping.train["critic"]
     values = COSTS.score_s(CRITIC, critic, range(16), SAMPLES) + COSTS.activate_s(CRITIC, critic)
-    assert step.phases["values"] == pytest.approx(values)
+    assert step.stages["values"] == pytest.approx(values)
     instance = COSTS.generation(ACTOR, GenLayout(tp=2), range(16))
     assert step.front_s > 400 * instance.step_s
-    assert step.step_s == pytest.approx(sum(step.phases.values()))
+    assert step.step_s == pytest.approx(sum(step.stages.values()))
+    # Every instance scores its own samples: as long as the one with most takes.
+    least = COSTS.score_s(REFERENCE, GenLayout(tp=2), range(2), SAMPLES) / 8
+    onload = COSTS.activate_s(REFERENCE, GenLayout(tp=2))
+    assert least < step.stages["reference"] - onload < 3 * least
 
 
 def test_pools_train_at_once() -> None:
     """The actor's and the critic's updates overlap: a step waits for the longer one."""
     step = outcome(APART)
-    actor, critic = step.phases["update_actor"], step.phases["update_critic"]
-    others = sum(step.phases[name] for name in ("to_generate", "front", "to_train"))
+    actor, critic = step.stages["update_actor"], step.stages["update_critic"]
+    others = step.stages["to_generate"] + step.front_s + step.stages["to_train"]
     assert step.step_s == pytest.approx(others + max(actor, critic))
     alone = COSTS.update_s(CRITIC, TrainLayout(fsdp=8), range(8, 16), SAMPLES)
     assert critic == pytest.approx(alone + 2 * COSTS.activate_s(CRITIC, TrainLayout(fsdp=8)))
@@ -122,7 +127,7 @@ def test_mini_batches_and_epochs() -> None:
     layout = TrainLayout(fsdp=8)
     quarter = COSTS.update_s(ACTOR, layout, range(8), SAMPLES[:8])
     way = 2 * COSTS.activate_s(ACTOR, layout)
-    assert outcome(several).phases["update_actor"] == pytest.approx(8 * quarter + way)
+    assert outcome(several).stages["update_actor"] == pytest.approx(8 * quarter + way)
 
 
 @pytest.mark.parametrize(

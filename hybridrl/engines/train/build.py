@@ -105,12 +105,12 @@ class TrainDims:
     @property
     def num_chunks(self) -> int:
         """Pipeline chunks of the model."""
-        return self.axes.pp * self.schedule.chunks_per_rank if self.axes.pp > 1 else 1
+        return self.config.num_chunks
 
     @property
     def zigzag(self) -> bool:
         """Whether chunks run down the ranks and back."""
-        return self.schedule is PipelineSchedule.zero_bubble
+        return self.config.zigzag
 
     @property
     def chunk_ranks(self) -> tuple[int, ...]:
@@ -128,7 +128,8 @@ class TrainDims:
     def stage_of_layer(self, num_layers: int) -> list[int]:
         """The pipeline rank of every layer."""
         pp = self.axes.pp
-        stages = stages_of_layers(num_layers, pp, self.num_chunks // pp, self.zigzag)
+        per_rank, sizes = self.num_chunks // pp, self.config.chunk_layers
+        stages = stages_of_layers(num_layers, pp, per_rank, self.zigzag, sizes)
         return [pp - 1 - stage for stage in stages] if self.reverse else stages
 
 
@@ -211,7 +212,8 @@ def _cut_into_chunks(model: PreTrainedModel, dims: TrainDims) -> list[Chunk]:
     """This rank's pipeline chunks of `model`, which is empty afterwards; without pp all of it."""
     if dims.num_chunks == 1:
         return [whole(model)]
-    bounds = chunk_bounds(model.config.num_hidden_layers, dims.num_chunks)
+    layers, sizes = model.config.num_hidden_layers, dims.config.chunk_layers
+    bounds = chunk_bounds(layers, dims.num_chunks, sizes)
     chunks = [cut(model, *bounds[number]) for number in dims.chunk_numbers]
     hollow(model)
     return chunks

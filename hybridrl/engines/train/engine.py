@@ -51,7 +51,7 @@ from hybridrl.models.adapters import add_adapters
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import routing_biases
-from hybridrl.models.flops import ForwardFlops
+from hybridrl.models.flops import ForwardFlops, forward_flops
 from hybridrl.models.load import (
     TORCH_DTYPES,
     absent_parameters,
@@ -61,6 +61,7 @@ from hybridrl.models.load import (
 from hybridrl.models.packed_attention import NAME, choose_attention
 from hybridrl.models.router_replay import ExpertShape, enable_replay
 from hybridrl.models.stored_weights import StoredWeights
+from hybridrl.pipelines.balance import SequenceCost
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +168,7 @@ class TrainEngine(ModelShards):
             trainer.max_tokens_per_micro_batch,
             layers,
             trainer.chunk_tokens,
+            SequenceCost(*forward_flops(self.model.config)),
         )
         self.flops = ForwardFlops.of(self.model.config)
         if gives_values:  # in place of the vocabulary's head
@@ -432,7 +434,7 @@ class TrainEngine(ModelShards):
         counts = self._replica.count(pooled, len(micros.parts), self.flops)
         totals = self._replica.totals(sums.joined(counts))
         number = max(1, len(micros.parts)) if ragged else totals.micro_batches
-        micros = self._replica.same_number(micros, number, loss.samples_per_row)
+        micros = self._replica.same_number(micros, number, loss.samples_per_row, ragged)
         if ragged:
             micros = replace(micros, parts=[own for own in micros.parts if own] or [[]])
         batches = self._pack(micros, loss, ragged)

@@ -185,7 +185,8 @@ class FusedUpdate:
         engine = self.engines[pipeline.engine]
         config, num_chunks = engine.model.config, len(pipeline.ranks)
         halves = engine.dims.schedule is PipelineSchedule.zero_bubble and num_chunks > 1
-        bounds = chunk_bounds(config.num_hidden_layers, num_chunks)
+        sizes = engine.dims.config.chunk_layers
+        bounds = chunk_bounds(config.num_hidden_layers, num_chunks, sizes)
         layers = [stop - start for start, stop in bounds]
         costs = [
             row_costs(engine.flops, *row, layers, config.hidden_size, halves)

@@ -17,7 +17,13 @@ from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import Candidates, PackedBatch, pack, scored_positions
 from hybridrl.engines.train.pipeline import Pipeline
 from hybridrl.models.flops import ForwardFlops
-from hybridrl.pipelines.balance import balance, micro_batches
+from hybridrl.pipelines.balance import (
+    BY_TOKENS,
+    SequenceCost,
+    balance,
+    equal_number,
+    micro_batches,
+)
 
 _WORK_UNIT = 1000  # operations: sums of a large model's would not fit into 64 bits
 
@@ -68,14 +74,16 @@ class Replica:
         max_tokens: int,
         num_layers: int,
         chunk_tokens: int = 0,
+        cost: SequenceCost = BY_TOKENS,
     ) -> None:
         """`max_tokens` bounds a micro-batch, of a model of `num_layers` layers.
 
+        Micro-batches have about equal `cost`: that of a sequence by its length.
         Longer sequences are computed in chunks of `chunk_tokens` on a rank; 0 leaves them whole.
         """
         self.dims, self.pipeline, self.attention, self.device = dims, pipeline, attention, device
         assert pipeline is None or chunk_tokens in (0, max_tokens), "all rows are equally long"
-        self.max_tokens = max_tokens
+        self.max_tokens, self.cost = max_tokens, cost
         self.chunk_tokens = -(-chunk_tokens // dims.token_parts) * dims.token_parts
         self._group = dims.replica_group
         self._all: Sequence[ProcessGroup | None] = (None,)
@@ -141,7 +149,7 @@ class Replica:
         (Zeppelin, arXiv 2509.21841). With `alone` each sequence is a separate row.
         """
         lengths = [len(sequence.ids) for sequence in sequences]
-        parts = micro_batches(lengths, self.max_tokens, samples_per_row)
+        parts = micro_batches(lengths, self.max_tokens, samples_per_row, self.cost)
         if alone:
             parts = [[i] for i in range(len(sequences))]
         micros = MicroBatches(sequences, parts)
@@ -164,9 +172,13 @@ class Replica:
         return MicroBatches(sequences, parts + rest, len(parts))
 
     def same_number(
-        self, micros: MicroBatches, number: int, samples_per_row: int = 1
+        self, micros: MicroBatches, number: int, samples_per_row: int = 1, ragged: bool = False
     ) -> MicroBatches:
-        """`number` micro-batches, the same on all ranks, or more if a pipeline needs more."""
+        """`number` micro-batches, the same on all ranks, or more if a pipeline needs more.
+
+        `ragged` rows keep their own length: they cost alike. Others are padded to the longest, so
+        they have about as many tokens.
+        """
         if self.pipeline is not None and self.chunk_tokens:
             return self._same_rounds(micros, self.pipeline, samples_per_row)
         shared, rest = micros.parts[: micros.shared], micros.parts[micros.shared :]
@@ -176,7 +188,9 @@ class Replica:
             left = self.pipeline.num_micro_batches(number) - len(shared)
             own = sorted(index for indices in rest for index in indices)
             lengths = [len(micros.sequences[i].ids) for i in own]
-            split = balance(lengths, left, samples_per_row) if left else []
+            cost = self.cost if ragged else BY_TOKENS
+            args = left, self.max_tokens, samples_per_row, cost
+            split = equal_number(lengths, *args) if left else []
             rest = [[own[i] for i in indices] for indices in split]
         return replace(micros, parts=shared + rest)
 

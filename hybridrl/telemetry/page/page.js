@@ -153,6 +153,14 @@ function paintSlice(svg, tip, box, slice, lane, sx, y, row) {
   }
 }
 
+function predicted() {
+  if (!data.predicted) return;
+  const { source, mapping, columns, rows, steps, predicted_tokens, measured_tokens } = data.predicted;
+  const lengths = measured_tokens === null ? "" : `, for responses of ${number(predicted_tokens)} tokens; measured were ${number(measured_tokens)}`;
+  section("Predicted and measured", `Seconds of a step by stage: predicted by ${source}${lengths}. Measured is the mean of ${steps} ${steps === 1 ? "step" : "steps"}; stages may overlap.`,
+    make("section", { class: "card", id: "predicted" }, make("p", { class: "lead" }, mapping), make("div", { class: "scroll" }, table(columns, rows))));
+}
+
 function memory() {
   if (!data.memory) return;
   const ranks = data.memory.series.length;
@@ -242,6 +250,7 @@ const PARTS = {
   advice: [advice, ["advice"]],
   curves: [curves, ["charts", "phases"]],
   timelines: [timelines, ["timelines"]],
+  predicted: [predicted, ["predicted"]],
   memory: [memory, ["memory"]],
   lengths: [lengthsAndSwitches, ["lengths", "switches"]],
   samples: [samples, ["samples"]],

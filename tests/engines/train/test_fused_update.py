@@ -181,3 +181,17 @@ def test_adapters(ranks, path, sequences):
 )
 def test_four_ranks(ranks, path, sequences, actor, critic, settings):
     check(ranks, 4, path, sequences, actor, critic, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("actor", "critic"),
+    [
+        ((4, 1, 2, 1), (2, 2, 2, 1)),
+        ((2, 2, 2, 1), (4, 1, 2, 1)),
+        ((4, 1, 1, 2), (2, 1, 2, 2)),
+    ],
+    ids=str,
+)
+def test_eight_ranks(ranks, path, sequences, actor, critic):
+    check(ranks, 8, path, sequences, actor, critic)

@@ -101,6 +101,7 @@ def step(
     cp=1,
     chunk=0,
     ep_grouping="auto",
+    chunk_layers=(),
 ):
     """Log-probabilities, metrics and whole gradients of one update, shares dealt over all ranks."""
     pp, replicas, fsdp, tp, *ep = layout
@@ -122,6 +123,7 @@ def step(
                 schedule=PipelineSchedule[schedule],
                 sequence_parallel=sequence_parallel,
                 ep_grouping=Grouping[ep_grouping],
+                chunk_layers=list(chunk_layers),
             ),
         ),
         device=torch.device("cpu"),
@@ -272,6 +274,23 @@ def test_other_families_by_their_own_plans(ranks, wanted, layout, families):
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_schedules_and_replicas(ranks, wanted, layout, schedule, tied):
     check_all(ranks, [wanted("qwen3", tied)], layout, schedule)
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize(
+    ("layout", "schedule", "chunk_layers"),
+    [
+        ((2, 1, 1, 1), "one_f_one_b", (4, 1)),
+        ((2, 1, 2, 1), "interleaved", (1, 2, 1, 1)),
+        ((2, 1, 1, 1), "zero_bubble", (2, 1, 1, 1)),
+    ],
+    ids=str,
+)
+def test_chunks_of_any_layers(ranks, wanted, layout, schedule, chunk_layers):
+    """The gradients of one process, wherever the borders of chunks are."""
+    path, sequences, want = wanted("qwen3", True)
+    args = (path, sequences, layout, schedule, 1, 30, False, False, 1, 0, "auto", chunk_layers)
+    check(ranks(math.prod(layout), step, *args), want, path)
 
 
 def large_steps(paths, *args):

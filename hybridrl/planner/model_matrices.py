@@ -1,0 +1,31 @@
+"""The matrices of a model, for the plan of its weight switch."""
+
+from functools import cache
+
+from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
+from hybridrl.planner.model_shape import ModelShape
+
+
+@cache
+def matrices(shape: ModelShape) -> tuple[Parameter, ...]:
+    """The matrices of the model as layouts see them, without norms."""
+    hidden, features = shape.hidden, shape.features
+    sizes: list[tuple[str, tuple[int, ...], int, int]] = [
+        ("q", (shape.heads * features, hidden), 0, shape.heads),
+        ("k", (shape.kv_heads * features, hidden), 0, shape.kv_heads),
+        ("v", (shape.kv_heads * features, hidden), 0, shape.kv_heads),
+        ("o", (hidden, shape.heads * features), 1, shape.heads),
+        ("gate", (shape.ffn, hidden), 0, 0),
+        ("up", (shape.ffn, hidden), 0, 0),
+        ("down", (hidden, shape.ffn), 1, 0),
+    ]
+    parameters = [
+        Parameter(f"layers.{layer}.{name}", size, layer, dim, units)
+        for layer in range(shape.layers)
+        for name, size, dim, units in sizes
+    ]
+    ends = (shape.vocabulary, hidden)
+    parameters.append(Parameter("embedding", ends, BOTH if shape.tied else FIRST, 0))
+    if not shape.tied:
+        parameters.append(Parameter("head", ends, LAST, 0))
+    return tuple(parameters)

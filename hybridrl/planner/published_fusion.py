@@ -1,0 +1,229 @@
+"""RLHFuse's iterations under the planner's costs: fused updates, and both fusions together.
+
+Setting: see `published.py`. Pipelines are those of FlexFusion, RLHFuse's public code: tensor
+parallelism within a node, 4, 8 and 16 stages for 13B, 33B and 65B, and a mini-batch of 64 samples
+(arXiv 2409.13221, section 7), each sample a micro-batch. So a mini-batch has as many micro-batches
+a pipeline as FlexFusion's problems have.
+
+Not published, and so assumed: lengths below the limit, kernels and links as in `accelerators.py`.
+Separate updates are 1F1B, their rows as long as they are, or padded as one model's are here. No
+number is fitted.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from hybridrl.config import FusedScheduleConfig, ScheduleConfig, SerialScheduleConfig
+from hybridrl.pipelines.evaluation import evaluate, lower_bound
+from hybridrl.pipelines.problem import PipelinedModel, PipelineProblem
+from hybridrl.pipelines.search import search
+from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.planner.mapped_work import MappedWork, step_samples
+from hybridrl.planner.mapping import (
+    ACTOR,
+    DeviceMapping,
+    GenLayout,
+    PlannedRole,
+    SampleLength,
+    TrainLayout,
+    cluster_of,
+)
+from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.planner.published import LIMITS, PAIRS, PUBLISHED_ITERATION, paper_setting
+from hybridrl.planner.schedule import Outcome, mapped_setting, replay
+from hybridrl.planner.workload import Workload
+
+PUBLISHED_TRAINING = (1.2, 1.3)
+"""RLHFuse-Base over RLHFuse in training, by intra-stage fusion (section 7)."""
+
+_STAGES = {"13b": 4, "33b": 8, "65b": 16}
+_NODES, _PER_NODE, _MINI_BATCHES = 32, 8, 8
+_ROUNDS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FusedIteration:
+    """One pair of models under one limit. Ratios are separate over fused: above 1 is sooner."""
+
+    actor: str
+    critic: str
+    limit: int
+    training: float
+    """Both updates, rows of their own length either way."""
+    training_bound: float
+    """No plan saves more: by the lower bound of the fused pipelines."""
+    training_padded: float
+    """The same against updates whose rows are padded to the longest, as one model's are here."""
+    front: float
+    """All that comes before the updates, by inter-stage fusion."""
+    iteration: float
+    """All of it with both fusions, rows of their own length."""
+
+
+def rlhfuse_iterations(
+    on_progress: Callable[[int, int], None] = lambda done, of: None,
+) -> list[FusedIteration]:
+    """Every pair and limit; `on_progress` gets the cases done and their total."""
+    cases = [(*pair, limit) for pair in PAIRS for limit in LIMITS]
+    compared = []
+    for done, case in enumerate(cases, 1):
+        compared.append(_compare(*case))
+        on_progress(done, len(cases))
+    return compared
+
+
+def _compare(actor: str, critic: str, limit: int) -> FusedIteration:
+    setting = paper_setting(actor, critic, limit)
+    accelerator = ACCELERATORS["hopper-200g"]
+    costs = MappingCosts(layer_roofline(accelerator), cluster_of(accelerator, _NODES, _PER_NODE))
+    roles = _roles(actor, critic)
+    layouts = {ACTOR: _layout(actor), "critic": _layout(critic)}
+    samples = step_samples(setting.workload, 1)
+    batch = samples[: len(samples) // _MINI_BATCHES]
+    trained = [role for role in roles if role.trained]
+
+    # One mini-batch of each, apart and together.
+    apart, padded = 0.0, 0.0
+    for role in trained:
+        layout, ranks = layouts[role.name], range(costs.cluster.ranks)
+        own = costs.pipelines(role, layout, ranks, batch, ragged=True)
+        apart += max(evaluate(*pair).seconds for pair in own)
+        pairs = costs.pipelines(role, layout, ranks, batch)
+        padded += max(evaluate(*pair).seconds for pair in pairs)
+    steps = sum(_steps_s(costs, role, layouts[role.name]) for role in trained)
+    problem = _heaviest(costs, trained, layouts, batch)
+    fused = search(problem, rounds=_ROUNDS).times.seconds
+    bound = lower_bound(problem)
+
+    # The whole iteration: generation and inference by the schedules, training as above.
+    serial, streamed = (
+        _replayed(costs, roles, layouts, setting.max_held, setting.workload, schedule)
+        for schedule in (SerialScheduleConfig(), FusedScheduleConfig())
+    )
+    ways = sum(_ways_s(costs, role, layouts[role.name]) for role in trained)
+    trains = [ways + _MINI_BATCHES * (steps + seconds) for seconds in (apart, fused)]
+    before = [
+        one.step_s - sum(s for name, s in one.stages.items() if name.startswith("update_"))
+        for one in (serial, streamed)
+    ]
+    iterations = [own + train for own, train in zip(before, trains, strict=True)]
+    return FusedIteration(
+        actor,
+        critic,
+        limit,
+        training=trains[0] / trains[1],
+        training_bound=trains[0] / (ways + _MINI_BATCHES * (steps + bound)),
+        training_padded=(ways + _MINI_BATCHES * (steps + padded)) / trains[1],
+        front=before[0] / before[1],
+        iteration=iterations[0] / iterations[1],
+    )
+
+
+def _roles(actor: str, critic: str) -> list[PlannedRole]:
+    own, other = MODELS[actor], MODELS[critic]
+    return [
+        PlannedRole(name=ACTOR, shape=own, trained=True),
+        PlannedRole(name="critic", shape=other, trained=True, passes=("values",), value_head=True),
+        PlannedRole(name="reference", shape=own, passes=("reference",)),
+        PlannedRole(name="reward", shape=other, passes=("reward",), value_head=True),
+    ]
+
+
+def _layout(model: str) -> TrainLayout:
+    stages = _STAGES[model]
+    return TrainLayout(
+        pp=stages,
+        fsdp=_NODES // stages,
+        tp=_PER_NODE,
+        sequence_parallel=True,
+        micro_batch_tokens=1,  # each sample is a row
+    )
+
+
+def _heaviest(
+    costs: MappingCosts,
+    roles: Sequence[PlannedRole],
+    layouts: dict[str, TrainLayout],
+    batch: Sequence[SampleLength],
+) -> PipelineProblem:
+    """The fused pipelines of the ranks that have most work, the critic's in the other direction.
+
+    The model with more stages has one pipeline there, the other one as many as have room.
+    """
+    places = max(layout.pp for layout in layouts.values())
+    groups: list[list[PipelinedModel]] = [[] for _ in range(_NODES // places)]
+    send_s = 0.0
+    for number, role in enumerate(roles):
+        layout = layouts[role.name]
+        copies = places // layout.pp
+        pairs = costs.pipelines(role, layout, range(costs.cluster.ranks), batch, ragged=True)
+        for index, (problem, _) in enumerate(pairs):
+            (model,) = problem.models
+            send_s = max(send_s, problem.send_s)
+            first = index % copies * layout.pp
+            ranks = tuple(first + rank for rank in model.ranks)
+            if number:
+                ranks = tuple(places - 1 - rank for rank in ranks)
+            groups[index // copies].append(replace(model, ranks=ranks))
+    problems = [PipelineProblem(models=own, num_ranks=places, send_s=send_s) for own in groups]
+    return max(problems, key=lower_bound)
+
+
+def _steps_s(costs: MappingCosts, role: PlannedRole, layout: TrainLayout) -> float:
+    """What comes once a mini-batch: gradients and the optimizer."""
+    ranks = range(costs.cluster.ranks)
+    return costs.gradient_s(role, layout, ranks) + costs.optimizer_s(role, layout, ranks)
+
+
+def _ways_s(costs: MappingCosts, role: PlannedRole, layout: TrainLayout) -> float:
+    """Onto the device and off."""
+    return costs.activate_s(role, layout) + costs.deactivate_s(role, layout)
+
+
+def _replayed(
+    costs: MappingCosts,
+    roles: Sequence[PlannedRole],
+    layouts: dict[str, TrainLayout],
+    max_held: int,
+    workload: Workload,
+    schedule: ScheduleConfig,
+) -> Outcome:
+    """A step of the schedule, all roles on all ranks, instances of a node."""
+    mapping = DeviceMapping(
+        pools={ACTOR: tuple(role.name for role in roles)},
+        ranks={ACTOR: costs.cluster.ranks},
+        train={name: replace(x, micro_batch_tokens=8192) for name, x in layouts.items()},
+        gen=GenLayout(tp=_PER_NODE),
+        schedule=schedule,
+    )
+    work = MappedWork(costs=costs, mapping=mapping, roles=roles, mini_batches=_MINI_BATCHES)
+    return replay(mapped_setting(work, workload, 1, max_held=max_held, decode_steps=16), schedule)
+
+
+def table(compared: Sequence[FusedIteration]) -> list[tuple[str, ...]]:
+    """A header and a line for each case."""
+    head = ("actor", "critic", "limit", "training", "at most", "padded", "front", "iteration")
+    lines: list[tuple[str, ...]] = [head]
+    for one in compared:
+        ratios = (one.training, one.training_bound, one.training_padded, one.front, one.iteration)
+        texts = (f"{ratio:.2f}" for ratio in ratios)
+        lines.append((one.actor, one.critic, str(one.limit), *texts))
+    return lines
+
+
+def remarks(compared: Sequence[FusedIteration]) -> list[str]:
+    """The ranges beside the published ones."""
+
+    def span(values: Sequence[float]) -> str:
+        return f"{min(values):.2f} to {max(values):.2f}"
+
+    training = span([one.training for one in compared])
+    iteration = span([one.iteration for one in compared])
+    low, high = PUBLISHED_TRAINING
+    least, most = PUBLISHED_ITERATION
+    return [
+        "how many times sooner with fusion; padded: against updates with padded rows",
+        f"training: {training} (published: {low} to {high})",
+        f"iterations with both fusions: {iteration} (published: {least} to {most})",
+        "published: arXiv 2409.13221, section 7; docs/planner.md has what is assumed",
+    ]
