@@ -20,6 +20,7 @@ from hybridrl.controller.async_calls import (
 from hybridrl.controller.driver_judges import DriverJudges
 from hybridrl.controller.episodes import Episodes
 from hybridrl.controller.event_lines import described
+from hybridrl.controller.fused_search import NO_SEARCH, FusedSearch
 from hybridrl.controller.load_balance import (
     UNKNOWN_WORK,
     RankWork,
@@ -90,10 +91,11 @@ class RayExecutor:
         on_switch: Callable[[list[SwitchStats]], None],
         works: Mapping[str, RankWork] = MappingProxyType({}),
         episodes: Episodes | None = None,
+        fused_search: FusedSearch = NO_SEARCH,
     ) -> None:
         self.judges = DriverJudges(config)
         self.group, self.config, self.on_switch = group, config, on_switch
-        self._works, self.episodes = works, episodes
+        self._works, self.episodes, self._fused_search = works, episodes, fused_search
         self.clock: Clock = WallClock()
         self.version = NO_VERSION
         self.may_abandon = False
@@ -159,6 +161,8 @@ class RayExecutor:
         if phase is Phase.GENERATE and self._early:  # a step has failed before its update
             self.group.enter(Phase.TRAIN, self._check_stop_requested)  # so that all ranks switch
             self._early.clear()
+        if phase is Phase.GENERATE:
+            self._fused_search.begin()
         answers = self.group.enter(phase, self._check_stop_requested)
         logger.debug("phase %s: all ranks have changed", phase.value)
         self.version = answers[0].version
@@ -221,6 +225,7 @@ class RayExecutor:
             finished = answer.event.finished
             self._note_published(answer, [f.id for f in finished], generated_tensors(finished))
         in_order = sorted((f for a in answers for f in a.finished), key=lambda f: f.id)
+        self._fused_search.saw(in_order)
         parked = [
             replace(same[0], state={rank: state for p in same for rank, state in p.state.items()})
             for same in zip(*(a.parked for a in answers), strict=True)
@@ -524,6 +529,7 @@ class RayExecutor:
                 read |= {*stage.inputs, *self._fields_of_role[stage.role or ""]}
             parcels = yield from self._export_copies(samples, ranks, common & read)
         rank_of = {sample.id: rank for sample, rank in zip(samples, ranks, strict=True)}
+        policies = self._fused_search.policies(stages[0].role or "")
         shares: dict[int, list[UpdateShare]] = {rank: [] for rank in pool.ranks}
         for stage, batch in zip(stages, batches, strict=True):
             ranks = [rank_of[sample.id] for sample in batch]
@@ -531,7 +537,7 @@ class RayExecutor:
             for rank, share in of_stage.items():
                 first = () if shares[rank] else once(parcels[rank])
                 share = replace(share, parcels=first, num_early=len(early[stage.name]))
-                shares[rank].append(share)
+                shares[rank].append(replace(share, policies=policies))
         filled = [tuple(shares[rank]) for rank in pool.ranks]
         answers = yield from answers_of(self.group.call_update(pool, tuple(stages), filled))
         return [UpdateDone(s.name, metrics) for s, metrics in zip(stages, answers[0], strict=True)]

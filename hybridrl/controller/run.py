@@ -20,6 +20,7 @@ from hybridrl.controller.checkpoints import Checkpoints, DriverState, Origin
 from hybridrl.controller.early_backward import early_settings
 from hybridrl.controller.episodes import Episodes
 from hybridrl.controller.evaluate import HeldOutEvaluation, evaluation_graphs
+from hybridrl.controller.fused_search import FusedSearch
 from hybridrl.controller.inputs import inputs_of
 from hybridrl.controller.load_balance import work_of_roles
 from hybridrl.controller.placement import graphs_of
@@ -96,8 +97,9 @@ class Run:
         works = {} if emulated else work_of_roles(config, prepared.graph, prepared.model_path)
         turns = prepared.turns
         self.episodes = Episodes(config, turns) if turns is not None else None
+        searched = FusedSearch.of(config, prepared.graph, works, prepared.model_path)
         self.executor = RayExecutor(
-            self.group, config, self.records.on_switch, works, self.episodes
+            self.group, config, self.records.on_switch, works, self.episodes, searched
         )
         # held-out evaluation
         self.evaluation = HeldOutEvaluation(

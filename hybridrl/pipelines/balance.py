@@ -121,13 +121,13 @@ def _evened(
         total, count, number, room = heapq.heappop(heap)
         even[number].append(index)
         full.append((total + costs[index], count + 1, number, room - lengths[index]))
-        for part in full:
-            heapq.heappush(heap, part)
+        for entry in full:
+            heapq.heappush(heap, entry)
 
     def heaviest(candidate: list[list[int]]) -> int:
-        return max((sum(costs[i] for i in part) for part in candidate), default=0)
+        return max((sum(costs[i] for i in indices) for indices in candidate), default=0)
 
-    return [sorted(part) for part in even] if heaviest(even) < heaviest(parts) else parts
+    return [sorted(indices) for indices in even] if heaviest(even) < heaviest(parts) else parts
 
 
 def _costs(lengths: Sequence[int], samples_per_row: int, cost: SequenceCost) -> list[int]:

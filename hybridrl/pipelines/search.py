@@ -13,7 +13,7 @@ and send the plan. With `rounds` in place of seconds the same seed gives the sam
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hybridrl.pipelines.annealing import anneal
@@ -36,6 +36,9 @@ class SearchResult:
     times: PlanTimes
     bound_s: float
     rounds: int
+    policies: tuple[Policy, ...]
+    """The best of the search, the best first: a search for a similar problem may begin with them.
+    """
 
     @property
     def is_optimal(self) -> bool:
@@ -56,22 +59,32 @@ def search(
     budget_s: float = math.inf,
     rounds: float = math.inf,
     seed: int = 0,
+    policies: Sequence[Policy] = (),
     clock: Callable[[], float] = time.perf_counter,
 ) -> SearchResult:
     """The shortest plan that a budget of seconds, or of rounds, finds.
+
+    Of `policies`, those of a search for a similar problem, all are tried first. They are shares of
+    a problem's own times, so other lengths and numbers of micro-batches do not matter.
 
     Raises ValueError if a rank cannot keep one micro-batch: the rank, what it may keep, what the
     micro-batch needs.
     """
     assert math.isfinite(budget_s) or math.isfinite(rounds), "a search without end"
     deadline = clock() + budget_s
-    return _Search(problem, seed, lambda: clock() < deadline).run(rounds)
+    return _Search(problem, seed, policies, lambda: clock() < deadline).run(rounds)
 
 
 class _Search:
     """The state of one search: the best schedule, and the elite that policies come from."""
 
-    def __init__(self, problem: PipelineProblem, seed: int, go_on: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        problem: PipelineProblem,
+        seed: int,
+        policies: Sequence[Policy],
+        go_on: Callable[[], bool],
+    ) -> None:
         self.problem, self.go_on = problem, go_on
         self.rng = random.Random(seed)
         self.operations = Operations.of(problem)
@@ -85,6 +98,7 @@ class _Search:
         self.bound = lower_bound(problem)
         self.justifier = Justifier(self.operations)
         self.rules = RuleMaker(problem, self.operations, self.bound)
+        self.begins_with = [p for p in policies if len(p.models) == len(self.rules.names)]
         self.elite: list[_Candidate] = []
         self.policies: list[tuple[float, int, Policy]] = []
         """The best until now, with their seconds."""
@@ -103,6 +117,9 @@ class _Search:
 
     def run(self, rounds: float) -> SearchResult:
         count = 0
+        for policy in self.begins_with:
+            if not self.ended:
+                self._try(policy)
         while count < rounds and not self.ended:
             self._try_policies()
             self._justify()
@@ -110,7 +127,11 @@ class _Search:
             count += 1
         plan = self.operations.plan(self.best.schedule.lists)
         return SearchResult(
-            plan=plan, times=evaluate(self.problem, plan), bound_s=self.bound, rounds=count
+            plan=plan,
+            times=evaluate(self.problem, plan),
+            bound_s=self.bound,
+            rounds=count,
+            policies=tuple(policy for _, _, policy in self.policies),
         )
 
     def _keep(self, schedule: Dispatched) -> None:
@@ -129,11 +150,14 @@ class _Search:
                 policy = change_policy(self.rng, self.rng.choice(self.policies)[2])
             else:
                 policy = draw_policy(self.rng, len(self.rules.names))
-            schedule = self.dispatcher.run(self.rules.rule(policy))
-            self.policies.append((schedule.seconds, self.tried, policy))
-            self.policies.sort(key=lambda entry: entry[:2])
-            del self.policies[ELITE:]
-            self._keep(schedule)
+            self._try(policy)
+
+    def _try(self, policy: Policy) -> None:
+        schedule = self.dispatcher.run(self.rules.rule(policy))
+        self.policies.append((schedule.seconds, self.tried, policy))
+        self.policies.sort(key=lambda entry: entry[:2])
+        del self.policies[ELITE:]
+        self._keep(schedule)
 
     def _justify(self) -> None:
         for candidate in list(self.elite):

@@ -240,6 +240,10 @@ class MappingPrices:
         share = self._longest_first[:: len(ranks) // layout.ranks]
         return self.costs.score_s(role, layout, ranks[: layout.ranks], share)
 
+    def generation_bound_s(self, gen: GenLayout, ranks: range) -> float:
+        """Of generation at least, whatever the schedule."""
+        return max(self._generation(gen, self.costs.cluster.aligned(ranks)))
+
     def _generation_bound(self, gen: GenLayout, ranks: range) -> tuple[float, float]:
         """Decoding in the largest batches without a gap, and the longest sample alone."""
         actor = self._by_name[ACTOR]

@@ -5,6 +5,7 @@ ranks to the pools, find each role's best layout and add up. Algorithm 2 finds t
 role and ranks. Here a mapping also has a generation layout and a schedule. Candidates are
 ordered by a bound on their step, so that few are priced:
 
+    0  frame      placement and allocation: the least training and generation that they allow
     1  bound      training by a closed form, generation in the largest batches without a gap
     2  priced     updates pipeline by pipeline, the weight switch by its plan
     3  replayed   the scheduler that runs, in virtual time
@@ -107,7 +108,10 @@ class DoesNotFit(Exception):
 
 @dataclass(order=True, slots=True)
 class _Candidate:
-    """What is known of a mapping so far: `level` 1 to 3, and seconds that it takes at least."""
+    """What is known of a mapping so far: `level` 0 to 3, and seconds that it takes at least.
+
+    Level 0 has no layouts yet; it becomes all candidates of its placement and allocation.
+    """
 
     seconds: float
     number: int
@@ -141,6 +145,7 @@ class MappingSearch:
         self.roles, self.prices, self.memory = roles, prices, memory
         self.ranks, self.space = ranks, space
         self._by_name = {role.name: role for role in roles}
+        self._numbers = itertools.count()
         self._layouts = lru_cache(None)(self._bounded_layouts)
         self._best = lru_cache(None)(self._best_layout)
         self._gens = lru_cache(None)(self._gen_layouts)
@@ -157,15 +162,15 @@ class MappingSearch:
         Raises DoesNotFit where a role fits nowhere.
         """
         started = time.monotonic()
-        queue = list(self._candidates())
+        queue = list(self._frames())
         if not queue:
             raise self._obstacle()
         heapq.heapify(queue)
-        counts = {1: len(queue), 2: 0, 3: 0}
+        counts = {1: 0, 2: 0, 3: 0}
         done: dict[tuple[object, ...], _Candidate] = {}
         while queue and len(done) < number:
             candidate = heapq.heappop(queue)
-            if candidate.key in done:
+            if candidate.level and candidate.key in done:
                 continue
             if candidate.level == 3:
                 done[candidate.key] = candidate
@@ -217,9 +222,8 @@ class MappingSearch:
 
     # Candidates and their levels
 
-    def _candidates(self) -> Iterator[_Candidate]:
-        """Every mapping, by its bound; of training layouts only the one with the least bound."""
-        numbers = itertools.count()
+    def _frames(self) -> Iterator[_Candidate]:
+        """Every placement with every allocation, by a bound on all of its mappings."""
         names = sorted((r.name for r in self.roles), key=lambda name: name != ACTOR)
         for partition in set_partitions(names):
             pools = self.space.pools(partition)
@@ -228,31 +232,61 @@ class MappingSearch:
             step = allocation_step(self.ranks, len(pools))
             for sizes in allocations(self.ranks, len(pools), step):
                 ranks = dict(zip(pools, sizes, strict=True))
-                yield from self._mappings(pools, ranks, numbers)
+                frame = DeviceMapping(
+                    pools=pools,
+                    ranks=ranks,
+                    train={},
+                    gen=GenLayout(),
+                    schedule=self.space.schedules[0],
+                )
+                bound = self._frame_bound_s(frame)
+                if bound is not None:
+                    yield _Candidate(bound, next(self._numbers), 0, frame)
 
-    def _mappings(
-        self, pools: Pools, ranks: Mapping[str, int], numbers: Iterator[int]
-    ) -> Iterator[_Candidate]:
-        """Those of an allocation; settings that all roles share are the outer loop."""
-        space = self.space
-        frame = DeviceMapping(
-            pools=pools, ranks=ranks, train={}, gen=GenLayout(), schedule=space.schedules[0]
+    def _frame_bound_s(self, frame: DeviceMapping) -> float | None:
+        """The least training and the least generation; None where something does not fit."""
+        gens = self._gens_of(frame)
+        settings = [layouts for _, layouts in self._shared_layouts(frame)]
+        if not gens or not settings:
+            return None
+        training = min(
+            max(
+                sum(least[name][0] for name in names if name in least)
+                for names in frame.pools.values()
+            )
+            for least in settings
         )
-        gens = [gen for gen in self._gens(len(frame.ranks_of(ACTOR))) if self._suits(frame, gen)]
-        shared = itertools.product(space.activations, space.micro_batch_tokens)
-        for activations, tokens in shared:
-            train, bounds = {}, {}
-            for role in self.roles:
-                if role.trained:
-                    least = self._layouts(role, frame.ranks_of(role.name), activations, tokens)
-                    if not least:
-                        break
-                    bounds[role.name], train[role.name] = least[0]
-            else:
-                for gen, schedule in itertools.product(gens, space.schedules):
-                    mapping = replace(frame, train=train, gen=gen, schedule=schedule)
-                    bound = self.prices.bound(mapping, bounds).step_s
-                    yield _Candidate(bound, next(numbers), 1, mapping, bound_s=bound)
+        home = frame.ranks_of(ACTOR)
+        return training + min(self.prices.generation_bound_s(gen, home) for gen in gens)
+
+    def _gens_of(self, frame: DeviceMapping) -> list[GenLayout]:
+        gens = self._gens(len(frame.ranks_of(ACTOR)))
+        return [gen for gen in gens if self._suits(frame, gen)]
+
+    def _shared_layouts(
+        self, frame: DeviceMapping
+    ) -> Iterator[tuple[tuple[ActivationMode, int], dict[str, tuple[float, TrainLayout]]]]:
+        """Settings that all roles share, and of each trained role the layout of least bound."""
+        trained = [role for role in self.roles if role.trained]
+        aligned = self.prices.costs.cluster.aligned
+        for shared in itertools.product(self.space.activations, self.space.micro_batch_tokens):
+            layouts = {
+                role.name: self._layouts(role, aligned(frame.ranks_of(role.name)), *shared)
+                for role in trained
+            }
+            if all(layouts.values()):
+                yield shared, {name: bounded[0] for name, bounded in layouts.items()}
+
+    def _mappings(self, frame: DeviceMapping) -> Iterator[_Candidate]:
+        """Those of a placement and an allocation, with training layouts of the least bound."""
+        gens = self._gens_of(frame)
+        for _, least in self._shared_layouts(frame):
+            bounds = {name: seconds for name, (seconds, _) in least.items()}
+            train = {name: layout for name, (_, layout) in least.items()}
+            for gen, schedule in itertools.product(gens, self.space.schedules):
+                mapping = replace(frame, train=train, gen=gen, schedule=schedule)
+                bound = self.prices.bound(mapping, bounds).step_s
+                yield _Candidate(bound, next(self._numbers), 1, mapping, bound_s=bound)
 
     def _suits(self, frame: DeviceMapping, gen: GenLayout) -> bool:
         """Whether a pool of roles that score is a number of instances, and a rank holds them."""
@@ -274,13 +308,16 @@ class MappingSearch:
 
     def _next_level(self, candidate: _Candidate) -> Iterator[_Candidate]:
         mapping = candidate.mapping
+        if candidate.level == 0:
+            yield from self._mappings(mapping)
+            return
         if candidate.level == 1:
             first = next(iter(mapping.train.values()))
             train = {}
             for name in mapping.train:
                 shared = first.activations, first.micro_batch_tokens
-                best = self._best(self._by_name[name], mapping.ranks_of(name), *shared)
-                train[name] = best
+                ranks = self.prices.costs.cluster.aligned(mapping.ranks_of(name))
+                train[name] = self._best(self._by_name[name], ranks, *shared)
             mapping = replace(mapping, train=train)
             if not all(plan.fits for plan in self.memory.plans(self.roles, mapping).values()):
                 return

@@ -1,9 +1,8 @@
 """RLHFuse's iterations under the planner's costs: fused updates, and both fusions together.
 
-Setting: see `published.py`. Pipelines are those of FlexFusion, RLHFuse's public code: tensor
-parallelism within a node, 4, 8 and 16 stages for 13B, 33B and 65B, and a mini-batch of 64 samples
-(arXiv 2409.13221, section 7), each sample a micro-batch. So a mini-batch has as many micro-batches
-a pipeline as FlexFusion's problems have.
+Setting: see `published.py`. Pipelines are those of FlexFusion, RLHFuse's public code: 4, 8 and 16
+stages for 13B, 33B and 65B, tensor parallelism within a node. A mini-batch has 64 samples (arXiv
+2409.13221, section 7), each a micro-batch. So a pipeline has as many as in FlexFusion's problems.
 
 Not published, and so assumed: lengths below the limit, kernels and links as in `accelerators.py`.
 Separate updates are 1F1B, their rows as long as they are, or padded as one model's are here. No
@@ -67,12 +66,13 @@ def rlhfuse_iterations(
     cases = [(*pair, limit) for pair in PAIRS for limit in LIMITS]
     compared = []
     for done, case in enumerate(cases, 1):
-        compared.append(_compare(*case))
+        compared.append(compare(*case))
         on_progress(done, len(cases))
     return compared
 
 
-def _compare(actor: str, critic: str, limit: int) -> FusedIteration:
+def compare(actor: str, critic: str, limit: int) -> FusedIteration:
+    """One pair of models, responses of at most `limit` tokens."""
     setting = paper_setting(actor, critic, limit)
     accelerator = ACCELERATORS["hopper-200g"]
     costs = MappingCosts(layer_roofline(accelerator), cluster_of(accelerator, _NODES, _PER_NODE))

@@ -249,13 +249,6 @@ class SimulatedExecutor:
                     seconds += self.verifier_s
                 self._push(now + seconds, self._computed(stage, mine, seconds=seconds))
             return
-        if scope is Scope.INSTANCE and self._mapped is not None and self._mapped.has_pass(stage):
-            # Each instance computes the samples that it has.
-            for instance in sorted({sample.rank for sample in samples}):
-                mine = [sample for sample in samples if sample.rank == instance]
-                seconds = self._pass_s(stage, mine, [instance])
-                self._serve(instance, stage.name, seconds, self._computed(stage, mine))
-            return
         seconds = self._pass_s(stage, samples, self.instances, self.num_instances)
         start = max([self.clock.now(), *self._free_at])
         for instance in range(self.num_instances):

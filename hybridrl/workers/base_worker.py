@@ -299,6 +299,8 @@ class BaseWorker:
         roles = {stage.role: self.trained[stage.role] for stage in stages if stage.role}
         with self._span("update", len(ids)):
             together = self._fused(tuple(roles)) if len(stages) > 1 else None
+            if together is not None:
+                together.begin(shares[0].policies)
             (first, *others) = (role.train_engine for role in roles.values())
             self.residency.activate(ResidentGroup((first, *others)) if others else first)
             start = time.perf_counter()

@@ -12,6 +12,7 @@ from hybridrl.engines.train.fused_update import FusedUpdate, UpdateInputs
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.graph import UpdateStage
 from hybridrl.flow.sample import LOSS_MASK, SampleId
+from hybridrl.pipelines.policies import Policy
 from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
 
 SampleFields = dict[str, torch.Tensor | float]
@@ -33,7 +34,7 @@ class UpdateShare:
     those samples. `versions` has the oldest policy version of their tokens. `parcels` are the
     references to samples from other ranks; in a call of several updates the first share has all.
     `num_early` further samples of the update, on all ranks together, are in their gradients already
-    (`accumulate`).
+    (`accumulate`). With `policies` begins the search for the plan that several updates share.
     """
 
     mini_batches: tuple[tuple[SampleId, ...], ...]
@@ -41,6 +42,7 @@ class UpdateShare:
     versions: dict[SampleId, int]
     parcels: tuple[Any, ...]
     num_early: int = 0
+    policies: tuple[Policy, ...] = ()
 
     @property
     def ids(self) -> tuple[SampleId, ...]:

@@ -34,6 +34,7 @@ from hybridrl.engines.train.pipeline_executor import (
 from hybridrl.engines.train.row_costs import HALVES, kept_under_1f1b, row_costs
 from hybridrl.engines.train.update_sums import PreparedUpdate
 from hybridrl.layout.layout import chunk_bounds
+from hybridrl.pipelines.policies import Policy
 from hybridrl.pipelines.problem import (
     PassKind,
     PipelineAction,
@@ -86,6 +87,11 @@ class _PipelineRows:
 Planner = Callable[[PipelineProblem], PipelinePlan]
 
 
+def pipeline_name(engine: int) -> str:
+    """The name of an engine's pipelines in problems, which policies are by."""
+    return f"engine {engine}"
+
+
 class FusedUpdate:
     """Engines on the same ranks that train together. All methods are collective.
 
@@ -103,6 +109,11 @@ class FusedUpdate:
         self._plan = plan or self._search
         self._groups = PipelineGroups(self.device)
         self._last_s = 0.0
+        self._policies: tuple[Policy, ...] = ()
+
+    def begin(self, policies: Sequence[Policy]) -> None:
+        """Search the next plans from `policies` on, and from those of earlier plans."""
+        self._policies = (*policies, *self._policies)
 
     def update(
         self, updates: Sequence[tuple[TrainEngine, UpdateInputs]], ragged: bool = True
@@ -172,7 +183,9 @@ class FusedUpdate:
 
     def _search(self, problem: PipelineProblem) -> PipelinePlan:
         """What a small share of the last update's time finds; ranks wait meanwhile."""
-        result = search(problem, budget_s=max(LEAST_SEARCH_S, SEARCH_SHARE * self._last_s))
+        budget_s = max(LEAST_SEARCH_S, SEARCH_SHARE * self._last_s)
+        result = search(problem, budget_s=budget_s, policies=self._policies)
+        self._policies = result.policies
         logger.debug(
             "a plan of %d models: %.3g, bound %.3g",
             len(problem.models),
@@ -193,7 +206,7 @@ class FusedUpdate:
             for row in zip(pipeline.tokens, pipeline.scored, strict=True)
         ]
         return PipelinedModel(
-            name=f"engine {pipeline.engine}",
+            name=pipeline_name(pipeline.engine),
             ranks=pipeline.ranks,
             costs=costs,
             backward=HALVES if halves else (PassKind.backward,),
