@@ -110,6 +110,9 @@ test-nccl: $(BIN)/.dev  ## tests on several processes again, held to the order t
 	$(PYTEST) -q $(PARALLEL) --nccl-order -m "layouts and not slow"
 	$(PYTEST) -q -m slow tests/test_nccl_runs.py
 
+test-plan: $(BIN)/.dev  ## mappings of 200 random models and clusters pass the checks of train; a calibration on two ranks
+	$(PYTEST) -q -m slow tests/controller/test_mapping_command.py tests/doctor/test_calibrate.py
+
 test-cubins: $(BIN)/.dev  ## every kernel compiled for every NVIDIA GPU, without one
 	$(PYTEST) -q -m cubins tests/kernels
 
@@ -225,4 +228,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-agents test-loggers test-models test-nccl test-pages test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-moe bench-placement bench-long bench-driver bench-tail bench-tail-ranks bench-fused-update bench-plan bench-vllm
+.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-agents test-loggers test-models test-nccl test-pages test-plan test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-moe bench-placement bench-long bench-driver bench-tail bench-tail-ranks bench-fused-update bench-plan bench-vllm

@@ -1,6 +1,7 @@
 """The neural roles of a recipe as the planner has them, and the bytes that their layers keep."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from hybridrl.config import VALUE_MODELS, Config, ConfigError
@@ -76,8 +77,13 @@ class CountedLayerBytes:
     def __init__(self, config: Config, shapes: Shapes) -> None:
         self.config, self.shapes = config, shapes
         self.dtype = TORCH_DTYPES[config.model.compute_dtype]
+        # A search asks thousands of times, and a count is looked up by the whole JSON of a model.
+        self.layer = lru_cache(None)(self._layer)
+        self.head = lru_cache(None)(self._head)
+        self.scoring = lru_cache(None)(self._scoring)
+        self.prefill = lru_cache(None)(self._prefill)
 
-    def layer(
+    def _layer(
         self, role: PlannedRole, tokens: int, tp: int, sequence_parallel: bool, recompute: bool
     ) -> ActivationSizes:
         """Of a decoder layer over a row, from forward to backward."""
@@ -93,7 +99,7 @@ class CountedLayerBytes:
         )
         return ActivationSizes(counts.kept, counts.backward)
 
-    def head(self, role: PlannedRole, scored: int, tp: int) -> ActivationSizes:
+    def _head(self, role: PlannedRole, scored: int, tp: int) -> ActivationSizes:
         """Of the vocabulary's head in training."""
         shape = self.shapes[role.name]
         counts = head_activations(
@@ -101,7 +107,7 @@ class CountedLayerBytes:
         )
         return ActivationSizes(counts.kept, counts.backward)
 
-    def scoring(self, role: PlannedRole, tokens: int, scored: int, tp: int) -> int:
+    def _scoring(self, role: PlannedRole, tokens: int, scored: int, tp: int) -> int:
         """Of a forward pass that has no backward pass; 0 scored tokens: without a vocabulary."""
         shape = self.shapes[role.name]
         attention = attention_of(self.config, shape)
@@ -114,7 +120,7 @@ class CountedLayerBytes:
             most = max(most, head.scoring)
         return most
 
-    def prefill(self, role: PlannedRole, tokens: int, tp: int) -> int:
+    def _prefill(self, role: PlannedRole, tokens: int, tp: int) -> int:
         """Of a decoder layer in a prefill of full samples."""
         longest = min(tokens, self.config.longest_generated)
         return prefill_activations(self.shapes[role.name], tokens, longest, dtype=self.dtype, tp=tp)

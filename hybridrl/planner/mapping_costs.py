@@ -74,6 +74,7 @@ class MappingCosts:
         self._chunks = lru_cache(4096)(self._make_chunks)
         self._moved = lru_cache(4096)(self._switch_traffic_s)
         self._rows = lru_cache(4096)(self._longest_rows_s)
+        self._balanced = lru_cache(256)(balance)
 
     # Training
 
@@ -353,9 +354,9 @@ class MappingCosts:
     ) -> list[list[SampleLength]]:
         """The samples of each data-parallel rank: dealt to all ranks by operations, then pooled."""
         cost = _sequence_cost(role.shape)
-        costs = [cost(sample.tokens) for sample in samples]
+        costs = tuple(cost(sample.tokens) for sample in samples)
         shares: list[list[SampleLength]] = [[] for _ in range(layout.data_ranks)]
-        for rank, numbers in enumerate(balance(costs, layout.ranks)):
+        for rank, numbers in enumerate(self._balanced(costs, layout.ranks)):
             shares[rank // layout.tp % layout.data_ranks] += [samples[i] for i in numbers]
         return shares
 
@@ -543,6 +544,21 @@ class MappingCosts:
         elements = self._stage_elements(actor.shape, train) / train.fsdp
         onload = self.cluster.host.send_s(MASTER * elements)
         return onload + self.switch_s(actor, train, mapping.gen, home)
+
+    def to_generation_bound_s(self, actor: PlannedRole, mapping: DeviceMapping) -> float:
+        """A closed form that `to_generation_s` is never below.
+
+        A rank's generation weights are at least those that it has in training, and the others come
+        over the fastest link (HybridFlow, arXiv 2409.19256, section 5.3).
+        """
+        train, gen = mapping.train[ACTOR], mapping.gen
+        elements = self._stage_elements(actor.shape, train) / train.fsdp
+        own = actor.shape.parameters / gen.ranks
+        received = max(0.0, own - elements) * self.layer_costs.itemsize
+        fastest = max(self.cluster.within.bytes_per_s, self.cluster.between.bytes_per_s)
+        local = self.layer_costs.switch_s
+        local += self.layer_costs.switch_byte_s * own * self.layer_costs.itemsize
+        return self.cluster.host.send_s(MASTER * elements) + local + received / fastest
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, which `from_json` takes back: `hybridrl plan calibrate` writes it."""

@@ -88,6 +88,7 @@ class MappingPrices:
         self._longest_first = sorted(self.samples, key=lambda sample: -sample.tokens)
         self._updates = lru_cache(None)(self._update_s)
         self._bounds = lru_cache(None)(self._update_bound_s)
+        self._borders = lru_cache(None)(self._chunk_layers)
         self._scores = lru_cache(None)(self._score_s)
         self._generation = lru_cache(None)(self._generation_bound)
 
@@ -103,8 +104,15 @@ class MappingPrices:
 
     def balanced(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> TrainLayout:
         """The layout with chunk borders by cost, which may be where they are."""
-        sizes = self.costs.balanced_layers(role, layout, ranks, self._totals)
+        # How data ranks are divided into replicas changes nothing within a pipeline.
+        same = replace(layout, replicas=1, fsdp=layout.data_ranks)
+        sizes = self._borders(role, same, self.costs.cluster.aligned(ranks))
         return replace(layout, chunk_layers=sizes)
+
+    def _chunk_layers(
+        self, role: PlannedRole, layout: TrainLayout, ranks: range
+    ) -> tuple[int, ...]:
+        return self.costs.balanced_layers(role, layout, ranks, self._totals)
 
     def _update_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
         each = self.costs.update_s(role, layout, ranks, self._mini_batch)
@@ -154,12 +162,12 @@ class MappingPrices:
         )
 
     def priced(self, mapping: DeviceMapping) -> StepSeconds:
-        """Like the bound, with updates action by action and the weight switch by its plan."""
+        """Like the bound, with updates action by action and the bytes that a switch must move."""
         updates = {
             name: self.update_s(self._by_name[name], layout, mapping.ranks_of(name))
             for name, layout in mapping.train.items()
         }
-        switch = self.costs.to_generation_s(self._by_name[ACTOR], mapping)
+        switch = self.costs.to_generation_bound_s(self._by_name[ACTOR], mapping)
         return replace(self.bound(mapping, updates), switch=switch)
 
     def replayed(self, mapping: DeviceMapping, priced: StepSeconds) -> StepSeconds:
@@ -240,9 +248,17 @@ class MappingPrices:
         share = self._longest_first[:: len(ranks) // layout.ranks]
         return self.costs.score_s(role, layout, ranks[: layout.ranks], share)
 
-    def generation_bound_s(self, gen: GenLayout, ranks: range) -> float:
-        """Of generation at least, whatever the schedule."""
-        return max(self._generation(gen, self.costs.cluster.aligned(ranks)))
+    def front_bound_s(self, gen: GenLayout, frame: DeviceMapping) -> float:
+        """Of generation and inference at least, whatever the schedule and the training layouts."""
+        home = frame.pool_of(ACTOR)
+        decode, alone = self._generation(gen, self.costs.cluster.aligned(frame.ranks_of(ACTOR)))
+        pools = dict.fromkeys(frame.pools, 0.0)
+        for role in self.roles:
+            if role.passes and not role.trained:
+                ranks = self.costs.cluster.aligned(frame.ranks_of(role.name))
+                seconds = len(role.passes) * self._scores(role, gen, ranks)
+                pools[frame.pool_of(role.name)] += seconds
+        return max(decode + pools.pop(home), alone, *pools.values())
 
     def _generation_bound(self, gen: GenLayout, ranks: range) -> tuple[float, float]:
         """Decoding in the largest batches without a gap, and the longest sample alone."""

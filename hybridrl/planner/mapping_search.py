@@ -7,11 +7,12 @@ ordered by a bound on their step, so that few are priced:
 
     0  frame      placement and allocation: the least training and generation that they allow
     1  bound      training by a closed form, generation in the largest batches without a gap
-    2  priced     updates pipeline by pipeline, the weight switch by its plan
-    3  replayed   the scheduler that runs, in virtual time
+    2  priced     updates pipeline by pipeline, the weight switch by the bytes that must move
+    3  replayed   the scheduler that runs, in virtual time, the switch by its plan
 
-The candidate with the least seconds so far goes on to its next level. One that is replayed when its
-turn comes is no worse than any that is left. So results come in order, the best first.
+The candidate with the least seconds so far goes on to its next level, until none that is left could
+be quicker than the results by more than `TOLERANCE`. Of mappings that differ in training's layouts
+and settings alone, only the one with the least priced seconds is replayed.
 
 Invariants: a level's seconds are never below those of the level before. Every result fits into the
 memory of its ranks. Results differ in placement, allocation, generation layout or schedule.
@@ -44,6 +45,8 @@ Pools = Mapping[str, tuple[str, ...]]
 PoolNaming = Callable[[Sequence[Sequence[str]]], Pools | None]
 """The pools of a partition by name, the actor's first; None for one that is not to be tried."""
 
+TOLERANCE = 0.03
+"""Of a step's seconds. To prove the last percents takes most of a search."""
 _MOST_PP = 16
 _MOST_GEN_PP = 4
 
@@ -87,7 +90,7 @@ class MappingResults:
     num_replayed: int
     seconds: float
     is_complete: bool
-    """Whether nothing that is left could be better than the last of the best."""
+    """Whether nothing that is left could be better than the last of the best, by `TOLERANCE`."""
     rest_s: float | None
     """The least bound of what is left; None where nothing is."""
 
@@ -128,6 +131,26 @@ class _Candidate:
         return tuple(mapping.pools.values()), tuple(mapping.ranks.values()), mapping.gen, kind
 
 
+class _FittingLayouts:
+    """Of layouts in order those that fit; each is asked once, when an iteration comes to it."""
+
+    def __init__(
+        self, bounded: Sequence[tuple[float, TrainLayout]], fits: Callable[[TrainLayout], bool]
+    ) -> None:
+        self._rest, self._fits = iter(bounded), fits
+        self._known: list[tuple[float, TrainLayout]] = []
+
+    def __iter__(self) -> Iterator[tuple[float, TrainLayout]]:
+        for index in itertools.count():
+            while index == len(self._known):
+                pair = next(self._rest, None)
+                if pair is None:
+                    return
+                if self._fits(pair[1]):
+                    self._known.append(pair)
+            yield self._known[index]
+
+
 class MappingSearch:
     """Finds mappings of `roles` to `ranks` ranks: see the module.
 
@@ -150,6 +173,7 @@ class MappingSearch:
         self._best = lru_cache(None)(self._best_layout)
         self._gens = lru_cache(None)(self._gen_layouts)
         self._fitting = lru_cache(None)(memory.fits_training)
+        self._holds = lru_cache(None)(self._holds_scorer)
 
     def run(
         self,
@@ -167,34 +191,36 @@ class MappingSearch:
             raise self._obstacle()
         heapq.heapify(queue)
         counts = {1: 0, 2: 0, 3: 0}
-        done: dict[tuple[object, ...], _Candidate] = {}
-        while queue and len(done) < number:
-            candidate = heapq.heappop(queue)
-            if candidate.level and candidate.key in done:
-                continue
-            if candidate.level == 3:
-                done[candidate.key] = candidate
-                continue
-            # One at least is replayed, however slow the machine is.
-            if counts[3] and time.monotonic() - started > budget_s:
-                heapq.heappush(queue, candidate)
+        replayed: dict[tuple[object, ...], _Candidate] = {}
+        best: list[_Candidate] = []
+        while queue:
+            candidate = queue[0]
+            if len(best) == number and best[-1].seconds <= candidate.seconds * (1 + TOLERANCE):
                 break
+            # One at least is replayed, however slow the machine is.
+            if replayed and time.monotonic() - started > budget_s:
+                break
+            heapq.heappop(queue)
+            if candidate.level and candidate.key in replayed:
+                continue
             for better in self._next_level(candidate):
                 counts[better.level] += 1
-                heapq.heappush(queue, better)
+                if better.level < 3:
+                    heapq.heappush(queue, better)
+                else:
+                    replayed[better.key] = better
+                    best = heapq.nsmallest(number, replayed.values())
             on_progress(counts[3], counts[1])
-        is_complete = len(done) == number or not queue
-        for left in sorted(queue):  # replayed before the time was over
-            if left.level == 3 and len(done) < number:
-                done.setdefault(left.key, left)
+        least = queue[0].seconds * (1 + TOLERANCE) if queue else float("inf")
+        settled = sum(one.seconds <= least for one in best)
         return MappingResults(
-            best=[self._result(one) for one in done.values()],
+            best=[self._result(one) for one in best],
             num_candidates=counts[1],
             num_priced=counts[2],
             num_replayed=counts[3],
             seconds=time.monotonic() - started,
-            is_complete=is_complete,
-            rest_s=min((one.seconds for one in queue if one.level < 3), default=None),
+            is_complete=not queue or settled == number,
+            rest_s=queue[0].seconds if queue else None,
         )
 
     def price(self, mapping: DeviceMapping) -> PricedMapping:
@@ -246,7 +272,7 @@ class MappingSearch:
     def _frame_bound_s(self, frame: DeviceMapping) -> float | None:
         """The least training and the least generation; None where something does not fit."""
         gens = self._gens_of(frame)
-        settings = [layouts for _, layouts in self._shared_layouts(frame)]
+        settings = list(self._shared_layouts(frame))
         if not gens or not settings:
             return None
         training = min(
@@ -256,8 +282,7 @@ class MappingSearch:
             )
             for least in settings
         )
-        home = frame.ranks_of(ACTOR)
-        return training + min(self.prices.generation_bound_s(gen, home) for gen in gens)
+        return training + min(self.prices.front_bound_s(gen, frame) for gen in gens)
 
     def _gens_of(self, frame: DeviceMapping) -> list[GenLayout]:
         gens = self._gens(len(frame.ranks_of(ACTOR)))
@@ -265,22 +290,25 @@ class MappingSearch:
 
     def _shared_layouts(
         self, frame: DeviceMapping
-    ) -> Iterator[tuple[tuple[ActivationMode, int], dict[str, tuple[float, TrainLayout]]]]:
-        """Settings that all roles share, and of each trained role the layout of least bound."""
+    ) -> Iterator[dict[str, tuple[float, TrainLayout]]]:
+        """For each of the settings that all roles share the layouts of least bound, with it."""
         trained = [role for role in self.roles if role.trained]
         aligned = self.prices.costs.cluster.aligned
         for shared in itertools.product(self.space.activations, self.space.micro_batch_tokens):
-            layouts = {
-                role.name: self._layouts(role, aligned(frame.ranks_of(role.name)), *shared)
-                for role in trained
-            }
-            if all(layouts.values()):
-                yield shared, {name: bounded[0] for name, bounded in layouts.items()}
+            least = {}
+            for role in trained:
+                layouts = self._layouts(role, aligned(frame.ranks_of(role.name)), *shared)
+                first = next(iter(layouts), None)
+                if first is None:
+                    break
+                least[role.name] = first
+            else:
+                yield least
 
     def _mappings(self, frame: DeviceMapping) -> Iterator[_Candidate]:
         """Those of a placement and an allocation, with training layouts of the least bound."""
         gens = self._gens_of(frame)
-        for _, least in self._shared_layouts(frame):
+        for least in self._shared_layouts(frame):
             bounds = {name: seconds for name, (seconds, _) in least.items()}
             train = {name: layout for name, (_, layout) in least.items()}
             for gen, schedule in itertools.product(gens, self.space.schedules):
@@ -295,7 +323,7 @@ class MappingSearch:
                 continue
             if len(frame.ranks_of(role.name)) % gen.ranks:
                 return False
-            if not self._holds_scorer(role, gen):
+            if not self._holds(role, gen):
                 return False
         return True
 
@@ -335,14 +363,14 @@ class MappingSearch:
 
     def _bounded_layouts(
         self, role: PlannedRole, ranks: range, activations: ActivationMode, tokens: int
-    ) -> list[tuple[float, TrainLayout]]:
+    ) -> "_FittingLayouts":
         """Layouts that fit, by the bound on their updates, the least first."""
         bounded = [
             (self.prices.update_bound_s(role, layout, ranks), layout)
             for layout in self._train_layouts(role, len(ranks), activations, tokens)
-            if self._fitting(role, layout)
         ]
-        return sorted(bounded, key=lambda pair: (pair[0], pair[1].pp, pair[1].tp))
+        bounded.sort(key=lambda pair: (pair[0], pair[1].pp, pair[1].tp))
+        return _FittingLayouts(bounded, lambda layout: self._fitting(role, layout))
 
     def _best_layout(
         self, role: PlannedRole, ranks: range, activations: ActivationMode, tokens: int
