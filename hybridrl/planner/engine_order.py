@@ -6,7 +6,6 @@ from hybridrl.pipelines.problem import (
     PipelineAction,
     PipelinedModel,
     PipelinePlan,
-    PipelineProblem,
 )
 from hybridrl.pipelines.standard import interleaved, one_f_one_b, zero_bubble
 from hybridrl.planner.mapping import TrainLayout
@@ -29,9 +28,3 @@ def engine_order(model: PipelinedModel, layout: TrainLayout, trains: bool) -> Pi
             return interleaved(model)
         case PipelineSchedule.zero_bubble:
             return zero_bubble(model)
-
-
-def work_s(problem: PipelineProblem) -> float:
-    """Seconds of all passes."""
-    (model,) = problem.models
-    return sum(c.forward_s + c.backward_s + c.weights_s for row in model.costs for c in row)

@@ -21,7 +21,7 @@ from hybridrl.pipelines.problem import (
     PipelineProblem,
 )
 from hybridrl.planner.chunk_layers import chunk_layers
-from hybridrl.planner.engine_order import engine_order, work_s
+from hybridrl.planner.engine_order import engine_order
 from hybridrl.planner.layer_costs import LayerCosts, LayerWork, LinearPass
 from hybridrl.planner.mapping import (
     ACTOR,
@@ -310,9 +310,13 @@ class MappingCosts:
         samples: tuple[SampleLength, ...],
         trains: bool,
     ) -> float:
-        problems = self.pipelines(role, layout, ranks, samples, trains)
         # Of ranks with equal numbers of rows the one with most work takes longest, or nearly so.
-        problem, plan = max(problems, key=lambda pair: work_s(pair[0]))
+        cost = _sequence_cost(role.shape)
+        rows = max(
+            self._rows_of_ranks(role, layout, samples, ragged=False),
+            key=lambda rows: sum(cost(sample.tokens) for row in rows for sample in row),
+        )
+        problem, plan = self.pipeline(role, layout, ranks, rows, trains)
         return evaluate(problem, plan).seconds
 
     def pipelines(
@@ -329,6 +333,15 @@ class MappingCosts:
         `ragged` rows keep their own length, as in fused updates; else those of a pipeline are
         padded, and all ranks have equally many.
         """
+        return [
+            self.pipeline(role, layout, ranks, rows, trains, ragged)
+            for rows in self._rows_of_ranks(role, layout, samples, ragged)
+        ]
+
+    def _rows_of_ranks(
+        self, role: PlannedRole, layout: TrainLayout, samples: SampleLengths, ragged: bool
+    ) -> list[list[list[SampleLength]]]:
+        """The micro-batches of each data-parallel rank."""
         shares, cost = self._dealt(role, layout, samples), _sequence_cost(role.shape)
         rows_by_share: list[list[list[SampleLength]]] = []
         for share in shares:
@@ -344,10 +357,7 @@ class MappingCosts:
                     lengths = [sample.tokens for sample in share]
                     same = [[share[i] for i in row] for row in balance(lengths, number)]
                 rows_by_share[index] = same
-        return [
-            self.pipeline(role, layout, ranks, rows or [[]], trains, ragged)
-            for rows in rows_by_share
-        ]
+        return [rows or [[]] for rows in rows_by_share]
 
     def _dealt(
         self, role: PlannedRole, layout: TrainLayout, samples: SampleLengths
