@@ -10,9 +10,9 @@ ordered by a bound on their step, so that few are priced:
     2  priced     updates pipeline by pipeline, the weight switch by the bytes that must move
     3  replayed   the scheduler that runs, in virtual time, the switch by its plan
 
-The candidate with the least seconds so far goes on to its next level, until none that is left could
-be quicker than the results by more than `TOLERANCE`. Of mappings that differ in training's layouts
-and settings alone, only the one with the least priced seconds is replayed.
+The candidate with the least seconds so far goes on to its next level. The search ends when none
+that is left could be quicker than the results by more than `TOLERANCE`. Of mappings that differ in
+training's layouts and settings alone, only the one with the least priced seconds is replayed.
 
 Invariants: a level's seconds are never below those of the level before. Every result fits into the
 memory of its ranks. Results differ in placement, allocation, generation layout or schedule.
