@@ -50,6 +50,11 @@ def benches(bench, virtual_executor):
         def field(self, id, name):
             if name == "trained":
                 return self.mask_of(id)
+            if name == "turn":  # a reply is counted to the turn before it
+                mask = self.mask_of(id).int()
+                return torch.cat([torch.zeros(1), (mask[1:] > mask[:-1]).cumsum(0)]).int()
+            if name == "turn_rewards":
+                return 1.0 + torch.arange(int(self.field(id, "turn").max()) + 1)
             if name == "tokens":
                 return torch.arange(PROMPT_TOKENS + self.length_of(id))
             value, mask = alone.field(id, name), self.mask_of(id)
@@ -120,3 +125,29 @@ def test_every_recipe_passes_over_what_an_environment_wrote(benches, recipe_name
                 assert x.scalars == pytest.approx(y.scalars), (recipe, keys, x.id)
             compared += 1
     assert compared >= 24
+
+
+@pytest.mark.parametrize(("recipe", "field"), [("ppo", "returns"), ("reinforce_pp", "to_go")])
+def test_turn_rewards_come_where_they_were_earned(benches, recipe, field):
+    """The reward to go of every token, with neither KL nor a critic's bias: summed by hand."""
+    _, mixed = benches
+    mixed.more_tensors = ("trained", "turn", "turn_rewards")
+    keys = {"kl_coef": 0.0, "turn_rewards": True, **({"lam": 1.0} if recipe == "ppo" else {})}
+    batch = mixed.run(recipe, **keys)
+    _, seen = batch.updates[0]
+    raw: list[float] = []
+    for sample in batch.samples:
+        mask, turn = mixed.mask_of(sample.id), mixed.field(sample.id, "turn")
+        earned = mixed.field(sample.id, "turn_rewards").tolist()
+        own = [int(n) for n, by_model in zip(turn, mask, strict=True) if by_model]
+        rest = sample.scalars["reward"] - sum(earned[n] for n in set(own))
+        raw += [sum(earned[m] for m in set(own) if m >= n) + rest for n in own]
+    if field == "returns":
+        got = torch.cat([read["returns"][mixed.mask_of(id)] for id, read in seen])
+        wanted = torch.tensor(raw)
+    else:
+        name = batch.graph.stages[batch.updates[0][0]].fields["advantages"]
+        got = torch.cat([read[name][mixed.mask_of(id)] for id, read in seen])
+        wanted = torch.tensor(raw)
+        wanted = (wanted - wanted.mean()) / wanted.std()
+    torch.testing.assert_close(got.float(), wanted, rtol=1e-4, atol=1e-4)
