@@ -136,3 +136,23 @@ def test_what_is_made_does_not_depend_on_waits(wait_s):
     assert len(serial) == 16
     fastest, _ = run("serial", of(0.0, 0.0))
     assert seconds >= fastest
+
+
+def test_others_have_the_rows_of_those_that_wait():
+    """One row, two conversations: each decodes while the other waits for 10 seconds a turn."""
+    conversations = ConversationModel(turns=2, reply_tokens=1, wait_s=10, wait_sigma=0)
+    flow = Flow()
+    flow.collect(flow.actor.generate(flow.prompts))
+    executor = SimulatedExecutor(
+        Costs(step_s=1.0), 1, lambda id: 4, lambda prompt: 4, max_running=1, scopes={},
+        conversations=conversations,
+    )  # fmt: skip
+    settings = StepSettings(sampling=SAMPLING, decode_steps=1, prompts_per_step=2)
+    schedule = FusedSchedule(
+        flow.graph, executor, iter([(0, ""), (1, "")]), settings,
+        limits=RoundLimits(max_held=1, chunk_tokens=100),
+        length_model=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1,))),
+    )  # fmt: skip
+    schedule.run_step(0)
+    (whole,) = {sum(t.tokens for t in conversations.of(SampleId(i), 4).turns) for i in (0, 1)}
+    assert 20 + whole <= executor.clock.now() <= 20 + 2 * whole + 1
