@@ -98,14 +98,14 @@ def run(kind, conversations, prompts=8):
     settings = StepSettings(sampling=SAMPLING, decode_steps=4, prompts_per_step=prompts)
     step = flow.graph, executor, ((i, "prompt") for i in range(1000)), settings
     if kind == "serial":
-        made = SerialSchedule(*step)
+        chosen = SerialSchedule(*step)
     else:
-        made = FusedSchedule(
+        chosen = FusedSchedule(
             *step,
             limits=RoundLimits(max_held=16, chunk_tokens=100),
             length_model=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1,))),
         )
-    result = made.run_step(0)
+    result = chosen.run_step(0)
     return executor.clock.now(), [(s.id, s.tokens, s.spans, s.scalars) for s in result.samples]
 
 
