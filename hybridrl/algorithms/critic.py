@@ -22,8 +22,24 @@ from hybridrl.config import ConfigError
 from hybridrl.config.loss import Loss
 
 
+def turn_credit(reward: float, turn: torch.Tensor, turn_rewards: torch.Tensor) -> torch.Tensor:
+    """The reward of a conversation as numbers [response_tokens], which sum to it.
+
+    A turn's last token has what the turn has earned (`turn_rewards` [turns]), the response's last
+    one the rest. `turn` [response_tokens] are the numbers of the turns, without the tokens of
+    replies. Tensors are of one response, as `Stream.map` gives them.
+    """
+    credit = torch.zeros(len(turn))
+    if not len(turn):
+        return credit
+    ends = torch.cat([turn[1:] != turn[:-1], torch.ones(1, dtype=torch.bool)])
+    credit[ends] = turn_rewards.to(credit.dtype)[turn[ends].long()]
+    credit[-1] += reward - credit.sum()
+    return credit
+
+
 def token_rewards(
-    reward: float,
+    reward: float | torch.Tensor,
     log_probs: torch.Tensor,
     reference_log_probs: torch.Tensor,
     kl_coef: float = 0.0,
@@ -32,6 +48,8 @@ def token_rewards(
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rewards [response_tokens] of one response: the reward at its last token, less KL everywhere.
+
+    A `reward` [response_tokens] is where it was earned (`turn_credit`).
 
     r_t = -kl_coef KL_t + (reward if t is last), with KL_t by the estimator `kl` from the
     log-probabilities of the policy that sampled and of the reference, both [response_tokens]
@@ -46,6 +64,8 @@ def token_rewards(
     rewards: torch.Tensor = -kl_coef * penalties.detach()
     is_own = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     rewards = torch.where(is_own, rewards, 0.0)
+    if isinstance(reward, torch.Tensor):
+        return rewards + torch.where(is_own, reward.to(rewards.dtype), 0.0)
     if is_own.any():
         rewards[is_own.nonzero()[-1]] += reward
     return rewards

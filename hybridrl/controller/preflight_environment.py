@@ -5,17 +5,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridrl.config import Config, ConfigError
+from hybridrl.config.environment import EnvironmentKind
 from hybridrl.config.rollout import ENGINES
 from hybridrl.data.turns import TurnTemplate
 from hybridrl.environments import Openings
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import GenerateStage
+from hybridrl.flow.sample import TURN_REWARDS
 
 
 def check_environment(config: Config, graph: Graph) -> None:
-    """Raise where there is an environment, and nothing that it could answer."""
+    """Raise where there is an environment, and nothing that it could answer; or the reverse."""
     environment, rollout = config.environment, config.rollout
     if not environment.is_on:
+        if any(TURN_REWARDS in getattr(stage, "outputs", ()) for stage in graph.stages.values()):
+            kinds = ", ".join(kind.value for kind in EnvironmentKind if kind.value != "none")
+            raise ConfigError("environment.kind", "none", f"{kinds}: the recipe reads turn_rewards")
         return
     kind = "environment.kind", environment.kind.value
     if not any(isinstance(stage, GenerateStage) for stage in graph.stages.values()):

@@ -52,7 +52,7 @@ from hybridrl.flow.executor import (
     generated_tensors,
 )
 from hybridrl.flow.graph import AnswersStage, ComputeStage, Graph, Stage, UpdateStage
-from hybridrl.flow.sample import LOSS_MASK, NO_VERSION, Sample, SampleId
+from hybridrl.flow.sample import LOSS_MASK, NO_VERSION, TRAINED, Sample, SampleId
 from hybridrl.layout.weight_switch import SwitchStats
 from hybridrl.rewards import RewardInput, RewardResult
 from hybridrl.rewards.results import scalars_of
@@ -524,7 +524,7 @@ class RayExecutor:
             places = deal(samples, len(pool.ranks), samples_per_row, work)
             ranks = [pool.ranks[i] for i in places]
             common = set.intersection(*(sample.tensors for sample in samples))
-            read = {LOSS_MASK}
+            read = {LOSS_MASK, TRAINED}
             for stage in stages:
                 read |= {*stage.inputs, *self._fields_of_role[stage.role or ""]}
             parcels = yield from self._export_copies(samples, ranks, common & read)

@@ -16,6 +16,7 @@ from hybridrl.flow.graph import (
     StageMethod,
     UpdateStage,
 )
+from hybridrl.flow.sample import TURN, TURN_REWARDS
 from hybridrl.flow.stream import Prompts, Stream
 
 # A loss has names for the fields that it reads; the sample's field often has the singular, or is
@@ -152,12 +153,15 @@ class ActorHandle(Trainable):
         top_k: int | None = None,
         max_new_tokens: int | None = None,
         name: str | None = None,
+        turns: bool = False,
     ) -> Stream:
         """`num_samples` responses to every prompt; None takes the rollout config's value.
 
         Adds the tensors `tokens` [prompt_tokens + response_tokens] and `log_probs`
         [response_tokens] (of the distribution that they were drawn from), the scalar `finish`.
         A `name` becomes the samples' branch: part of their identity and of their random streams.
+        With `turns` conversations give the tensors `turn` [response_tokens], the number of the
+        turn, and `turn_rewards` [turns], what each has earned.
         """
         if not isinstance(prompts, Prompts):
             raise ValueError(f"generate: got {type(prompts).__name__}, wanted flow.prompts")
@@ -172,7 +176,7 @@ class ActorHandle(Trainable):
             name=stage_name,
             upstream=(prompts.stage,),
             role=self.role,
-            outputs=("finish", "tokens", "log_probs"),
+            outputs=("finish", "tokens", "log_probs", *((TURN, TURN_REWARDS) if turns else ())),
             scalars=("finish",),
             branch=name or "",
             num_samples=num_samples,

@@ -100,8 +100,9 @@ class Stream:
         """Run `function` per sample on the rank that has its tensors.
 
         It is called with the fields `inputs` in order (tensors `[response_tokens]`, scalars as
-        numbers). It returns first the tensors `outputs`, then the `scalars` that travel to the
-        driver: one value, or a tuple of several. It must be picklable.
+        numbers). Of a conversation tensors have the model's own tokens alone. It returns first the
+        tensors `outputs`, then the `scalars` that travel to the driver: one value, or a tuple of
+        several. It must be picklable.
         """
         if not (*outputs, *scalars):
             raise ValueError("map: got no outputs, wanted outputs=(...) or scalars=(...)")

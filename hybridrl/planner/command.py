@@ -13,6 +13,7 @@ from hybridrl.config import SPECULATED, ConfigError, ScheduleConfig
 from hybridrl.config.schedule import SCHEDULES
 from hybridrl.planner import published
 from hybridrl.planner.accelerators import read_roofline, samples_held
+from hybridrl.planner.conversations import TURNS, read_conversations
 from hybridrl.planner.options import option_name, read_number
 from hybridrl.planner.schedule import Outcome, Setting, lower_bound, read_costs, what_if
 from hybridrl.planner.workload import LENGTHS, Shape, Workload, read_workload
@@ -28,6 +29,8 @@ Replays response lengths under every schedule, in virtual time.
                      (default: those of the run; else gpu:model=8b)
   the step           --prompts, --group-size, --steps, --prompt-tokens, --max-tokens
   the machines       --instances, --max-held, --decode-steps, --chunk-tokens, --verifier-s
+  conversations      --turns={TURNS}
+                     lengths are then the model's own tokens
   speculation        --speculate=auto or a number of tokens; accept=P in --lengths
   schedule=partial   --over-provision, --max-staleness
   --paper            RLHFuse's setting instead, with its published figures
@@ -53,7 +56,7 @@ _NUMBERS: dict[str, float] = {
     "over_provision": 1,
     "verifier_s": 0,
 }
-_TEXTS = ("lengths", "costs", "speculate")
+_TEXTS = ("lengths", "costs", "turns", "speculate")
 _FRACTIONS = ("over_provision", "verifier_s")
 _MACHINES = ("instances", "max_held", "decode_steps", "chunk_tokens", "verifier_s")
 _SCHEDULE = ("over_provision", "max_staleness")  # settings of whichever schedule has them
@@ -139,6 +142,7 @@ def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
         workload=workload,
         group_size=group_size,
         draft_tokens=_draft_tokens(texts["speculate"]),
+        conversations=read_conversations(texts["turns"]) if texts["turns"] else None,
     )
     pass_tokens = max(setting.max_held, SPECULATED)  # the engine's bound
     return replace(setting, pass_tokens=pass_tokens), _measured(run)
@@ -240,6 +244,11 @@ def remarks(setting: Setting, measured: Measured | None) -> list[str]:
         " is guessed and no tail is wide",
         "x serial, x fused: how many times as fast a step is",
     ]
+    if (model := setting.conversations) is not None:
+        lines.append(
+            f"conversations: up to {model.turns} turns; a reply has {model.reply_tokens:g} tokens "
+            f"after {model.wait_s:g} s, on average"
+        )
     if setting.drafting is None:
         lines.append("speculation: not shown; accept=P in --lengths is the share of right guesses")
     else:

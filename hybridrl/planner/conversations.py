@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hybridrl.config import ConfigError
 from hybridrl.flow.executor import EpisodeReply, TurnEnded
 from hybridrl.flow.sample import SampleId
+
+TURNS = "turns=N,reply=TOKENS,wait=SECONDS[,sigma=S][,seed=K]"
 
 
 class ModeledTurn(NamedTuple):
@@ -87,3 +90,29 @@ def reply_to(turn: TurnEnded, modeled: ModeledTurn, num_turns: int, finish: str)
         return EpisodeReply(turn.id, (0,) * modeled.reply_tokens)
     scalars = {"num_turns": num_turns, "environment_reward": 0.0}
     return EpisodeReply(turn.id, None, finish, (0.0,) * num_turns, scalars)
+
+
+def read_conversations(text: str) -> ConversationModel:
+    """The turns that `--turns` names; raises `ConfigError` for anything else than `TURNS`."""
+    values = dict(item.split("=", 1) for item in text.split(",") if "=" in item)
+    try:
+        model = ConversationModel(
+            turns=int(values.pop("turns")),
+            reply_tokens=float(values.pop("reply")),
+            wait_s=float(values.pop("wait")),
+            wait_sigma=float(values.pop("sigma", 1)),
+            seed=int(values.pop("seed", 0)),
+        )
+    except (KeyError, ValueError):
+        raise ConfigError("--turns", text, TURNS) from None
+    if values:
+        raise ConfigError("--turns", text, TURNS)
+    if not (
+        model.turns >= 1
+        and 1 <= model.reply_tokens < 1e6
+        and 0 <= model.wait_s < 1e6
+        and 0 <= model.wait_sigma < 5
+    ):
+        allowed = "turns and reply from 1, wait from 0, sigma from 0 to 5"
+        raise ConfigError("--turns", text, allowed)
+    return model

@@ -143,8 +143,8 @@ class ModeledInstance:
 
     `length_of` returns the response tokens of a sample, `prompt_tokens_of` those of a prompt, by
     position. The state of `Parked` and `Resume` is a dict by id of a row, and whether its keys and
-    values are with it. With `conversation_of` a response has turns: it is held after each of them,
-    takes no room meanwhile, and goes on before those that wait for room.
+    values are with it. With `conversation_of` a response has turns, and is held after each of them.
+    It takes no room meanwhile, and goes on before those that wait for room.
 
     Where the costs have `drafting`, a pass makes the mean number of tokens of a row. With
     `counts_tokens` a row makes at most a call's steps of tokens, as in the engine (`Speculation`).

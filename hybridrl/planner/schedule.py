@@ -3,7 +3,7 @@
 import itertools
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -24,8 +24,10 @@ from hybridrl.flow.graph import (
     UpdateStage,
 )
 from hybridrl.flow.lengths import PromptKey
+from hybridrl.flow.sample import SampleId
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import ScheduleParts, StepSettings, schedule_class
+from hybridrl.planner.conversations import ConversationModel
 from hybridrl.planner.mapped_work import MappedWork, step_samples
 from hybridrl.planner.simulate import SimulatedExecutor
 from hybridrl.planner.workload import Workload
@@ -63,6 +65,8 @@ class Setting:
     """Tokens that rows guess where speculation is compared; None: as many as pay."""
     pass_tokens: int = UNLIMITED
     """The most tokens of such a pass."""
+    conversations: ConversationModel | None = None
+    """Turns of the responses, whose lengths are then the model's own tokens; None: of one turn."""
     mapped: MappedWork | None = None
     """The device mapping, whose roles then have stages and updates; see `mapped_setting`."""
 
@@ -244,7 +248,8 @@ def lower_bound(setting: Setting) -> float:
 
     The largest of three: the longest sample alone; the stages of a separate pool; all forward
     passes and all decoding. The last is in the largest batches that fit, spread over the instances
-    without a gap. Mean over the steps.
+    without a gap. Mean over the steps. Of conversations the longest has its waits, and the prefill
+    of replies is left out.
     """
     costs, work, size = setting.costs, setting.workload, setting.group_size
     drafting = costs.drafting
@@ -274,8 +279,22 @@ def lower_bound(setting: Setting) -> float:
         pace = float(costs.pace(1, prompt) + costs.pace(1, prompt + longest)) / 2
         alone = longest * pace + per_token * (prompt + longest)
         pool = setting.pool_s_per_token * sum(prompt + length for prompt, length in samples)
-        bounds.append(max(spread, alone, pool))
+        bounds.append(max(spread, alone, pool, _longest_conversation(setting, positions)))
     return fmean(bounds)
+
+
+def _longest_conversation(setting: Setting, positions: Iterable[int]) -> float:
+    """The most seconds that a sample of these prompts decodes alone and waits; 0 without turns."""
+    if setting.conversations is None:
+        return 0.0
+    seconds = []
+    for position, k in itertools.product(positions, range(setting.group_size)):
+        id = SampleId(position, k=k)
+        length = setting.workload.length_of(id)
+        waits = sum(turn.wait_s for turn in setting.conversations.of(id, length).turns)
+        prompt = setting.workload.prompt_tokens_of(position)
+        seconds.append(waits + length * float(setting.costs.pace(1, prompt)))
+    return max(seconds)
 
 
 def replay(setting: Setting, config: ScheduleConfig, skip: int = 1) -> Outcome:
@@ -294,6 +313,7 @@ def replay(setting: Setting, config: ScheduleConfig, skip: int = 1) -> Outcome:
         widths=setting.widths,
         counts_tokens=config.entry.counts_tokens,
         mapped=setting.mapped,
+        conversations=setting.conversations,
     )
     schedule = schedule_class(config).build(_parts(setting, executor), config)
     steps, stages = [], []
@@ -325,7 +345,7 @@ def _measure(
     ended = next(span.start for span in result.spans if span.name == "to_train")
     busy = sum(s.stop - s.start for s in executor.slices if s.start < ended)
     window = setting.num_instances * (ended - begun)
-    spans = [span for sample in result.samples for span in sample.spans]
+    spans = [span for sample in result.samples for span in sample.spans if span.trained]
     old = sum(s.stop - s.start for s in spans if s.version < executor.version)
     return {
         "step_s": seconds,
@@ -346,7 +366,10 @@ def _parts(setting: Setting, executor: SimulatedExecutor) -> ScheduleParts:
         executor=executor,
         prompts=((position, position) for position in itertools.count()),
         settings=StepSettings(
-            sampling=Sampling(max_new_tokens=_UNBOUNDED),
+            sampling=Sampling(
+                max_new_tokens=_UNBOUNDED,
+                max_turn_tokens=0 if setting.conversations is None else _UNBOUNDED,
+            ),
             decode_steps=setting.decode_steps,
             prompts_per_step=setting.workload.prompts_per_step,
             draft_tokens=0 if drafting is None else drafting.tokens,

@@ -40,10 +40,11 @@ class Critic(ValueModel):
     def _explained(self, stage: UpdateStage, share: UpdateShare) -> dict[str, float]:
         """`explained_variance`, where the returns and values are there."""
         returns = stage.fields.get("returns")
-        tensors = [self.store[id].tensors for id in share.ids]
-        if returns is None or not all(returns in t and self._values in t for t in tensors):
+        samples = [self.store[id] for id in share.ids]
+        read = {returns, self._values}
+        if returns is None or not all(read <= sample.tensors.keys() for sample in samples):
             return {}
-        pairs = [(t[returns], t[self._values]) for t in tensors]
+        pairs = [(s.of_model(returns), s.of_model(self._values)) for s in samples]
         return {"explained_variance": explained_variance(pairs, self.train_engine.device)}
 
 
@@ -52,7 +53,7 @@ def explained_variance(
 ) -> float:
     """1 - Var(returns - values) / Var(returns) over all tokens of all ranks; collective.
 
-    `pairs` are this rank's returns and values [response_tokens], perhaps none. 1 is a perfect
+    `pairs` are this rank's returns and values [the model's tokens], perhaps none. 1 is a perfect
     critic, 0 is as good as a constant. If all returns are equal it is 0, too. In float64.
     """
     empty = torch.zeros(0, dtype=torch.float64)

@@ -103,12 +103,12 @@ def run_map(
     for id, fields in zip(ids, scalars, strict=True):
         sample = store[id]
         values = stage.function(
-            *(sample.tensors[x] if x in sample.tensors else fields[x] for x in stage.inputs)
+            *(sample.of_model(x) if x in sample.tensors else fields[x] for x in stage.inputs)
         )
         values = values if isinstance(values, tuple) else (values,)
         for name, value in zip(stage.returns, values, strict=True):
             if name in new_scalars:
                 new_scalars[name].append(value)
             else:
-                sample.tensors[name] = value
+                sample.tensors[name] = sample.with_replies(value)
     return {name: tuple(values) for name, values in new_scalars.items()}, tensors

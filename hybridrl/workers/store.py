@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from hybridrl.flow.sample import SampleId
+from hybridrl.flow.sample import LOSS_MASK, TRAINED, TURN_REWARDS, SampleId
 
 ROUTED_EXPERTS = "routed_experts"
 """The field of the experts that a sample's tokens take (uint8 or uint16)."""
+_OF_ALL_TOKENS = ("tokens", ROUTED_EXPERTS, TURN_REWARDS)  # not one entry a response token
 
 
 @dataclass(slots=True)
@@ -34,6 +35,35 @@ class StoredSample:
         """Token ids of the response [response_tokens]."""
         tokens = self.tensors["tokens"]
         return tokens[tokens.numel() - self.response_tokens :]
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """Tokens that are trained, bool [response_tokens]; None: all."""
+        return self.tensors.get(LOSS_MASK, self.tensors.get(TRAINED))
+
+    def of_model(self, name: str) -> torch.Tensor:
+        """A field of `map`: of a conversation without the tokens that its environment wrote."""
+        value, trained = self.tensors[name], self.tensors.get(TRAINED)
+        return value if trained is None or name in _OF_ALL_TOKENS else value[trained]
+
+    def with_replies(self, value: torch.Tensor) -> torch.Tensor:
+        """A field [response_tokens] from a result of `map` [the model's tokens].
+
+        Nothing reads it where the environment wrote: numbers are NaN there, whole ones 0. Raises
+        ValueError for a result of another length.
+        """
+        trained = self.tensors.get(TRAINED)
+        if trained is None:
+            return value
+        if value.ndim == 0 or len(value) != int(trained.sum()):
+            raise ValueError(
+                f"map: got a tensor {list(value.shape)} of a conversation in which the model wrote "
+                f"{int(trained.sum())} tokens, wanted one entry for each of them"
+            )
+        fill = float("nan") if value.is_floating_point() else 0
+        whole = value.new_full((len(trained), *value.shape[1:]), fill)
+        whole[trained] = value
+        return whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.fused_update import FusedUpdate, UpdateInputs
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.graph import UpdateStage
-from hybridrl.flow.sample import LOSS_MASK, SampleId
+from hybridrl.flow.sample import SampleId
 from hybridrl.pipelines.policies import Policy
 from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
 
@@ -169,7 +169,7 @@ def sequence_of(
         sample.tensors["tokens"],
         sample.response_tokens,
         fields or {},
-        mask=sample.tensors.get(LOSS_MASK),
+        mask=sample.mask,
         routed_experts=sample.tensors.get(ROUTED_EXPERTS) if replays else None,
     )
 

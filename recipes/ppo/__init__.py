@@ -17,6 +17,7 @@ from hybridrl.config import ConfigError, bounded
 from hybridrl.flow import Flow, Stream, recipe
 from hybridrl.recipes.reference import add_reference
 from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_probs
+from hybridrl.recipes.turn_credit import add_turn_credit
 from hybridrl.recipes.whiten import whitened
 
 
@@ -48,6 +49,8 @@ class PPOConfig(RolloutCorrection):
     """Weight of the entropy bonus."""
     normalize: str = "token"
     """Weights of the policy's tokens: token, sequence or constant."""
+    turn_rewards: bool = False
+    """Each turn of a conversation has what it earned, at its last token; the end has the rest."""
     critic_warmup: int = bounded(0, least=0)
     """Steps at the beginning in which the critic alone is trained."""
 
@@ -60,7 +63,7 @@ class PPOConfig(RolloutCorrection):
 @recipe("ppo")
 def ppo(flow: Flow, cfg: PPOConfig) -> None:
     """Sample, judge, compare with the critic's values; train both."""
-    samples = flow.actor.generate(flow.prompts, num_samples=cfg.num_samples)
+    samples = flow.actor.generate(flow.prompts, num_samples=cfg.num_samples, turns=cfg.turn_rewards)
     samples = flow.reward.score(samples)
     samples, stale = add_old_log_probs(flow, samples, cfg)
     samples = add_token_rewards(flow, samples, cfg)
@@ -78,10 +81,11 @@ def ppo(flow: Flow, cfg: PPOConfig) -> None:
 
 
 def add_token_rewards(flow: Flow, samples: Stream, cfg: PPOConfig) -> Stream:
-    """The reward at the last token, less the KL penalty at every token."""
+    """The reward at the last token, or the turns' last ones, less the KL penalty at every token."""
     samples, fields, penalty = add_kl(flow, samples, cfg)
+    samples, reward = add_turn_credit(samples, "reward", cfg.turn_rewards)
     function = partial(critic.token_rewards, **penalty)
-    return samples.map(function, ("reward", *fields), ("token_rewards",))
+    return samples.map(function, (reward, *fields), ("token_rewards",))
 
 
 def add_kl(

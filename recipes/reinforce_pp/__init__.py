@@ -10,6 +10,7 @@ from hybridrl.config import bounded
 from hybridrl.flow import Flow, recipe
 from hybridrl.recipes.reference import add_reference
 from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_probs
+from hybridrl.recipes.turn_credit import add_turn_credit
 from hybridrl.recipes.whiten import whitened
 
 
@@ -21,6 +22,8 @@ class ReinforcePPConfig(RolloutCorrection):
     """Samples per prompt."""
     group_baseline: bool = False
     """Take the mean of a prompt's rewards off first: REINFORCE++ with baseline."""
+    turn_rewards: bool = False
+    """Each turn of a conversation has what it earned, at its last token; the end has the rest."""
     kl_coef: float = bounded(0.01, least=0)
     """The penalty, in reward, of a token's nat of log p / p_reference; 0 needs no reference."""
     reference_ema_decay: float | None = bounded(None, above=0, below=1)
@@ -34,7 +37,7 @@ class ReinforcePPConfig(RolloutCorrection):
 @recipe("reinforce_pp")
 def reinforce_pp(flow: Flow, cfg: ReinforcePPConfig) -> None:
     """Sample, charge tokens for leaving the reference, normalize over the batch, clip."""
-    samples = flow.actor.generate(flow.prompts, num_samples=cfg.num_samples)
+    samples = flow.actor.generate(flow.prompts, num_samples=cfg.num_samples, turns=cfg.turn_rewards)
     samples = flow.reward.score(samples)
     samples, stale = add_old_log_probs(flow, samples, cfg)
     reward = "reward"
@@ -46,6 +49,7 @@ def reinforce_pp(flow: Flow, cfg: ReinforcePPConfig) -> None:
     if cfg.kl_coef:
         samples = add_reference(flow, samples, cfg.reference_ema_decay)
         against = "reference_log_probs"
+    samples, reward = add_turn_credit(samples, reward, cfg.turn_rewards)
     function = partial(to_go, kl_coef=cfg.kl_coef)
     samples = samples.map(function, (reward, "log_probs", against), ("return_to_go",))
     samples = whitened(samples, "return_to_go")
@@ -54,7 +58,11 @@ def reinforce_pp(flow: Flow, cfg: ReinforcePPConfig) -> None:
 
 
 def to_go(
-    reward: float, log_probs: torch.Tensor, reference: torch.Tensor, *, kl_coef: float
+    reward: float | torch.Tensor,
+    log_probs: torch.Tensor,
+    reference: torch.Tensor,
+    *,
+    kl_coef: float,
 ) -> torch.Tensor:
     """Reward to go [response_tokens], undiscounted."""
     return critic.discounted(critic.token_rewards(reward, log_probs, reference, kl_coef))

@@ -34,6 +34,8 @@ class SafeRLHFConfig(PPOConfig):
 
     def __post_init__(self) -> None:
         PPOConfig.__post_init__(self)
+        if self.turn_rewards:
+            raise ConfigError("recipe.turn_rewards", True, "false, or recipe=ppo, reinforce_pp")
         if self.multiplier_max is not None and self.multiplier > self.multiplier_max:
             allowed = f"at most recipe.multiplier_max={self.multiplier_max}"
             raise ConfigError("recipe.multiplier", self.multiplier, allowed)

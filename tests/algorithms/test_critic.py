@@ -14,6 +14,7 @@ from hybridrl.algorithms.critic import (
     gae,
     moments,
     token_rewards,
+    turn_credit,
     whiten,
     whitening,
 )
@@ -217,3 +218,17 @@ def test_value_loss_without_clipping() -> None:
     for clip in (0.0, -1.0):
         with pytest.raises(ConfigError, match=r"recipe\.value_clip"):
             ValueLoss(clip=clip)
+
+
+def test_turns_earn_their_rewards_at_their_last_tokens() -> None:
+    """Turns of 2, 1 and 3 tokens; the judge's reward has a half that no turn has earned."""
+    turn = torch.tensor([0, 0, 1, 2, 2, 2], dtype=torch.int32)
+    credit = turn_credit(2.25, turn, torch.tensor([1.0, -0.25, 1.0]))
+    assert credit.tolist() == [0.0, 1.0, -0.25, 0.0, 0.0, 1.5]
+    assert turn_credit(1.0, turn[:0], torch.zeros(0)).tolist() == []
+    logs = torch.zeros(6)
+    assert token_rewards(credit, logs, logs - 0.5, 0.1).tolist() == pytest.approx(
+        [x - 0.05 for x in credit.tolist()]
+    )
+    # What is to come of it: of the whole response at its first token.
+    assert discounted(token_rewards(credit, logs, logs))[0].item() == 2.25

@@ -70,6 +70,7 @@ class VirtualExecutor:
         wait_of: Callable[[SampleId, int], float] | None = None,
     ) -> None:
         self.turns_of = turns_of
+        self.more_tensors: Sequence[str] = ()  # that the engine makes, of `outputs_of`
         self.wait_of = wait_of or (lambda id, turn: self._random.expovariate(1.0))
         self._held: dict[SampleId, int] = {}  # waits for a reply: tokens that are left
         self._stops: dict[SampleId, list[int]] = {}  # of a conversation that goes on
@@ -521,8 +522,10 @@ class VirtualExecutor:
         }
         if self.outputs_of:
             self.tensors[id] = {name: self.outputs_of(id, name) for name in self.tensors[id]}
+            self.tensors[id] |= {name: self.outputs_of(id, name) for name in self.more_tensors}
         finish = "length" if is_cut else self.finish_of(id)
-        return Finished(id, rank, 3, length, finish, tuple(self._spans[id]))
+        spans = tuple(self._spans[id])
+        return Finished(id, rank, 3, length, finish, spans, tuple(self.more_tensors))
 
     def _draw_length(self, id: SampleId, most: int | None = None) -> int:
         length = self.length_of(id)
@@ -553,9 +556,7 @@ class VirtualExecutor:
     def _outputs(self, stage: Stage, sample: Sample) -> dict[str, Any]:
         inputs = [self._field(sample, name) for name in stage.inputs]
         if isinstance(stage, MapStage):
-            values = stage.function(*inputs)
-            values = values if isinstance(values, tuple) else (values,)
-            return dict(zip(stage.returns, values, strict=True))
+            return self._map(stage, sample, inputs)
         if self.scope(stage) is Scope.WORLD:
             assert self.entered[-1:] == [Phase.TRAIN], "the training shards are not there"
         if stage.role == "actor" and self.scope(stage) is Scope.INSTANCE:
@@ -567,6 +568,11 @@ class VirtualExecutor:
             return dict(zip((value, status), self.reward_of(sample.id), strict=True))
         draw = random.Random(f"{sample.id} {stage.name}")
         return {x: [-draw.random() for _ in range(sample.response_tokens)] for x in stage.outputs}
+
+    def _map(self, stage: MapStage, sample: Sample, inputs: list[Any]) -> dict[str, Any]:
+        values = stage.function(*inputs)
+        values = values if isinstance(values, tuple) else (values,)
+        return dict(zip(stage.returns, values, strict=True))
 
 
 @pytest.fixture(scope="session")

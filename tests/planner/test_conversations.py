@@ -2,6 +2,7 @@
 
 import pytest
 
+from hybridrl.config import ConfigError
 from hybridrl.flow import Flow, TokenSpan
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Answer, EpisodeReply, Park, Resume, Sampling, Submit
@@ -11,6 +12,7 @@ from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.fused import FusedSchedule
 from hybridrl.flow.schedules.generation_task import RoundLimits
 from hybridrl.flow.schedules.serial import SerialSchedule
+from hybridrl.planner import command, schedule
 from hybridrl.planner.conversations import ConversationModel, ModeledConversation, ModeledTurn
 from hybridrl.planner.instance import ModeledInstance
 from hybridrl.planner.simulate import SimulatedExecutor
@@ -96,14 +98,14 @@ def run(kind, conversations, prompts=8):
     settings = StepSettings(sampling=SAMPLING, decode_steps=4, prompts_per_step=prompts)
     step = flow.graph, executor, ((i, "prompt") for i in range(1000)), settings
     if kind == "serial":
-        schedule = SerialSchedule(*step)
+        chosen = SerialSchedule(*step)
     else:
-        schedule = FusedSchedule(
+        chosen = FusedSchedule(
             *step,
             limits=RoundLimits(max_held=16, chunk_tokens=100),
             length_model=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1,))),
         )
-    result = schedule.run_step(0)
+    result = chosen.run_step(0)
     return executor.clock.now(), [(s.id, s.tokens, s.spans, s.scalars) for s in result.samples]
 
 
@@ -136,3 +138,55 @@ def test_what_is_made_does_not_depend_on_waits(wait_s):
     assert len(serial) == 16
     fastest, _ = run("serial", of(0.0, 0.0))
     assert seconds >= fastest
+
+
+def test_others_have_the_rows_of_those_that_wait():
+    """One row, two conversations: each decodes while the other waits for 10 seconds a turn."""
+    conversations = ConversationModel(turns=2, reply_tokens=1, wait_s=10, wait_sigma=0)
+    flow = Flow()
+    flow.collect(flow.actor.generate(flow.prompts))
+    executor = SimulatedExecutor(
+        Costs(step_s=1.0), 1, lambda id: 4, lambda prompt: 4, max_running=1, scopes={},
+        conversations=conversations,
+    )  # fmt: skip
+    settings = StepSettings(sampling=SAMPLING, decode_steps=1, prompts_per_step=2)
+    fused = FusedSchedule(
+        flow.graph, executor, iter([(0, ""), (1, "")]), settings,
+        limits=RoundLimits(max_held=1, chunk_tokens=100),
+        length_model=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1,))),
+    )  # fmt: skip
+    fused.run_step(0)
+    (whole,) = {sum(t.tokens for t in conversations.of(SampleId(i), 4).turns) for i in (0, 1)}
+    assert 20 + whole <= executor.clock.now() <= 20 + 2 * whole + 1
+
+
+ARGS = "--lengths=lognormal:median=60,sigma=0.5 --instances=2 --prompts=8 --group-size=4 --steps=3"
+
+
+def test_plan_schedule_knows_waits():
+    turns = "--turns=turns=4,reply=20,wait=2,sigma=1"
+    lines, remarks, _ = command.run([*ARGS.split(), turns], lambda *_: None)
+    setting, _ = command.read_setting([*ARGS.split(), turns])
+    outcomes = [schedule.replay(setting, config) for config in setting.schedules]
+    # Partial and packed choose by length, so that a step may be without its longest conversation.
+    bound = schedule.lower_bound(setting)
+    assert all(outcome.front_s >= bound > 8 for outcome in outcomes[:2])
+    assert [outcome.off_policy for outcome in outcomes[:2]] == [0, 0], "replies are of no policy"
+    assert {line[0] for line in lines} >= {"serial", "fused", "partial", "packed"}
+    told = "conversations: up to 4 turns; a reply has 20 tokens after 2 s, on average"
+    assert told in remarks
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "turns=2",
+        "turns=0,reply=1,wait=1",
+        "turns=2,reply=1,wait=x",
+        "turns=2,reply=1,wait=1,pause=3",
+        "turns=2,reply=1,wait=-1",
+    ],
+)
+def test_turns_that_are_none_are_refused(text):
+    with pytest.raises(ConfigError, match=r"--turns=turns=.*: wanted turns"):
+        command.read_setting([*ARGS.split(), f"--turns={text}"])

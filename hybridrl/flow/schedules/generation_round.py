@@ -56,9 +56,9 @@ class GenerationRound:
     members too. An instance that trains, or has died, cannot join; one that runs a pass joins after
     it.
 
-    Conversations: a sample whose turn has ended stays with its instance and costs it no row. It
-    goes on in the first call after its environment's reply (`OpenTurns`), and moves like others.
-    An instance whose samples all wait gets no call.
+    Conversations: a sample whose turn has ended stays with its instance and costs it no row, so
+    that a queued one may come. It goes on in the first call after its environment's reply
+    (`OpenTurns`), and moves like others. An instance whose samples all wait gets no call.
 
     Death: samples that an instance held, and finished ones on its ranks, are made again on the
     others. Their tokens are the same, since they follow from the sample's identity.
@@ -154,8 +154,7 @@ class GenerationRound:
             able = [instance for instance in able if instance not in self.early.training]
             if self._queue and not able and not busy:
                 raise RuntimeError(_NONE_DECODES)
-        room = [max(0, self.limits.max_held - len(self._held[instance])) for instance in able]
-        if not self._queue or not any(room):
+        if not self._queue or not any(map(self._room, able)):
             return
         groups: dict[tuple[str, int], list[SampleId]] = {}
         for id in self._queue:
@@ -168,12 +167,21 @@ class GenerationRound:
             units = whole or [[id] for unit in units for id in unit]
             tokens = leveled([sum(self._tasks[id].tokens for id in unit) for unit in units])
             loads = [sum(self._tasks[id].tokens for id in self._held[i]) for i in able]
-            room = [max(0, self.limits.max_held - len(self._held[i])) for i in able]
+            room = [self._room(i) for i in able]
             dealt, left = dispatch(tokens, len(able), room, loads, [len(unit) for unit in units])
             for instance, mine in zip(able, dealt, strict=True):
                 self._give(instance, [id for i in mine for id in units[i]])
             units = [units[i] for i in left]
         self._queue = [id for unit in units for id in unit]
+
+    def _room(self, instance: int) -> int:
+        """Samples that an instance may be given: those that wait leave their rows to others.
+
+        It holds at most twice as many as have rows, since those that wait keep their blocks.
+        """
+        held, most = self._held[instance], self.limits.max_held
+        going = sum(not self.turns.waits(id) for id in held)
+        return max(0, min(most - going, 2 * most - len(held)))
 
     def _give(self, instance: int, ids: Sequence[SampleId]) -> None:
         """Samples of one prompt that come together share its cached keys and values."""

@@ -16,10 +16,10 @@ _CALL_SHARE = 0.02  # of the decoding: what calls may cost so that they end soon
 class RoundLimits:
     """Bounds of an instance, and how the tail moves.
 
-    An instance is given at most `max_held` samples at a time. `chunk_tokens` bound one call of a
-    forward pass. A call that decodes is to last about `call_s` seconds, with fewer steps while the
-    batch is large. Finished samples are known only at its end. `stale_kv` lets a sample continue
-    with keys and values of older weights.
+    An instance is given at most `max_held` samples at a time, without those that wait for replies.
+    `chunk_tokens` bound one call of a forward pass. A call that decodes is to last about `call_s`
+    seconds, with fewer steps while the batch is large. Finished samples are known only at its end.
+    `stale_kv` lets a sample continue with keys and values of older weights.
     """
 
     max_held: int

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,7 @@ class Bench:
 
     def __init__(self, executor: Callable[..., Any]) -> None:
         self._executor = executor
+        self.more_tensors: Sequence[str] = ()
         self.drift = 0.6
         self.answer_of: Callable[[SampleId], str] = str
 
@@ -114,6 +115,10 @@ class Bench:
         assert name.endswith("_log_probs"), name
         return self.field(id, "log_probs") + self.drift * (2 * uniform(id, name, length) - 1)
 
+    def mask_of(self, id: SampleId) -> Tensor | None:
+        """The tokens that the model wrote; None: all."""
+        return None
+
     def group(self, prompt: int, size: int, branch: str = "") -> list[Response]:
         """The responses to one prompt."""
         return [Response(self, SampleId(prompt, branch, k)) for k in range(size)]
@@ -136,6 +141,7 @@ class Bench:
         settings.pop("defaults", None)
         graph = build_recipe(settings | keys)
         executor = self._executor(length_of=self.length_of, outputs_of=self.field)
+        executor.more_tensors = self.more_tensors
         sampling = Sampling(max_new_tokens=self.max_tokens)
         step = StepSettings(sampling=sampling, decode_steps=4, prompts_per_step=self.prompts)
         schedule = SerialSchedule(graph, executor, ((i, i) for i in range(100)), step)
@@ -143,7 +149,7 @@ class Bench:
         return TrainedBatch(self, graph, executor.updates, result.samples)
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainedBatch:
     """What a recipe has trained on: `updates` by stage, each with samples and the fields read; the
     last step's samples.
@@ -153,6 +159,8 @@ class TrainedBatch:
     graph: Graph
     updates: list[tuple[str, list[tuple[SampleId, dict[str, Any]]]]]
     samples: tuple[Sample, ...]
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """Of the loss [tokens], after `loss_of`."""
 
     def scalar(self, name: str) -> list[Any]:
         """A scalar of the last step's samples, as the run's record has it."""
@@ -189,17 +197,20 @@ class TrainedBatch:
             fields = {name: read[field] for name, field in names.items()}
             fields["entropy"] = self.bench.field(id, "entropy")
             length = len(read["tokens"]) - PROMPT_TOKENS
-            sequences.append(TrainSequence(read["tokens"], length, fields))
+            mask = self.bench.mask_of(id)
+            sequences.append(TrainSequence(read["tokens"], length, fields, mask))
         if loss.needs_last_token_only:
             sequences = [ended(sequence, None) for sequence in sequences]
         row = pack(sequences, Attention.torch, torch.device("cpu"), trained_only=True)
-        scores = torch.cat([now[i] for i in row.order])
+        masks = [sequence.mask for sequence in sequences]
+        masked = [x if mask is None else x[mask] for x, mask in zip(now, masks, strict=True)]
+        scores = torch.cat([masked[i] for i in row.order])
         if loss.candidates:  # behind the response's own tokens, which it does not read
             scores = torch.cat([torch.zeros(len(scores), 1), scores], 1)
         log_probs, fields = loss_inputs(sequences, row, loss, scores)
         names = ["entropy"] * loss.needs_entropy
         entropy = scored_fields(sequences, row, names).get("entropy")
-        values, _ = loss(log_probs, entropy, fields)
+        values, self.metrics = loss(log_probs, entropy, fields)
         totals = sum(row.counts), len(row.counts), self.bench.max_tokens
         return (token_weights(row.counts, loss.normalize, *totals).double() * values).sum()
 
