@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -189,6 +190,17 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EpisodePool]:
     config = EnvironmentConfig(kind=EnvironmentKind.tools, path=f"{file}:TOOLS")
     with closing(EpisodePool(settled(config))) as episodes:
         yield episodes
+
+
+def test_an_episode_begins_as_its_prompt(make: Make, pool: Pool) -> None:
+    episodes, asked = pool(make(PROGRAMS, "forever")), task("q")
+    same = replace(asked, opening=asked.messages)
+    assert episodes.start((0,), same).result(60).failure is None
+    other = episodes.start((1,), replace(asked, opening=task("p").messages)).result(60)
+    assert (other.failure, other.error) == (
+        "replay",
+        "the first messages differ between starts: 'q', before 'p'",
+    )
 
 
 CALL = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
