@@ -164,7 +164,9 @@ def make_items(
     if opening:
         pairs = zip(rows, prompts, strict=True)
         episodes = [EpisodeTask(tuple(x), dict(row), _answer(row), source) for row, x in pairs]
-        prompts, tasks = [list(first) for first in opening(episodes)], [*episodes]
+        firsts = opening(episodes)
+        prompts = [list(first) for first in firsts]
+        tasks = [replace(x, opening=tuple(y)) for x, y in zip(episodes, firsts, strict=True)]
         if reader:
             reader.tools = list(opening.tools)
     texts, encoded = rendered(prompts)

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import logging
 import math
+import signal
 import subprocess
 import sys
 import threading
@@ -41,6 +42,9 @@ LOOK_S = 0.1
 """Seconds between two looks at whose code runs, while answers are due."""
 BUSY_S = 1.0
 """A process whose code runs so long without a pause gets no work: it might not read it."""
+PATIENCE = 5
+"""Times that an episode is served again whose process was killed while nobody's code ran: most
+likely from outside, since memory is short say."""
 GRACE_S = 5.0
 """Seconds beyond the limits for a process to tell that one was reached."""
 
@@ -126,7 +130,7 @@ class EpisodePool:
         self._episodes: dict[EpisodeId, _Episode] = {}
         self._queue: deque[_Episode] = deque()
         self._numbers, self._requests = itertools.count(1), itertools.count(1)
-        self._closed = False
+        self._closed, self._bad_starts = False, 0
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="episode-pool", daemon=True)
         self._thread.start()
@@ -146,11 +150,12 @@ class EpisodePool:
     ) -> "Future[EpisodeStart]":
         """Start the episode of a sample, or take it up again after those of the `past`.
 
-        `opening` are the first messages that it must have, if they are known.
+        `opening` are the first messages that it must have, if they are known: those of the task.
         """
         future: Future[EpisodeStart] = Future()
         number = next(self._numbers)
-        episode = _Episode(id, number, task, future, list(past), opening)
+        first = task.opening if opening is None else opening
+        episode = _Episode(id, number, task, future, list(past), first)
         self._send(_Command("start", id, episode, future=future))
         return future
 
@@ -295,8 +300,8 @@ class EpisodePool:
             if process.connection.closed or process.connection.poll():
                 continue
             if not process.ready and time.monotonic() > process.deadline:
-                raise process.no_start()
-            if process.hangs(self.config.turn_timeout_s):
+                self._start_anew(process)
+            elif process.hangs(self.config.turn_timeout_s):
                 seconds = self.config.turn_timeout_s
                 error = f"no answer within environment.turn_timeout_s={seconds:g}"
                 self._replace(process, "timeout", error)
@@ -305,9 +310,10 @@ class EpisodePool:
         if not process.ready:
             try:
                 process.set_ready()
-            except (EOFError, OSError) as error:
-                raise process.no_start() from error
-            self.tools = process.tools
+            except (EOFError, OSError):
+                self._start_anew(process)
+                return
+            self.tools, self._bad_starts = process.tools, 0
             self._ready.set()
             return
         try:
@@ -353,11 +359,13 @@ class EpisodePool:
             self._leave(episode)
         episode.settle(step)
 
-    def _fail(self, episode: _Episode, kind: FailureKind, error: BaseException | str) -> None:
-        """An episode has failed: run it once more, or tell the driver."""
+    def _fail(
+        self, episode: _Episode, kind: FailureKind, error: BaseException | str, patience: int = 1
+    ) -> None:
+        """An episode has failed: run it again, once or so many times, or tell the driver."""
         episode.strikes += 1
         again = self.config.replay and kind in ("error", "crash")
-        if again and episode.strikes == 1:
+        if again and episode.strikes <= patience:
             self.counts["replays"] += 1
             self._queue.append(episode)
             return
@@ -369,23 +377,31 @@ class EpisodePool:
 
     def _replace(self, process: "_Process", kind: FailureKind, error: str) -> None:
         """Replace a hung or dead process; the episode whose code ran is to blame."""
-        if not process.ready:
-            raise process.no_start()
         number, _ = process.mark.read()
         ended = process.kill()
         error = error or f"its process ended ({ended})"
         logger.debug("environment process %d is replaced: %s", process.popen.pid, error)
-        served = list(process.requests.values())
-        guilty = [episode for episode in served if episode.number == number and episode.due]
+        served = [episode for episode in process.requests.values() if episode.due]
+        guilty = [episode for episode in served if episode.number == number]
+        patience = PATIENCE if ended == signal.SIGKILL.name and not guilty else 1
         if not guilty and len(served) == 1:
             guilty = served
-        for episode in self._episodes.values():
+        for episode in list(self._episodes.values()):
             if episode.process is process:
                 self._bereave(episode, is_guilty=episode in guilty, known=bool(guilty))
         place = self._processes.index(process)
         self._processes[place] = self._start(place)
         for episode in guilty:
-            self._fail(episode, kind, error)
+            self._fail(episode, kind, error, patience)
+
+    def _start_anew(self, process: "_Process") -> None:
+        """Replace a process that has ended before it was ready, if others were: it was killed."""
+        self._bad_starts += 1
+        if not self._ready.is_set() or self._bad_starts > PATIENCE:
+            raise process.no_start()
+        process.kill()
+        place = self._processes.index(process)
+        self._processes[place] = self._start(place)
 
     def _bereave(self, episode: _Episode, is_guilty: bool, known: bool) -> None:
         """An episode whose process is gone: it is replayed when an answer is due."""

@@ -25,6 +25,8 @@ class EpisodeTask:
     row: Mapping[str, Any] = field(default_factory=dict)
     answer: str = ""
     source: str = ""
+    opening: tuple[ChatMessage, ...] | None = None
+    """The first messages, once they are known: every episode must begin with them."""
 
     @property
     def question(self) -> str:

@@ -1,5 +1,6 @@
 """Programs that hang, die or lie, in real processes: who is guilty, and what the others lose."""
 
+import contextlib
 import os
 import random
 import signal
@@ -141,14 +142,19 @@ def clean(number: int, word: str = "ok", at: int = 1) -> dict[Id, list[str]]:
     ("word", "kind", "error"),
     [
         ("raise", "error", "ValueError: no such word"),
-        ("exit", "error", "RuntimeError: SystemExit: 3"),
-        ("cancel", "error", "the program has cancelled itself"),
+        pytest.param("exit", "error", "RuntimeError: SystemExit: 3", marks=pytest.mark.slow),
+        pytest.param("cancel", "error", "the program has cancelled itself", marks=pytest.mark.slow),
         ("memory", "error", "MemoryError"),
         ("die", "crash", "its process ended (exit code 3)"),
         ("child", "crash", "its process ended (exit code 3)"),
-        ("crash", "crash", "its process ended (SIGSEGV)"),
+        pytest.param("crash", "crash", "its process ended (SIGSEGV)", marks=pytest.mark.slow),
         ("hang", "timeout", "no answer within environment.turn_timeout_s=1"),
-        ("wait", "timeout", "no answer within environment.turn_timeout_s=1"),
+        pytest.param(
+            "wait",
+            "timeout",
+            "no answer within environment.turn_timeout_s=1",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_who_is_guilty_fails_and_the_others_are_as_ever(
@@ -173,7 +179,13 @@ def test_who_is_guilty_fails_and_the_others_are_as_ever(
         assert seconds < 4.0  # one limit, a second where the process is started anew
 
 
-@pytest.mark.parametrize("word", ["once", "die once", "thread", "print"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "thread",
+        *(pytest.param(word, marks=pytest.mark.slow) for word in ("once", "die once", "print")),
+    ],
+)
 def test_who_fails_once_is_as_ever(make: Make, pool: Pool, word: str) -> None:
     expected = together(pool(make(PROGRAMS, "echo")), clean(6, "abc"))
     episodes = pool(make(PROGRAMS, "echo"))
@@ -215,6 +227,7 @@ def test_without_replay_a_dead_process_takes_all_with_it(make: Make, pool: Pool)
     assert episodes.start((2, "", 0), task("q")).result(60).failure is None
 
 
+@pytest.mark.slow
 def test_the_seconds_of_an_episode_are_bounded(make: Make, pool: Pool) -> None:
     """Those that it takes, not those that the model does."""
     episodes = pool(make(PROGRAMS, "slow", turn_timeout_s=0.8, episode_timeout_s=1.0))
@@ -272,7 +285,9 @@ def test_wrong_calls_are_told_and_harm_nobody(make: Make, pool: Pool) -> None:
         episodes.start(id, task("q")).result(60)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
+)
 def test_processes_killed_at_random_change_nothing(make: Make, pool: Pool, seed: int) -> None:
     turns = {(n, "", k): [f"{n}{letter}" for letter in "abcd"] for n in range(12) for k in range(2)}
     expected = together(pool(make(PROGRAMS, "echo")), turns)
@@ -281,9 +296,9 @@ def test_processes_killed_at_random_change_nothing(make: Make, pool: Pool, seed:
 
     def kill() -> None:
         while not ended:
-            time.sleep(draw.uniform(0.01, 0.2))
+            time.sleep(draw.uniform(0.05, 0.5) if kills else 0.02)  # while they start, too
             process = draw.choice(episodes._processes)
-            if process.ready and process.popen.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(process.popen.pid, signal.SIGKILL)
                 kills.append(process.popen.pid)
 

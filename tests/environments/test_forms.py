@@ -1,13 +1,16 @@
 """The forms of a program: an async function, a class, a list of tools; and those that are none."""
 
 import re
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from environment_pools import Make, Pool, played, settled, task
 
 from hybridrl.config import ConfigError, EnvironmentConfig, EnvironmentKind
-from hybridrl.environments import EpisodeStep, ModelTurn, PastTurn
+from hybridrl.environments import EpisodePool, EpisodeStep, ModelTurn, PastTurn
 from hybridrl.environments.load import load_environment
 from hybridrl.environments.tool_calls import ToolCall, find_calls
 from hybridrl.environments.tools import schema_of
@@ -180,6 +183,26 @@ def test_an_episode_is_taken_up_again(make: Make, pool: Pool) -> None:
     assert again.turn((0, "", 0), ModelTurn("c")).result(60) == steps[2]
 
 
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EpisodePool]:
+    file = tmp_path_factory.mktemp("tools") / "programs.py"
+    file.write_text(PROGRAMS)
+    config = EnvironmentConfig(kind=EnvironmentKind.tools, path=f"{file}:TOOLS")
+    with closing(EpisodePool(settled(config))) as episodes:
+        yield episodes
+
+
+def test_an_episode_begins_as_its_prompt(make: Make, pool: Pool) -> None:
+    episodes, asked = pool(make(PROGRAMS, "forever")), task("q")
+    same = replace(asked, opening=asked.messages)
+    assert episodes.start((0,), same).result(60).failure is None
+    other = episodes.start((1,), replace(asked, opening=task("p").messages)).result(60)
+    assert (other.failure, other.error) == (
+        "replay",
+        "the first messages differ between starts: 'q', before 'p'",
+    )
+
+
 CALL = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
 
 
@@ -199,9 +222,8 @@ CALL = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
         ("It is 5.", []),
     ],
 )
-def test_tools(make: Make, pool: Pool, turn: str, answers: list[str]) -> None:
-    episodes = pool(make(PROGRAMS, "TOOLS", kind=EnvironmentKind.tools))
-    _, steps = played(episodes, task("2+3?"), [turn, "5"])
+def test_tools(tools: EpisodePool, turn: str, answers: list[str]) -> None:
+    _, steps = played(tools, task("2+3?"), [turn, "5"], (turn,))
     if not answers:
         assert steps == [EpisodeStep(None, (0.0,))]
         return
@@ -211,10 +233,9 @@ def test_tools(make: Make, pool: Pool, turn: str, answers: list[str]) -> None:
     assert steps[1] == EpisodeStep(None, (0.0, 0.0))
 
 
-def test_the_pool_knows_the_schemas_of_its_tools(make: Make, pool: Pool) -> None:
-    episodes = pool(make(PROGRAMS, "TOOLS", kind=EnvironmentKind.tools))
-    episodes.wait_ready()
-    add, fail = (tool["function"] for tool in episodes.tools)
+def test_the_pool_knows_the_schemas_of_its_tools(tools: EpisodePool) -> None:
+    tools.wait_ready()
+    add, fail = (tool["function"] for tool in tools.tools)
     assert add == {
         "name": "add",
         "description": "Add two numbers.",
@@ -288,11 +309,20 @@ def test_forms_of_calls(text: str, calls: list[ToolCall]) -> None:
         ("tools", "ODD", "functions, not 3"),
     ],
 )
-def test_what_is_no_environment(make: Make, pool: Pool, kind: str, name: str, error: str) -> None:
+def test_what_is_no_environment(make: Make, kind: str, name: str, error: str) -> None:
     config = make(PROGRAMS, name, kind=EnvironmentKind(kind))
     with pytest.raises(ConfigError, match=r"^environment\.path=") as raised:
-        pool(config).wait_ready()
+        load_environment(config)
     assert error in str(raised.value)
+
+
+def test_a_process_says_why_it_cannot_start(make: Make, pool: Pool) -> None:
+    episodes = pool(make(PROGRAMS, "missing"))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"^environment\.path=.*AttributeError"):
+            episodes.wait_ready()
+    with pytest.raises(ConfigError, match=r"^environment\.path="):
+        episodes.start((0,), task("q")).result(60)
 
 
 @pytest.mark.parametrize(
