@@ -13,7 +13,7 @@ from hybridrl.config import Config, OnFailure
 from hybridrl.controller.async_calls import Calling, result_of
 from hybridrl.data import Item
 from hybridrl.environments import EpisodePool, EpisodeStart, EpisodeStep, ModelTurn, PastTurn
-from hybridrl.flow.executor import EpisodeReply, TurnEnded
+from hybridrl.flow.executor import EpisodeReply, TurnEnded, Work
 from hybridrl.flow.sample import SampleId
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,9 @@ class _StepCounts:
     turns: int = 0
     reply_tokens: int = 0
     cut_replies: int = 0
+    kept_tokens: int = 0
+    moved_tokens: int = 0
+    recomputed_tokens: int = 0
     waits: list[float] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     first_failure: str = ""
@@ -124,6 +127,12 @@ class Episodes:
         conversation.made.append(PastTurn(turn, step))
         return self._reply(ended, conversation, step)
 
+    def worked(self, work: Work) -> None:
+        """An instance has done so much; what counts are the caches of samples that waited."""
+        self._counts.kept_tokens += work.kept_tokens
+        self._counts.moved_tokens += work.moved_tokens
+        self._counts.recomputed_tokens += work.recomputed_tokens
+
     def waited(self, seconds: float) -> None:
         """A sample has waited so long for its answer."""
         if len(self._counts.waits) < LAST_WAITS:
@@ -176,6 +185,9 @@ class Episodes:
             "turns": float(counts.turns),
             "reply_tokens": float(counts.reply_tokens),
             "cut_replies": float(counts.cut_replies),
+            "kept_kv_tokens": float(counts.kept_tokens),
+            "moved_kv_tokens": float(counts.moved_tokens),
+            "recomputed_kv_tokens": float(counts.recomputed_tokens),
             "failed": float(counts.failures.total()),
             **{f"failed/{kind}": float(number) for kind, number in counts.failures.items()},
         }
