@@ -174,6 +174,9 @@ bench-wide: $(BIN)/.core  ## a decode step of two instances as one, against one 
 bench-samples: $(BIN)/.core  ## the cost of telemetry.samples=all, on a run that has it: make bench-samples RUN=DIR
 	@$(BIN)/python scripts/bench/kept_samples.py $(or $(RUN),runs/latest)
 
+bench-turns: $(BIN)/.core  ## conversations held between turns against lockstep, new requests and the bound
+	@$(BIN)/python scripts/bench/turns.py $(ARGS)
+
 bench-moe: $(BIN)/.core  ## mixtures of experts: the gap with and without router replay, a step under ep
 	@$(BIN)/python scripts/bench/moe.py $(ARGS)
 
@@ -228,4 +231,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-agents test-loggers test-models test-nccl test-pages test-plan test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-moe bench-placement bench-long bench-driver bench-tail bench-tail-ranks bench-fused-update bench-plan bench-vllm
+.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-agents test-loggers test-models test-nccl test-pages test-plan test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-turns bench-moe bench-placement bench-long bench-driver bench-tail bench-tail-ranks bench-fused-update bench-plan bench-vllm

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,8 +12,8 @@ import numpy as np
 from hybridrl.config import Config, OnFailure
 from hybridrl.controller.async_calls import Calling, result_of
 from hybridrl.data import Item
-from hybridrl.environments import EpisodePool, EpisodeStart, EpisodeStep, ModelTurn, PastTurn
-from hybridrl.flow.executor import EpisodeReply, TurnEnded
+from hybridrl.environments import EpisodePool, EpisodeStart, EpisodeStep, ModelTurn
+from hybridrl.flow.executor import EpisodeReply, TurnEnded, Work
 from hybridrl.flow.sample import SampleId
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,7 @@ class _Conversation:
     item: Item
     most: int
     start: "Future[EpisodeStart]"
-    made: list[PastTurn] = field(default_factory=list)
-    was_cut: bool = False
-    failed: str = ""
+    num_turns: int = 0
 
 
 @dataclass(slots=True)
@@ -56,6 +54,9 @@ class _StepCounts:
     turns: int = 0
     reply_tokens: int = 0
     cut_replies: int = 0
+    kept_tokens: int = 0
+    moved_tokens: int = 0
+    recomputed_tokens: int = 0
     waits: list[float] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     first_failure: str = ""
@@ -104,14 +105,6 @@ class Episodes:
             start = self.pool.start(id, item.task)
             self._there[id] = _Conversation(item, max_new_tokens, start)
 
-    def resume(self, conversations: Mapping[SampleId, tuple[Item, int, Sequence[Any]]]) -> None:
-        """Take up episodes of an earlier run: the turns already made are replayed."""
-        for id, (item, most, made) in conversations.items():
-            assert item.task is not None, "a prompt without a task"
-            past = [_past(values) for values in made]
-            start = self.pool.start(id, item.task, past)
-            self._there[id] = _Conversation(item, most, start, past)
-
     def answer(self, ended: TurnEnded) -> Calling[EpisodeReply]:
         """Hand a turn to its environment, and give what it answers."""
         conversation, turn = self._there[ended.id], ModelTurn(ended.text, ended.finish)
@@ -121,8 +114,14 @@ class Episodes:
             step = EpisodeStep(None, failure=started.failure, error=started.error)
         else:
             step = yield from result_of(self.pool.turn(ended.id, turn))
-        conversation.made.append(PastTurn(turn, step))
+        conversation.num_turns += 1
         return self._reply(ended, conversation, step)
+
+    def worked(self, work: Work) -> None:
+        """An instance has done so much; what counts are the caches of samples that waited."""
+        self._counts.kept_tokens += work.kept_tokens
+        self._counts.moved_tokens += work.moved_tokens
+        self._counts.recomputed_tokens += work.recomputed_tokens
 
     def waited(self, seconds: float) -> None:
         """A sample has waited so long for its answer."""
@@ -141,7 +140,6 @@ class Episodes:
         room = conversation.most - ended.response_tokens - 1  # the next turn has a token
         most = self.config.environment.max_reply_tokens
         tokens, was_cut = self._composer.reply(ended.tokens, step.messages, most)
-        conversation.was_cut |= was_cut
         counts.cut_replies += was_cut
         if len(tokens) > room:
             self.pool.end(ended.id)
@@ -176,6 +174,9 @@ class Episodes:
             "turns": float(counts.turns),
             "reply_tokens": float(counts.reply_tokens),
             "cut_replies": float(counts.cut_replies),
+            "kept_kv_tokens": float(counts.kept_tokens),
+            "moved_kv_tokens": float(counts.moved_tokens),
+            "recomputed_kv_tokens": float(counts.recomputed_tokens),
             "failed": float(counts.failures.total()),
             **{f"failed/{kind}": float(number) for kind, number in counts.failures.items()},
         }
@@ -188,14 +189,6 @@ class Episodes:
             )
         return {f"environment/{name}": value for name, value in metrics.items()}
 
-    def state_of(self, ids: Iterable[SampleId]) -> dict[str, list[Any]]:
-        """The turns of samples that a later step continues, in plain JSON types, by their text."""
-        return {
-            str(id): [_plain(past) for past in self._there[id].made]
-            for id in ids
-            if id in self._there
-        }
-
     def close(self) -> None:
         """Close all environments, and end their processes."""
         if self._pool is not None:
@@ -207,7 +200,7 @@ class Episodes:
         """The episode has ended: its sample is finished."""
         del self._there[id]
         self._counts.ended += 1
-        rewards = _padded(step.rewards, len(conversation.made))
+        rewards = _padded(step.rewards, conversation.num_turns)
         scalars = {**step.scalars, "environment_reward": sum(rewards)}
         return EpisodeReply(id, None, finish, rewards, scalars)
 
@@ -226,13 +219,3 @@ class Episodes:
 def _padded(rewards: Sequence[float], turns: int) -> tuple[float, ...]:
     """What each of so many turns has earned; those of which nothing is known, nothing."""
     return (*rewards[:turns], *[0.0] * (turns - len(rewards)))
-
-
-def _plain(past: PastTurn) -> list[Any]:
-    step = None if past.step is None else past.step.to_json()
-    return [past.turn.text, past.turn.finish, step]
-
-
-def _past(values: Sequence[Any]) -> PastTurn:
-    text, finish, step = values
-    return PastTurn(ModelTurn(text, finish), None if step is None else EpisodeStep.from_json(step))

@@ -232,6 +232,8 @@ class RayExecutor:
         ]
         slowest = max((a.work for a in answers), key=lambda work: work.seconds)
         slowest = replace(slowest, kv_bytes=sum(a.work.kv_bytes for a in answers))
+        if self.episodes is not None:
+            self.episodes.worked(slowest)
         turns = tuple(sorted((turn for a in answers for turn in a.turns), key=lambda t: t.id))
         for turn in turns:
             assert self.episodes is not None, "a turn without an environment"

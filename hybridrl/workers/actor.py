@@ -310,8 +310,8 @@ class Actor:
 
         Returns finished samples, parked ones, turns that have ended, and the work done. The state
         of `Parked` and of `Resume` is a dict of `ParkedSample` by id. A call ends early where
-        enough turns have ended, so that their environments need not wait for it. That follows from
-        tokens alone, so all ranks of an instance agree.
+        enough turns have ended, so that their environments need not wait for it, unless calls must
+        be equal. That follows from tokens alone, so all ranks of an instance agree.
         """
         start, before, kv_seconds, kv_tokens = time.perf_counter(), self.engine.stats(), 0.0, 0
         parked: list[Parked] = []
@@ -339,7 +339,7 @@ class Actor:
             outputs += [(output, None) for output in self.engine.step()]
             held += self.engine.take_turns()
             steps += 1
-            if held and ENOUGH_TURNS * len(held) >= self.unfinished:
+            if held and not equal and ENOUGH_TURNS * len(held) >= self.unfinished:
                 break
         after = self.engine.stats()
         finished = [sample for o, reply in outputs if (sample := self._finish(o, reply))]
@@ -389,9 +389,11 @@ class Actor:
         self.engine.submit(requests)
 
     def _answer(self, command: Answer) -> list[tuple[Output, EpisodeReply]]:
-        """Continue held samples, or end them: their outputs."""
+        """Continue held samples, or end them: their outputs. Those not here are passed over."""
         ended = []
         for reply in command.replies:
+            if reply.id not in self._items:
+                continue
             if reply.tokens is None:
                 ended.append((self.engine.finish(reply.id, reply.finish), reply))
                 continue

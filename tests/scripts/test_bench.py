@@ -196,3 +196,15 @@ def test_the_longest_sequence_at_a_fixed_memory() -> None:
     assert 1.6 < ratio["cp2"] <= 2
     assert ratio["chunks"] > 1.5
     assert all(0 < r["peak_mib"] <= 4 for r in lines.values())
+
+
+def test_conversations_against_other_ways_to_have_them() -> None:
+    """Each side runs; the engine prefills prompts and replies once, less what is pending."""
+    small = ["--conversations=4", "--turns=2", "--prompt=20", "--turn=6", "--reply=5"]
+    lines = records("turns.py", *small, "--rounds=1", "--wait=0.05", "--steps=8")
+    prefilled = lines["turns_prefilled_tokens"]
+    assert prefilled["value"] == 4 * (20 + 5) - 4  # a prompt's last token is fed by a decode step
+    assert lines.keys() == {
+        "turns_prefilled_tokens", "turns_vs_lockstep", "turns_vs_bound", "turns_vs_new_requests",
+        "turns_row_step",
+    }  # fmt: skip
