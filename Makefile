@@ -54,6 +54,9 @@ install-vllm: $(BIN)/.core  ## add vLLM to generate with, or mend its version (V
 train: $(BIN)/.core  ## the demo: a tiny model learns to spell backward, minutes on two cores
 	@$(BIN)/hybridrl train experiment=spell_tiny $(ARGS)
 
+train-tools: $(BIN)/.core  ## a tiny model learns to rely on a tool: conversations with an environment
+	@$(BIN)/hybridrl train experiment=tools_tiny $(ARGS)
+
 train-smollm2: $(BIN)/.smollm2  ## the same with a real pretrained model, SmolLM2-135M-Instruct
 	@$(BIN)/python scripts/smollm2.py .cache/smollm2
 	@$(BIN)/hybridrl train experiment=smollm2 $(ARGS)
@@ -231,4 +234,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-agents test-loggers test-models test-nccl test-pages test-plan test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-turns bench-moe bench-placement bench-long bench-driver bench-tail bench-tail-ranks bench-fused-update bench-plan bench-vllm
+.PHONY: help curves cut-off install train train-tools train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-agents test-loggers test-models test-nccl test-pages test-plan test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-turns bench-moe bench-placement bench-long bench-driver bench-tail bench-tail-ranks bench-fused-update bench-plan bench-vllm

@@ -35,6 +35,9 @@ KINDS = {
     "chat": "cluster.ranks=1 recipe=grpo trainer.steps=1 warm_start.steps=0 reward=chat"
     " reward.endpoint.url={url} reward.endpoint.model=stub",
     "rm": "cluster.ranks=1 recipe=rm trainer.steps=1",
+    "conversations": "cluster.ranks=1 recipe=grpo trainer.steps=1 warm_start.steps=0"
+    " environment=function environment.path={talking}:talk environment.max_turn_tokens=3"
+    " environment.max_failed_share=1",
     **{
         name: f"cluster.ranks=1 recipe={name} trainer.steps=1 warm_start.steps=0"
         for name in ("sapo", "clip_cov", "kl_cov", "orpo")
@@ -65,7 +68,12 @@ def runs(
     """The directories of one run of each kind."""
     folder = tmp_path_factory.mktemp("runs")
     with StubJudge() as judge:
-        kinds = {name: kind.format(url=judge.url) for name, kind in KINDS.items() if "url" in kind}
+        places = {"url": judge.url, "talking": Path(__file__).parents[1] / "talking.py"}
+        kinds = {
+            name: kind.format(**places)
+            for name, kind in KINDS.items()
+            if any(f"{{{place}}}" in kind for place in places)
+        }
         with_models = {
             name: train_here(folder / name, *settings, *kind.split()).dir
             for name, kind in (KINDS | kinds).items()

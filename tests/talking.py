@@ -1,0 +1,24 @@
+"""A program that converses with any model, whatever it says: for whole runs."""
+
+from random import Random
+from typing import Any
+
+FAILS = 0.2
+"""The share of episodes that fail, in the first answer and again when they are replayed."""
+
+
+async def talk(task: Any, model: Any, rng: Random, fails: float = FAILS, turns: int = 3) -> None:
+    """Answers with two letters, as often as it is asked; each turn earns its distinct letters."""
+    reply = task.messages
+    for _ in range(turns):
+        turn = await model.turn(reply)
+        model.reward(len(set(turn.text)) / 10)
+        if rng.random() < fails / turns:
+            raise ValueError("nothing to say")
+        reply = "".join(rng.choice("abc") for _ in range(2))
+
+
+async def mute(task: Any, model: Any, rng: Random) -> None:
+    """Fails at every first turn."""
+    await model.turn(task.messages)
+    raise ValueError("nothing to say")
