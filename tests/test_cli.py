@@ -679,7 +679,10 @@ LLAMA = "model=llama3_8b cluster.ranks=8 "
 WRONG_LAYOUTS = [
     ("", "plan=: wanted auto, layout, memory, schedule or calibrate, then its options"),
     ("speed", "plan=speed: wanted auto, layout, memory, schedule or calibrate, then its options"),
-    ("layout trainer.layout.x=1", "trainer.layout.x=1: wanted a known key: one of cp, ep, ep_gr"),
+    (
+        "layout trainer.layout.x=1",
+        "trainer.layout.x=1: wanted a known key: one of chunk_layers, cp, ep, ep_gr",
+    ),
     ("layout --nodes=2", "option=--nodes=2: wanted key=value, or --gpus-per-node=N"),
     ("layout --gpus-per-node=0", "--gpus-per-node=0: wanted a whole number, 1 or more"),
     ("layout --gpus-per-node=7.5", "--gpus-per-node=7.5: wanted a whole number, 1 or more"),

@@ -332,7 +332,8 @@ def replay(setting: Setting, config: ScheduleConfig, skip: int = 1) -> Outcome:
     logger.debug("replayed %d steps of %s", len(steps), config.kind.value)
     means = {key: fmean(step[key] for step in steady) for key in steps[0] if key != "threshold"}
     of_steady = stages[skip:] or stages
-    mean_stages = {name: fmean(step[name] for step in of_steady) for name in of_steady[0]}
+    names = dict.fromkeys(name for step in of_steady for name in step)  # early backward, in some
+    mean_stages = {name: fmean(step.get(name, 0.0) for step in of_steady) for name in names}
     return Outcome(
         schedule=config.kind.value, mechanisms="", threshold=chosen, stages=mean_stages, **means
     )
