@@ -52,12 +52,18 @@ def python(config: EnvironmentConfig, sources: Mapping[str, SourceConfig]) -> En
 
 
 def told(result: JailResult) -> str:
-    """What the model is told of a run: what it printed, and its error's last line."""
+    """What the model is told of a run: what it printed, and the line that names its error."""
     text = result.stdout
     if result.status == "error":
-        lines = result.stderr.strip().splitlines() or ["the program has ended with an error"]
-        text += lines[-1]
+        text += _error_line(result.stderr)
     if result.status in ("timeout", "output"):
         limit = {"timeout": "took too long", "output": "printed too much"}[result.status]
         return f"the program {limit} and was ended\n{text}"
     return text
+
+
+def _error_line(stderr: str) -> str:
+    """The last line that is no frame of a traceback: several processes may have written theirs."""
+    lines = stderr.strip().splitlines()
+    named = [line for line in lines if line[:1].strip() and not line.startswith("Traceback ")]
+    return (named or lines or ["the program has ended with an error"])[-1]
