@@ -155,8 +155,8 @@ def evaluate(
 
 def of_pairs(chosen: Sequence[Sample], rejected: Sequence[Sample]) -> dict[str, float]:
     """`eval_accuracy`: pairs whose chosen response scores higher, ties by half; `eval_margin`."""
-    other = {s.id.prompt: float(s.scalars["learned_reward"]) for s in rejected}
-    margins = [float(s.scalars["learned_reward"]) - other[s.id.prompt] for s in chosen]
+    other = {s.id.prompt: s.number("learned_reward") for s in rejected}
+    margins = [s.number("learned_reward") - other[s.id.prompt] for s in chosen]
     return {
         "eval_accuracy": _mean((margin > 0) + (margin == 0) / 2 for margin in margins),
         "eval_margin": _mean(margins),
@@ -174,14 +174,14 @@ def of_answers(name: str, settings: EvalSetConfig, samples: Sequence[Sample]) ->
     whole = [group for group in by_prompt.values() if len(group) == settings.num_samples]
     prompts = [
         JudgedPrompt(
-            right=tuple(float(s.scalars["reward"]) >= settings.success_threshold for s in group),
+            right=tuple(s.number("reward") >= settings.success_threshold for s in group),
             answers=tuple(str(s.scalars[ANSWER]) for s in group if ANSWER in s.scalars),
         )
         for group in whole
     ]
     metrics = {
         **accuracy_metrics(prompts, settings.sizes),
-        "reward": _mean(float(s.scalars["reward"]) for s in samples),
+        "reward": _mean(s.number("reward") for s in samples),
         "response_tokens": _mean(s.response_tokens for s in samples),
     }
     metrics = {f"eval/{name}/{key}": value for key, value in metrics.items()}

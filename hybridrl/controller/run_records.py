@@ -198,7 +198,7 @@ def rewards_by_prompt(samples: Sequence[Sample]) -> dict[int, list[float]]:
     rewards: dict[int, list[float]] = {sample.id.prompt: [] for sample in samples}
     for sample in samples:
         if "reward" in sample.scalars:
-            rewards[sample.id.prompt].append(float(sample.scalars["reward"]))
+            rewards[sample.id.prompt].append(sample.number("reward"))
     return rewards
 
 
@@ -223,7 +223,7 @@ def metrics_by_kind(samples: Sequence[Sample], kinds_of: KindsOf) -> dict[str, f
     metrics: dict[str, float] = {}
     for kind, of_kind in by_kind.items():
         metrics |= {
-            f"{kind}/reward_mean": fmean(float(s.scalars["reward"]) for s in of_kind),
+            f"{kind}/reward_mean": fmean(s.number("reward") for s in of_kind),
             f"{kind}/response_tokens_mean": fmean(s.response_tokens for s in of_kind),
             f"{kind}/samples": float(len(of_kind)),
         }
@@ -258,7 +258,7 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
         metrics["off_policy_share"] = result.metrics["samples/off_policy_tokens"] / trained
     metrics |= {stage_key(name): s for name, s in result.seconds_by_stage.items()}
     for name in ("kl", *judged(samples)):
-        if values := [float(s.scalars[name]) for s in samples if name in s.scalars]:
+        if values := [s.number(name) for s in samples if name in s.scalars]:
             metrics |= {f"{name}_mean": fmean(values), f"{name}_std": pstdev(values)}
     for status in ("error", "timeout"):
         count = sum(str(s.scalars.get("reward_status")).startswith(status) for s in samples)

@@ -24,7 +24,8 @@ def step_digests(graph: Graph, result: StepResult, group: WorkerGroup) -> dict[s
     weights = group.digest_weights()
     fields, updates = stages_of_fields(graph), updates_of_roles(graph)
     samples = {
-        str(sample.id): dict(sample.scalars)
+        # A list would be a digest.
+        str(sample.id): {k: str(x) if isinstance(x, list) else x for k, x in sample.scalars.items()}
         | {name: joined([shard]) for name, shard in digests[sample.id].items()}
         for sample in finished
     }

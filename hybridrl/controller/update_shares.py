@@ -22,7 +22,7 @@ def update_shares(
     """
     wanted = {
         sample.id: {
-            field: float(sample.scalars[field])
+            field: sample.number(field)
             for field in stage.fields.values()
             if field in sample.scalars
         }

@@ -149,7 +149,8 @@ def _write_column(stage: Stage, column: str, samples: Sequence[Sample], values: 
         got = len(values) if hasattr(values, "__len__") else type(values).__name__
         raise ValueError(_wrong_length(stage, column, got, len(samples), "samples"))
     for sample, value in zip(samples, values, strict=True):
-        sample.scalars[column] = float(value)
+        by_turn = isinstance(value, list)
+        sample.scalars[column] = [float(x) for x in value] if by_turn else float(value)
 
 
 def _wrong_length(stage: Stage, column: str, got: object, wanted: int, of: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from hybridrl.config.sampling import SamplingConfig
 from hybridrl.flow.clock import Clock
 from hybridrl.flow.graph import AnswersStage, Stage, UpdateStage
-from hybridrl.flow.sample import Sample, SampleId, TokenSpan
+from hybridrl.flow.sample import Sample, SampleId, Scalar, TokenSpan
 
 
 class Phase(Enum):
@@ -281,7 +281,7 @@ class Computed:
 
     stage: str
     ids: tuple[SampleId, ...]
-    scalars: dict[str, tuple[float | int | str, ...]]
+    scalars: dict[str, tuple[Scalar, ...]]
     tensors: tuple[str, ...]
     instance: int | None = None
     seconds: float | None = None

@@ -322,7 +322,7 @@ def wanted(
     assert isinstance(stage, GenerateStage)
     assert stage.count is not None
     field = stage.count
-    counts = {group[0].id.prompt: float(group[0].scalars[field]) for group in groups(upstream)}
+    counts = {group[0].id.prompt: group[0].number(field) for group in groups(upstream)}
     for count in counts.values():
         if count < 0 or count != int(count):
             raise ValueError(f"{stage.name!r}: got {field}={count}, wanted a whole number from 0")
@@ -360,7 +360,7 @@ def record_computed(stage: Stage, samples: dict[SampleId, Sample], event: Comput
         sample = samples[id]
         for name, values in event.scalars.items():
             value = values[i]
-            sample.scalars[name] = value if isinstance(value, str | int) else float(value)
+            sample.scalars[name] = value if isinstance(value, str | int | list) else float(value)
         sample.tensors.update(event.tensors)
 
 

@@ -16,7 +16,7 @@ from hybridrl.flow.graph import (
     StageMethod,
     UpdateStage,
 )
-from hybridrl.flow.sample import TURN, TURN_REWARDS
+from hybridrl.flow.sample import TURN, TURN_REWARDS, TURN_STATE
 from hybridrl.flow.stream import Prompts, Stream
 
 # A loss has names for the fields that it reads; the sample's field often has the singular, or is
@@ -161,7 +161,8 @@ class ActorHandle(Trainable):
         [response_tokens] (of the distribution that they were drawn from), the scalar `finish`.
         A `name` becomes the samples' branch: part of their identity and of their random streams.
         With `turns` conversations give the tensors `turn` [response_tokens], the number of the
-        turn, and `turn_rewards` [turns], what each has earned.
+        turn, and `turn_rewards` [turns], what each has earned. Also `turn_state` [turns], a hash of
+        what the environment showed before it.
         """
         if not isinstance(prompts, Prompts):
             raise ValueError(f"generate: got {type(prompts).__name__}, wanted flow.prompts")
@@ -176,7 +177,12 @@ class ActorHandle(Trainable):
             name=stage_name,
             upstream=(prompts.stage,),
             role=self.role,
-            outputs=("finish", "tokens", "log_probs", *((TURN, TURN_REWARDS) if turns else ())),
+            outputs=(
+                "finish",
+                "tokens",
+                "log_probs",
+                *((TURN, TURN_REWARDS, TURN_STATE) if turns else ()),
+            ),
             scalars=("finish",),
             branch=name or "",
             num_samples=num_samples,

@@ -9,6 +9,10 @@ NO_VERSION = -1  # of weights before the first switch, and of tokens that no pol
 LOSS_MASK = "loss_mask"  # the tensor of the tokens that are trained, of the dataset's own responses
 TRAINED, TURN = "trained", "turn"  # tensors of a conversation: the model's tokens, their turns
 TURN_REWARDS = "turn_rewards"  # and what each turn has earned
+TURN_STATE = "turn_state"  # a hash of what the environment showed before each turn
+
+Scalar = float | int | str | list[float]
+"""A number, a short string, or a number for each turn of a conversation."""
 
 
 class SampleId(NamedTuple):
@@ -50,7 +54,7 @@ class TokenSpan:
 class Sample:
     """Metadata of one sample. Tensors stay on `rank`; only scalars travel to the driver.
 
-    `rank` is that of a finished sample. `scalars` holds numbers and short strings by field name
+    `rank` is that of a finished sample. `scalars` holds what the driver knows by field name
     (`reward`, `advantage`, `finish`, ...); `tensors` names the fields that exist on the sample's
     rank (`tokens`, `log_probs`, ...). These two decide which stages may start on it. Its status is
     in the `Ledger`.
@@ -61,7 +65,7 @@ class Sample:
     prompt_tokens: int = 0
     response_tokens: int = 0
     spans: tuple[TokenSpan, ...] = ()
-    scalars: dict[str, float | int | str] = field(default_factory=dict)
+    scalars: dict[str, Scalar] = field(default_factory=dict)
     tensors: set[str] = field(default_factory=set)
 
     def to_json(self) -> dict[str, Any]:
@@ -80,6 +84,12 @@ class Sample:
             scalars=dict(values["scalars"]),
             tensors=set(values["tensors"]),
         )
+
+    def number(self, name: str) -> float:
+        """The scalar `name`, which is a number."""
+        value = self.scalars[name]
+        assert not isinstance(value, list), f"{name} of sample {self.id} has a number a turn"
+        return float(value)
 
     @property
     def tokens(self) -> int:

@@ -102,7 +102,8 @@ class Stream:
         It is called with the fields `inputs` in order (tensors `[response_tokens]`, scalars as
         numbers). Of a conversation tensors have the model's own tokens alone. It returns first the
         tensors `outputs`, then the `scalars` that travel to the driver: one value, or a tuple of
-        several. It must be picklable.
+        several. A scalar may be a list, with a number for each turn of a conversation. The function
+        must be picklable.
         """
         if not (*outputs, *scalars):
             raise ValueError("map: got no outputs, wanted outputs=(...) or scalars=(...)")
@@ -130,7 +131,7 @@ class Stream:
 
         `function` gets one list per input, in the stream's order within the prompt, and returns one
         sequence of that length (several outputs: a tuple of them; no output: None). Items need
-        only answer `float()`.
+        only answer `float()`, or be lists of numbers.
         """
         return self.then(
             ByGroupStage(

@@ -26,7 +26,7 @@ from hybridrl.flow.executor import (
     UpdateDone,
 )
 from hybridrl.flow.graph import AnswersStage, Stage, StageMethod, UpdateStage
-from hybridrl.flow.sample import Sample, SampleId, TokenSpan
+from hybridrl.flow.sample import Sample, SampleId, Scalar, TokenSpan
 from hybridrl.layout.wide import wide_instances
 from hybridrl.planner.conversations import ConversationModel, ModeledConversation, reply_to
 from hybridrl.planner.instance import ModeledInstance, ModeledRow
@@ -291,7 +291,7 @@ class SimulatedExecutor:
         seconds: float = 0.0,
     ) -> Computed:
         """Rewards are all 0: they do not matter here."""
-        scalars: dict[str, tuple[float | int | str, ...]] = {
+        scalars: dict[str, tuple[Scalar, ...]] = {
             name: ("ok" if name.endswith("_status") else 0.0,) * len(samples)
             for name in stage.scalars
         }

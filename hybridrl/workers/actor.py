@@ -456,8 +456,8 @@ class Actor:
             tensors[ROUTED_EXPERTS] = torch.from_numpy(output.routed_experts.whole())
             more = (ROUTED_EXPERTS,)
         if reply is not None:
-            num_tokens, rewards = len(output.token_ids), reply.turn_rewards
-            tensors |= conversation_tensors(output.turns, num_tokens, rewards)
+            texts = item.prompt_ids, output.token_ids
+            tensors |= conversation_tensors(output.turns, *texts, reply.turn_rewards)
             more += CONVERSATION_TENSORS
             scalars = {"num_turns": len(output.turns), **reply.scalars}
         self.store.add(id, StoredSample(len(output.token_ids), item, tensors))

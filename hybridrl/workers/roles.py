@@ -8,12 +8,12 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config import JudgeConfig, SourceConfig
 from hybridrl.flow.graph import MapStage, Stage
-from hybridrl.flow.sample import TRAINED, TURN, TURN_REWARDS, SampleId
+from hybridrl.flow.sample import TRAINED, TURN, TURN_REWARDS, SampleId, Scalar
 from hybridrl.rewards import RewardInput, RewardPool
 from hybridrl.rewards.results import scalars_of
 from hybridrl.workers.store import SampleStore, StoredSample
 
-Scalars = dict[str, tuple[float | int | str, ...]]
+Scalars = dict[str, tuple[Scalar, ...]]
 
 
 class Verifier:

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.flow.ledger import Drop
-from hybridrl.flow.sample import SampleId, TokenSpan
+from hybridrl.flow.sample import SampleId, Scalar, TokenSpan
 from hybridrl.telemetry import sample_files
 from hybridrl.telemetry.records import encodable
 from hybridrl.workers.store import StoredSample
@@ -36,7 +36,7 @@ class SampleFacts:
     source: str
     task: str
     spans: tuple[TokenSpan, ...]
-    scalars: Mapping[str, float | int | str]
+    scalars: Mapping[str, Scalar]
     drop: Drop | None
 
 
@@ -229,4 +229,7 @@ def _number(value: Any) -> float | None:
 
 
 def _text(value: Any) -> str | None:
+    """A string, or the numbers of a conversation's turns."""
+    if isinstance(value, list):
+        return " ".join(f"{number:.6g}" for number in value)
     return value if isinstance(value, str) else None

@@ -8,11 +8,16 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from hybridrl.flow.sample import LOSS_MASK, TRAINED, TURN_REWARDS, SampleId
+from hybridrl.flow.sample import LOSS_MASK, TRAINED, TURN_REWARDS, TURN_STATE, SampleId
 
 ROUTED_EXPERTS = "routed_experts"
 """The field of the experts that a sample's tokens take (uint8 or uint16)."""
-_OF_ALL_TOKENS = ("tokens", ROUTED_EXPERTS, TURN_REWARDS)  # not one entry a response token
+_OF_ALL_TOKENS = (
+    "tokens",
+    ROUTED_EXPERTS,
+    TURN_REWARDS,
+    TURN_STATE,
+)  # not one entry a response token
 
 
 @dataclass(slots=True)

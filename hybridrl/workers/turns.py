@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import blake2b
+from itertools import pairwise
 
 import torch
 
 from hybridrl.engines.rollout.interface import Turn
-from hybridrl.flow.sample import TRAINED, TURN, TURN_REWARDS, TokenSpan
+from hybridrl.flow.sample import TRAINED, TURN, TURN_REWARDS, TURN_STATE, TokenSpan
 
-CONVERSATION_TENSORS = (TRAINED, TURN, TURN_REWARDS)
+CONVERSATION_TENSORS = (TRAINED, TURN, TURN_REWARDS, TURN_STATE)
 """Tensors of a conversation besides `tokens` and `log_probs`."""
 
 
@@ -36,20 +38,29 @@ def answered(spans: tuple[TokenSpan, ...], num_tokens: int, version: int) -> tup
 
 
 def conversation_tensors(
-    turns: Sequence[Turn], response_tokens: int, rewards: Sequence[float]
+    turns: Sequence[Turn], prompt: Sequence[int], response: Sequence[int], rewards: Sequence[float]
 ) -> dict[str, torch.Tensor]:
-    """Tensors of a conversation: of its response tokens, and the rewards of its turns.
+    """Tensors of a conversation with these tokens: of the response, and of its turns.
 
     `trained` bool [response tokens] is False where an environment wrote. `turn` int32 [response
     tokens] is the number of the turn, and in a reply that of the turn before. `turn_rewards`
-    float32 [turns]: no `rewards` are zeros. Raises ValueError for another number of them.
+    float32 [turns]: no `rewards` are zeros. `turn_state` int64 [turns] tells the texts apart that
+    came before turns: the prompt, then replies. Raises ValueError for another number of `rewards`.
     """
     if rewards and len(rewards) != len(turns):
         raise ValueError(f"{len(rewards)} turn rewards for {len(turns)} turns")
-    trained = torch.zeros(response_tokens, dtype=torch.bool)
-    number = torch.zeros(response_tokens, dtype=torch.int32)
+    trained = torch.zeros(len(response), dtype=torch.bool)
+    number = torch.zeros(len(response), dtype=torch.int32)
     for index, turn in enumerate(turns):
         trained[turn.start : turn.stop] = True
         number[turn.start :] = index
     values = torch.tensor(list(rewards) or [0.0] * len(turns), dtype=torch.float32)
-    return {TRAINED: trained, TURN: number, TURN_REWARDS: values}
+    shown = [prompt, *(response[a.stop : b.start] for a, b in pairwise(turns))]
+    states = torch.tensor([_hash(tokens) for tokens in shown[: len(turns)]], dtype=torch.int64)
+    return {TRAINED: trained, TURN: number, TURN_REWARDS: values, TURN_STATE: states}
+
+
+def _hash(tokens: Sequence[int]) -> int:
+    """A signed number of 64 bits, the same in every process."""
+    digest = blake2b(repr(list(tokens)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)

@@ -29,7 +29,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 EARLY = None
 BY_RECIPE = {
     **dict.fromkeys(["grpo", "dr_grpo", "rloo", "gspo", "gmpo", "cispo", "sapo", "opo"], EARLY),
-    **dict.fromkeys(["maxrl", "remax", "ttrl"], EARLY),
+    **dict.fromkeys(["maxrl", "remax", "ttrl", "gigpo"], EARLY),
     **dict.fromkeys(["distill", "distill_topk", "self_distill"], EARLY),
     "dapo": "take may leave groups out that are finished",
     "ppo": "update_actor shares its ranks with the update update_critic",

@@ -20,7 +20,7 @@ def stored(response: str, turns: list[Turn], rewards: list[float]) -> SampleStor
     item = Item("ab?", (), "#f", (), "s", {"question": "ab"})
     tensors = {"tokens": torch.tensor(ids)}
     if turns:
-        tensors |= conversation_tensors(turns, len(response), rewards)
+        tensors |= conversation_tensors(turns, ids[:3], ids[3:], rewards)
     store = SampleStore()
     store.add(SampleId(0), StoredSample(len(response), item, tensors))
     return store

@@ -32,7 +32,7 @@ from hybridrl.workers.turns import answered, conversation_tensors, grown
 
 IDS = tuple(SampleId(0, k=k) for k in range(6))
 SAMPLING = Sampling(40, max_turn_tokens=6)
-FIELDS = ("tokens", "log_probs", "trained", "turn", "turn_rewards")
+FIELDS = ("tokens", "log_probs", "trained", "turn", "turn_rewards", "turn_state")
 
 
 def reply_to(turn: TurnEnded) -> EpisodeReply:
@@ -251,14 +251,22 @@ def check(event: Finished, fields: dict[str, Any]) -> None:
 def test_tensors_of_a_conversation() -> None:
     """Two turns, of three and of two tokens, with a reply of two between them."""
     turns = [Turn(0, 3, "length"), Turn(5, 7, "stop")]
-    tensors = conversation_tensors(turns, 7, (0.5, -1.0))
+    response = [4, 5, 6, 7, 8, 9, 10]
+    tensors = conversation_tensors(turns, [1, 2], response, (0.5, -1.0))
     assert tensors["trained"].tolist() == [True] * 3 + [False] * 2 + [True] * 2
     assert tensors["turn"].tolist() == [0] * 5 + [1] * 2
     assert tensors["turn_rewards"].tolist() == [0.5, -1.0]
-    kinds = [tensors[name].dtype for name in ("trained", "turn", "turn_rewards")]
-    assert kinds == [torch.bool, torch.int32, torch.float32]
+    kinds = [tensors[name].dtype for name in FIELDS[2:]]
+    assert kinds == [torch.bool, torch.int32, torch.float32, torch.int64]
+    turns.append(Turn(9, 10, "stop"))  # after 8 and 9 again: tokens 7 and 8 of the response
+    response[7:9] = response[3:5]
+    response.append(1)
+    again = conversation_tensors(turns, [1, 2], response[:10], ())["turn_state"].tolist()
+    assert again[:2] == tensors["turn_state"].tolist()
+    assert again[0] != again[1] == again[2]
+    del turns[2]
     with pytest.raises(ValueError, match="1 turn rewards for 2 turns"):
-        conversation_tensors(turns, 7, (1.0,))
+        conversation_tensors(turns, [1, 2], response, (1.0,))
 
 
 def test_replies_are_spans_of_their_own() -> None:

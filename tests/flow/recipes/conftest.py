@@ -71,7 +71,7 @@ class Bench:
 
     def __init__(self, executor: Callable[..., Any]) -> None:
         self._executor = executor
-        self.more_tensors: Sequence[str] = ()
+        self.more_tensors: Sequence[str] = ("turn", "turn_rewards", "turn_state")
         self.drift = 0.6
         self.answer_of: Callable[[SampleId], str] = str
 
@@ -110,6 +110,12 @@ class Bench:
             case "teacher_top_log_probs" | "new_candidate_log_probs":
                 logits = 3 * uniform(id, name, length * (TOP_K + 2)).view(length, -1)
                 return logits.log_softmax(-1)[:, :TOP_K]
+            case "turn":
+                return torch.arange(length) // 3
+            case "turn_rewards":
+                return 1.0 + torch.arange(1 + (length - 1) // 3)
+            case "turn_state":  # many turns begin where others do
+                return (3 * uniform(id, name, 1 + (length - 1) // 3)).long()
             case "new_reward":
                 return uniform(id, name)
         assert name.endswith("_log_probs"), name

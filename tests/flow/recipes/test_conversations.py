@@ -34,8 +34,6 @@ def benches(bench, virtual_executor):
             return values | {name: store[sample.id].tensors[name] for name in names}
 
     class Conversations(type(bench)):
-        more_tensors = ("trained",)
-
         def mask_of(self, id):
             own, draw = alone.length_of(id), random.Random(f"{id} replies")
             others = draw.randrange(6)
@@ -50,11 +48,12 @@ def benches(bench, virtual_executor):
         def field(self, id, name):
             if name == "trained":
                 return self.mask_of(id)
+            if name in ("turn_rewards", "turn_state"):
+                return alone.field(id, name)
             if name == "turn":  # a reply is counted to the turn before it
-                mask = self.mask_of(id).int()
-                return torch.cat([torch.zeros(1), (mask[1:] > mask[:-1]).cumsum(0)]).int()
-            if name == "turn_rewards":
-                return 1.0 + torch.arange(int(self.field(id, "turn").max()) + 1)
+                whole = torch.zeros(self.length_of(id), dtype=torch.int32)
+                whole[self.mask_of(id)] = alone.field(id, name).int()
+                return whole.cummax(0).values
             if name == "tokens":
                 return torch.arange(PROMPT_TOKENS + self.length_of(id))
             value, mask = alone.field(id, name), self.mask_of(id)
@@ -66,7 +65,7 @@ def benches(bench, virtual_executor):
             return whole
 
     bench = Conversations(Executor)
-    bench.more_tensors = ("trained",)
+    bench.more_tensors = ("trained", *alone.more_tensors)
     bench.max_tokens = alone.max_tokens
     return alone, bench
 
@@ -122,7 +121,9 @@ def test_every_recipe_passes_over_what_an_environment_wrote(benches, recipe_name
                     torch.testing.assert_close(x, y.sort().values, rtol=1e-6, atol=1e-9)
             for x, y in zip(got.samples, wanted.samples, strict=True):
                 assert x.id == y.id
-                assert x.scalars == pytest.approx(y.scalars), (recipe, keys, x.id)
+                for field, scalar in y.scalars.items():
+                    assert x.scalars[field] == pytest.approx(scalar), (recipe, keys, x.id, field)
+                assert x.scalars.keys() == y.scalars.keys()
             compared += 1
     assert compared >= 24
 
@@ -131,7 +132,6 @@ def test_every_recipe_passes_over_what_an_environment_wrote(benches, recipe_name
 def test_turn_rewards_come_where_they_were_earned(benches, recipe, field):
     """The reward to go of every token, with neither KL nor a critic's bias: summed by hand."""
     _, mixed = benches
-    mixed.more_tensors = ("trained", "turn", "turn_rewards")
     keys = {"kl_coef": 0.0, "turn_rewards": True, **({"lam": 1.0} if recipe == "ppo" else {})}
     batch = mixed.run(recipe, **keys)
     _, seen = batch.updates[0]
@@ -151,3 +151,41 @@ def test_turn_rewards_come_where_they_were_earned(benches, recipe, field):
         wanted = torch.tensor(raw)
         wanted = (wanted - wanted.mean()) / wanted.std()
     torch.testing.assert_close(got.float(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("keys", [{}, {"turn_weight": 0.5, "gamma": 0.5, "std_normalize": False}])
+def test_gigpo(bench, keys):
+    """Sections 4.2 to 4.4: A_E + w A_S, the same for all tokens of a turn."""
+    weight, gamma = keys.get("turn_weight", 1.0), keys.get("gamma", 0.95)
+
+    def compared(values):
+        x = torch.tensor(values, dtype=torch.float64)
+        if len(set(values)) == 1:
+            return [0.0] * len(values)
+        x = x - x.mean()
+        return (x / (x.std() + 1e-6) if keys.get("std_normalize", True) else x).tolist()
+
+    responses = []
+    for group in bench.groups(8):
+        followed = {}
+        for k, r in enumerate(group):
+            earned = r.turn_rewards.tolist()
+            earned[-1] += r.reward - sum(earned)
+            for t, state in enumerate(r.turn_state.tolist()):
+                left = sum(gamma ** (j - t) * x for j, x in enumerate(earned) if j >= t)
+                followed.setdefault(state, {})[k, t] = left
+        steps = {}
+        for alike in followed.values():
+            steps |= zip(alike, compared([*alike.values()]), strict=True)
+        for k, (r, whole) in enumerate(
+            zip(group, compared([r.reward for r in group]), strict=True)
+        ):
+            of_turns = [whole + weight * steps[k, t] for t in range(len(r.turn_rewards))]
+            r.advantage = torch.tensor([of_turns[t] for t in r.turn.tolist()])
+            responses.append(r)
+    assert any(len({*r.advantage.tolist()}) > 1 for r in responses)
+    terms = []
+    for r in responses:
+        ratio = (r.new_log_probs - r.log_probs).exp()
+        terms.append(-torch.min(ratio * r.advantage, ratio.clamp(0.8, 1.2) * r.advantage))
+    bench.run("gigpo", **keys).agrees(responses, torch.cat(terms).mean())
