@@ -1,13 +1,13 @@
 """Work of several rounds of calls to ranks, many pieces at a time."""
 
 import concurrent.futures
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.flow.executor import Event
+from hybridrl.flow.executor import Computed, Event
 from hybridrl.runtime.launcher import POLL_S
 from hybridrl.workers.rank_calls import Reference
 
@@ -125,3 +125,15 @@ def result_of(work: "Future[Answer]") -> Calling[Answer]:
 def single(call: Reference[Event], rank: int) -> EventCalls:
     """One call, whose answer is an event."""
     return (yield from answers_of({call: rank}))
+
+
+def as_one(answers: Sequence[Computed]) -> Computed:
+    """One event for the results of several ranks."""
+    some = [a for a in answers if a.ids]
+    names = some[0].scalars if some else {}
+    return replace(
+        (some or answers)[0],
+        ids=tuple(id for a in some for id in a.ids),
+        scalars={name: tuple(x for a in some for x in a.scalars[name]) for name in names},
+        seconds=max(a.seconds or 0.0 for a in answers),
+    )

@@ -1,11 +1,15 @@
 """Judges on the driver's node: those that wait, and those that see samples of many ranks."""
 
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 from hybridrl.config import Config
+from hybridrl.controller.parcels import by_rank
+from hybridrl.flow.graph import ComputeStage, Stage
+from hybridrl.flow.sample import Sample
 from hybridrl.rewards import RewardInput, RewardResult
 from hybridrl.rewards.waiting import WaitingJudge
 
@@ -52,3 +56,13 @@ class DriverJudges:
         """End their processes."""
         for judge in self._judges.values():
             judge.close()
+
+
+def read_together(stage: Stage, samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The samples that such a judge reads at a time: those of a rank, or of a prompt."""
+    if not (isinstance(stage, ComputeStage) and stage.whole_groups):
+        return list(by_rank(samples).values())
+    groups: dict[int, list[Sample]] = defaultdict(list)
+    for sample in sorted(samples, key=lambda sample: sample.id):
+        groups[sample.id.prompt].append(sample)
+    return list(groups.values())

@@ -14,10 +14,11 @@ from hybridrl.controller.async_calls import (
     EventCalls,
     Rounds,
     answers_of,
+    as_one,
     result_of,
     single,
 )
-from hybridrl.controller.driver_judges import DriverJudges
+from hybridrl.controller.driver_judges import DriverJudges, read_together
 from hybridrl.controller.episodes import Episodes
 from hybridrl.controller.event_lines import described
 from hybridrl.controller.fused_search import NO_SEARCH, FusedSearch
@@ -30,7 +31,7 @@ from hybridrl.controller.load_balance import (
 )
 from hybridrl.controller.parcels import add_exported, by_rank, once
 from hybridrl.controller.placement import pool_of, scope_of
-from hybridrl.controller.recorded_samples import RecordedSamples
+from hybridrl.controller.recorded_samples import RecordedSamples, load_recorded
 from hybridrl.controller.roles_together import fuses
 from hybridrl.controller.update_shares import update_shares
 from hybridrl.controller.worker_group import Pool, WorkerGroup
@@ -72,8 +73,8 @@ class RayExecutor:
     """`hybridrl.flow.executor.Executor` over a `WorkerGroup`.
 
     `on_switch` is called at every weight switch with its cost on each rank. `works` says by role
-    what training on samples costs, so how they are spread. `episodes` answer conversations. An
-    instance of
+    what training on samples costs, so how they are spread. `episodes` answer conversations. Roles
+    that are `together` train in one plan, and score in one. An instance of
     several ranks gets every call on all of them; their answers become one event. A rank that dies
     ends the run (`WorkerError`), since its training shard is gone, so there is never a
     `WorkerDied`. While `may_abandon`, which an update ends, a signal that asks the run to end
@@ -92,10 +93,12 @@ class RayExecutor:
         works: Mapping[str, RankWork] = MappingProxyType({}),
         episodes: Episodes | None = None,
         fused_search: FusedSearch = NO_SEARCH,
+        together: Sequence[Sequence[str]] = (),
     ) -> None:
         self.judges = DriverJudges(config)
         self.group, self.config, self.on_switch = group, config, on_switch
         self._works, self.episodes, self._fused_search = works, episodes, fused_search
+        self._together = together
         self.clock: Clock = WallClock()
         self.version = NO_VERSION
         self.may_abandon = False
@@ -178,7 +181,7 @@ class RayExecutor:
             num_decode_steps,
         )
         if self.recorded is not None and self.recorded.folder is not None:
-            self._rounds.begin(self._load_recorded(self.recorded, instance, commands))
+            self._rounds.begin(load_recorded(self.recorded, self.group, instance, commands))
             return
         for command in commands:
             if isinstance(command, Submit) and command.sampling.max_turn_tokens:
@@ -186,23 +189,6 @@ class RayExecutor:
                 longest = command.sampling.max_new_tokens
                 self.episodes.start(command.ids, command.prompt, longest)
         self._rounds.begin(self._advance(instance, commands, num_decode_steps))
-
-    def _load_recorded(
-        self, recorded: RecordedSamples, instance: int, commands: Sequence[Command]
-    ) -> EventCalls:
-        """One event for an instance whose ranks load samples with all their tensors."""
-        ranks, finished = self.group.instances[instance], []
-        shares: dict[int, dict[SampleId, tuple[int, Any]]] = defaultdict(dict)
-        for command in commands:
-            assert isinstance(command, Submit), "a recorded sample is whole"
-            for id in command.ids:
-                rank = ranks[(id.prompt + id.k) % len(ranks)]
-                finished.append(recorded.finished(id, rank))
-                shares[rank][id] = (finished[-1].response_tokens, command.prompt)
-        folder = str(recorded.folder)
-        calls = {self.group.call_load_tensors(r, folder, mine): r for r, mine in shares.items()}
-        yield from answers_of(calls)
-        return [Advanced(instance, 0, tuple(sorted(finished, key=lambda f: f.id)))]
 
     def _take_recorded(
         self, stage: Stage, samples: Sequence[Sample], instance: int | None = None
@@ -277,7 +263,7 @@ class RayExecutor:
             self._rounds.begin(self._compute_in_pool(stage, samples))
             return
         if scope is Scope.DRIVER:
-            for together in self._read_together(stage, samples):
+            for together in read_together(stage, samples):
                 self._rounds.begin(self._judge(stage, together))
             return
         of_rank = by_rank(samples)
@@ -294,14 +280,29 @@ class RayExecutor:
                 call = self.group.call_local_stage(rank, stage, ids, fields)
             self._rounds.begin(single(call, rank))
 
-    def _read_together(self, stage: Stage, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """The samples that a judge on the driver's node reads at a time: of a rank, or a prompt."""
-        if not (isinstance(stage, ComputeStage) and stage.whole_groups):
-            return list(by_rank(samples).values())
-        groups: dict[int, list[Sample]] = defaultdict(list)
-        for sample in sorted(samples, key=lambda sample: sample.id):
-            groups[sample.id.prompt].append(sample)
-        return list(groups.values())
+    def scores_together(self, stages: Sequence[Stage], stage: Stage) -> bool:
+        """Whether the roles of `stages` and of `stage` train together, so that they fit."""
+        roles = {str(one.role) for one in (*stages, stage)}
+        return len(roles) == len(stages) + 1 and any(roles <= set(x) for x in self._together)
+
+    def compute_together(self, stages: Sequence[Stage], samples: Sequence[Sample]) -> None:
+        """Start stages of several roles as one on all ranks."""
+        stages = [stage for stage in stages if not self._take_recorded(stage, samples)]
+        if len(stages) == 1:
+            self.compute(stages[0], samples)
+        elif stages:
+            logger.debug("%d stages begin on %d samples", len(stages), len(samples))
+            self._rounds.begin(self._compute_together(stages, samples))
+
+    def _compute_together(self, stages: Sequence[Stage], samples: Sequence[Sample]) -> EventCalls:
+        """Events of each stage on each rank."""
+        of_rank = by_rank(samples)
+        calls = {}
+        for rank in self.group.home.ranks:
+            ids = [sample.id for sample in of_rank.get(rank, [])]
+            calls[self.group.call_compute_together(rank, stages, ids)] = rank
+        answers = yield from answers_of(calls)
+        return [event for answer in answers for event in answer]
 
     def _judge(self, stage: Stage, samples: Sequence[Sample]) -> EventCalls:
         """Read samples for a judge on the driver's node, and begin to have them judged."""
@@ -352,7 +353,7 @@ class RayExecutor:
                 for rank in ranks
             }
         )
-        event = _as_one([answer.event for answer in published])
+        event = as_one([answer.event for answer in published])
         for answer in published:
             self._note_published(answer, answer.event.ids, event.tensors)
         if event.tensors:
@@ -421,7 +422,7 @@ class RayExecutor:
         published = yield from answers_of(calls)
         for answer in published:
             self._note_published(answer, answer.event.ids, answer.event.tensors)
-        return [_as_one([answer.event for answer in published])]
+        return [as_one([answer.event for answer in published])]
 
     def _bring(
         self, instance: int, samples: Sequence[Sample]
@@ -584,15 +585,3 @@ class RayExecutor:
             self.group.call_export_samples(sender, by_receiver, fields, keep): sender
             for sender, by_receiver in moves.items()
         }
-
-
-def _as_one(answers: Sequence[Computed]) -> Computed:
-    """One event for the results of several ranks."""
-    some = [a for a in answers if a.ids]
-    names = some[0].scalars if some else {}
-    return replace(
-        (some or answers)[0],
-        ids=tuple(id for a in some for id in a.ids),
-        scalars={name: tuple(x for a in some for x in a.scalars[name]) for name in names},
-        seconds=max(a.seconds or 0.0 for a in answers),
-    )

@@ -4,14 +4,17 @@ Tokens follow from identities, so a replay makes them again. What comes from out
 judge behind an endpoint, a function that reads the clock. Its scores are in `digests.jsonl`.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybridrl.config import ConfigError
+from hybridrl.controller.async_calls import EventCalls, answers_of
 from hybridrl.controller.step_digests import SAMPLES
-from hybridrl.flow.executor import Finished
+from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.flow.executor import Advanced, Command, Finished, Submit
 from hybridrl.flow.graph import MapStage, Stage, StageMethod
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.telemetry.digests import read_steps
@@ -112,3 +115,21 @@ def recorded_scores(run_dir: Path, steps: Collection[int]) -> RecordedSamples:
         raise ConfigError("--recorded-rewards", "", allowed)
     of_steps = [record.samples for step, record in records.items() if step in steps]
     return RecordedSamples({id: scalars for samples in of_steps for id, scalars in samples.items()})
+
+
+def load_recorded(
+    recorded: RecordedSamples, group: WorkerGroup, instance: int, commands: Sequence[Command]
+) -> EventCalls:
+    """One event for an instance whose ranks load samples with all their tensors."""
+    ranks, finished = group.instances[instance], []
+    shares: dict[int, dict[SampleId, tuple[int, Any]]] = defaultdict(dict)
+    for command in commands:
+        assert isinstance(command, Submit), "a recorded sample is whole"
+        for id in command.ids:
+            rank = ranks[(id.prompt + id.k) % len(ranks)]
+            finished.append(recorded.finished(id, rank))
+            shares[rank][id] = (finished[-1].response_tokens, command.prompt)
+    folder = str(recorded.folder)
+    calls = {group.call_load_tensors(r, folder, mine): r for r, mine in shares.items()}
+    yield from answers_of(calls)
+    return [Advanced(instance, 0, tuple(sorted(finished, key=lambda f: f.id)))]

@@ -23,9 +23,10 @@ from hybridrl.controller.evaluate import HeldOutEvaluation, evaluation_graphs
 from hybridrl.controller.fused_search import FusedSearch
 from hybridrl.controller.inputs import inputs_of
 from hybridrl.controller.load_balance import work_of_roles
-from hybridrl.controller.placement import graphs_of
+from hybridrl.controller.placement import HOME, graphs_of
 from hybridrl.controller.preflight import PreparedRun
 from hybridrl.controller.ray_executor import Abandoned, RayExecutor
+from hybridrl.controller.roles_together import roles_together
 from hybridrl.controller.run_phases import RunPhase, recipe_phase, training_of, warm_start_phase
 from hybridrl.controller.run_records import RunRecords, sample_facts
 from hybridrl.controller.schedule_factory import make_schedule, replay_setting, sampling_of
@@ -99,7 +100,13 @@ class Run:
         self.episodes = Episodes(config, turns) if turns is not None else None
         searched = FusedSearch.of(config, prepared.graph, works, prepared.model_path)
         self.executor = RayExecutor(
-            self.group, config, self.records.on_switch, works, self.episodes, searched
+            self.group,
+            config,
+            self.records.on_switch,
+            works,
+            self.episodes,
+            searched,
+            roles_together(config, prepared.graph, HOME) if config.trainer.fuses else (),
         )
         # held-out evaluation
         self.evaluation = HeldOutEvaluation(

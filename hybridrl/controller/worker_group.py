@@ -385,6 +385,13 @@ class WorkerGroup:
         """Start a stage that all ranks where samples live take part in on one of them."""
         return self._ranks[rank].same(ActorWorker.compute, stage, tuple(ids), ())[0]
 
+    def call_compute_together(
+        self, rank: int, stages: Sequence[Stage], ids: Sequence[SampleId]
+    ) -> Reference[list[Computed]]:
+        """Start stages of several trained roles as one, on one of the ranks where samples live."""
+        call = self._ranks[rank].same
+        return call(ActorWorker.compute_together, tuple(stages), tuple(ids))[0]
+
     def call_compute_copies(
         self, rank: int, stage: Stage, ids: Sequence[SampleId], parcels: Sequence[Any]
     ) -> Reference[Published[Computed]]:

@@ -423,6 +423,14 @@ class Executor(Protocol):
         """
         ...
 
+    def scores_together(self, stages: Sequence[Stage], stage: Stage) -> bool:
+        """Whether a stage of scope WORLD joins `stages`, others of that scope, in one call."""
+        ...
+
+    def compute_together(self, stages: Sequence[Stage], samples: Sequence[Sample]) -> None:
+        """Run stages of scope WORLD as one (`scores_together`); ends with `Computed` of each."""
+        ...
+
     def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
         """Run a stage of scope INSTANCE; samples of other instances move to `instance` for good.
 

@@ -256,6 +256,14 @@ class SimulatedExecutor:
             self.slices.append(Slice(instance, stage.name, start, start + seconds))
         self._push(start + seconds, self._computed(stage, samples, seconds=seconds))
 
+    def scores_together(self, stages: Sequence[Stage], stage: Stage) -> bool:
+        """Never without a mapping: a plan of several roles has no costs then."""
+        return False
+
+    def compute_together(self, stages: Sequence[Stage], samples: Sequence[Sample]) -> None:
+        """As one call of the pipelines of all roles."""
+        raise NotImplementedError
+
     def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
         """A forward-only stage on one instance, to which samples of other instances move."""
         assert self._servers[instance].is_empty, "a forward pass concurrent with unfinished samples"

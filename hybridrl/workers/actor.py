@@ -14,6 +14,7 @@ from hybridrl.data import Item
 from hybridrl.engines.rollout.interface import HeldTurn, Output, Request, RolloutEngine
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.engines.train.fused_update import ScoreInputs
 from hybridrl.flow.executor import (
     Answer,
     Command,
@@ -46,6 +47,7 @@ from hybridrl.workers.roles import Scalars
 from hybridrl.workers.sampling import SamplingTexts, stop_strings
 from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
 from hybridrl.workers.training import (
+    RoleScoring,
     SampleFields,
     UpdateShare,
     UpdateSteps,
@@ -474,7 +476,7 @@ class Actor:
 
     # -- scoring and training ------------------------------------------------------------------
 
-    def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
+    def scoring(self, stage: Stage, ids: Sequence[SampleId]) -> RoleScoring:
         """Log-probabilities of the responses under the training weights."""
         replay = self.config.trainer.router_replay
         return log_probs_stage(self.train_engine, self.store, stage, ids, replay)
@@ -557,7 +559,7 @@ def log_probs_stage(
     stage: Stage,
     ids: Sequence[SampleId],
     replay: RouterReplay,
-) -> tuple[Scalars, tuple[str, ...]]:
+) -> RoleScoring:
     """Log-probabilities of a train engine, stored as the stage's output field.
 
     Under `RouterReplay.trainer` the pass records experts, which are stored as well.
@@ -566,9 +568,13 @@ def log_probs_stage(
     records = replay is RouterReplay.trainer
     samples = [store[id] for id in ids]
     sequences = [sequence_of(sample, replays=replay is RouterReplay.rollout) for sample in samples]
-    scored = engine.log_probs(sequences, records)
-    for sample, sequence, log_probs in zip(samples, sequences, scored, strict=True):
-        sample.tensors[name] = log_probs
-        if records and sequence.routed_experts is not None:
-            sample.tensors[ROUTED_EXPERTS] = sequence.routed_experts
-    return {}, (name, ROUTED_EXPERTS) if records else (name,)
+
+    def keep(scored: Sequence[torch.Tensor]) -> tuple[Scalars, tuple[str, ...]]:
+        for sample, sequence, log_probs in zip(samples, sequences, scored, strict=True):
+            sample.tensors[name] = log_probs
+            if records and sequence.routed_experts is not None:
+                sample.tensors[ROUTED_EXPERTS] = sequence.routed_experts
+        return {}, (name, ROUTED_EXPERTS) if records else (name,)
+
+    inputs = ScoreInputs(sequences=sequences, records_experts=records)
+    return RoleScoring(engine=engine, inputs=inputs, keep=keep)

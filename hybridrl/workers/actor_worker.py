@@ -255,6 +255,13 @@ class ActorWorker(BaseWorker):
         """Run a stage that all ranks of the pool take part in; new tensors stay here."""
         return self._run_stage(stage, ids, parcels)
 
+    @dispatch(Dispatch.SAME)
+    def compute_together(
+        self, stages: tuple[Stage, ...], ids: tuple[SampleId, ...]
+    ) -> Reply[list[Computed]]:
+        """Run stages of several trained roles as one, on samples that live here."""
+        return self._reply(self._score(stages, ids))
+
     @dispatch(Dispatch.SAME, concurrent=True)
     def run_local_stage(
         self, stage: Stage, ids: tuple[SampleId, ...], scalars: tuple[dict[str, Any], ...]

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,10 +43,16 @@ from hybridrl.workers.digests import digests_of_weights
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.profiling import StepProfile
 from hybridrl.workers.role_factory import RoleFactory
-from hybridrl.workers.roles import Scalars
 from hybridrl.workers.scorers import InstanceScorer
 from hybridrl.workers.store import SampleStore
-from hybridrl.workers.training import Training, UpdateShare, UpdateSteps, train
+from hybridrl.workers.training import (
+    RoleScoring,
+    Training,
+    UpdateShare,
+    UpdateSteps,
+    score,
+    train,
+)
 from hybridrl.workers.value_model import runs_reversed
 
 logger = logging.getLogger(__name__)
@@ -83,8 +89,8 @@ class TrainableModel(Protocol):
 
     train_engine: TrainEngine
 
-    def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
-        """New scalars by field, aligned with `ids`, and the names of new tensor fields."""
+    def scoring(self, stage: Stage, ids: Sequence[SampleId]) -> RoleScoring:
+        """A forward-only stage on this rank's samples."""
         ...
 
     def update_steps(self, stage: UpdateStage, share: UpdateShare) -> UpdateSteps:
@@ -272,18 +278,42 @@ class BaseWorker:
         """
         self._fetch(parcels, ids)
         assert stage.role is not None
+        if stage.method is not StageMethod.SCORE and stage.role in self.trained:
+            (event,) = self._score([stage], ids)
+            return self._reply(event)
         start = time.perf_counter()
         with self._span(stage.name, len(ids)):
-            if stage.method is StageMethod.SCORE or stage.role not in self.trained:
-                scorer = self.scorers[stage.role]
-                self.residency.activate(scorer)
-                scalars, tensors = scorer.compute(stage, ids)
-            else:
-                role = self.trained[stage.role]
-                self.residency.activate(role.train_engine)
-                scalars, tensors = role.compute(stage, ids)
+            scorer = self.scorers[stage.role]
+            self.residency.activate(scorer)
+            scalars, tensors = scorer.compute(stage, ids)
         seconds = time.perf_counter() - start
         return self._reply(Computed(stage.name, ids, scalars, tensors, seconds=seconds))
+
+    def _score(self, stages: Sequence[Stage], ids: tuple[SampleId, ...]) -> list[Computed]:
+        """Forward-only stages of trained roles on this rank's samples, as one pipeline plan.
+
+        Each takes an equal share of the seconds. Collective.
+        """
+        roles = {stage.role: self.trained[stage.role] for stage in stages if stage.role}
+        start = time.perf_counter()
+        with self._span(" and ".join(stage.name for stage in stages), len(ids)):
+            together = self._activate(roles)
+            scorings = [
+                role.scoring(x, ids) for x, role in zip(stages, roles.values(), strict=True)
+            ]
+            results = score(scorings, together)
+        seconds = (time.perf_counter() - start) / len(stages)
+        return [
+            Computed(stage.name, ids, *of_stage, seconds=seconds)
+            for stage, of_stage in zip(stages, results, strict=True)
+        ]
+
+    def _activate(self, roles: Mapping[str, TrainableModel]) -> FusedUpdate | None:
+        """Have these roles on the device; gives what makes one plan of several. Collective."""
+        (first, *others) = (role.train_engine for role in roles.values())
+        together = self._fused(tuple(roles)) if others else None
+        self.residency.activate(ResidentGroup((first, *others)) if others else first)
+        return together
 
     @dispatch(Dispatch.PER_RANK)
     def update(
@@ -298,11 +328,9 @@ class BaseWorker:
         self._fetch(shares[0].parcels, tuple(ids))
         roles = {stage.role: self.trained[stage.role] for stage in stages if stage.role}
         with self._span("update", len(ids)):
-            together = self._fused(tuple(roles)) if len(stages) > 1 else None
+            together = self._activate(roles)
             if together is not None:
                 together.begin(shares[0].policies)
-            (first, *others) = (role.train_engine for role in roles.values())
-            self.residency.activate(ResidentGroup((first, *others)) if others else first)
             start = time.perf_counter()
             each = zip(roles.values(), stages, shares, strict=True)
             metrics = train([r.update_steps(stage, share) for r, stage, share in each], together)
@@ -313,10 +341,11 @@ class BaseWorker:
         return self._reply(metrics)
 
     def _fused(self, roles: tuple[str, ...]) -> FusedUpdate:
-        """What trains these roles together; made once, since it has process groups. Collective."""
+        """What trains or scores these roles together, made once. Collective."""
         if roles not in self._together:
             engines = [self.trained[role].train_engine for role in roles]
-            self._together[roles] = FusedUpdate(engines)
+            groups = next((one.groups for one in self._together.values()), None)
+            self._together[roles] = FusedUpdate(engines, groups=groups)
         return self._together[roles]
 
     @dispatch(Dispatch.SAME)

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from hybridrl.engines.train.fused_update import ScoreInputs
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.graph import Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.roles import Scalars
-from hybridrl.workers.training import UpdateShare, UpdateSteps
+from hybridrl.workers.training import RoleScoring, UpdateShare, UpdateSteps
 from hybridrl.workers.value_model import ValueModel
 
 
@@ -18,15 +19,19 @@ class Critic(ValueModel):
 
     _values = "values"  # the field that it fills
 
-    def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
+    def scoring(self, stage: Stage, ids: Sequence[SampleId]) -> RoleScoring:
         """Values of the states before every response token, stored as the stage's output field."""
         (self._values,) = stage.outputs
         samples = [self.store[id] for id in ids]
         sequences = [TrainSequence(s.tensors["tokens"], s.response_tokens) for s in samples]
-        values = self.train_engine.values(sequences, alone=self.config.strict)
-        for sample, value in zip(samples, values, strict=True):
-            sample.tensors[self._values] = value
-        return {}, (self._values,)
+
+        def keep(values: Sequence[torch.Tensor]) -> tuple[Scalars, tuple[str, ...]]:
+            for sample, value in zip(samples, values, strict=True):
+                sample.tensors[self._values] = value
+            return {}, (self._values,)
+
+        inputs = ScoreInputs(sequences=sequences, alone=self.config.strict)
+        return RoleScoring(engine=self.train_engine, inputs=inputs, keep=keep)
 
     def update_steps(self, stage: UpdateStage, share: UpdateShare) -> UpdateSteps:
         """The steps of training on this rank's share.

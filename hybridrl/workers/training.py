@@ -8,11 +8,12 @@ import torch
 
 from hybridrl.config import Config, OptimConfig
 from hybridrl.engines.train.engine import TrainEngine
-from hybridrl.engines.train.fused_update import FusedUpdate, UpdateInputs
+from hybridrl.engines.train.fused_update import FusedUpdate, ScoreInputs, UpdateInputs
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.graph import UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.pipelines.policies import Policy
+from hybridrl.workers.roles import Scalars
 from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
 
 SampleFields = dict[str, torch.Tensor | float]
@@ -107,6 +108,30 @@ class UpdateSteps:
         means["optimizer_steps"] = len(self._history)
         means["flops"] = sum(metrics["flops"] for metrics in self._history)
         return means | self.more_metrics()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoleScoring:
+    """A forward-only stage of a role by its training shards, on this rank's samples.
+
+    `keep` stores what the engine says of `inputs`. It gives new scalars by field, and the names of
+    new tensor fields.
+    """
+
+    engine: TrainEngine
+    inputs: ScoreInputs
+    keep: Callable[[Sequence[torch.Tensor]], tuple[Scalars, tuple[str, ...]]]
+
+
+def score(
+    stages: Sequence[RoleScoring], together: FusedUpdate | None
+) -> list[tuple[Scalars, tuple[str, ...]]]:
+    """Forward-only stages of several roles `together`, or of one; what each gives."""
+    if together is None:
+        scores = [stage.inputs.score(stage.engine) for stage in stages]
+    else:
+        scores = together.score([(stage.engine, stage.inputs) for stage in stages])
+    return [stage.keep(own) for stage, own in zip(stages, scores, strict=True)]
 
 
 def train(updates: Sequence[UpdateSteps], together: FusedUpdate | None) -> list[dict[str, float]]:

@@ -7,19 +7,20 @@ import torch
 
 from hybridrl.config import VALUE_MODELS, Config
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.engines.train.fused_update import ScoreInputs
 from hybridrl.engines.train.interface import TrainSequence, ended
 from hybridrl.flow.graph import Graph, Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.answers import ModelDescription
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.store import SampleStore
-from hybridrl.workers.training import UpdateShare, UpdateSteps
+from hybridrl.workers.training import RoleScoring, UpdateShare, UpdateSteps
 
 
 class ValueModel:
     """The value model `role` (`critic`, `cost_critic`, `reward`), under its own settings.
 
-    It has one layout, that of its training: `compute` and updates are collective over all ranks.
+    It has one layout, that of its training: scoring and updates are collective over all ranks.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class ValueModel:
             train_layout=self.train_engine.dims.axes,
         )
 
-    def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
-        """New scalars by field, aligned with `ids`, and the names of new tensor fields."""
+    def scoring(self, stage: Stage, ids: Sequence[SampleId]) -> RoleScoring:
+        """A forward-only stage on this rank's samples."""
         raise NotImplementedError
 
     def update_steps(self, stage: UpdateStage, share: UpdateShare) -> UpdateSteps:
@@ -86,12 +87,17 @@ def runs_reversed(role: str, graph: Graph) -> bool:
 class LearnedReward(ValueModel):
     """A reward model in training: one score a sequence, read as `rewards.model` reads it."""
 
-    def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
+    def scoring(self, stage: Stage, ids: Sequence[SampleId]) -> RoleScoring:
         """The score of prompt and response, at the last token that is not padding."""
         (name,) = stage.scalars
         engine = self.train_engine
         pad = getattr(engine.model.config, "pad_token_id", None)
         samples = [self.store[id] for id in ids]
         whole = [TrainSequence(s.tensors["tokens"], s.response_tokens) for s in samples]
-        values = engine.values([ended(sequence, pad) for sequence in whole], self.config.strict)
-        return {name: tuple(value.item() for value in values)}, ()
+        sequences = [ended(sequence, pad) for sequence in whole]
+
+        def keep(values: Sequence[torch.Tensor]) -> tuple[Scalars, tuple[str, ...]]:
+            return {name: tuple(value.item() for value in values)}, ()
+
+        inputs = ScoreInputs(sequences=sequences, alone=self.config.strict)
+        return RoleScoring(engine=engine, inputs=inputs, keep=keep)

@@ -12,6 +12,7 @@ from hybridrl.data import Item
 from hybridrl.flow.executor import Sampling, Submit
 from hybridrl.flow.graph import ComputeStage
 from hybridrl.flow.sample import SampleId
+from hybridrl.workers.training import score
 
 
 def native(settings: Settings, figures: Figures) -> None:
@@ -34,7 +35,8 @@ def _measure(settings: Settings, figures: Figures, kind: Engine) -> None:
         ids = generate(rank, sizes, sizes.mismatch_samples)
         rank.residency.release_idle_cache()
         rank.residency.activate(rank.actor.train_engine)
-        rank.actor.compute(ComputeStage(name="trainer", outputs=("trainer",)), ids)
+        stage = ComputeStage(name="trainer", outputs=("trainer",))
+        score([rank.actor.scoring(stage, ids)], None)
         rank.actor.close()
     samples = [rank.store[id].tensors for id in ids]
     gaps = torch.cat([(s["log_probs"] - s["trainer"]).abs() for s in samples])

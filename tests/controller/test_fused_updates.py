@@ -149,8 +149,14 @@ SMALL = [
     "recipe.kl_coef=0.1", "trainer.steps=2", "trainer.max_tokens_per_micro_batch=96",
     "trainer.optim.lr=30", "trainer.optim.eps=1000", "trainer.optim.clip_grad_norm=0.5",
     "critic.optim.lr=30", "critic.optim.eps=1000", "critic.optim.clip_grad_norm=0",
-    "eval.sets.main.num_prompts=2", "trainer.mini_batches=2",
+    "eval.sets.main.num_prompts=2", "trainer.mini_batches=2", "rollout.dtype=bfloat16",
+    "recipe.old_log_probs=trainer",
 ]  # fmt: skip
+SCORES = {
+    "ppo": "old_log_probs and values",
+    "safe_rlhf": "old_log_probs and values and cost_values",
+}
+"""Stages that need training shards, as generation's weights have another format."""
 SAFE = ["cost=regex", "cost.pattern='(?s)[a-m].*'", "cost.extract=null"]
 
 
@@ -198,6 +204,8 @@ def check_runs(
         assert gap < 1e-5 * moved, (sub, gap, moved)  # measured: 0
     updates = [[s for s in run.spans if s.name == "update"] for run in runs]
     assert len(updates[1]) < len(updates[0]), "one call for several roles"
+    joined = [{s.name for s in run.spans if " and " in s.name} for run in runs]
+    assert joined == [set(), {SCORES[recipe]}]
     for one, other in zip(*(run.metrics for run in runs), strict=True):
         for key in ("loss", "grad_norm", *(f"{role}/loss" for role in roles)):
             if key in one:

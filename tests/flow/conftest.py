@@ -108,6 +108,8 @@ class VirtualExecutor:
         self.most_updates = 0  # at a time
         self.fuses_updates = False
         self.calls_of_updates: list[list[str]] = []
+        self.fuses_scores = False
+        self.calls_of_scores: list[list[str]] = []
         self.version = 0
         self.stale_resumes = self.num_moved = self.num_moved_open = 0
         self.alive = set(range(num_instances))
@@ -458,6 +460,16 @@ class VirtualExecutor:
         kept = [i for i, id in enumerate(event.ids) if id in self._where]
         scalars = {name: tuple(values[i] for i in kept) for name, values in event.scalars.items()}
         return replace(event, ids=tuple(event.ids[i] for i in kept), scalars=scalars)
+
+    def scores_together(self, stages: Sequence[Stage], stage: Stage) -> bool:
+        return self.fuses_scores and stage.role not in {other.role for other in stages}
+
+    def compute_together(self, stages: Sequence[Stage], samples: Sequence[Sample]) -> None:
+        assert len(stages) > 1
+        assert {self.scope(stage) for stage in stages} == {Scope.WORLD}
+        self.calls_of_scores.append([stage.name for stage in stages])
+        for stage in stages:
+            self.compute(stage, samples)
 
     def fuses(self, stages: Sequence[UpdateStage], stage: UpdateStage) -> bool:
         return self.fuses_updates and stage.role not in {other.role for other in stages}

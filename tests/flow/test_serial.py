@@ -321,3 +321,58 @@ def test_adjacent_updates_of_a_pool_are_one_call(virtual_executor, fuses, again,
     # A step has all roles' metrics, and costs as if each update had been alone.
     assert {"actor/loss", "critic/loss", "cost_critic/loss"} <= results[1].metrics.keys()
     assert {span.name for span in results[1].spans} >= {"update_critic", "update_actor"}
+
+
+@recipe("scores")
+def scores(flow: Flow, cfg: dict[str, Any]) -> None:
+    """Old log-probabilities, a map and values, with or without what keeps them apart."""
+    samples = flow.actor.generate(flow.prompts, num_samples=2)
+    samples = flow.reward.score(samples)
+    samples = flow.actor.log_probs(samples)
+    samples = samples.map(lambda x: x, ("old_log_probs",), ("mapped",), name="mapped")
+    if cfg.get("filter"):
+        samples = samples.filter(lambda rewards: max(rewards) > min(rewards), name="spread")
+    if cfg.get("update"):
+        flow.critic.update(samples, loss=ActorLoss())
+    if cfg.get("take"):
+        samples = samples.take(num_groups=2, round_prompts=2)
+    samples = flow.critic.values(samples)
+    samples = flow.cost_critic.values(samples)
+    flow.actor.update(samples, loss=ActorLoss())
+
+
+@pytest.mark.parametrize(
+    ("cfg", "wanted"),
+    [
+        ({}, ["old_log_probs values cost_values"]),
+        ({"filter": True}, ["values cost_values"]),  # other samples come to them
+        ({"take": True}, ["values cost_values"]),
+        ({"update": True}, ["values cost_values"]),  # it changes the critic
+    ],
+)
+def test_scores_by_training_shards_share_a_call(virtual_executor, cfg, wanted) -> None:
+    """They read the same samples, and nothing that is not there; the batch is that of each alone."""
+    batches = []
+    for fuses in (True, False):
+        executor = virtual_executor(scopes={"actor": Scope.WORLD})
+        executor.fuses_scores = fuses
+        result = make(executor, {}, graph=scores.build(cfg)).run_step(1)
+        calls = [" ".join(call) for call in executor.calls_of_scores]
+        assert calls == (wanted if fuses else [])
+        names = [span.name for span in result.spans]
+        for name in ("old_log_probs", "values", "cost_values"):
+            assert names.count(name) == 1
+        assert result.samples
+        batches.append(batch(result))
+    assert batches[0] == batches[1]
+
+
+def test_scores_in_rounds_share_a_call_each_time(virtual_executor) -> None:
+    """A stage that ran with another one runs again in the next round."""
+    executor = virtual_executor(scopes={"actor": Scope.WORLD}, reward_of=lambda id: (1.0, "ok"))
+    executor.fuses_scores = True
+    graph = scores.build({})
+    schedule = make(executor, {}, graph=graph)
+    for step in (1, 2):
+        schedule.run_step(step)
+    assert executor.calls_of_scores == [["old_log_probs", "values", "cost_values"]] * 2

@@ -30,7 +30,7 @@ from hybridrl.workers.device_residency import DeviceResidency
 from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.role_factory import ActorRoleFactory
 from hybridrl.workers.store import SampleStore, StoredSample
-from hybridrl.workers.training import UpdateShare, train
+from hybridrl.workers.training import UpdateShare, score, train
 
 AVERAGE = "average"
 
@@ -203,7 +203,7 @@ class DryRun:
             critic = self.roles.value_model("critic", weights)
         self.residency.activate(critic.train_engine)
         with self.phase("values"):
-            critic.compute(ComputeStage(name="values", outputs=("values",)), ids)
+            score([critic.scoring(ComputeStage(name="values", outputs=("values",)), ids)], None)
         for id in ids:
             self.store[id].tensors["returns"] = torch.ones(
                 self.case.sample_tokens - self.case.prompt_tokens

@@ -37,6 +37,7 @@ from hybridrl.engines.train.optim import allocate_state, make_optimizer
 from hybridrl.engines.train.packed import Candidates, PackedBatch, keep_experts
 from hybridrl.engines.train.pipeline import Pipeline, StageModel
 from hybridrl.engines.train.replica import MicroBatches, Replica
+from hybridrl.engines.train.scored_rows import ScoredRows
 from hybridrl.engines.train.single_stage import train_rows
 from hybridrl.engines.train.update_sums import (
     PreparedUpdate,
@@ -280,47 +281,51 @@ class TrainEngine(ModelShards):
         self, sequences: Sequence[TrainSequence], alone: bool = False, records_experts: bool = False
     ) -> list[torch.Tensor]:
         """The model's score of every response token."""
-        pooled, own_slice = self._replica.gather(sequences)
+        rows = self.prepare_scores(sequences, alone, records_experts)
+        if self.pipeline is not None:
+            self.pipeline.score(rows.batches, rows.finish)
+            return self.finish_scores(rows)
+        (root,) = self.roots
+        for number, row in enumerate(rows.batches):
+            values = score_in_passes(root, row) if row.passes else root(row.ids, row)[0]
+            rows.finish(number, values, None)
+        return self.finish_scores(rows)
+
+    def prepare_scores(
+        self, sequences: Sequence[TrainSequence], alone: bool = False, records_experts: bool = False
+    ) -> ScoredRows:
+        """The rows of `values` or `log_probs`; once they are computed `finish_scores` follows."""
+        pooled, own = self._replica.gather(sequences)
         micros = self._replica.split(pooled, alone=alone)
         (num_micro_batches,) = self._reduce([len(micros.parts)], dist.ReduceOp.MAX)
         micros = self._replica.same_number(micros, num_micro_batches)
-        parts = micros.parts
         ragged = not self.trainer.chunk_tokens
         batches = self._replica.pack(micros, records_experts=records_experts, ragged=ragged)
-        scores = [torch.zeros(0)] * len(micros.sequences)
         logger.debug("scoring %d sequences, %d micro-batches", len(pooled), len(batches))
-        if self.pipeline is None:
-            (root,) = self.roots
-            for indices, batch in zip(parts, batches, strict=True):
-                values = score_in_passes(root, batch) if batch.passes else root(batch.ids, batch)[0]
-                self._scatter(scores, indices, batch, values)
-        else:
+        return ScoredRows(
+            sequences=sequences,
+            pooled=pooled,
+            own=own,
+            micros=micros,
+            batches=batches,
+            records_experts=records_experts,
+        )
 
-            def finish(
-                number: int, values: torch.Tensor, entropy: torch.Tensor | None
-            ) -> torch.Tensor:
-                self._scatter(scores, parts[number], batches[number], values)
-                return torch.zeros(1)
-
-            self.pipeline.score(batches, finish)
+    def finish_scores(self, rows: ScoredRows) -> list[torch.Tensor]:
+        """Scores of this rank's sequences, [response_tokens] each, on CPU."""
+        scores = rows.scores
+        if self.pipeline is not None:
             scores = self._replica.from_last_stage(scores, torch.device("cpu"))
         self._reshard()
-        if records_experts:
+        if rows.records_experts:
             assert self._experts is not None, "trainer.router_replay is off"
-            rows = [[micros.sequences[i] for i in indices] for indices in parts]
+            micros = rows.micros
+            sequences = [[micros.sequences[i] for i in indices] for indices in micros.parts]
             group = None if self.pipeline is None else self.dims.mesh.get_group("pp")
-            keep_experts(rows, batches, self._experts.dtype, group)
-            for sequence, scored in zip(sequences, pooled[own_slice], strict=True):
+            keep_experts(sequences, rows.batches, self._experts.dtype, group)
+            for sequence, scored in zip(rows.sequences, rows.pooled[rows.own], strict=True):
                 sequence.routed_experts = scored.routed_experts
-        return scores[own_slice]
-
-    @staticmethod
-    def _scatter(
-        out: list[torch.Tensor], indices: list[int], batch: PackedBatch, values: torch.Tensor
-    ) -> None:
-        for position, value in zip(batch.order, values.cpu().split(batch.counts), strict=True):
-            if position >= 0:
-                out[indices[position]] = value.clone()
+        return scores[rows.own]
 
     # Training
 

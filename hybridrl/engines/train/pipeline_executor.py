@@ -281,10 +281,11 @@ class PipelineExecutor:
 
 
 @contextmanager
-def gathered(roots: Sequence[nn.Module]) -> Iterator[None]:
+def gathered(roots: Sequence[nn.Module], trains: bool = True) -> Iterator[None]:
     """Weights of all chunks gathered within the body; gradients reduced and weights sharded after.
 
-    Collective over the ranks of fsdp and of replicas. The body may run passes in any order.
+    Collective over the ranks of fsdp and of replicas. The body may run passes in any order. Where
+    nothing `trains`, weights are only sharded after it.
     """
     modules = [m for root in roots for m in root.modules() if isinstance(m, FSDPModule)]
     param_groups = [g for m in modules for g in fully_shard.state(m)._fsdp_param_groups]  # type: ignore[attr-defined]
@@ -292,16 +293,19 @@ def gathered(roots: Sequence[nn.Module]) -> Iterator[None]:
     for group in param_groups:
         group.post_forward_mesh_info = None  # no resharding between forward and backward
     for module in modules:
-        module.set_is_last_backward(False)
-        module.set_reshard_after_backward(False)
-        module.set_requires_gradient_sync(False)
+        if trains:
+            module.set_is_last_backward(False)
+            module.set_reshard_after_backward(False)
+            module.set_requires_gradient_sync(False)
         module.unshard()
     yield
-    for root in roots:
+    for root in roots if trains else ():
         if isinstance(root, FSDPModule):
             _reduce(root)
     for group, info in zip(param_groups, after_forward, strict=True):
         group.post_forward_mesh_info = info
+    for module in modules if not trains else ():
+        module.reshard()
 
 
 def _reduce(root: FSDPModule) -> None:

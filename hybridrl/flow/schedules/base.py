@@ -4,7 +4,7 @@ import logging
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Self, final
@@ -50,6 +50,7 @@ from hybridrl.flow.ledger import (
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StageSpan, StepResult
+from hybridrl.flow.schedules.readiness import gate_of
 from hybridrl.flow.turns import OpenTurns
 
 logger = logging.getLogger(__name__)
@@ -250,6 +251,7 @@ class Schedule(ABC):
         self._num_preempted = self.meter.num_preempted
         self._drafts = self.meter.num_drafted, self.meter.num_accepted
         self._phase: Phase | None = None
+        self._has_run: set[str] = set()  # stages that an earlier one has taken along
         self._pulled: list[Prompt] = []
         self._train_costs: list[tuple[float, int]] = []  # seconds, tokens of the step's updates
         self._early_train_s = 0.0  # of an update that is to come, as if all instances had shared it
@@ -307,22 +309,52 @@ class Schedule(ABC):
     def _run(self, stage: Stage, batch: Batch) -> None:
         """Run one stage on everything that has left its upstream."""
         upstream, *others = (batch[name] for name in stage.upstream)
+        if stage.name in self._has_run:
+            self._has_run.remove(stage.name)
+            batch[stage.name] = upstream
+            return
         phase = phase_of(stage, self._scope(stage))
         # A stage without samples is left out, so that a step whose groups are all filtered away
         # neither switches weights nor takes an optimizer step.
         if upstream and phase:
             self._enter(phase)
-        with self._span(stage.name, len(upstream)):
+        together = self._together(stage, upstream)
+        with ExitStack() as spans:
+            for one in together:
+                spans.enter_context(self._span(one.name, len(upstream)))
             batch[stage.name] = upstream
             match stage:
                 case ComputeStage():
-                    self._compute(stage, upstream)
+                    self._compute(together, upstream)
                 case CollectStage():
                     self._ledger.use(upstream)
                 case _:
                     batch[stage.name] = run_barrier(
                         stage, upstream, others[0] if others else [], self._ledger
                     )
+
+    def _together(self, stage: Stage, samples: Sequence[Sample]) -> list[Stage]:
+        """The stage, and later ones whose forward passes share its call.
+
+        They are of scope WORLD, too, have the same samples come to them, and read what is there
+        already. No update is between, since it changes weights.
+        """
+        together = [stage]
+        if self._scope(stage) is not Scope.WORLD or not samples:
+            return together
+        gate = gate_of(self.graph, stage)
+        for other in self._order[self._order.index(stage) + 1 :]:
+            if isinstance(other, UpdateStage):
+                break
+            if (
+                self._scope(other) is Scope.WORLD
+                and gate_of(self.graph, other) == gate
+                and all(ready(other, sample) for sample in samples)
+                and self.executor.scores_together(together, other)
+            ):
+                together.append(other)
+                self._has_run.add(other.name)
+        return together
 
     def _scope(self, stage: Stage) -> Scope | None:
         return self.executor.scope(stage) if isinstance(stage, ComputeStage) else None
@@ -359,11 +391,12 @@ class Schedule(ABC):
         self._ledger.leave(aborted, DropReason.ABORTED, "aborted by the rollout engine")
         return [s for s in samples if s.scalars["finish"] != "abort"]
 
-    def _compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
-        """Run a per-sample stage on the samples' ranks."""
+    def _compute(self, stages: Sequence[Stage], samples: Sequence[Sample]) -> None:
+        """Run a per-sample stage on the samples' ranks, or several as one (`_together`)."""
         if not samples:
             return
-        assert all(ready(stage, sample) for sample in samples), stage
+        stage, *others = stages
+        assert all(ready(one, sample) for one in stages for sample in samples), stages
         by_id = {sample.id: sample for sample in samples}
         if self._scope(stage) is Scope.INSTANCE:
             by_instance: dict[int, list[Sample]] = {}
@@ -371,9 +404,11 @@ class Schedule(ABC):
                 by_instance.setdefault(self.executor.instance_of(sample.rank), []).append(sample)
             for instance, here in by_instance.items():
                 self.executor.infer(stage, instance, here)
+        elif others:
+            self.executor.compute_together(stages, samples)
         else:
             self.executor.compute(stage, samples)
-        waiting = set(by_id)
+        waiting = {(one.name, id) for one in stages for id in by_id}
         while waiting:
             for event in self._wait():
                 if isinstance(event, WorkerDied):
@@ -383,8 +418,8 @@ class Schedule(ABC):
                 if isinstance(event, SamplesRead):
                     continue
                 assert isinstance(event, Computed), event
-                record_computed(stage, by_id, event)
-                waiting.difference_update(event.ids)
+                record_computed(self.graph.stages[event.stage], by_id, event)
+                waiting.difference_update((event.stage, id) for id in event.ids)
                 learn(self.meter, event, [by_id[id] for id in event.ids])
 
     def _update(self, stages: Sequence[UpdateStage], batch: Batch) -> None:
