@@ -142,6 +142,9 @@ class ClusterConfig:
     """Where the ranks are; chosen by `cluster=local`, `slurm`, `ray` or `processes`."""
     ranks: int = bounded(0, least=0)
     """Worker processes: at most one per GPU, any number on CPUs. 0: one per GPU, or 2 on CPUs."""
+    rank_order: list[int] = field(default_factory=list)
+    """The worker of each rank, counted in the order of nodes and their GPUs; empty: its own number.
+    Where links differ, neighbors of a layout go to the fastest ones (Pipette, arXiv 2405.18093)."""
     device: Device = Device.auto
     """What the ranks compute on; `auto`: GPUs where the nodes have any."""
     placement: Placement = Placement.colocate
@@ -251,8 +254,22 @@ class ClusterConfig:
         else:
             self._check_local()
 
+    @property
+    def worker_of_rank(self) -> Sequence[int]:
+        """The number of each rank's worker, in the order in which they are started."""
+        return self.rank_order or range(self.ranks)
+
     def check_pools(self) -> None:
-        """Raise ConfigError for pools that do not make up the ranks, once these are known."""
+        """Raise ConfigError for pools that do not make up the ranks, once these are known.
+
+        Also for an order that does not have each rank once.
+        """
+        if self.rank_order and sorted(self.rank_order) != list(range(self.ranks)):
+            allowed = f"each of the {self.ranks} ranks once: 0 to {self.ranks - 1} in some order"
+            raise ConfigError("cluster.rank_order", self.rank_order, allowed)
+        if self.rank_order and self.emulated:
+            allowed = "[]: emulated ranks have no links"
+            raise ConfigError("cluster.rank_order", self.rank_order, allowed)
         names = self.pool_names
         used = names if len(names) > 1 else []
         for name in PoolName:

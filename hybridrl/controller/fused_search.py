@@ -20,7 +20,7 @@ from hybridrl.controller.roles_together import roles_together
 from hybridrl.flow import Graph
 from hybridrl.flow.executor import Finished
 from hybridrl.flow.sample import SampleId
-from hybridrl.pipelines.balance import balance, micro_batches
+from hybridrl.pipelines.balance import balance, equal_number, micro_batches
 from hybridrl.pipelines.policies import Policy
 from hybridrl.pipelines.problem import PassKind, PipelinedModel, PipelineProblem
 from hybridrl.pipelines.search import search
@@ -78,7 +78,12 @@ def fused_problem(
         for place in range(width):
             ranks = (r for r in range(num_ranks) if r // layout.tp % width == place)
             own = [lengths[i] for rank in ranks for i in dealt[rank]]
-            rows = micro_batches([s.tokens for s in own], max_tokens, cost=role.work.cost)
+            tokens = [sample.tokens for sample in own]
+            rows = micro_batches(tokens, max_tokens, cost=role.work.cost)
+            if layout.pp > 1:  # a multiple of the stages, as the engine has it
+                multiple = -(-len(rows) // layout.pp) * layout.pp
+                rows = equal_number(tokens, multiple, max_tokens, cost=role.work.cost)
+                rows = [row for row in rows if row]
             costs = [
                 row_costs(
                     role.flops,

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.config import ActivationMode, ClusterKind, Config, ConfigError, Device
+from hybridrl.config import ActivationMode, ClusterKind, Config, ConfigError, Device, FuseUpdates
 from hybridrl.config.cluster import PoolName
 from hybridrl.config.schedule import SCHEDULES, ScheduleConfig
 from hybridrl.controller import memory_plan
@@ -31,6 +31,7 @@ from hybridrl.flow import Graph
 from hybridrl.flow.graph import SourceStage
 from hybridrl.flow.schedules.base import schedule_class
 from hybridrl.planner.accelerators import ACCELERATORS, layer_roofline
+from hybridrl.planner.links import LinkTable
 from hybridrl.planner.mapping import (
     ACTOR,
     AT_ONCE,
@@ -78,7 +79,8 @@ schedule, for the least seconds of a step. The last line is the best mapping as 
   --prompt-tokens    of a prompt, where the lengths do not say (data.max_prompt_tokens)
   the cluster        --nodes=N, --gpus-per-node=N (8), --gpu={"|".join(ACCELERATORS)},
                      --gpu-gib=N (80); --node-gbs, --network-gbs, --host-gbs: GB/s of a GPU within
-                     its node, to other nodes, to the host (the datasheet's)
+                     its node, to other nodes, to the host (the datasheet's); --links=FILE, a table
+                     of all workers' links where they differ
   --costs=FILE       what `hybridrl plan calibrate` measured, in place of a roofline of --gpu
   the search         --number=N of results (10), --seconds=N at most (60)
   --out=FILE         writes the overrides of the best mapping, one a line, and its seconds to
@@ -99,7 +101,7 @@ _NUMBERS = {
 }
 """Options that are numbers, and the least of each."""
 _WHOLE = ("nodes", "gpus_per_node", "prompt_tokens", "number")
-_TEXTS = ("lengths", "costs", "gpu", "out")
+_TEXTS = ("lengths", "costs", "gpu", "out", "links")
 _FLAGS = ("--price",)
 
 
@@ -198,18 +200,34 @@ def _cluster(options: Mapping[str, Any]) -> ClusterShape:
     if "costs" in options:
         cluster = _measured(options["costs"]).cluster
         nodes, per_node = nodes or cluster.nodes, per_node or cluster.per_node
-        cluster = replace(cluster, nodes=nodes, per_node=per_node)
+        same = (nodes, per_node) == (cluster.nodes, cluster.per_node)
+        table = cluster.table if same else None
+        cluster = replace(cluster, nodes=nodes, per_node=per_node, table=table)
     elif nodes is None:
         raise ConfigError("--nodes", "", "how many nodes the planned cluster has")
     else:
         cluster = cluster_of(ACCELERATORS[gpu], nodes, per_node or 8)
     links = {"within": "node_gbs", "between": "network_gbs", "host": "host_gbs"}
-    speeds = {
+    speeds: dict[str, Any] = {
         link: replace(getattr(cluster, link), bytes_per_s=options[name] * 1e9)
         for link, name in links.items()
         if name in options
     }
+    if "links" in options:
+        speeds["table"] = _links(options["links"], cluster.ranks)
     return replace(cluster, **speeds)
+
+
+def _links(file: str, ranks: int) -> LinkTable:
+    try:
+        table = LinkTable.from_json(json.loads(Path(file).read_text()))
+        if table.size != ranks:
+            raise ValueError(f"{table.size} workers, not --nodes x --gpus-per-node = {ranks}")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        allowed = f"a file with bytes_per_s (and message_s) from each worker to each ({reason})"
+        raise ConfigError("--links", file, allowed) from None
+    return table
 
 
 def _measured(file: str) -> MappingCosts:
@@ -304,7 +322,7 @@ def _space(problem: _Problem) -> SearchSpace:
     """What `train` can run."""
     from hybridrl.models.parallel import SPLIT_TOKENS, check_gen_layout, check_train_layout
 
-    config, shapes = problem.config, problem.shapes
+    config, shapes, trainer = problem.config, problem.shapes, problem.config.trainer
 
     @cache
     def allows_train(role: str, layout: TrainLayout) -> bool:
@@ -351,6 +369,7 @@ def _space(problem: _Problem) -> SearchSpace:
         activations=(ActivationMode.keep, ActivationMode.recompute),
         allows_train=lambda role, layout: allows_train(role.name, replace(layout, fsdp=1)),
         allows_gen=lambda role, gen: all(allows_gen(name, gen) for name in (ACTOR, *scorers)),
+        fuses=trainer.fuse_updates is FuseUpdates.auto and not trainer.chunk_tokens,
         splits_tokens=lambda role: shapes[role.name].model_type in SPLIT_TOKENS,
     )
 
@@ -383,6 +402,9 @@ def _search(
     except DoesNotFit as error:
         raise ConfigError("--nodes", cluster.nodes, f"more, or larger ones: {error}") from None
     best, settings, refused = [], [], []
+    if cluster.table is not None:
+        best_in_order = [search.in_best_order(one) for one in result.best]
+        result = replace(result, best=sorted(best_in_order, key=lambda one: one.seconds.step_s))
     for one in result.best:
         own = overrides(one.mapping)
         try:
@@ -408,6 +430,7 @@ def _price(problem: _Problem, options: Mapping[str, Any]) -> MappingReport:
     """The mapping of the config itself."""
     memory = checked(problem, problem.user_args)
     mapping = mapping_of(problem.config, problem.roles)
+    problem = replace(problem, prices=problem.prices.in_order(mapping.rank_order))
     search = MappingSearch(
         problem.roles,
         problem.prices,

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from hybridrl.config import (
     VALUE_MODELS,
     Config,
+    FuseUpdates,
     Placement,
     PoolOfConfig,
     TrainLayoutConfig,
@@ -13,8 +14,8 @@ from hybridrl.planner.mapping import ACTOR, DeviceMapping, GenLayout, PlannedRol
 
 SET = (
     *("cluster.ranks", "cluster.placement", "cluster.pools", "cluster.pool_of", "schedule"),
-    *("rollout.layout.pp", "rollout.layout.tp", "trainer.activations"),
-    *("trainer.max_tokens_per_micro_batch", "trainer.layout"),
+    *("cluster.rank_order", "rollout.layout.pp", "rollout.layout.tp", "trainer.activations"),
+    *("trainer.max_tokens_per_micro_batch", "trainer.layout", "trainer.fuse_updates"),
     *(f"{key}.layout" for key in VALUE_MODELS.values()),
 )
 """Keys, and whole groups of keys, that the planner sets."""
@@ -37,6 +38,11 @@ def overrides(mapping: DeviceMapping) -> list[str]:
         "trainer.activations": next(iter(layouts)).activations.value,
         "trainer.max_tokens_per_micro_batch": max(x.micro_batch_tokens for x in layouts),
     }
+    if mapping.rank_order:
+        settings["cluster.rank_order"] = _listed(mapping.rank_order)
+    if len(mapping.train) > 1:
+        fuses = FuseUpdates.always if mapping.fuses else FuseUpdates.never
+        settings["trainer.fuse_updates"] = fuses.value
     for role, layout in mapping.train.items():
         key = layout_key(role)
         for axis in ("pp", "replicas", "fsdp", "tp"):
@@ -44,8 +50,12 @@ def overrides(mapping: DeviceMapping) -> list[str]:
         settings[f"{key}.sequence_parallel"] = str(layout.sequence_parallel).lower()
         settings[f"{key}.schedule"] = layout.schedule.value
         if layout.chunk_layers:
-            settings[f"{key}.chunk_layers"] = f"[{','.join(map(str, layout.chunk_layers))}]"
+            settings[f"{key}.chunk_layers"] = _listed(layout.chunk_layers)
     return [f"{key}={value}" for key, value in settings.items()]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return f"[{','.join(map(str, numbers))}]"
 
 
 def _placement(mapping: DeviceMapping) -> dict[str, str | int]:
@@ -115,6 +125,8 @@ def mapping_of(config: Config, roles: Sequence[PlannedRole]) -> DeviceMapping:
         train=train,
         gen=GenLayout(pp=config.rollout.layout.pp, tp=config.rollout.layout.tp),
         schedule=config.schedule,
+        rank_order=tuple(config.cluster.rank_order),
+        fuses=config.trainer.fuses,
     )
 
 

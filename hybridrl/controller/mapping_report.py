@@ -82,6 +82,8 @@ def describe(one: PricedMapping) -> str:
     gen = f"tp {mapping.gen.tp}" + f" pp {mapping.gen.pp}" * (mapping.gen.pp > 1)
     first = next(iter(mapping.train.values()))
     shared = f"{first.activations.value}, {first.micro_batch_tokens} tokens"
+    shared += ", updates in one plan" * mapping.fuses
+    shared += f", ranks in the order {list(mapping.rank_order)}" * bool(mapping.rank_order)
     return f"{pools}; {mapping.schedule.kind.value}, generation {gen}; {trained}; {shared}"
 
 

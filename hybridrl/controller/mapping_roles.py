@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from hybridrl.config import VALUE_MODELS, Config, ConfigError
 from hybridrl.controller.memory_inputs import attention_of, has_triton
+from hybridrl.controller.placement import scope_of
 from hybridrl.flow import Graph
+from hybridrl.flow.executor import Scope
 from hybridrl.flow.graph import ComputeStage, UpdateStage
 from hybridrl.models.activations import head_activations, layer_activations, prefill_activations
 from hybridrl.models.load import TORCH_DTYPES, load_config
@@ -57,6 +59,11 @@ def planned_roles(config: Config, graph: Graph, shapes: Shapes) -> list[PlannedR
                 trained=any(isinstance(stage, UpdateStage) for stage in stages),
                 passes=tuple(s.name for s in stages if isinstance(s, ComputeStage)),
                 value_head=name in graph.judges or (name in VALUE_MODELS and name in graph.learned),
+                scores_in_generation=all(
+                    scope_of(stage, config) is not Scope.WORLD
+                    for stage in stages
+                    if isinstance(stage, ComputeStage)
+                ),
             )
         )
     adapters = {"actor.lora": config.actor.lora} | {

@@ -88,9 +88,9 @@ class WorkerGroup:
     ) -> None:
         self.launcher, self.config = launcher, config
         self.on_span, self.on_memory = on_span, on_memory
-        self._group = launcher.start(
-            ActorWorker, make_worker, config, model_path, launcher.data_plane
-        )
+        workers = launcher.start(ActorWorker, make_worker, config, model_path, launcher.data_plane)
+        order = config.cluster.rank_order
+        self._group = launcher.subgroup(workers, order) if order else workers
         self._all = RankCalls(self._group)
         self._ranks = [
             RankCalls(launcher.subgroup(self._group, [rank])) for rank in range(self.size)

@@ -13,11 +13,11 @@ from hybridrl.config import Config, ConfigError, Device
 from hybridrl.flow.costs import Numbers
 from hybridrl.planner.accelerators import Accelerator
 from hybridrl.planner.layer_fit import fit_layers
+from hybridrl.planner.links import LinkSpeed, LinkTable
 from hybridrl.planner.mapping import (
     AT_ONCE,
     ClusterShape,
     GenLayout,
-    LinkSpeed,
     PlannedRole,
     SampleLength,
     TrainLayout,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hybridrl.doctor.calibration_rank import RankTimes
+    from hybridrl.doctor.measure import Link
 
 USAGE = """usage: hybridrl plan calibrate [OVERRIDES] [--out=FILE]
 
@@ -106,6 +107,7 @@ def costs_of(times: "Sequence[RankTimes]", config: Config) -> MappingCosts:
         [timed for rank in times for timed in rank.passes],
         [timed for rank in times for timed in rank.decoding],
         [timed for rank in times for timed in rank.switches],
+        [timed for rank in times for timed in rank.split],
         source=f"calibrated: {model}, {len(times)} rank{'s' * (len(times) > 1)}",
         itemsize=config.model.compute_dtype.itemsize,
         overlaps=on_gpus,
@@ -120,7 +122,16 @@ def costs_of(times: "Sequence[RankTimes]", config: Config) -> MappingCosts:
         node_bytes_per_s=link.bytes_per_s,
         host_bytes_per_s=host,
     )
-    cluster = ClusterShape(1, len(times), accelerator, link, link, LinkSpeed(host))
+    table = link_table([link for rank in times for link in rank.links], len(times))
+    cluster = ClusterShape(
+        1,
+        len(times),
+        accelerator,
+        link,
+        link,
+        LinkSpeed(host),
+        table if table is not None and table.is_uneven else None,
+    )
     return MappingCosts(fitted, cluster, config.trainer.max_tokens_per_micro_batch)
 
 
@@ -133,6 +144,22 @@ def _link(times: "Sequence[RankTimes]") -> LinkSpeed:
         return AT_ONCE
     latency = reduces[0].seconds / math.ceil(math.log2(len(times)))
     return LinkSpeed(reduces[-1].rate, latency)
+
+
+def link_table(links: "Sequence[Link]", ranks: int) -> LinkTable | None:
+    """The table of the sends between all pairs; None where a pair was not measured."""
+    rates = [[0.0] * ranks for _ in range(ranks)]
+    seconds = [[0.0] * ranks for _ in range(ranks)]
+    messages = {link.ranks: link.seconds for link in links if link.kind == "message"}
+    sends = [link for link in links if link.kind == "send"]
+    for link in sends:
+        a, b = link.ranks
+        message_s = min(messages[a, b], link.seconds / 2)  # else noise would leave none for bytes
+        seconds[a][b] = seconds[b][a] = message_s
+        rates[a][b] = rates[b][a] = link.nbytes / (link.seconds - message_s)
+    if not sends or len(sends) < ranks * (ranks - 1) // 2:
+        return None
+    return LinkTable.from_json({"bytes_per_s": rates, "message_s": seconds})
 
 
 def _memory(config: Config) -> float:
@@ -156,7 +183,9 @@ def _lines(out: Path, costs: MappingCosts, shape: ModelShape) -> list[str]:
         f"a decode step: {_ms(instance.pass_s(1, 256))} of one row of 256 tokens, "
         f"{_ms(instance.pass_s(64, 256))} of 64",
         f"links: {cluster.within.message_s * 1e6:.0f} us a message, "
-        f"{cluster.within.bytes_per_s / 1e9:.3g} GB/s",
+        f"{cluster.within.bytes_per_s / 1e9:.3g} GB/s"
+        + "; they differ, each has its own in the file"
+        * (cluster.table is not None),
         f"written to {out}",
     ]
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 _REPEATS = 3
+_TP = 2  # of the passes whose all-reduces are measured
 _CPU_TOKENS = 2048  # of a row: more only takes longer
 _STEPS = 8  # of a timed call of the rollout engine
 _ROWS = (1, 4, 16, 64)
@@ -47,6 +48,8 @@ class RankTimes:
 
     links: list[Link]
     passes: list[TimedPass] = field(default_factory=list)
+    split: list[TimedPass] = field(default_factory=list)
+    """By two ranks under tensor parallelism, with other ranks as further sets of two."""
     decoding: list[TimedDecoding] = field(default_factory=list)
     switches: list[TimedSwitch] = field(default_factory=list)
     flops: float = 0.0
@@ -106,7 +109,7 @@ def measure_rank(
     if size > 1:
         probe = Probe(rank, size, config.cluster)
         probe.join(host, port)
-        links = probe.measure()
+        links = probe.measure(messages=True)
     torch.set_num_threads(config.cluster.threads_per_rank or 1)
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -122,6 +125,13 @@ def measure_rank(
         _measure_model(path, config, device, times)
         gc.collect()
     dist.destroy_process_group()
+    if size % _TP == 0:
+        kind = "nccl" if device.type == "cuda" else "gloo"
+        meeting = f"file://{out / 'meeting'}"
+        dist.init_process_group(kind, init_method=meeting, rank=rank, world_size=size)
+        for path in models:
+            _measure_split(path, config, device, times)
+        dist.destroy_process_group()
     (out / str(rank)).write_bytes(pickle.dumps(times))
 
 
@@ -151,18 +161,42 @@ def _measure_model(path: Path, config: Config, device: "torch.device", times: Ra
         trainer.max_tokens_per_micro_batch = min(trainer.max_tokens_per_micro_batch, _CPU_TOKENS)
     engine = TrainEngine(str(path), model=config.model, trainer=trainer, device=device)
     longest = context_tokens(shape_config)
-    _measure_training(engine, shape, longest, times)
+    _measure_training(engine, shape, longest, times.passes)
     _measure_generation(engine, shape, config, longest, times)
 
 
+def _measure_split(path: Path, config: Config, device: "torch.device", times: RankTimes) -> None:
+    """The same with the model on two ranks; each set of two has its own sequences."""
+    import torch.distributed as dist
+
+    shape_config = AutoConfig.from_pretrained(path)
+    shape, trainer = ModelShape.of_config(shape_config.to_dict()), config.trainer
+    if shape.heads % _TP or shape.kv_heads % _TP:
+        return
+    trainer.layout = TrainLayoutConfig(tp=_TP, replicas=dist.get_world_size() // _TP, fsdp=1)
+    engine = TrainEngine(str(path), model=config.model, trainer=trainer, device=device)
+    longest = context_tokens(shape_config)
+    _measure_training(engine, shape, longest, times.split, shares=(1, 4), tp=_TP)
+
+
 def _measure_training(
-    engine: TrainEngine, shape: ModelShape, longest: int, times: RankTimes
+    engine: TrainEngine,
+    shape: ModelShape,
+    longest: int,
+    passes: list[TimedPass],
+    shares: Sequence[int] = (1, 4, 16),
+    tp: int = 1,
 ) -> None:
-    """Forward passes and updates: rows of several sizes, of long and of short sequences."""
+    """Forward passes and updates: rows of several sizes, of long and of short sequences.
+
+    The first of `tp` ranks gives the sequences that all of them compute.
+    """
     import torch
+    import torch.distributed as dist
 
     budget, loss = engine.trainer.max_tokens_per_micro_batch, CrossEntropyLoss()
-    lengths = sorted({max(4, min(longest, budget) // share) for share in (1, 4, 16)})
+    lengths = sorted({max(4, min(longest, budget) // share) for share in shares})
+    clock = _clock if tp == 1 else _wall_clock
     for length in lengths:
         for tokens in (budget // 4, budget, 2 * budget):
             number = max(1, tokens // length)
@@ -171,6 +205,8 @@ def _measure_training(
             sample = SampleLength(length - scored, scored)
             ids = torch.randint(0, shape.vocabulary, (number, length))
             sequences = [TrainSequence(row, scored) for row in ids]
+            if dist.get_rank() % tp:
+                sequences = []
             rows = tuple(
                 PackedTokens(
                     tokens=len(row) * length,
@@ -180,10 +216,10 @@ def _measure_training(
                 for row in micro_batches([length] * number, budget)
             )
             for _ in range(1 + _REPEATS):
-                with _clock(engine.device) as seconds:
+                with clock(engine.device) as seconds:
                     engine.log_probs(sequences)
                 score = TimedPass(shape=shape, rows=rows, trains=False, seconds=seconds[0])
-                with _optimizer_clock(engine) as stepped, _clock(engine.device) as seconds:
+                with _optimizer_clock(engine) as stepped, clock(engine.device) as seconds:
                     engine.update(sequences, loss)
                 update = TimedPass(
                     shape=shape,
@@ -192,8 +228,8 @@ def _measure_training(
                     seconds=seconds[0],
                     optimizer_s=stepped[0],
                 )
-                times.passes.extend((score, update))
-            del times.passes[-2 * (1 + _REPEATS) : -2 * _REPEATS]  # the first of each warms up
+                passes.extend((score, update))
+            del passes[-2 * (1 + _REPEATS) : -2 * _REPEATS]  # the first of each warms up
 
 
 def _measure_generation(
@@ -280,6 +316,19 @@ def _clock(device: "torch.device") -> Iterator[list[float]]:
     yield seconds
     _wait(device)
     seconds.append(_now(device) - start)
+
+
+@contextmanager
+def _wall_clock(device: "torch.device") -> Iterator[list[float]]:
+    """The same from the moment that all ranks are there, with the time that they wait."""
+    import torch.distributed as dist
+
+    seconds: list[float] = []
+    dist.barrier()
+    start = time.perf_counter()
+    yield seconds
+    _wait(device)
+    seconds.append(time.perf_counter() - start)
 
 
 def _now(device: "torch.device") -> float:

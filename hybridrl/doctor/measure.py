@@ -1,5 +1,6 @@
 """Measurements of `hybridrl doctor`: file systems, and the links between ranks."""
 
+import itertools
 import os
 import shutil
 import statistics
@@ -26,6 +27,9 @@ _CPU_SIZES, _GPU_SIZES = (8, 2**16, 2**20, 2**24), (8, 2**20, 2**24, 2**28)
 _CPU_LINK_BYTES, _GPU_LINK_BYTES = 2**22, 2**26
 _REPEATS = {8: 50}
 _FEW = 4
+_MESSAGE_BYTES = 8
+_ALL_PAIRS = 16
+"""Up to so many ranks every pair is measured: 120 pairs, a few milliseconds each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,10 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A transfer between ranks: `all_reduce` of all of them, or `send` from one to another."""
+    """A transfer between ranks: `all_reduce` of all of them, or `send` from one to another.
+
+    A `message` is a send of a few bytes.
+    """
 
     kind: str
     ranks: tuple[int, ...]
@@ -212,23 +219,27 @@ class Probe:
         store = self._store or open_store(host, port, listens=False)
         self._device = join_group(self.rank, self.size, store, host, self.cluster).type
 
-    def measure(self) -> list[Link]:
-        """All-reduces of several sizes, then a message from each rank to the next and back.
+    def measure(self, messages: bool = False) -> list[Link]:
+        """All-reduces of several sizes, then sends between all pairs of ranks, one after the other.
 
-        Every rank returns its own times of all-reduces; only a message's sender returns its time.
+        Of more than 16 ranks each sends to the next one only. With `messages` also of a few bytes.
+        Every rank returns its own times of all-reduces; only a sender returns its time.
         """
         import torch.distributed as dist
 
         gpu = self._device == "cuda"
         sizes, nbytes = (_GPU_SIZES, _GPU_LINK_BYTES) if gpu else (_CPU_SIZES, _CPU_LINK_BYTES)
         links = [self._all_reduce(size) for size in sizes]
-        ring = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
-        for a, b in sorted({(min(pair), max(pair)) for pair in ring}):
+        pairs = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
+        if self.size <= _ALL_PAIRS:
+            pairs = list(itertools.combinations(range(self.size), 2))
+        for a, b in sorted({(min(pair), max(pair)) for pair in pairs}):
             dist.barrier()
-            if self.rank in (a, b):
-                seconds = self._ping(a, b, nbytes)
-                if self.rank == a:
-                    links.append(Link("send", (a, b), nbytes, seconds))
+            for kind, size in (("send", nbytes), ("message", _MESSAGE_BYTES))[: 1 + messages]:
+                if self.rank in (a, b):
+                    seconds = self._ping(a, b, size)
+                    if self.rank == a:
+                        links.append(Link(kind, (a, b), size, seconds))
         dist.barrier()
         dist.destroy_process_group()
         return links
@@ -255,7 +266,7 @@ class Probe:
 
         tensor = torch.ones(nbytes // 4, device=self._device)
         seconds: list[float] = []
-        for _ in range(2 + _FEW):
+        for _ in range(2 + _REPEATS.get(nbytes, _FEW)):
             with self._timed(seconds):
                 if self.rank == a:
                     dist.send(tensor, b)

@@ -44,7 +44,7 @@ def evaluate(problem: PipelineProblem, plan: PipelinePlan) -> PlanTimes:
                 if needed not in ends:
                     waiting[needed] = rank
                     break
-                delay = problem.send_s if problem.rank(needed) != rank else 0.0
+                delay = problem.delay_s(problem.rank(needed), rank)
                 start = max(start, ends[needed] + delay)
             starts[action] = start
             free[rank] = ends[action] = start + problem.seconds(action)

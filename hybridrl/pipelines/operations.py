@@ -68,7 +68,7 @@ class Operations:
             needed = problem.needs(action)
             if needed is not None:
                 j = numbers[needed]
-                delay = problem.send_s if rank[i] != rank[j] else 0.0
+                delay = problem.delay_s(rank[j], rank[i])
                 needs[i].append((j, delay))
                 feeds[j].append((i, delay))
             if action.kind is PassKind.forward:

@@ -130,10 +130,18 @@ class PipelineProblem:
     """The most that a rank may keep of all models."""
     send_s: float = 0.0
     """Between the end of a pass and the next one on another rank."""
+    sends_s: Sequence[Sequence[float]] = ()
+    """The same by the two ranks, from [row] to [column], where links differ."""
 
     def __post_init__(self) -> None:
         for model in self.models:
             assert all(0 <= rank < self.num_ranks for rank in model.ranks), model.ranks
+
+    def delay_s(self, source: int, target: int) -> float:
+        """Between a pass on one rank and the next one on another, or on the same."""
+        if source == target:
+            return 0.0
+        return self.sends_s[source][target] if self.sends_s else self.send_s
 
     def actions(self) -> Iterator[PipelineAction]:
         """Every action, by model, kind and chunk in the order of the micro-batches."""

@@ -76,6 +76,12 @@ class LayerCosts:
     """Weights cast and gradients cast, of an element that a rank computes with, once an update."""
     optimizer_element_s: float = 0.0
     """An optimizer step, of a trained element of a rank."""
+    tp_reduce_s: float = 0.0
+    """An all-reduce of hidden states of two tp ranks, within a training step or a forward pass."""
+    tp_byte_s: float = 0.0
+    """A byte of it. Where neither was measured, the cluster's links say what it takes."""
+    tp_update_s: float = 0.0
+    """What an update under tensor parallelism takes besides, whatever is in it."""
     switch_s: float = 0.0
     """A weight switch, whatever moves."""
     switch_byte_s: float = 0.0

@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hybridrl.flow.costs import robust_fit
-from hybridrl.planner.layer_costs import DecodeRates, LayerCosts, LayerWork, PassRates
+from hybridrl.planner.layer_costs import (
+    DecodeRates,
+    LayerCosts,
+    LayerWork,
+    LinearPass,
+    PassRates,
+)
 from hybridrl.planner.model_shape import ModelShape
 
 
@@ -69,6 +75,7 @@ def fit_layers(
     passes: Sequence[TimedPass],
     decoding: Sequence[TimedDecoding],
     switches: Sequence[TimedSwitch],
+    split: Sequence[TimedPass] = (),
     *,
     source: str,
     itemsize: int,
@@ -77,13 +84,16 @@ def fit_layers(
     """The costs that explain the measurements best; `itemsize` is that of the compute format.
 
     Updates and forward passes of at least two numbers of layers, and of two widths, tell most costs
-    apart. Raises ValueError without an update, a forward pass and a decode step.
+    apart. `split` are those of two tp ranks together: what they take beyond a rank's own work is
+    that of their all-reduces. Raises ValueError without an update, a forward pass or a decode step.
     """
     if not any(p.trains for p in passes) or all(p.trains for p in passes):
         raise ValueError("layer costs need updates and forward passes")
     if not any(timed.steps for timed in decoding):
         raise ValueError("layer costs need decode steps")
     costs = _fit_passes(passes, source)
+    if split:
+        costs = _with_reduces(costs, split, itemsize)
     rates, prefill = _fit_decoding(decoding, itemsize)
     moved = [(1.0, itemsize * float(timed.shape.parameters)) for timed in switches]
     seconds = [timed.seconds for timed in switches]
@@ -132,6 +142,41 @@ def _fit_passes(passes: Sequence[TimedPass], source: str) -> LayerCosts:
         gradient_element_s=gradient_s,
         optimizer_element_s=optimizer[0],
     )
+
+
+def _with_reduces(costs: LayerCosts, split: Sequence[TimedPass], itemsize: int) -> LayerCosts:
+    """With what all-reduces take within steps, beside work that they wait for and that waits."""
+    rows, seconds = [], []
+    for timed in split:
+        number = tp_reduces(timed.shape.layers, timed.trains)
+        nbytes = sum(row.tokens for row in timed.rows) * timed.shape.hidden * itemsize
+        rows.append([float(number * len(timed.rows)), float(number * nbytes), float(timed.trains)])
+        seconds.append(max(0.0, timed.seconds - _own_work_s(costs, timed, tp=2)))
+    reduce_s, byte_s, update_s = _fit(rows, seconds)
+    return replace(costs, tp_reduce_s=reduce_s, tp_byte_s=byte_s, tp_update_s=update_s)
+
+
+def tp_reduces(layers: int, trains: bool) -> int:
+    """All-reduces of hidden states of a row: two a layer and pass, the embedding's, the head's."""
+    return (2 * layers + 1) * (1 + trains)
+
+
+def _own_work_s(costs: LayerCosts, timed: TimedPass, tp: int) -> float:
+    """What a rank of `tp` computes of these rows, without messages."""
+    shape = timed.shape
+    work, outputs = LayerWork.of(shape, tp), shape.vocabulary / tp
+    each = LinearPass.of_layer(costs.forward, work).times(shape.layers)
+    each += LinearPass.of_head(costs.head_forward, shape.hidden, outputs)
+    seconds = costs.pass_s
+    if timed.trains:
+        each += LinearPass.of_layer(costs.backward, work).times(shape.layers)
+        each += LinearPass.of_head(costs.head_backward, shape.hidden, outputs)
+        elements = shape.parameters / tp
+        of_element = costs.gradient_element_s + costs.optimizer_element_s
+        seconds = costs.update_s + of_element * elements
+    number = len(timed.rows) * (1 + timed.trains)
+    rows = (each(row.tokens, row.scored, row.pairs) for row in timed.rows)
+    return seconds + costs.row_s * number + sum(rows)
 
 
 def _rates(fitted: Sequence[float]) -> PassRates:

@@ -13,6 +13,7 @@ from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Scope
 from hybridrl.flow.graph import Stage
 from hybridrl.flow.sample import Sample
+from hybridrl.planner.fused_plans import can_share_a_plan, shared_score_s, shared_update_s
 from hybridrl.planner.mapping import ACTOR, DeviceMapping, PlannedRole, SampleLength
 from hybridrl.planner.mapping_costs import MappingCosts
 from hybridrl.planner.workload import Workload
@@ -93,21 +94,51 @@ class MappedWork:
     def onload_s(self, stage: Stage) -> float:
         """Until the role of a forward pass is on the device; the actor's weights generate there."""
         role = self._by_stage[stage.name]
-        if role.name == ACTOR:
+        if role.name == ACTOR and not role.scores_with_shards:
             return 0.0
         layout, _ = self.costs.stage_layout(role, self.mapping)
         return self.costs.activate_s(role, layout)
 
-    def update_s(self, stage: Stage, samples: Sequence[Sample]) -> float:
-        """Of all epochs and mini-batches of a role, with its way onto the device and off."""
-        role = next(role for role in self.roles if role.name == stage.role)
-        layout, ranks = self.mapping.train[role.name], self.mapping.ranks_of(role.name)
+    def fuses(self, stages: Sequence[Stage], stage: Stage) -> bool:
+        """Whether a stage of a trained role shares the plan of `stages`, of other roles."""
+        roles = self._roles_of([*stages, stage])
+        names = [role.name for role in roles]
+        pools = {self.mapping.pool_of(name) for name in names}
+        apart = len(set(names)) == len(names) and len(pools) == 1
+        return self.mapping.fuses and apart and can_share_a_plan(roles, self.mapping.train)
+
+    def passes_s(self, stages: Sequence[Stage], samples: Sequence[Sample]) -> float:
+        """Of one call of forward passes that share a plan (`fuses`)."""
+        roles = self._roles_of(stages)
+        ranks = self.mapping.ranks_of(roles[0].name)
+        return shared_score_s(self.costs, roles, self.mapping.train, ranks, lengths_of(samples))
+
+    def update_s(self, stages: Sequence[Stage], samples: Sequence[Sample]) -> float:
+        """Of all epochs and mini-batches of a role, with its way onto the device and off.
+
+        Several share a plan (`fuses`), the k-th mini-batch of one with the k-th of the others.
+        """
+        roles, train = self._roles_of(stages), self.mapping.train
+        ranks = self.mapping.ranks_of(roles[0].name)
         number, lengths = self.mini_batches, lengths_of(samples)
         bounds = [len(lengths) * i // number for i in range(number + 1)]
-        batches = [lengths[a:b] for a, b in itertools.pairwise(bounds) if a < b]
-        once = sum(self.costs.update_s(role, layout, ranks, batch) for batch in batches)
-        way = self.costs.activate_s(role, layout) + self.costs.deactivate_s(role, layout)
+        once, way = 0.0, 0.0
+        for start, stop in itertools.pairwise(bounds):
+            batch = lengths[start:stop]
+            if batch and len(roles) > 1:
+                once += shared_update_s(self.costs, roles, train, ranks, batch)
+            elif batch:
+                once += self.costs.update_s(roles[0], train[roles[0].name], ranks, batch)
+        for role in roles:
+            layout = train[role.name]
+            way += self.costs.activate_s(role, layout) + self.costs.deactivate_s(role, layout)
         return way + self.epochs * once
+
+    def _roles_of(self, stages: Sequence[Stage]) -> list[PlannedRole]:
+        """Those of the stages, the actor first, as plans count directions."""
+        by_name = {role.name: role for role in self.roles}
+        roles = [by_name[stage.role or ACTOR] for stage in stages]
+        return sorted(roles, key=lambda role: role.name != ACTOR)
 
 
 def lengths_of(samples: Sequence[Sample]) -> list[SampleLength]:

@@ -4,15 +4,15 @@ A mapping has pools of ranks, the roles of each pool, the training layout of eac
 layout of generation, and a schedule. These are plain data: `MappingCosts` has their seconds.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from hybridrl.config import ActivationMode, PipelineSchedule, ScheduleConfig
 from hybridrl.layout.layout import chunk_bounds, rank_of_chunk
 from hybridrl.planner.accelerators import Accelerator
+from hybridrl.planner.links import LinkSpeed, LinkTable
 from hybridrl.planner.model_shape import ModelShape
 
 ACTOR = "actor"
@@ -55,29 +55,6 @@ class SampleTotals:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class LinkSpeed:
-    """A link between ranks: `message_s` for a message of any size, and bytes a second each way."""
-
-    bytes_per_s: float
-    message_s: float = 0.0
-
-    def send_s(self, nbytes: float) -> float:
-        """Of a message from one rank to another."""
-        return self.message_s + nbytes / self.bytes_per_s
-
-    def gather_s(self, nbytes: float, ranks: int) -> float:
-        """Of an all-gather or a reduce-scatter: `nbytes` are those of all ranks together."""
-        if ranks == 1:
-            return 0.0
-        steps = math.ceil(math.log2(ranks))
-        return steps * self.message_s + (ranks - 1) / ranks * nbytes / self.bytes_per_s
-
-    def all_reduce_s(self, nbytes: float, ranks: int) -> float:
-        """Of an all-reduce, which sends what a reduce-scatter and an all-gather send."""
-        return self.gather_s(2 * nbytes, ranks)
-
-
 AT_ONCE = LinkSpeed(1e18)
 """Where nothing moves: between the host and a rank on CPUs, say."""
 
@@ -95,6 +72,10 @@ class ClusterShape:
     """Between nodes: one accelerator's share."""
     host: LinkSpeed
     """From an accelerator's memory to the host's, and back."""
+    table: LinkTable | None = None
+    """Links between workers where they differ, in place of `within` and `between`."""
+    order: tuple[int, ...] = ()
+    """The worker of each rank; empty: its own number."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, which `from_json` takes back."""
@@ -108,9 +89,12 @@ class ClusterShape:
             links = [LinkSpeed(**values[name]) for name in ("within", "between", "host")]
             within, between, host = links
             accelerator = Accelerator(**values["accelerator"])
-            cluster = cls(nodes, per_node, accelerator, within, between, host)
+            table = LinkTable.from_json(values["table"]) if values.get("table") else None
+            cluster = cls(nodes, per_node, accelerator, within, between, host, table)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"a cluster of {', '.join(cls.__slots__)}: {error}") from None
+        if table is not None and table.size != cluster.ranks:
+            raise ValueError(f"links of {table.size} workers, wanted {cluster.ranks}")
         numbers = [nodes, per_node, *(link.bytes_per_s for link in links)]
         if not all(isinstance(n, int | float) and n > 0 for n in numbers):
             raise ValueError(f"a cluster: numbers above 0, not {numbers}")
@@ -121,12 +105,27 @@ class ClusterShape:
         """All of them."""
         return self.nodes * self.per_node
 
+    def ordered(self, order: Sequence[int]) -> "ClusterShape":
+        """The same with another worker for each rank (`cluster.rank_order`); empty: as it is."""
+        return replace(self, order=tuple(order))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether ranks at the same place within nodes have the same links."""
+        return self.table is None and not self.order
+
+    def worker(self, rank: int) -> int:
+        """The worker of a rank, which decides its node and its links."""
+        return self.order[rank] if self.order else rank
+
     def node(self, rank: int) -> int:
         """The node of a rank."""
-        return rank // self.per_node
+        return self.worker(rank) // self.per_node
 
     def aligned(self, ranks: range) -> range:
         """Ranks at the same place within nodes, which cross the same links."""
+        if not self.is_even:
+            return ranks
         start = ranks.start % self.per_node
         return range(start, start + len(ranks))
 
@@ -134,14 +133,35 @@ class ClusterShape:
         """The slowest link that a collective of these ranks crosses, or a message between two.
 
         Members of a collective on one node send to others through their shares of the network
-        together.
+        together. With a `table` members send around a ring in their order.
         """
         nodes = len({self.node(rank) for rank in ranks})
+        together = max(1, len(ranks) // nodes)
+        if self.table is not None:
+            return self._slowest_of_ring(self.table, ranks, together)
         if nodes == 1:
             return self.within
-        shares = self.between.bytes_per_s * max(1, len(ranks) // nodes)
-        bytes_per_s = min(self.within.bytes_per_s, shares)
+        bytes_per_s = min(self.within.bytes_per_s, self.between.bytes_per_s * together)
         return LinkSpeed(bytes_per_s, max(self.within.message_s, self.between.message_s))
+
+    def _slowest_of_ring(self, table: LinkTable, ranks: Sequence[int], together: int) -> LinkSpeed:
+        bytes_per_s, message_s = AT_ONCE.bytes_per_s, 0.0
+        for a, b in zip(ranks, [*ranks[1:], ranks[0]], strict=True):
+            if a != b:
+                link = table.link(self.worker(a), self.worker(b))
+                share = together if self.node(a) != self.node(b) else 1
+                bytes_per_s = min(bytes_per_s, link.bytes_per_s * share)
+                message_s = max(message_s, link.message_s)
+        return LinkSpeed(bytes_per_s, message_s)
+
+    def slowest(self, groups: Sequence[Sequence[int]]) -> LinkSpeed:
+        """The slowest link of collectives that wait for each other."""
+        if self.is_even:
+            return self.link(groups[0])
+        links = [self.link(group) for group in groups]
+        return LinkSpeed(
+            min(link.bytes_per_s for link in links), max(link.message_s for link in links)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,6 +246,13 @@ class PlannedRole:
     """Its forward-only stages by name: `reference`, `values`, `old_log_probs`, ..."""
     value_head: bool = False
     """Whether it has one output a token, in place of the vocabulary's head."""
+    scores_in_generation: bool = True
+    """Of the actor: whether its passes run with generation's weights, not its training shards."""
+
+    @property
+    def scores_with_shards(self) -> bool:
+        """Whether its forward-only stages need its training shards."""
+        return self.trained and not (self.name == ACTOR and self.scores_in_generation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +272,10 @@ class DeviceMapping:
     """Of each trained role."""
     gen: GenLayout = field(default_factory=GenLayout)
     schedule: ScheduleConfig
+    rank_order: tuple[int, ...] = ()
+    """`cluster.rank_order`: the worker of each rank; empty: its own number."""
+    fuses: bool = False
+    """`trainer.fuse_updates`: roles of a pool train in one plan, and score in one."""
 
     @cached_property
     def pool_ranks(self) -> dict[str, range]:

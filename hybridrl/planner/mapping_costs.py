@@ -10,8 +10,9 @@ from hybridrl.config import ActivationMode
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Scope
 from hybridrl.layout.grouping import TrainAxes
+from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.switching import plan_switch
-from hybridrl.pipelines.balance import SequenceCost, balance, micro_batches
+from hybridrl.pipelines.balance import balance
 from hybridrl.pipelines.evaluation import evaluate
 from hybridrl.pipelines.problem import (
     PassCosts,
@@ -21,14 +22,15 @@ from hybridrl.pipelines.problem import (
     PipelineProblem,
 )
 from hybridrl.planner.chunk_layers import chunk_layers
+from hybridrl.planner.dealt_rows import rows_of_ranks, sequence_cost
 from hybridrl.planner.engine_order import engine_order
 from hybridrl.planner.layer_costs import LayerCosts, LayerWork, LinearPass
+from hybridrl.planner.links import LinkSpeed
 from hybridrl.planner.mapping import (
     ACTOR,
     ClusterShape,
     DeviceMapping,
     GenLayout,
-    LinkSpeed,
     PlannedRole,
     SampleLength,
     SampleTotals,
@@ -42,6 +44,7 @@ SampleLengths = Sequence[SampleLength]
 
 KEPT_PARAMETERS = 512 * 2**20
 """Models up to this size stay unsharded over an update: `engines.train.engine`."""
+AXES = ("pp", "replicas", "fsdp", "tp")
 MASTER = 4
 _MOMENTS = 2 * MASTER
 _HALF = 0.5  # of a backward pass's operations on matrices are for the weights
@@ -74,7 +77,6 @@ class MappingCosts:
         self._chunks = lru_cache(4096)(self._make_chunks)
         self._moved = lru_cache(4096)(self._switch_traffic_s)
         self._rows = lru_cache(4096)(self._longest_rows_s)
-        self._balanced = lru_cache(256)(balance)
 
     # Training
 
@@ -121,9 +123,9 @@ class MappingCosts:
     ) -> tuple[_Chunk, ...]:
         costs, shape, tp = self.layer_costs, role.shape, layout.tp
         work = LayerWork.of(shape, tp, layout.sequence_parallel)
-        reduce = self._tp_reduce(shape, layout, ranks).times(2)
-        forward = LinearPass.of_layer(costs.forward, work) + reduce
-        backward = LinearPass.of_layer(costs.backward, work) + reduce
+        reduce = self._tp_reduce(shape, layout, ranks)
+        forward = LinearPass.of_layer(costs.forward, work) + reduce.times(2)
+        backward = LinearPass.of_layer(costs.backward, work) + reduce.times(2)
         weights = LinearPass()
         if layout.splits_backward:
             weights = LinearPass(0.0, _HALF * costs.backward.flop_s * work.flops)
@@ -138,11 +140,14 @@ class MappingCosts:
         chunks = []
         numbers = layout.layers_of_chunks(shape.layers)
         for number, layers in enumerate(numbers):
-            is_last = number == len(numbers) - 1
+            is_first, is_last = number == 0, number == len(numbers) - 1
             chunks.append(
                 _Chunk(
-                    row + forward.times(layers) + head_forward.times(is_last),
-                    row + backward.times(layers) + head_backward.times(is_last),
+                    row
+                    + forward.times(layers)
+                    + head_forward.times(is_last)
+                    + reduce.times(is_first),  # of the embedding
+                    row + backward.times(layers) + (head_backward + reduce).times(is_last),
                     weights.times(layers),
                     layers * gather_s,
                     layers * (gather_s + reduce_s),
@@ -156,8 +161,13 @@ class MappingCosts:
         """One all-reduce of hidden states among tp ranks; of two in a layer's forward pass."""
         if layout.tp == 1:
             return LinearPass()
-        link = self.cluster.link(ranks[: layout.tp])
-        nbytes = shape.hidden * self.layer_costs.itemsize
+        costs, nbytes = self.layer_costs, shape.hidden * self.layer_costs.itemsize
+        within = self.cluster.node(ranks[0]) == self.cluster.node(ranks[layout.tp - 1])
+        if isinstance(layout, TrainLayout) and costs.tp_reduce_s + costs.tp_byte_s and within:
+            messages, parts = math.ceil(math.log2(layout.tp)), 2 * (layout.tp - 1) / layout.tp
+            return LinearPass(costs.tp_reduce_s * messages, costs.tp_byte_s * nbytes * parts)
+        starts = range(0, len(ranks), layout.tp)
+        link = self.cluster.slowest([ranks[start : start + layout.tp] for start in starts])
         call_s = link.all_reduce_s(0, layout.tp)
         return LinearPass(call_s, link.all_reduce_s(nbytes, layout.tp) - call_s)
 
@@ -176,7 +186,14 @@ class MappingCosts:
         return role.shape.parameters <= KEPT_PARAMETERS or layout.pp > 1
 
     def _fsdp_link(self, layout: TrainLayout, ranks: range) -> LinkSpeed:
-        return self.cluster.link([ranks[layout.rank(shard=i)] for i in range(layout.fsdp)])
+        return self.cluster.slowest(self._groups(layout, ranks, "fsdp"))
+
+    def _groups(self, layout: TrainLayout, ranks: range, axis: str) -> list[list[int]]:
+        """The ranks that differ along one axis, each in order; the first where all are alike."""
+        sizes = (layout.pp, layout.replicas, layout.fsdp, layout.tp)
+        mesh = Mesh(tuple(zip(AXES, sizes, strict=True)), tuple(ranks[: layout.ranks]))
+        lines = mesh.lines(axis)
+        return lines[:1] if self.cluster.is_even else lines
 
     def balanced_layers(
         self, role: PlannedRole, layout: TrainLayout, ranks: range, totals: SampleTotals
@@ -200,19 +217,31 @@ class MappingCosts:
         sizes = chunk_layers(role.shape.layers, stages, layer_s, [s - layer_s for s in one])
         return () if sizes == layout.layers_of_chunks(role.shape.layers) else sizes
 
-    def send_s(
-        self, role: PlannedRole, layout: TrainLayout, ranks: range, row: SampleLengths
-    ) -> float:
-        """Of a micro-batch from one pipeline stage to the next one."""
-        return self._send(role, layout, ranks, sum(sample.tokens for sample in row))
-
     def _send(self, role: PlannedRole, layout: TrainLayout, ranks: range, tokens: float) -> float:
         if layout.pp == 1:
             return 0.0
-        neighbors = [ranks[layout.rank(stage=i)] for i in (0, 1)]
+        return self._link_s(role, layout, tokens, self._hop(layout, ranks, 0, 1))
+
+    def _link_s(
+        self, role: PlannedRole, layout: TrainLayout, tokens: float, link: LinkSpeed
+    ) -> float:
         nbytes = tokens * role.shape.hidden * self.layer_costs.itemsize
-        parts = layout.tp if layout.sequence_parallel else 1
-        return self.cluster.link(neighbors).send_s(nbytes / parts)
+        return link.send_s(nbytes / (layout.tp if layout.sequence_parallel else 1))
+
+    def _hop(self, layout: TrainLayout, ranks: range, source: int, target: int) -> LinkSpeed:
+        """The slowest link between two stages, of all their ranks."""
+        lines = self._groups(layout, ranks, "pp")
+        return self.cluster.slowest([[line[source], line[target]] for line in lines])
+
+    def _sends(
+        self, role: PlannedRole, layout: TrainLayout, ranks: range, tokens: float
+    ) -> tuple[tuple[float, ...], ...]:
+        """Of a micro-batch by stages that send and receive; empty where all links are alike."""
+        if layout.pp == 1 or self.cluster.is_even:
+            return ()
+        stages = range(layout.pp)
+        hops = [[self._hop(layout, ranks, a, b) for b in stages] for a in stages]
+        return tuple(tuple(self._link_s(role, layout, tokens, x) for x in row) for row in hops)
 
     def pipeline(
         self,
@@ -244,6 +273,7 @@ class MappingCosts:
             models=[model],
             num_ranks=layout.pp,
             send_s=self._send(role, layout, ranks, longest),
+            sends_s=self._sends(role, layout, ranks, longest),
         )
         return problem, engine_order(model, layout, trains)
 
@@ -257,9 +287,8 @@ class MappingCosts:
             seconds += link.gather_s(costs.itemsize * elements, layout.fsdp)
             seconds += link.gather_s(MASTER * elements, layout.fsdp)
         if layout.replicas > 1:
-            group = [ranks[layout.rank(replica=i)] for i in range(layout.replicas)]
-            shard = MASTER * elements / layout.fsdp
-            seconds += self.cluster.link(group).all_reduce_s(shard, layout.replicas)
+            link = self.cluster.slowest(self._groups(layout, ranks, "replicas"))
+            seconds += link.all_reduce_s(MASTER * elements / layout.fsdp, layout.replicas)
         return seconds
 
     @staticmethod
@@ -288,8 +317,12 @@ class MappingCosts:
         They are dealt to ranks and micro-batches as the engine does.
         """
         seconds = self._rows_s(role, layout, ranks, samples, trains=True)
-        rest = self.gradient_s(role, layout, ranks) + self.optimizer_s(role, layout, ranks)
-        return self.layer_costs.update_s + seconds + rest
+        return seconds + self.step_s(role, layout, ranks)
+
+    def step_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
+        """Of what comes once an update, besides its rows."""
+        once = self.layer_costs.update_s + self.layer_costs.tp_update_s * (layout.tp > 1)
+        return once + self.gradient_s(role, layout, ranks) + self.optimizer_s(role, layout, ranks)
 
     def _rows_s(
         self,
@@ -311,9 +344,9 @@ class MappingCosts:
         trains: bool,
     ) -> float:
         # Of ranks with equal numbers of rows the one with most work takes longest, or nearly so.
-        cost = _sequence_cost(role.shape)
+        cost = sequence_cost(role.shape)
         rows = max(
-            self._rows_of_ranks(role, layout, samples, ragged=False),
+            rows_of_ranks(role.shape, layout, samples, ragged=False),
             key=lambda rows: sum(cost(sample.tokens) for row in rows for sample in row),
         )
         problem, plan = self.pipeline(role, layout, ranks, rows, trains)
@@ -335,40 +368,8 @@ class MappingCosts:
         """
         return [
             self.pipeline(role, layout, ranks, rows, trains, ragged)
-            for rows in self._rows_of_ranks(role, layout, samples, ragged)
+            for rows in rows_of_ranks(role.shape, layout, tuple(samples), ragged)
         ]
-
-    def _rows_of_ranks(
-        self, role: PlannedRole, layout: TrainLayout, samples: SampleLengths, ragged: bool
-    ) -> list[list[list[SampleLength]]]:
-        """The micro-batches of each data-parallel rank."""
-        shares, cost = self._dealt(role, layout, samples), _sequence_cost(role.shape)
-        rows_by_share: list[list[list[SampleLength]]] = []
-        for share in shares:
-            lengths = [sample.tokens for sample in share]
-            split = micro_batches(lengths, layout.micro_batch_tokens, cost=cost)
-            rows_by_share.append([[share[i] for i in row] for row in split])
-        if not ragged:
-            number = max(1, *map(len, rows_by_share))
-            number = -(-number // layout.pp) * layout.pp
-            for index, (share, rows) in enumerate(zip(shares, rows_by_share, strict=True)):
-                same = rows + [[]] * (number - len(rows))
-                if layout.pp > 1:
-                    lengths = [sample.tokens for sample in share]
-                    same = [[share[i] for i in row] for row in balance(lengths, number)]
-                rows_by_share[index] = same
-        return [rows or [[]] for rows in rows_by_share]
-
-    def _dealt(
-        self, role: PlannedRole, layout: TrainLayout, samples: SampleLengths
-    ) -> list[list[SampleLength]]:
-        """The samples of each data-parallel rank: dealt to all ranks by operations, then pooled."""
-        cost = _sequence_cost(role.shape)
-        costs = tuple(cost(sample.tokens) for sample in samples)
-        shares: list[list[SampleLength]] = [[] for _ in range(layout.data_ranks)]
-        for rank, numbers in enumerate(self._balanced(costs, layout.ranks)):
-            shares[rank // layout.tp % layout.data_ranks] += [samples[i] for i in numbers]
-        return shares
 
     def bound_s(
         self, role: PlannedRole, layout: TrainLayout, ranks: range, samples: SampleLengths
@@ -391,8 +392,7 @@ class MappingCosts:
             whole = chunk.forward + chunk.backward + chunk.weights.times(layout.splits_backward)
             once = whole.call_s * (rows - 1)
             stages[layout.stage_of_chunk(number)] += whole(tokens, scored, pairs) + once
-        rest = self.gradient_s(role, layout, ranks) + self.optimizer_s(role, layout, ranks)
-        return self.layer_costs.update_s + max(stages) + rest
+        return max(stages) + self.step_s(role, layout, ranks)
 
     # Forward-only stages
 
@@ -490,11 +490,11 @@ class MappingCosts:
     ) -> tuple[TrainLayout | GenLayout, Scope]:
         """The layout of a role's forward-only stages, and the ranks that take part in one.
 
-        As runs have it: value models that are trained use their training shards. The actor and
-        roles that only score have generation's layout, and a copy on every instance.
+        As runs have it (`PlannedRole.scores_with_shards`). Others have generation's layout, and a
+        copy on every instance.
         """
         home = mapping.pool_of(role.name) == mapping.pool_of(ACTOR)
-        if role.trained and role.name != ACTOR:
+        if role.scores_with_shards:
             return mapping.train[role.name], Scope.WORLD if home else Scope.POOL
         return mapping.gen, Scope.INSTANCE if home else Scope.POOL
 
@@ -570,6 +570,10 @@ class MappingCosts:
         local += self.layer_costs.switch_byte_s * own * self.layer_costs.itemsize
         return self.cluster.host.send_s(MASTER * elements) + local + received / fastest
 
+    def on(self, cluster: ClusterShape) -> "MappingCosts":
+        """The same costs of layers on another cluster, or in another order of its ranks."""
+        return MappingCosts(self.layer_costs, cluster, self.row_tokens)
+
     def to_json(self) -> dict[str, Any]:
         """Plain data, which `from_json` takes back: `hybridrl plan calibrate` writes it."""
         return {
@@ -589,9 +593,3 @@ class MappingCosts:
             ClusterShape.from_json(values["cluster"]),
             int(values.get("row_tokens", 8192)),
         )
-
-
-def _sequence_cost(shape: ModelShape) -> SequenceCost:
-    """Operations of a sequence by its length, as the engine counts them to share out work."""
-    per_token = 2 * (shape.layers * shape.layer_parameters + shape.head_parameters)
-    return SequenceCost(per_token, 2 * shape.layers * shape.heads * shape.features)

@@ -313,6 +313,7 @@ class MappingMemory:
             },
             generation=None if actor is None else self.generation_sizes(actor, mapping.gen),
             from_actor=set(trained) - {ACTOR},
+            together=(tuple(trained),) if mapping.fuses and len(trained) > 1 else (),
         )
         return plan_memory(sizes, self.device, self.capacity, self.reserved)
 

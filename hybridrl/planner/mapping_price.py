@@ -13,6 +13,7 @@ from hybridrl.flow.executor import Scope
 from hybridrl.planner.mapped_work import MappedWork, step_samples
 from hybridrl.planner.mapping import (
     ACTOR,
+    ClusterShape,
     DeviceMapping,
     GenLayout,
     PlannedRole,
@@ -91,6 +92,22 @@ class MappingPrices:
         self._borders = lru_cache(None)(self._chunk_layers)
         self._scores = lru_cache(None)(self._score_s)
         self._generation = lru_cache(None)(self._generation_bound)
+
+    def on(self, cluster: ClusterShape) -> "MappingPrices":
+        """The same on another cluster, or in another order of its ranks."""
+        return MappingPrices(
+            self.costs.on(cluster),
+            self.memory,
+            self.roles,
+            self.workload,
+            decode_steps=self.decode_steps,
+            epochs=self.epochs,
+            mini_batches=self.mini_batches,
+        )
+
+    def in_order(self, order: Sequence[int]) -> "MappingPrices":
+        """With another worker for each rank (`DeviceMapping.rank_order`); empty: as it is."""
+        return self.on(self.costs.cluster.ordered(order)) if order else self
 
     # Updates
 
@@ -237,7 +254,7 @@ class MappingPrices:
                 layout, _ = self.costs.stage_layout(role, mapping)
                 ranks = self.costs.cluster.aligned(mapping.ranks_of(role.name))
                 seconds[role.name] = len(role.passes) * self._scores(role, layout, ranks)
-                if role.name != ACTOR:  # whose weights are there
+                if role.name != ACTOR or role.scores_with_shards:  # else its weights are there
                     seconds[role.name] += self.costs.activate_s(role, layout)
         return seconds
 

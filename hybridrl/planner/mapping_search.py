@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from hybridrl.config import ActivationMode, PipelineSchedule, ScheduleConfig
+from hybridrl.planner.fused_plans import can_share_a_plan
 from hybridrl.planner.mapping import (
     ACTOR,
     DeviceMapping,
@@ -38,6 +39,7 @@ from hybridrl.planner.mapping_memory import MappingMemory
 from hybridrl.planner.mapping_price import MappingPrices, StepSeconds
 from hybridrl.planner.memory import GIB, MemoryPlan
 from hybridrl.planner.partitions import allocation_step, allocations, set_partitions
+from hybridrl.planner.rank_order import best_order
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,8 @@ class SearchSpace:
     allows_train: Callable[[PlannedRole, TrainLayout], bool] = lambda role, layout: True
     """Whether a role's model can be trained in a layout; heads and layers are checked besides."""
     allows_gen: Callable[[PlannedRole, GenLayout], bool] = lambda role, gen: True
+    fuses: bool = False
+    """Whether updates, and passes by training shards, may share a plan (`DeviceMapping.fuses`)."""
     splits_tokens: Callable[[PlannedRole], bool] = lambda role: True
     """Whether `sequence_parallel` is there for a model: it takes less memory for the same traffic.
     """
@@ -224,12 +228,30 @@ class MappingSearch:
         )
 
     def price(self, mapping: DeviceMapping) -> PricedMapping:
-        """One mapping, by the scheduler. Raises DoesNotFit."""
+        """One mapping, by the scheduler; updates share a plan if that pays. Raises DoesNotFit."""
         plans = self.memory.plans(self.roles, mapping)
         check_fits(plans)
         bound = self.prices.bound(mapping, self._bounds_of(mapping))
-        priced = self.prices.replayed(mapping, self.prices.priced(mapping))
-        return PricedMapping(mapping=mapping, seconds=priced, bound_s=bound.step_s, memory=plans)
+        mapping, seconds = self._replayed(mapping, self.prices.priced(mapping))
+        return PricedMapping(mapping=mapping, seconds=seconds, bound_s=bound.step_s, memory=plans)
+
+    def in_best_order(self, one: PricedMapping, budget_s: float = 2.0) -> PricedMapping:
+        """A result with the best order of workers, by its priced seconds; replayed in it."""
+        found = best_order(
+            self.prices.costs.cluster,
+            lambda cluster: self.prices.on(cluster).priced(one.mapping).step_s,
+            budget_s,
+        )
+        if found.seconds >= found.own_s:
+            return one
+        mapping, prices = (
+            replace(one.mapping, rank_order=found.order),
+            self.prices.in_order(found.order),
+        )
+        seconds = prices.replayed(mapping, prices.priced(mapping))
+        if seconds.step_s >= one.seconds.step_s:
+            return one
+        return replace(one, mapping=mapping, seconds=seconds)
 
     def _bounds_of(self, mapping: DeviceMapping) -> dict[str, float]:
         return {
@@ -352,12 +374,31 @@ class MappingSearch:
             priced = self.prices.priced(mapping)
         else:
             assert candidate.priced is not None
-            priced = self.prices.replayed(mapping, candidate.priced)
+            mapping, priced = self._replayed(mapping, candidate.priced)
         # The closed forms are bounds; a difference in the last digits does not count.
         seconds = max(candidate.seconds, priced.step_s)
         yield _Candidate(
             seconds, candidate.number, candidate.level + 1, mapping, priced, candidate.bound_s
         )
+
+    def _replayed(
+        self, mapping: DeviceMapping, priced: StepSeconds
+    ) -> tuple[DeviceMapping, StepSeconds]:
+        """The mapping with updates in one plan or apart, whichever is quicker, and its seconds."""
+        apart = self.prices.replayed(mapping, priced)
+        if mapping.fuses or not self.space.fuses or not self._may_fuse(mapping):
+            return mapping, apart
+        fused = replace(mapping, fuses=True)
+        if not all(plan.fits for plan in self.memory.plans(self.roles, fused).values()):
+            return mapping, apart
+        seconds = self.prices.replayed(fused, priced)
+        return (fused, seconds) if seconds.step_s < apart.step_s else (mapping, apart)
+
+    def _may_fuse(self, mapping: DeviceMapping) -> bool:
+        """Whether the trained roles of some pool can share a plan."""
+        pools = ([self._by_name[name] for name in names] for names in mapping.pools.values())
+        trained = ([role for role in roles if role.trained] for roles in pools)
+        return any(can_share_a_plan(roles, mapping.train) for roles in trained)
 
     # Layouts, by role and ranks (algorithm 2)
 

@@ -14,16 +14,15 @@ from dataclasses import dataclass, replace
 
 from hybridrl.config import FusedScheduleConfig, ScheduleConfig, SerialScheduleConfig
 from hybridrl.pipelines.evaluation import evaluate, lower_bound
-from hybridrl.pipelines.problem import PipelinedModel, PipelineProblem
 from hybridrl.pipelines.search import search
 from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.planner.fused_plans import shared_problem
 from hybridrl.planner.mapped_work import MappedWork, step_samples
 from hybridrl.planner.mapping import (
     ACTOR,
     DeviceMapping,
     GenLayout,
     PlannedRole,
-    SampleLength,
     TrainLayout,
     cluster_of,
 )
@@ -90,8 +89,9 @@ def compare(actor: str, critic: str, limit: int) -> FusedIteration:
         apart += max(evaluate(*pair).seconds for pair in own)
         pairs = costs.pipelines(role, layout, ranks, batch)
         padded += max(evaluate(*pair).seconds for pair in pairs)
-    steps = sum(_steps_s(costs, role, layouts[role.name]) for role in trained)
-    problem = _heaviest(costs, trained, layouts, batch)
+    ranks = range(costs.cluster.ranks)
+    steps = sum(costs.step_s(role, layouts[role.name], ranks) for role in trained)
+    problem = shared_problem(costs, trained, layouts, ranks, batch)
     fused = search(problem, rounds=_ROUNDS).times.seconds
     bound = lower_bound(problem)
 
@@ -138,41 +138,6 @@ def _layout(model: str) -> TrainLayout:
         sequence_parallel=True,
         micro_batch_tokens=1,  # each sample is a row
     )
-
-
-def _heaviest(
-    costs: MappingCosts,
-    roles: Sequence[PlannedRole],
-    layouts: dict[str, TrainLayout],
-    batch: Sequence[SampleLength],
-) -> PipelineProblem:
-    """The fused pipelines of the ranks that have most work, the critic's in the other direction.
-
-    The model with more stages has one pipeline there, the other one as many as have room.
-    """
-    places = max(layout.pp for layout in layouts.values())
-    groups: list[list[PipelinedModel]] = [[] for _ in range(_NODES // places)]
-    send_s = 0.0
-    for number, role in enumerate(roles):
-        layout = layouts[role.name]
-        copies = places // layout.pp
-        pairs = costs.pipelines(role, layout, range(costs.cluster.ranks), batch, ragged=True)
-        for index, (problem, _) in enumerate(pairs):
-            (model,) = problem.models
-            send_s = max(send_s, problem.send_s)
-            first = index % copies * layout.pp
-            ranks = tuple(first + rank for rank in model.ranks)
-            if number:
-                ranks = tuple(places - 1 - rank for rank in ranks)
-            groups[index // copies].append(replace(model, ranks=ranks))
-    problems = [PipelineProblem(models=own, num_ranks=places, send_s=send_s) for own in groups]
-    return max(problems, key=lower_bound)
-
-
-def _steps_s(costs: MappingCosts, role: PlannedRole, layout: TrainLayout) -> float:
-    """What comes once a mini-batch: gradients and the optimizer."""
-    ranks = range(costs.cluster.ranks)
-    return costs.gradient_s(role, layout, ranks) + costs.optimizer_s(role, layout, ranks)
 
 
 def _ways_s(costs: MappingCosts, role: PlannedRole, layout: TrainLayout) -> float:

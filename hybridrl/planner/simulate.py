@@ -250,19 +250,31 @@ class SimulatedExecutor:
                 self._push(now + seconds, self._computed(stage, mine, seconds=seconds))
             return
         seconds = self._pass_s(stage, samples, self.instances, self.num_instances)
+        end = self._run_on_all(stage.name, seconds)
+        self._push(end, self._computed(stage, samples, seconds=seconds))
+
+    def _run_on_all(self, name: str, seconds: float) -> float:
+        """Keep all instances busy together, once all are free; gives the end."""
         start = max([self.clock.now(), *self._free_at])
         for instance in range(self.num_instances):
             self._free_at[instance] = start + seconds
-            self.slices.append(Slice(instance, stage.name, start, start + seconds))
-        self._push(start + seconds, self._computed(stage, samples, seconds=seconds))
+            self.slices.append(Slice(instance, name, start, start + seconds))
+        return start + seconds
 
     def scores_together(self, stages: Sequence[Stage], stage: Stage) -> bool:
         """Never without a mapping: a plan of several roles has no costs then."""
-        return False
+        return self._mapped is not None and self._mapped.fuses(stages, stage)
 
     def compute_together(self, stages: Sequence[Stage], samples: Sequence[Sample]) -> None:
-        """As one call of the pipelines of all roles."""
-        raise NotImplementedError
+        """The pipelines of all roles as one call, once the roles are on the device."""
+        assert self._mapped is not None
+        seconds = self._mapped.passes_s(stages, samples)
+        seconds += sum(self._mapped.onload_s(stage) for stage in stages)
+        end = self._run_on_all(stages[0].name, seconds)
+        for stage in stages:
+            share = seconds / len(stages)
+            self._push(end, self._computed(stage, samples, seconds=share))
+        self._active.clear()
 
     def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
         """A forward-only stage on one instance, to which samples of other instances move."""
@@ -316,15 +328,15 @@ class SimulatedExecutor:
         return [event]
 
     def fuses(self, stages: Sequence[UpdateStage], stage: UpdateStage) -> bool:
-        """Never: a fused plan has no costs here."""
-        return False
+        """As `scores_together`."""
+        return self.scores_together(stages, stage)
 
     def update(self, updates: Sequence[tuple[UpdateStage, Sequence[Sample]]]) -> None:
         """Takes `train_token_s` a token of the batch, without those that were trained early.
 
-        Under a mapping it takes what the role's layout takes. Updates of other pools may run.
+        Under a mapping it takes what the roles' layouts take. Updates of other pools may run.
         """
-        ((stage, samples),) = updates
+        (stage, samples), stages = updates[0], [stage for stage, _ in updates]
         in_flight = (isinstance(event, UpdateDone) for _, _, event in self._pending)
         assert all(in_flight), "an update while calls are in flight"
         late = [sample for sample in samples if sample.id not in self._early]
@@ -332,17 +344,19 @@ class SimulatedExecutor:
         start, pool = self.clock.now(), self.pool(stage)
         self._active.clear()
         if self._mapped is not None:
-            seconds = self._mapped.update_s(stage, late)
+            seconds = self._mapped.update_s(stages, late)
         else:
             seconds = self.costs.train_token_s * sum(sample.tokens for sample in late)
         if self._mapped is not None and pool != self._mapped.home:
-            self._push(self._take_pool(pool, seconds), UpdateDone(stage.name, {}))
-            return
-        for instance in range(self.num_instances):
-            self.slices.append(Slice(instance, stage.name, start, start + seconds))
-        if self._mapped is None or stage.role == ACTOR:
-            self._num_updates += 1
-        self._push(start + seconds, UpdateDone(stage.name, {}))
+            end = self._take_pool(pool, seconds)
+        else:
+            end = start + seconds
+            for instance in range(self.num_instances):
+                self.slices.append(Slice(instance, stage.name, start, end))
+            roles = {stage.role for stage in stages}
+            self._num_updates += self._mapped is None or ACTOR in roles
+        for stage in stages:
+            self._push(end, UpdateDone(stage.name, {}))
 
     def _take_pool(self, pool: str, seconds: float) -> float:
         """When a separate pool ends this work, which follows its earlier calls."""

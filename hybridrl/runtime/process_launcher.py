@@ -117,8 +117,9 @@ class ProcessLauncher:
             pickled_worker = _pickled(partial(make, rank, size, *args))
             self._ranks.append(_ChildRank(context, rank, pickled_worker))
         self._forking = False  # each rank has told its process id: the server has nothing to do
-        with as_rank(0):
-            self._ranks.insert(0, _DriverRank(make(0, size, *args)))
+        own = self.config.worker_of_rank.index(0)
+        with as_rank(own):
+            self._ranks.insert(0, _DriverRank(make(0, size, *args), own))
         logger.debug("%d ranks have been started, the first in this process", size)
         return ProcessGroup(worker, self._ranks)
 
@@ -174,8 +175,8 @@ class ProcessLauncher:
 class _DriverRank:
     """A rank in this process. Its calls run one after the other, within `wait`."""
 
-    def __init__(self, worker: Any) -> None:
-        self.worker = worker
+    def __init__(self, worker: Any, rank: int) -> None:
+        self.worker, self.rank = worker, rank
         self.waiting: deque[tuple[Call, Callable[[], Any]]] = deque()
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -187,7 +188,7 @@ class _DriverRank:
         """Run the oldest call."""
         call, method = self.waiting.popleft()
         try:
-            with as_rank(0):
+            with as_rank(self.rank):
                 call.value = method()
         except Exception as error:
             traceback.print_exc()  # the driver's own message is one line

@@ -12,9 +12,13 @@ from hybridrl.workers.data_plane import DataPlane
 
 
 def make_worker(
-    rank: int, world_size: int, config: Config, model_path: str, data_plane: DataPlane
+    number: int, world_size: int, config: Config, model_path: str, data_plane: DataPlane
 ) -> BaseWorker:
-    """The worker of a run's `rank`; in its pool it has another number. It begins its logs."""
+    """The worker of this `number`: of a rank of the run, by `cluster.rank_order`.
+
+    In its pool the rank has another number. It begins its logs.
+    """
+    rank = config.cluster.worker_of_rank.index(number)
     # Under Ray a rank's standard error is a file; without it is the terminal.
     plain, logs = config.cluster.kind is ClusterKind.processes, Path(config.run.dir) / "logs"
     rank_log(rank, config.log.level, logs / f"rank-{rank}.log" if plain else None)

@@ -351,7 +351,7 @@ def scores(flow: Flow, cfg: dict[str, Any]) -> None:
     ],
 )
 def test_scores_by_training_shards_share_a_call(virtual_executor, cfg, wanted) -> None:
-    """They read the same samples, and nothing that is not there; the batch is that of each alone."""
+    """They read the same samples, and what is there already; the batch is that of each alone."""
     batches = []
     for fuses in (True, False):
         executor = virtual_executor(scopes={"actor": Scope.WORLD})

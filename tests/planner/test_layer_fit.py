@@ -15,10 +15,10 @@ from hybridrl.planner.layer_fit import (
     TimedSwitch,
     fit_layers,
 )
+from hybridrl.planner.links import LinkSpeed
 from hybridrl.planner.mapping import (
     ClusterShape,
     GenLayout,
-    LinkSpeed,
     PlannedRole,
     SampleLength,
     TrainLayout,
@@ -43,6 +43,9 @@ TRUTH = LayerCosts(
     update_s=4e-3,
     gradient_element_s=2e-9,
     optimizer_element_s=3e-9,
+    tp_reduce_s=4e-4,
+    tp_byte_s=1e-9,
+    tp_update_s=5e-3,
     switch_s=1e-3,
     switch_byte_s=2e-10,
     itemsize=4,
@@ -67,7 +70,8 @@ def measured(costs: LayerCosts, noise: float) -> LayerCosts:
     def slowed(seconds: float) -> float:
         return seconds * (1 + noise * draw.random()) * (4 if noise and draw.random() < 0.1 else 1)
 
-    passes, decoding, switches = [], [], []
+    passes, decoding, switches, split = [], [], [], []
+    halves = TrainLayout(tp=2)
     for shape in SHAPES:
         role = PlannedRole(name="actor", shape=shape, trained=True)
         switches += [TimedSwitch(shape=shape, seconds=slowed(_switch_s(costs, shape)))] * 3
@@ -85,6 +89,12 @@ def measured(costs: LayerCosts, noise: float) -> LayerCosts:
                 both += known.gradient_s(role, TrainLayout(), range(1))
                 step = slowed(known.optimizer_s(role, TrainLayout(), range(1)))
                 passes.append(timed(trains=True, seconds=slowed(both) + step, optimizer_s=step))
+                (half,) = known.passes(role, halves, range(2), row)
+                scored = number * half.forward_s + costs.pass_s
+                split.append(timed(trains=False, seconds=slowed(scored)))
+                both = number * (half.forward_s + half.backward_s)
+                both += known.step_s(role, halves, range(2))
+                split.append(timed(trains=True, seconds=slowed(both)))
         instance = known.generation(role, GenLayout(), range(1))
         for rows in (1, 8, 32):
             for cached in (32, 256):
@@ -98,7 +108,8 @@ def measured(costs: LayerCosts, noise: float) -> LayerCosts:
                         seconds=slowed(seconds),
                     )
                 )
-    return fit_layers(passes, decoding, switches, source="measured", itemsize=4, overlaps=False)
+    about = {"source": "measured", "itemsize": 4, "overlaps": False}
+    return fit_layers(passes, decoding, switches, split, **about)
 
 
 def _switch_s(costs: LayerCosts, shape: ModelShape) -> float:

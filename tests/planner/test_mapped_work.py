@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.config import ConfigError, FusedScheduleConfig, ScheduleConfig, SerialScheduleConfig
+from hybridrl.flow.executor import Scope
 from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.planner.fused_plans import shared_score_s, shared_update_s
 from hybridrl.planner.mapped_work import MappedWork
 from hybridrl.planner.mapping import (
     DeviceMapping,
@@ -154,3 +156,33 @@ def test_mappings_that_do_not_fit(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         work(pools, ranks, train, tp=tp)
+
+
+def test_updates_and_passes_share_plans() -> None:
+    """Old log-probabilities by training shards go out with values, and both updates together."""
+    actor = replace(ACTOR, passes=("old_log_probs",), scores_in_generation=False)
+    roles = (actor, REFERENCE, CRITIC)
+    train = {"actor": TrainLayout(pp=4, fsdp=4), "critic": TrainLayout(pp=2, replicas=2, fsdp=4)}
+    apart = DeviceMapping(
+        pools={"actor": ("actor", "reference", "critic")},
+        ranks={"actor": 16},
+        train=train,
+        gen=GenLayout(tp=2),
+        schedule=SerialScheduleConfig(),
+    )
+    steps = {}
+    for fuses in (False, True):
+        mapped = MappedWork(costs=COSTS, mapping=replace(apart, fuses=fuses), roles=roles)
+        assert mapped.scopes["old_log_probs"] is mapped.scopes["values"] is Scope.WORLD
+        steps[fuses] = outcome(mapped)
+    fused = steps[True].stages
+    trained = [actor, CRITIC]
+    ways = sum(2 * COSTS.activate_s(role, train[role.name]) for role in trained)
+    update = shared_update_s(COSTS, trained, train, range(16), SAMPLES) + ways
+    assert fused["update_actor"] == fused["update_critic"] == pytest.approx(update)
+    scores = shared_score_s(COSTS, trained, train, range(16), SAMPLES) + ways / 2
+    assert fused["old_log_probs"] == fused["values"] == pytest.approx(scores)
+    saved = sum(steps[False].stages[name] for name in ("update_actor", "update_critic")) - update
+    saved += sum(steps[False].stages[name] for name in ("old_log_probs", "values")) - scores
+    assert saved > 0
+    assert steps[False].step_s - steps[True].step_s == pytest.approx(saved)

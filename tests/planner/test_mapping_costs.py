@@ -10,11 +10,11 @@ from hybridrl.config import ActivationMode, PipelineSchedule, SerialScheduleConf
 from hybridrl.flow.executor import Scope
 from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
 from hybridrl.planner.layer_costs import LayerCosts
+from hybridrl.planner.links import LinkSpeed
 from hybridrl.planner.mapping import (
     ClusterShape,
     DeviceMapping,
     GenLayout,
-    LinkSpeed,
     PlannedRole,
     SampleLength,
     TrainLayout,

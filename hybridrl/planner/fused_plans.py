@@ -1,0 +1,96 @@
+"""Seconds of several roles' updates, or forward passes, as one pipeline plan on the same ranks.
+
+Updates: RLHFuse (arXiv 2409.13221, section 5). Forward passes: Optimus (arXiv 2408.03505). Every
+other role runs in the other direction, as in runs (`engines.train.fused_update`).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from hybridrl.pipelines.evaluation import lower_bound
+from hybridrl.pipelines.problem import PipelinedModel, PipelineProblem
+from hybridrl.planner.mapping import PlannedRole, TrainLayout
+from hybridrl.planner.mapping_costs import KEPT_PARAMETERS, MappingCosts, SampleLengths
+
+Layouts = Mapping[str, TrainLayout]
+"""By role."""
+
+OVER_BOUND = 1.02
+"""A plan's seconds over the lower bound of its problem. In the short time that a run has, searches
+end there (tests/planner/test_fused_plans.py)."""
+
+
+def can_share_a_plan(roles: Sequence[PlannedRole], layouts: Layouts) -> bool:
+    """Whether these roles may train in one plan, and some pipeline has gaps to fill.
+
+    As runs decide it (`controller.fused_updates`): one tp, and no large model without a pipeline.
+    """
+    own = [layouts[role.name] for role in roles]
+    if len(roles) < 2 or len({layout.tp for layout in own}) > 1:
+        return False
+    gathers_all = [
+        layout.pp == 1 and role.shape.parameters > KEPT_PARAMETERS
+        for role, layout in zip(roles, own, strict=True)
+    ]
+    return any(layout.pp > 1 for layout in own) and not any(gathers_all)
+
+
+def shared_problem(
+    costs: MappingCosts,
+    roles: Sequence[PlannedRole],
+    layouts: Layouts,
+    ranks: range,
+    samples: SampleLengths,
+    trains: bool = True,
+) -> PipelineProblem:
+    """The pipelines of the ranks that have most work, of one optimizer step or of one pass.
+
+    Ranks whose pipelines meet are a problem. Example: pp 4 on 8 ranks beside pp 2 has two of them,
+    each with one pipeline of the first role and two of the second.
+    """
+    tp = layouts[roles[0].name].tp
+    widths = [layouts[role.name].data_ranks for role in roles]
+    apart = math.gcd(*widths)
+    groups: list[list[PipelinedModel]] = [[] for _ in range(apart)]
+    send_s = 0.0
+    for number, (role, width) in enumerate(zip(roles, widths, strict=True)):
+        layout = layouts[role.name]
+        pipelines = costs.pipelines(role, layout, ranks, samples, trains, ragged=True)
+        for index, (problem, _) in enumerate(pipelines):
+            (model,) = problem.models
+            send_s = max(send_s, problem.send_s)
+            stages = model.ranks
+            if number % 2:
+                stages = tuple(layout.pp - 1 - stage for stage in stages)
+            places = tuple((stage * width + index) // apart for stage in stages)
+            groups[index % apart].append(replace(model, ranks=places))
+    number_of_places = len(ranks) // tp // apart
+    problems = [
+        PipelineProblem(models=own, num_ranks=number_of_places, send_s=send_s) for own in groups
+    ]
+    return max(problems, key=lower_bound)
+
+
+def shared_update_s(
+    costs: MappingCosts,
+    roles: Sequence[PlannedRole],
+    layouts: Layouts,
+    ranks: range,
+    samples: SampleLengths,
+) -> float:
+    """Of one optimizer step of each role on these samples, in one plan."""
+    plan = OVER_BOUND * lower_bound(shared_problem(costs, roles, layouts, ranks, samples))
+    return plan + sum(costs.step_s(role, layouts[role.name], ranks) for role in roles)
+
+
+def shared_score_s(
+    costs: MappingCosts,
+    roles: Sequence[PlannedRole],
+    layouts: Layouts,
+    ranks: range,
+    samples: SampleLengths,
+) -> float:
+    """Of one forward-only stage of each role on these samples, in one plan."""
+    problem = shared_problem(costs, roles, layouts, ranks, samples, trains=False)
+    return len(roles) * costs.layer_costs.pass_s + OVER_BOUND * lower_bound(problem)

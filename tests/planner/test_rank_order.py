@@ -1,0 +1,123 @@
+"""Which worker gets which rank: against all orders, on nodes with slow links, and wrong tables."""
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.planner.links import LinkSpeed, LinkTable
+from hybridrl.planner.mapping import (
+    ClusterShape,
+    PlannedRole,
+    SampleLength,
+    TrainLayout,
+    cluster_of,
+)
+from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.planner.rank_order import best_order
+
+A100 = ACCELERATORS["a100"]
+ACTOR = PlannedRole(name="actor", shape=MODELS["7b"], trained=True)
+SAMPLES = [SampleLength(64, n) for n in (200, 300, 700, 1500) for _ in range(4)]
+
+
+def cluster(rates: Sequence[Sequence[float]], per_node: int) -> ClusterShape:
+    """With links of so many GB/s."""
+    table = LinkTable(
+        tuple(tuple(rate * 1e9 for rate in row) for row in rates),
+        tuple(tuple(1e-5 for _ in row) for row in rates),
+    )
+    return replace(cluster_of(A100, len(rates) // per_node, per_node), table=table)
+
+
+def seconds_of(layout: TrainLayout):  # type: ignore[no-untyped-def]
+    """An update in a layout, by the cluster."""
+
+    def seconds(ordered: ClusterShape) -> float:
+        costs = MappingCosts(layer_roofline(A100), ordered)
+        return costs.update_s(ACTOR, layout, range(ordered.ranks), SAMPLES)
+
+    return seconds
+
+
+LAYOUTS = [
+    TrainLayout(pp=4, micro_batch_tokens=2048),
+    TrainLayout(pp=2, tp=2, micro_batch_tokens=2048),
+    TrainLayout(pp=2, fsdp=2, micro_batch_tokens=2048),
+    TrainLayout(fsdp=2, replicas=2, micro_batch_tokens=2048),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_none_of_all_orders_is_quicker(layout: TrainLayout, seed: int) -> None:
+    """Four workers with links at random."""
+    draw = random.Random(seed)
+    rates = [[draw.choice((0.05, 0.5, 5)) for _ in range(4)] for _ in range(4)]
+    rates = [[min(rates[i][j], rates[j][i]) for j in range(4)] for i in range(4)]
+    whole, seconds = cluster(rates, per_node=1), seconds_of(layout)
+    least = min(seconds(whole.ordered(order)) for order in itertools.permutations(range(4)))
+    found = best_order(whole, seconds, budget_s=60.0)
+    assert found.seconds == pytest.approx(least)
+    assert found.seconds == seconds(whole.ordered(found.order)) <= found.own_s
+    assert sorted(found.order) == [0, 1, 2, 3]
+
+
+def test_a_pipeline_goes_around_a_slow_link() -> None:
+    """Of four nodes the second and third have a cable that is a hundred times slower."""
+    fast, slow = 10.0, 0.1
+    nodes = [[fast] * 4 for _ in range(4)]
+    nodes[1][2] = nodes[2][1] = slow
+    rates = [[200.0 if i == j else nodes[i][j] for j in (0, 0, 1, 1, 2, 2, 3, 3)]
+             for i in (0, 0, 1, 1, 2, 2, 3, 3)]  # fmt: skip
+    whole = cluster(rates, per_node=2)
+    seconds = seconds_of(TrainLayout(pp=4, tp=2, micro_batch_tokens=2048))
+    found = best_order(whole, seconds)
+    nodes_in_order = [whole.ordered(found.order).node(rank) for rank in range(0, 8, 2)]
+    assert {1, 2} not in [set(pair) for pair in itertools.pairwise(nodes_in_order)]
+    # A tp group stays within its node.
+    assert all(a // 2 == b // 2 for a, b in zip(found.order[::2], found.order[1::2], strict=True))
+    assert found.seconds < 0.8 * found.own_s
+
+
+def test_equal_links_are_as_without_a_table() -> None:
+    """A table of what nodes have anyway gives the same seconds.
+
+    Of a pipeline over three and more places, even links are those of its first hop.
+    """
+    plain = cluster_of(A100, 2, 2)
+    links = [[plain.within if i // 2 == j // 2 else plain.between for j in range(4)]
+             for i in range(4)]  # fmt: skip
+    table = LinkTable(
+        tuple(tuple(link.bytes_per_s for link in row) for row in links),
+        tuple(tuple(link.message_s for link in row) for row in links),
+    )
+    for layout in LAYOUTS[1:]:
+        same = seconds_of(layout)(replace(plain, table=table))
+        assert same == pytest.approx(seconds_of(layout)(plain)), layout
+
+
+def test_a_link_is_that_of_the_workers() -> None:
+    whole = cluster([[1, 2, 3], [2, 1, 4], [3, 4, 1]], per_node=1).ordered((2, 0, 1))
+    assert whole.link([0, 1]) == LinkSpeed(3e9, 1e-5)
+    assert whole.link([1, 2]) == LinkSpeed(2e9, 1e-5)
+    assert whole.link([0, 1, 2]).bytes_per_s == 2e9  # the slowest of the ring
+    assert ClusterShape.from_json(replace(whole, order=()).to_json()).table == whole.table
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "wanted bytes_per_s"),
+        ({"bytes_per_s": [[1, 2], [3]]}, "bytes_per_s: wanted 2 rows of 2 numbers each"),
+        ({"bytes_per_s": [[1, "x"], [1, 1]]}, "bytes_per_s: wanted numbers"),
+        ({"bytes_per_s": [[0, 0], [1, 0]]}, "from 0 to 1: 0 and 0, wanted bytes_per_s above 0"),
+        ({"bytes_per_s": [[1, 1], [1, 1]], "message_s": [[0]]}, "message_s: wanted 2 rows"),
+    ],
+)
+def test_a_wrong_table_is_one_line(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LinkTable.from_json(values)
