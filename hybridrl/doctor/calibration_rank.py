@@ -198,7 +198,7 @@ def _measure_training(
     lengths = sorted({max(4, min(longest, budget) // share) for share in shares})
     clock = _clock if tp == 1 else _wall_clock
     for length in lengths:
-        for tokens in (budget // 4, budget, 2 * budget):
+        for tokens in (budget // 4, budget, 2 * budget)[: 3 if tp == 1 else 2]:
             number = max(1, tokens // length)
             # Half and a quarter of the tokens are scored, so that the head is told from layers.
             scored = length // 2 if number % 2 else length // 4

@@ -25,8 +25,8 @@ def test_a_run_in_another_order_trains_the_same(
     """Rank 1 is the driver's process then; weights are equal bit for bit."""
     kept = [x for x in tiny_run if not x.startswith("model.tiny.num_layers")]
     weights, pids = [], []
-    for order in ("[]", "[1,0]"):
-        run = train_here(tmp_path / order, *kept, *SMALL, f"cluster.rank_order={order}")
+    for name, order in (("own", "[]"), ("other", "[1,0]")):
+        run = train_here(tmp_path / name, *kept, *SMALL, f"cluster.rank_order={order}")
         weights.append(load_file(run.dir / "final" / "model.safetensors"))
         log = (run.dir / "logs" / "driver.log").read_text()
         pids.append([int(pid) for pid in re.findall(r"rank \d+ is up on \S+, pid (\d+)", log)])
