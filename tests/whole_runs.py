@@ -20,14 +20,12 @@ import psutil
 import pytest
 import torch
 from gloo_ranks import fork_context
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config import ClusterKind, Config, SourceConfig, TinyModelConfig
-from hybridrl.config.compose import composed, register, to_config
+from hybridrl.config.compose import check, composed, register
 from hybridrl.controller import train as controller_train
 from hybridrl.controller.run_records import FetchTexts, RunRecords
 from hybridrl.controller.worker_group import WorkerGroup
@@ -236,11 +234,7 @@ def make_config() -> Callable[..., Config]:
 
     def make(*overrides: object) -> Config:
         register()
-        GlobalHydra.instance().clear()
-        with initialize_config_module("hybridrl.conf", version_base="1.3"):
-            config = to_config(
-                compose("train", overrides=[str(override) for override in overrides])
-            )
+        config = check([str(override) for override in overrides])
         if config.cluster.kind is not ClusterKind.slurm:
             config.resolve_device(0, "a machine without GPUs")
         return config

@@ -10,10 +10,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from hydra import compose, initialize_config_module
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -21,6 +19,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import (
     InterpolationResolutionError,
+    InterpolationToMissingValueError,
     MissingMandatoryValue,
     OmegaConfBaseException,
     ValidationError,
@@ -28,13 +27,12 @@ from omegaconf.errors import (
 
 from hybridrl.config import Config, ConfigError
 from hybridrl.config.bounds import check_finite
+from hybridrl.config.composition import CONFIG_MODULE, compose_train
 from hybridrl.config.errors import RenamedKeyError, names
 from hybridrl.config.recipe_folder import recipe_by_path
 from hybridrl.config.recipe_source import add_recipe
 from hybridrl.config.renamed_keys import RENAMED_KEYS
 from hybridrl.config.schedule import SCHEDULES, ScheduleConfig, owners
-
-CONFIG_MODULE = "hybridrl.conf"
 
 _BELOW_SET = re.compile(r"(?P<set>\+{0,2}eval\.sets\.\w+)\.(?P<names>(reward|source)(\.\w+)*)")
 
@@ -147,18 +145,14 @@ def composed(
     flat = [_first_choice(override, sweep) for override in parsed]
     for override in parsed:
         _check_key(override, overrides)
-    GlobalHydra.instance().clear()
     try:
-        with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-            node = compose(
-                "train", overrides=[*flat, *_searchpath(config_dir)], return_hydra_config=True
-            )
-            HydraConfig.instance().set_config(node)  # the directory's name is built from it
-            swept = sweep and not any(line.partition("=")[0] == "run.dir" for line in flat)
-            node.run.dir = node.hydra.sweep.dir if swept else node.run.dir
-            with open_dict(node):
-                del node["hydra"]
-            return node
+        node = compose_train([*flat, *_searchpath(config_dir)])
+        HydraConfig.instance().set_config(node)  # the directory's name is built from it
+        swept = sweep and not any(line.partition("=")[0] == "run.dir" for line in flat)
+        node.run.dir = node.hydra.sweep.dir if swept else node.run.dir
+        with open_dict(node):
+            del node["hydra"]
+        return node
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, overrides, config_dir) from None
 
@@ -202,12 +196,11 @@ def to_config(composed: DictConfig) -> Config:
     """The typed configuration; raises `ConfigError` for a value of the wrong type or range."""
     _check_keys(composed)
     try:
-        missing = OmegaConf.missing_keys(composed)
-        if missing:
-            key = sorted(missing)[0]
-            raise ConfigError(key, "???", f"a value ({key}=...)")
-        check_finite(OmegaConf.to_container(composed, resolve=True))
+        check_finite(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
         config = OmegaConf.to_object(composed)
+    except (MissingMandatoryValue, InterpolationToMissingValueError) as error:
+        key = min(OmegaConf.missing_keys(composed), default=str(error.full_key))
+        raise ConfigError(key, "???", f"a value ({key}=...)") from None
     except OmegaConfBaseException as error:
         raise explain(error, ()) from None
     assert isinstance(config, Config)
@@ -342,10 +335,8 @@ def _keys_of(path: str, wrong: str, overrides: Sequence[str]) -> list[str]:
         return key != wrong and not (path == "recipe" and key.startswith("recipe."))
 
     others = [override for override in overrides if matters(override)]
-    GlobalHydra.instance().clear()
     try:
-        with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-            node: Any = compose("train", overrides=others)
+        node: Any = compose_train(others)
     except (HydraException, OmegaConfBaseException):
         return []
     for name in filter(None, path.split(".")):

@@ -5,6 +5,7 @@ import functools
 from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import DictConfig
 
+from hybridrl.config import composition
 from hybridrl.config.recipe_folder import with_defaults
 
 
@@ -27,3 +28,4 @@ def add_recipe(name: str, yaml: DictConfig) -> None:
     """Make the recipe of this `yaml` known to Hydra, as `recipe=NAME`."""
     recipes = ConfigStore.instance().repo.setdefault("recipe", {})
     recipes[f"{name}.yaml"] = RecipeNode(name, yaml)
+    composition.forget()

@@ -431,12 +431,14 @@ def robust_fit(work: np.ndarray, seconds: np.ndarray, doubtful: int) -> list[flo
     scale = np.maximum(np.abs(work).max(axis=0), 1e-30)
     rows, wanted = work / scale * weight[:, None], seconds * weight
     fitted = _non_negative(rows, wanted, doubtful)
+    least = 1e-3 * np.median(wanted) + 1e-12
     for _ in range(20):
         residuals = np.abs(wanted - rows @ fitted)
-        closeness = 1 / np.sqrt(np.maximum(residuals, 1e-3 * np.median(wanted) + 1e-12))
+        closeness = 1 / np.sqrt(np.maximum(residuals, least))
         before = fitted
         fitted = _non_negative(rows * closeness[:, None], wanted * closeness, doubtful)
-        if np.allclose(fitted, before, rtol=1e-9, atol=0):  # calls without noise need no more
+        # Calls without noise need no more. `np.allclose` would take as long as the fit.
+        if (np.abs(fitted - before) <= 1e-9 * np.abs(before)).all():
             break
     residuals = wanted - rows @ fitted
     deviation = 1.4826 * np.median(np.abs(residuals))
@@ -450,10 +452,14 @@ def _non_negative(rows: np.ndarray, wanted: np.ndarray, doubtful: int) -> np.nda
     A trace of ridge makes the answer unique.
     """
     gram = rows.T @ rows
-    gram += np.eye(len(gram)) * (1e-9 * max(np.trace(gram), 1e-30))
+    diagonal = gram.diagonal()
+    ridge = 1e-9 * max(diagonal.sum(), 1e-30)
+    np.fill_diagonal(gram, diagonal + ridge)
     for kind in range(len(gram) - doubtful, len(gram)):
         gram[kind, kind] *= 1 + _DOUBT
     right = rows.T @ wanted
+    if len(gram) == 1:
+        return np.maximum(right / gram[0], 0.0)
     solution = np.zeros(len(gram))
     used = solution > 0
     for _ in range(4 * len(gram)):  # ends sooner but for rounding

@@ -114,10 +114,10 @@ def _repositories(patches: dict[str, str]) -> Iterator[dict[str, Any]]:
     """Root, commit, changed and untracked files; the changes go to `patches`."""
     seen: set[str] = set()
     for place in (Path.cwd(), Path(__file__).parent):
-        root = _git(place, "rev-parse", "--show-toplevel").strip()
-        commit = _git(place, "rev-parse", "HEAD").strip()
-        if not commit or root in seen:
+        found = _git(place, "rev-parse", "--show-toplevel", "HEAD").splitlines()
+        if len(found) < 2 or found[0] in seen:
             continue
+        root, commit = found
         seen.add(root)
         status = _git(Path(root), "status", "--porcelain").splitlines()
         changes, patch = _git(Path(root), "diff", "HEAD"), None

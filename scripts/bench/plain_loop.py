@@ -12,6 +12,7 @@ from itertools import islice
 
 import torch
 from blocks import Blocks
+from qwen3_weights import layer_weights
 from tasks import CLIP_HIGH, CLIP_LOW, GROUP_SIZE, LEARNING_RATE, THREADS, score, side_arguments
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -38,20 +39,7 @@ class Decoder:
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.dim, self.eps, self.length = config.head_dim, config.rms_norm_eps, length
         self.embed, self.norm, self.head = body.embed_tokens.weight, body.norm.weight, model.lm_head
-        self.layers = [
-            {
-                "qkv": torch.cat([getattr(a, f"{x}_proj").weight for x in "qkv"]),
-                "q_norm": a.q_norm.weight,
-                "k_norm": a.k_norm.weight,
-                "out": a.o_proj.weight,
-                "gate_up": torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]),
-                "down": layer.mlp.down_proj.weight,
-                "norm1": layer.input_layernorm.weight,
-                "norm2": layer.post_attention_layernorm.weight,
-            }
-            for layer in body.layers
-            for a in [layer.self_attn]
-        ]
+        self.layers = layer_weights(body)
         cos, sin = body.rotary_emb(self.embed[:1], torch.arange(length)[None])
         self.cos, self.sin = cos[0], sin[0]
 

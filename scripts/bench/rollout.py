@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from qwen3_weights import layer_weights
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
@@ -41,20 +42,7 @@ class HandWrittenLoop:
         config, body = model.config, model.model
         self.config = config
         self.embed, self.norm, self.head = body.embed_tokens.weight, body.norm.weight, model.lm_head
-        self.layers = [
-            {
-                "qkv": torch.cat([getattr(a, f"{x}_proj").weight for x in "qkv"]),
-                "q_norm": a.q_norm.weight,
-                "k_norm": a.k_norm.weight,
-                "out": a.o_proj.weight,
-                "gate_up": torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]),
-                "down": layer.mlp.down_proj.weight,
-                "norm1": layer.input_layernorm.weight,
-                "norm2": layer.post_attention_layernorm.weight,
-            }
-            for layer in body.layers
-            for a in [layer.self_attn]
-        ]
+        self.layers = layer_weights(body)
         cos, sin = body.rotary_emb(self.embed[:1], torch.arange(length)[None])
         self.cos, self.sin = cos[0], sin[0]
         shape = (config.num_hidden_layers, 2, rows, config.num_key_value_heads, length)

@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hydra import compose, initialize_config_module
 from transformers import AutoTokenizer
 
 from hybridrl.config import Config
-from hybridrl.config.compose import CONFIG_MODULE, register, to_config
+from hybridrl.config.compose import check, register
 from hybridrl.data import Item, PromptStream, load_data
 
 GROUP_SIZE = 8
@@ -143,5 +142,4 @@ def score(response: str, answer: str) -> float:
 def make_config(*overrides: str) -> Config:
     """The configuration that these Hydra overrides make."""
     register()
-    with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-        return to_config(compose("train", overrides=list(overrides)))
+    return check(overrides)

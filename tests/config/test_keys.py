@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from hybridrl.config import Config, ScheduleConfig
+from hybridrl.config import Config, ScheduleConfig, compose
 from hybridrl.config.compose import register, to_config
 from hybridrl.config.dotted import load_function
 from hybridrl.config.schedule import SCHEDULES
@@ -86,9 +84,7 @@ def test_every_key_has_a_docstring(file: str, node: ast.ClassDef) -> None:
 
 def composed(*overrides: str) -> Any:
     register()
-    GlobalHydra.instance().clear()
-    with initialize_config_module("hybridrl.conf", version_base="1.3"):
-        return compose("train", overrides=[*overrides, "run.dir=out"])
+    return compose.composed([*overrides, "run.dir=out"])
 
 
 NEEDED = {

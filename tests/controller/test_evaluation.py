@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from hybridrl.config import ConfigError
-from hybridrl.config.compose import check, register
+from hybridrl.config.compose import check, composed, register
 from hybridrl.config.stored_run import overrides_of
 from hybridrl.controller.evaluate import HeldOutEvaluation
 from hybridrl.telemetry.records import read_lines
@@ -48,9 +47,7 @@ def run(
 def store(run_dir: Path, settings: list[str], **changed: Any) -> None:
     """Write the composed settings into the run directory, as the command line does."""
     register()
-    with initialize_config_module("hybridrl.conf", version_base="1.3"):
-        composed = compose("train", overrides=settings)
-    values: Any = OmegaConf.to_container(composed, enum_to_str=True)
+    values: Any = OmegaConf.to_container(composed(settings), enum_to_str=True)
     (run_dir / ".hydra").mkdir()
     OmegaConf.save(values | changed, run_dir / ".hydra" / "config.yaml")
 

@@ -1,12 +1,12 @@
 """The table of docs/models.md is what its command computes."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from script_modules import load_script
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "model_families.py"
@@ -16,15 +16,8 @@ QUICK = ("olmo2", "glm4", "granite", "qwen3_moe", "ernie4_5_moe")
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    """The command, as a module, which finds others beside it."""
-    spec = importlib.util.spec_from_file_location("model_families", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPT.parent)
-        spec.loader.exec_module(module)
-    return module
+    """The command, as a module."""
+    return load_script("model_families.py")
 
 
 def rows() -> dict[str, tuple[str, ...]]:

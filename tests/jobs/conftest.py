@@ -1,7 +1,6 @@
 """A Slurm of two nodes for the session, and runs of seconds as its jobs."""
 
 import contextlib
-import importlib.util
 import io
 import json
 import os
@@ -16,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from script_modules import load_script
 from whole_runs import signal_handlers_kept
 
 from hybridrl import cli
@@ -50,14 +50,7 @@ def tiny() -> list[str]:
 @pytest.fixture(scope="session")
 def local_slurm() -> Any:
     """The module scripts/slurm/local_slurm.py, which is in no package."""
-    file = ROOT / "scripts/slurm/local_slurm.py"
-    spec = importlib.util.spec_from_file_location("local_slurm", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("slurm/local_slurm.py")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """The benches run with tiny sizes and print records of the agreed shape."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,27 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from script_modules import SCRIPTS, load_script
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config import TinyModelConfig
 from hybridrl.models.tiny import make_tiny_model
 
-BENCH = Path(__file__).parents[2] / "scripts" / "bench"
+BENCH = SCRIPTS / "bench"
 
 
 def load(name: str) -> ModuleType:
-    """A bench's module, which is a script and in no package."""
-    spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(BENCH))  # its neighbors
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(BENCH))
-    return module
+    return load_script(f"bench/{name}.py")
 
 
 def records(script: str, *options: str) -> dict[str, dict[str, Any]]:

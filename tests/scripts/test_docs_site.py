@@ -1,14 +1,11 @@
 """The site of `make docs-site` has every page, in the order of docs/README.md."""
 
-import importlib.util
 from pathlib import Path
 
+from script_modules import load_script
+
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("docs_site", ROOT / "scripts/docs/site.py")
-assert spec is not None
-assert spec.loader is not None
-site = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(site)
+site = load_script("docs/site.py")
 
 
 def test_every_page_has_one_place_in_the_navigation() -> None:

@@ -1,6 +1,5 @@
 """`make bench-fusion`: its parts, and all of it with a tiny model."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from script_modules import SCRIPTS, load_script
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config import TinyModelConfig
@@ -16,22 +16,11 @@ from hybridrl.flow.costs import Costs
 from hybridrl.flow.sample import SampleId
 from hybridrl.models.tiny import make_tiny_model
 
-BENCH = Path(__file__).parents[2] / "scripts" / "bench"
+BENCH = SCRIPTS / "bench"
 
 
 def load(name: str) -> ModuleType:
-    """A bench's module, which is a script and in no package."""
-    spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(BENCH))  # its neighbors
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(BENCH))
-    return module
+    return load_script(f"bench/{name}.py")
 
 
 def test_a_wider_model_says_the_same(tmp_path: Path) -> None:

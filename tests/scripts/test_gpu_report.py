@@ -1,6 +1,5 @@
 """The GPU report on a CPU: its JSON and table, failing steps, continued calls, wrong input."""
 
-import importlib.util
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from script_modules import load_script
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 REPORT = SCRIPTS / "gpu_report.py"
@@ -65,17 +65,7 @@ def steps(out: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("gpu_report", REPORT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(SCRIPTS))
-    return module
+    return load_script("gpu_report.py")
 
 
 @pytest.mark.gpu_dry

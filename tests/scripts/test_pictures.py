@@ -1,19 +1,15 @@
 """The README's drawn pictures are what their script draws."""
 
-import importlib.util
 from pathlib import Path
 from xml.etree import ElementTree
+
+from script_modules import load_script
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_pictures_are_those_of_the_script() -> None:
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "scripts/pictures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for name, draw in module.PICTURES.items():
+    for name, draw in load_script("pictures.py").PICTURES.items():
         svg = (ROOT / "docs/images" / name).read_text()
         assert svg == draw(), f"python scripts/pictures.py draws {name} anew"
         size = ElementTree.fromstring(svg).attrib["viewBox"].split()

@@ -1,39 +1,22 @@
 """`make bench-tail`: its bounds by hand, a tiny case, the slices of its timeline."""
 
-import importlib.util
 import json
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from script_modules import load_script
 
 from hybridrl.flow.costs import Costs
 from hybridrl.planner.workload import Group
 
-BENCH = Path(__file__).parents[2] / "scripts" / "bench"
+
+def load(name: str) -> ModuleType:
+    return load_script(f"bench/{name}.py")
 
 
-@pytest.fixture(scope="module")
-def load() -> Iterator[object]:
-    """Loads a bench's module, which is a script and in no package."""
-
-    def module(name: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        loaded = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(loaded)
-        return loaded
-
-    sys.path.insert(0, str(BENCH))  # its neighbors
-    yield module
-    sys.path.remove(str(BENCH))
-
-
-def test_the_bounds_by_hand(load) -> None:
+def test_the_bounds_by_hand() -> None:
     """Two instances; a decode step of 1 s, a pass 0.1 s a token, training 0.5 s a token.
 
     A step has two prompts of a token, and responses of 10 and 2, 4 and 4 tokens.
@@ -65,7 +48,7 @@ def test_the_bounds_by_hand(load) -> None:
     assert tail.pass_tokens(4, 0.6) == pytest.approx(2.31, abs=5e-3)
 
 
-def test_a_tiny_case(load, capsys, tmp_path: Path) -> None:
+def test_a_tiny_case(capsys, tmp_path: Path) -> None:
     """Runs on ranks without a model, without Ray; the planner predicts all of them."""
     tail, cases = load("tail"), load("tail_cases")
     (case, *_) = cases.CASES
@@ -86,7 +69,7 @@ def test_a_tiny_case(load, capsys, tmp_path: Path) -> None:
         assert line["step_over_planned"] > 0.9  # modeled seconds are slept, so it is never sooner
 
 
-def test_published_shares_are_those_of_a_serial_step(load, tmp_path: Path) -> None:
+def test_published_shares_are_those_of_a_serial_step(tmp_path: Path) -> None:
     tail, cases = load("tail"), load("tail_cases")
     case = replace(
         cases.PICTURE, prompts=4, limit=256, cycles=1, lengths=cases.long_tailed(256, 0.5)
@@ -99,7 +82,7 @@ def test_published_shares_are_those_of_a_serial_step(load, tmp_path: Path) -> No
     assert generated / whole == pytest.approx(case.published_shares[0], abs=0.01)
 
 
-def test_neighbors_of_one_name_are_one_slice(load) -> None:
+def test_neighbors_of_one_name_are_one_slice() -> None:
     joined = load("tail_timeline").joined
     slices = [
         (0, 5, "generate"),

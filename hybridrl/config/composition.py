@@ -1,0 +1,58 @@
+"""What Hydra composes, with the choices of the groups composed once in a process.
+
+Hydra reads some thirty files for each composition, and the same ones whatever `key.name=value` sets
+in them. So a choice of every group is kept, and each composition sets its values in a copy: 30 ms
+in place of 200, of which a sweep, `plan auto` and the tests have hundreds.
+"""
+
+import functools
+import os
+import pickle
+from collections.abc import Sequence
+
+from hydra import compose, initialize_config_module
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig
+
+CONFIG_MODULE = "hybridrl.conf"
+
+
+def compose_train(overrides: Sequence[str]) -> DictConfig:
+    """The root `train` with these overrides, and Hydra's own settings under `hydra`.
+
+    Raises what `hydra.compose` raises. It stands for that function, but for `hydra.overrides` and
+    `hydra.job.override_dirname`, which lack what sets a value, unless an override names `hydra`.
+    """
+    values = [line for line in overrides if _sets_value(line)]
+    if any("hydra" in line for line in overrides):  # interpolations may want all of the overrides
+        values = []
+    choices = tuple(line for line in overrides if line not in values)
+    node: DictConfig = pickle.loads(_composed(choices, os.getcwd()))
+    parsed = OverridesParser.create().parse_overrides(values)
+    ConfigLoaderImpl._apply_overrides_to_config(parsed, node)
+    return node
+
+
+def forget() -> None:
+    """Compose anew: what a group can choose has changed."""
+    _composed.cache_clear()
+
+
+def _sets_value(override: str) -> bool:
+    """Whether it leaves the choices of the groups, whose names have no dot, as they are."""
+    key = override.partition("=")[0]
+    return "." in key and "@" not in key and "/" not in key
+
+
+@functools.lru_cache(maxsize=256)
+def _composed(choices: tuple[str, ...], directory: str) -> bytes:
+    """Hydra's composition, pickled: five times as fast to read as OmegaConf copies.
+
+    In the working `directory`, which is among Hydra's settings.
+    """
+    GlobalHydra.instance().clear()
+    with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+        node = compose("train", overrides=list(choices), return_hydra_config=True)
+        return pickle.dumps(node)
