@@ -39,5 +39,5 @@ def played(
     for text in turns:
         if start.failure or (steps and steps[-1].messages is None):
             break
-        steps.append(pool.turn(id, ModelTurn(text)).result(60))
+        steps.append(pool.turn(id, ModelTurn(text, "stop", 7, 2)).result(60))
     return start, steps

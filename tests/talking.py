@@ -1,5 +1,6 @@
 """A program that converses with any model, whatever it says: for whole runs."""
 
+import asyncio
 from random import Random
 from typing import Any
 
@@ -7,14 +8,29 @@ FAILS = 0.2
 """The share of episodes that fail, in the first answer and again when they are replayed."""
 
 
-async def talk(task: Any, model: Any, rng: Random, fails: float = FAILS, turns: int = 3) -> None:
-    """Answers with two letters, as often as it is asked; each turn earns its distinct letters."""
+async def talk(
+    task: Any,
+    model: Any,
+    rng: Random,
+    fails: float = FAILS,
+    turns: int = 3,
+    ends: float = 0.0,
+    sleep: float = 0.0,
+) -> None:
+    """Answers with two letters, as often as it is asked; each turn earns its distinct letters.
+
+    It `ends` after a turn with that probability. Before each answer it sleeps, up to `sleep`
+    seconds, otherwise at every start.
+    """
     reply = task.messages
     for _ in range(turns):
         turn = await model.turn(reply)
         model.reward(len(set(turn.text)) / 10)
         if rng.random() < fails / turns:
             raise ValueError("nothing to say")
+        if rng.random() < ends:
+            return
+        await asyncio.sleep(Random().uniform(0, sleep))
         reply = "".join(rng.choice("abc") for _ in range(2))
 
 

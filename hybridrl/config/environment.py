@@ -145,6 +145,7 @@ class EnvironmentConfig:
             return
         if not self.replay:
             raise ConfigError("environment.replay", False, "true with schedule=partial")
-        if strict and self.partial is PartialEpisodes.timed:
-            allowed = "counted with deterministic=strict"
+        if self.partial is PartialEpisodes.timed:
+            strictly = ", and in any case with deterministic=strict" if strict else ""
+            allowed = f"counted: no schedule ends rounds by the clock yet{strictly}"
             raise ConfigError("environment.partial", self.partial.value, allowed)

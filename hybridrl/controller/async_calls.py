@@ -1,8 +1,9 @@
 """Work of several rounds of calls to ranks, many pieces at a time."""
 
 import concurrent.futures
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -47,6 +48,8 @@ class Rounds:
         self._pending: dict[Reference[Any], tuple[int, _Round]] = {}
         self._here: dict[Future[Any], tuple[int, _Round]] = {}
         self._ready: list[Event] = []  # events for the next `wait`
+        self._is_later: Callable[[Event], bool] = lambda event: False
+        self._later: list[Event] = []
 
     def begin(self, work: EventCalls) -> None:
         """Start the first round."""
@@ -62,7 +65,7 @@ class Rounds:
         `meanwhile` is called again and again, and may raise. Raises `RuntimeError` when nothing is
         in flight.
         """
-        events, self._ready = self._ready, []
+        events, self._ready = self._now(self._ready), []
         while not events:
             meanwhile()
             if not (self._pending or self._here):
@@ -75,8 +78,24 @@ class Rounds:
                     rank, calls = self._pending.pop(call)
                     calls.answers[call] = self.group.value_of(rank, call)
                 if len(calls.answers) == len(calls.calls):
-                    events += self._start_next(calls.work, [calls.answers[x] for x in calls.calls])
+                    answers = [calls.answers[call] for call in calls.calls]
+                    events += self._now(self._start_next(calls.work, answers))
         return events
+
+    @contextmanager
+    def apart(self, is_later: Callable[[Event], bool]) -> Iterator[None]:
+        """Within, `wait` gives no event that `is_later`: those are ready afterwards."""
+        self._is_later, self._later = is_later, []
+        try:
+            yield
+        finally:
+            self._is_later = lambda event: False
+            self._ready += self._later
+
+    def _now(self, events: list[Event]) -> list[Event]:
+        """Those that are not kept for later."""
+        self._later += filter(self._is_later, events)
+        return [event for event in events if not self._is_later(event)]
 
     def _ended(self) -> list[AnyCall[Any]]:
         """Calls that have ended; none after `POLL_S` seconds without any."""

@@ -31,6 +31,8 @@ MAY_CHANGE = (
     "rollout.layout", "rollout.max_running", "rollout.block_size", "rollout.kv_cache_tokens",
     "rollout.decode_steps", "rollout.speculate", "rollout.tail_tp",
     "schedule.migration_threshold", "schedule.migration",
+    "environment.num_processes", "environment.memory_mb", "environment.port",
+    "environment.turn_timeout_s", "environment.episode_timeout_s", "environment.max_failed_share",
 )  # fmt: skip
 """Settings that a resumed run may change: how long, where and how fast, not what it learns from."""
 

@@ -2,19 +2,29 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from hybridrl.config import Config, OnFailure
-from hybridrl.controller.async_calls import Calling, result_of
+from hybridrl.controller.async_calls import Calling, EventCalls, result_of
 from hybridrl.data import Item
-from hybridrl.environments import EpisodePool, EpisodeStart, EpisodeStep, ModelTurn
-from hybridrl.flow.executor import EpisodeReply, TurnEnded, Work
+from hybridrl.environments import (
+    EpisodePool,
+    EpisodeStart,
+    EpisodeStep,
+    ModelTurn,
+    PastTurn,
+    as_before,
+)
+from hybridrl.flow.clock import Clock, WallClock
+from hybridrl.flow.executor import EpisodeReply, Replied, TurnEnded, Work
 from hybridrl.flow.sample import SampleId
+from hybridrl.flow.schedules.base import PendingSample
+from hybridrl.telemetry.trace import TimeSpan
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +48,21 @@ class Composer(Protocol):
 
 @dataclass(slots=True)
 class _Conversation:
-    """A sample's episode so far; `most` tokens fit into its response."""
+    """A sample's episode so far; `most` tokens fit into its response.
+
+    `past` are its turns, the last of them perhaps not answered yet, and `ended` is that one as its
+    rank has told it. In a resumed run one that `recurs` comes a second time, and `known` is what it
+    was answered before. One that `is_over` is not with the pool any more.
+    """
 
     item: Item
     most: int
-    start: "Future[EpisodeStart]"
-    num_turns: int = 0
+    start: "Future[EpisodeStart] | None"
+    past: list[PastTurn] = field(default_factory=list)
+    ended: TurnEnded | None = None
+    known: EpisodeStep | None = None
+    recurs: bool = False
+    is_over: bool = False
 
 
 @dataclass(slots=True)
@@ -74,6 +93,7 @@ class Episodes:
 
     def __init__(self, config: Config, composer: Composer) -> None:
         self.config, self._composer = config, composer
+        self.clock: Clock = WallClock()
         self._pool: EpisodePool | None = None
         self._there: dict[SampleId, _Conversation] = {}
         self._counts = _StepCounts()
@@ -105,17 +125,85 @@ class Episodes:
             start = self.pool.start(id, item.task)
             self._there[id] = _Conversation(item, max_new_tokens, start)
 
-    def answer(self, ended: TurnEnded) -> Calling[EpisodeReply]:
-        """Hand a turn to its environment, and give what it answers."""
-        conversation, turn = self._there[ended.id], ModelTurn(ended.text, ended.finish)
-        self._counts.turns += 1
+    def state(self, pending: Iterable[PendingSample]) -> list[dict[str, Any]]:
+        """The conversations of pending samples that are not finished, in plain JSON types."""
+        unfinished = [sample for sample in pending if sample.id in self._there and sample.parked]
+        return [self._record(self._there[sample.id], sample) for sample in unfinished]
+
+    def _record(self, conversation: _Conversation, sample: PendingSample) -> dict[str, Any]:
+        """`turns` have their answers; `ended` is the last one, where its sample waits."""
+        steps = [past.step and past.step.to_json() for past in conversation.past]
+        turns = [[*astuple(p.turn), step] for p, step in zip(conversation.past, steps, strict=True)]
+        ended = astuple(conversation.ended) if sample.waits and conversation.ended else None
+        return {"id": list(sample.id), "turns": turns, "ended": ended}
+
+    def take_up(
+        self, pending: Iterable[PendingSample], records: Iterable[Mapping[str, Any]]
+    ) -> Iterator[TurnEnded]:
+        """Replay the episodes of a checkpoint (`state`); gives the turns to be answered once more.
+
+        An episode that answers otherwise than before has failed, at its next turn.
+        """
+        samples = {sample.id: sample for sample in pending}
+        for record in records:
+            sample = samples[SampleId(*record["id"])]
+            item, sampling = sample.prompt, sample.sampling
+            assert sampling is not None, "a conversation that is finished"
+            past = [
+                PastTurn(ModelTurn(*turn), step and EpisodeStep.from_json(step))
+                for *turn, step in record["turns"]
+            ]
+            known = past.pop().step if record["ended"] else None
+            over = known is not None and known.messages is None
+            start = None if over else self.pool.start(sample.id, item.task, past)
+            most = sampling.max_new_tokens
+            recurs = record["ended"] is not None
+            taken = _Conversation(item, most, start, past, known=known, recurs=recurs)
+            self._there[sample.id] = taken
+            if record["ended"]:
+                _, tokens, *rest = record["ended"]
+                yield TurnEnded(sample.id, tuple(tokens), *rest)
+
+    @property
+    def ids(self) -> frozenset[SampleId]:
+        """The samples whose conversations are there."""
+        return frozenset(self._there)
+
+    def answer(self, ended: TurnEnded) -> EventCalls:
+        """Hand a turn to its environment; one event when it has answered."""
+        start = self.clock.now()
+        reply = yield from self._answer(ended)
+        seconds = self.clock.now() - start
+        if len(self._counts.waits) < LAST_WAITS:
+            self._counts.waits.append(seconds)
+        return [Replied((reply,), (seconds,))]
+
+    def _answer(self, ended: TurnEnded) -> Calling[EpisodeReply]:
+        """What the environment answers.
+
+        What it has answered before a resumed run has been counted then. An episode that had ended
+        is not run again.
+        """
+        conversation, tokens = self._there[ended.id], len(ended.tokens)
+        before = len(conversation.item.prompt_ids) + ended.response_tokens - tokens
+        turn = ModelTurn(ended.text, ended.finish, before, tokens)
+        conversation.ended, known = ended, conversation.known
+        conversation.past.append(PastTurn(turn, known))
+        counts = self._counts if known is None else _StepCounts()
+        self._counts.turns += not conversation.recurs
+        conversation.recurs = False
+        if conversation.start is None:
+            assert known is not None, "an episode that was not started"
+            return self._reply(ended, conversation, known, counts)
         started = yield from result_of(conversation.start)
         if started.failure is not None:
             step = EpisodeStep(None, failure=started.failure, error=started.error)
         else:
-            step = yield from result_of(self.pool.turn(ended.id, turn))
-        conversation.num_turns += 1
-        return self._reply(ended, conversation, step)
+            answer = yield from result_of(self.pool.turn(ended.id, turn))
+            step = as_before(answer, known, len(conversation.past))
+        conversation.past[-1] = PastTurn(turn, step)
+        conversation.known = None
+        return self._reply(ended, conversation, step, self._counts if step.failure else counts)
 
     def worked(self, work: Work) -> None:
         """An instance has done so much; what counts are the caches of samples that waited."""
@@ -123,34 +211,32 @@ class Episodes:
         self._counts.moved_tokens += work.moved_tokens
         self._counts.recomputed_tokens += work.recomputed_tokens
 
-    def waited(self, seconds: float) -> None:
-        """A sample has waited so long for its answer."""
-        if len(self._counts.waits) < LAST_WAITS:
-            self._counts.waits.append(seconds)
-
     def _reply(
-        self, ended: TurnEnded, conversation: _Conversation, step: EpisodeStep
+        self,
+        ended: TurnEnded,
+        conversation: _Conversation,
+        step: EpisodeStep,
+        counts: _StepCounts,
     ) -> EpisodeReply:
         """A step of an environment, as the sample's rank is told of it."""
-        counts = self._counts
         if step.failure is not None:
-            return self._failed(ended.id, conversation, step)
+            return self._failed(ended.id, conversation, step, counts)
         if step.messages is None:
-            return self._ended(ended.id, conversation, step, step.finish)
+            return self._ended(ended.id, conversation, step, step.finish, counts)
         room = conversation.most - ended.response_tokens - 1  # the next turn has a token
         most = self.config.environment.max_reply_tokens
         tokens, was_cut = self._composer.reply(ended.tokens, step.messages, most)
         counts.cut_replies += was_cut
         if len(tokens) > room:
-            self.pool.end(ended.id)
-            return self._ended(ended.id, conversation, step, "length")
+            return self._ended(ended.id, conversation, step, "length", counts)
         counts.reply_tokens += len(tokens)
         return EpisodeReply(ended.id, tokens)
 
     def end(self, ids: Iterable[SampleId]) -> None:
         """Give up episodes whose samples have left; those that have ended are passed over."""
         for id in ids:
-            if self._there.pop(id, None) is not None:
+            conversation = self._there.pop(id, None)
+            if conversation is not None and not conversation.is_over:
                 self.pool.end(id)
 
     def check_step(self) -> None:
@@ -163,6 +249,13 @@ class Episodes:
                 f"environment {kind}: {failed} of {counts.ended} episodes of the step have failed"
                 f" (environment.max_failed_share={most:g}); the first: {counts.first_failure}"
             )
+
+    def spans(self) -> Iterator[tuple[str, TimeSpan]]:
+        """What the processes did since the last call, each on the lane of its process."""
+        while self._pool is not None and self._pool.spans:
+            span = self._pool.spans.popleft()
+            name = f"{span.answers} answers" if span.answers != 1 else "1 answer"
+            yield f"environment {span.place}", TimeSpan(name, span.start, span.end)
 
     def metrics(self) -> dict[str, float]:
         """`environment/...` since the last call."""
@@ -195,25 +288,34 @@ class Episodes:
             self._pool.close()
 
     def _ended(
-        self, id: SampleId, conversation: _Conversation, step: EpisodeStep, finish: str
+        self,
+        id: SampleId,
+        conversation: _Conversation,
+        step: EpisodeStep,
+        finish: str,
+        counts: _StepCounts,
     ) -> EpisodeReply:
-        """The episode has ended: its sample is finished."""
-        del self._there[id]
-        self._counts.ended += 1
-        rewards = _padded(step.rewards, conversation.num_turns)
+        """The episode has ended: its sample is finished. It is known until that has left."""
+        conversation.is_over = True
+        self.pool.end(id)  # passed over where the program has ended by itself
+        counts.ended += 1
+        rewards = _padded(step.rewards, len(conversation.past))
         scalars = {**step.scalars, "environment_reward": sum(rewards)}
         return EpisodeReply(id, None, finish, rewards, scalars)
 
-    def _failed(self, id: SampleId, conversation: _Conversation, step: EpisodeStep) -> EpisodeReply:
+    def _failed(
+        self, id: SampleId, conversation: _Conversation, step: EpisodeStep, counts: _StepCounts
+    ) -> EpisodeReply:
         """The episode has failed: its sample is dropped, or has earned nothing."""
         assert step.failure is not None
-        counts, task = self._counts, conversation.item.prompt
+        task = conversation.item.prompt
         counts.failures[step.failure] += 1
         counts.first_failure = counts.first_failure or f"{step.error} (task {task[:60]!r})"
         logger.debug("the episode of sample %s has failed: %s", id, step.error)
         nothing = EpisodeStep(None, scalars={"environment_failure": step.failure})
         drops = self.config.environment.on_failure is OnFailure.drop
-        return self._ended(id, conversation, nothing, "abort" if drops else "stop")
+        finish = "abort" if drops else "stop"
+        return self._ended(id, conversation, nothing, finish, counts)
 
 
 def _padded(rewards: Sequence[float], turns: int) -> tuple[float, ...]:

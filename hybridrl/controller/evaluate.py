@@ -142,7 +142,8 @@ def evaluate(
     sampling = sampling_of(config, settings, longest, settings.drawn_at)
     kind = config.schedule if config.schedule.entry.serial_batches else FusedScheduleConfig()
     schedule = make_schedule(config, kind, graph, executor, enumerate(items), sampling, len(items))
-    samples = schedule.run_step(step).samples
+    with executor.apart():
+        samples = schedule.run_step(step).samples
     record(name, [sample for sample in samples if sample.id.k == 0])
     schedule.release()
     if not graph.columns:
@@ -182,7 +183,7 @@ def of_answers(name: str, settings: EvalSetConfig, samples: Sequence[Sample]) ->
     metrics = {
         **accuracy_metrics(prompts, settings.sizes),
         "reward": _mean(s.number("reward") for s in samples),
-        "response_tokens": _mean(s.response_tokens for s in samples),
+        "response_tokens": _mean(s.model_tokens for s in samples),
     }
     metrics = {f"eval/{name}/{key}": value for key, value in metrics.items()}
     if name == MAIN and prompts:

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from hybridrl.config import Config, ConfigError, ScheduleKind
+from hybridrl.config import Config, ConfigError
 from hybridrl.config.environment import EnvironmentKind
 from hybridrl.config.rollout import ENGINES
 from hybridrl.data.turns import TurnTemplate
@@ -27,10 +27,6 @@ def check_environment(config: Config, graph: Graph) -> None:
         raise ConfigError(*kind, "none: the recipe does not generate")
     if config.cluster.emulated:
         raise ConfigError(*kind, "none: emulated ranks write no texts")
-    if config.schedule.kind is ScheduleKind.partial:
-        kinds = ", ".join(k.value for k in ScheduleKind if k is not ScheduleKind.partial)
-        allowed = f"{kinds} with environment.kind={environment.kind.value}"
-        raise ConfigError("schedule.kind", config.schedule.kind.value, allowed)
     if not rollout.features.holds_turns:
         able = [engine.value for engine, features in ENGINES.items() if features.holds_turns]
         allowed = f"{', '.join(able)} with environment.kind={environment.kind.value}"

@@ -4,6 +4,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -48,12 +49,12 @@ from hybridrl.flow.executor import (
     SamplesRead,
     Scope,
     Submit,
-    TurnEnded,
     UpdateDone,
     generated_tensors,
 )
 from hybridrl.flow.graph import AnswersStage, ComputeStage, Graph, Stage, UpdateStage
 from hybridrl.flow.sample import LOSS_MASK, NO_VERSION, TRAINED, Sample, SampleId
+from hybridrl.flow.schedules.base import PendingSample
 from hybridrl.layout.weight_switch import SwitchStats
 from hybridrl.rewards import RewardInput, RewardResult
 from hybridrl.rewards.results import scalars_of
@@ -74,9 +75,9 @@ class RayExecutor:
 
     `on_switch` is called at every weight switch with its cost on each rank. `works` says by role
     what training on samples costs, so how they are spread. `episodes` answer conversations. Roles
-    that are `together` train in one plan, and score in one. An instance of
-    several ranks gets every call on all of them; their answers become one event. A rank that dies
-    ends the run (`WorkerError`), since its training shard is gone, so there is never a
+    that are `together` train in one plan, and score in one. An instance of several ranks gets every
+    call on all of them; their answers become one event. A rank that dies ends the run
+    (`WorkerError`), since its training shard is gone, so there is never a
     `WorkerDied`. While `may_abandon`, which an update ends, a signal that asks the run to end
     raises `Abandoned`.
 
@@ -223,17 +224,26 @@ class RayExecutor:
         turns = tuple(sorted((turn for a in answers for turn in a.turns), key=lambda t: t.id))
         for turn in turns:
             assert self.episodes is not None, "a turn without an environment"
-            self._rounds.begin(self._reply(self.episodes, turn))
+            self._rounds.begin(self.episodes.answer(turn))
         one = replace(answers[0], finished=tuple(in_order), parked=tuple(parked), work=slowest)
         return [replace(one, turns=turns)]
 
-    def _reply(self, episodes: Episodes, turn: TurnEnded) -> EventCalls:
-        """Hand a turn to its environment; one event when it has answered."""
-        start = self.clock.now()
-        reply = yield from episodes.answer(turn)
-        seconds = self.clock.now() - start
-        episodes.waited(seconds)
-        return [Replied((reply,), (seconds,))]
+    def take_up(
+        self, pending: Sequence[PendingSample], conversations: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Replay the conversations of a checkpoint, and answer those of its samples that wait."""
+        assert self.episodes is not None, "a conversation without an environment"
+        for turn in self.episodes.take_up(pending, conversations):
+            self._rounds.begin(self.episodes.answer(turn))
+
+    def apart(self) -> AbstractContextManager[None]:
+        """For steps of another schedule: replies to samples that are here already come later."""
+        here = self.episodes.ids if self.episodes is not None else frozenset()
+
+        def is_later(event: Event) -> bool:
+            return isinstance(event, Replied) and any(reply.id in here for reply in event.replies)
+
+        return self._rounds.apart(is_later)
 
     def load_targets(
         self, stage: AnswersStage, ids: Sequence[SampleId], prompts: Sequence[Any]

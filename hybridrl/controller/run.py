@@ -133,9 +133,15 @@ class Run:
                 self.episodes.close()
 
     def _driver_metrics(self) -> dict[str, float]:
-        """Those of judges and environments on the driver's node, since the last call."""
-        of_episodes = self.episodes.metrics() if self.episodes is not None else {}
-        return self.executor.judges.metrics() | of_episodes
+        """Those of judges and environments on the driver's node, since the last call.
+
+        The trace gets what the environments' processes did.
+        """
+        if self.episodes is None:
+            return self.executor.judges.metrics()
+        for lane, span in self.episodes.spans():
+            self.records.on_span(lane, span)
+        return self.executor.judges.metrics() | self.episodes.metrics()
 
     # -- phases --------------------------------------------------------------------------------
 
@@ -262,6 +268,8 @@ class Run:
                 num_ranks=len(self.group.home.ranks),
             )
             self.checkpoints.load_samples(point, schedule)
+            if self.episodes is not None:
+                self.executor.take_up(schedule.pending(), point.state.get("episodes", []))
         return schedule
 
     # -- steps ---------------------------------------------------------------------------------
@@ -434,9 +442,12 @@ class Run:
             "recipe": schedule.graph.state_dict(),
             "schedule": schedule.state_dict(),
         }
+        pending = schedule.pending()
         if isinstance(self.prompts, CurriculumStream):
             record["curriculum"] = self.prompts.state_dict()
-        return DriverState(record, schedule.pending())
+        if self.episodes is not None:
+            record["episodes"] = self.episodes.state(pending)
+        return DriverState(record, pending)
 
     def _resume_driver(self, point: Point, damaged: Sequence[str]) -> None:
         """Be where the driver was at `point`; ranks and schedule follow with their phase."""

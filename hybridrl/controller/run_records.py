@@ -17,9 +17,10 @@ from hybridrl.telemetry.prediction import stage_key
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.telemetry.trace import TimeSpan, rank_lane
 from hybridrl.workers.sample_writer import SampleFacts
+from hybridrl.workers.turns import SampleTexts
 
-FetchTexts = Callable[[Mapping[int, list[SampleId]]], Mapping[SampleId, tuple[str, str]]]
-"""Prompt and response texts of samples, by the rank that holds them."""
+FetchTexts = Callable[[Mapping[int, list[SampleId]]], Mapping[SampleId, SampleTexts]]
+"""Prompts, responses and turns of samples, by the rank that holds them."""
 
 KindsOf = Callable[[int], Sequence[str]]
 OriginOf = Callable[[int], tuple[str, str]]
@@ -174,17 +175,23 @@ class RunRecords:
         return [
             {
                 "id": str(sample.id),
-                "prompt": texts[sample.id][0],
-                "response": texts[sample.id][1],
+                "prompt": texts[sample.id].prompt,
+                "response": texts[sample.id].response,
                 "reward": sample.scalars.get("reward"),
                 "status": sample.scalars.get("reward_status"),
                 "tokens": sample.response_tokens,
                 "finish": sample.scalars.get("finish"),
                 "advantage": sample.scalars.get("advantage"),
                 **{name: sample.scalars.get(name) for name in others},
+                **_turns(texts[sample.id]),
             }
             for sample in shown
         ]
+
+
+def _turns(texts: SampleTexts) -> dict[str, Any]:
+    """The turns of a conversation."""
+    return {"turns": [turn._asdict() for turn in texts.turns]} if texts.turns else {}
 
 
 def judged(samples: Sequence[Sample]) -> list[str]:
@@ -224,7 +231,7 @@ def metrics_by_kind(samples: Sequence[Sample], kinds_of: KindsOf) -> dict[str, f
     for kind, of_kind in by_kind.items():
         metrics |= {
             f"{kind}/reward_mean": fmean(s.number("reward") for s in of_kind),
-            f"{kind}/response_tokens_mean": fmean(s.response_tokens for s in of_kind),
+            f"{kind}/response_tokens_mean": fmean(s.model_tokens for s in of_kind),
             f"{kind}/samples": float(len(of_kind)),
         }
     return metrics
@@ -264,7 +271,7 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
         count = sum(str(s.scalars.get("reward_status")).startswith(status) for s in samples)
         if "reward_mean" in metrics:
             metrics[f"reward_{status}"] = float(count)
-    lengths = sorted(sample.response_tokens for sample in samples)
+    lengths = sorted(sample.model_tokens for sample in samples)
     if lengths:
         metrics |= {
             "response_tokens_mean": fmean(lengths),

@@ -34,6 +34,7 @@ from hybridrl.workers.pending_samples import PendingRecord
 from hybridrl.workers.rank_calls import Answer, RankCalls, Reference, SharedIds
 from hybridrl.workers.sample_writer import SampleFacts
 from hybridrl.workers.training import Training, UpdateShare
+from hybridrl.workers.turns import SampleTexts
 from hybridrl.workers.worker_factory import make_worker
 
 if TYPE_CHECKING:
@@ -292,13 +293,13 @@ class WorkerGroup:
         paths = [path] * len(shares)
         return self.gather(self.home.calls.per_rank(ActorWorker.load_pending, paths, shares))
 
-    def texts(self, by_rank: Mapping[int, Iterable[SampleId]]) -> dict[SampleId, tuple[str, str]]:
-        """Prompt and response texts of samples, by the rank that holds them."""
+    def texts(self, by_rank: Mapping[int, Iterable[SampleId]]) -> dict[SampleId, SampleTexts]:
+        """Prompts, responses and turns of samples, by the rank that holds them."""
         references = {
             rank: self._ranks[rank].same(ActorWorker.texts, tuple(ids))[0]
             for rank, ids in by_rank.items()
         }
-        texts: dict[SampleId, tuple[str, str]] = {}
+        texts: dict[SampleId, SampleTexts] = {}
         for rank, reference in references.items():
             texts |= self.value_of(rank, reference)
         return texts

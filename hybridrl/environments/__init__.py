@@ -13,6 +13,7 @@ from hybridrl.environments.task import (
     EpisodeTask,
     ModelTurn,
     PastTurn,
+    as_before,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "ModelTurn",
     "Openings",
     "PastTurn",
+    "as_before",
 ]

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -16,15 +16,14 @@ from hybridrl.environments.tool_calls import ToolCall, find_calls
 LARGEST_REQUEST = 16 << 20
 """Bytes of a request, which holds a whole conversation."""
 REFUSED = {
-    "stream": (False, None),
-    "n": (1, None),
-    "logprobs": (False, None),
-    "top_logprobs": (0, None),
-    "functions": ([], None),
-    "audio": (None,),
+    "n": ((1, None), "1: an episode is one conversation"),
+    "logprobs": ((False, None), "false: the ranks keep log-probabilities"),
+    "top_logprobs": ((0, None), "0: the ranks keep log-probabilities"),
+    "functions": (([], None), "tools"),
+    "audio": ((None,), "text"),
 }
-"""Parameters that are refused, less these values. Others, of sampling say, are passed over: the
-run's settings hold."""
+"""Parameters that are refused, less these values, and what is allowed. Others, of sampling say, are
+passed over: the run's settings hold."""
 
 
 class Refusal(Exception):
@@ -86,12 +85,16 @@ class ChatEndpoint:
     async def _list_models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
 
-    async def _handle(self, request: web.Request) -> web.Response:
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
         try:
             model = self._model_of(request)
             with _as_refusal():
                 body = json.loads(await request.read())
-            return web.json_response(await completion(model, body))
+            whole = await completion(model, body)
+            if not body.get("stream"):
+                return web.json_response(whole)
+            options = body.get("stream_options") or {}
+            return await _streamed(request, chunks_of(whole, bool(options.get("include_usage"))))
         except Refusal as error:
             told = {"message": str(error), "type": "invalid_request_error", "code": error.code}
             return web.json_response({"error": told}, status=error.code)
@@ -103,13 +106,23 @@ class ChatEndpoint:
         return self._models[key]
 
 
+async def _streamed(request: web.Request, chunks: Iterable[Any]) -> web.StreamResponse:
+    """Send chunks as server-sent events."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    lines = [json.dumps(chunk) for chunk in chunks]
+    await response.write("".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]).encode())
+    await response.write_eof()
+    return response
+
+
 async def completion(model: Model, body: Any) -> dict[str, Any]:
     """The model's next turn after the messages of a request. Raises Refusal."""
-    if not isinstance(body, Mapping):
+    if not isinstance(body, Mapping) or not isinstance(body.get("stream_options") or {}, Mapping):
         raise Refusal(400, "the request is no object")
-    for name, allowed in REFUSED.items():
-        if body.get(name) not in allowed:
-            raise Refusal(400, f"{name}={body[name]!r:.40} is not there, but {allowed[0]}")
+    for name, (values, allowed) in REFUSED.items():
+        if body.get(name) not in values:
+            raise Refusal(400, f"{name}={body[name]!r:.40}: wanted {allowed}")
     messages, tools = read_messages(body.get("messages")), tuple(body.get("tools") or ())
     if not model.messages:
         model.tools = tools
@@ -133,8 +146,29 @@ async def completion(model: Model, body: Any) -> dict[str, Any]:
         "created": 0,  # a replay gives the same
         "model": str(body.get("model") or "policy"),
         "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
-        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+        "usage": {
+            "prompt_tokens": turn.prompt_tokens,
+            "completion_tokens": turn.tokens,
+            "total_tokens": turn.prompt_tokens + turn.tokens,
+        },
     }
+
+
+def chunks_of(whole: Mapping[str, Any], with_usage: bool) -> Iterator[dict[str, Any]]:
+    """A completion as the chunks of a stream: message, finish, usage where it is asked for.
+
+    A turn comes from its rank as a whole, so its text is one chunk.
+    """
+    (choice,) = whole["choices"]
+    message = dict(choice["message"])
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+    head = {name: whole[name] for name in ("id", "created", "model")}
+    head |= {"object": "chat.completion.chunk", **({"usage": None} if with_usage else {})}
+    for delta, reason in ((message, None), ({}, choice["finish_reason"])):
+        yield {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
+    if with_usage:
+        yield {**head, "choices": [], "usage": whole["usage"]}
 
 
 def extension(model: Model, messages: Sequence[ChatMessage]) -> list[ChatMessage]:

@@ -18,6 +18,7 @@ from hybridrl.environments.task import (
     EpisodeTask,
     ModelTurn,
     PastTurn,
+    as_before,
     failed,
 )
 
@@ -135,9 +136,7 @@ class Episode:
             return EpisodeStart((), (), "replay", error)
         steps: list[EpisodeStep] = []
         for number, known in enumerate(past, 1):
-            step = await self.step(known.turn)
-            if step.failure is None and known.step is not None and step != known.step:
-                step = failed("replay", f"turn {number} is answered otherwise than before")
+            step = as_before(await self.step(known.turn), known.step, number)
             if step.failure is not None:
                 return EpisodeStart((), (), step.failure, step.error)
             steps.append(step)

@@ -2,18 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from hybridrl.config import ConfigError, EnvironmentConfig, JailKind, JailLimits, SourceConfig
 from hybridrl.environments.pool import EpisodePool
 from hybridrl.environments.task import ChatMessage, EpisodeStart, EpisodeTask
+from hybridrl.rewards.closing import Closing
 
 TWICE = 32
 """Tasks of each call that are started a second time, in another process."""
 
 
-class Openings:
+class Openings(Closing):
     """Starts the program of each task, and gives what it says first.
 
     Every episode of a prompt has to begin with it. So some tasks are started twice, as other
@@ -77,17 +77,6 @@ class Openings:
         """End its processes."""
         for pool in self._pools:
             pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _start(self, pool: EpisodePool, tasks: Sequence[EpisodeTask]) -> list[EpisodeStart]:
         starts = []

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import logging
-import math
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from multiprocessing.connection import wait
 from typing import Any, Literal, TypeVar
 
 from hybridrl.config import EnvironmentConfig, JailKind, JailLimits, SourceConfig
@@ -30,7 +28,7 @@ from hybridrl.environments.task import (
     PastTurn,
     failed,
 )
-from hybridrl.rewards.process import SandboxedProcess
+from hybridrl.rewards.process import SandboxedProcess, wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +45,9 @@ PATIENCE = 5
 likely from outside, since memory is short say."""
 GRACE_S = 5.0
 """Seconds beyond the limits for a process to tell that one was reached."""
+
+MOST_SPANS = 10_000
+"""Stretches of work that are kept until somebody takes them."""
 
 EpisodeId = tuple[Any, ...]
 """The identity of a sample: it keys the episode's random numbers."""
@@ -78,6 +79,16 @@ class _Episode:
         """Give the answer that is due."""
         self.due = False
         settle(self.future, result)
+
+
+@dataclass(frozen=True, slots=True)
+class BusySpan:
+    """A process had answers due from `start` to `end`, in seconds since the epoch; it gave some."""
+
+    place: int
+    start: float
+    end: float
+    answers: int
 
 
 @dataclass(eq=False, slots=True)
@@ -120,6 +131,8 @@ class EpisodePool:
         self._settings = (config, dict(sources or {}), paths, jail, limits or JailLimits())
         self.counts: Counter[str] = Counter()
         """Of this pool so far: `episodes`, `turns`, `replays`, `failed/KIND`, `close_errors`."""
+        self.spans: deque[BusySpan] = deque(maxlen=MOST_SPANS)
+        """What the processes did; for the driver to take."""
         self.tools: tuple[dict[str, Any], ...] = ()
         """Schemas of the tools that the model may call, once a process is ready."""
         self._ready = threading.Event()
@@ -263,6 +276,8 @@ class EpisodePool:
     def _serve(self, process: "_Process", episode: _Episode) -> None:
         """Send an episode's start, its turn, or both."""
         request = next(self._requests)
+        if not process.requests:
+            process.busy_since, process.num_answers = time.time(), 0
         process.requests[request] = episode
         steps = 1
         try:
@@ -286,16 +301,11 @@ class EpisodePool:
 
     def _step(self) -> None:
         """Wait for answers, commands, deaths or a limit of time, and handle them."""
-        by_connection: dict[Any, _Process] = {p.connection: p for p in self._processes}
         limit = min(process.deadline for process in self._processes) - time.monotonic()
         if self._queue or any(process.requests for process in self._processes):
             limit = LOOK_S
-        timeout = None if limit == math.inf else max(0.0, limit)
-        for connection in wait([*by_connection, self._wake], timeout):
-            if connection is self._wake:
-                self._wake.recv_bytes()
-            else:
-                self._receive(by_connection[connection])
+        for process in wait_for(self._processes, self._wake, limit):
+            self._receive(process)
         for process in list(self._processes):
             if process.connection.closed or process.connection.poll():
                 continue
@@ -325,6 +335,9 @@ class EpisodePool:
         except (EOFError, OSError, ValueError, LookupError, TypeError):
             self._replace(process, "crash", "")
             return
+        process.num_answers += 1
+        if not process.requests:
+            self._note_busy(process)
         if close_error:
             self.counts["close_errors"] += 1
             logger.warning("environment of sample %s: close failed: %s", episode.id, close_error)
@@ -379,6 +392,8 @@ class EpisodePool:
         """Replace a hung or dead process; the episode whose code ran is to blame."""
         number, _ = process.mark.read()
         ended = process.kill()
+        if process.requests:
+            self._note_busy(process)
         error = error or f"its process ended ({ended})"
         logger.debug("environment process %d is replaced: %s", process.popen.pid, error)
         served = [episode for episode in process.requests.values() if episode.due]
@@ -419,6 +434,11 @@ class EpisodePool:
             if episode not in self._queue:
                 self._queue.append(episode)
 
+    def _note_busy(self, process: "_Process") -> None:
+        """A process has worked until now."""
+        place, now = self._processes.index(process), max(time.time(), process.busy_since)
+        self.spans.append(BusySpan(place, process.busy_since, now, process.num_answers))
+
     def _leave(self, episode: _Episode) -> None:
         """An episode's program has ended in its process."""
         if episode.process is not None:
@@ -441,7 +461,8 @@ class _Process(SandboxedProcess):
         self.tools: tuple[dict[str, Any], ...] = ()
         self.requests: dict[int, _Episode] = {}
         self.deadlines: dict[int, float] = {}
-        self.num_episodes = 0
+        self.num_episodes = self.num_answers = 0
+        self.busy_since = 0.0
         name = f"environment ({kind})"
         super().__init__(
             PROGRAM,

@@ -47,10 +47,15 @@ class EpisodeTask:
 
 @dataclass(frozen=True, slots=True)
 class ModelTurn:
-    """A turn of the model's: its text, and `stop` or, where it was cut off, `length`."""
+    """A turn of the model's: its text, and `stop` or, where it was cut off, `length`.
+
+    It has so many `tokens`, after `prompt_tokens` of prompt, earlier turns and replies.
+    """
 
     text: str
     finish: str = "stop"
+    prompt_tokens: int = 0
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,13 @@ class EpisodeStart:
         messages, steps, failure, error, tools = values
         past = tuple(map(EpisodeStep.from_json, steps))
         return cls(tuple(messages), past, failure, error, tuple(tools))
+
+
+def as_before(step: EpisodeStep, known: EpisodeStep | None, number: int) -> EpisodeStep:
+    """The step of turn `number` in a replay, or a failure where another one is `known` of it."""
+    if step.failure is None and known is not None and step != known:
+        return failed("replay", f"turn {number} is answered otherwise than before")
+    return step
 
 
 def failed(kind: FailureKind, error: BaseException | str) -> EpisodeStep:

@@ -20,10 +20,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from hybridrl.config import ConfigError, JailKind, JailLimits
+from hybridrl.rewards.closing import Closing
 
 START_TIMEOUT_S = 20.0
 """Seconds for a jail to stand, and beyond a limit of time for it to answer."""
@@ -106,7 +106,7 @@ def configured() -> Mechanism:
     return choose(_defaults.kind)
 
 
-class Jail:
+class Jail(Closing):
     """A process, confined, that runs one program as often as asked, each time anew.
 
     Files in /tmp stay from one run of the program to the next; processes do not. It ends with the
@@ -194,17 +194,6 @@ class Jail:
         self._process.stderr.close()
         if self._directory:
             shutil.rmtree(self._directory, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _send(self, value: dict[str, Any]) -> None:
         assert self._process.stdin is not None

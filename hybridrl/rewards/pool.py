@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
-from typing import Self, cast
+from typing import cast
 
 from hybridrl.config import JailKind, JudgeConfig, RewardCall, RewardKind, SourceConfig
+from hybridrl.rewards.closing import Closing
 from hybridrl.rewards.process import JudgeProcess
 from hybridrl.rewards.results import RewardResult, result_of
 from hybridrl.rewards.verifiers import RewardInput, make_verifier
@@ -23,7 +23,7 @@ PROGRAM = "hybridrl.rewards.worker"
 """The module that its processes run."""
 
 
-class RewardPool:
+class RewardPool(Closing):
     """Judges batches of responses in `num_processes` separate processes.
 
     Each is a `JudgeProcess`: a fresh interpreter with a memory limit.
@@ -93,17 +93,6 @@ class RewardPool:
             process.kill()
         self._processes = []
         self._spawner.shutdown()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @contextlib.contextmanager
     def _closed_on_error(self) -> Iterator[None]:

@@ -9,7 +9,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
 
 from hybridrl.config import ConfigError, JudgeConfig, SourceConfig
 
@@ -110,6 +111,22 @@ class SandboxedProcess:
         code = self.popen.wait()  # its own code if it had ended before
         self.connection.close()
         return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+Handle = TypeVar("Handle", bound=SandboxedProcess)
+
+
+def wait_for(processes: Sequence[Handle], wake: Connection, seconds: float) -> list[Handle]:
+    """The processes that have answered or died, after at most so many seconds.
+
+    A message to `wake` ends the wait; it is read.
+    """
+    by_connection: dict[Any, Handle] = {process.connection: process for process in processes}
+    timeout = None if seconds == math.inf else max(0.0, seconds)
+    ready = wait([*by_connection, wake], timeout)
+    if wake in ready:
+        wake.recv_bytes()
+    return [by_connection[connection] for connection in ready if connection is not wake]
 
 
 class JudgeProcess(SandboxedProcess):

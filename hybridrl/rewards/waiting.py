@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from hybridrl.config import JudgeConfig, SourceConfig
-from hybridrl.rewards.process import JudgeProcess
+from hybridrl.rewards.process import JudgeProcess, wait_for
 from hybridrl.rewards.results import BudgetSpent, RewardResult, failure, result_of
 from hybridrl.rewards.verifiers import RewardInput
 from hybridrl.rewards.waiting_worker import BUDGET_SPENT
@@ -172,14 +171,9 @@ class WaitingJudge:
 
     def _step(self) -> None:
         """Wait for answers, new units, deaths or the next time limit, and handle them."""
-        by_connection: dict[Any, _Working] = {p.connection: p for p in self._processes}
         limit = min(process.next_deadline for process in self._processes) - time.monotonic()
-        timeout = None if limit == math.inf else max(0.0, limit)
-        for connection in wait([*by_connection, self._wake], timeout):
-            if connection is self._wake:
-                self._wake.recv_bytes()
-            else:
-                self._receive(by_connection[connection])
+        for process in wait_for(self._processes, self._wake, limit):
+            self._receive(process)
         for process in list(self._processes):
             if time.monotonic() > process.next_deadline and not process.connection.poll():
                 self._replace(process, "timeout", f"no reward within {self.config.timeout_s} s")

@@ -154,7 +154,7 @@ class SampleSearch:
 def _of_line(line: Mapping[str, Any]) -> dict[str, Any]:
     """A line of samples.jsonl, whose `status` is the verifier's, as a row of a list."""
     phase, id = str(line.get("phase") or "rl"), str(line.get("id"))
-    copied = ("prompt", "response", "reward", "source", "task", "drop_reason")
+    copied = ("prompt", "response", "reward", "source", "task", "drop_reason", "turns")
     known = {name: value for name, value in line.items() if name in copied}
     if "drop_reason" in line:
         known["status"] = "dropped" if line["drop_reason"] else "used"
@@ -179,7 +179,10 @@ def _with_tokens(row: dict[str, Any]) -> dict[str, Any]:
     values = {"log_probs": row.pop("log_probs"), "advantages": row.pop("advantages")}
     values |= {field["name"]: field["values"] for field in row.pop("fields")}
     of_tokens = {name: x for name, x in values.items() if x is not None and len(x) == len(tokens)}
-    return {"key": row["id"], **row, "tokens": tokens, "values": of_tokens}
+    turn_rewards = values.get("turn_rewards")  # of conversations: a value a turn
+    earned = {} if turn_rewards is None else {"turn_rewards": list(turn_rewards)}
+    of_tokens.pop("turn_rewards", None)  # of as many turns as tokens
+    return {"key": row["id"], **row, "tokens": tokens, "values": of_tokens, **earned}
 
 
 def _shortened(row: dict[str, Any]) -> dict[str, Any]:

@@ -166,6 +166,7 @@ def _sample(row: dict[str, Any]) -> dict[str, Any]:
         "response": _cut(row.get("response")),
         "reward": row.get("reward"),
         "status": row.get("status"),
+        "turns": row.get("turns"),
         "facts": {name: row[name] for name in _FACTS if row.get(name) is not None},
     }
 

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from hybridrl.workers.sample_writer import SampleFacts, SampleWriter
 from hybridrl.workers.scorers import ReferenceScorer
 from hybridrl.workers.store import StoredSample
 from hybridrl.workers.training import UpdateShare
+from hybridrl.workers.turns import SampleTexts, turn_texts
 from hybridrl.workers.wide import cut_samples
 
 logger = logging.getLogger(__name__)
@@ -386,15 +388,17 @@ class ActorWorker(BaseWorker):
     # -- looking in --------------------------------------------------------------------------
 
     @dispatch(Dispatch.SAME)
-    def texts(self, ids: tuple[SampleId, ...]) -> Reply[dict[SampleId, tuple[str, str]]]:
-        """Prompt and response texts of the samples that live here, for the record."""
+    def texts(self, ids: tuple[SampleId, ...]) -> Reply[dict[SampleId, SampleTexts]]:
+        """Prompt, response and turns of the samples that live here, for the record."""
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         texts = {}
         for id in ids:
             sample = self.store[id]
             prompt = sample.tensors["tokens"][: -sample.response_tokens or None]
-            texts[id] = (
+            texts[id] = SampleTexts(
                 self.tokenizer.decode(prompt),
-                self.tokenizer.decode(sample.response_ids, skip_special_tokens=True),
+                decode(sample.response_ids),
+                turn_texts(sample.response_ids, sample.tensors, decode),
             )
         return self._reply(texts)
 

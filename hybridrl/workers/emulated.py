@@ -53,6 +53,7 @@ from hybridrl.workers.data_plane import DataPlane, with_parked
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.training import Training, UpdateShare
+from hybridrl.workers.turns import SampleTexts
 
 EMULATED = "[emulated]"
 """In place of texts of a model."""
@@ -456,7 +457,9 @@ class EmulatedWorker:
     @dispatch(Dispatch.SAME)
     def texts(self, ids: tuple[SampleId, ...]) -> Task:
         """Texts that say that there are none."""
-        texts = {id: (EMULATED, f"{EMULATED} {self.store[id].response} tokens") for id in ids}
+        texts = {
+            id: SampleTexts(EMULATED, f"{EMULATED} {self.store[id].response} tokens") for id in ids
+        }
         return _at_once(texts)
 
     @dispatch(Dispatch.SAME)

@@ -1,9 +1,10 @@
 """A conversation on its rank: what is known of its tokens, and how its response is told apart."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +13,41 @@ from hybridrl.flow.sample import TRAINED, TURN, TURN_REWARDS, TURN_STATE, TokenS
 
 CONVERSATION_TENSORS = (TRAINED, TURN, TURN_REWARDS, TURN_STATE)
 """Tensors of a conversation besides `tokens` and `log_probs`."""
+
+
+class TurnText(NamedTuple):
+    """A turn for the record: what the model said, what was replied, what the turn has earned."""
+
+    text: str
+    reply: str
+    reward: float
+
+
+class SampleTexts(NamedTuple):
+    """A sample for the record; one that is no conversation has no `turns`."""
+
+    prompt: str
+    response: str
+    turns: tuple[TurnText, ...] = ()
+
+
+def turn_texts(
+    response: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    decode: Callable[[torch.Tensor], str],
+) -> tuple[TurnText, ...]:
+    """The turns of a response [tokens] by the tensors of its conversation; none without them."""
+    if TURN_REWARDS not in tensors:
+        return ()
+    trained, number = tensors[TRAINED], tensors[TURN]
+    return tuple(
+        TurnText(
+            decode(response[(number == turn) & trained]),
+            decode(response[(number == turn) & ~trained]),
+            reward,
+        )
+        for turn, reward in enumerate(tensors[TURN_REWARDS].tolist())
+    )
 
 
 def grown(spans: tuple[TokenSpan, ...], num_tokens: int, version: int) -> tuple[TokenSpan, ...]:

@@ -1,14 +1,22 @@
 """Whole runs of conversations: what the ranks train on is what the environment has answered."""
 
+import contextlib
 import json
-from collections.abc import Callable
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+from resumed_runs import check_same, ended, state
 
 from hybridrl.controller.episodes import EnvironmentFailed
+from hybridrl.environments import EpisodePool
 from hybridrl.telemetry.records import read_lines
+from hybridrl.telemetry.trace import read_timeline
 
 HERE = Path(__file__).parents[1] / "talking.py"
 TALKING = [
@@ -30,10 +38,15 @@ def settings(tiny_run: list[str]) -> list[str]:
 def test_every_schedule_trains_on_the_conversations_of_serial(
     train_here: Callable[..., Any], settings: list[str], tmp_path: Path, schedule: str
 ) -> None:
-    """Two ranks, replies in any order, some episodes that fail. Packed may order them otherwise."""
-    serial, other = (
-        train_here(tmp_path / name, *settings, f"schedule={name}") for name in ("serial", schedule)
-    )
+    """Two ranks, replies in any order, some episodes that fail. Packed may order them otherwise.
+
+    The other run's environments sleep, and their processes are killed at random.
+    """
+    serial = train_here(tmp_path / "serial", *settings, "schedule=serial")
+    sleeping = [f"schedule={schedule}", "+environment.params.sleep=0.05"]
+    with processes_killed() as kills:
+        other = train_here(tmp_path / schedule, *settings, *sleeping)
+    assert kills
     texts = [
         {record["id"]: (record["response"], record["reward"]) for record in first_step(run.dir)}
         for run in (serial, other)
@@ -42,10 +55,49 @@ def test_every_schedule_trains_on_the_conversations_of_serial(
     common = texts[0].keys() & texts[1].keys()
     assert common == texts[0].keys() or schedule == "packed"
     assert {id: texts[0][id] for id in common} == {id: texts[1][id] for id in common}
+    for record in first_step(serial.dir):
+        turns = record["turns"]
+        assert "".join(turn["text"] + turn["reply"] for turn in turns) == record["response"]
+        assert record["reward"] == pytest.approx(sum(turn["reward"] for turn in turns))
     metrics = serial.metrics[0]
+    for name in ("episodes", "turns", "failed") if schedule == "fused" else ():
+        assert metrics[f"environment/{name}"] == other.metrics[0][f"environment/{name}"]
     assert metrics["environment/failed"] >= metrics["aborted"] > 0  # evaluations have more
     assert metrics["environment/turns"] > metrics["environment/episodes"] >= len(texts[0])
     assert metrics["environment/reply_tokens"] > 0
+    mine = [len(turn["text"]) for record in first_step(serial.dir) for turn in record["turns"]]
+    assert metrics["response_tokens_mean"] < 9.01  # three turns of three tokens at most
+    assert metrics["response_tokens_mean"] >= sum(mine) / len(first_step(serial.dir))
+    spans, _ = read_timeline(serial.dir / "trace.json")
+    answers = [span for span in spans if span.lane == "environment 0"]
+    assert sum(int(span.name.split()[0]) for span in answers) > metrics["environment/turns"]
+
+
+@contextlib.contextmanager
+def processes_killed() -> Iterator[list[int]]:
+    """Kill environments' processes that are ready, one at a time; gives the list of those."""
+    pools, kills, draw, ended = list[EpisodePool](), list[int](), Random(0), threading.Event()
+    start = EpisodePool.__init__
+
+    def noted(self: EpisodePool, *args: Any, **settings: Any) -> None:
+        start(self, *args, **settings)
+        pools.append(self)
+
+    def kill() -> None:
+        while not ended.wait(draw.uniform(0.2, 1.0)):
+            ready = [p for pool in pools[-1:] for p in pool._processes if p.ready]
+            for process in ready:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.popen.pid, signal.SIGKILL)
+                    kills.append(process.popen.pid)
+
+    killer = threading.Thread(target=kill)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EpisodePool, "__init__", noted)
+        killer.start()
+        yield kills
+        ended.set()
+        killer.join()
 
 
 def first_step(run: Path) -> list[dict[str, Any]]:
@@ -66,3 +118,32 @@ def test_a_run_whose_episodes_fail_ends_and_says_why(
     assert "nothing to say" in message
     assert "environment.max_failed_share=0.5" in message
     assert not any("loss" in line for line in read_lines(tmp_path / "run" / "metrics.jsonl"))
+
+
+PARTIAL = [
+    "schedule=partial", "schedule.over_provision=2", "schedule.max_staleness=2",
+    "rollout.decode_steps=2", "deterministic=strict", "trainer.save_every=2", "cluster.ranks=2",
+]  # fmt: skip
+
+
+@pytest.mark.layouts
+def test_a_partial_run_that_ends_in_mid_conversation_goes_on_as_if_it_had_not(
+    train_here: Callable[..., Any], settings: list[str], tmp_path: Path
+) -> None:
+    """Episodes of pending samples are replayed; those that wait are answered once more."""
+    changed = ("trainer.steps", "recipe", "environment.max_turn_tokens", "rollout.max_new")
+    kept = [x for x in settings if not x.startswith(changed)]
+    longer = [
+        "environment.max_turn_tokens=4", "rollout.max_new_tokens=64", "trainer.steps=4",
+        "+environment.params.turns=8", "+environment.params.ends=0.3", "eval.sets.main.every=2",
+    ]  # fmt: skip
+    partial = [*kept, *longer, "recipe.group_size=4", *PARTIAL]
+    train_here(tmp_path / "run", *partial)
+    copy = ended(tmp_path / "run", tmp_path / "copy", 2)
+    episodes = state(copy / "checkpoints" / "step_000002")["episodes"]
+    turns = {len(episode["turns"]) for episode in episodes}
+    assert len(turns) > 1  # of different lengths
+    assert any(episode["ended"] for episode in episodes)
+    rest = train_here(copy, *partial, "trainer.resume=auto")
+    assert len(rest.steps) == 2
+    check_same(tmp_path / "run", copy, tmp_path)

@@ -16,6 +16,7 @@ from hybridrl.flow.schedules import StepResult
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.telemetry.trace import read_timeline, read_trace
+from hybridrl.workers.turns import SampleTexts
 
 KINDS = {
     "fused": "cluster.ranks=2 schedule=fused recipe=grpo recipe.kl_coef=0.05"
@@ -130,8 +131,8 @@ def test_lines_of_samples_say_where_they_come_from_and_whether_they_are_used(
     samples = [Sample(id=SampleId(position), rank=0) for position in (4, 5, 6)]
     dropped = {SampleId(5): Drop(DropReason.FILTER, "no spread")}
 
-    def texts(by_rank: Mapping[int, list[SampleId]]) -> dict[SampleId, tuple[str, str]]:
-        return dict.fromkeys(by_rank[0], ("2 + 2", "4"))
+    def texts(by_rank: Mapping[int, list[SampleId]]) -> dict[SampleId, SampleTexts]:
+        return dict.fromkeys(by_rank[0], SampleTexts("2 + 2", "4"))
 
     with Telemetry(tmp_path, TelemetryConfig(progress=False, loggers=[]), 1) as telemetry:
         records = RunRecords(

@@ -79,6 +79,41 @@ async def plain(task, model, rng):
         messages += [message, {"role": "user", "content": message.content.upper()}]
 
 
+async def streaming(task, model, rng):
+    \"\"\"Notes what the client has made of the chunks, and what it was charged.\"\"\"
+    address, key = await model.endpoint()
+    client = openai.AsyncOpenAI(base_url=address, api_key=key)
+    messages = [{"role": "user", "content": task.question}]
+    while True:
+        text = ""
+        async for chunk in await client.chat.completions.create(
+            model="policy", messages=messages, stream=True, stream_options={"include_usage": True}
+        ):
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                finish = choice.finish_reason
+        assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (7, 2), chunk
+        assert finish == "stop", finish
+        if text == "end":
+            return 1.0
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": text * 2}]
+
+
+async def refused(task, model, rng):
+    \"\"\"What it may not have: several choices, log-probabilities, the key of another.\"\"\"
+    address, key = await model.endpoint()
+    messages = [{"role": "user", "content": task.question}]
+    codes = []
+    for key, more in ((key, {"n": 2}), (key, {"logprobs": True}), ("sk-other", {})):
+        client = openai.AsyncOpenAI(base_url=address, api_key=key, max_retries=0)
+        try:
+            await client.chat.completions.create(model="policy", messages=messages, **more)
+        except openai.APIStatusError as error:
+            codes.append(error.status_code)
+    await model.turn(messages)
+    model.note("codes", " ".join(map(str, codes)))
+
+
 async def blocking(task, model, rng):
     address, key = await model.endpoint()
     client = openai.OpenAI(base_url=address, api_key=key)
@@ -119,6 +154,7 @@ async def agent(task, model, rng):
     [
         ("plain", ["one", "two", "end"], ["ONE", "TWO"], (0.0, 0.0, 1.0)),
         ("blocking", ["end"], [], (1.0,)),
+        ("streaming", ["one", "end"], ["oneone"], (0.0, 1.0)),
         (
             "agent",
             [
@@ -137,6 +173,11 @@ def test_agents_on_the_clients_of_openai(
     assert [(step.failure, step.error) for step in steps] == [(None, "")] * len(steps)
     assert [step.messages[0]["content"] for step in steps if step.messages] == replies
     assert steps[-1].rewards == rewards
+
+
+def test_what_a_client_may_not_have(make: Make, pool: Pool) -> None:
+    _, steps = played(pool(make(AGENTS, "refused")), task("q"), ["a"])
+    assert steps[0].scalars["codes"] == "400 400 401"
 
 
 def test_an_agent_that_rewrites_is_dropped(make: Make, pool: Pool) -> None:

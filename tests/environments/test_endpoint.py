@@ -10,6 +10,7 @@ from environment_pools import Make, Pool, played, task
 
 from hybridrl.config import ConfigError
 from hybridrl.environments import ModelTurn, Openings
+from hybridrl.environments.endpoint import chunks_of
 
 PROGRAMS = '''
 import asyncio, json
@@ -97,6 +98,23 @@ def test_calls_of_tools_have_their_form(make: Make, pool: Pool) -> None:
     assert steps[1].scalars["reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("with_usage", [False, True])
+def test_chunks_of_a_stream_add_up_to_the_completion(with_usage: bool) -> None:
+    """What OpenAI's client makes of them: tests/environments/test_clients.py."""
+    calls = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    usage = {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
+    choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
+    whole = {"id": "x", "created": 0, "model": "m", "choices": [choice], "usage": usage}
+    first, last, *more = chunks_of(whole, with_usage)
+    (one,), (other,) = first["choices"], last["choices"]
+    assert one["delta"] == {**message, "tool_calls": [{"index": 0, **calls[0]}]}
+    assert (one["finish_reason"], other) == (
+        None, {"index": 0, "delta": {}, "finish_reason": "tool_calls"}
+    )  # fmt: skip
+    assert [(chunk["choices"], chunk["usage"]) for chunk in more] == [([], usage)] * with_usage
+
+
 def test_the_tools_of_a_client_are_those_of_the_prompt(make: Make) -> None:
     with Openings(make(PROGRAMS, "tooled")) as opening:
         opening([task("a"), task("b")])
@@ -150,9 +168,9 @@ def test_requests_that_are_refused(make: Make, pool: Pool) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     requests: dict[str, Any] = {
-        "stream=True is not there": {"messages": messages, "stream": True},
-        "n=2 is not there, but 1": {"messages": messages, "n": 2},
-        "logprobs=True": {"messages": messages, "logprobs": True},
+        "n=2: wanted 1: an episode is one conversation": {"messages": messages, "n": 2},
+        "logprobs=True: wanted false": {"messages": messages, "logprobs": True},
+        "is no object": {"messages": messages, "stream": True, "stream_options": 1},
         "messages is no list": {"messages": []},
         "is no message": {"messages": [{"role": "wizard"}]},
         "not text alone": {"messages": image},

@@ -177,6 +177,8 @@ def test_settings_of_a_run_that_cannot_work() -> None:
         ("environment=grid", "schedule=partial", "environment.replay=false"): r"environment\.repl",
         ("environment=grid", "schedule=partial", "deterministic=strict", "environment.partial=timed"
          ): r"environment\.partial=timed: wanted counted",
+        ("environment=grid", "schedule=partial", "environment.partial=timed"
+         ): r"environment\.partial=timed: wanted counted",
         ("environment=walk",): r"environment=walk",
     }  # fmt: skip
     for overrides, error in refused.items():

@@ -332,3 +332,31 @@ def test_advice_is_shown_where_there_is_some(viewer: Any, report: Path, tmp_path
     assert [item.inner_text() for item in advice] == [
         "ranks wait for 92% of a step: the timeline shows where: rollout.max_running"
     ]
+
+
+@pytest.mark.browser
+def test_replies_are_shaded_and_turns_say_what_they_have_earned(
+    viewer: Any, tmp_path: Path
+) -> None:
+    turns = [
+        {"text": "[times(12,34)]", "reply": "408#", "reward": -0.5},
+        {"text": "<b>408</b>", "reply": "", "reward": 1.0},
+    ]
+    whole = "".join(turn["text"] + turn["reply"] for turn in turns)
+    record = {"id": "0.0", "prompt": "12*34=", "response": whole, "reward": 0.5, "turns": turns}
+    with Telemetry(tmp_path, QUIET, 2) as telemetry:
+        telemetry.phase("rl", 1)
+        telemetry.log(1, {"loss": 1.0})
+        telemetry.samples(1, [record, record | {"id": "0.1", "turns": [turns[1]]}])
+    page = viewer.open(render(tmp_path))
+    first, second = page.locator("#samples pre.response").all()
+    assert first.locator(".reply").all_inner_texts() == ["408#"]
+    shades = [
+        place.evaluate("e => getComputedStyle(e).backgroundColor")
+        for place in (first.locator(".reply"), first)
+    ]
+    assert shades[0] != shades[1]
+    assert first.locator(".earned").all_inner_texts() == ["-0.5", "1"]
+    assert second.locator(".reply").count() == 0
+    assert first.inner_text() == "[times(12,34)]-0.5408#<b>408</b>1"
+    assert viewer.errors == []

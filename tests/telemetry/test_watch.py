@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.parquet as parquet
 import pytest
 import uvicorn
 from starlette.testclient import TestClient
@@ -287,6 +288,33 @@ def test_tokens_are_colored_by_what_is_known_of_them(viewer: Any, address: str) 
     assert "log-probability -0.450" in tip
     assert "mask not trained" in tip
     assert "policy version version 0" in tip
+    assert viewer.errors == []
+
+
+@pytest.mark.browser
+def test_replies_are_shaded_among_tokens(viewer: Any, new_sampled_run: Any, tmp_path: Path) -> None:
+    """A turn of one token, a reply of one, and a turn of the others."""
+    with new_sampled_run(tmp_path / "run") as run:
+        run.step(1)
+    columns = parquet.read_table(sample_files.path_of(run.run_dir, 1, 0)).to_pydict()
+    number = next(i for i, num in enumerate(columns["response_tokens"]) if num >= 3)
+    rest = columns["response_tokens"][number] - 2
+    of_tokens = {"trained": [1.0, 0.0] + [1.0] * rest, "turn": [0.0, 0.0] + [1.0] * rest}
+    columns["fields"][number] += [
+        {"name": name, "values": values}
+        for name, values in {**of_tokens, "turn_rewards": [0.5, -1.0]}.items()
+    ]
+    sample_files.write(run.run_dir, 1, 0, columns)
+    with served(run.run_dir) as address:
+        page = viewer.open(address)
+        page.locator(f'[data-key="{columns["id"][number]}"] .row').click()
+        page.wait_for_selector(".tokens")
+        shaded = page.locator(".tokens .reply")
+        assert shaded.all_inner_texts() == [columns["token_texts"][number][1]]
+        assert page.locator(".tokens .earned").all_inner_texts() == ["0.5", "-1"]
+        kinds = page.locator(".detail .bar button").all_inner_texts()
+        assert "turn" in kinds
+        assert "trained" not in kinds
     assert viewer.errors == []
 
 

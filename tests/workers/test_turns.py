@@ -28,7 +28,7 @@ from hybridrl.flow.sample import SampleId, TokenSpan
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.pending_samples import PendingRecord
-from hybridrl.workers.turns import answered, conversation_tensors, grown
+from hybridrl.workers.turns import answered, conversation_tensors, grown, turn_texts
 
 IDS = tuple(SampleId(0, k=k) for k in range(6))
 SAMPLING = Sampling(40, max_turn_tokens=6)
@@ -265,6 +265,9 @@ def test_tensors_of_a_conversation() -> None:
     assert again[:2] == tensors["turn_state"].tolist()
     assert again[0] != again[1] == again[2]
     del turns[2]
+    texts = turn_texts(torch.arange(7), tensors, lambda ids: str(ids.tolist()))
+    assert texts == (("[0, 1, 2]", "[3, 4]", 0.5), ("[5, 6]", "[]", -1.0))
+    assert turn_texts(torch.arange(7), {}, str) == ()
     with pytest.raises(ValueError, match="1 turn rewards for 2 turns"):
         conversation_tensors(turns, [1, 2], response, (1.0,))
 

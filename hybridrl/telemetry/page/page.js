@@ -195,6 +195,15 @@ const table = (columns, rows) => make("table", {},
   make("thead", {}, make("tr", {}, ...columns.map((c) => make("th", {}, c.replaceAll("_", " "))))),
   make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((v, i) => make("td", { class: { what: "text", value: "value" }[columns[i]] }, cell(columns[i], v)))))));
 
+// What the model wrote; in a conversation each turn with what it has earned, and replies shaded.
+function responseText(sample) {
+  const turns = sample.turns || [];
+  if (!turns.length) return make("pre", { class: "response" }, sample.response ?? "");
+  return make("pre", { class: "response" }, ...turns.flatMap((turn) => [turn.text, turnReward(turn.reward), turn.reply ? make("span", { class: "reply" }, turn.reply) : ""]));
+}
+
+const turnReward = (reward) => make("span", { class: `earned ${reward > 0 ? "good" : reward < 0 ? "bad" : ""}`, title: "reward of the turn" }, number(reward));
+
 function sampleCard(sample) {
   const right = typeof sample.reward === "number" && sample.reward > 0;
   const odd = sample.status && !["ok", "done"].includes(sample.status);
@@ -204,7 +213,7 @@ function sampleCard(sample) {
     ...Object.entries(sample.facts).map(([key, value]) => make("span", {}, `${key} ${typeof value === "number" && !Number.isInteger(value) ? number(value) : value}`)),
   ];
   return make("article", { class: "card sample" }, make("div", { class: "facts" }, ...facts),
-    make("h3", {}, "prompt"), make("pre", { class: "prompt" }, sample.prompt), make("h3", {}, "response"), make("pre", { class: "response" }, sample.response));
+    make("h3", {}, "prompt"), make("pre", { class: "prompt" }, sample.prompt), make("h3", {}, "response"), responseText(sample));
 }
 
 function samples() {

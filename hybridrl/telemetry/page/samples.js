@@ -122,7 +122,7 @@ function sampleDetail(sample) {
     make("div", { class: "facts" }, ...facts.map(([name, value]) => make("span", {}, `${name.replaceAll("_", " ")} `, make("b", {}, shown(value))))),
     make("h3", {}, "prompt"), make("pre", { class: "prompt" }, sample.prompt ?? ""),
     make("h3", {}, "response"),
-    ...(sample.tokens ? tokenView(sample) : [make("pre", { class: "response" }, sample.response ?? "")]));
+    ...(sample.tokens ? tokenView(sample) : [responseText(sample)]));
 }
 
 // The least and the largest; no spread, whose arguments a long response has too many of.
@@ -137,7 +137,7 @@ function colorings(sample) {
   const likely = (values) => ({ values, colors: scaled(values.map((v) => (v === null ? null : -v)), 0, 5, "bad"), legend: gradient("0 nats", "−5 or less", mix("bad", 0), mix("bad", 0.75)) });
   const out = {};
   for (const [name, raw] of Object.entries(sample.values)) {
-    if (name === "advantages") continue;
+    if (name === "advantages" || name === "trained") continue; // `mask` shows what is trained
     const values = numbers(raw);
     const title = name === "log_probs" ? "log-probability" : name.replaceAll("_", " ");
     if (name.endsWith("log_probs")) {
@@ -176,8 +176,12 @@ let coloredBy = "log-probability"; // as the reader has last chosen, in any samp
 function tokenView(sample) {
   const kinds = colorings(sample);
   const names = Object.keys(kinds);
-  const spans = sample.tokens.map((text, i) => make("span", { "data-token": i }, text));
-  const text = make("pre", { class: "response tokens" }, ...spans);
+  const { trained, turn } = sample.values;
+  const isReply = (i) => Boolean(turn) && !Number(trained[i]);
+  const spans = sample.tokens.map((text, i) => make("span", { "data-token": i, class: isReply(i) ? "reply" : "" }, text));
+  const endsTurn = (i) => !isReply(i) && (i + 1 === spans.length || isReply(i + 1) || turn[i + 1] !== turn[i]);
+  const earned = (i) => (sample.turn_rewards && turn && endsTurn(i) ? [turnReward(sample.turn_rewards[turn[i]])] : []);
+  const text = make("pre", { class: "response tokens" }, ...spans.flatMap((span, i) => [span, ...earned(i)]));
   const legend = make("span");
   const holder = make("div", { class: "plot" }, text);
   const tip = tooltip(holder);

@@ -1,0 +1,143 @@
+"""The driver's side of conversations: a resumed run takes them up where they were."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from environment_pools import task
+
+from hybridrl.config import Config
+from hybridrl.controller.async_calls import Rounds
+from hybridrl.controller.episodes import Episodes
+from hybridrl.flow.executor import Computed, EpisodeReply, Parked, Replied, Sampling, TurnEnded
+from hybridrl.flow.sample import SampleId
+from hybridrl.flow.schedules.base import PendingSample
+
+PROGRAMS = """
+import os
+
+async def talk(task, model, rng, fails=""):
+    reply = task.messages
+    for number in range(3):
+        turn = await model.turn(reply)
+        model.reward(len(turn.text))
+        if turn.text == fails:
+            raise ValueError("nothing to say")
+        reply = f"{number}{turn.text}{rng.randint(0, 9999)}"
+
+async def differs(task, model, rng):
+    await model.turn(task.messages)
+    await model.turn(str(os.getpid()))
+"""
+ITEM = SimpleNamespace(prompt="q", prompt_ids=(1, 2), task=task("q"))
+Make = Callable[..., Episodes]
+
+
+class Words:
+    """Tokens of replies are their characters' numbers."""
+
+    def reply(self, turn: Any, messages: Any, most: int) -> tuple[tuple[int, ...], bool]:
+        text = "".join(message["content"] for message in messages)
+        return tuple(map(ord, text))[:most], len(text) > most
+
+
+@pytest.fixture
+def make(make_config: Callable[..., Config], tmp_path: Path) -> Iterator[Make]:
+    """`make(program, *overrides)`: the episodes of a run, closed after the test."""
+    file = tmp_path / "programs.py"
+    file.write_text(PROGRAMS)
+    with ExitStack() as stack:
+
+        def made(program: str, *overrides: str) -> Episodes:
+            given = ["environment=function", f"environment.path={file}:{program}"]
+            config = make_config(*given, "rollout.max_new_tokens=64", *overrides, "run.dir=out")
+            return stack.enter_context(closing(Episodes(config, Words())))
+
+        yield made
+
+
+def answered(episodes: Episodes, id: SampleId, text: str, response: int = 3) -> EpisodeReply:
+    """What a turn is answered."""
+    return event_of(episodes, TurnEnded(id, (1, 2, 3), text, "stop", response))
+
+
+def event_of(episodes: Episodes, ended: TurnEnded) -> EpisodeReply:
+    work = episodes.answer(ended)
+    try:
+        calls = next(work)
+        while True:
+            calls = work.send([future.result(60) for future in calls])
+    except StopIteration as over:
+        (event,) = over.value
+        (reply,) = event.replies
+        return reply
+
+
+def pending(id: SampleId, waits: bool) -> PendingSample:
+    return PendingSample(id, ITEM, Sampling(64, 1.0), 0, Parked((id,), (9,), 0, None), waits)
+
+
+def test_conversations_are_taken_up_where_they_were(make: Make) -> None:
+    """One waits in mid-conversation, one has ended, one has failed, one is on its next turn."""
+    episodes, ids = make("talk", "+environment.params.fails=x"), [SampleId(n) for n in range(4)]
+    waits, over, failed, decodes = ids
+    episodes.start(ids, ITEM, 64)
+    replies = {}
+    for id in ids:
+        replies[id] = answered(episodes, id, "ab")
+    replies[waits] = answered(episodes, waits, "cd", 12)
+    for text in ("ef", "gh"):
+        replies[over] = answered(episodes, over, text)
+    replies[failed] = answered(episodes, failed, "x")
+    assert [replies[over].finish, replies[failed].finish] == ["stop", "abort"]
+    assert replies[over].turn_rewards == (2, 2, 2)
+    samples = [pending(id, id != decodes) for id in ids]
+    state = json.loads(json.dumps(episodes.state(samples)))
+    assert [len(record["turns"]) for record in state] == [2, 3, 2, 1]
+    counted = episodes.metrics()
+    assert counted["environment/turns"] == 8
+    # Another process, as of a resumed run.
+    again = make("talk", "+environment.params.fails=x")
+    open_turns = list(again.take_up(samples, state))
+    assert [ended.id for ended in open_turns] == [waits, over, failed]
+    assert {ended.id: event_of(again, ended) for ended in open_turns} == {
+        id: replies[id] for id in (waits, over, failed)
+    }
+    assert again.pool.counts["episodes"] == 2  # those that are over do not run again
+    assert again.metrics().get("environment/turns", 0) == 0  # counted before
+    for id, turns in ((waits, ["yz"]), (decodes, ["cd", "yz"])):
+        for text in turns:
+            assert answered(again, id, text) == answered(episodes, id, text)
+    assert again.metrics()["environment/failed"] == 0
+
+
+def test_a_replay_that_answers_otherwise_has_failed(make: Make) -> None:
+    episodes, id = make("differs"), SampleId(0)
+    episodes.start([id], ITEM, 64)
+    assert answered(episodes, id, "a").tokens is not None
+    again = make("differs")
+    (ended,) = again.take_up([pending(id, True)], episodes.state([pending(id, True)]))
+    assert event_of(again, ended).scalars["environment_failure"] == "replay"
+    assert again.metrics()["environment/failed/replay"] == 1
+    # And where the turn after it is made before the replay is known to differ.
+    later = make("differs")
+    assert not list(later.take_up([pending(id, False)], episodes.state([pending(id, False)])))
+    reply = answered(later, id, "b")
+    assert (reply.finish, reply.scalars["environment_failure"]) == ("abort", "replay")
+
+
+def test_replies_of_another_schedule_come_after_it() -> None:
+    rounds = Rounds(None)  # no ranks are called
+    mine = Computed("s", (), {}, ())
+    theirs = Replied((EpisodeReply(SampleId(0), None),), (0.0,))
+    rounds.ready(theirs)
+    with rounds.apart(lambda event: isinstance(event, Replied)):
+        rounds.ready(mine)
+        assert rounds.wait(lambda: None) == [mine]
+        with pytest.raises(RuntimeError, match="nothing is in flight"):
+            rounds.wait(lambda: None)
+    assert rounds.wait(lambda: None) == [theirs]

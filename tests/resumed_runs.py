@@ -1,0 +1,57 @@
+"""What tests of resumed runs share: a run as if it had been killed, and when runs are the same."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from hybridrl.telemetry.records import read_lines
+
+TIMES = ("time", "_s", "bubble_share", "mfu")  # of keys that time decides
+
+
+def tensors(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """All that a checkpoint has to go on from, whole: parameters, moments, averages."""
+    file, tensors = folder / "whole.pt", {}
+    for role in state(checkpoint)["roles"]:
+        dcp_to_torch_save(checkpoint / "resume" / role, file)
+        tensors |= {f"{role}/{name}": tensor for name, tensor in torch.load(file).items()}
+    return tensors
+
+
+def lines(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    """The lines of a record, without what time decides."""
+    return [
+        {key: value for key, value in line.items() if not key.endswith(TIMES)}
+        for line in read_lines(run_dir / f"{name}.jsonl")
+    ]
+
+
+def state(checkpoint: Path) -> dict[str, Any]:
+    driver_state: dict[str, Any] = json.loads((checkpoint / "resume" / "state.json").read_text())
+    return driver_state
+
+
+def check_same(one: Path, other: Path, folder: Path) -> None:
+    """Two runs that are over: every tensor, the driver's state, the records."""
+    a, b = tensors(one / "final", folder), tensors(other / "final", folder)
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+    before, after = state(one / "final"), state(other / "final")
+    for key in ("step", "phase", "prompts", "roles", "recipe", "bad_steps", "evaluated", "before"):
+        assert before[key] == after[key], key
+    for name in ("metrics", "samples", "lengths"):
+        assert lines(one, name) == lines(other, name), name
+
+
+def ended(run_dir: Path, copy: Path, step: int) -> Path:
+    """A copy of a run, as if it had been killed some time after the checkpoint of `step`."""
+    shutil.copytree(run_dir, copy)
+    shutil.rmtree(copy / "final")
+    for path in (copy / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step_")) > step:
+            shutil.rmtree(path)
+    return copy
