@@ -210,6 +210,9 @@ class ClusterConfig:
     `lmsys`, or `lognormal:median=M,p99=N`. Those of a distribution follow from `run.seed`."""
     prompt_tokens: int | None = bounded(None, least=1)
     """Emulated: tokens of each prompt; null: the recorded ones, or 128 with a distribution."""
+    turns: str | None = None
+    """Emulated: turns of responses, tokens of replies and their waits, as its `--turns`:
+    `turns=N,reply=TOKENS,wait=SECONDS`; null: a response is one turn."""
     time_scale: float = bounded(1.0, above=0)
     """Emulated: factor of all modeled seconds; below 1 a run is sooner through."""
     ranks_per_process: int = bounded(32, least=0)
@@ -335,7 +338,7 @@ class ClusterConfig:
         if self.kind is ClusterKind.processes and self.address is not None:
             raise ConfigError("cluster.address", self.address, "null: cluster=processes has no Ray")
         if not self.emulated:
-            for key in ("costs", "lengths", "prompt_tokens"):
+            for key in ("costs", "lengths", "prompt_tokens", "turns"):
                 if getattr(self, key) is not None:
                     raise ConfigError(
                         f"cluster.{key}", getattr(self, key), "cluster=emulated with it"

@@ -112,6 +112,9 @@ class RolloutConfig(SamplingConfig):
     kv_cache_tokens: int = bounded(0, least=0)
     """Tokens that the KV cache of an instance holds; 0 sizes it for `max_running` full samples. A
     GPU may hold fewer; on one, vLLM takes all that is left."""
+    kv_host_tokens: int | None = bounded(None, least=0)
+    """Tokens of waiting conversations whose keys and values an instance copies to host memory,
+    where its KV cache is short; null: as many as the cache holds. Others are computed again."""
     decode_steps: int = bounded(64, least=1)
     """Decode steps per bounded call of an instance."""
     layout: RolloutLayoutConfig = field(default_factory=RolloutLayoutConfig)
@@ -140,6 +143,9 @@ class RolloutConfig(SamplingConfig):
         self.check_sampling("rollout", self.max_new_tokens)
         self._check_speculation()
         self._check_tail_tp()
+        if self.kv_host_tokens is not None and not self.features.holds_turns:
+            allowed = f"null with rollout.engine={self.engine.value}"
+            raise ConfigError("rollout.kv_host_tokens", self.kv_host_tokens, allowed)
         if self.vllm and self.engine is not Engine.vllm:
             raise ConfigError("rollout.vllm", self.vllm, "none, or rollout=vllm")
         if self.block_size % self.features.block_multiple:

@@ -91,7 +91,7 @@ class Episodes:
     The processes start with the first episode.
     """
 
-    def __init__(self, config: Config, composer: Composer) -> None:
+    def __init__(self, config: Config, composer: Composer | None) -> None:
         self.config, self._composer = config, composer
         self.clock: Clock = WallClock()
         self._pool: EpisodePool | None = None
@@ -225,6 +225,7 @@ class Episodes:
             return self._ended(ended.id, conversation, step, step.finish, counts)
         room = conversation.most - ended.response_tokens - 1  # the next turn has a token
         most = self.config.environment.max_reply_tokens
+        assert self._composer is not None
         tokens, was_cut = self._composer.reply(ended.tokens, step.messages, most)
         counts.cut_replies += was_cut
         if len(tokens) > room:
@@ -273,7 +274,7 @@ class Episodes:
             "failed": float(counts.failures.total()),
             **{f"failed/{kind}": float(number) for kind, number in counts.failures.items()},
         }
-        of_pool = Counter(self.pool.counts)
+        of_pool = Counter(self._pool.counts if self._pool is not None else {})
         metrics["replays"] = float(of_pool["replays"] - self._recorded["replays"])
         self._recorded = of_pool
         if counts.waits:

@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from math import ceil
 
 from transformers import PretrainedConfig
 
-from hybridrl.config import Config, Device
+from hybridrl.config import Config, Device, ScheduleKind
 from hybridrl.controller.memory_inputs import (
     LongestInputs,
     attention_of,
     has_triton,
 )
+from hybridrl.controller.placement import HOME
 from hybridrl.controller.preflight_models import judges_of
 from hybridrl.engines.rollout.memory import (
     kv_bytes_per_token,
@@ -27,6 +29,7 @@ from hybridrl.models.activations import Activations, head_activations, layer_act
 from hybridrl.models.context import context_tokens
 from hybridrl.models.load import TORCH_DTYPES, load_config
 from hybridrl.models.parallel import model_parameters, num_experts
+from hybridrl.planner.emulation import group_size_of
 from hybridrl.planner.generation_memory import GenerationSizes, NativeSizes, VLLMSizes
 from hybridrl.planner.memory import ScoringSizes
 
@@ -36,7 +39,11 @@ the largest M_MMAP_THRESHOLD. Blocks of 32 MiB and more it gives back at once.""
 
 
 def generation_sizes(
-    config: Config, shape: PretrainedConfig, inputs: LongestInputs, stage: int | None
+    config: Config,
+    graph: Graph,
+    shape: PretrainedConfig,
+    inputs: LongestInputs,
+    stage: int | None,
 ) -> GenerationSizes:
     """The rollout engine's sizes on a pipeline stage; None: each of the stage that has most."""
     rollout, dtype = config.rollout, TORCH_DTYPES[config.rollout.dtype]
@@ -80,7 +87,25 @@ def generation_sizes(
         gathered=token if keeps else layer_token_bytes(shape, tp, dtype),
         copied=inputs.copied,
         sampling=sampling_bytes(rollout, shape.vocab_size),
+        conversations=longest * conversations_held(config, graph),
+        host_tokens=rollout.kv_host_tokens,
     )
+
+
+def conversations_held(config: Config, graph: Graph) -> int:
+    """Conversations that an instance may have at a time: those that wait need no row.
+
+    Its share of a step's samples, or of those of an evaluation set; 0 without an environment.
+    """
+    if not config.environment.is_on:
+        return 0
+    prompts: float = config.trainer.prompts_per_step
+    if config.schedule.kind is ScheduleKind.partial:
+        prompts *= config.schedule.over_provision
+    sets = config.eval.sets.values()
+    held_out = [(own.num_prompts or config.data.eval_size) * own.num_samples for own in sets]
+    most = max([ceil(prompts) * group_size_of(graph), *held_out])
+    return -(-most // (config.ranks_of(HOME) // config.rollout.layout.ranks))
 
 
 def _sent(pp: int, stages: Sequence[int]) -> int:

@@ -88,8 +88,9 @@ def _pool_sizes(
     )
 
     train_stage, gen_stage = stages or (None, None)
-    trained, from_actor = {}, set()
+    trained, from_actor, generation = {}, set(), None
     if pool == HOME:
+        generation = generation_sizes(config, graph, shape, inputs, gen_stage)
         layout, optim = config.trainer.layout, config.trainer.optim
         rows = _rows(config, pool, layout, inputs)
         args = shape, layout, config.actor.lora, optim
@@ -105,7 +106,7 @@ def _pool_sizes(
     return PoolSizes(
         trained=trained,
         scoring=scoring_sizes(config, graph, shape, pool, inputs, gen_stage),
-        generation=generation_sizes(config, shape, inputs, gen_stage) if pool == HOME else None,
+        generation=generation,
         from_actor=from_actor,
         together=roles_together(config, graph, pool) if config.trainer.fuses else (),
     )

@@ -26,7 +26,8 @@ def check_environment(config: Config, graph: Graph) -> None:
     if not any(isinstance(stage, GenerateStage) for stage in graph.stages.values()):
         raise ConfigError(*kind, "none: the recipe does not generate")
     if config.cluster.emulated:
-        raise ConfigError(*kind, "none: emulated ranks write no texts")
+        allowed = "none: emulated ranks write no texts; cluster.turns has turns, replies and waits"
+        raise ConfigError(*kind, allowed)
     if not rollout.features.holds_turns:
         able = [engine.value for engine, features in ENGINES.items() if features.holds_turns]
         allowed = f"{', '.join(able)} with environment.kind={environment.kind.value}"

@@ -18,6 +18,7 @@ from hybridrl.checkpoint.folder import Point, read, search
 from hybridrl.config import Config, Device, KeptSamples
 from hybridrl.controller.checkpoints import Checkpoints, DriverState, Origin
 from hybridrl.controller.early_backward import early_settings
+from hybridrl.controller.emulated_episodes import EmulatedEpisodes
 from hybridrl.controller.episodes import Episodes
 from hybridrl.controller.evaluate import HeldOutEvaluation, evaluation_graphs
 from hybridrl.controller.fused_search import FusedSearch
@@ -96,8 +97,7 @@ class Run:
         # the model of emulated ranks is not the one that is here
         emulated = config.cluster.emulated
         works = {} if emulated else work_of_roles(config, prepared.graph, prepared.model_path)
-        turns = prepared.turns
-        self.episodes = Episodes(config, turns) if turns is not None else None
+        self.episodes = _episodes(config, prepared)
         searched = FusedSearch.of(config, prepared.graph, works, prepared.model_path)
         self.executor = RayExecutor(
             self.group,
@@ -471,3 +471,10 @@ class Run:
         """Have the ranks' roles load the checkpoint, if it is of `phase`."""
         if point := self._resumes_in(phase.name):
             self.checkpoints.load(point)
+
+
+def _episodes(config: Config, prepared: PreparedRun) -> Episodes | None:
+    """What answers conversations: environments, or a model of them; None where there are none."""
+    if config.cluster.turns is not None:
+        return EmulatedEpisodes(config, prepared.graph)
+    return Episodes(config, prepared.turns) if prepared.turns is not None else None

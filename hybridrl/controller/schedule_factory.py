@@ -29,6 +29,8 @@ def sampling_of(
     if config.environment.is_on:
         most = min(config.environment.max_turn_tokens, max_new_tokens)
         sampling = replace(sampling, max_turn_tokens=most)
+    elif config.cluster.turns is not None:  # which says where they end
+        sampling = replace(sampling, max_turn_tokens=max_new_tokens)
     return sampling
 
 

@@ -119,7 +119,7 @@ class Workspace:
     """The gathered keys and values of a decode group, kept from step to step.
 
     A step reads them in place and writes one token a row, instead of copying every block. Rows come
-    (`add`) and go (`remove`), up to `capacity`, each of up to `pages` blocks. `flush` copies what
+    (`add`) and go (`vacate`), up to `capacity`, each of up to `pages` blocks. `flush` copies what
     was written to the pool. `memory` is a slice of the pool's arena. Costs a second copy of the
     running sequences' cache.
     """
@@ -146,24 +146,35 @@ class Workspace:
         self.longest = int(self.positions.max()) if rows else -1
         self._new = (self._lines[:rows] + self.positions[:, None, None]).reshape(-1)
 
-    def add(self, tables: torch.Tensor, positions: torch.Tensor) -> None:
-        """Gather new rows from the blocks of `tables` [rows, pages], up to their `positions`."""
-        start, stop = self._rows, self._rows + len(positions)
-        self._positions[start:stop] = self._written[start:stop] = positions
+    def add(self, rows: list[int], tables: torch.Tensor, positions: torch.Tensor) -> None:
+        """Gather rows from the blocks of `tables` [rows, pages], up to their `positions`.
+
+        Their places are vacated ones, or the next ones.
+        """
+        at = torch.tensor(rows)
+        self._positions[at] = self._written[at] = positions
         width = tables.shape[1] * self._pool.block_size
         for layer, kept in enumerate(self._layers):
-            kept[:, start:stop, :, :width] = self._pool.gather(layer, tables)
-        self._arrange(stop)
+            kept[:, :, :, :width].index_copy_(1, at, self._pool.gather(layer, tables))
+        self._arrange(max(self._rows, *(row + 1 for row in rows)))
 
-    def remove(self, row: int) -> None:
-        """Take a row out; the last one takes its place."""
-        last = self._rows - 1
-        if row < last:
-            stop = int(self._positions[last])
+    def vacate(self, rows: list[int]) -> None:
+        """These rows have left; `add` or `close` gives their places to others before a step."""
+        at = torch.tensor(rows)
+        self._positions[at] = self._written[at] = 0
+        self.longest = int(self.positions.max())
+
+    def close(self, sources: list[int], targets: list[int], rows: int) -> None:
+        """Move rows to the places of others; `rows` remain."""
+        if sources:
+            source, target = torch.tensor(sources), torch.tensor(targets)
+            stop = int(self._positions[source].max())
             for kept in self._layers:
-                kept[:, row, :, :stop] = kept[:, last, :, :stop]
-            self._positions[row], self._written[row] = self._positions[last], self._written[last]
-        self._arrange(last)
+                short = kept[:, :, :, :stop]
+                short.index_copy_(1, target, short.index_select(1, source))
+            self._positions[target] = self._positions[source]
+            self._written[target] = self._written[source]
+        self._arrange(rows)
 
     def fetch(self, layer: int, new: torch.Tensor) -> torch.Tensor:
         """[2, rows, kv_heads, width, head_dim], with `new` [rows, 2, kv_heads, head_dim]."""

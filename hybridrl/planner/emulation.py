@@ -10,6 +10,7 @@ from hybridrl.config import Config, ConfigError
 from hybridrl.flow.costs import Costs, Drafting
 from hybridrl.flow.graph import ComputeStage, GenerateStage, Graph, MapStage, Stage, StageMethod
 from hybridrl.planner.accelerators import read_roofline
+from hybridrl.planner.conversations import ConversationModel, read_conversations
 from hybridrl.planner.schedule import read_costs
 from hybridrl.planner.workload import Shape, Workload, read_workload
 
@@ -97,8 +98,17 @@ def _workload(
     return _of_key("cluster.lengths", lambda: read_workload(text, shape))
 
 
+def emulated_conversations(config: Config) -> ConversationModel | None:
+    """`cluster.turns`, with waits in real seconds; None without turns. Raises `ConfigError`."""
+    text, scale = config.cluster.turns, config.cluster.time_scale
+    if text is None:
+        return None
+    model = _of_key("cluster.turns", lambda: read_conversations(text))
+    return replace(model, wait_s=model.wait_s * scale)
+
+
 def check_emulation(config: Config, graph: Graph) -> None:
-    """Raise `ConfigError` for costs or lengths that cannot be read, or a stage without a cost.
+    """Raise `ConfigError` for costs, lengths or turns that cannot be read, or a stage without cost.
 
     Paths become absolute, since ranks read them too.
     """
@@ -109,6 +119,7 @@ def check_emulation(config: Config, graph: Graph) -> None:
         cluster.lengths = str(Path(cluster.lengths).resolve())
     costs = emulated_costs(config)
     emulated_workload(config, group_size_of(graph))
+    emulated_conversations(config)
     for stage in graph.stages.values():
         if is_pass(stage, config) and cost_name(costs, stage) is None:
             known = ", ".join(costs.token_s) or "none"

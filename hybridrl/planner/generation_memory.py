@@ -43,6 +43,10 @@ class GenerationSizes:
         """Besides the weights, what each phase of generation holds, by its name."""
         raise NotImplementedError
 
+    def on_host(self, left: int | None) -> int:
+        """Bytes of keys and values in host memory, of conversations that gave way to others."""
+        return 0
+
     @property
     def moving(self) -> int:
         """Bytes besides both layouts of the weights, while they move."""
@@ -59,6 +63,10 @@ class NativeSizes(GenerationSizes):
     """Of `logits`, what the run's way of sampling takes."""
     copied: int = 0
     """Tokens whose keys and values a decode step copies; 0: those of the whole cache."""
+    conversations: int = 0
+    """Tokens of all conversations that an instance may have, each at full length."""
+    host_tokens: int | None = None
+    """`rollout.kv_host_tokens`."""
 
     def cache_tokens(self, left: int | None) -> int:
         """See `GenerationSizes`; a full sample at least."""
@@ -66,6 +74,12 @@ class NativeSizes(GenerationSizes):
             return self.wanted or self.most
         fits = max(left - self.logits - self.prefill, 0) // (self.token + self.gathered)
         return self.wanted or max(self.longest, min(self.most, fits))
+
+    def on_host(self, left: int | None) -> int:
+        """See `GenerationSizes`: of what the cache cannot hold, as much as may be there."""
+        cache = self.cache_tokens(left)
+        most = cache if self.host_tokens is None else self.host_tokens
+        return self.token * min(most, max(0, self.conversations - cache))
 
     def phases(self, left: int | None) -> dict[str, Sizes]:
         """Prompts are read, then tokens decode.

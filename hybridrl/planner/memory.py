@@ -13,7 +13,8 @@
 
 Ranks on GPUs offload what a phase does not need. Ranks on CPUs keep all of it: there the training
 state of every role and the generation weights are in each phase. A pool of ranks without the actor
-neither switches nor generates.
+neither switches nor generates. Keys and values of conversations that give way are in host memory:
+on CPUs in the phases of generation, else apart (`MemoryPlan.on_host`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,6 +25,7 @@ from hybridrl.planner.train_memory import MASTER, TrainSizes
 
 GIB = 2**30
 TOGETHER = "together"
+WAITING = "keys and values of waiting conversations"
 FILE = 2
 """Bytes of a parameter in a file of bfloat16 weights."""
 LEFT_FOR = {
@@ -75,7 +77,7 @@ class MemoryPlan:
     """The phases of a rank, in a room of `capacity` bytes, `reserved` of them for other users.
 
     `cache_tokens` of the KV cache; None where nothing generates. `advice` names settings that
-    reduce the largest phase.
+    reduce the largest phase. `on_host` bytes are in the host memory of a GPU's node.
     """
 
     device: str
@@ -84,6 +86,7 @@ class MemoryPlan:
     reserved: int
     cache_tokens: int | None
     advice: str = ""
+    on_host: int = 0
 
     @property
     def peak(self) -> MemoryPhase:
@@ -116,6 +119,8 @@ class MemoryPlan:
             )
             for phase in self.phases
         ]
+        if self.on_host:
+            rows.append(("on the host", _gib(self.on_host), f"{WAITING}, in the node's memory"))
         margin = ("besides", _gib(self.reserved), f"left for {LEFT_FOR[self.device]}")
         return [*rows, margin, ("", "", self.verdict())]
 
@@ -185,7 +190,7 @@ def plan_memory(run: PoolSizes, device: str, capacity: int, reserved: int) -> Me
     """The phases of a step on a rank of the `device` type, `cuda` or `cpu`."""
     stays = _stays(run) if device == "cpu" else {}
     phases = [_phase(f"load {role}", sizes) for role, sizes in _loading(run, device).items()]
-    gen, weights, tokens = run.generation, {}, None
+    gen, weights, tokens, on_host = run.generation, {}, None, 0
     if gen is not None:
         weights = {"generation weights": gen.weights}
         left = None
@@ -195,7 +200,11 @@ def plan_memory(run: PoolSizes, device: str, capacity: int, reserved: int) -> Me
         phases.append(_phase("load rollout engine", stays, weights, gen.at_start(left)))
         state = stays or run.trained["actor"].state
         phases.append(_phase("switch", state, weights, {"buckets": gen.moving}))
-        phases += [_phase(name, stays, weights, sizes) for name, sizes in gen.phases(left).items()]
+        on_host = gen.on_host(left)
+        waiting = {WAITING: on_host if device == "cpu" else 0}
+        phases += [
+            _phase(name, stays, weights, sizes, waiting) for name, sizes in gen.phases(left).items()
+        ]
     for role, scorer in run.scoring.items():
         own = {} if stays else {"scoring weights": scorer.weights}
         row = {"activations": scorer.activations}
@@ -208,7 +217,8 @@ def plan_memory(run: PoolSizes, device: str, capacity: int, reserved: int) -> Me
         states = [_sum(stays, weights)] if stays else [run.trained[role].state for role in roles]
         updates = [run.trained[role].update() for role in roles]
         phases.append(_phase(f"train {TOGETHER}", *states, *updates))
-    return MemoryPlan(device, phases, capacity, reserved, tokens)
+    apart = on_host if device == "cuda" else 0
+    return MemoryPlan(device, phases, capacity, reserved, tokens, on_host=apart)
 
 
 def _stays(run: PoolSizes) -> dict[str, int]:

@@ -8,7 +8,7 @@ from hybridrl.config import (
     OptimName,
     TrainLayoutConfig,
 )
-from hybridrl.planner.memory import TOGETHER, MemoryPhase
+from hybridrl.planner.memory import TOGETHER, WAITING, MemoryPhase
 from hybridrl.planner.train_memory import CHUNK_KEYS
 
 _LARGE = 0.2  # of a phase: what is worth a setting besides the largest size
@@ -81,6 +81,7 @@ def _of_generation(config: Config, work: str, pool: str) -> dict[str, list[str]]
         "KV cache and arrays of vLLM": [_SHORTER, *more],
         "activations": _shorter_scored_rows(config) if work == "score" else [_SHORTER, *more],
         "logits": fewer or more,
+        WAITING: ["a smaller rollout.kv_host_tokens"],
         "copied keys and values": cache,
         "scoring weights": [*more, "model.compute_dtype=bfloat16"] if wide else more,
         "buckets": ["a smaller rollout.layout.bucket_mb"],

@@ -25,13 +25,16 @@ from hybridrl.flow.executor import (
     Phase,
     Resume,
     TargetsLoaded,
+    TurnEnded,
     generated_tensors,
 )
 from hybridrl.flow.graph import AnswersStage, Graph, Stage, UpdateStage
 from hybridrl.flow.sample import NO_VERSION, SampleId, TokenSpan
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.weight_switch import SwitchStats
+from hybridrl.planner.conversations import ModeledConversation
 from hybridrl.planner.emulation import (
+    emulated_conversations,
     emulated_costs,
     emulated_workload,
     group_size_of,
@@ -53,7 +56,7 @@ from hybridrl.workers.data_plane import DataPlane, with_parked
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.training import Training, UpdateShare
-from hybridrl.workers.turns import SampleTexts
+from hybridrl.workers.turns import CONVERSATION_TENSORS, SampleTexts
 
 EMULATED = "[emulated]"
 """In place of texts of a model."""
@@ -200,12 +203,19 @@ class EmulatedWorker:
         return _at_once(models)
 
     def _rows(self, workload: Workload, width: int) -> ModeledInstance:
+        conversations = emulated_conversations(self.config)
+
+        def converse(id: SampleId) -> ModeledConversation:
+            assert conversations is not None
+            return conversations.of(id, workload.length_of(id))
+
         return ModeledInstance(
             self.costs.at_width(width),
             workload.length_of,
             workload.prompt_tokens_of,
             self.config.samples_held,
             self.config.schedule.entry.counts_tokens,
+            None if conversations is None else converse,
         )
 
     @dispatch(Dispatch.SAME)
@@ -258,26 +268,39 @@ class EmulatedWorker:
             return rows.advance(fetched, num_decode_steps, version)
 
         outcome = shared.advance(run)
-        # A finished sample stays on one rank of the instance, as a worker's does.
-        ranks = shared.ranks
-        mine = [
-            row
-            for row in outcome.finished
-            if ranks[(row.id.prompt + row.id.k) % len(ranks)] == self.rank
-        ]
+        mine = self._of_rank(outcome.finished, shared.ranks)
         self.store |= {row.id: StoredLengths(row.prompt, row.num_generated) for row in mine}
         finished = tuple(self._finished(row) for row in mine)
         parked = tuple(self._export_parked(place, event) for event in outcome.parked)
+        turns = tuple(
+            TurnEnded(row.id, (), EMULATED, "stop", row.num_generated)
+            for row in self._of_rank(outcome.turns, shared.ranks)
+        )
         assert shared.rows is not None
-        event = Advanced(instance, shared.rows.unfinished, finished, parked, work=outcome.work)
+        unfinished = shared.rows.unfinished
+        event = Advanced(instance, unfinished, finished, parked, work=outcome.work, turns=turns)
         ids = [f.id for f in finished]
         value = self._published(event, ids, generated_tensors(finished))
         span = outcome.work.name(wide=shared is not self.instance)
         return _taking(outcome.work.seconds, value, span)
 
+    def _of_rank(self, rows: Sequence[ModeledRow], ranks: range) -> list[ModeledRow]:
+        """Each sample's events are of one rank of the instance, as a worker's are."""
+        owner = [ranks[(row.id.prompt + row.id.k) % len(ranks)] for row in rows]
+        return [row for row, rank in zip(rows, owner, strict=True) if rank == self.rank]
+
     def _finished(self, row: ModeledRow) -> Finished:
-        spans = tuple(row.spans)
-        return Finished(row.id, self.rank, row.prompt, row.num_generated, row.finish, spans)
+        more = CONVERSATION_TENSORS if self.config.cluster.turns is not None else ()
+        return Finished(
+            row.id,
+            self.rank,
+            row.prompt,
+            row.num_generated,
+            row.finish,
+            tuple(row.spans),
+            scalars=row.scalars,
+            more_tensors=more,
+        )
 
     def _export_parked(self, place: int, event: Parked) -> Parked:
         """With references as a worker has them: by place in the instance, then by sample.

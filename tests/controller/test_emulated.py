@@ -16,7 +16,12 @@ from hybridrl.controller import train as runs
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Sampling, Submit
 from hybridrl.flow.sample import SampleId
-from hybridrl.planner.emulation import emulated_costs, emulated_workload, scaled
+from hybridrl.planner.emulation import (
+    emulated_conversations,
+    emulated_costs,
+    emulated_workload,
+    scaled,
+)
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.rundata import load
 from hybridrl.telemetry.tables import timelines
@@ -123,6 +128,30 @@ def test_lengths_are_those_of_the_workload(trained: Callable[..., Path]) -> None
         assert tokens == wanted
 
 
+TURNS = ('cluster.turns="turns=4,reply=32,wait=2"',)
+
+
+@pytest.mark.parametrize("schedule", ["serial", "fused"])
+def test_responses_have_the_turns_of_the_plan(trained: Callable[..., Path], schedule: str) -> None:
+    """Turns, replies and lengths are those of `plan schedule --turns`, under both schedules."""
+    config = configured(*GRPO, *TURNS)
+    workload, model = emulated_workload(config, 4), emulated_conversations(config)
+    assert model is not None
+    run = trained(f"schedule={schedule}", *GRPO, *TURNS)
+    num_turns = num_replied = 0
+    for prompt, tokens in lengths_by_prompt(run).items():
+        for k, got in enumerate(tokens):
+            id = SampleId(prompt, k=k)
+            turns, _ = model.of(id, workload.length_of(id)).cut_at(2000)
+            replies = sum(turn.reply_tokens or 0 for turn in turns)
+            assert got == sum(turn.tokens for turn in turns) + replies
+            num_turns, num_replied = num_turns + len(turns), num_replied + replies
+    lines = read_lines(run / "metrics.jsonl")
+    assert sum(line["environment/turns"] for line in lines) == num_turns
+    assert sum(line["environment/reply_tokens"] for line in lines) == num_replied
+    assert all(line["environment/wait_p99_s"] > 0 for line in lines)
+
+
 @pytest.mark.parametrize("schedule", ["packed", "partial"])
 def test_prompts_wait_by_tokens_alone(trained: Callable[..., Path], schedule: str) -> None:
     quick, slow = (
@@ -199,6 +228,7 @@ def test_what_asks_for_a_model_is_refused(setting: str, allowed: str) -> None:
     [
         ("cluster.costs=nowhere", "cluster.costs=nowhere"),
         ("cluster.lengths=nowhere", "cluster.lengths=nowhere"),
+        ("cluster.turns=4", "cluster.turns=4: wanted turns=N,reply=TOKENS"),
         ('cluster.costs="gpu:model=8b,total=64"', "a roofline of 4 instances of 1"),
         ("recipe=ppo", "costs of stage values, or of its role critic"),
         ("rollout.speculate=4", "wanted lengths with accept=P, for rollout.speculate=4"),

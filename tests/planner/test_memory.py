@@ -271,3 +271,30 @@ def test_a_model_that_begins_as_the_actor_takes_its_parameters_one_by_one() -> N
     assert SIZES.loading() == {"shards": 4 * 600}
     copied = {"shards": 4 * 600, "whole parameters": 4 * 500}
     assert SIZES.loading(from_actor=True) == copied
+
+
+def test_waiting_conversations_are_on_the_host() -> None:
+    """Of 50 full conversations of 16 tokens the cache of 160 holds ten; as many go to the host."""
+    many = replace(GENERATION, conversations=50 * 16)
+    few = replace(many, conversations=12 * 16)
+    limited = replace(many, host_tokens=100)
+    for sizes, tokens in ((GENERATION, 0), (many, 160), (few, 32), (limited, 100)):
+        run = replace(RUN, generation=sizes)
+        plain = plan_memory(replace(RUN, generation=GENERATION), "cpu", 10**9, 0)
+        plan = plan_memory(run, "cpu", 10**9, 0)
+        grown = {
+            phase.name: phase.total - before.total
+            for phase, before in zip(plan.phases, plain.phases, strict=True)
+        }
+        assert {name for name, size in grown.items() if size} <= {"prefill", "decode"}
+        assert grown["decode"] == grown["prefill"] == 10 * tokens
+        on_gpu = plan_memory(run, "cuda", 10**9, 0)
+        assert on_gpu.on_host == 10 * tokens
+        assert any(name == "on the host" for name, _, _ in on_gpu.rows()) == (tokens > 0)
+
+
+def test_a_gpu_with_a_small_cache_moves_what_it_cannot_hold() -> None:
+    """The cache has what is left: the fewer tokens it holds, the more of them give way."""
+    sizes = replace(GENERATION, conversations=4 * 16, wanted=48)
+    plan = plan_memory(replace(RUN, generation=sizes), "cuda", 10**9, 0)
+    assert plan.on_host == 10 * (64 - 48)

@@ -147,12 +147,13 @@ class Lane:
         assert self.drawn is None, "sampled tokens are in flight"
         self.batch = None
 
-    def remove(self, entry: Entry, tables: Ints) -> None:
-        """A sequence leaves; all its tokens are in the cache then."""
+    def remove(self, leaving: Sequence[Entry], tables: Ints, keep: bool) -> None:
+        """Sequences leave; with `keep` all their tokens are in the cache then."""
         self.end_batch()
-        self.entries.remove(entry)
+        for entry in leaving:
+            self.entries.remove(entry)
         if self.kept is not None:
-            self.kept.remove(entry.slot, tables)
+            self.kept.remove([entry.slot for entry in leaving], tables, keep)
 
     def flush(self, tables: Ints) -> None:
         """Drop the batch and what it has gathered; all tokens are in the cache then."""
@@ -325,7 +326,7 @@ class Admission:
             return None
         match entry.status:
             case EntryStatus.RUNNING:
-                self._leave(entry)
+                self._leave([entry])
             case EntryStatus.WAITING:
                 self._waiting.remove(entry)
             case EntryStatus.HELD:
@@ -347,12 +348,13 @@ class Admission:
 
     # Turns
 
-    def hold(self, request: Request) -> None:
-        """A running request's turn has ended: it leaves its lane and keeps its blocks."""
-        entry = self._entries[request.id]
-        self._leave(entry)
-        entry.status, entry.kept = EntryStatus.HELD, entry.length - 1
-        self._held[request.id] = entry
+    def hold(self, requests: Sequence[Request]) -> None:
+        """The turns of running requests have ended: they leave their lane and keep their blocks."""
+        entries = [self._entries[request.id] for request in requests]
+        self._leave(entries, keep=True)
+        for entry in entries:
+            entry.status, entry.kept = EntryStatus.HELD, entry.length - 1
+            self._held[entry.request.id] = entry
 
     def held(self, id: object) -> Request:
         """A held request; raises ValueError for another."""
@@ -510,12 +512,14 @@ class Admission:
         self.tables[entry.slot, : len(entry.blocks)] = entry.blocks
         lane.entries.append(entry)
 
-    def _leave(self, entry: Entry) -> None:
-        """Take a running sequence out of its lane; its blocks stay."""
-        assert entry.lane is not None
-        entry.lane.remove(entry, self.tables)
-        self._free_slots.append(entry.slot)
-        entry.slot, entry.lane = -1, None
+    def _leave(self, entries: Sequence[Entry], keep: bool = False) -> None:
+        """Take running sequences out of their lane; their blocks stay, filled with `keep`."""
+        lane = entries[0].lane
+        assert lane is not None
+        lane.remove(entries, self.tables, keep)
+        for entry in entries:
+            self._free_slots.append(entry.slot)
+            entry.slot, entry.lane = -1, None
 
     # Growth
 
@@ -543,7 +547,7 @@ class Admission:
             while not self.allocator.num_free and entry.lane is not None:
                 running = (other for lane in self.lanes for other in lane.entries)
                 victim = max(running, key=lambda other: other.order)
-                self._leave(victim)
+                self._leave([victim])
                 self._release(victim)
                 self._queue(victim)
                 self.num_preempted += 1

@@ -17,6 +17,7 @@ _GROUP_KEYS = {"cpu": 512, "cuda": 40_000}
 _SPARE_PAGES = 4  # blocks by which a workspace is wider than its longest row
 _LEAST_SPARE = 2  # of them for a row that joins
 _WASTE = 1.2  # of the keys that groups attend to, over those of the best groups
+_GONE = -1  # in place of the slot of a row that has left
 
 
 def split(sizes: Sequence[int], overhead: int) -> list[tuple[int, int]]:
@@ -60,12 +61,12 @@ def group_pages(device: torch.device, block_size: int) -> int:
 class KeptGroups:
     """The rows of one lane in groups of like length, each with a `Workspace`.
 
-    Who leaves is flushed to the pool, who joins is gathered from it. All rows are grouped anew
-    where one finds no room, or where the groups attend to far more keys than the best ones would.
-    So rows that come and go at every step cost little.
+    Who leaves is flushed to the pool, who joins is gathered from it, in the place of one that has
+    left. All rows are grouped anew where one finds no room, or where the groups attend to far more
+    keys than the best ones would. So rows that come and go at every step cost little.
 
     Invariant: a slot of the engine's block tables is in one group at most. A group's slots are
-    those of its workspace's rows, in their order.
+    those of its workspace's rows, in their order. Once it is arranged none of them is gone.
 
     *Example.* Rows of 100, 90 and 20 tokens are two groups of capacities 6 and 5. The second row
     leaves, one of 95 tokens joins: it is gathered, and 19 of 20 rows are not touched.
@@ -79,7 +80,7 @@ class KeptGroups:
     @property
     def slots(self) -> list[int]:
         """All rows' slots, group by group."""
-        return [slot for _, slots in self._groups for slot in slots]
+        return [slot for _, slots in self._groups for slot in slots if slot != _GONE]
 
     @property
     def full(self) -> bool:
@@ -93,8 +94,11 @@ class KeptGroups:
         """
         known = set(self.slots)
         joining = [row for row in rows if row[0] not in known]
-        if self.full or not self._join(joining, tables) or self._wasteful([p for _, p in rows]):
-            self._regroup(rows, tables)
+        if not self.full and self._join(joining, tables):
+            self._close()
+            if not self._wasteful([position for _, position in rows]):
+                return
+        self._regroup(rows, tables)
 
     def _join(self, rows: Sequence[tuple[int, int]], tables: Ints) -> bool:
         """Add rows to groups that have room; whether all found some. Narrow groups come first."""
@@ -103,8 +107,9 @@ class KeptGroups:
         for slot, position in rows:
             for index in sorted(range(len(widths)), key=widths.__getitem__):
                 workspace, slots = self._groups[index]
-                room = workspace.capacity - len(slots) - len(added.get(index, ()))
+                rows_after = len(slots) - slots.count(_GONE) + len(added.get(index, ()))
                 pages = position // size + 1 + _LEAST_SPARE
+                room = rows_after < workspace.capacity
                 if room and min(pages, self._most_pages) * size <= workspace.width:
                     added.setdefault(index, []).append((slot, position))
                     break
@@ -117,10 +122,27 @@ class KeptGroups:
     def _add(self, index: int, rows: Sequence[tuple[int, int]], tables: Ints) -> None:
         workspace, slots = self._groups[index]
         own = [slot for slot, _ in rows]
+        gone = [row for row, slot in enumerate(slots) if slot == _GONE][: len(own)]
+        slots += [_GONE] * (len(own) - len(gone))
+        places = [*gone, *range(len(slots) - len(own) + len(gone), len(slots))]
+        for place, slot in zip(places, own, strict=True):
+            slots[place] = slot
         pages = max(position for _, position in rows) // self.pool.block_size + 1
         table = torch.from_numpy(np.ascontiguousarray(tables[own, :pages]))
-        workspace.add(table, torch.tensor([position for _, position in rows]))
-        slots += own
+        workspace.add(places, table, torch.tensor([position for _, position in rows]))
+
+    def _close(self) -> None:
+        """Move the last rows to the places of those that have left."""
+        for workspace, slots in self._groups:
+            rows = len(slots) - slots.count(_GONE)
+            if rows == len(slots):
+                continue
+            targets = [row for row in range(rows) if slots[row] == _GONE]
+            sources = [row for row in range(rows, len(slots)) if slots[row] != _GONE]
+            for target, source in zip(targets, sources, strict=True):
+                slots[target] = slots[source]
+            del slots[rows:]
+            workspace.close(sources, targets, rows)
 
     def _wasteful(self, positions: Sequence[int]) -> bool:
         size = self.pool.block_size
@@ -149,15 +171,20 @@ class KeptGroups:
         for index, (start, stop) in enumerate(cuts):
             self._add(index, rows[start:stop], tables)
 
-    def remove(self, slot: int, tables: Ints) -> None:
-        """Flush a row, if it is here, and take it out."""
+    def remove(self, leaving: Sequence[int], tables: Ints, keep: bool) -> None:
+        """Take the rows of these slots out, if they are here; with `keep` the pool has them then.
+
+        The others stay where they are until `arrange`.
+        """
         for workspace, slots in self._groups:
-            if slot in slots:
-                row = slots.index(slot)
-                self._flush(workspace, slots, [row], tables)
-                workspace.remove(row)
-                slots[row] = slots[-1]
-                slots.pop()
+            rows = [row for row, slot in enumerate(slots) if slot in leaving]
+            if not rows:
+                continue
+            if keep:
+                self._flush(workspace, slots, rows, tables)
+            for row in rows:
+                slots[row] = _GONE
+            workspace.vacate(rows)
 
     def flush(self, tables: Ints) -> None:
         """Copy the tokens of all rows to the pool; the rows stay."""
@@ -167,7 +194,7 @@ class KeptGroups:
     def _flush(
         self, workspace: Workspace, slots: list[int], rows: Sequence[int], tables: Ints
     ) -> None:
-        own = tables[[slots[row] for row in rows]]
+        own = tables[[slots[row] for row in rows]]  # those that are gone have nothing to write
         workspace.flush(torch.tensor(rows, dtype=torch.int64), torch.from_numpy(own))
 
     def paged_groups(self) -> list[PagedGroup]:

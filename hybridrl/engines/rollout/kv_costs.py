@@ -34,7 +34,7 @@ class KVCosts:
 
     Where one of the two is not known yet, a copy is made. A choice holds for some decisions.
     `agree` gives all ranks of an instance the times of one of them; without it they always copy.
-    Copies have at most `most_tokens`: as many as the cache.
+    Copies have at most `most_tokens`.
 
     *Example.* A token's prefill takes 8 us, its copies 1 us each: 100 tokens cost 800 us or 200.
     """

@@ -61,9 +61,10 @@ class NativeEngine:
     """See `RolloutEngine`. Runs the module of `model_config`, one replica on one device.
 
     `max_running` sequences decode at the same time, of at most `max_sequence` tokens each;
-    `kv_cache_tokens` 0 gives room for all of them at full length. Weights are uninitialized until
-    `update_weights` or `load_weights`. Raises ValueError for an unsupported model family, or one
-    with fewer positions than `max_sequence`. `stops` ends responses by their text, besides each
+    `kv_cache_tokens` 0 gives room for all of them at full length. Held requests that give way have
+    at most `kv_host_tokens` on the host; None: as many as in the cache. Weights are uninitialized
+    until `update_weights` or `load_weights`. Raises ValueError for an unsupported model family, or
+    one with fewer positions than `max_sequence`. `stops` ends responses by their text, besides each
     request's stop tokens.
 
     With `parallel` the engine is one rank of an instance of several, with a shard of weights and
@@ -103,6 +104,7 @@ class NativeEngine:
         block_size: int,
         kv_cache_tokens: int,
         max_sequence: int,
+        kv_host_tokens: int | None = None,
         parallel: GenParallel | None = None,
         deterministic: bool = False,
         stops: StopStrings | None = None,
@@ -159,9 +161,8 @@ class NativeEngine:
         )
         # Both ways are exact; stages decide at different times.
         compares = not deterministic and self._parallel.pp == 1
-        self._costs = KVCosts(
-            self._parallel.of_first if compares else None, self._num_blocks * block_size
-        )
+        in_host = self._num_blocks * block_size if kv_host_tokens is None else kv_host_tokens
+        self._costs = KVCosts(self._parallel.of_first if compares else None, in_host)
         self._filler = CacheFiller(
             self._stage, recorder, self._costs, self._device, block_size, self._vocab_size,
             not deterministic,
@@ -193,6 +194,7 @@ class NativeEngine:
             block_size=parts.rollout.block_size,
             kv_cache_tokens=tokens,
             max_sequence=parts.max_sequence,
+            kv_host_tokens=parts.rollout.kv_host_tokens,
             parallel=parts.parallel,
             deterministic=parts.deterministic,
             stops=parts.stops,
@@ -295,16 +297,20 @@ class NativeEngine:
         self._filler.join_records([request.routed_experts])
         return output_of(request, reason)
 
-    def _end(self, request: Request, finish: str) -> None:
-        """A response has ended, or a turn of a conversation, which is held then."""
-        if self._speculation is not None:
-            self._speculation.source.end(request)
-        if request.sampling.max_turn_tokens:
-            self._turns.append(end_turn(request, finish))
-            self._admission.hold(request)
-        else:
-            self._finished.append(output_of(request, finish))
-            self._admission.remove(request.id)
+    def _end(self, ended: Sequence[tuple[Request, str]]) -> None:
+        """Responses of a lane have ended, or turns of conversations, which are held then."""
+        held = []
+        for request, finish in ended:
+            if self._speculation is not None:
+                self._speculation.source.end(request)
+            if request.sampling.max_turn_tokens:
+                self._turns.append(end_turn(request, finish))
+                held.append(request)
+            else:
+                self._finished.append(output_of(request, finish))
+                self._admission.remove(request.id)
+        if held:
+            self._admission.hold(held)
 
     # One step
 
@@ -411,8 +417,7 @@ class NativeEngine:
             finish = self._append(request, token, log_prob)
             if finish is not None:
                 ended.append((request, finish))
-        for request, finish in ended:
-            self._end(request, finish)
+        self._end(ended)
 
     def _append(self, request: Request, token: int, log_prob: float) -> str | None:
         return append_token(request, token, log_prob, self._stops)
@@ -463,8 +468,7 @@ class NativeEngine:
             if finish is not None:
                 ended.append((request, finish))
         self._filler.keep(spans, routing)
-        for request, finish in ended:
-            self._end(request, finish)
+        self._end(ended)
 
     # Weights
 

@@ -63,7 +63,7 @@ class Rows:
 
     def leave(self, slot: int) -> None:
         """A row goes; the pool has all its tokens then."""
-        self.kept.remove(slot, self.tables)
+        self.kept.remove([slot], self.tables, keep=True)
         kept = self.pool.read_blocks(self.tables[slot].tolist(), self.length[slot])
         wanted = [self.wanted[slot, i] for i in range(self.length.pop(slot))]
         assert kept[1, 0, 0, :, 0].tolist() == wanted
