@@ -14,7 +14,7 @@ from hybridrl.controller.async_calls import Calling, result_of
 from hybridrl.data import Item
 from hybridrl.environments import EpisodePool, EpisodeStart, EpisodeStep, ModelTurn
 from hybridrl.flow.executor import EpisodeReply, TurnEnded, Work
-from hybridrl.flow.sample import SampleId
+from hybridrl.flow.sample import OUT_OF_TOKENS, SampleId
 
 logger = logging.getLogger(__name__)
 
@@ -136,14 +136,16 @@ class Episodes:
         if step.failure is not None:
             return self._failed(ended.id, conversation, step)
         if step.messages is None:
-            return self._ended(ended.id, conversation, step, step.finish)
+            # The response's limit may have cut this turn off.
+            cut = ended.finish == "length" and ended.response_tokens >= conversation.most
+            return self._ended(ended.id, conversation, step, step.finish, cut)
         room = conversation.most - ended.response_tokens - 1  # the next turn has a token
         most = self.config.environment.max_reply_tokens
         tokens, was_cut = self._composer.reply(ended.tokens, step.messages, most)
         counts.cut_replies += was_cut
         if len(tokens) > room:
             self.pool.end(ended.id)
-            return self._ended(ended.id, conversation, step, "length")
+            return self._ended(ended.id, conversation, step, "length", True)
         counts.reply_tokens += len(tokens)
         return EpisodeReply(ended.id, tokens)
 
@@ -195,13 +197,22 @@ class Episodes:
             self._pool.close()
 
     def _ended(
-        self, id: SampleId, conversation: _Conversation, step: EpisodeStep, finish: str
+        self,
+        id: SampleId,
+        conversation: _Conversation,
+        step: EpisodeStep,
+        finish: str,
+        out_of_tokens: bool = False,
     ) -> EpisodeReply:
-        """The episode has ended: its sample is finished."""
+        """The episode has ended, or its response is `out_of_tokens`: its sample is finished."""
         del self._there[id]
         self._counts.ended += 1
         rewards = _padded(step.rewards, conversation.num_turns)
-        scalars = {**step.scalars, "environment_reward": sum(rewards)}
+        scalars = {
+            **step.scalars,
+            "environment_reward": sum(rewards),
+            OUT_OF_TOKENS: int(out_of_tokens),
+        }
         return EpisodeReply(id, None, finish, rewards, scalars)
 
     def _failed(self, id: SampleId, conversation: _Conversation, step: EpisodeStep) -> EpisodeReply:
