@@ -22,7 +22,7 @@ from hybridrl.environments import (
 )
 from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import EpisodeReply, Replied, TurnEnded, Work
-from hybridrl.flow.sample import SampleId
+from hybridrl.flow.sample import OUT_OF_TOKENS, SampleId
 from hybridrl.flow.schedules.base import PendingSample
 from hybridrl.telemetry.trace import TimeSpan
 
@@ -222,14 +222,16 @@ class Episodes:
         if step.failure is not None:
             return self._failed(ended.id, conversation, step, counts)
         if step.messages is None:
-            return self._ended(ended.id, conversation, step, step.finish, counts)
+            # The response's limit may have cut this turn off.
+            cut = ended.finish == "length" and ended.response_tokens >= conversation.most
+            return self._ended(ended.id, conversation, step, step.finish, counts, cut)
         room = conversation.most - ended.response_tokens - 1  # the next turn has a token
         most = self.config.environment.max_reply_tokens
         assert self._composer is not None
         tokens, was_cut = self._composer.reply(ended.tokens, step.messages, most)
         counts.cut_replies += was_cut
         if len(tokens) > room:
-            return self._ended(ended.id, conversation, step, "length", counts)
+            return self._ended(ended.id, conversation, step, "length", counts, True)
         counts.reply_tokens += len(tokens)
         return EpisodeReply(ended.id, tokens)
 
@@ -295,13 +297,21 @@ class Episodes:
         step: EpisodeStep,
         finish: str,
         counts: _StepCounts,
+        out_of_tokens: bool = False,
     ) -> EpisodeReply:
-        """The episode has ended: its sample is finished. It is known until that has left."""
+        """The episode has ended, or its response is `out_of_tokens`: its sample is finished.
+
+        It is known until that has left.
+        """
         conversation.is_over = True
         self.pool.end(id)  # passed over where the program has ended by itself
         counts.ended += 1
         rewards = _padded(step.rewards, len(conversation.past))
-        scalars = {**step.scalars, "environment_reward": sum(rewards)}
+        scalars = {
+            **step.scalars,
+            "environment_reward": sum(rewards),
+            OUT_OF_TOKENS: int(out_of_tokens),
+        }
         return EpisodeReply(id, None, finish, rewards, scalars)
 
     def _failed(

@@ -124,7 +124,8 @@ class EpisodeReply:
 
     `tokens` continue the response: what the chat template puts between the turn and the opening of
     the next one. None of them is trained. None instead of tokens: the episode has ended. Then
-    `turn_rewards` has what each turn has earned, and `scalars` are new ones of the sample.
+    `turn_rewards` has what each turn has earned, and `scalars` are new ones of the sample, among
+    them `out_of_tokens`.
     `finish` is `stop`, `length` where a limit ended it, or `abort` where the sample is dropped.
     """
 
@@ -268,6 +269,11 @@ class Replied:
 
     replies: tuple[EpisodeReply, ...]
     seconds: tuple[float, ...]
+
+    @property
+    def ids(self) -> tuple[SampleId, ...]:
+        """The samples that are answered."""
+        return tuple(reply.id for reply in self.replies)
 
 
 @dataclass(frozen=True, slots=True)

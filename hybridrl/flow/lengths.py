@@ -280,12 +280,14 @@ class LengthModel:
 
     `key_of` gives the key by which `ranker` knows a prompt. `longest_of_prompt` is the forecast of
     the longest response of each prompt, at whose end the prompt's samples are all there.
+    `turns_of_prompt` is that of the most turns of a conversation of each prompt.
     """
 
     key_of: Callable[[Any], PromptKey]
     ranker: LengthRanker = field(default_factory=RunningRanker)
     forecast: Forecast = field(default_factory=Forecast)
     longest_of_prompt: Forecast = field(default_factory=Forecast)
+    turns_of_prompt: Forecast = field(default_factory=Forecast)
 
 
 def leveled(predicted: Sequence[float]) -> list[float]:

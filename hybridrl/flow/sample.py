@@ -10,6 +10,7 @@ LOSS_MASK = "loss_mask"  # the tensor of the tokens that are trained, of the dat
 TRAINED, TURN = "trained", "turn"  # tensors of a conversation: the model's tokens, their turns
 TURN_REWARDS = "turn_rewards"  # and what each turn has earned
 TURN_STATE = "turn_state"  # a hash of what the environment showed before each turn
+OUT_OF_TOKENS = "out_of_tokens"  # the scalar: 1 where the response's limit ended a conversation
 
 Scalar = float | int | str | list[float]
 """A number, a short string, or a number for each turn of a conversation."""

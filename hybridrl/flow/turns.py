@@ -18,16 +18,37 @@ class OpenTurns:
 
     One that is made anew is not open: its conversation begins again.
 
+    With a window (`open_window`) a sample rests after so many turns. It is not answered until the
+    next window, unless its episode has ended. So what is made until all `rest` or have finished
+    follows from turns, not from the times of replies.
+
     Example: a's turn ends, it is open and waits. `Replied` comes, and it waits no more. The next
     call of its instance takes the reply, and it is not open.
     """
 
     _replies: dict[SampleId, EpisodeReply | None] = field(default_factory=dict)  # None: it waits
     _num_waiting: int = 0
+    _turns_left: dict[SampleId, int] = field(default_factory=dict)  # of the window
+
+    def open_window(self, ids: Iterable[SampleId], num_turns: int) -> None:
+        """Let each of these samples, and no other, make so many turns before it rests."""
+        self._turns_left = dict.fromkeys(ids, num_turns)
+
+    def close_window(self) -> None:
+        """Let all samples go on."""
+        self._turns_left.clear()
+
+    def rests(self, id: SampleId) -> bool:
+        """Whether a sample is not to go on in this window, although its environment has replied."""
+        reply = self._replies.get(id)
+        return reply is not None and reply.tokens is not None and self._turns_left.get(id) == 0
 
     def ended(self, turns: Iterable[TurnEnded]) -> None:
         """These turns have ended: their samples wait."""
-        self.wait_for(turn.id for turn in turns)
+        for turn in turns:
+            self.wait_for([turn.id])
+            if turn.id in self._turns_left:
+                self._turns_left[turn.id] -= 1
 
     def wait_for(self, ids: Iterable[SampleId]) -> None:
         """These samples wait: those of a checkpoint too, whose environments reply once more."""
@@ -52,14 +73,15 @@ class OpenTurns:
         return id in self._replies and self._replies[id] is None
 
     def can_go(self, ids: Iterable[SampleId]) -> bool:
-        """Whether one of these samples has something to do, since it does not wait."""
-        return any(not self.waits(id) for id in ids)
+        """Whether one of these samples has something to do, since it neither waits nor rests."""
+        return any(not self.waits(id) and not self.rests(id) for id in ids)
 
     def answer(self, ids: Iterable[SampleId]) -> list[Answer]:
-        """What those of the samples are told that do not wait any more; none for none."""
+        """What those of the samples are told that neither wait nor rest; none for none."""
         if len(self._replies) == self._num_waiting:
             return []
-        replies = [reply for id in ids if (reply := self._replies.get(id)) is not None]
+        due = (self._replies.get(id) for id in ids if not self.rests(id))
+        replies = [reply for reply in due if reply is not None]
         self.forget([reply.id for reply in replies])
         return [Answer(tuple(replies))] if replies else []
 

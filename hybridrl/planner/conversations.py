@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hybridrl.config import ConfigError
 from hybridrl.flow.executor import EpisodeReply, TurnEnded
-from hybridrl.flow.sample import SampleId
+from hybridrl.flow.sample import OUT_OF_TOKENS, SampleId
 
 TURNS = "turns=N,reply=TOKENS,wait=SECONDS[,sigma=S][,seed=K]"
 
@@ -88,7 +88,8 @@ def reply_to(turn: TurnEnded, modeled: ModeledTurn, num_turns: int, finish: str)
     """What the environment of a modeled conversation answers; rewards are all 0."""
     if modeled.reply_tokens is not None:
         return EpisodeReply(turn.id, (0,) * modeled.reply_tokens)
-    scalars = {"num_turns": num_turns, "environment_reward": 0.0}
+    is_cut = int(finish == "length")
+    scalars = {"num_turns": num_turns, "environment_reward": 0.0, OUT_OF_TOKENS: is_cut}
     return EpisodeReply(turn.id, None, finish, (0.0,) * num_turns, scalars)
 
 

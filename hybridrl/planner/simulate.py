@@ -365,7 +365,15 @@ class SimulatedExecutor:
         return start + seconds
 
     def release(self, ids: Sequence[SampleId]) -> None:
-        """Nothing is stored."""
+        """Environments of these samples reply no more; nothing else is stored."""
+        gone = {*ids}
+        if self.conversations is not None:
+            self._pending = [
+                entry
+                for entry in self._pending
+                if not isinstance(entry[2], Replied) or gone.isdisjoint(entry[2].ids)
+            ]
+            heapq.heapify(self._pending)
 
     def _serve(self, instance: int, name: str, seconds: float, event: Event | None = None) -> float:
         """Keep an instance busy; gives when the driver knows of the end."""

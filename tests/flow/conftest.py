@@ -33,7 +33,7 @@ from hybridrl.flow.executor import (
     WorkerDied,
 )
 from hybridrl.flow.graph import ComputeStage, MapStage, Stage, StageMethod, UpdateStage
-from hybridrl.flow.sample import NO_VERSION, Sample, SampleId, TokenSpan
+from hybridrl.flow.sample import NO_VERSION, OUT_OF_TOKENS, Sample, SampleId, TokenSpan
 from hybridrl.layout.wide import wide_instances
 
 
@@ -74,6 +74,7 @@ class VirtualExecutor:
         self.wait_of = wait_of or (lambda id, turn: self._random.expovariate(1.0))
         self._held: dict[SampleId, int] = {}  # waits for a reply: tokens that are left
         self._stops: dict[SampleId, list[int]] = {}  # of a conversation that goes on
+        self._num_stops: dict[SampleId, int] = {}
         self.num_answered = Counter[SampleId]()
         self.calls: list[tuple[int, tuple[Command, ...], int]] = []
         self.clock = VirtualClock()
@@ -207,10 +208,9 @@ class VirtualExecutor:
         for id in self._held:
             self._reply(self._turn(id))
 
-    def _begin_episode(self, id: SampleId) -> None:
-        """No reply of an earlier one comes any more."""
+    def _end_episode(self, id: SampleId) -> None:
+        """No reply of it comes any more."""
         self._held.pop(id, None)
-        self._stops[id] = [*self.turns_of(id)] if self.turns_of else []
         old = [e for e in self._pending if isinstance(e[2], Replied) and e[2].replies[0].id == id]
         self._pending = [entry for entry in self._pending if entry not in old]
         heapq.heapify(self._pending)
@@ -222,7 +222,7 @@ class VirtualExecutor:
         return self._stops[id][0] - (self._lengths[id][0] - left)
 
     def _turn(self, id: SampleId) -> TurnEnded:
-        number = len(self.turns_of(id)) - len(self._stops[id])
+        number = self._num_stops[id] - len(self._stops[id])
         assert number % 2 == 0
         return TurnEnded(id, (), f"turn {number // 2}", "stop", self._stops[id][0])
 
@@ -254,8 +254,8 @@ class VirtualExecutor:
                     self.prompts[id] = command.prompt
                     self.parked.discard(id)  # made anew: its keeper died before it arrived
                     self._spans[id] = []
+                    self._end_episode(id)
                     left[id] = self._draw_length(id, command.sampling.max_new_tokens)
-                    self._begin_episode(id)
             case Park(ids=ids, with_kv=with_kv, width=width):
                 self.parks_with_kv.append(with_kv)
                 state = {id: left.pop(id) for id in ids if id in left}
@@ -503,6 +503,7 @@ class VirtualExecutor:
     def release(self, ids: Sequence[SampleId]) -> None:
         self.released += ids
         for id in ids:
+            self._end_episode(id)
             self.tensors.pop(id, None)
             self._where.pop(id, None)
 
@@ -536,13 +537,21 @@ class VirtualExecutor:
             self.tensors[id] = {name: self.outputs_of(id, name) for name in self.tensors[id]}
             self.tensors[id] |= {name: self.outputs_of(id, name) for name in self.more_tensors}
         finish = "length" if is_cut else self.finish_of(id)
-        spans = tuple(self._spans[id])
-        return Finished(id, rank, 3, length, finish, spans, tuple(self.more_tensors))
+        spans, more = tuple(self._spans[id]), tuple(self.more_tensors)
+        scalars = {} if self.turns_of is None else {OUT_OF_TOKENS: int(is_cut)}
+        return Finished(id, rank, 3, length, finish, spans, more, scalars)
 
     def _draw_length(self, id: SampleId, most: int | None = None) -> int:
         length = self.length_of(id)
         is_cut = self.cuts and most is not None and length > most
         self._lengths[id] = most if is_cut else length, is_cut
+        if self.turns_of is not None:
+            stops = [*self.turns_of(id)]
+            if is_cut:  # within a turn, or since a reply does not fit
+                kept = [stop for stop in stops if stop < most]
+                stops = kept if len(kept) % 2 else [*kept, most]
+                self._lengths[id] = stops[-1], is_cut
+            self._stops[id], self._num_stops[id] = stops, len(stops)
         return self._lengths[id][0]
 
     def _field(self, sample: Sample, name: str) -> Any:

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from conversations import of_turns
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from hybridrl.flow import Flow, SampleId, recipe
 from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.lengths import LengthModel, PromptKey, RunningRanker
 from hybridrl.flow.packing import choose, limit_of
+from hybridrl.flow.sample import OUT_OF_TOKENS
 from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.generation_task import RoundLimits
 from hybridrl.flow.schedules.packed import PackedSchedule
@@ -48,14 +50,14 @@ def item_of(position, num_items=7):
 
 def make(
     executor, cfg, *, prompts=4, decode_steps=5, wait=3, limit=None, anew=False, held=100,
-    num_prompts=10_000, first_prompt=0, num_steps=None,
+    num_prompts=10_000, first_prompt=0, num_steps=None, turns=False,
 ):  # fmt: skip
     return PackedSchedule(
         toy.build(cfg),
         executor,
         ((i, item_of(i)) for i in range(first_prompt, num_prompts)),
         StepSettings(
-            sampling=Sampling(max_new_tokens=MAX_TOKENS),
+            sampling=Sampling(MAX_TOKENS, max_turn_tokens=MAX_TOKENS if turns else 0),
             decode_steps=decode_steps,
             prompts_per_step=prompts,
         ),
@@ -128,10 +130,11 @@ def test_the_examples_of_the_docstrings():
 # -- what a step takes -----------------------------------------------------------------------------
 
 
-def specification(length_of, k, prompts, wait, limit, steps):
+def specification(length_of, own_of, k, prompts, wait, limit, steps):
     """The prompts of every step, with all lengths known: no clock, no instances.
 
-    `length_of` an id and a version; None where a step needs a prompt past all those of its cycle.
+    `length_of` an id and a version, `own_of` the model's own tokens of them.
+    None where a step needs a prompt past all those of its cycle.
     """
     ranker, cycle, longest, position, waiting = RunningRanker(), wait + 1, [], 0, {}
     for step in range(steps):
@@ -157,7 +160,8 @@ def specification(length_of, k, prompts, wait, limit, steps):
         for p in sorted(taken):
             del waiting[p]
             longest[-1].append(max(drawn[p]))
-            ranker.observe(key_of(item_of(p)), drawn[p])
+            own = [own_of(SampleId(p, "", i), step) for i in range(k)]
+            ranker.observe(key_of(item_of(p)), own)
         yield sorted(taken), num_put_off, sum(map(sum, (drawn[p] for p in taken)))
 
 
@@ -179,12 +183,13 @@ cases = given(
     | st.lists(st.sampled_from(["stop", "stop", "stop", "abort"]), min_size=1, max_size=7),
     hangs=st.lists(st.booleans(), min_size=1, max_size=7),
     deaths=st.dictionaries(st.integers(1, 60), st.integers(0, 3), max_size=3),
+    turns=st.sampled_from([0, 0, 3]),
 )
 
 
 def check(
     virtual_executor, seed, num_instances, decode_steps, k, prompts, wait, limit, held, anew,
-    filtered, drifts, lengths, rewards, finishes, hangs, deaths,
+    filtered, drifts, lengths, rewards, finishes, hangs, deaths, turns,
 ):  # fmt: skip
     mortal = {n: who for n, who in deaths.items() if who < num_instances - 1}
     of_version = of_id(lengths)
@@ -193,17 +198,30 @@ def check(
         """With another version of the weights other lengths, where they drift."""
         return of_version(id) + (5 * version * drifts) % 11
 
+    def length_now(id):
+        return length_of(id, executor.version)
+
+    def own_of(id, version):
+        length = length_of(id, version)
+        if not turns:
+            return length
+        stops = of_turns(lambda id: length, turns)(id)
+        return sum(stops[i] - (stops[i - 1] if i else 0) for i in range(0, len(stops), 2))
+
+    if turns:  # all conversations have their number of turns, which is an end of its own
+        finishes = ["length" if finish == "stop" else finish for finish in finishes]
     executor = virtual_executor(
-        num_instances, seed, lambda id: length_of(id, executor.version),
-        lambda id: (of_id(rewards)(id), "ok"), of_id(finishes), of_id(hangs), mortal, cuts=True,
+        num_instances, seed, length_now, lambda id: (of_id(rewards)(id), "ok"),
+        of_id(finishes), of_id(hangs), mortal, cuts=True,
+        turns_of=of_turns(length_now, turns) if turns else None,
     )  # fmt: skip
     cfg = {"k": k, "filter": filtered}
     schedule = make(
         executor, cfg, prompts=prompts, decode_steps=decode_steps, wait=wait, limit=limit,
-        held=held, anew=anew,
+        held=held, anew=anew, turns=bool(turns),
     )  # fmt: skip
     cycle, steps, left = wait + 1, 2 * (wait + 1), []
-    wanted = specification(length_of, k, prompts, wait, limit, steps)
+    wanted = specification(length_of, own_of, k, prompts, wait, limit, steps)
     for step, (positions, num_put_off, num_tokens) in enumerate(wanted):
         result = schedule.run_step(step)
         used, dropped = [s.id for s in result.samples], list(result.dropped)
@@ -218,8 +236,9 @@ def check(
             assert result.metrics["samples/put_off"] == num_put_off
             assert sum(s.response_tokens for s in result.dispatched) == num_tokens
         assert all(id.attempt == 0 for id in ids) or anew
-        assert all(s.scalars["finish"] != "length" for s in result.samples)
-        assert all({span.version for span in s.spans} <= {executor.version - 1}
+        assert turns or all(s.scalars["finish"] != "length" for s in result.samples)
+        assert not any(s.scalars.get(OUT_OF_TOKENS) for s in result.samples)
+        assert all({span.version for span in s.spans if span.trained} <= {executor.version - 1}
                    for s in result.samples)  # fmt: skip
         left += ids
         if step % cycle == wait:  # a cycle has ended: nothing waits

@@ -167,26 +167,54 @@ test_every_sample_leaves_once_and_none_too_old = settings(max_examples=60)(cases
 test_thousands_of_cases = pytest.mark.slow(settings(max_examples=4000)(cases(check)))
 
 
-@given(
+timed_cases = given(
     seeds=st.tuples(st.integers(0, 2**16), st.integers(0, 2**16)),
     lengths=lengths,
     decode_steps=st.integers(1, 12),
     num_instances=st.integers(1, 4),
+    held=st.sampled_from([3, 100]),
     turns=st.integers(0, 4),
 )
-@settings(max_examples=40)
-def test_what_is_trained_follows_from_decode_steps_not_from_time(
-    virtual_executor, seeds, lengths, decode_steps, num_instances, turns
-):
+
+
+def check_times(virtual_executor, seeds, lengths, decode_steps, num_instances, held, turns):
     """Nor from the times in which environments reply."""
     seen = []
     for seed in seeds:
         turns_of = of_turns(of_id(lengths), turns) if turns else None
         executor = virtual_executor(num_instances, seed, of_id(lengths), turns_of=turns_of)
-        schedule = make(executor, {}, decode_steps=decode_steps, turns=bool(turns))
+        schedule = make(executor, {}, decode_steps=decode_steps, held=held, turns=bool(turns))
         for step in range(4):
             schedule.run_step(step)
         seen.append(executor.updates)
+    assert seen[0] == seen[1]
+
+
+test_what_is_trained_follows_from_decode_steps_not_from_time = settings(max_examples=40)(
+    timed_cases(check_times)
+)
+test_hundreds_of_times = pytest.mark.slow(settings(max_examples=400)(timed_cases(check_times)))
+
+
+@given(
+    seeds=st.tuples(st.integers(0, 2**16), st.integers(0, 2**16)),
+    instances=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    decode_steps=st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    lengths=lengths,
+    turns=st.integers(2, 4),
+)
+@settings(max_examples=20)
+def test_conversations_do_not_depend_on_instances_or_decode_steps(
+    virtual_executor, seeds, instances, decode_steps, lengths, turns
+):
+    seen = []
+    for seed, num, steps in zip(seeds, instances, decode_steps, strict=True):
+        turns_of = of_turns(of_id(lengths), turns)
+        executor = virtual_executor(num, seed, of_id(lengths), turns_of=turns_of)
+        schedule = make(executor, {}, decode_steps=steps, turns=True)
+        for step in range(4):
+            schedule.run_step(step)
+        seen.append([[id for id, _ in trained] for _, trained in executor.updates])
     assert seen[0] == seen[1]
 
 

@@ -172,6 +172,8 @@ def test_plan_schedule_knows_waits():
     bound = schedule.lower_bound(setting)
     assert all(outcome.front_s >= bound > 8 for outcome in outcomes[:2])
     assert [outcome.off_policy for outcome in outcomes[:2]] == [0, 0], "replies are of no policy"
+    # Replies come while others decode.
+    assert all(outcome.front_s < 1.15 * outcomes[0].front_s for outcome in outcomes)
     assert {line[0] for line in lines} >= {"serial", "fused", "partial", "packed"}
     told = "conversations: up to 4 turns; a reply has 20 tokens after 2 s, on average"
     assert told in remarks

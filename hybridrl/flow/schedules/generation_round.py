@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -231,20 +231,47 @@ class GenerationRound:
     def run_until(self, enough: Callable[[], bool]) -> None:
         """Let all instances decode in equal rounds of calls until `enough` holds after one.
 
-        So the samples finished by then depend on decode steps alone, never on time. A round waits
-        for the replies to its turns. Forward passes wait.
+        So the samples finished by then depend on decode steps alone, never on time. Forward passes
+        wait. These samples have no turns.
         """
         self._equal_rounds = True
-        self._await_replies()  # where the run continues
-        while (self._queue or any(self._held.values())) and not enough():
+        while self._unfinished and not enough():
             self._decode()
-            self._await_replies()
+            self._end_calls()
 
-    def _await_replies(self) -> None:
-        """Let the calls in flight end, and their samples' environments reply."""
-        while self._in_flight or any(
-            map(self.turns.waits, chain(self._queue, *self._held.values()))
-        ):
+    def run_windows(self, enough: Callable[[], bool], windows: Iterator[int]) -> None:
+        """Let conversations run in `windows` of so many turns until `enough` holds after one.
+
+        So the samples finished by then, and the tokens of the others, depend on turns alone, never
+        on the times of replies. Within a window no sample waits for another. A queued one begins
+        with a window.
+        """
+        while self._unfinished and not enough():
+            self._deal()
+            held = [*chain(*self._held.values())]
+            self.turns.open_window(held, next(windows))
+            self._start_calls()
+            while self._in_flight or any(
+                not self.turns.rests(id) for id in chain(*self._held.values())
+            ):
+                self.stages.start(self._events())
+                self._start_calls()
+        self.turns.close_window()
+
+    def run_freely(self, enough: Callable[[], bool]) -> None:
+        """Let all instances decode until `enough` holds, whatever has finished by then."""
+        while self._unfinished and not enough():
+            self._decode()
+            self.stages.start(self._events())
+        self._end_calls()
+
+    @property
+    def _unfinished(self) -> bool:
+        return bool(self._queue) or any(self._held.values())
+
+    def _end_calls(self) -> None:
+        """Let the calls in flight end."""
+        while self._in_flight:
             self.stages.start(self._events())
 
     def park(self, with_kv: bool) -> list[GenerationTask]:
@@ -293,6 +320,9 @@ class GenerationRound:
                 self.tail.release(number)
         if not self._parking:
             self._deal()
+        self._start_calls()
+
+    def _start_calls(self) -> None:
         for instance in (*self._alive, *self.tail.members):
             self._go(instance)
 

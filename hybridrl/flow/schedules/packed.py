@@ -15,7 +15,7 @@ from hybridrl.flow.graph import AnswersStage, GenerateStage, Graph, SourceStage,
 from hybridrl.flow.lengths import RANKERS, LengthModel
 from hybridrl.flow.migration import NO_MIGRATION
 from hybridrl.flow.packing import Choice, choose, limit_of
-from hybridrl.flow.sample import Sample
+from hybridrl.flow.sample import OUT_OF_TOKENS, Sample
 from hybridrl.flow.schedules.base import Batch, Prompt, ScheduleParts, StepSettings
 from hybridrl.flow.schedules.generation_round import GenerationRound
 from hybridrl.flow.schedules.generation_task import GenerationTask, RoundLimits
@@ -235,7 +235,10 @@ class PackedSchedule(StreamingSchedule):
             for task in (tasks := begin(missing, packing.limit)):
                 packing.begun.setdefault(task.sample.id.prompt, []).append(task)
             generation_round.make(tasks)
-            generation_round.run_until(lambda: decided() or bool(packing.missing))
+            if any(task.converses for task in tasks):  # the choice does not depend on the order
+                generation_round.run_freely(lambda: decided() or bool(packing.missing))
+            else:
+                generation_round.run_until(lambda: decided() or bool(packing.missing))
             if decided():
                 break
             missing = packing.missing
@@ -310,12 +313,17 @@ class PackedSchedule(StreamingSchedule):
         packing.choice = choose(packing.order, self._wanted, packing.fits)
 
     def _is_cut(self, task: GenerationTask) -> bool:
-        """Whether a finished sample has reached the limit without an end of its own."""
+        """Whether a finished sample has reached the limit without an end of its own.
+
+        A conversation may also have reached its number of turns, which is an end of its own.
+        """
         own = self._sampling(task.stage)
         assert own is not None
         assert task.sampling is not None
         limited = task.sampling.max_new_tokens < own.max_new_tokens
-        return limited and task.sample.scalars["finish"] == "length"
+        scalars = task.sample.scalars
+        cut = scalars[OUT_OF_TOKENS] if task.converses else scalars["finish"] == "length"
+        return limited and bool(cut)
 
     def _is_sure(self, packing: _Packing, position: int) -> bool:
         """Whether a taken prompt fits, and all its samples are there: a death may have some."""

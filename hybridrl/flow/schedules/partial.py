@@ -7,7 +7,7 @@ Long-tail Generation").
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, Self
 
 from hybridrl.config import ParkedKV, PartialScheduleConfig, ScheduleConfig
@@ -22,6 +22,7 @@ from hybridrl.flow.schedules.generation_task import GenerationTask, RoundLimits
 from hybridrl.flow.schedules.readiness import ReadyTracker
 from hybridrl.flow.schedules.streaming import StreamingSchedule, check_generates_once
 
+_WINDOW_TURNS = 2  # of conversations, before it is looked whether enough has finished
 ENDED = Drop(DropReason.RUN_ENDED, "unfinished when the run ended")
 
 
@@ -47,8 +48,9 @@ class PartialSchedule(StreamingSchedule):
     `over_provision` is at most 1 + `max_staleness`. So no token is thrown away.
 
     Which groups a step trains on follows from decode steps, not from time: instances decode in
-    equal rounds, and the oldest complete groups are taken. Rewards start as samples finish, forward
-    passes when generation has stopped.
+    equal rounds, and the oldest complete groups are taken. Conversations go on in windows of a few
+    turns each, so that it follows from turns, and not from the times of replies. Rewards start as
+    samples finish, forward passes when generation has stopped.
 
     Example, 2 wanted, over-provision 2, one sample a prompt: prompts 0 to 3 begin. 1 and 3 are done
     first and trained on. 0 and 2 continue with 4 and 5.
@@ -253,7 +255,10 @@ class PartialSchedule(StreamingSchedule):
         generation_round.adopt([*pending, *self._step_tasks])
         self._submit(generation_round, [*waiting, *fresh])
         # Decode until enough is complete, then stop; forward passes run with all ranks free.
-        generation_round.run_until(lambda: self._enough(tracker))
+        if any(task.converses for task in [*waiting, *fresh]):
+            generation_round.run_windows(lambda: self._enough(tracker), self._windows())
+        else:
+            generation_round.run_until(lambda: self._enough(tracker))
         stopped = generation_round.park(with_kv=self.limits.stale_kv)
         self._metrics["samples/parked"] += self._num_parked(stopped)
         generation_round.run()
@@ -266,6 +271,16 @@ class PartialSchedule(StreamingSchedule):
         self._began |= {position: group.step for position, group in groups.items()}
         tasks = [task for group in groups.values() for task in group.tasks.values()]
         return self._end_round(generation_round, tracker, tasks, positions)
+
+    def _windows(self) -> Iterator[int]:
+        """Turns of the windows: first as many as those need that are likely trained, then few.
+
+        They follow from turns of earlier steps, and so do not depend on time.
+        """
+        num = math.ceil(self._wanted * self.over_provision)
+        turns = self.length_model.turns_of_prompt.sample(num)
+        yield max(_WINDOW_TURNS, turns[self._wanted - 1] if turns else 0)
+        yield from repeat(_WINDOW_TURNS)
 
     def _num_parked(self, tasks: Sequence[GenerationTask]) -> int:
         return sum(self._parked(task) is not None for task in tasks)

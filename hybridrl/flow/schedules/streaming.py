@@ -50,6 +50,7 @@ class StreamingSchedule(Schedule):
             "ranker": model.ranker.state_dict(),
             "forecast": model.forecast.state_dict(),
             "longest_of_prompt": model.longest_of_prompt.state_dict(),
+            "turns_of_prompt": model.turns_of_prompt.state_dict(),
         }
         return super().state_dict() | learned
 
@@ -63,6 +64,8 @@ class StreamingSchedule(Schedule):
             self.length_model.forecast.load_state_dict(state["forecast"])
         if "longest_of_prompt" in state:
             self.length_model.longest_of_prompt.load_state_dict(state["longest_of_prompt"])
+        if "turns_of_prompt" in state:
+            self.length_model.turns_of_prompt.load_state_dict(state["turns_of_prompt"])
 
     def _begin_step(self, step: int) -> None:
         super()._begin_step(step)
@@ -198,12 +201,17 @@ class StreamingSchedule(Schedule):
 
     def _learn_lengths(self, samples: Sequence[Sample]) -> None:
         by_prompt: dict[int, list[int]] = {}
+        turns: dict[int, int] = {}
         for sample in samples:
             if "log_probs" in sample.tensors and sample.scalars["finish"] != "abort":
-                by_prompt.setdefault(sample.id.prompt, []).append(sample.model_tokens)
+                position = sample.id.prompt
+                by_prompt.setdefault(position, []).append(sample.model_tokens)
+                if "num_turns" in sample.scalars:
+                    turns[position] = max(turns.get(position, 0), int(sample.number("num_turns")))
         model = self.length_model
         model.forecast.add([length for lengths in by_prompt.values() for length in lengths])
         model.longest_of_prompt.add([max(lengths) for lengths in by_prompt.values()])
+        model.turns_of_prompt.add([*turns.values()])
         for position, prompt in self._pulled:
             if position in by_prompt:
                 model.ranker.observe(model.key_of(prompt), by_prompt[position])
