@@ -114,7 +114,7 @@ class RolloutConfig(SamplingConfig):
     GPU may hold fewer; on one, vLLM takes all that is left."""
     kv_host_tokens: int | None = bounded(None, least=0)
     """Tokens of waiting conversations whose keys and values an instance copies to host memory,
-    where its KV cache is short; null: as many as the cache holds. Others are computed again."""
+    where its KV cache is short. Null: as many as the cache holds. Others are computed again."""
     decode_steps: int = bounded(64, least=1)
     """Decode steps per bounded call of an instance."""
     layout: RolloutLayoutConfig = field(default_factory=RolloutLayoutConfig)

@@ -240,8 +240,8 @@ def remarks(setting: Setting, measured: Measured | None) -> list[str]:
         f"{setting.workload.prompts_per_step} prompts x {setting.group_size} samples a step on "
         f"{setting.num_instances} instances; response tokens p50 / p90 / p99 / max = "
         f"{' / '.join(map(str, (*percentiles, lengths[-1])))}",
-        f"front: generation and inference; it takes at least {_bound(setting):.4g} s where nothing"
-        " is guessed and no tail is wide",
+        "front: generation and inference; on the prompts of serial it takes at least "
+        f"{_bound(setting):.4g} s where nothing is guessed and no tail is wide",
         "x serial, x fused: how many times as fast a step is",
     ]
     if (model := setting.conversations) is not None:

@@ -12,9 +12,6 @@ from hybridrl.pipelines.balance import (
 from hybridrl.planner.mapping import SampleLength, TrainLayout
 from hybridrl.planner.model_shape import ModelShape
 
-Rows = Sequence[Sequence[SampleLength]]
-"""The micro-batches of a data-parallel rank."""
-
 _balanced = lru_cache(256)(balance)
 
 

@@ -46,8 +46,8 @@ def shared_problem(
 ) -> PipelineProblem:
     """The pipelines of the ranks that have most work, of one optimizer step or of one pass.
 
-    Ranks whose pipelines meet are a problem. Example: pp 4 on 8 ranks beside pp 2 has two of them,
-    each with one pipeline of the first role and two of the second.
+    Ranks whose pipelines meet are a problem. Example: pp 4 on 8 ranks beside pp 2 has two of them.
+    Each has one pipeline of the first role and two of the second.
     """
     tp = layouts[roles[0].name].tp
     widths = [layouts[role.name].data_ranks for role in roles]

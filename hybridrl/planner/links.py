@@ -29,7 +29,7 @@ class LinkSpeed:
         return self.gather_s(2 * nbytes, ranks)
 
 
-Rows = tuple[tuple[float, ...], ...]
+LinkMatrix = tuple[tuple[float, ...], ...]
 _EVEN = 0.8  # measurements of equal links differ by less
 
 
@@ -41,8 +41,8 @@ class LinkTable:
     says does not matter. Example: `LinkTable(((1e9, 1e8), (1e8, 1e9)), ((0, 1e-5), (1e-5, 0)))`.
     """
 
-    bytes_per_s: Rows
-    message_s: Rows
+    bytes_per_s: LinkMatrix
+    message_s: LinkMatrix
 
     @property
     def size(self) -> int:
@@ -85,7 +85,7 @@ class LinkTable:
         return cls(rates, seconds)
 
 
-def _square(rows: Any, name: str, size: int) -> Rows:
+def _square(rows: Any, name: str, size: int) -> LinkMatrix:
     is_square = (
         isinstance(rows, Sequence)
         and len(rows) == size

@@ -1,8 +1,8 @@
 """Which worker gets which rank, where links differ (Pipette, arXiv 2405.18093).
 
 A layout says which ranks exchange what; an order of the workers says over which links. Two starts,
-their own order and a greedy chain over the fastest links, are improved by swaps until none helps:
-first of whole nodes, then of single workers. Then others begin from shuffled orders, while there is
+their own order and a greedy chain over the fastest links, are improved by swaps until none helps.
+Whole nodes swap first, then single workers. Then others begin from shuffled orders, while there is
 time. The seconds of an order are those of the costs that price mappings.
 """
 

@@ -243,13 +243,13 @@ def _searched(line: Variant) -> bool:
     return line.config.entry.migrates_tail and not line.mechanisms
 
 
-def lower_bound(setting: Setting) -> float:
-    """Lower bound, in seconds, on the time of any schedule before the update.
+def lower_bound(setting: Setting, skip: int = 1) -> float:
+    """Lower bound, in seconds, on the time before the update of a step on the prompts of serial.
 
     The largest of three: the longest sample alone; the stages of a separate pool; all forward
     passes and all decoding. The last is in the largest batches that fit, spread over the instances
-    without a gap. Mean over the steps. Of conversations the longest has its waits, and the prefill
-    of replies is left out.
+    without a gap. Mean over the steps after the first `skip`, as of `replay`. Of conversations the
+    longest has its waits, and the prefill of replies is left out.
     """
     costs, work, size = setting.costs, setting.workload, setting.group_size
     drafting = costs.drafting
@@ -280,7 +280,7 @@ def lower_bound(setting: Setting) -> float:
         alone = longest * pace + per_token * (prompt + longest)
         pool = setting.pool_s_per_token * sum(prompt + length for prompt, length in samples)
         bounds.append(max(spread, alone, pool, _longest_conversation(setting, positions)))
-    return fmean(bounds)
+    return fmean(bounds[skip:] or bounds)
 
 
 def _longest_conversation(setting: Setting, positions: Iterable[int]) -> float:

@@ -4,7 +4,7 @@
 generation layout of two ranks, under `serial` and `fused`, and with the critic apart, and
 `hybridrl plan auto --price` predicts each. A line's value is the predicted seconds of a step, its
 baseline the measured ones of all steps but the first two. Weights are random, so every response is
-as long as it may be. Two more lines are the median and the worst error; the last one says how much
+as long as it may be. Two more lines are the median and the worst error. The last one says how much
 longer the mapping with the least predicted seconds takes than the best one.
 """
 

@@ -396,6 +396,16 @@ def test_no_schedule_beats_the_bound(
     assert 0 <= fused.bubbles < 1
 
 
+def test_the_bound_is_of_the_steps_that_are_shown() -> None:
+    """Means leave out the first step. Its long responses do not raise the bound of the others."""
+    long, short = Group(1, (100,)), Group(1, (10,))
+    workload = Workload((long, short, short, short, short, short), 2, 3)
+    case = Setting(costs=Costs(step_s=1.0), num_instances=2, workload=workload, group_size=1)
+    assert lower_bound(case) == pytest.approx(10.0)
+    assert replay(case, SerialScheduleConfig()).front_s == pytest.approx(10.0)
+    assert lower_bound(case, skip=0) == pytest.approx((100 + 10 + 10) / 3)
+
+
 @pytest.mark.parametrize("config", [SerialScheduleConfig(), FusedScheduleConfig()])
 def test_a_judge_on_the_drivers_node_in_whole_steps(config: ScheduleConfig) -> None:
     """After the last response it takes its latency once, not that of all samples together."""
