@@ -232,6 +232,7 @@ NOT_BARE = (
 # Hydra's part of config, what runs inside vLLM, an optimizer of an extra, a web page, and a kernel.
 NEEDS_MORE = {
     "hybridrl.config.compose",
+    "hybridrl.config.composition",
     "hybridrl.config.recipe_folder",
     "hybridrl.config.recipe_source",
     "hybridrl.config.stored_run",

@@ -6,6 +6,7 @@ head's follow `linear_log_probs`, where Triton computes it; else that runs, too.
 
 import copy
 import functools
+import json
 from collections.abc import Callable
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -78,13 +79,20 @@ def _once(
         config: PretrainedConfig, tokens: int, *options: _P.args, **settings: _P.kwargs
     ) -> _Result:
         named = sorted((name, repr(value)) for name, value in settings.items())
-        arguments = config.to_json_string(use_diff=False), tokens, repr(options), *named
+        arguments = _sizes_of(config), tokens, repr(options), *named
         if arguments not in known:
             with GroupedProducts():
                 known[arguments] = count(config, tokens, *options, **settings)
         return known[arguments]
 
     return call
+
+
+def _sizes_of(config: PretrainedConfig) -> str:
+    """What of the model says how large it is: not its directory, which each run has anew."""
+    values = config.to_dict()
+    values.pop("_name_or_path", None)
+    return json.dumps(values, sort_keys=True, default=str)
 
 
 @_once

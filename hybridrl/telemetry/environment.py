@@ -114,10 +114,9 @@ def _repositories(patches: dict[str, str]) -> Iterator[dict[str, Any]]:
     """Root, commit, changed and untracked files; the changes go to `patches`."""
     seen: set[str] = set()
     for place in (Path.cwd(), Path(__file__).parent):
-        found = _git(place, "rev-parse", "--show-toplevel", "HEAD").splitlines()
-        if len(found) < 2 or found[0] in seen:
+        root, *commits = _git(place, "rev-parse", "--show-toplevel", "HEAD").splitlines() or [""]
+        if not commits or root in seen:
             continue
-        root, commit = found
         seen.add(root)
         status = _git(Path(root), "status", "--porcelain").splitlines()
         changes, patch = _git(Path(root), "diff", "HEAD"), None
@@ -125,7 +124,7 @@ def _repositories(patches: dict[str, str]) -> Iterator[dict[str, Any]]:
             patch = f"environment-{len(patches)}.patch" if patches else "environment.patch"
             patches[patch] = changes
         untracked = [line[3:] for line in status if line.startswith("??")]
-        yield {"root": root, "commit": commit, "patch": patch, "untracked": untracked}
+        yield {"root": root, "commit": commits[0], "patch": patch, "untracked": untracked}
 
 
 def _git(place: Path, *command: str) -> str:

@@ -1,5 +1,7 @@
 """What is composed with the groups' choices kept is what Hydra composes."""
 
+from pathlib import Path
+
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
@@ -55,11 +57,14 @@ def test_it_refuses_what_hydra_refuses(override: str) -> None:
     assert str(error.value) == str(wanted.value)
 
 
-def test_a_composition_is_its_callers() -> None:
-    """It may be changed, and the next one has none of it."""
+def test_a_composition_is_its_callers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It may be changed, and the next one has none of it, nor its working directory."""
     register()
     compose_train(["run.dir=x"]).trainer.steps = 99
-    assert compose_train(["run.dir=x"]).trainer.steps != 99
+    monkeypatch.chdir(tmp_path)
+    node = compose_train(["run.dir=x"])
+    assert node.trainer.steps != 99
+    assert node.hydra.runtime.cwd == str(tmp_path)
 
 
 def test_a_recipe_of_the_same_name_is_another() -> None:

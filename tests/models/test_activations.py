@@ -5,6 +5,7 @@ import torch
 from transformers import AutoConfig
 
 from hybridrl.config import Attention
+from hybridrl.models import activations
 from hybridrl.models.activations import (
     head_activations,
     layer_activations,
@@ -26,6 +27,18 @@ def _layer(attention, model_type="gemma2", dtype=torch.float32, row=None, **chan
 def _head(**changes):
     config = AutoConfig.for_model(**{"model_type": "gemma2", **SHAPE, **changes})
     return head_activations(config, SCORED, dtype=torch.float32, triton=False)
+
+
+def test_a_model_in_another_directory_is_not_counted_again(monkeypatch):
+    """Each run makes its own; a model of another size is counted."""
+    counted = []
+    count = activations._narrow_model
+    monkeypatch.setattr(
+        activations, "_narrow_model", lambda *args: counted.append(args) or count(*args)
+    )
+    for path, width in (("one", 72), ("two", 72), ("two", 80)):
+        _layer(Attention.torch, name_or_path=path, intermediate_size=width)
+    assert len(counted) == 2
 
 
 def test_capped_scores_are_a_tensor_in_torch():
