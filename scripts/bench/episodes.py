@@ -34,7 +34,7 @@ def driver_s(turns: int) -> float:
 
 
 def _executor_s(turns: int) -> float:
-    spent, made = {}, {}
+    spent, num_turns = {}, {}
     for number in (1, turns, 1):  # the first one pays for imports
         with tempfile.TemporaryDirectory() as folder:
             setting = f'cluster.turns="turns={number},reply=16,wait=0.2"'
@@ -43,8 +43,8 @@ def _executor_s(turns: int) -> float:
             runs.train(config)
             spent[number] = time.process_time() - start
             lines = list(read_lines(Path(folder) / "metrics.jsonl"))
-            made[number] = sum(line["environment/turns"] for line in lines)
-    return (spent[turns] - spent[1]) / (made[turns] - made[1])
+            num_turns[number] = sum(line["environment/turns"] for line in lines)
+    return (spent[turns] - spent[1]) / (num_turns[turns] - num_turns[1])
 
 
 def start_s() -> float:
