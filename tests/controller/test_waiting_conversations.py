@@ -20,6 +20,7 @@ def configured(*settings: str) -> Config:
         (["data.eval_size=64"], 32 * 8 // 2),  # those of a step
         (["data.eval_size=64", "rollout.layout.tp=2"], 32 * 8),
         (["data.eval_size=9", "recipe.group_size=3", "trainer.prompts_per_step=5"], 8),  # of 15
+        (["data.eval_size=9", "schedule=partial", "schedule.over_provision=2"], 2 * 32 * 8 // 2),
         (["environment=none", "reward=exact"], 0),
     ],
 )
