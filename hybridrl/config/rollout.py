@@ -113,8 +113,8 @@ class RolloutConfig(SamplingConfig):
     """Tokens that the KV cache of an instance holds; 0 sizes it for `max_running` full samples. A
     GPU may hold fewer; on one, vLLM takes all that is left."""
     kv_host_tokens: int | None = bounded(None, least=0)
-    """Tokens of waiting conversations whose keys and values an instance copies to host memory,
-    where its KV cache is short. Null: as many as the cache holds. Others are computed again."""
+    """Tokens of waiting conversations that an instance may have in host memory, where its KV cache
+    is short. Null: as many as the cache holds. Others are computed again."""
     decode_steps: int = bounded(64, least=1)
     """Decode steps per bounded call of an instance."""
     layout: RolloutLayoutConfig = field(default_factory=RolloutLayoutConfig)

@@ -36,22 +36,22 @@ class EmulatedEpisodes(Episodes):
         self._conversations = conversations
         self._workload = emulated_workload(config, group_size_of(graph))
         self._turns: dict[SampleId, tuple[tuple[ModeledTurn, ...], str]] = {}
-        self._made: dict[SampleId, int] = {}
+        self._num_turns: dict[SampleId, int] = {}
         self._alarm = _Alarm()
 
     def start(self, ids: Iterable[SampleId], item: Item, max_new_tokens: int) -> None:
         """See `Episodes`."""
         for id in ids:
             modeled = self._conversations.of(id, self._workload.length_of(id))
-            self._turns[id], self._made[id] = modeled.cut_at(max_new_tokens), 0
+            self._turns[id], self._num_turns[id] = modeled.cut_at(max_new_tokens), 0
 
     def answer(self, ended: TurnEnded) -> Calling[EpisodeReply]:
         """See `Episodes`."""
         counts, (turns, finish) = self._counts, self._turns[ended.id]
-        turn = turns[self._made[ended.id]]
-        self._made[ended.id] += 1
+        turn = turns[self._num_turns[ended.id]]
+        self._num_turns[ended.id] += 1
         counts.turns += 1
-        reply = reply_to(ended, turn, self._made[ended.id], finish)
+        reply = reply_to(ended, turn, self._num_turns[ended.id], finish)
         rung = self._alarm.at(time.monotonic() + turn.wait_s)
         yield from result_of(rung)
         counts.reply_tokens += len(reply.tokens or ())
@@ -64,7 +64,7 @@ class EmulatedEpisodes(Episodes):
         """See `Episodes`."""
         for id in ids:
             self._turns.pop(id, None)
-            self._made.pop(id, None)
+            self._num_turns.pop(id, None)
 
     def close(self) -> None:
         """End the thread that waits."""

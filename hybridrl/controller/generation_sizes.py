@@ -6,7 +6,7 @@ from math import ceil
 
 from transformers import PretrainedConfig
 
-from hybridrl.config import Config, Device, ScheduleKind
+from hybridrl.config import Config, Device, PartialScheduleConfig
 from hybridrl.controller.memory_inputs import (
     LongestInputs,
     attention_of,
@@ -100,7 +100,7 @@ def conversations_held(config: Config, graph: Graph) -> int:
     if not config.environment.is_on:
         return 0
     prompts: float = config.trainer.prompts_per_step
-    if config.schedule.kind is ScheduleKind.partial:
+    if isinstance(config.schedule, PartialScheduleConfig):
         prompts *= config.schedule.over_provision
     sets = config.eval.sets.values()
     held_out = [(own.num_prompts or config.data.eval_size) * own.num_samples for own in sets]

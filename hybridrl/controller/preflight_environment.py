@@ -30,7 +30,8 @@ def check_environment(config: Config, graph: Graph) -> None:
         raise ConfigError(*kind, allowed)
     if not rollout.features.holds_turns:
         able = [engine.value for engine, features in ENGINES.items() if features.holds_turns]
-        allowed = f"{', '.join(able)} with environment.kind={environment.kind.value}"
+        reason = f"{rollout.engine.value} holds no samples between turns"
+        allowed = f"{', '.join(able)} with environment.kind={environment.kind.value} ({reason})"
         raise ConfigError("rollout.engine", rollout.engine.value, allowed)
 
 

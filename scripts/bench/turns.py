@@ -6,7 +6,10 @@ All sides alternate in one process. Wall time is that of the engine, which sleep
 - `lockstep`: the same engine, but the replies to a turn come to all once the last of them is there;
 - `bound`: the slowest conversation alone, or all decode work without waits, whichever is longer;
 - `new_requests`: without waits, each turn a new request whose tokens are computed again;
-- `row_step`: a row's decode step while rows come and go, over that of a batch that stays.
+- `row_step`: a row's decode step while rows come and go, over that of a batch that stays;
+- `driver`: CPU time of the driver's process for a turn, over a millisecond (`episodes.py`);
+- `hung`: what a hung environment costs the others of its process, over one limit of a turn and the
+  start of a process.
 
 Prints one JSON object per line.
 """
@@ -21,10 +24,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+import episodes
 import torch
 from lines import line, show, take_turns
 from rollout import tiny
 
+from hybridrl.config import compose
 from hybridrl.engines.rollout.interface import HeldTurn, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
@@ -226,6 +231,10 @@ def main(options: Iterable[str] | None = None) -> None:
     alternate("turns_vs_new_requests", side.run, lambda: side.run(keep=False), args)
     step = functools.partial(row_step, plan, args.shape, steps=args.steps)
     alternate("turns_row_step", lambda: step(comes=True), lambda: step(comes=False), args)
+    compose.register()
+    show(line("turns_driver", "s", "lower", [episodes.driver_s(plan.turns)], [0.001]))
+    hung = episodes.hung_s(hangs=True) - episodes.hung_s(hangs=False)
+    show(line("turns_hung", "s", "lower", [hung], [episodes.LIMIT_S + episodes.start_s()]))
 
 
 if __name__ == "__main__":

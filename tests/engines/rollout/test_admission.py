@@ -79,7 +79,7 @@ def test_lanes_drain_the_queue(
                     admission.remove(request.id)
                 elif left > 1 and draw.random() < 0.3:
                     end_turn(request, "stop")
-                    admission.hold(request)
+                    admission.hold([request])
                     check(admission)
         if len(done) == len(wanted):
             break

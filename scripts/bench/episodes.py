@@ -1,0 +1,116 @@
+"""What conversations cost the driver, and what a hung environment costs all others.
+
+- `driver_s`: CPU seconds of the driver's process a turn, in emulated runs (docs/emulated.md) with
+  conversations and without, and in a pool of real environments. The emulated ranks are in the same
+  process: what they take counts, too.
+- `hung_s`: seconds that all episodes of a process take where one of them hangs for ever. It is
+  ended at its limit, and a new process starts.
+"""
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config import Config, EnvironmentConfig, compose
+from hybridrl.config.environment import EnvironmentKind
+from hybridrl.controller import train as runs
+from hybridrl.environments import EpisodePool, EpisodeTask, ModelTurn
+from hybridrl.telemetry.records import read_lines
+
+EMULATED = (
+    "cluster=emulated", "cluster.ranks=4", "cluster.ranks_per_process=0",
+    "cluster.time_scale=0.001", "trainer.steps=4", "trainer.prompts_per_step=16",
+    "recipe.group_size=4", "rollout.max_new_tokens=1000", "rollout.max_running=64",
+    "telemetry.progress=false", "telemetry.loggers=[]", "telemetry.report=false",
+)  # fmt: skip
+LIMIT_S = 2.0
+"""Of a turn."""
+
+
+def driver_s(turns: int) -> float:
+    """CPU seconds a turn: of schedule and executor, and of environments that answer at once."""
+    return _executor_s(turns) + _pool_s(turns)
+
+
+def _executor_s(turns: int) -> float:
+    spent, num_turns = {}, {}
+    for number in (1, turns, 1):  # the first one pays for imports
+        with tempfile.TemporaryDirectory() as folder:
+            setting = f'cluster.turns="turns={number},reply=16,wait=0.2"'
+            config: Config = compose.check([*EMULATED, setting, f"run.dir={folder}"])
+            start = time.process_time()
+            runs.train(config)
+            spent[number] = time.process_time() - start
+            lines = list(read_lines(Path(folder) / "metrics.jsonl"))
+            num_turns[number] = sum(line["environment/turns"] for line in lines)
+    return (spent[turns] - spent[1]) / (num_turns[turns] - num_turns[1])
+
+
+def start_s() -> float:
+    """Wall seconds until a process of environments answers."""
+    start = time.perf_counter()
+    pool = _pool("walk", 1)
+    try:
+        pool.start((-1,), _task()).result()
+        return time.perf_counter() - start
+    finally:
+        pool.close()
+
+
+def _pool_s(turns: int, episodes: int = 64) -> float:
+    pool = _pool("walk", turns)
+    try:
+        pool.start((-1,), _task()).result()  # the processes are there
+        start = time.process_time()
+        for number in range(episodes):
+            pool.start((number,), _task()).result()
+            for _ in range(turns):
+                pool.turn((number,), ModelTurn("go")).result()
+        return (time.process_time() - start) / (episodes * turns)
+    finally:
+        pool.close()
+
+
+def hung_s(hangs: bool, episodes: int = 32, turns: int = 4) -> float:
+    """Wall seconds of episodes in one process, whose first one hangs in its second turn."""
+    pool = _pool("walk", turns)
+    try:
+        pool.start((-1,), _task()).result()
+        start = time.perf_counter()
+        starts = [pool.start((number,), _task()) for number in range(episodes)]
+        for started in starts:
+            started.result()
+        for turn in range(turns):
+            texts = ["hang" if hangs and turn == 1 and n == 0 else "go" for n in range(episodes)]
+            alive = [n for n in range(episodes) if n or turn < 2 or not hangs]
+            for step in [pool.turn((n,), ModelTurn(texts[n])) for n in alive]:
+                step.result()
+        return time.perf_counter() - start
+    finally:
+        pool.close()
+
+
+def _pool(program: str, turns: int) -> EpisodePool:
+    config = EnvironmentConfig(
+        kind=EnvironmentKind.function,
+        path=f"{__file__}:{program}",
+        max_turns=turns + 1,
+        turn_timeout_s=LIMIT_S,
+        num_processes=1,
+    )
+    config.resolve(1000)
+    return EpisodePool(config)
+
+
+def _task() -> EpisodeTask:
+    return EpisodeTask(({"role": "user", "content": "?"},), {"question": "?"}, source="s")
+
+
+async def walk(task: EpisodeTask, model: Any, rng: Any) -> float:
+    """Answers at once; a turn that says so has it hang."""
+    turn = await model.turn(task.messages)
+    while True:
+        if turn.text == "hang":
+            time.sleep(3600)
+        turn = await model.turn("on")
