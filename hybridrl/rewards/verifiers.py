@@ -52,14 +52,18 @@ def make_verifier(
 
     The judged text is the first group of the last match of `extract` (the full match if it has no
     group); without `extract` the response, of kind=code its last block of Python. Without a match
-    the reward is 0 and the text empty. kind=dataset needs `sources`
-    (`data.sources`): its scorers depend on the dataset's parameters. Raises ConfigError.
+    the text is empty and the reward 0, but of kind=environment what was earned. kind=dataset needs
+    `sources` (`data.sources`): its scorers depend on the dataset's parameters. Raises ConfigError.
     """
+    reads_text = config.kind is not RewardKind.environment
     judge, select = _JUDGES[config.kind](config, sources or {}), make_selector(config)
 
     def verify(item: RewardInput) -> tuple[float, str]:
         text = select(item.response)
-        return (0.0, "") if text is None else (as_reward(judge(item, text)), text[:MAX_TEXT])
+        if text is None and reads_text:
+            return 0.0, ""
+        text = text or ""
+        return as_reward(judge(item, text)), text[:MAX_TEXT]
 
     return verify
 

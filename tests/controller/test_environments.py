@@ -58,7 +58,8 @@ def test_every_schedule_trains_on_the_conversations_of_serial(
     for record in first_step(serial.dir):
         turns = record["turns"]
         assert "".join(turn["text"] + turn["reply"] for turn in turns) == record["response"]
-        assert record["reward"] == pytest.approx(sum(turn["reward"] for turn in turns))
+        earned = sum(turn["reward"] for turn in turns)
+        assert record["finish"] == "abort" or record["reward"] == pytest.approx(earned)
     metrics = serial.metrics[0]
     for name in ("episodes", "turns", "failed") if schedule == "fused" else ():
         assert metrics[f"environment/{name}"] == other.metrics[0][f"environment/{name}"]
@@ -141,9 +142,7 @@ def test_a_partial_run_that_ends_in_mid_conversation_goes_on_as_if_it_had_not(
     train_here(tmp_path / "run", *partial)
     copy = ended(tmp_path / "run", tmp_path / "copy", 2)
     episodes = state(copy / "checkpoints" / "step_000002")["episodes"]
-    turns = {len(episode["turns"]) for episode in episodes}
-    assert len(turns) > 1  # of different lengths
-    assert any(episode["ended"] for episode in episodes)
+    assert any(len(episode["turns"]) > 1 and episode["ended"] for episode in episodes)
     rest = train_here(copy, *partial, "trainer.resume=auto")
     assert len(rest.steps) == 2
     check_same(tmp_path / "run", copy, tmp_path)

@@ -37,8 +37,9 @@ def test_a_conversation_is_told_apart() -> None:
         ("assistant", "cd"), ("environment", "efg"), ("assistant", "h"), ("environment", "a"),
         ("assistant", "#f"),
     ]  # fmt: skip
-    with RewardPool(RewardConfig(kind=RewardKind.environment)) as pool:
-        assert [result.reward for result in pool.score([seen])] == [0.75]
+    for extract in (None, "nowhere"):  # what was earned does not follow from the text
+        with RewardPool(RewardConfig(kind=RewardKind.environment, extract=extract)) as pool:
+            assert [result.reward for result in pool.score([seen])] == [0.75]
     with RewardPool(RewardConfig(kind=RewardKind.exact)) as pool:
         assert [result.reward for result in pool.score([seen])] == [1.0]
 
