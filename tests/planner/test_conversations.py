@@ -1,5 +1,7 @@
 """Conversations on the virtual clock: how long they take, by hand, and in which schedule."""
 
+from dataclasses import replace
+
 import pytest
 
 from hybridrl.config import ConfigError
@@ -16,6 +18,7 @@ from hybridrl.planner import command, schedule
 from hybridrl.planner.conversations import ConversationModel, ModeledConversation, ModeledTurn
 from hybridrl.planner.instance import ModeledInstance
 from hybridrl.planner.simulate import SimulatedExecutor
+from hybridrl.planner.workload import Group, Workload
 
 COSTS = Costs(step_s=1.0, prefill_token_s=0.5)
 SAMPLING = Sampling(max_new_tokens=100, max_turn_tokens=50)
@@ -158,6 +161,22 @@ def test_others_have_the_rows_of_those_that_wait():
     fused.run_step(0)
     (whole,) = {sum(t.tokens for t in conversations.of(SampleId(i), 4).turns) for i in (0, 1)}
     assert 20 + whole <= executor.clock.now() <= 20 + 2 * whole + 1
+
+
+def test_passes_run_while_all_samples_wait():
+    """On one instance, which is never free: it parks what waits, and nothing but that is slower."""
+    costs = replace(COSTS, token_s={"reference": 0.01}, kv_token_s=0.001)
+    talks = ConversationModel(turns=6, reply_tokens=5, wait_s=100)
+    setting = schedule.Setting(
+        costs=costs, num_instances=1, max_held=16, group_size=2, conversations=talks,
+        workload=Workload(groups=(Group(4, (20,)),) * 8, prompts_per_step=8, num_steps=4),
+    )  # fmt: skip
+    serial, fused, *_ = (
+        schedule.replay(setting, config, skip=2) for config in setting.schedules[:2]
+    )
+    assert serial.hidden == 0
+    assert fused.hidden > 0.9
+    assert fused.front_s < serial.front_s
 
 
 ARGS = "--lengths=lognormal:median=60,sigma=0.5 --instances=2 --prompts=8 --group-size=4 --steps=3"
