@@ -32,9 +32,10 @@ def instance(turns, max_running=1):
     )  # fmt: skip
 
 
-def test_a_held_row_takes_no_room_and_goes_on_before_fresh_ones():
+def test_a_held_row_takes_no_room_and_goes_on_before_fresh_ones(monkeypatch):
     """Three tokens, a reply of two, one token; b has the only row meanwhile, and c waits."""
     talk, alone = (ModeledTurn(3, 2, 9.0), ModeledTurn(1, None, 0.0)), (ModeledTurn(2, None, 0.0),)
+    monkeypatch.setattr("hybridrl.planner.instance.ENOUGH_TURNS", 0)
     c = SampleId(2)
     rows = instance({A: talk, B: alone, c: alone})
     first = rows.advance([Submit((id,), None, SAMPLING) for id in (A, B, c)], 4, 0)
@@ -48,6 +49,16 @@ def test_a_held_row_takes_no_room_and_goes_on_before_fresh_ones():
     (row,) = rows.advance([Answer(replies)], 1, 0).finished
     assert (row.finish, row.scalars, row.num_generated) == ("length", {"num_turns": 2}, 6)
     assert row.spans == [TokenSpan(0, 3, 0), TokenSpan(3, 5, NO_VERSION, False), TokenSpan(5, 6, 0)]
+
+
+@pytest.mark.parametrize(("num_others", "steps"), [(8, 3), (9, 10)])
+def test_a_call_ends_once_one_turn_in_eight_has_ended(num_others, steps):
+    ids = tuple(SampleId(0, k=k) for k in range(1 + num_others))
+    others = dict.fromkeys(ids[1:], (ModeledTurn(20, None, 0.0),))
+    rows = instance({ids[0]: (ModeledTurn(3, 2, 9.0), ModeledTurn(1, None, 0.0)), **others}, 16)
+    advance = rows.advance([Submit(ids, None, SAMPLING)], 10, 0)
+    assert advance.work.decode_steps == steps
+    assert [row.id for row in advance.turns] == [ids[0]]
 
 
 @pytest.mark.parametrize("with_kv", [False, True])
