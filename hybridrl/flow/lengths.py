@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hybridrl.config import Ranker
+from hybridrl.flow.sample import SampleId
 
 _TELLING = 1.1  # the longest prediction over the shortest: below, they are as good as equal
 
@@ -334,3 +335,30 @@ def dispatch(
         tokens[instance] += predicted[index]
         rooms[instance] -= size
     return dealt, left
+
+
+def dispatch_groups(
+    groups: Sequence[Sequence[tuple[SampleId, float]]], room: Sequence[int], loads: Sequence[float]
+) -> tuple[list[list[SampleId]], list[SampleId]]:
+    """Deal groups of samples, each with its predicted tokens; see `dispatch`.
+
+    Groups stay whole where there are enough of them. One that does not fit as a whole is dealt one
+    by one. Gives the samples of each instance, and those left over.
+    """
+    rooms, loads = list(room), list(loads)
+    units = list(groups)
+    if len(units) < len(rooms):
+        units = [[sample] for group in groups for sample in group]
+    dealt: list[list[SampleId]] = [[] for _ in rooms]
+    for whole in (True, False):
+        units = units if whole else [[sample] for unit in units for sample in unit]
+        tokens = leveled([sum(tokens for _, tokens in unit) for unit in units])
+        sizes = [len(unit) for unit in units]
+        chosen, left = dispatch(tokens, len(rooms), rooms, loads, sizes)
+        for i, mine in enumerate(chosen):
+            samples = [sample for unit in mine for sample in units[unit]]
+            dealt[i] += [id for id, _ in samples]
+            loads[i] += sum(tokens for _, tokens in samples)
+            rooms[i] -= len(samples)
+        units = [units[i] for i in left]
+    return dealt, [id for unit in units for id, _ in unit]

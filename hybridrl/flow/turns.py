@@ -5,6 +5,14 @@ from dataclasses import dataclass, field
 
 from hybridrl.flow.executor import Answer, EpisodeReply, Replied, TurnEnded
 from hybridrl.flow.sample import SampleId
+from hybridrl.flow.waits import WaitModel
+
+ENOUGH_TURNS = 8
+"""A call returns once a turn has ended for so many samples that still decode.
+
+In virtual time that is the best of 1 to 64 where a call costs 2 ms. Where calls cost ten times as
+much, fewer and longer ones are: 2.
+"""
 
 
 @dataclass(slots=True)
@@ -28,6 +36,11 @@ class OpenTurns:
 
     _replies: dict[SampleId, EpisodeReply | None] = field(default_factory=dict)  # None: it waits
     _num_waiting: int = 0
+    waits_seen: WaitModel = field(default_factory=WaitModel)
+    """Learned from the replies."""
+    _since: dict[SampleId, float] = field(default_factory=dict)  # when a sample's turn ended
+    put_by: set[SampleId] = field(default_factory=set)
+    """Parked ones that their instance gave up while all its samples waited; until they reply."""
     _turns_left: dict[SampleId, int] = field(default_factory=dict)  # of the window
 
     def open_window(self, ids: Iterable[SampleId], num_turns: int) -> None:
@@ -43,9 +56,10 @@ class OpenTurns:
         reply = self._replies.get(id)
         return reply is not None and reply.tokens is not None and self._turns_left.get(id) == 0
 
-    def ended(self, turns: Iterable[TurnEnded]) -> None:
-        """These turns have ended: their samples wait."""
+    def ended(self, turns: Iterable[TurnEnded], now: float) -> None:
+        """These turns have ended, as is known at `now`: their samples wait."""
         for turn in turns:
+            self._since[turn.id] = now
             self.wait_for([turn.id])
             if turn.id in self._turns_left:
                 self._turns_left[turn.id] -= 1
@@ -59,6 +73,7 @@ class OpenTurns:
 
     def replied(self, event: Replied) -> None:
         """These replies have come. One is passed over if its sample begins anew meanwhile."""
+        self.waits_seen.saw(event.seconds)
         for reply in event.replies:
             if self.waits(reply.id):
                 self._replies[reply.id] = reply
@@ -71,6 +86,25 @@ class OpenTurns:
     def waits(self, id: SampleId) -> bool:
         """Whether a sample's environment has still to reply."""
         return id in self._replies and self._replies[id] is None
+
+    def first_reply_s(self, ids: Iterable[SampleId], now: float) -> float:
+        """Seconds until one of these samples is likely to be answered; 0 if one does not wait."""
+        ids = [*ids]
+        if not all(map(self.waits, ids)):
+            return 0.0
+        return self.waits_seen.first([now - self._since.get(id, now) for id in ids])
+
+    def put_away(self, ids: Iterable[SampleId]) -> list[SampleId]:
+        """These are parked until they are answered; gives those that already are."""
+        ids = [*ids]
+        self.put_by.update(filter(self.waits, ids))
+        return [id for id in ids if id not in self.put_by]
+
+    def take_back(self) -> list[SampleId]:
+        """Those put away that are answered by now."""
+        back = sorted(id for id in self.put_by if not self.waits(id))
+        self.put_by.difference_update(back)
+        return back
 
     def can_go(self, ids: Iterable[SampleId]) -> bool:
         """Whether one of these samples has something to do, since it neither waits nor rests."""
@@ -90,3 +124,5 @@ class OpenTurns:
         for id in ids:
             self._num_waiting -= self.waits(id)
             self._replies.pop(id, None)
+            self._since.pop(id, None)
+            self.put_by.discard(id)

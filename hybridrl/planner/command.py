@@ -93,7 +93,8 @@ def run(args: Sequence[str], on_progress: OnProgress) -> Printed:
         return paper_table(compared), paper_remarks(), {"rlhfuse": [asdict(c) for c in compared]}
     setting, measured = read_setting(args)
     outcomes = what_if(setting, on_progress)
-    return table(outcomes), remarks(setting, measured), record(setting, outcomes, measured)
+    results = setting, outcomes, measured
+    return table(outcomes), remarks(*results), record(*results)
 
 
 def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
@@ -232,7 +233,7 @@ def _bound(setting: Setting) -> float:
     return lower_bound(replace(setting, costs=replace(setting.costs, drafting=None)))
 
 
-def remarks(setting: Setting, measured: Measured | None) -> list[str]:
+def remarks(setting: Setting, outcomes: Sequence[Outcome], measured: Measured | None) -> list[str]:
     """Notes below the table."""
     lengths = sorted(n for group in setting.workload.groups for n in group.lengths)
     percentiles = [lengths[min(len(lengths) - 1, len(lengths) * p // 100)] for p in (50, 90, 99)]
@@ -249,6 +250,9 @@ def remarks(setting: Setting, measured: Measured | None) -> list[str]:
             f"conversations: up to {model.turns} turns; a reply has {model.reply_tokens:g} tokens "
             f"after {model.wait_s:g} s, on average"
         )
+        plain = [outcome for outcome in outcomes if not outcome.mechanisms]
+        shares = ", ".join(f"{one.schedule} {one.hidden:.0%}" for one in plain)
+        lines.append(f"forward passes hidden behind decoding and waits: {shares}")
     if setting.drafting is None:
         lines.append("speculation: not shown; accept=P in --lengths is the share of right guesses")
     else:

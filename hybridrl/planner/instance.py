@@ -20,6 +20,7 @@ from hybridrl.flow.executor import (
     Work,
 )
 from hybridrl.flow.sample import NO_VERSION, SampleId, TokenSpan
+from hybridrl.flow.turns import ENOUGH_TURNS
 from hybridrl.planner.conversations import ModeledConversation, ModeledTurn
 
 
@@ -144,7 +145,8 @@ class ModeledInstance:
     `length_of` returns the response tokens of a sample, `prompt_tokens_of` those of a prompt, by
     position. The state of `Parked` and `Resume` is a dict by id of a row, and whether its keys and
     values are with it. With `conversation_of` a response has turns, and is held after each of them.
-    It takes no room meanwhile, and goes on before those that wait for room.
+    It takes no room meanwhile, and goes on before those that wait for room. A call ends early where
+    enough turns have ended (`ENOUGH_TURNS`), as a rank's does.
 
     Where the costs have `drafting`, a pass makes the mean number of tokens of a row. With
     `counts_tokens` a row makes at most a call's steps of tokens, as in the engine (`Speculation`).
@@ -217,6 +219,9 @@ class ModeledInstance:
                 break
             most = num_decode_steps - tally.steps
             finished += self._decode(rows, drafts, most, version, tally)
+            num_ended = sum(row.waits for row in finished)
+            if num_ended and ENOUGH_TURNS * num_ended >= self.unfinished:
+                break
         turns = tuple(row for row in finished if row.waits)
         self.held |= {row.id: row for row in turns}
         ended = tuple(row for row in finished if not row.waits)

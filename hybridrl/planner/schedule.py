@@ -29,7 +29,7 @@ from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import ScheduleParts, StepSettings, schedule_class
 from hybridrl.planner.conversations import ConversationModel
 from hybridrl.planner.mapped_work import MappedWork, step_samples
-from hybridrl.planner.simulate import SimulatedExecutor
+from hybridrl.planner.simulate import EARLY_BACKWARD, SimulatedExecutor
 from hybridrl.planner.workload import Workload
 
 logger = logging.getLogger(__name__)
@@ -131,6 +131,8 @@ class Outcome:
     """Samples that decoded on a wide instance, a step."""
     off_policy: float
     """Share of trained tokens that older weights generated."""
+    hidden: float
+    """Share of the instances' forward passes that ran while others decoded, or all waited."""
     stages: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each stage, and of the changes of phase, `to_generate` and `to_train`, by name.
 
@@ -348,6 +350,11 @@ def _measure(
     window = setting.num_instances * (ended - begun)
     spans = [span for sample in result.samples for span in sample.spans if span.trained]
     old = sum(s.stop - s.start for s in spans if s.version < executor.version)
+    before = [s for s in executor.slices if s.start < ended]
+    passes = [s for s in before if s.name in setting.scope_of]
+    others = [s for s in before if s.name not in {*setting.scope_of, EARLY_BACKWARD}]
+    decoded = max((s.stop for s in others), default=begun)
+    hidden = sum(max(0.0, min(s.stop, decoded) - s.start) for s in passes)
     return {
         "step_s": seconds,
         "front_s": ended - begun,
@@ -356,6 +363,7 @@ def _measure(
         "trained_early": result.metrics.get("samples/trained_early", 0.0),
         "widened": result.metrics.get("samples/widened", 0.0),
         "off_policy": old / max(1, sum(s.stop - s.start for s in spans)),
+        "hidden": hidden / (sum(s.stop - s.start for s in passes) or 1.0),
         "threshold": result.metrics.get("samples/migration_threshold", 0.0),
     }
 

@@ -33,6 +33,9 @@ from hybridrl.planner.instance import ModeledInstance, ModeledRow
 from hybridrl.planner.mapped_work import MappedWork
 from hybridrl.planner.mapping import ACTOR
 
+EARLY_BACKWARD = "early backward"
+"""The name of an instance's part of an update that others wait for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -301,7 +304,7 @@ class SimulatedExecutor:
         if instance not in self._training:
             seconds += self.costs.train_switch_s
         self._training.add(instance)
-        self._serve(instance, "early backward", seconds, event)
+        self._serve(instance, EARLY_BACKWARD, seconds, event)
 
     def _computed(
         self,

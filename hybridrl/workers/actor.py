@@ -30,6 +30,7 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import Stage, UpdateStage
 from hybridrl.flow.sample import NO_RANK, NO_VERSION, SampleId, TokenSpan
+from hybridrl.flow.turns import ENOUGH_TURNS
 from hybridrl.layout.adapters import AdapterSwitch
 from hybridrl.layout.parameters import gen_layout, train_layout
 from hybridrl.layout.plan import Plan, plan
@@ -61,8 +62,6 @@ from hybridrl.workers.turns import (
     grown,
 )
 from hybridrl.workers.wide import WideShare, wide_shares
-
-ENOUGH_TURNS = 8  # a call returns once one turn has ended for so many samples that still decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +334,9 @@ class Actor:
         held = self.engine.take_turns()
         steps = 0
         # With drafts a step may make several tokens of a sample.
-        equal = self.config.schedule.entry.counts_tokens
+        # What conversations make follows from turns, whatever the calls are.
+        converses = self.config.environment.is_on
+        equal = self.config.schedule.entry.counts_tokens and not converses
         self.engine.begin_call(num_decode_steps if equal else None)
         while steps < num_decode_steps and self.unfinished and not self.engine.call_is_done:
             outputs += [(output, None) for output in self.engine.step()]

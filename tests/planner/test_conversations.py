@@ -1,5 +1,7 @@
 """Conversations on the virtual clock: how long they take, by hand, and in which schedule."""
 
+from dataclasses import replace
+
 import pytest
 
 from hybridrl.config import ConfigError
@@ -16,6 +18,7 @@ from hybridrl.planner import command, schedule
 from hybridrl.planner.conversations import ConversationModel, ModeledConversation, ModeledTurn
 from hybridrl.planner.instance import ModeledInstance
 from hybridrl.planner.simulate import SimulatedExecutor
+from hybridrl.planner.workload import Group, Workload
 
 COSTS = Costs(step_s=1.0, prefill_token_s=0.5)
 SAMPLING = Sampling(max_new_tokens=100, max_turn_tokens=50)
@@ -29,9 +32,10 @@ def instance(turns, max_running=1):
     )  # fmt: skip
 
 
-def test_a_held_row_takes_no_room_and_goes_on_before_fresh_ones():
+def test_a_held_row_takes_no_room_and_goes_on_before_fresh_ones(monkeypatch):
     """Three tokens, a reply of two, one token; b has the only row meanwhile, and c waits."""
     talk, alone = (ModeledTurn(3, 2, 9.0), ModeledTurn(1, None, 0.0)), (ModeledTurn(2, None, 0.0),)
+    monkeypatch.setattr("hybridrl.planner.instance.ENOUGH_TURNS", 0)
     c = SampleId(2)
     rows = instance({A: talk, B: alone, c: alone})
     first = rows.advance([Submit((id,), None, SAMPLING) for id in (A, B, c)], 4, 0)
@@ -45,6 +49,16 @@ def test_a_held_row_takes_no_room_and_goes_on_before_fresh_ones():
     (row,) = rows.advance([Answer(replies)], 1, 0).finished
     assert (row.finish, row.scalars, row.num_generated) == ("length", {"num_turns": 2}, 6)
     assert row.spans == [TokenSpan(0, 3, 0), TokenSpan(3, 5, NO_VERSION, False), TokenSpan(5, 6, 0)]
+
+
+@pytest.mark.parametrize(("num_others", "steps"), [(8, 3), (9, 10)])
+def test_a_call_ends_once_one_turn_in_eight_has_ended(num_others, steps):
+    ids = tuple(SampleId(0, k=k) for k in range(1 + num_others))
+    others = dict.fromkeys(ids[1:], (ModeledTurn(20, None, 0.0),))
+    rows = instance({ids[0]: (ModeledTurn(3, 2, 9.0), ModeledTurn(1, None, 0.0)), **others}, 16)
+    advance = rows.advance([Submit(ids, None, SAMPLING)], 10, 0)
+    assert advance.work.decode_steps == steps
+    assert [row.id for row in advance.turns] == [ids[0]]
 
 
 @pytest.mark.parametrize("with_kv", [False, True])
@@ -158,6 +172,22 @@ def test_others_have_the_rows_of_those_that_wait():
     fused.run_step(0)
     (whole,) = {sum(t.tokens for t in conversations.of(SampleId(i), 4).turns) for i in (0, 1)}
     assert 20 + whole <= executor.clock.now() <= 20 + 2 * whole + 1
+
+
+def test_passes_run_while_all_samples_wait():
+    """On one instance, which is never free: it parks what waits, and nothing but that is slower."""
+    costs = replace(COSTS, token_s={"reference": 0.01}, kv_token_s=0.001)
+    talks = ConversationModel(turns=6, reply_tokens=5, wait_s=100)
+    setting = schedule.Setting(
+        costs=costs, num_instances=1, max_held=16, group_size=2, conversations=talks,
+        workload=Workload(groups=(Group(4, (20,)),) * 8, prompts_per_step=8, num_steps=4),
+    )  # fmt: skip
+    serial, fused, *_ = (
+        schedule.replay(setting, config, skip=2) for config in setting.schedules[:2]
+    )
+    assert serial.hidden == 0
+    assert fused.hidden > 0.9
+    assert fused.front_s < serial.front_s
 
 
 ARGS = "--lengths=lognormal:median=60,sigma=0.5 --instances=2 --prompts=8 --group-size=4 --steps=3"

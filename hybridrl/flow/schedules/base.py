@@ -215,7 +215,12 @@ class Schedule(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The state that the next step continues with, in plain JSON types; between steps."""
-        return {"steps_done": self._steps_done, "meter": self.meter.state_dict()}
+        waits = self._turns.waits_seen.state_dict()
+        return {
+            "steps_done": self._steps_done,
+            "meter": self.meter.state_dict(),
+            "waits": waits,
+        }
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, prompt_at: Callable[[int], Any], num_ranks: int
@@ -227,6 +232,8 @@ class Schedule(ABC):
         """
         self._steps_done = state["steps_done"]
         self.meter.load_state_dict(state["meter"])
+        if "waits" in state:  # an older checkpoint has none
+            self._turns.waits_seen.load_state_dict(state["waits"])
 
     def pending(self) -> tuple[PendingSample, ...]:
         """Samples for a later step that have tensors, which `state_dict` does not hold."""

@@ -160,9 +160,9 @@ class FusedSchedule(StreamingSchedule):
         plan = self._tail_plan(tracker, len(tasks), early)
         taken = self._taken = _TakenPlan(plan, self.executor.clock.now(), tracker, early)
         early = early if plan.trains_early else None
-        generation_round = self._new_round(
-            tracker, plan.migration, early=early, overlaps=plan.overlaps
-        )
+        # Conversations leave instances time between their calls, whatever the plan is.
+        overlaps = plan.overlaps or any(task.converses for task in tasks)
+        generation_round = self._new_round(tracker, plan.migration, early=early, overlaps=overlaps)
         generation_round.adopt(self._step_tasks)
         self._submit(generation_round, tasks)
         generation_round.run()

@@ -24,7 +24,7 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import AnswersStage
 from hybridrl.flow.ledger import SampleStatus
-from hybridrl.flow.lengths import dispatch, leveled
+from hybridrl.flow.lengths import dispatch_groups
 from hybridrl.flow.migration import MigrationPlan, gather
 from hybridrl.flow.sample import SampleId
 from hybridrl.flow.schedules.base import learn, next_events
@@ -33,6 +33,7 @@ from hybridrl.flow.schedules.streamed_stages import StreamedStages
 from hybridrl.flow.schedules.streamed_update import StreamedUpdate
 from hybridrl.flow.schedules.wide_tail import WideTail
 from hybridrl.flow.turns import OpenTurns
+from hybridrl.flow.waits import worth_parking
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,9 @@ class GenerationRound:
 
     Conversations: a sample whose turn has ended stays with its instance and costs it no row, so
     that a queued one may come. It goes on in the first call after its environment's reply
-    (`OpenTurns`), and moves like others. An instance whose samples all wait gets no call.
+    (`OpenTurns`), and moves like others. An instance whose samples all wait gets no call. If passes
+    wait, and it is likely to have the time, it parks them and runs a pass. They resume where there
+    is room once they are answered.
 
     Death: samples that an instance held, and finished ones on its ranks, are made again on the
     others. Their tokens are the same, since they follow from the sample's identity.
@@ -101,6 +104,7 @@ class GenerationRound:
         self._inbox: dict[int, list[Command]] = defaultdict(list)
         self._in_flight: dict[int, float] = {}  # instance -> when its call was sent
         self._leaving: set[int] = set()
+        self._put_away: set[int] = set()  # that park their samples, which all wait
         self._keepers: frozenset[int] = frozenset()
         self.tail = WideTail(self.executor.wide)
         self.kv_bytes = 0  # that came from other ranks
@@ -150,29 +154,23 @@ class GenerationRound:
         """
         busy = self._leaving | self.tail.wide_of.keys()
         able = [instance for instance in self._alive if instance not in busy]
+        # One that runs a pass is no place for what can go on now.
+        able = [i for i in able if self._held[i] or i not in self._in_flight] or able
         if self.early is not None:
             able = [instance for instance in able if instance not in self.early.training]
             if self._queue and not able and not busy:
                 raise RuntimeError(_NONE_DECODES)
         if not self._queue or not any(map(self._room, able)):
             return
-        groups: dict[tuple[str, int], list[SampleId]] = {}
+        groups: dict[tuple[str, int], list[tuple[SampleId, float]]] = {}
         for id in self._queue:
-            groups.setdefault((self._tasks[id].stage.name, id.prompt), []).append(id)
-        units = list(groups.values())
-        if len(units) < len(able):
-            units = [[id] for id in self._queue]
-        self._queue = []
-        for whole in (units, None):  # a group that does not fit as a whole is dealt one by one
-            units = whole or [[id] for unit in units for id in unit]
-            tokens = leveled([sum(self._tasks[id].tokens for id in unit) for unit in units])
-            loads = [sum(self._tasks[id].tokens for id in self._held[i]) for i in able]
-            room = [self._room(i) for i in able]
-            dealt, left = dispatch(tokens, len(able), room, loads, [len(unit) for unit in units])
-            for instance, mine in zip(able, dealt, strict=True):
-                self._give(instance, [id for i in mine for id in units[i]])
-            units = [units[i] for i in left]
-        self._queue = [id for unit in units for id in unit]
+            task = self._tasks[id]
+            groups.setdefault((task.stage.name, id.prompt), []).append((id, task.tokens))
+        loads = [sum(self._tasks[id].tokens for id in self._held[i]) for i in able]
+        room = [self._room(i) for i in able]
+        dealt, self._queue = dispatch_groups([*groups.values()], room, loads)
+        for instance, ids in zip(able, dealt, strict=True):
+            self._give(instance, ids)
 
     def _room(self, instance: int) -> int:
         """Samples that an instance may be given: those that wait leave their rows to others.
@@ -222,11 +220,8 @@ class GenerationRound:
         if self.stages.waiting and self.early is not None and self.early.training:
             raise RuntimeError(_NONE_DECODES)  # for its generation weights
         assert not self.stages.waiting, "forward passes still wait"
-        logger.debug(
-            "the round ended: %d samples migrated, %d restarted",
-            self.num_migrated,
-            self.num_restarted,
-        )
+        numbers = self.num_migrated, self.num_restarted
+        logger.debug("the round ended: %d samples migrated, %d restarted", *numbers)
 
     def run_until(self, enough: Callable[[], bool]) -> None:
         """Let all instances decode in equal rounds of calls until `enough` holds after one.
@@ -242,18 +237,14 @@ class GenerationRound:
     def run_windows(self, enough: Callable[[], bool], windows: Iterator[int]) -> None:
         """Let conversations run in `windows` of so many turns until `enough` holds after one.
 
-        So the samples finished by then, and the tokens of the others, depend on turns alone, never
-        on the times of replies. Within a window no sample waits for another. A queued one begins
-        with a window.
+        So what is made by then depends on turns alone, never on the times of replies. Within a
+        window no sample waits for another. A queued one begins with a window.
         """
         while self._unfinished and not enough():
             self._deal()
-            held = [*chain(*self._held.values())]
-            self.turns.open_window(held, next(windows))
+            self.turns.open_window(chain(*self._held.values()), next(windows))
             self._start_calls()
-            while self._in_flight or any(
-                not self.turns.rests(id) for id in chain(*self._held.values())
-            ):
+            while self._in_flight or not all(map(self.turns.rests, chain(*self._held.values()))):
                 self.stages.start(self._events())
                 self._start_calls()
         self.turns.close_window()
@@ -335,6 +326,7 @@ class GenerationRound:
                     touched |= self._advanced(event)
                 case Replied():
                     self.turns.replied(event)
+                    self._queue += self.turns.take_back()
                 case TargetsLoaded():
                     touched |= self._finish(event.finished)
                 case Computed():
@@ -355,7 +347,10 @@ class GenerationRound:
         """Let every instance that holds no sample run forward passes that wait."""
         for instance in self._alive:
             joins = instance in self.tail.wide_of
-            if joins or instance in self._in_flight or self._held[instance]:
+            if joins or instance in self._in_flight:
+                continue
+            if self._held[instance]:
+                self._put_by(instance)
                 continue
             trains = self.early is not None and instance in self.early.training
             sharers = len(self._alive)
@@ -365,13 +360,25 @@ class GenerationRound:
             ):  # fmt: skip
                 self._in_flight[instance] = self.executor.clock.now()
 
+    def _put_by(self, instance: int) -> None:
+        """Park the samples of an instance, which all wait, if it has passes to run meanwhile."""
+        held, costs = self._held[instance], self.meter.costs()
+        busy = self._queue or self._leaving or self._inbox.get(instance)
+        if busy or costs is None or not self.stages.could_start(instance):
+            return
+        seconds = self.turns.first_reply_s(held, self.executor.clock.now())
+        if worth_parking(costs, seconds, len(held), self._longest):
+            self._put_away.add(instance)
+            self._inbox[instance].append(Park(tuple(held), self._with_kv()))
+            self._go(instance)
+
     def _train_early(self, instance: int) -> bool:
         """Let an instance that is not needed for decoding train, while others decode.
 
         It is needed while samples wait for room, or are on their way to the instances that keep
         theirs. Once all are made the update trains the rest, on all ranks.
         """
-        if self.early is None or self._queue or self._leaving:
+        if self.early is None or self._queue or self._leaving or self.turns.put_by:
             return False
         if self.migration_plan.width > 1 and not self._keepers:  # it could not join any more
             return False
@@ -402,7 +409,7 @@ class GenerationRound:
         for id in event.lost:
             del self._held[instance][id]
             self._restart(id)
-        self.turns.ended(event.turns)
+        self.turns.ended(event.turns, self.executor.clock.now())
         going = [id for id in self._held[instance] if not self.turns.is_open(id)]
         assert event.running == sum(map(self._decodes, going)), event
         if not self._held[instance]:
@@ -466,7 +473,7 @@ class GenerationRound:
     def _gather(self) -> None:
         """Begin the migration when there are few samples left and some instance can be freed."""
         held = {instance: len(ids) for instance, ids in self._held.items() if ids}
-        if self._keepers or self._queue or any(self._inbox.values()):
+        if self._keepers or self._queue or self.turns.put_by or any(self._inbox.values()):
             return
         if sum(held.values()) <= self.migration_plan.threshold:
             most = min(self.limits.max_held, self.migration_plan.cap)
@@ -501,6 +508,10 @@ class GenerationRound:
             self.ledger.move(id, SampleStatus.PARKED)
             self._tasks[id] = replace(self._tasks[id], parked=parked)
         if self._parking:
+            return
+        if source in self._put_away:
+            self._put_away.remove(source)
+            self._queue += self.turns.put_away(parked.ids)
             return
         arriving: dict[int, list[SampleId]] = defaultdict(list)
         for id in parked.ids:
@@ -538,6 +549,7 @@ class GenerationRound:
         if not self._alive:
             raise RuntimeError("every generation instance has died")
         self._leaving.discard(instance)
+        self._put_away.discard(instance)
         lost: list[SampleId] = []
         # A wide instance dies with any of its members.
         for number in {instance, self.tail.wide_of.get(instance, instance)}:

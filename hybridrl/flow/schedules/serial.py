@@ -86,7 +86,7 @@ class SerialSchedule(Schedule):
                     case Advanced(instance=instance):
                         learn(self.meter, event)
                         in_flight.remove(instance)
-                        self._turns.ended(event.turns)
+                        self._turns.ended(event.turns, self.executor.clock.now())
                         for finished in event.finished:
                             self._ledger.finish(stage, finished)
                             del held[instance][finished.id]

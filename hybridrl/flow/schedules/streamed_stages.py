@@ -100,6 +100,10 @@ class StreamedStages:
                 self.executor.compute(stage, here)
         self._use_pools()
 
+    def could_start(self, instance: int) -> bool:
+        """Whether a forward pass waits that an instance may run while others decode."""
+        return self.overlaps and self._next_stage(instance, False) is not None
+
     def start_waiting(
         self, instance: int, num_instances: int, decoding: bool, trains: bool = False
     ) -> bool:

@@ -1,0 +1,65 @@
+"""How long environments take to reply: learned from the replies of a run."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hybridrl.flow.costs import Costs
+
+_KEPT = 1024  # waits
+_ENOUGH = 16
+_GRID = 64
+
+
+class WaitModel:
+    """Waits of the last replies, in seconds, as a sample of those to come.
+
+    Example: waits of 1, 2, 3 and 4 seconds are known. One reply is due in 2.5 seconds, and after 2
+    seconds of waiting in 1.5. The first of two is due in less.
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[float] = deque(maxlen=_KEPT)
+
+    def saw(self, seconds: Sequence[float]) -> None:
+        """Replies have come after these waits."""
+        self._seen.extend(seconds)
+
+    def percentile(self, percent: float) -> float:
+        """A wait that so many percent do not exceed; 0 before any was seen."""
+        return float(np.percentile(self._seen, percent)) if self._seen else 0.0
+
+    def first(self, waited: Sequence[float]) -> float:
+        """Seconds until the first of several replies comes, the median; 0 for too few waits seen.
+
+        `waited` are the seconds that each has taken so far.
+        """
+        if len(self._seen) < _ENOUGH or not waited:
+            return 0.0
+        known = np.sort(self._seen)
+        times = np.linspace(0.0, known[-1], _GRID)
+        none_yet = np.ones(_GRID)
+        for seconds in waited:
+            longer = len(known) - np.searchsorted(known, seconds + times, "right")
+            none_yet *= longer / max(1, longer[0])
+        return float(times[none_yet >= 0.5].max(initial=0.0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The waits, in plain JSON types."""
+        return {"seen": [*self._seen]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`."""
+        self._seen.clear()
+        self._seen.extend(state["seen"])
+
+
+def worth_parking(costs: Costs, seconds: float, num_samples: int, tokens: int) -> bool:
+    """Whether `seconds` without work pay for parking samples of so many tokens, and resuming them.
+
+    Each takes a call; keys and values are moved, or computed again.
+    """
+    calls = 2 * (costs.call_s + costs.round_trip_s) + num_samples * costs.admit_s
+    return seconds > calls + num_samples * costs.move(tokens)
