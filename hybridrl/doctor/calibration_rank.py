@@ -127,8 +127,8 @@ def measure_rank(
     dist.destroy_process_group()
     if size % _TP == 0:
         kind = "nccl" if device.type == "cuda" else "gloo"
-        meeting = f"file://{out / 'meeting'}"
-        dist.init_process_group(kind, init_method=meeting, rank=rank, world_size=size)
+        rendezvous = f"file://{out / 'rendezvous'}"
+        dist.init_process_group(kind, init_method=rendezvous, rank=rank, world_size=size)
         for path in models:
             _measure_split(path, config, device, times)
         dist.destroy_process_group()
