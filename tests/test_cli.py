@@ -435,10 +435,11 @@ WRONG = [
     ("rollout=vllm deterministic=strict", "deterministic=strict: wanted off with rollout.engine="),
     (
         "rollout.speculate=0",
-        "rollout.speculate=0: wanted off, auto, or a number of tokens, 1 or more",
+        "rollout.speculate=0: wanted off, auto, or tokens: 1 to rollout.max_new_tokens=",
     ),
-    ("rollout.speculate=-2", "rollout.speculate=-2: wanted off, auto, or a number of tokens, 1 or"),
-    ("rollout.speculate=often", "rollout.speculate=often: wanted off, auto, or a number of tokens"),
+    ("rollout.speculate=-2", "rollout.speculate=-2: wanted off, auto, or tokens: 1 to rollout.max"),
+    ("rollout.speculate=often", "rollout.speculate=often: wanted off, auto, or tokens: 1 to rollo"),
+    ("rollout.speculate=9000", "rollout.speculate=9000: wanted off, auto, or tokens: 1 to rollout"),
     (
         "deterministic=strict rollout.speculate=4",
         "rollout.speculate=4: wanted off with deterministic=strict",

@@ -156,8 +156,8 @@ class RolloutConfig(SamplingConfig):
     def _check_speculation(self) -> None:
         """Raise ConfigError for a draft length that is none, or that the engine cannot have."""
         number = self.speculate.isascii() and self.speculate.isdigit() and int(self.speculate)
-        if self.speculate not in ("off", "auto") and not number:
-            allowed = "off, auto, or a number of tokens, 1 or more"
+        if self.speculate not in ("off", "auto") and not 1 <= number <= self.max_new_tokens:
+            allowed = f"off, auto, or tokens: 1 to rollout.max_new_tokens={self.max_new_tokens}"
             raise ConfigError("rollout.speculate", self.speculate, allowed)
         if self.draft_length == 0:
             return

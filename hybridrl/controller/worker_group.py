@@ -209,8 +209,10 @@ class WorkerGroup:
         for line in crossing_warnings(self.config, node_of, self.home.ranks, *instances):
             logger.warning("%s", line)
         if self.config.rollout.tail_tp != "off" and not self.wide:
-            reason = "no instances that the model lets decode as one"
-            logger.warning("rollout.tail_tp=auto has no effect: there are %s", reason)
+            reason = "there are no instances that the model lets decode as one"
+            if len(self.instances) == 1:
+                reason = "all ranks are one instance"
+            logger.warning("rollout.tail_tp=auto has no effect: %s", reason)
         return answers
 
     def nodes(self) -> list[NodeInfo]:

@@ -146,6 +146,15 @@ def test_so_is_a_wide_tail_with_it(seed: int) -> None:
     assert step(wide, EARLY, WIDE_LEARNING) <= 1.01 * min(serial, fused)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 9])
+def test_a_trial_of_a_width_costs_little(seed: int) -> None:
+    """Wide steps take twice as long: 1.11, 1.23 and 1.13 if the whole tail tries them."""
+    compared = trained(seed, 8)
+    slow = replace(compared.costs, wide_step_s={2: 2 * compared.costs.step_s})
+    wide = replace(compared, costs=slow, widths=(2,))
+    assert step(wide, EARLY, 1) <= 1.08 * step(compared, EARLY, 1)
+
+
 @pytest.mark.parametrize("seed", [10, 12])
 def test_so_are_all_together_where_rows_guess_ahead(seed: int) -> None:
     compared = trained(seed, WIDE_STEPS)

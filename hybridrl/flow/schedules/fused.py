@@ -199,7 +199,7 @@ class FusedSchedule(StreamingSchedule):
         """The plan with the least seconds for the lengths and costs of earlier steps.
 
         While these are not known, only the user's own threshold moves samples, and an update that
-        may begin early is tried.
+        may begin early is tried. A width that was not measured is tried by the last few samples.
         """
         costs, threshold = self.meter.costs(), self.migration_threshold
         steps = self.length_model.forecast.steps(num_samples)
@@ -216,6 +216,8 @@ class FusedSchedule(StreamingSchedule):
             plan = plan._replace(trains_early=True, overlaps=True)
         if plan.migration.width == 1 and threshold:
             plan = plan._replace(migration=own)
+        if threshold is None and plan.migration.width not in (1, *costs.wide_step_s):
+            plan = plan._replace(migration=_trial(plan.migration))
         logger.debug("the tail: %s, of %s", plan.name, [f"{p.name} {p.seconds:.4g}" for p in plans])
         for one in plans:
             self._metrics[f"plan/{one.name.replace(', ', '_').replace(' ', '_')}_s"] = one.seconds
@@ -277,3 +279,11 @@ class FusedSchedule(StreamingSchedule):
             widths=widths,
             late_inference_s_per_token=late_inference,
         )
+
+
+def _trial(migration: MigrationPlan) -> MigrationPlan:
+    """A plan whose width nobody has measured, for as many samples as the wide instance has members.
+
+    The whole tail would pay for it where wide steps turn out to be slow.
+    """
+    return migration._replace(threshold=min(migration.threshold, migration.width))
