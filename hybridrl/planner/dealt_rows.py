@@ -45,7 +45,7 @@ def rows_of_ranks(
             parts = balance(lengths, number)
             if ragged:
                 parts = equal_number(lengths, number, layout.micro_batch_tokens, cost=cost)
-            same = [[share[i] for i in part] for part in parts]
+            same = [[share[i] for i in indices] for indices in parts]
         rows_by_share[index] = [row for row in same if row] or [[]] if ragged else same
     return rows_by_share
 

@@ -74,9 +74,9 @@ class LinkTable:
         if not isinstance(values, Mapping) or "bytes_per_s" not in values:
             raise ValueError("links: wanted bytes_per_s, a row of numbers for each worker")
         size = len(values["bytes_per_s"])
-        given = values.get("message_s", [[0.0] * size] * size)
+        message_s = values.get("message_s", [[0.0] * size] * size)
         rates = _square(values["bytes_per_s"], "bytes_per_s", size)
-        seconds = _square(given, "message_s", size)
+        seconds = _square(message_s, "message_s", size)
         for i, (row, own) in enumerate(zip(rates, seconds, strict=True)):
             for j in range(size):
                 if i != j and (row[j] <= 0 or own[j] < 0):

@@ -237,16 +237,16 @@ class MappingSearch:
 
     def in_best_order(self, one: PricedMapping, budget_s: float = 2.0) -> PricedMapping:
         """A result with the best order of workers, by its priced seconds; replayed in it."""
-        found = best_order(
+        best = best_order(
             self.prices.costs.cluster,
             lambda cluster: self.prices.on(cluster).priced(one.mapping).step_s,
             budget_s,
         )
-        if found.seconds >= found.own_s:
+        if best.seconds >= best.own_s:
             return one
         mapping, prices = (
-            replace(one.mapping, rank_order=found.order),
-            self.prices.in_order(found.order),
+            replace(one.mapping, rank_order=best.order),
+            self.prices.in_order(best.order),
         )
         seconds = prices.replayed(mapping, prices.priced(mapping))
         if seconds.step_s >= one.seconds.step_s:

@@ -52,12 +52,12 @@ def make(make_config: Callable[..., Config], tmp_path: Path) -> Iterator[Make]:
     file.write_text(PROGRAMS)
     with ExitStack() as stack:
 
-        def made(program: str, *overrides: str) -> Episodes:
-            given = ["environment=function", f"environment.path={file}:{program}"]
-            config = make_config(*given, "rollout.max_new_tokens=64", *overrides, "run.dir=out")
+        def make(program: str, *overrides: str) -> Episodes:
+            settings = ["environment=function", f"environment.path={file}:{program}"]
+            config = make_config(*settings, "rollout.max_new_tokens=64", *overrides, "run.dir=out")
             return stack.enter_context(closing(Episodes(config, Words())))
 
-        yield made
+        yield make
 
 
 def answered(episodes: Episodes, id: SampleId, text: str, response: int = 3) -> EpisodeReply:

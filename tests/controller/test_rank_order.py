@@ -74,11 +74,11 @@ def test_the_planner_goes_around_a_slow_cable(tmp_path: Path) -> None:
     apart, around = (report.result.best[0] for report in (plain, ordered))
     assert around.seconds.training < 0.9 * apart.seconds.training
 
-    found = mapping_command.run([*PLAN, f"--links={links}"])
-    best = found.result.best[0]
+    searched = mapping_command.run([*PLAN, f"--links={links}"])
+    best = searched.result.best[0]
     assert best.seconds.step_s <= around.seconds.step_s * 1.001
     assert sorted(best.mapping.rank_order or range(8)) == list(range(8))
-    again = mapping_command.run([*PLAN, *found.overrides[0], "--price", f"--links={links}"])
+    again = mapping_command.run([*PLAN, *searched.overrides[0], "--price", f"--links={links}"])
     assert again.result.best[0].seconds.step_s == pytest.approx(best.seconds.step_s, rel=1e-9)
 
 

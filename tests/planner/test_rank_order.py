@@ -60,10 +60,10 @@ def test_none_of_all_orders_is_quicker(layout: TrainLayout, seed: int) -> None:
     rates = [[min(rates[i][j], rates[j][i]) for j in range(4)] for i in range(4)]
     whole, seconds = cluster(rates, per_node=1), seconds_of(layout)
     least = min(seconds(whole.ordered(order)) for order in itertools.permutations(range(4)))
-    found = best_order(whole, seconds, budget_s=60.0)
-    assert found.seconds == pytest.approx(least)
-    assert found.seconds == seconds(whole.ordered(found.order)) <= found.own_s
-    assert sorted(found.order) == [0, 1, 2, 3]
+    best = best_order(whole, seconds, budget_s=60.0)
+    assert best.seconds == pytest.approx(least)
+    assert best.seconds == seconds(whole.ordered(best.order)) <= best.own_s
+    assert sorted(best.order) == [0, 1, 2, 3]
 
 
 def test_a_pipeline_goes_around_a_slow_link() -> None:
@@ -75,12 +75,12 @@ def test_a_pipeline_goes_around_a_slow_link() -> None:
              for i in (0, 0, 1, 1, 2, 2, 3, 3)]  # fmt: skip
     whole = cluster(rates, per_node=2)
     seconds = seconds_of(TrainLayout(pp=4, tp=2, micro_batch_tokens=2048))
-    found = best_order(whole, seconds)
-    nodes_in_order = [whole.ordered(found.order).node(rank) for rank in range(0, 8, 2)]
+    best = best_order(whole, seconds)
+    nodes_in_order = [whole.ordered(best.order).node(rank) for rank in range(0, 8, 2)]
     assert {1, 2} not in [set(pair) for pair in itertools.pairwise(nodes_in_order)]
     # A tp group stays within its node.
-    assert all(a // 2 == b // 2 for a, b in zip(found.order[::2], found.order[1::2], strict=True))
-    assert found.seconds < 0.8 * found.own_s
+    assert all(a // 2 == b // 2 for a, b in zip(best.order[::2], best.order[1::2], strict=True))
+    assert best.seconds < 0.8 * best.own_s
 
 
 def test_equal_links_are_as_without_a_table() -> None:
