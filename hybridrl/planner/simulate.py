@@ -340,7 +340,7 @@ class SimulatedExecutor:
         Under a mapping it takes what the roles' layouts take. Updates of other pools may run.
         """
         (stage, samples), stages = updates[0], [stage for stage, _ in updates]
-        in_flight = (isinstance(event, UpdateDone) for _, _, event in self._pending)
+        in_flight = (isinstance(event, UpdateDone | Replied) for _, _, event in self._pending)
         assert all(in_flight), "an update while calls are in flight"
         late = [sample for sample in samples if sample.id not in self._early]
         self._early.clear()

@@ -204,7 +204,8 @@ class VirtualExecutor:
 
     def replay_episodes(self) -> None:
         """The run continues elsewhere: what waits is replayed, and answered once more."""
-        assert not any(isinstance(event, Replied) for _, _, event in self._pending)
+        self._pending = [entry for entry in self._pending if not isinstance(entry[2], Replied)]
+        heapq.heapify(self._pending)
         for id in self._held:
             self._reply(self._turn(id))
 
@@ -485,6 +486,7 @@ class VirtualExecutor:
     def _update(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
         assert self.entered[-1:] == [Phase.TRAIN]
         flying = [e for _, _, e in self._pending if not isinstance(e, Computed) or e.ids]
+        flying = [e for e in flying if not isinstance(e, Replied)]
         assert all(isinstance(event, UpdateDone) for event in flying)
         assert all(self._where[s.id] == s.rank for s in samples)
         seen = [(s.id, {x: self._field(s, x) for x in stage.inputs}) for s in samples]

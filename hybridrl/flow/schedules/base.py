@@ -20,6 +20,7 @@ from hybridrl.flow.executor import (
     Executor,
     Parked,
     Phase,
+    Replied,
     SamplesRead,
     Sampling,
     Scope,
@@ -485,7 +486,12 @@ class Schedule(ABC):
                 self._metrics[f"{stage.role}/{name}"] = value
 
     def _wait(self) -> list[Event]:
-        return next_events(self.executor)
+        """Events other than replies, which may come at any time."""
+        events = next_events(self.executor)
+        for event in events:
+            if isinstance(event, Replied):
+                self._turns.replied(event)
+        return [event for event in events if not isinstance(event, Replied)]
 
     # -- the record ----------------------------------------------------------------------------
 

@@ -322,7 +322,7 @@ class PackedSchedule(StreamingSchedule):
         assert task.sampling is not None
         limited = task.sampling.max_new_tokens < own.max_new_tokens
         scalars = task.sample.scalars
-        cut = scalars[OUT_OF_TOKENS] if task.converses else scalars["finish"] == "length"
+        cut = scalars.get(OUT_OF_TOKENS) if task.converses else scalars["finish"] == "length"
         return limited and bool(cut)
 
     def _is_sure(self, packing: _Packing, position: int) -> bool:

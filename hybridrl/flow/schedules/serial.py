@@ -10,7 +10,6 @@ from hybridrl.config import ScheduleConfig
 from hybridrl.flow.executor import (
     Advanced,
     Phase,
-    Replied,
     Submit,
     TargetsLoaded,
     WorkerDied,
@@ -81,8 +80,6 @@ class SerialSchedule(Schedule):
                 match event:
                     case WorkerDied(instance=instance):
                         raise RuntimeError(f"generation instance {instance} died")
-                    case Replied():
-                        self._turns.replied(event)
                     case Advanced(instance=instance):
                         learn(self.meter, event)
                         in_flight.remove(instance)
