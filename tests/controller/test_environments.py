@@ -152,7 +152,7 @@ def test_a_partial_run_that_ends_in_mid_conversation_goes_on_as_if_it_had_not(
     kept = [x for x in settings if not x.startswith(changed)]
     longer = [
         "environment.max_turn_tokens=4", "rollout.max_new_tokens=64", "trainer.steps=4",
-        "+environment.params.turns=8", "+environment.params.ends=0.3", "eval.sets.main.every=2",
+        "+environment.params.turns=8", "+environment.params.ends=0.3", "eval.sets.main.every=3",
     ]  # fmt: skip
     partial = [*kept, *longer, "recipe.group_size=4", *PARTIAL]
     train_here(tmp_path / "run", *partial)
