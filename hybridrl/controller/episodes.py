@@ -13,6 +13,7 @@ from hybridrl.config import Config, OnFailure
 from hybridrl.controller.async_calls import Calling, EventCalls, result_of
 from hybridrl.data import Item
 from hybridrl.environments import (
+    BusySpan,
     EpisodePool,
     EpisodeStart,
     EpisodeStep,
@@ -24,7 +25,6 @@ from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import EpisodeReply, Replied, TurnEnded, Work
 from hybridrl.flow.sample import OUT_OF_TOKENS, SampleId
 from hybridrl.flow.schedules.base import PendingSample
-from hybridrl.telemetry.trace import TimeSpan
 
 logger = logging.getLogger(__name__)
 
@@ -253,12 +253,10 @@ class Episodes:
                 f" (environment.max_failed_share={most:g}); the first: {counts.first_failure}"
             )
 
-    def spans(self) -> Iterator[tuple[str, TimeSpan]]:
-        """What the processes did since the last call, each on the lane of its process."""
+    def spans(self) -> Iterator[BusySpan]:
+        """What the processes did since the last call."""
         while self._pool is not None and self._pool.spans:
-            span = self._pool.spans.popleft()
-            name = f"{span.answers} answers" if span.answers != 1 else "1 answer"
-            yield f"environment {span.place}", TimeSpan(name, span.start, span.end)
+            yield self._pool.spans.popleft()
 
     def metrics(self) -> dict[str, float]:
         """`environment/...` since the last call."""

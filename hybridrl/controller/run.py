@@ -133,15 +133,16 @@ class Run:
                 self.episodes.close()
 
     def _driver_metrics(self) -> dict[str, float]:
-        """Those of judges and environments on the driver's node, since the last call.
+        """Those of judges and environments on the driver's node, since the last call."""
+        self._trace_environments()
+        of_episodes = self.episodes.metrics() if self.episodes is not None else {}
+        return self.executor.judges.metrics() | of_episodes
 
-        The trace gets what the environments' processes did.
-        """
-        if self.episodes is None:
-            return self.executor.judges.metrics()
-        for lane, span in self.episodes.spans():
-            self.records.on_span(lane, span)
-        return self.executor.judges.metrics() | self.episodes.metrics()
+    def _trace_environments(self) -> None:
+        """Record what the environments' processes did, as of the present step."""
+        for span in self.episodes.spans() if self.episodes is not None else ():
+            lane, counts = f"environment {span.place}", {"answers": span.answers}
+            self.telemetry.span(lane, "answer", span.start, span.end, self.step, **counts)
 
     # -- phases --------------------------------------------------------------------------------
 
@@ -305,6 +306,7 @@ class Run:
 
     def _run_step(self, schedule: Schedule, before: DriverState | None) -> StepResult:
         """One step; `before` is the driver's state, which a signal may want to go back to."""
+        self._trace_environments()  # of evaluations, which belong to the step before
         self.step += 1
         logger.info("step %d begins", self.step)
         self.executor.may_abandon = before is not None

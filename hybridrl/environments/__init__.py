@@ -5,7 +5,7 @@ Start from `program.py` (what a user writes, and what it sees of the model), `lo
 """
 
 from hybridrl.environments.openings import Openings
-from hybridrl.environments.pool import EpisodePool
+from hybridrl.environments.pool import BusySpan, EpisodePool
 from hybridrl.environments.task import (
     ChatMessage,
     EpisodeStart,
@@ -17,6 +17,7 @@ from hybridrl.environments.task import (
 )
 
 __all__ = [
+    "BusySpan",
     "ChatMessage",
     "EpisodePool",
     "EpisodeStart",

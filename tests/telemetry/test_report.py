@@ -356,7 +356,7 @@ def test_replies_are_shaded_and_turns_say_what_they_have_earned(
         for place in (first.locator(".reply"), first)
     ]
     assert shades[0] != shades[1]
-    assert first.locator(".earned").all_inner_texts() == ["-0.5", "1"]
+    assert first.locator(".earned").all_inner_texts() == ["-0.500", "1.00"]
     assert second.locator(".reply").count() == 0
-    assert first.inner_text() == "[times(12,34)]-0.5408#<b>408</b>1"
+    assert first.inner_text() == "[times(12,34)]-0.500408#<b>408</b>1.00"
     assert viewer.errors == []

@@ -311,7 +311,7 @@ def test_replies_are_shaded_among_tokens(viewer: Any, new_sampled_run: Any, tmp_
         page.wait_for_selector(".tokens")
         shaded = page.locator(".tokens .reply")
         assert shaded.all_inner_texts() == [columns["token_texts"][number][1]]
-        assert page.locator(".tokens .earned").all_inner_texts() == ["0.5", "-1"]
+        assert page.locator(".tokens .earned").all_inner_texts() == ["0.500", "-1.00"]
         kinds = page.locator(".detail .bar button").all_inner_texts()
         assert "turn" in kinds
         assert "trained" not in kinds
