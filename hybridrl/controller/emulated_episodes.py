@@ -45,8 +45,13 @@ class EmulatedEpisodes(Episodes):
             modeled = self._conversations.of(id, self._workload.length_of(id))
             self._turns[id], self._num_turns[id] = modeled.cut_at(max_new_tokens), 0
 
-    def _answer(self, ended: TurnEnded) -> Calling[EpisodeReply]:
+    @property
+    def ids(self) -> frozenset[SampleId]:
         """See `Episodes`."""
+        return frozenset(self._turns)
+
+    def _answer(self, ended: TurnEnded) -> Calling[EpisodeReply]:
+        """The model's reply, after its wait."""
         counts, (turns, finish) = self._counts, self._turns[ended.id]
         turn = turns[self._num_turns[ended.id]]
         self._num_turns[ended.id] += 1

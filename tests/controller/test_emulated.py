@@ -39,11 +39,12 @@ HERE = (
     "rollout.max_new_tokens=2000", "rollout.max_running=8",
     "telemetry.progress=false", "telemetry.loggers=[]", "telemetry.report=false",
 )  # fmt: skip
-# Calls for what an emulated run refuses: checkpoints, digests, profiles, Parquet, endpoints.
+# Calls for what an emulated run refuses, or has none of: checkpoints, digests, profiles, Parquet,
+# endpoints, stages that share a pipeline plan.
 REFUSED = {
-    "digest_samples", "digest_weights", "end_profile", "load", "load_pending", "load_tensors",
-    "load_weights", "record_samples", "reward_inputs", "save", "save_pending", "save_tensors",
-    "start_profile",
+    "compute_together", "digest_samples", "digest_weights", "end_profile", "load", "load_pending",
+    "load_tensors", "load_weights", "record_samples", "reward_inputs", "save", "save_pending",
+    "save_tensors", "start_profile",
 }  # fmt: skip
 
 
