@@ -52,8 +52,8 @@ def make_verifier(
 
     The judged text is the first group of the last match of `extract` (the full match if it has no
     group); without `extract` the response, of kind=code its last block of Python. Without a match
-    the text is empty and the reward 0, but of kind=environment what was earned. kind=dataset needs
-    `sources` (`data.sources`): its scorers depend on the dataset's parameters. Raises ConfigError.
+    the text is empty and the reward 0, of kind=environment what was earned. The scorers of
+    kind=dataset depend on the parameters of `sources` (`data.sources`). Raises ConfigError.
     """
     reads_text = config.kind is not RewardKind.environment
     judge, select = _JUDGES[config.kind](config, sources or {}), make_selector(config)

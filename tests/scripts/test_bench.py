@@ -195,5 +195,5 @@ def test_conversations_against_other_ways_to_have_them() -> None:
     assert prefilled["value"] == 4 * (20 + 5) - 4  # a prompt's last token is fed by a decode step
     assert lines.keys() == {
         "turns_prefilled_tokens", "turns_vs_lockstep", "turns_vs_bound", "turns_vs_new_requests",
-        "turns_row_step",
+        "turns_row_step", "turns_driver", "turns_hung",
     }  # fmt: skip
