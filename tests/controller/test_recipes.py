@@ -22,6 +22,17 @@ FAST = {"sft", "rm", "dpo", "grpo", "ppo", "distill"}
 TRAINED = {"rm": "reward/"}
 """Prefix of metrics and folder of what a recipe trains, where that is not the actor."""
 
+TURNS = [
+    "environment=function",
+    f"environment.path={ROOT / 'tests' / 'talking.py'}:talk",
+    "+environment.params.fails=0",
+    "environment.max_turn_tokens=3",
+    "reward=environment",
+    "rollout.max_new_tokens=16",
+]
+NEEDS = {"gigpo": TURNS}
+"""What a recipe needs besides its defaults: conversations, whose turns earn something."""
+
 
 @pytest.mark.parametrize(
     "name",
@@ -40,6 +51,7 @@ def test_a_recipe_runs_by_its_defaults(
         tmp_path / "run",
         *settings,
         *f"recipe={name}".split(),
+        *NEEDS.get(name, []),
         "cluster.ranks=1",
         "trainer.steps=2",
         "eval.sets.main.every=null",
