@@ -61,6 +61,7 @@ def user_tools(config: EnvironmentConfig, sources: Mapping[str, SourceConfig]) -
     """kind=tools: a list of functions."""
     functions: Any = load_object(PATH, str(config.path), "a list of functions")
     if not isinstance(functions, list | tuple) or not functions:
-        raise ConfigError(PATH, config.path, f"a list of functions, not {type(functions).__name__}")
+        what = "an empty one" if functions == [] else type(functions).__name__
+        raise ConfigError(PATH, config.path, f"a list of functions, not {what}")
     read_params(config, {})
     return with_tools(functions, str(config.path))

@@ -303,7 +303,7 @@ def test_forms_of_calls(text: str, calls: list[ToolCall]) -> None:
         ("function", "TOOLS", "not list; a list of tools is environment=tools"),
         ("function", "missing", "that can be imported (AttributeError"),
         ("tools", "plain", "a list of functions, not function"),
-        ("tools", "NONE", "a list of functions, not list"),
+        ("tools", "NONE", "a list of functions, not an empty one"),
         ("tools", "UNTYPED", "functions whose parameters have types (untyped.a has none)"),
         ("tools", "TWICE", "tools of different names, not add, add"),
         ("tools", "ODD", "functions, not 3"),
