@@ -302,7 +302,8 @@ class Episodes:
         It is known until that has left.
         """
         conversation.is_over = True
-        self.pool.end(id)  # passed over where the program has ended by itself
+        if conversation.start is not None:
+            self.pool.end(id)  # passed over where the program has ended by itself
         counts.ended += 1
         rewards = _padded(step.rewards, len(conversation.past))
         scalars = {

@@ -27,10 +27,6 @@ class WaitModel:
         """Replies have come after these waits."""
         self._seen.extend(seconds)
 
-    def percentile(self, percent: float) -> float:
-        """A wait that so many percent do not exceed; 0 before any was seen."""
-        return float(np.percentile(self._seen, percent)) if self._seen else 0.0
-
     def first(self, waited: Sequence[float]) -> float:
         """Seconds until the first of several replies comes, the median; 0 for too few waits seen.
 

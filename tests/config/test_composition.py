@@ -67,6 +67,17 @@ def test_a_composition_is_its_callers(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert node.hydra.runtime.cwd == str(tmp_path)
 
 
+def test_a_users_own_file_is_read_each_time(tmp_path: Path) -> None:
+    """As in a notebook, where it changes between two runs."""
+    register()
+    own = tmp_path / "experiment" / "mine.yaml"
+    own.parent.mkdir()
+    for steps in (3, 4):
+        own.write_text(f"# @package _global_\ntrainer: {{steps: {steps}}}\n")
+        config = check(["experiment=mine", "run.dir=x"], str(tmp_path))
+        assert config.trainer.steps == steps
+
+
 def test_a_recipe_of_the_same_name_is_another() -> None:
     register()
     for clip in (1, 2):
