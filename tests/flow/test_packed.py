@@ -208,12 +208,16 @@ def check(
         stops = of_turns(lambda id: length, turns)(id)
         return sum(stops[i] - (stops[i - 1] if i else 0) for i in range(0, len(stops), 2))
 
+    def turns_of(id):
+        """As its length, the turns of a sample that begins again are those of its first attempt."""
+        return of_turns(length_now, turns)(id._replace(attempt=0))
+
     if turns:  # all conversations have their number of turns, which is an end of its own
         finishes = ["length" if finish == "stop" else finish for finish in finishes]
     executor = virtual_executor(
         num_instances, seed, length_now, lambda id: (of_id(rewards)(id), "ok"),
         of_id(finishes), of_id(hangs), mortal, cuts=True,
-        turns_of=of_turns(length_now, turns) if turns else None,
+        turns_of=turns_of if turns else None,
     )  # fmt: skip
     cfg = {"k": k, "filter": filtered}
     schedule = make(
