@@ -138,14 +138,15 @@ def _turn(program: str) -> Any:
     return ModelTurn(block(program))
 
 
-def test_programs_of_other_episodes_run_meanwhile(jailed: EpisodePool) -> None:
+def test_programs_of_other_episodes_run_meanwhile(pool: Pool) -> None:
+    """In the same process; the limit is far, so that nothing hangs on the machine's speed."""
+    episodes = pool(config("python", num_processes=1), limits=JailLimits(seconds=60.0))
     for number in range(2):
-        jailed.start((number, "both"), asked("q")).result(60)
-    hangs = jailed.turn((0, "both"), _turn(HOSTILE["hang"]))
-    quick = jailed.turn((1, "both"), _turn("print('quick')")).result(60)
-    assert quick.messages is not None
+        episodes.start((number,), asked("q")).result(60)
+    hangs = episodes.turn((0,), _turn(HOSTILE["hang"]))
+    quick = episodes.turn((1,), _turn("print('quick')")).result(60)
+    assert [message["content"] for message in quick.messages or ()] == ["quick\n"]
     assert not hangs.done()
-    assert hangs.result(60).failure is None
 
 
 @pytest.mark.parametrize(
