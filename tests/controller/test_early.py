@@ -312,7 +312,7 @@ def test_sigterm_while_an_instance_trains_early(
     ("recipe", "reason"),
     [
         (("recipe=ppo", "recipe.num_samples=2"), "update_actor shares its ranks with the update"),
-        (("recipe=dapo", "recipe.group_size=2"), "take may leave groups out"),
+        (("recipe=dapo", "recipe.group_size=2"), "take may ask for another round"),
     ],
     ids=["ppo", "dapo"],
 )
