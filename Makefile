@@ -189,7 +189,7 @@ bench-placement: $(BIN)/.core  ## PPO with the critic on separate ranks against 
 bench-long: $(BIN)/.core  ## the longest trainable sequence at a fixed memory, on 2 processes
 	@$(BIN)/python scripts/bench/long_rows.py $(ARGS)
 
-bench-driver: $(BIN)/.core  ## what one driver costs a step and a sample, on 8 to 256 emulated ranks
+bench-driver: $(BIN)/.core  ## what one driver costs a step and a sample, on 8 to 1,024 emulated ranks
 	@$(BIN)/python scripts/bench/driver.py $(ARGS)
 
 bench-tail: $(BIN)/.core  ## each mechanism of the tail on emulated devices, next to plan schedule and the bound

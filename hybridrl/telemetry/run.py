@@ -90,7 +90,8 @@ class Telemetry:
         if self._config.predicted is not None:
             prediction = read_prediction(self._config.predicted)
             write_json(self.run_dir / PREDICTION, prediction.to_json())
-        self._trace = TraceFile(self.run_dir / "trace.json")
+        label = "emulated" if self._emulated else ""
+        self._trace = TraceFile(self.run_dir / "trace.json", label)
         self._loggers = RunLoggers(self._config.loggers, self._run)
         self.display = make_display(self._config.progress)
 
@@ -177,6 +178,7 @@ class Telemetry:
         `others` are as long: `prompts`, their positions in the run, and `prompt_tokens`.
         """
         line = {"step": step, "phase": self._phase, "lengths": list(response_lengths)}
+        line |= {"emulated": True} if self._emulated else {}
         self._append("lengths", {**line, **{key: list(value) for key, value in others.items()}})
 
     def digests(self, step: int, record: Mapping[str, Any]) -> None:
