@@ -7,6 +7,7 @@ from typing import Any
 from hybridrl.config import Config, ConfigError
 from hybridrl.config.environment import EnvironmentKind
 from hybridrl.config.rollout import ENGINES
+from hybridrl.controller.turn_orders import recorded_orders
 from hybridrl.data.turns import TurnTemplate
 from hybridrl.environments import Openings
 from hybridrl.flow import Graph
@@ -22,6 +23,7 @@ def check_environment(config: Config, graph: Graph) -> None:
             kinds = ", ".join(kind.value for kind in EnvironmentKind if kind.value != "none")
             raise ConfigError("environment.kind", "none", f"{kinds}: the recipe reads turn_rewards")
         return
+    recorded_orders(config)
     kind = "environment.kind", environment.kind.value
     if not any(isinstance(stage, GenerateStage) for stage in graph.stages.values()):
         raise ConfigError(*kind, "none: the recipe does not generate")

@@ -181,6 +181,10 @@ class Telemetry:
         line |= {"emulated": True} if self._emulated else {}
         self._append("lengths", {**line, **{key: list(value) for key, value in others.items()}})
 
+    def turn_orders(self, step: int, rounds: Sequence[Sequence[Any]]) -> None:
+        """Record what replies have come into each round of `step`: lists of [id, turns, ended]."""
+        self._append("turn_orders", {"step": step, "phase": self._phase, "rounds": list(rounds)})
+
     def digests(self, step: int, record: Mapping[str, Any]) -> None:
         """Record the digests of a step: a `StepRecord` of `telemetry.digests`."""
         self._append("digests", {"step": step, "phase": self._phase, **record})
@@ -291,7 +295,7 @@ def _evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
     return shown | {k: metrics[k] for k in estimates if not (shown and "/avg@" in k)}
 
 
-_GROWING = ("metrics", "samples", "lengths", "events", "digests")
+_GROWING = ("metrics", "samples", "lengths", "events", "digests", "turn_orders")
 
 
 def records_of(run_dir: Path) -> list[Path]:
