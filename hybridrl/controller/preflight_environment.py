@@ -6,7 +6,6 @@ from typing import Any
 
 from hybridrl.config import Config, ConfigError
 from hybridrl.config.environment import EnvironmentKind
-from hybridrl.config.rollout import ENGINES
 from hybridrl.controller.turn_orders import recorded_orders
 from hybridrl.data.turns import TurnTemplate
 from hybridrl.environments import Openings
@@ -17,7 +16,7 @@ from hybridrl.flow.sample import TURN_REWARDS
 
 def check_environment(config: Config, graph: Graph) -> None:
     """Raise where there is an environment, and nothing that it could answer; or the reverse."""
-    environment, rollout = config.environment, config.rollout
+    environment = config.environment
     if not environment.is_on:
         if any(TURN_REWARDS in getattr(stage, "outputs", ()) for stage in graph.stages.values()):
             kinds = ", ".join(kind.value for kind in EnvironmentKind if kind.value != "none")
@@ -30,11 +29,6 @@ def check_environment(config: Config, graph: Graph) -> None:
     if config.cluster.emulated:
         allowed = "none: emulated ranks write no texts; cluster.turns has turns, replies and waits"
         raise ConfigError(*kind, allowed)
-    if not rollout.features.holds_turns:
-        able = [engine.value for engine, features in ENGINES.items() if features.holds_turns]
-        reason = f"{rollout.engine.value} holds no samples between turns"
-        allowed = f"{', '.join(able)} with environment.kind={environment.kind.value} ({reason})"
-        raise ConfigError("rollout.engine", rollout.engine.value, allowed)
 
 
 @contextlib.contextmanager

@@ -197,8 +197,9 @@ class Stats:
     computed in `prefill_calls` forward passes, `replayed_tokens` by decode passes without sampling
     (deterministic engines only), `restored_tokens` were copied from a `Request.kv`;
     `kv_bytes_per_token` is this rank's. `has_cache` is False asleep and after `release_cache`.
-    Of the tokens that held requests had cached when they continued, `kept_tokens` still were, and
-    `recomputed_tokens` had given way to others. `moved_tokens` gave way to host memory.
+    Of the tokens that held requests had cached when they continued, `kept_tokens` still were.
+    `recomputed_tokens` had given way to others, or filled no block of vLLM's. `moved_tokens` gave
+    way to host memory.
     """
 
     running: int
