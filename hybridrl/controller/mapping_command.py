@@ -31,6 +31,7 @@ from hybridrl.flow import Graph
 from hybridrl.flow.graph import SourceStage
 from hybridrl.flow.schedules.base import schedule_class
 from hybridrl.planner.accelerators import ACCELERATORS, layer_roofline
+from hybridrl.planner.fitting_layouts import DoesNotFit, check_fits
 from hybridrl.planner.links import LinkTable
 from hybridrl.planner.mapping import (
     ACTOR,
@@ -45,12 +46,10 @@ from hybridrl.planner.mapping_costs import MappingCosts
 from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
 from hybridrl.planner.mapping_price import MappingPrices
 from hybridrl.planner.mapping_search import (
-    DoesNotFit,
     MappingResults,
     MappingSearch,
     PricedMapping,
     SearchSpace,
-    check_fits,
 )
 from hybridrl.planner.memory import GIB, MemoryPlan
 from hybridrl.planner.options import option_name, read_number
@@ -415,9 +414,7 @@ def _search(
         best.append(replace(one, memory=memory))
         settings.append(own)
     if not best:
-        allowed = "a recipe and cluster of which a mapping runs: " + "; ".join(
-            refused or ["none was priced in time; --seconds gives the search longer"]
-        )
+        allowed = f"a recipe and cluster of which a mapping runs: {'; '.join(refused)}"
         raise ConfigError("plan", "auto", allowed)
     if "out" in options:
         settings[0] = _written(options["out"], problem, best[0], settings[0])

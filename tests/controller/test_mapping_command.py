@@ -1,5 +1,6 @@
 """`hybridrl plan auto`: what it proposes passes the checks of a run, what is wrong is one line."""
 
+import itertools
 import json
 import random
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from hybridrl import cli
 from hybridrl.config import ConfigError, compose
@@ -75,9 +77,13 @@ def test_the_best_comes_first_and_is_not_below_its_bound() -> None:
     assert len(seconds) >= 4
     assert seconds == sorted(seconds)
     assert all(one.bound_s <= one.seconds.step_s * (1 + 1e-9) for one in report.result.best)
-    placements = {len(one.mapping.pools) for one in report.result.best}
     assert report.result.is_complete
-    assert placements <= {1, 2, 3}
+    kinds = [
+        (one.mapping.pools, one.mapping.ranks, one.mapping.gen, one.mapping.schedule.kind)
+        for one in report.result.best
+    ]
+    assert all(one != other for one, other in itertools.combinations(kinds, 2))
+    assert len({len(pools) for pools, *_ in kinds}) > 1
 
 
 def test_a_mapping_by_hand_costs_what_the_search_says() -> None:
@@ -127,6 +133,15 @@ def test_wrong_input_is_one_line(args: tuple[str, ...], key: str, message: str) 
     assert error.value.key == key
     assert message in error.value.allowed
     assert "\n" not in str(error.value)
+
+
+def test_a_reward_model_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    """Not the actor, which does."""
+    shape = compose.check(["model=llama3_70b"]).model.shape
+    AutoConfig.for_model(**shape).save_pretrained(tmp_path)
+    reward = ("reward=model", f"reward.model={tmp_path}", "model=qwen3_1.7b")
+    with pytest.raises(ConfigError, match=r"reward that scores .* needs [\d.]+ GiB on a rank"):
+        _plan("cluster.device=cuda", *reward, "--nodes=1", "--gpus-per-node=1")
 
 
 def test_a_workload_without_lengths_says_where_they_come_from() -> None:
