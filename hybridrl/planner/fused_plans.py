@@ -4,6 +4,7 @@ Updates: RLHFuse (arXiv 2409.13221, section 5). Forward passes: Optimus (arXiv 2
 other role runs in the other direction, as in runs (`engines.train.fused_update`).
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -82,6 +83,35 @@ def shared_update_s(
     """Of one optimizer step of each role on these samples, in one plan."""
     plan = OVER_BOUND * lower_bound(shared_problem(costs, roles, layouts, ranks, samples))
     return plan + sum(costs.step_s(role, layouts[role.name], ranks) for role in roles)
+
+
+def updates_s(
+    costs: MappingCosts,
+    roles: Sequence[PlannedRole],
+    layouts: Layouts,
+    ranks: range,
+    samples: SampleLengths,
+    *,
+    mini_batches: int = 1,
+    epochs: int = 1,
+) -> float:
+    """Of all epochs and mini-batches of a role, with its way onto the device and off.
+
+    Several share a plan (`can_share_a_plan`), the k-th mini-batch of one with the k-th of the
+    others.
+    """
+    bounds = [len(samples) * i // mini_batches for i in range(mini_batches + 1)]
+    once, way = 0.0, 0.0
+    for start, stop in itertools.pairwise(bounds):
+        batch = samples[start:stop]
+        if batch and len(roles) > 1:
+            once += shared_update_s(costs, roles, layouts, ranks, batch)
+        elif batch:
+            once += costs.update_s(roles[0], layouts[roles[0].name], ranks, batch)
+    for role in roles:
+        layout = layouts[role.name]
+        way += costs.activate_s(role, layout) + costs.deactivate_s(role, layout)
+    return way + epochs * once
 
 
 def shared_score_s(

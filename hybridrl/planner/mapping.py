@@ -9,7 +9,13 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from hybridrl.config import ActivationMode, PipelineSchedule, ScheduleConfig
+from hybridrl.config import (
+    ActivationMode,
+    PipelineSchedule,
+    ScheduleConfig,
+    TrainerConfig,
+    TrainLayoutConfig,
+)
 from hybridrl.layout.layout import chunk_bounds, rank_of_chunk
 from hybridrl.planner.accelerators import Accelerator
 from hybridrl.planner.links import LinkSpeed, LinkTable
@@ -182,6 +188,21 @@ class TrainLayout:
     """`trainer.max_tokens_per_micro_batch`."""
     chunk_layers: tuple[int, ...] = ()
     """Layers of each pipeline chunk, in the order of the forward pass; empty: as even as can be."""
+
+    @classmethod
+    def of(cls, layout: TrainLayoutConfig, trainer: TrainerConfig) -> "TrainLayout":
+        """That of a role in a config."""
+        return cls(
+            pp=layout.pp,
+            replicas=layout.replicas,
+            fsdp=layout.fsdp,
+            tp=layout.tp,
+            schedule=layout.schedule,
+            activations=trainer.activations,
+            sequence_parallel=layout.sequence_parallel,
+            micro_batch_tokens=trainer.max_tokens_per_micro_batch,
+            chunk_layers=tuple(layout.chunk_layers),
+        )
 
     @property
     def ranks(self) -> int:
