@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from hybridrl.config import ScheduleKind, SerialScheduleConfig
 from hybridrl.flow.executor import Scope
+from hybridrl.planner.fused_plans import updates_s
 from hybridrl.planner.mapped_work import MappedWork, step_samples
 from hybridrl.planner.mapping import (
     ACTOR,
@@ -119,6 +120,26 @@ class MappingPrices:
         """A closed form that `update_s` is never below."""
         return self._bounds(role, layout, self.costs.cluster.aligned(ranks))
 
+    def filled_bound_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
+        """A role's part of a closed form that `fused_update_s` is never below."""
+        ranks = self.costs.cluster.aligned(ranks)
+        each = self.costs.bound_of(role, layout, ranks, self._totals, filled=True)
+        return self._all_updates(role, layout, each)
+
+    def fused_update_s(
+        self, roles: Sequence[PlannedRole], train: Mapping[str, TrainLayout], ranks: range
+    ) -> float:
+        """Of all of a step's updates of roles that share a plan, with their ways."""
+        return updates_s(
+            self.costs,
+            roles,
+            train,
+            ranks,
+            self._mini_batch * self.mini_batches,
+            mini_batches=self.mini_batches,
+            epochs=self.epochs,
+        )
+
     def balanced(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> TrainLayout:
         """The layout with chunk borders by cost, which may be where they are."""
         # How data ranks are divided into replicas changes nothing within a pipeline.
@@ -178,12 +199,18 @@ class MappingPrices:
             reason=reason,
         )
 
-    def priced(self, mapping: DeviceMapping) -> StepSeconds:
-        """Like the bound, with updates action by action and the bytes that a switch must move."""
-        updates = {
-            name: self.update_s(self._by_name[name], layout, mapping.ranks_of(name))
-            for name, layout in mapping.train.items()
-        }
+    def priced(
+        self, mapping: DeviceMapping, fused: Mapping[str, float] | None = None
+    ) -> StepSeconds:
+        """Like the bound, with updates action by action and the bytes that a switch must move.
+
+        `fused` has the shares of roles in updates that they do in one plan.
+        """
+        updates = dict(fused or {})
+        for name, layout in mapping.train.items():
+            if name not in updates:
+                role, ranks = self._by_name[name], mapping.ranks_of(name)
+                updates[name] = self.update_s(role, layout, ranks)
         switch = self.costs.to_generation_bound_s(self._by_name[ACTOR], mapping)
         return replace(self.bound(mapping, updates), switch=switch)
 
