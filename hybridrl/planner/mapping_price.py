@@ -17,6 +17,7 @@ from hybridrl.planner.mapping import (
     DeviceMapping,
     GenLayout,
     PlannedRole,
+    SampleLength,
     SampleTotals,
     TrainLayout,
 )
@@ -65,7 +66,8 @@ class MappingPrices:
     """Prices mappings for the samples of a step.
 
     `workload` has the groups of one step, `group_size` samples a prompt; `decode_steps` are those
-    of a call. An update is `epochs` times over `mini_batches` equal parts of the samples.
+    of a call. An update is `epochs` times over `mini_batches` equal parts of the samples, where a
+    role has no numbers of its own.
     """
 
     def __init__(
@@ -84,8 +86,7 @@ class MappingPrices:
         self.group_size = workload.group_size
         self._by_name = {role.name: role for role in roles}
         self.samples = step_samples(workload, self.group_size)
-        self._mini_batch = self.samples[: max(1, len(self.samples) // mini_batches)]
-        self._totals = SampleTotals.of(self._mini_batch)
+        self._totals = {role: SampleTotals.of(self._mini_batch(role)) for role in roles}
         self._longest_first = sorted(self.samples, key=lambda sample: -sample.tokens)
         self._updates = lru_cache(None)(self._update_s)
         self._bounds = lru_cache(None)(self._update_bound_s)
@@ -129,18 +130,24 @@ class MappingPrices:
     def _chunk_layers(
         self, role: PlannedRole, layout: TrainLayout, ranks: range
     ) -> tuple[int, ...]:
-        return self.costs.balanced_layers(role, layout, ranks, self._totals)
+        return self.costs.balanced_layers(role, layout, ranks, self._totals[role])
 
     def _update_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
-        each = self.costs.update_s(role, layout, ranks, self._mini_batch)
+        each = self.costs.update_s(role, layout, ranks, self._mini_batch(role))
         return self._all_updates(role, layout, each)
 
+    def _mini_batch(self, role: PlannedRole) -> list[SampleLength]:
+        """The first one of a role's update."""
+        number = role.mini_batches or self.mini_batches
+        return self.samples[: max(1, len(self.samples) // number)]
+
     def _update_bound_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
-        each = self.costs.bound_of(role, layout, ranks, self._totals)
+        each = self.costs.bound_of(role, layout, ranks, self._totals[role])
         return self._all_updates(role, layout, each)
 
     def _all_updates(self, role: PlannedRole, layout: TrainLayout, each: float) -> float:
-        seconds = each * self.epochs * self.mini_batches
+        steps = (role.epochs or self.epochs) * (role.mini_batches or self.mini_batches)
+        seconds = each * steps
         there = self.costs.activate_s(role, layout)
         return seconds + there + self.costs.deactivate_s(role, layout)
 
