@@ -14,6 +14,9 @@ from hybridrl import cli
 from hybridrl.config import ConfigError, compose
 from hybridrl.controller import mapping_command
 from hybridrl.controller.preflight import prepare
+from hybridrl.planner.accelerators import ACCELERATORS, layer_roofline
+from hybridrl.planner.mapping import cluster_of
+from hybridrl.planner.mapping_costs import MappingCosts
 from hybridrl.telemetry.prediction import read_prediction
 from hybridrl.telemetry.report import render
 
@@ -148,6 +151,46 @@ def test_a_workload_without_lengths_says_where_they_come_from() -> None:
     """A run, a file, or a distribution."""
     with pytest.raises(ConfigError, match="lognormal"):
         mapping_command.run([*TINY, "--nodes=1"])
+
+
+def _costs_file(directory: Path, per_node: int) -> str:
+    """Of a node with so many GPUs, as `plan calibrate` writes it."""
+    accelerator = ACCELERATORS["a100"]
+    cluster = cluster_of(accelerator, 1, per_node)
+    costs = MappingCosts(layer_roofline(accelerator), cluster)
+    file = directory / "node.json"
+    file.write_text(json.dumps(costs.to_json()))
+    return f"--costs={file}"
+
+
+@pytest.mark.parametrize(
+    ("per_node", "args", "key"),
+    [
+        (2, ["--nodes=2"], "--network-gbs"),
+        (1, ["--nodes=1", "--gpus-per-node=2"], "--node-gbs"),
+        (1, ["--nodes=2", "--gpus-per-node=2", "--node-gbs=100"], "--network-gbs"),
+    ],
+)
+def test_links_that_were_not_measured_are_asked_for(
+    per_node: int, args: list[str], key: str, tmp_path: Path
+) -> None:
+    """A node's costs know no network, and one GPU's no link at all."""
+    costs = _costs_file(tmp_path, per_node)
+    with pytest.raises(ConfigError, match=r"node\.json has no links between the") as error:
+        _plan(*TINY, *args, costs)
+    assert error.value.key == key
+
+
+def test_with_the_networks_speed_one_nodes_costs_are_enough(tmp_path: Path) -> None:
+    """A slower network makes the same mapping dearer."""
+
+    def step_s(network_gbs: float) -> float:
+        layout = ("cluster.ranks=4", "trainer.layout.fsdp=4")
+        costs = (_costs_file(tmp_path, 2), "--nodes=2", f"--network-gbs={network_gbs}")
+        (one,) = _plan(*TINY, *layout, *costs, "--price").result.best
+        return one.seconds.step_s
+
+    assert step_s(0.1) > step_s(10)
 
 
 def test_a_mapping_by_hand_that_does_not_fit_names_the_largest_size() -> None:
