@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,17 @@ def test_the_best_comes_first_and_is_not_below_its_bound() -> None:
     ]
     assert all(one != other for one, other in itertools.combinations(kinds, 2))
     assert len({len(pools) for pools, *_ in kinds}) > 1
+
+
+def test_the_table_has_the_memory_of_each_pool() -> None:
+    """The largest phase of a rank of it."""
+    apart = ("cluster.placement=split", "cluster.pools.actor=1", "cluster.pools.critic=1")
+    cluster = ("cluster.ranks=2", "--nodes=1", "--gpus-per-node=2", "--price")
+    report = _plan(*TINY, "recipe=ppo", *apart, *cluster)
+    (memory,) = (line[5] for line in report.table()[1:])
+    of_actor, of_critic = memory.split("; ")
+    assert re.fullmatch(r"actor: [\d.e-]+ GiB, \w+( \w+)*", of_actor)
+    assert re.fullmatch(r"critic: [\d.e-]+ GiB, \w+ critic", of_critic)
 
 
 def test_a_mapping_by_hand_costs_what_the_search_says() -> None:
