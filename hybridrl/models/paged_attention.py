@@ -154,8 +154,10 @@ class Workspace:
         at = torch.tensor(rows)
         self._positions[at] = self._written[at] = positions
         width = tables.shape[1] * self._pool.block_size
+        gathered = None  # by one layer after the other, in the same memory
         for layer, kept in enumerate(self._layers):
-            kept[:, :, :, :width].index_copy_(1, at, self._pool.gather(layer, tables))
+            gathered = self._pool.gather(layer, tables, gathered)
+            kept[:, :, :, :width].index_copy_(1, at, gathered)
         self._arrange(max(self._rows, *(row + 1 for row in rows)))
 
     def vacate(self, rows: list[int]) -> None:

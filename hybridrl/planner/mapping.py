@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from hybridrl.config import (
     ActivationMode,
+    OptimName,
     PipelineSchedule,
     ScheduleConfig,
     TrainerConfig,
@@ -269,6 +270,12 @@ class PlannedRole:
     """Whether it has one output a token, in place of the vocabulary's head."""
     scores_in_generation: bool = True
     """Of the actor: whether its passes run with generation's weights, not its training shards."""
+    epochs: int | None = None
+    """Of its update, where the recipe says it; None: the trainer's."""
+    mini_batches: int | None = None
+    """The same."""
+    optim: OptimName = OptimName.adamw
+    """What trains it."""
 
     @property
     def scores_with_shards(self) -> bool:

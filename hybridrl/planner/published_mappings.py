@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from hybridrl.config import SerialScheduleConfig
 from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.planner.fitting_layouts import DoesNotFit
 from hybridrl.planner.mapping import ACTOR, GenLayout, PlannedRole, cluster_of
 from hybridrl.planner.mapping_costs import MappingCosts
 from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
 from hybridrl.planner.mapping_price import MappingPrices
 from hybridrl.planner.mapping_search import (
-    DoesNotFit,
     MappingSearch,
     Pools,
     PricedMapping,

@@ -191,8 +191,11 @@ def step_all(engine: NativeEngine, held: list[HeldTurn], rows: int, steps: int) 
     for _ in range(steps):
         engine.step()
         held += engine.take_turns()
-        while held and engine.stats().running + engine.stats().waiting < rows:
-            engine.append(held.pop(0).id, [1])
+        stats = engine.stats()
+        free = rows - stats.running - stats.waiting
+        for turn in held[:free]:
+            engine.append(turn.id, [1])
+        del held[:free]
 
 
 def alternate(

@@ -1,17 +1,23 @@
 """`hybridrl plan auto`: what it proposes passes the checks of a run, what is wrong is one line."""
 
+import itertools
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from hybridrl import cli
 from hybridrl.config import ConfigError, compose
 from hybridrl.controller import mapping_command
 from hybridrl.controller.preflight import prepare
+from hybridrl.planner.accelerators import ACCELERATORS, layer_roofline
+from hybridrl.planner.mapping import cluster_of
+from hybridrl.planner.mapping_costs import MappingCosts
 from hybridrl.telemetry.prediction import read_prediction
 from hybridrl.telemetry.report import render
 
@@ -75,9 +81,24 @@ def test_the_best_comes_first_and_is_not_below_its_bound() -> None:
     assert len(seconds) >= 4
     assert seconds == sorted(seconds)
     assert all(one.bound_s <= one.seconds.step_s * (1 + 1e-9) for one in report.result.best)
-    placements = {len(one.mapping.pools) for one in report.result.best}
     assert report.result.is_complete
-    assert placements <= {1, 2, 3}
+    kinds = [
+        (one.mapping.pools, one.mapping.ranks, one.mapping.gen, one.mapping.schedule.kind)
+        for one in report.result.best
+    ]
+    assert all(one != other for one, other in itertools.combinations(kinds, 2))
+    assert len({len(pools) for pools, *_ in kinds}) > 1
+
+
+def test_the_table_has_the_memory_of_each_pool() -> None:
+    """The largest phase of a rank of it."""
+    apart = ("cluster.placement=split", "cluster.pools.actor=1", "cluster.pools.critic=1")
+    cluster = ("cluster.ranks=2", "--nodes=1", "--gpus-per-node=2", "--price")
+    report = _plan(*TINY, "recipe=ppo", *apart, *cluster)
+    (memory,) = (line[5] for line in report.table()[1:])
+    of_actor, of_critic = memory.split("; ")
+    assert re.fullmatch(r"actor: [\d.e-]+ GiB, \w+( \w+)*", of_actor)
+    assert re.fullmatch(r"critic: [\d.e-]+ GiB, \w+ critic", of_critic)
 
 
 def test_a_mapping_by_hand_costs_what_the_search_says() -> None:
@@ -129,10 +150,59 @@ def test_wrong_input_is_one_line(args: tuple[str, ...], key: str, message: str) 
     assert "\n" not in str(error.value)
 
 
+def test_a_reward_model_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    """Not the actor, which does."""
+    shape = compose.check(["model=llama3_70b"]).model.shape
+    AutoConfig.for_model(**shape).save_pretrained(tmp_path)
+    reward = ("reward=model", f"reward.model={tmp_path}", "model=qwen3_1.7b")
+    with pytest.raises(ConfigError, match=r"reward that scores .* needs [\d.]+ GiB on a rank"):
+        _plan("cluster.device=cuda", *reward, "--nodes=1", "--gpus-per-node=1")
+
+
 def test_a_workload_without_lengths_says_where_they_come_from() -> None:
     """A run, a file, or a distribution."""
     with pytest.raises(ConfigError, match="lognormal"):
         mapping_command.run([*TINY, "--nodes=1"])
+
+
+def _costs_file(directory: Path, per_node: int) -> str:
+    """Of a node with so many GPUs, as `plan calibrate` writes it."""
+    accelerator = ACCELERATORS["a100"]
+    cluster = cluster_of(accelerator, 1, per_node)
+    costs = MappingCosts(layer_roofline(accelerator), cluster)
+    file = directory / "node.json"
+    file.write_text(json.dumps(costs.to_json()))
+    return f"--costs={file}"
+
+
+@pytest.mark.parametrize(
+    ("per_node", "args", "key"),
+    [
+        (2, ["--nodes=2"], "--network-gbs"),
+        (1, ["--nodes=1", "--gpus-per-node=2"], "--node-gbs"),
+        (1, ["--nodes=2", "--gpus-per-node=2", "--node-gbs=100"], "--network-gbs"),
+    ],
+)
+def test_links_that_were_not_measured_are_asked_for(
+    per_node: int, args: list[str], key: str, tmp_path: Path
+) -> None:
+    """A node's costs know no network, and one GPU's no link at all."""
+    costs = _costs_file(tmp_path, per_node)
+    with pytest.raises(ConfigError, match=r"node\.json has no links between the") as error:
+        _plan(*TINY, *args, costs)
+    assert error.value.key == key
+
+
+def test_with_the_networks_speed_one_nodes_costs_are_enough(tmp_path: Path) -> None:
+    """A slower network makes the same mapping dearer."""
+
+    def step_s(network_gbs: float) -> float:
+        layout = ("cluster.ranks=4", "trainer.layout.fsdp=4")
+        costs = (_costs_file(tmp_path, 2), "--nodes=2", f"--network-gbs={network_gbs}")
+        (one,) = _plan(*TINY, *layout, *costs, "--price").result.best
+        return one.seconds.step_s
+
+    assert step_s(0.1) > step_s(10)
 
 
 def test_a_mapping_by_hand_that_does_not_fit_names_the_largest_size() -> None:

@@ -117,7 +117,7 @@ def test_a_search_finds_layouts_that_pay_only_together() -> None:
 
 
 def test_what_does_not_fit_together_is_left_out() -> None:
-    """Two models of 13B on eight ranks: each fits alone, no pair does."""
-    search = searched("13b", "13b", 8, 2e10, 1)
+    """33B and 13B on eight ranks: each fits alone, no pair does."""
+    search = searched("33b", "13b", 8, 2e10, 1)
     assert search._joint.best(search.roles, range(8), *SETTINGS) is None
     assert not search.run(1, 600).best[0].mapping.fuses

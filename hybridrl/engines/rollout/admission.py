@@ -532,7 +532,8 @@ class Admission:
 
     def is_short(self, lane: Lane) -> bool:
         """Whether `grow` may preempt; then no lane may have tokens in flight."""
-        return len(self._starting(lane)) > self.allocator.num_free
+        free = self.allocator.num_free
+        return len(lane.entries) > free and len(self._starting(lane)) > free
 
     def grow(self, lane: Lane) -> None:
         """A block for every pending token that starts one; preempts the newest when out."""

@@ -5,12 +5,14 @@ A guess changes when a token is made, never which. So any source is right, and a
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from hybridrl.engines.rollout.interface import Request
+from hybridrl.engines.rollout.suffix_automaton import ROOT, SuffixAutomaton
 
-_ORDERS = (8, 4, 2)  # tokens of the contexts that are looked up, the longest first
+_SHORTEST = 1  # tokens of a context that is looked up
+_LIKELY = 0.3  # of the texts that were at the same place: as many must have gone on as drafted
 _MOST_TOKENS = 2**17  # indexed tokens of an engine, some 400 bytes each
 
 
@@ -35,38 +37,69 @@ class DraftSource(Protocol):
 
 @dataclass(slots=True)
 class _Text:
-    """A response; the first `indexed` tokens are in its group's table."""
+    """A response, of which the first `indexed` tokens are in its group's automaton."""
 
     response: list[int]
+    state: int
     indexed: int = 0
     runs: bool = True
 
 
-@dataclass(slots=True)
 class _Group:
-    """The responses to one prompt. `table`: by hash of a context, the latest text and place.
+    """The responses to one prompt."""
 
-    A place is the index of the token that follows the context.
-    """
-
-    prompt: list[int]
-    texts: dict[object, _Text] = field(default_factory=dict)
-    table: dict[int, tuple[list[int], int]] = field(default_factory=dict)
-    indexed: int = 0
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._prompt = prompt
+        self._texts: dict[object, _Text] = {}
+        self.forget()
 
     @property
     def runs(self) -> bool:
         """Whether a response of it is in progress."""
-        return any(text.runs for text in self.texts.values())
+        return any(text.runs for text in self._texts.values())
+
+    def forget(self) -> None:
+        """Index what runs anew when a draft is asked for, without the texts of earlier steps."""
+        self._automaton, self._begin = SuffixAutomaton(), ROOT
+        self.indexed = 0
+        self._texts = {id: text for id, text in self._texts.items() if text.runs}
+        for text in self._texts.values():
+            text.indexed = 0
+
+    def begin(self, request: Request) -> None:
+        """A resumed request has the tokens that are indexed, in another list."""
+        text = self._texts.setdefault(request.id, _Text(request.response_ids, ROOT))
+        text.response, text.runs = request.response_ids, True
+
+    def end(self, request: Request) -> None:
+        """Its tokens stay as they are."""
+        self._texts[request.id].runs = False
+
+    def draft(self, request: Request, most: int) -> list[int]:
+        """How its response may go on."""
+        if not self.indexed:
+            self._begin = self._automaton.extend(ROOT, self._prompt)
+            self.indexed = len(self._prompt)
+        for text in self._texts.values():
+            new = text.response[text.indexed :]
+            if new:
+                state = text.state if text.indexed else self._begin
+                text.state = self._automaton.extend(state, new)
+                text.indexed += len(new)
+                self.indexed += len(new)
+        own = self._texts[request.id]
+        state = own.state if own.indexed else self._begin
+        return self._automaton.continuation(state, most, _SHORTEST, _LIKELY)
 
 
 class SeenTexts:
-    """Continues a response as a text did that came to the same place: prompt lookup, by n-grams.
+    """Continues a response as most texts did that came to the same place.
 
     The texts are the prompt, the response itself, the other responses to the prompt, and those of
-    earlier steps (SuffixDecoding, arXiv 2411.04975, has a suffix tree for them). The last 8 tokens
-    are looked up, then 4, then 2, and the place where they came last is copied from. Where a copy
-    ends early, its own end is looked up.
+    earlier steps, in a suffix automaton for each prompt (SuffixDecoding, arXiv 2411.04975, has a
+    suffix tree). The longest end of the response that went on anywhere is looked up, and the most
+    frequent next token is taken, and so on from there. A draft ends where less than `_LIKELY` of
+    the texts at its beginning agree with it: a guess that is refused is time lost.
 
     Texts are indexed when a draft of their group is asked for, at some microseconds a token. At
     most `most_tokens` are: groups that were used longest ago are forgotten, running ones never.
@@ -88,86 +121,30 @@ class SeenTexts:
     def begin(self, request: Request) -> None:
         """See `DraftSource`."""
         key = tuple(request.prompt_ids)
-        group = self._groups.setdefault(key, _Group(list(key)))
+        group = self._groups.setdefault(key, _Group(key))
         self._groups.move_to_end(key)
         self._group_of[request.id] = group
-        text = group.texts.setdefault(request.id, _Text(request.response_ids))
-        # A resumed request has the tokens that are indexed, in another list.
-        text.response, text.runs = request.response_ids, True
+        group.begin(request)
 
     def end(self, request: Request) -> None:
         """See `DraftSource`."""
         group = self._group_of.pop(request.id, None)
         if group is not None:
-            group.texts[request.id].runs = False
+            group.end(request)
             self._forget()
 
     def draft(self, request: Request, most: int) -> list[int]:
         """See `DraftSource`."""
-        group = self._group_of[request.id]
-        _index(group)
-        longest = _ORDERS[0]
-        context = request.response_ids[-longest:]
-        if len(context) < longest:
-            context = [*group.prompt[len(context) - longest :], *context]
-        tokens: list[int] = []
-        while len(tokens) < most:
-            place = _look_up(group, context)
-            if place is None:
-                break
-            text, start = place
-            tokens += text[start : start + most - len(tokens)]
-            context = [*context, *tokens[-longest:]][-longest:]
-        return tokens
+        return self._group_of[request.id].draft(request, most)
 
     def _forget(self) -> None:
         """Keep to the bound, by the groups that were used longest ago."""
         if self.num_tokens <= self._most_tokens:
             return
         for key, group in list(self._groups.items()):
-            if not group.runs:
+            if group.runs:
+                group.forget()
+            else:
                 del self._groups[key]
-            else:  # what runs is indexed anew, without the texts of earlier steps
-                group.texts = {id: text for id, text in group.texts.items() if text.runs}
-                group.table, group.indexed = {}, 0
-                for text in group.texts.values():
-                    text.indexed = 0
             if self.num_tokens <= self._most_tokens:
                 return
-
-
-def _look_up(group: _Group, context: list[int]) -> tuple[list[int], int] | None:
-    for order in _ORDERS:
-        if order <= len(context):
-            place = group.table.get(hash(tuple(context[-order:])))
-            if place is not None:
-                return place
-    return None
-
-
-def _index(group: _Group) -> None:
-    """Enter the tokens that came since the last call; each is a continuation of those before."""
-    table, longest = group.table, _ORDERS[0]
-    if not group.indexed:
-        _enter(table, group.prompt, group.prompt, 1)
-        group.indexed = len(group.prompt)
-    for text in group.texts.values():
-        start, stop = text.indexed, len(text.response)
-        if start < stop:
-            before = max(0, start - longest)
-            known = text.response[before:]
-            if not before:
-                known = [*group.prompt[-longest:], *known]
-            _enter(table, known, text.response, start - (stop - len(known)))
-            group.indexed += stop - start
-            text.indexed = stop
-
-
-def _enter(
-    table: dict[int, tuple[list[int], int]], known: list[int], text: list[int], first: int
-) -> None:
-    """Enter the contexts of `known[first:]`, whose end is that of `text`."""
-    shift = len(text) - len(known)
-    for order in _ORDERS:
-        for i in range(max(first, order), len(known)):
-            table[hash(tuple(known[i - order : i]))] = text, i + shift

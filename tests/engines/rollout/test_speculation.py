@@ -314,8 +314,9 @@ def test_texts_are_continued_as_before() -> None:
     assert source.draft(other, 4) == []
     resumed = replace(own, response_ids=[*own.response_ids, 3, 7])
     source.begin(resumed)
-    sibling.response_ids[:] = [5, 1, 2]
-    assert source.draft(sibling, 3) == [3, 7]  # the last place, by a context of two tokens
+    last = Request(4, [9, 9], SamplingParams(50), 4, response_ids=[5, 1, 2])
+    source.begin(last)
+    assert source.draft(last, 3) == [3, 7]  # of 4 and 7 behind 1 2 3, the last to appear
 
 
 def test_old_texts_are_forgotten() -> None:
