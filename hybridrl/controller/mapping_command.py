@@ -199,6 +199,7 @@ def _cluster(options: Mapping[str, Any]) -> ClusterShape:
     if "costs" in options:
         cluster = _measured(options["costs"]).cluster
         nodes, per_node = nodes or cluster.nodes, per_node or cluster.per_node
+        _check_links_known(options, cluster, nodes, per_node)
         same = (nodes, per_node) == (cluster.nodes, cluster.per_node)
         table = cluster.table if same else None
         cluster = replace(cluster, nodes=nodes, per_node=per_node, table=table)
@@ -215,6 +216,24 @@ def _cluster(options: Mapping[str, Any]) -> ClusterShape:
     if "links" in options:
         speeds["table"] = _links(options["links"], cluster.ranks)
     return replace(cluster, **speeds)
+
+
+def _check_links_known(
+    options: Mapping[str, Any], measured: ClusterShape, nodes: int, per_node: int
+) -> None:
+    """Raises ConfigError where ranks were measured that have no link of a kind that is needed."""
+    if "links" in options:
+        return
+    for name, is_missing, count, kind in (
+        ("network_gbs", nodes > 1 and measured.nodes == 1, nodes, "nodes"),
+        ("node_gbs", per_node > 1 and measured.per_node == 1, per_node, "GPUs of a node"),
+    ):
+        if is_missing and name not in options:
+            allowed = (
+                f"GB/s of a GPU, or --links: {options['costs']} has no links between the {kind},"
+                f" of which {count} are planned"
+            )
+            raise ConfigError(option_name(name), "", allowed)
 
 
 def _links(file: str, ranks: int) -> LinkTable:

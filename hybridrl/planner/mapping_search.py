@@ -36,6 +36,7 @@ from hybridrl.planner.fitting_layouts import (
     total,
 )
 from hybridrl.planner.fused_plans import can_share_a_plan
+from hybridrl.planner.joint_layouts import JointLayouts
 from hybridrl.planner.mapping import (
     ACTOR,
     DeviceMapping,
@@ -147,7 +148,9 @@ class MappingSearch:
         self.ranks, self.space = ranks, space
         self._by_name = {role.name: role for role in roles}
         self._numbers = itertools.count()
+        self._sorted = lru_cache(None)(self._sorted_layouts)
         self._layouts = lru_cache(None)(self._bounded_layouts)
+        self._joint = JointLayouts(prices, memory, self._sorted)
         self._best = lru_cache(None)(self._best_layout)
         self._gens = lru_cache(None)(self._gen_layouts)
         self._fitting = lru_cache(None)(memory.fits_training)
@@ -277,7 +280,7 @@ class MappingSearch:
     def _frame_bound_s(self, frame: DeviceMapping) -> float | None:
         """The least training and the least generation; None where something does not fit."""
         gens = self._gens_of(frame)
-        settings = list(self._shared_layouts(frame))
+        settings = [*self._shared_layouts(frame), *self._joint_layouts(frame)]
         if not gens or not settings:
             return None
         training = min(
@@ -310,14 +313,39 @@ class MappingSearch:
             else:
                 yield least
 
+    def _joint_layouts(
+        self, frame: DeviceMapping
+    ) -> Iterator[dict[str, tuple[float, TrainLayout]]]:
+        """The same with layouts of roles that train in one plan, each with its share of a bound."""
+        for least in self._shared_layouts(frame) if self.space.fuses else ():
+            first = next(iter(least.values()))[1]
+            joint = dict[str, tuple[float, TrainLayout]]()
+            for roles, ranks in self._trained_together(frame):
+                bound = self._joint.bound(roles, ranks, first.activations, first.micro_batch_tokens)
+                if bound is not None:
+                    share = bound[0] / len(roles)
+                    joint |= {name: (share, layout) for name, layout in bound[1].items()}
+            if joint:
+                yield least | joint
+
+    def _trained_together(self, frame: DeviceMapping) -> Iterator[tuple[list[PlannedRole], range]]:
+        """The trained roles of each pool that has several, the actor first; their ranks."""
+        for pool, names in frame.pools.items():
+            roles = [role for role in self.roles if role.name in names and role.trained]
+            if len(roles) > 1:
+                roles.sort(key=lambda role: role.name != ACTOR)
+                yield roles, self.prices.costs.cluster.aligned(frame.pool_ranks[pool])
+
     def _mappings(self, frame: DeviceMapping) -> Iterator[_Candidate]:
         """Those of a placement and an allocation, with training layouts of the least bound."""
         gens = self._gens_of(frame)
-        for least in self._shared_layouts(frame):
+        apart = ((least, False) for least in self._shared_layouts(frame))
+        joint = ((least, True) for least in self._joint_layouts(frame))
+        for least, fuses in itertools.chain(apart, joint):
             bounds = {name: seconds for name, (seconds, _) in least.items()}
             train = {name: layout for name, (_, layout) in least.items()}
             for gen, schedule in itertools.product(gens, self.space.schedules):
-                mapping = replace(frame, train=train, gen=gen, schedule=schedule)
+                mapping = replace(frame, train=train, gen=gen, schedule=schedule, fuses=fuses)
                 bound = self.prices.bound(mapping, bounds).step_s
                 yield _Candidate(bound, next(self._numbers), 1, mapping, bound_s=bound)
 
@@ -349,13 +377,21 @@ class MappingSearch:
             return
         if candidate.level == 1:
             first = next(iter(mapping.train.values()))
-            train = {}
-            for name in mapping.train:
-                shared = first.activations, first.micro_batch_tokens
+            shared = first.activations, first.micro_batch_tokens
+            train, fused = dict[str, TrainLayout](), dict[str, float]()
+            for roles, ranks in self._trained_together(mapping) if mapping.fuses else ():
+                if (joint := self._joint.best(roles, ranks, *shared)) is not None:
+                    train |= joint[1]
+                    fused |= dict.fromkeys(joint[1], joint[0] / len(roles))
+            for name in mapping.train.keys() - train.keys():
                 ranks = self.prices.costs.cluster.aligned(mapping.ranks_of(name))
                 train[name] = self._best(self._by_name[name], ranks, *shared)
-            mapping = self._fitting_together(replace(mapping, train=train))
-            priced = self.prices.priced(mapping)
+            mapping = replace(mapping, train={name: train[name] for name in mapping.train})
+            if not mapping.fuses:
+                mapping = self._fitting_together(mapping)
+            elif not all(plan.fits for plan in self.memory.plans(self.roles, mapping).values()):
+                return
+            priced = self.prices.priced(mapping, fused)
         else:
             assert candidate.priced is not None
             mapping, priced = self._replayed(mapping, candidate.priced)
@@ -386,15 +422,22 @@ class MappingSearch:
 
     # Layouts, by role and ranks (algorithm 2)
 
-    def _bounded_layouts(
+    def _sorted_layouts(
         self, role: PlannedRole, ranks: range, activations: ActivationMode, tokens: int
-    ) -> FittingLayouts:
-        """Layouts that fit, by the bound on their updates, the least first."""
+    ) -> list[tuple[float, TrainLayout]]:
+        """Layouts by the bound on their updates, the least first."""
         bounded = [
             (self.prices.update_bound_s(role, layout, ranks), layout)
             for layout in self._train_layouts(role, len(ranks), activations, tokens)
         ]
         bounded.sort(key=lambda pair: (pair[0], pair[1].pp, pair[1].tp))
+        return bounded
+
+    def _bounded_layouts(
+        self, role: PlannedRole, ranks: range, activations: ActivationMode, tokens: int
+    ) -> FittingLayouts:
+        """Those that fit."""
+        bounded = self._sorted(role, ranks, activations, tokens)
         return FittingLayouts(bounded, lambda layout: self._fitting(role, layout))
 
     def _best_layout(

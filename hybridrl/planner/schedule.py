@@ -165,16 +165,21 @@ def variants(setting: Setting) -> list[Variant]:
             lines.append(Variant("no migration", plain, never))
         lines.append(Variant("", plain, config))
         every, names = Variant("all", plain, config), 0
-        if isinstance(config, FusedScheduleConfig):
+        if fused_s := plain.costs.fused_train_token_s:
+            costs = replace(plain.costs, train_token_s=fused_s)
+            lines.append(Variant("fused updates", replace(plain, costs=costs), config))
+            every, names = replace(every, setting=lines[-1].setting), names + 1
+        elif isinstance(config, FusedScheduleConfig):  # which needs an actor without a pipeline
             early = replace(config, early_backward=EarlyBackward.auto)
             lines.append(Variant("early backward", plain, early))
             every, names = replace(every, config=early), names + 1
         if config.entry.migrates_tail and setting.widths:
             lines.append(Variant("wide tail", replace(plain, widths=setting.widths), config))
-            every, names = replace(every, setting=lines[-1].setting), names + 1
+            wide = replace(every.setting, widths=setting.widths)
+            every, names = replace(every, setting=wide), names + 1
         if setting.drafting is not None:
             lines.append(Variant("speculation", guesses, config))
-            costs = guesses.costs
+            costs = replace(every.setting.costs, drafting=setting.drafting)
             every, names = replace(every, setting=replace(every.setting, costs=costs)), names + 1
         if names > 1:
             lines.append(every)

@@ -194,6 +194,8 @@ class EmulatedWorker:
     ) -> Task:
         """Know a recipe's stages; `training` says which roles would have optimizers."""
         self.publishes = publishes
+        costs = emulated_costs(self.config, graph)
+        self.costs = scaled(costs, self.config.cluster.time_scale)
         updates = [s for s in graph.stages.values() if isinstance(s, UpdateStage)]
         self._num_updates = max(1, len(updates))
         if self.instance is not None and self.instance.rows is None:
@@ -468,19 +470,26 @@ class EmulatedWorker:
 
     @dispatch(Dispatch.PER_RANK)
     def update(self, stages: tuple[UpdateStage, ...], shares: tuple[UpdateShare, ...]) -> Task:
-        """All ranks share the tokens of the batch; several roles of a step share its seconds."""
-        (stage,), (share,) = stages, shares  # `trainer.fuse_updates` is off here
-        self._accept(share.parcels, share.ids)
-        epochs = stage.epochs or self.config.trainer.epochs
-        steps = epochs * len(share.mini_batches)
-        if stage.role == "actor":
-            self.version += steps
-        metrics = {"loss": 0.0, "bad_steps": 0.0, "optimizer_steps": float(steps)}
+        """All ranks share the tokens of the batch; several roles of a step share its seconds.
+
+        Roles of one call share a plan (`trainer.fuse_updates`), and then are all that are trained.
+        """
+        ids = tuple(dict.fromkeys(id for share in shares for id in share.ids))
+        self._accept(shares[0].parcels, ids)
+        metrics = []
+        for stage, share in zip(stages, shares, strict=True):
+            epochs = stage.epochs or self.config.trainer.epochs
+            steps = epochs * len(share.mini_batches)
+            if stage.role == "actor":
+                self.version += steps
+            metrics.append({"loss": 0.0, "bad_steps": 0.0, "optimizer_steps": float(steps)})
         per_token = self.costs.train_token_s / self._num_updates
-        tokens = self._tokens(share.ids)
+        if len(stages) > 1:
+            per_token = self.costs.fused_train_token_s
+        tokens = self._tokens(ids)
         if self.instance is None:  # these were copies
-            self._drop(share.ids)
-        return Task(lambda _: [metrics], lambda total: per_token * total, tokens, "update")
+            self._drop(ids)
+        return Task(lambda _: metrics, lambda total: per_token * total, tokens, "update")
 
     # -- looking in --------------------------------------------------------------------------
 

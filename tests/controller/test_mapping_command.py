@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from hybridrl import cli
 from hybridrl.config import ConfigError, compose
 from hybridrl.controller import mapping_command
 from hybridrl.controller.preflight import prepare
+from hybridrl.planner.accelerators import ACCELERATORS, layer_roofline
+from hybridrl.planner.mapping import cluster_of
+from hybridrl.planner.mapping_costs import MappingCosts
 from hybridrl.telemetry.prediction import read_prediction
 from hybridrl.telemetry.report import render
 
@@ -86,6 +90,17 @@ def test_the_best_comes_first_and_is_not_below_its_bound() -> None:
     assert len({len(pools) for pools, *_ in kinds}) > 1
 
 
+def test_the_table_has_the_memory_of_each_pool() -> None:
+    """The largest phase of a rank of it."""
+    apart = ("cluster.placement=split", "cluster.pools.actor=1", "cluster.pools.critic=1")
+    cluster = ("cluster.ranks=2", "--nodes=1", "--gpus-per-node=2", "--price")
+    report = _plan(*TINY, "recipe=ppo", *apart, *cluster)
+    (memory,) = (line[5] for line in report.table()[1:])
+    of_actor, of_critic = memory.split("; ")
+    assert re.fullmatch(r"actor: [\d.e-]+ GiB, \w+( \w+)*", of_actor)
+    assert re.fullmatch(r"critic: [\d.e-]+ GiB, \w+ critic", of_critic)
+
+
 def test_a_mapping_by_hand_costs_what_the_search_says() -> None:
     """The overrides of a result, priced."""
     cluster = ("--nodes=1", "--gpus-per-node=2")
@@ -148,6 +163,46 @@ def test_a_workload_without_lengths_says_where_they_come_from() -> None:
     """A run, a file, or a distribution."""
     with pytest.raises(ConfigError, match="lognormal"):
         mapping_command.run([*TINY, "--nodes=1"])
+
+
+def _costs_file(directory: Path, per_node: int) -> str:
+    """Of a node with so many GPUs, as `plan calibrate` writes it."""
+    accelerator = ACCELERATORS["a100"]
+    cluster = cluster_of(accelerator, 1, per_node)
+    costs = MappingCosts(layer_roofline(accelerator), cluster)
+    file = directory / "node.json"
+    file.write_text(json.dumps(costs.to_json()))
+    return f"--costs={file}"
+
+
+@pytest.mark.parametrize(
+    ("per_node", "args", "key"),
+    [
+        (2, ["--nodes=2"], "--network-gbs"),
+        (1, ["--nodes=1", "--gpus-per-node=2"], "--node-gbs"),
+        (1, ["--nodes=2", "--gpus-per-node=2", "--node-gbs=100"], "--network-gbs"),
+    ],
+)
+def test_links_that_were_not_measured_are_asked_for(
+    per_node: int, args: list[str], key: str, tmp_path: Path
+) -> None:
+    """A node's costs know no network, and one GPU's no link at all."""
+    costs = _costs_file(tmp_path, per_node)
+    with pytest.raises(ConfigError, match=r"node\.json has no links between the") as error:
+        _plan(*TINY, *args, costs)
+    assert error.value.key == key
+
+
+def test_with_the_networks_speed_one_nodes_costs_are_enough(tmp_path: Path) -> None:
+    """A slower network makes the same mapping dearer."""
+
+    def step_s(network_gbs: float) -> float:
+        layout = ("cluster.ranks=4", "trainer.layout.fsdp=4")
+        costs = (_costs_file(tmp_path, 2), "--nodes=2", f"--network-gbs={network_gbs}")
+        (one,) = _plan(*TINY, *layout, *costs, "--price").result.best
+        return one.seconds.step_s
+
+    assert step_s(0.1) > step_s(10)
 
 
 def test_a_mapping_by_hand_that_does_not_fit_names_the_largest_size() -> None:
