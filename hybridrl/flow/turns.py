@@ -22,12 +22,12 @@ def enough_turns(costs: Costs, rows: float, turn_tokens: float) -> int:
     half of it, and all n samples wait for the next call, c seconds. So samples wait x n T / 2 a
     call, and n c, which is least a second with x = sqrt(2 c / T).
 
-    Example: turns take 256 ms. One in 8 where a call costs 2 ms, one in 3 where it costs 20.
+    Example: turns take 256 ms. One in 8 where a call costs 2 ms, one in 2 where it costs 20.
     """
     call_s, turn_s = costs.call_s + costs.round_trip_s, turn_tokens * float(costs.pace(rows))
     if turn_s <= 0:
         return ENOUGH_TURNS
-    return max(1, round(min(float(_MOST_SHARE), math.sqrt(turn_s / max(2 * call_s, 1e-12)))))
+    return max(1, int(min(float(_MOST_SHARE), math.sqrt(turn_s / max(2 * call_s, 1e-12)))))
 
 
 class TurnsTaken(NamedTuple):
