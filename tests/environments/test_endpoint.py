@@ -175,6 +175,7 @@ def test_requests_that_are_refused(make: Make, pool: Pool) -> None:
         "is no message": {"messages": [{"role": "wizard"}]},
         "not text alone": {"messages": image},
         "the request is no JSON": "{",
+        "maximum recursion depth": "[" * 5000,
         "the request is no object": [],
         "another call of it waits": {"messages": messages},
     }
