@@ -11,6 +11,8 @@ from environment_pools import Make, Pool, played, task
 from hybridrl.config import ConfigError
 from hybridrl.environments import ModelTurn, Openings
 from hybridrl.environments.endpoint import chunks_of
+from hybridrl.environments.episode import Episode
+from hybridrl.environments.program import Model, as_messages
 
 PROGRAMS = '''
 import asyncio, json
@@ -142,6 +144,45 @@ def test_a_conversation_that_is_rewritten_is_dropped(
     _, steps = played(episodes, task("Hi"), ["one", "two"])
     assert (steps[0].failure, steps[0].error) == ("rewritten", difference)
     assert episodes.counts["replays"] == 0
+
+
+@pytest.mark.parametrize("hangs_up", ["before", "as it comes"])
+def test_a_client_that_has_hung_up_gets_its_turn_when_it_asks_again(
+    make: Make, hangs_up: str
+) -> None:
+    """Once the model has made it; other messages are refused."""
+
+    async def check() -> None:
+        loop, hung_up = asyncio.get_running_loop(), asyncio.Event()
+        clients = list[asyncio.Task[ModelTurn]]()
+
+        async def program(task: Any, model: Model, rng: Any) -> None:
+            clients.append(loop.create_task(model.turn("q")))
+            await hung_up.wait()
+            with pytest.raises(RuntimeError, match="other messages"):
+                await model.turn("r")
+            turn = await model.turn("q")
+            model.reward(1)
+            await model.turn(turn.text * 2)
+
+        episode = Episode(1, program, task("q"), "key", make("", "x"), no_endpoint)
+        assert (await episode.start()).messages == as_messages("q")
+        if hangs_up == "before":
+            clients[0].cancel()
+            await asyncio.sleep(0)
+        stepping = loop.create_task(episode.step(ModelTurn("one")))
+        loop.call_soon(clients[0].cancel)
+        loop.call_later(0.05, hung_up.set)
+        step = await stepping
+        assert clients[0].cancelled()
+        assert (step.error, step.messages) == ("", as_messages("oneone"))
+        assert (await episode.step(ModelTurn("two"))).rewards == (1.0, 0.0)
+
+    asyncio.run(check())
+
+
+async def no_endpoint(model: Model) -> tuple[str, str]:
+    raise AssertionError
 
 
 def test_an_episode_of_a_client_ends_at_max_turns(make: Make, pool: Pool) -> None:
