@@ -40,7 +40,7 @@ class JointLayouts:
     ) -> None:
         self._prices, self._memory, self._layouts = prices, memory, layouts
         self._known = lru_cache(None)(self._options)
-        self._found = lru_cache(None)(self._quickest)
+        self._fastest = lru_cache(None)(self._quickest)
 
     def bound(
         self, roles: Sequence[PlannedRole], ranks: range, activations: ActivationMode, tokens: int
@@ -53,7 +53,7 @@ class JointLayouts:
         self, roles: Sequence[PlannedRole], ranks: range, activations: ActivationMode, tokens: int
     ) -> Joint | None:
         """The quickest in one plan, by `NEAR`, of 32 that are priced; None where none fits."""
-        return self._found(tuple(roles), ranks, activations, tokens)
+        return self._fastest(tuple(roles), ranks, activations, tokens)
 
     def _quickest(
         self,
