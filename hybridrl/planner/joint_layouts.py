@@ -85,7 +85,7 @@ class JointLayouts:
     ) -> list[Joint]:
         """By their bounds in steps of five percent; of those alike the fewest stages come first."""
         own = [self._of_role(role, ranks, activations, tokens) for role in roles]
-        options = []
+        options: list[Joint] = []
         for tp in own[0].keys() & own[-1].keys():  # one plan has one tp
             for layouts in itertools.product(*(of_tp.get(tp, ()) for of_tp in own)):
                 train = {role.name: x for role, (_, _, x) in zip(roles, layouts, strict=True)}

@@ -27,8 +27,9 @@ def layouts_of(named: Roofline, micro_batch_tokens: int) -> dict[str, TrainLayou
         shards, rest = divmod(named.total, pp * named.tp)
         if rest:
             raise ValueError(f"pp x tp = {pp} x {named.tp} of {named.total} ranks")
-        sizes = {"pp": pp, "fsdp": shards, "tp": named.tp, "micro_batch_tokens": micro_batch_tokens}
-        layouts[role] = TrainLayout(**sizes)
+        layouts[role] = TrainLayout(
+            pp=pp, fsdp=shards, tp=named.tp, micro_batch_tokens=micro_batch_tokens
+        )
     return layouts
 
 
