@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 # Held-out accuracy: at most before the recipe's first step, at least after its last, and the gain.
-WANTED = {"tools_tiny": (0.75, 0.9, 0.2), "grid_tiny": (0.65, 0.5, 0.1)}
+WANTED = {"tools_tiny": (0.65, 0.95, 0.3), "grid_tiny": (0.65, 0.5, 0.1)}
 
 
 @pytest.mark.slow

@@ -182,7 +182,9 @@ def _pipeline(
     bounds = chunk_bounds(shape.num_hidden_layers, layout.num_chunks, layout.chunk_layers)
     layers = [stop - start for start, stop in bounds]
     halves = layout.splits_backward
-    costs = row_costs(flops, of_row, scored, layers, shape.hidden_size, halves)
+    whole, rest = divmod(of_row, config.longest_sample)
+    lengths = [config.longest_sample] * whole + [rest] * (rest > 0)
+    costs = row_costs(flops, lengths, scored, layers, shape.hidden_size, halves)
     return PipelinedModel(
         name=role,
         ranks=tuple(ranks),

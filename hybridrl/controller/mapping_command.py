@@ -137,7 +137,7 @@ def run_paper(
     data = {"placements": list(map(asdict, placed)), "generation": list(map(asdict, generated))}
     return (
         published_mappings.table(placed),
-        published_mappings.remarks(generated),
+        published_mappings.remarks(placed, generated),
         {"hybridflow": data},
     )
 

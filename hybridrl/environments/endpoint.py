@@ -210,7 +210,7 @@ def canonical(message: ChatMessage) -> tuple[Any, ...]:
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         arguments = function.get("arguments")
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.dumps(json.loads(str(arguments)), sort_keys=True)
         calls.append((call.get("id"), function.get("name"), arguments))
     return message["role"], message.get("content") or "", calls, message.get("tool_call_id")
@@ -245,5 +245,5 @@ def _shown(message: ChatMessage | None) -> str:
 def _as_refusal() -> Any:
     try:
         yield
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the request is no JSON ({error})") from error

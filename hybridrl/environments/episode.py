@@ -116,6 +116,7 @@ class Episode:
         self._asked: asyncio.Future[tuple[ChatMessage, ...]]
         self._turn: asyncio.Future[ModelTurn] | None = None
         self._asked_with: tuple[ChatMessage, ...] = ()
+        self._kept: ModelTurn | None = None  # a turn that came when its client had hung up
         self._spent = 0.0
 
     async def start(
@@ -168,7 +169,9 @@ class Episode:
             _episode.reset(token)
         else:
             assert self._turn is not None
-            if not self._turn.done():  # else its client has hung up
+            if self._turn.done():
+                self._kept = turn
+            else:
                 self._turn.set_result(turn)
             self._turn = None
         assert self._task is not None
@@ -189,14 +192,24 @@ class Episode:
 
     async def _ask(self, messages: tuple[ChatMessage, ...]) -> ModelTurn:
         """Wait for the next turn; a client that had hung up may ask the same again."""
+        if self._kept is not None:
+            if messages != self._asked_with:
+                raise RuntimeError("model.turn has other messages than those given up before")
+            kept, self._kept = self._kept, None
+            return kept
         again = self._turn is not None and self._turn.cancelled() and messages == self._asked_with
         if not again and (self._turn is not None or self._asked.done()):
             raise RuntimeError("model.turn is called while another call of it waits")
-        self._turn = asyncio.get_running_loop().create_future()
+        self._turn = waits = asyncio.get_running_loop().create_future()
         if not again:
             self._asked_with = messages
             self._asked.set_result(self._cut(messages))
-        return await self._turn
+        try:
+            return await waits
+        except asyncio.CancelledError:
+            if waits.done() and not waits.cancelled():  # it hangs up as the turn comes
+                self._kept = waits.result()
+            raise
 
     def _cut(self, messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
         """Messages without what no reply has room for, but the first ones as they are."""

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import functools
+import os
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 from hybridrl.config import EnvironmentConfig, SourceConfig
@@ -26,9 +28,11 @@ def python(config: EnvironmentConfig, sources: Mapping[str, SourceConfig]) -> En
     """
     params = read_params(config, DEFAULTS)
     jail.configured()  # raises where none works
+    # Few at a time: a program's limits are seconds, which many would not keep to on few cores.
+    threads = ThreadPoolExecutor(min(32, (os.cpu_count() or 1) + 4), "jail")
 
     async def program(task: EpisodeTask, model: Model, rng: Random) -> None:
-        in_thread = asyncio.get_running_loop().run_in_executor
+        in_thread = functools.partial(asyncio.get_running_loop().run_in_executor, threads)
         opening: asyncio.Future[Jail] | None = None
         reply: Messages = task.messages
         try:
@@ -38,15 +42,15 @@ def python(config: EnvironmentConfig, sources: Mapping[str, SourceConfig]) -> En
                 if not blocks:
                     return
                 if opening is None:
-                    opening = in_thread(None, Jail, "")
+                    opening = in_thread(Jail, "")
                 opened = await asyncio.shield(opening)
                 run = functools.partial(opened.run_program, blocks[-1])
-                text = told(await in_thread(None, run))
+                text = told(await in_thread(run))
                 reply = text or params["empty"]
         finally:
             if opening is not None:
                 with contextlib.suppress(JailError):
-                    await in_thread(None, (await opening).close)
+                    await in_thread((await opening).close)
 
     return Environment(program)
 

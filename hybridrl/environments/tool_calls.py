@@ -60,7 +60,7 @@ def _of_body(body: str) -> Iterator[ToolCall]:
         return
     try:
         value, _ = json.JSONDecoder().raw_decode(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         yield ToolCall("", error=f"the call is no JSON ({error})")
         return
     for entry in value if isinstance(value, list) else [value]:
@@ -76,7 +76,7 @@ def _of_object(entry: Any) -> ToolCall:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return ToolCall(entry["name"], error=f"the arguments are no JSON ({error})")
     if not isinstance(arguments, dict):
         return ToolCall(entry["name"], error="the arguments are no object")
@@ -105,5 +105,5 @@ def _value(text: str) -> Any:
     """A parameter in tags: JSON where it is, else the text itself."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

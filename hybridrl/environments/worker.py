@@ -10,6 +10,7 @@ import contextvars
 import json
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,11 @@ from hybridrl.rewards.child import limit_process, start_failure
 
 if TYPE_CHECKING:
     from hybridrl.environments.endpoint import ChatEndpoint
+
+STACK_MB = 4
+"""Of a thread: the limit of memory counts it whole."""
+MOST_THREADS = 512
+"""Threads in which programs may wait for the model, say in a client that blocks."""
 
 
 class Server:
@@ -141,7 +147,10 @@ async def run(
     connection: Connection, config: EnvironmentConfig, sources: Any, port: int, mark: Mark
 ) -> None:
     """Build the environment, report ready with its tools, and serve."""
-    asyncio.get_running_loop().set_task_factory(Marker(mark.tell).make_task)
+    loop = asyncio.get_running_loop()
+    loop.set_task_factory(Marker(mark.tell).make_task)
+    num_threads = min(MOST_THREADS, config.memory_mb // STACK_MB // 2)
+    loop.set_default_executor(ThreadPoolExecutor(num_threads, "program"))
     try:
         server = Server(connection, load_environment(config, sources), config, port)
         if port:
@@ -159,7 +168,7 @@ def main(descriptor: int, parent: int, mark: int) -> None:
     connection = Connection(descriptor)
     config, sources, paths, jail_kind, limits, port = connection.recv()
     limit_process(parent, config.memory_mb << 20)
-    threading.stack_size(4 << 20)  # the limit of memory counts them whole
+    threading.stack_size(STACK_MB << 20)
     sys.path[:] = paths  # a user's module is found as in the parent
     jail.configure(jail_kind, limits)
     asyncio.run(run(connection, config, sources, port, Mark(mark)))

@@ -17,7 +17,14 @@ from hybridrl.planner.conversations import TURNS, read_conversations
 from hybridrl.planner.mapped_work import step_samples
 from hybridrl.planner.options import option_name, read_number
 from hybridrl.planner.roofline_updates import layouts_of, roles_of, with_pipelines
-from hybridrl.planner.schedule import Outcome, Setting, lower_bound, read_costs, what_if
+from hybridrl.planner.schedule import (
+    Outcome,
+    Setting,
+    conversation_waits,
+    lower_bound,
+    read_costs,
+    what_if,
+)
 from hybridrl.planner.workload import LENGTHS, Shape, Workload, read_workload
 
 USAGE = f"""usage: hybridrl plan schedule --lengths=... [--costs=...] [OPTIONS]
@@ -272,6 +279,9 @@ def remarks(setting: Setting, outcomes: Sequence[Outcome], measured: Measured | 
             f"conversations: up to {model.turns} turns; a reply has {model.reply_tokens:g} tokens "
             f"after {model.wait_s:g} s, on average"
         )
+        waits = conversation_waits(setting)
+        shown = f"{sum(waits) / len(waits):.4g} / {max(waits):.4g}"
+        lines.append(f"seconds that a conversation waits in all, mean / longest: {shown}")
         plain = [outcome for outcome in outcomes if not outcome.mechanisms]
         shares = ", ".join(f"{one.schedule} {one.hidden:.0%}" for one in plain)
         lines.append(f"forward passes hidden behind decoding and waits: {shares}")

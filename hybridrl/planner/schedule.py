@@ -304,6 +304,15 @@ def _longest_conversation(setting: Setting, positions: Iterable[int]) -> float:
     return max(seconds)
 
 
+def conversation_waits(setting: Setting) -> list[float]:
+    """Seconds that each conversation of the steps waits for replies in all."""
+    model, work = setting.conversations, setting.workload
+    assert model is not None, "no conversations"
+    positions = range(work.prompts_per_step * work.num_steps)
+    ids = [SampleId(p, k=k) for p, k in itertools.product(positions, range(setting.group_size))]
+    return [sum(t.wait_s for t in model.of(id, work.length_of(id)).turns) for id in ids]
+
+
 def replay(setting: Setting, config: ScheduleConfig, skip: int = 1) -> Outcome:
     """Run the schedule with the settings `config` over the workload.
 

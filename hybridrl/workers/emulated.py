@@ -16,6 +16,7 @@ from hybridrl.config import Config
 from hybridrl.data import Item
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import (
+    ENOUGH_TURNS,
     Advanced,
     Command,
     Computed,
@@ -251,7 +252,13 @@ class EmulatedWorker:
         return _taking(seconds, entered, "switch")
 
     @dispatch(Dispatch.SAME)
-    def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> Task:
+    def advance(
+        self,
+        instance: int,
+        commands: Sequence[Command],
+        num_decode_steps: int,
+        enough_turns: int = ENOUGH_TURNS,
+    ) -> Task:
         """Obey commands and decode for a bounded number of steps, with the instance's ranks."""
         assert self.instance is not None, "generation outside of the actor's pool"
         shared, version = self.wide.get(instance, self.instance), self.generating_version
@@ -267,7 +274,7 @@ class EmulatedWorker:
                 with_parked(c, place, self.data_plane) if isinstance(c, Resume) else c
                 for c in commands
             ]
-            return rows.advance(fetched, num_decode_steps, version)
+            return rows.advance(fetched, num_decode_steps, version, enough_turns)
 
         outcome = shared.advance(run)
         mine = self._of_rank(outcome.finished, shared.ranks)

@@ -168,7 +168,10 @@ def test_prompts_wait_by_tokens_alone(trained: Callable[..., Path], schedule: st
 
 
 def test_all_that_is_written_says_emulated(trained: Callable[..., Path], tmp_path: Path) -> None:
+    from hybridrl.telemetry.compare import grouped
     from hybridrl.telemetry.report import render
+    from hybridrl.telemetry.rundata import load
+    from hybridrl.telemetry.trace import read_trace
 
     run = trained("schedule=serial", *GRPO)
     for file in ("run.json", "costs.json"):
@@ -177,6 +180,12 @@ def test_all_that_is_written_says_emulated(trained: Callable[..., Path], tmp_pat
     assert "emulated: 4 ranks" in (run / "events.jsonl").read_text()
     assert {line["prompt"] for line in read_lines(run / "samples.jsonl")} == {"[emulated]"}
     assert "(emulated) · hybridrl</title>" in render(run).read_text()
+    assert all(line["emulated"] for line in read_lines(run / "lengths.jsonl"))
+    labels = [e["args"] for e in read_trace(run / "trace.json") if e["name"] == "process_labels"]
+    assert len(labels) >= 5  # the driver and four ranks
+    assert all(args == {"labels": "emulated"} for args in labels)
+    for groups in (grouped([load(run)]), grouped([load(run), load(trained("schedule=fused"))])):
+        assert all(group.label.endswith(" (emulated)") for group in groups)
     assert not (run / "final").exists()
 
 

@@ -12,12 +12,15 @@ import pytest
 from transformers import AutoConfig
 
 from hybridrl import cli
-from hybridrl.config import ConfigError, compose
+from hybridrl.config import ConfigError, TinyModelConfig, compose
 from hybridrl.controller import mapping_command
 from hybridrl.controller.preflight import prepare
+from hybridrl.models.tiny import make_tiny_model
 from hybridrl.planner.accelerators import ACCELERATORS, layer_roofline
 from hybridrl.planner.mapping import cluster_of
 from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.planner.partitions import set_partitions
+from hybridrl.rewards.model import make_reward_model
 from hybridrl.telemetry.prediction import read_prediction
 from hybridrl.telemetry.report import render
 
@@ -32,10 +35,22 @@ def _plan(*args: str, lengths: str = LENGTHS) -> mapping_command.MappingReport:
     return mapping_command.run([*args, lengths])
 
 
-def _random_problem(draw: random.Random) -> list[str]:
-    """A recipe, a tiny model and a cluster."""
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny reward model of four heads."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny = TinyModelConfig(
+        hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+    )
+    make_tiny_model(folder / "actor", tiny, seed=0)
+    make_reward_model(folder / "reward", str(folder / "actor"), seed=1)
+    return str(folder / "reward")
+
+
+def _random_problem(draw: random.Random, reward_model: str) -> list[str]:
+    """A recipe, a tiny model and a cluster; a reward model or a verifier."""
     heads = draw.choice((2, 4, 8))
-    return [
+    problem = [
         f"recipe={draw.choice(('grpo', 'ppo', 'grpo', 'safe_rlhf'))}",
         f"model.tiny.num_layers={draw.choice((1, 2, 4, 5))}",
         f"model.tiny.num_heads={heads}",
@@ -47,11 +62,14 @@ def _random_problem(draw: random.Random) -> list[str]:
         "--number=2",
         "--seconds=2",
     ]
+    if draw.random() < 0.5:
+        problem += ["reward=model", f"reward.model={reward_model}"]
+    return problem
 
 
-def _passes_preflight(seed: int, directory: Path) -> None:
+def _passes_preflight(seed: int, directory: Path, reward_model: str) -> None:
     """What `train` checks before it starts a rank; memory is that of the planned cluster."""
-    args = _random_problem(random.Random(seed))
+    args = _random_problem(random.Random(seed), reward_model)
     report = _plan(*TINY, *args)
     own = [arg for arg in args if not arg.startswith("--")]
     for number, overrides in enumerate(report.overrides):
@@ -61,17 +79,33 @@ def _passes_preflight(seed: int, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_overrides_pass_the_preflight(seed: int, tmp_path: Path) -> None:
+def test_overrides_pass_the_preflight(seed: int, tmp_path: Path, reward_model: str) -> None:
     """Of random models and clusters."""
-    _passes_preflight(seed, tmp_path)
+    _passes_preflight(seed, tmp_path, reward_model)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 200, 20))
-def test_overrides_of_many_pass_the_preflight(first: int, tmp_path: Path) -> None:
+def test_overrides_of_many_pass_the_preflight(
+    first: int, tmp_path: Path, reward_model: str
+) -> None:
     """Of 200 random models and clusters."""
     for seed in range(first, first + 20):
-        _passes_preflight(seed, tmp_path)
+        _passes_preflight(seed, tmp_path, reward_model)
+
+
+def test_ppo_has_fifteen_partitions(reward_model: str) -> None:
+    """Of actor, critic, reference and a reward model: all of them can run, on four ranks."""
+    reward = ("reward=model", f"reward.model={reward_model}", "recipe.kl_coef=0.1")
+    compose.register()
+    config = compose.check([*TINY, "recipe=ppo", *reward, "cluster.ranks=4"])
+    cluster = cluster_of(ACCELERATORS["a100"], 1, 4)
+    options = {"lengths": LENGTHS.removeprefix("--lengths=")}
+    problem = mapping_command._problem(config, cluster, options, [])
+    pools = mapping_command._space(problem).pools
+    tried = [pools(partition) for partition in set_partitions([r.name for r in problem.roles])]
+    assert len(tried) == 15
+    assert all(tried)
 
 
 def test_the_best_comes_first_and_is_not_below_its_bound() -> None:
@@ -152,6 +186,7 @@ def test_wrong_input_is_one_line(args: tuple[str, ...], key: str, message: str) 
 
 def test_a_reward_model_that_does_not_fit_is_named(tmp_path: Path) -> None:
     """Not the actor, which does."""
+    compose.register()
     shape = compose.check(["model=llama3_70b"]).model.shape
     AutoConfig.for_model(**shape).save_pretrained(tmp_path)
     reward = ("reward=model", f"reward.model={tmp_path}", "model=qwen3_1.7b")

@@ -98,6 +98,7 @@ def test_phases_agree_with_the_memory_plan(seed: int, optim: OptimName) -> None:
 
 def test_a_recipe_says_how_a_role_is_trained() -> None:
     """`kl_cov` takes four optimizer steps a batch."""
+    compose.register()
     config = compose.check(["recipe=kl_cov", "trainer.optim.name=muon", "cluster.device=cpu"])
     graph = build_recipe(config.recipe)
     shapes = {"actor": _shape("qwen3_1.7b")}

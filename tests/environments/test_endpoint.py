@@ -11,6 +11,8 @@ from environment_pools import Make, Pool, played, task
 from hybridrl.config import ConfigError
 from hybridrl.environments import ModelTurn, Openings
 from hybridrl.environments.endpoint import chunks_of
+from hybridrl.environments.episode import Episode
+from hybridrl.environments.program import Model, as_messages
 
 PROGRAMS = '''
 import asyncio, json
@@ -144,6 +146,45 @@ def test_a_conversation_that_is_rewritten_is_dropped(
     assert episodes.counts["replays"] == 0
 
 
+@pytest.mark.parametrize("hangs_up", ["before", "as it comes"])
+def test_a_client_that_has_hung_up_gets_its_turn_when_it_asks_again(
+    make: Make, hangs_up: str
+) -> None:
+    """Once the model has made it; other messages are refused."""
+
+    async def check() -> None:
+        loop, hung_up = asyncio.get_running_loop(), asyncio.Event()
+        clients = list[asyncio.Task[ModelTurn]]()
+
+        async def program(task: Any, model: Model, rng: Any) -> None:
+            clients.append(loop.create_task(model.turn("q")))
+            await hung_up.wait()
+            with pytest.raises(RuntimeError, match="other messages"):
+                await model.turn("r")
+            turn = await model.turn("q")
+            model.reward(1)
+            await model.turn(turn.text * 2)
+
+        episode = Episode(1, program, task("q"), "key", make("", "x"), no_endpoint)
+        assert (await episode.start()).messages == as_messages("q")
+        if hangs_up == "before":
+            clients[0].cancel()
+            await asyncio.sleep(0)
+        stepping = loop.create_task(episode.step(ModelTurn("one")))
+        loop.call_soon(clients[0].cancel)
+        loop.call_later(0.05, hung_up.set)
+        step = await stepping
+        assert clients[0].cancelled()
+        assert (step.error, step.messages) == ("", as_messages("oneone"))
+        assert (await episode.step(ModelTurn("two"))).rewards == (1.0, 0.0)
+
+    asyncio.run(check())
+
+
+async def no_endpoint(model: Model) -> tuple[str, str]:
+    raise AssertionError
+
+
 def test_an_episode_of_a_client_ends_at_max_turns(make: Make, pool: Pool) -> None:
     _, steps = played(pool(make(PROGRAMS, "agent", max_turns=2)), task("Hi"), ["one", "two", "a"])
     assert (steps[-1].messages, steps[-1].finish, steps[-1].failure) == (None, "length", None)
@@ -175,6 +216,7 @@ def test_requests_that_are_refused(make: Make, pool: Pool) -> None:
         "is no message": {"messages": [{"role": "wizard"}]},
         "not text alone": {"messages": image},
         "the request is no JSON": "{",
+        "maximum recursion depth": "[" * 5000,
         "the request is no object": [],
         "another call of it waits": {"messages": messages},
     }

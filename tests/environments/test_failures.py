@@ -78,6 +78,17 @@ async def misbehave(word):
         raise asyncio.CancelledError
 
 
+async def blocks(task, model, rng):
+    """Holds a thread while the model makes its turn, as a client that is not asynchronous."""
+    loop = asyncio.get_running_loop()
+
+    def ask():
+        return asyncio.run_coroutine_threadsafe(model.turn(task.messages), loop).result()
+
+    turn = await asyncio.to_thread(ask)
+    return float(turn.text)
+
+
 async def large(task, model, rng):
     await model.turn(task.messages)
     await model.turn("x" * (1 << 20))
@@ -196,6 +207,15 @@ def test_who_fails_once_is_as_ever(make: Make, pool: Pool, word: str) -> None:
     del expected[(3, "", 0)]
     assert results == expected
     assert (episodes.counts["replays"] > 0) == (word != "print")
+
+
+def test_clients_that_block_do_not_wait_for_each_others_threads(make: Make, pool: Pool) -> None:
+    episodes = pool(make(PROGRAMS, "blocks", turn_timeout_s=5.0, memory_mb=1024))
+    episodes.wait_ready()
+    starts = [episodes.start((n,), task("q")) for n in range(40)]
+    assert {start.result(60).error for start in starts} == {""}
+    steps = [episodes.turn((n,), ModelTurn(str(n))) for n in range(40)]
+    assert [step.result(60).rewards for step in steps] == [(float(n),) for n in range(40)]
 
 
 def test_a_reply_of_a_megabyte_is_cut_before_it_is_sent(make: Make, pool: Pool) -> None:

@@ -1,5 +1,6 @@
 """The forms of a program: an async function, a class, a list of tools; and those that are none."""
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import closing
@@ -294,6 +295,16 @@ def test_forms_of_calls(text: str, calls: list[ToolCall]) -> None:
     assert [c.error.split(" (")[0] for c in read] == [c.error for c in calls]
     if not any(c.error for c in calls):
         assert read == calls
+
+
+def test_calls_that_are_nested_too_deeply_are_told() -> None:
+    deep = "[" * 5000
+    (call,) = find_calls(f"<tool_call>{deep}</tool_call>")
+    assert call.error.startswith("the call is no JSON (maximum recursion depth")
+    (call,) = find_calls(json.dumps({"name": "f", "arguments": deep}))
+    assert call.error.startswith("the arguments are no JSON (maximum recursion depth")
+    tagged = f"<tool_call><function=f><parameter=a>{deep}</parameter></function></tool_call>"
+    assert find_calls(tagged) == [ToolCall("f", {"a": deep})]
 
 
 @pytest.mark.parametrize(
