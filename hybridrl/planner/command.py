@@ -16,7 +16,7 @@ from hybridrl.planner.accelerators import Roofline, read_roofline, samples_held
 from hybridrl.planner.conversations import TURNS, read_conversations
 from hybridrl.planner.mapped_work import step_samples
 from hybridrl.planner.options import option_name, read_number
-from hybridrl.planner.roofline_updates import layouts_of, with_pipelines
+from hybridrl.planner.roofline_updates import layouts_of, roles_of, with_pipelines
 from hybridrl.planner.schedule import (
     Outcome,
     Setting,
@@ -216,9 +216,8 @@ def _with_pipelines(setting: Setting, text: str) -> Setting:
     samples = step_samples(setting.workload, setting.group_size)
     try:
         layouts = layouts_of(named, setting.chunk_tokens)
-        costs = with_pipelines(
-            setting.costs, named, layouts, samples, mini_batches=named.mini_batches
-        )
+        sizes = named.accelerator, roles_of(named), layouts, samples
+        costs = with_pipelines(setting.costs, *sizes, mini_batches=named.mini_batches)
     except ValueError as error:
         allowed = f"pipelines that divide ranks, layers and heads, not {error}"
         raise ConfigError("--costs", text, allowed) from None

@@ -21,7 +21,7 @@ from hybridrl.planner.accelerators import Roofline, read_roofline
 from hybridrl.planner.conversations import ConversationModel, read_conversations
 from hybridrl.planner.mapped_work import step_samples
 from hybridrl.planner.mapping import ACTOR, TrainLayout
-from hybridrl.planner.roofline_updates import with_pipelines
+from hybridrl.planner.roofline_updates import roles_of, with_pipelines
 from hybridrl.planner.schedule import read_costs
 from hybridrl.planner.workload import Shape, Workload, read_workload
 
@@ -49,10 +49,16 @@ def _with_pipelines(config: Config, graph: Graph, costs: Costs) -> Costs:
     if named.pp:
         allowed = "no pp: trainer.layout and critic.layout have the run's pipelines"
         raise ConfigError("cluster.costs", text, allowed)
-    trained = {stage.role for stage in graph.stages.values() if isinstance(stage, UpdateStage)}
+    stages = {
+        stage.role: stage for stage in graph.stages.values() if isinstance(stage, UpdateStage)
+    }
     together = all(config.pool_of(role) == ACTOR for role in named.trained)
-    if trained != {*named.trained} or len(trained) < 2 or not together:
+    if {*stages} != {*named.trained} or len(stages) < 2 or not together:
         return costs
+    roles = [
+        replace(role, epochs=stages[role.name].epochs, mini_batches=stages[role.name].mini_batches)
+        for role in roles_of(named)
+    ]
     layouts = {
         role: TrainLayout.of(
             trainer.layout if role == ACTOR else config.value_model_of(role).layout, trainer
@@ -66,7 +72,8 @@ def _with_pipelines(config: Config, graph: Graph, costs: Costs) -> Costs:
     try:
         return with_pipelines(
             costs,
-            named,
+            named.accelerator,
+            roles,
             layouts,
             step_samples(workload, group_size),
             mini_batches=trainer.mini_batches,

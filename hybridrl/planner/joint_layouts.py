@@ -40,7 +40,7 @@ class JointLayouts:
     ) -> None:
         self._prices, self._memory, self._layouts = prices, memory, layouts
         self._known = lru_cache(None)(self._options)
-        self._of_mapping = lru_cache(None)(self._quickest)
+        self._fastest = lru_cache(None)(self._quickest)
 
     def bound(
         self, roles: Sequence[PlannedRole], ranks: range, activations: ActivationMode, tokens: int
@@ -53,7 +53,7 @@ class JointLayouts:
         self, roles: Sequence[PlannedRole], ranks: range, activations: ActivationMode, tokens: int
     ) -> Joint | None:
         """The quickest in one plan, by `NEAR`, of 32 that are priced; None where none fits."""
-        return self._of_mapping(tuple(roles), ranks, activations, tokens)
+        return self._fastest(tuple(roles), ranks, activations, tokens)
 
     def _quickest(
         self,
@@ -85,7 +85,7 @@ class JointLayouts:
     ) -> list[Joint]:
         """By their bounds in steps of five percent; of those alike the fewest stages come first."""
         own = [self._of_role(role, ranks, activations, tokens) for role in roles]
-        options = []
+        options: list[Joint] = []
         for tp in own[0].keys() & own[-1].keys():  # one plan has one tp
             for layouts in itertools.product(*(of_tp.get(tp, ()) for of_tp in own)):
                 train = {role.name: x for role, (_, _, x) in zip(roles, layouts, strict=True)}

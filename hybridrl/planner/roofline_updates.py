@@ -3,6 +3,7 @@
 Their seconds are those of `plan auto` (`fused_plans.updates_s`), on the samples of one step.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import gcd
@@ -26,14 +27,24 @@ def layouts_of(named: Roofline, micro_batch_tokens: int) -> dict[str, TrainLayou
         shards, rest = divmod(named.total, pp * named.tp)
         if rest:
             raise ValueError(f"pp x tp = {pp} x {named.tp} of {named.total} ranks")
-        sizes = {"pp": pp, "fsdp": shards, "tp": named.tp, "micro_batch_tokens": micro_batch_tokens}
-        layouts[role] = TrainLayout(**sizes)
+        layouts[role] = TrainLayout(
+            pp=pp, fsdp=shards, tp=named.tp, micro_batch_tokens=micro_batch_tokens
+        )
     return layouts
+
+
+def roles_of(named: Roofline) -> list[PlannedRole]:
+    """The trained roles of a text, the actor first."""
+    return [
+        PlannedRole(name=name, shape=shape, trained=True, value_head=name != ACTOR)
+        for name, shape in named.trained.items()
+    ]
 
 
 def with_pipelines(
     costs: Costs,
-    named: Roofline,
+    accelerator: Accelerator,
+    roles: Sequence[PlannedRole],
     layouts: Layouts,
     samples: SampleLengths,
     *,
@@ -45,18 +56,13 @@ def with_pipelines(
     All layouts are of the same ranks. The latter are 0 where the roles cannot share a plan. Raises
     ValueError for layouts that split neither layers nor heads evenly.
     """
-    for role, layout in layouts.items():
-        shape = named.trained[role]
+    for role in roles:
+        shape, layout = role.shape, layouts[role.name]
         if shape.heads % layout.tp or layout.chunks > shape.layers:
             sizes = f"{shape.heads} heads and {shape.layers} layers"
-            raise ValueError(f"{sizes} of {role} on tp {layout.tp} and {layout.chunks} chunks")
-    roles = tuple(
-        PlannedRole(name=name, shape=named.trained[name], trained=True, value_head=name != ACTOR)
-        for name in layouts
-    )
-    apart, fused = _updates_s(
-        named.accelerator, roles, tuple(layouts.values()), tuple(samples), mini_batches, epochs
-    )
+            raise ValueError(f"{sizes} of {role.name} on tp {layout.tp} and {layout.chunks} chunks")
+    own = tuple(layouts[role.name] for role in roles)
+    apart, fused = _updates_s(accelerator, tuple(roles), own, tuple(samples), mini_batches, epochs)
     tokens = sum(sample.tokens for sample in samples)
     return replace(costs, train_token_s=apart / tokens, fused_train_token_s=fused / tokens)
 

@@ -19,7 +19,7 @@ from hybridrl.planner.mapping import (
     cluster_of,
 )
 from hybridrl.planner.mapping_costs import MappingCosts
-from hybridrl.planner.roofline_updates import layouts_of, with_pipelines
+from hybridrl.planner.roofline_updates import layouts_of, roles_of, with_pipelines
 from hybridrl.planner.workload import Shape, read_workload
 
 TEXT = "gpu:model=13b,critic=7b,gpus=8,total=32"
@@ -37,7 +37,8 @@ def seconds(
     costs, *_ = read_roofline(text)
     costs = with_pipelines(
         costs,
-        named,
+        named.accelerator,
+        roles_of(named),
         layouts_of(named, 8192),
         samples,
         mini_batches=mini_batches,
@@ -67,7 +68,7 @@ def mapped_seconds(text: str, mini_batches: int, epochs: int) -> tuple[float, fl
         costs=costs, mapping=mapping, roles=roles, mini_batches=mini_batches, epochs=epochs
     )
     samples = [
-        Sample(SampleId(number), prompt_tokens=one.prompt, response_tokens=one.response)
+        Sample(id=SampleId(number, k=0), prompt_tokens=one.prompt, response_tokens=one.response)
         for number, one in enumerate(SAMPLES)
     ]
     actor, critic = (Stage(name=f"update_{role.name}", role=role.name) for role in roles)
@@ -88,7 +89,7 @@ def test_seconds_are_those_of_plan_auto(sizes: str, mini_batches: int, epochs: i
 
 @pytest.mark.parametrize("sizes", ["pp=2", "pp=4,critic_pp=2,tp=2"])
 def test_seconds_a_token_hold_for_other_steps(sizes: str) -> None:
-    """Those of the first step, for the samples of the others. Measured: within 4 percent."""
+    """Those of the first step, for the samples of the others. Measured: within 1 percent."""
     text = f"{TEXT},{sizes}"
     per_token = [value / TOKENS for value in seconds(text, SAMPLES)]
     for step in range(1, 4):
@@ -96,7 +97,7 @@ def test_seconds_a_token_hold_for_other_steps(sizes: str) -> None:
         samples = step_samples(replace(WORKLOAD, groups=groups), 4)
         tokens = sum(sample.tokens for sample in samples)
         for own, first in zip(seconds(text, samples), per_token, strict=True):
-            assert own == pytest.approx(first * tokens, rel=0.05)
+            assert own == pytest.approx(first * tokens, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -108,13 +109,13 @@ def test_seconds_a_token_hold_for_other_steps(sizes: str) -> None:
     ids=["another tp", "all weights of 7B at once"],
 )
 def test_what_cannot_share_a_plan_has_no_seconds_of_one(train: dict[str, TrainLayout]) -> None:
-    costs, *_ = read_roofline(TEXT)
-    costs = with_pipelines(costs, Roofline.of(TEXT), train, SAMPLES)
+    costs, named = read_roofline(TEXT)[0], Roofline.of(TEXT)
+    costs = with_pipelines(costs, named.accelerator, roles_of(named), train, SAMPLES)
     assert costs.train_token_s > 0
     assert costs.fused_train_token_s == 0
 
 
-LENGTHS = ("--lengths=lognormal:median=300,p99=2000,max=2000", "--prompts=16", "--steps=3")
+LENGTHS = ("--lengths=lognormal:median=300,p99=2000,max=2000", "--prompts=8", "--steps=2")
 
 
 def step_s(*args: str) -> dict[str, float]:

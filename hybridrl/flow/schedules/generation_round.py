@@ -356,8 +356,10 @@ class GenerationRound:
 
     def _go(self, instance: int) -> None:
         """Let an instance run the samples that it holds, if it is not running."""
-        members, held = self.tail.members.get(instance, ()), self._held[instance]
-        if any(i in self._in_flight for i in (instance, *members)) or not held:
+        held = self._held[instance]
+        if not held or instance in self._in_flight:
+            return
+        if any(member in self._in_flight for member in self.tail.members.get(instance, ())):
             return
         stops = instance in self._leaving or self._parking
         if not stops and not self._inbox.get(instance) and not self.turns.can_go(held):

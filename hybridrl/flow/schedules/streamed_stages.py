@@ -1,7 +1,7 @@
 """Stages that run on finished samples while others are generated."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from hybridrl.flow.costs import CostMeter, Costs
 from hybridrl.flow.executor import Computed, Executor, SamplesRead, Scope
@@ -192,15 +192,17 @@ class StreamedStages:
     def _next_stage(self, instance: int, trains: bool) -> Stage | None:
         """The stage that an instance ran last, while there is some of it left; else the largest."""
         able = {
-            name: sum(s.tokens for s in self._able(instance, name))
+            name: waiting
             for name in self._spare
             if not (trains and self._stage(name).role == "actor")
+            and (waiting := self._able(instance, name))
         }
-        waiting = [name for name, tokens in able.items() if tokens]
-        if not waiting:
+        if not able:
             return None
         last = self._last_stage.get(instance)
-        return self._stage(last if last in waiting else max(waiting, key=lambda name: able[name]))
+        if last not in able:
+            last = max(able, key=lambda name: sum(sample.tokens for sample in able[name]))
+        return self._stage(last)
 
     def _chunk(
         self, instance: int, stage: Stage, num_instances: int, decoding: bool
@@ -213,20 +215,20 @@ class StreamedStages:
         """
         able = self._able(instance, stage.name)
         waiting = sum(sample.tokens for sample in able)
-        everywhere = sum(
-            sample.tokens
-            for samples in (self._spare[stage.name], self._running[stage.name])
-            for sample in samples.values()
-        )
         least = least_tokens(self.meter.costs(), stage.name, self.chunk_tokens)
         share = waiting / (2 * num_instances)
         if not decoding:
+            everywhere = sum(
+                sample.tokens
+                for samples in (self._spare[stage.name], self._running[stage.name])
+                for sample in samples.values()
+            )
             share, least = everywhere / num_instances, least / 10
             if waiting < 1.5 * share:
                 share = waiting
         wanted = max(least, min(self.chunk_tokens, share))
         chosen: list[Sample] = []
-        for sample in sorted(able, key=lambda s: (not self.is_on(s, instance), -s.tokens, s.id)):
+        for sample in self._own_first(instance, able):
             if chosen and sample.tokens > wanted:
                 if decoding:
                     break
@@ -234,6 +236,12 @@ class StreamedStages:
             wanted -= sample.tokens
             chosen.append(sample)
         return chosen
+
+    def _own_first(self, instance: int, samples: Sequence[Sample]) -> Iterator[Sample]:
+        """The instance's own samples, then the others, the longest first."""
+        for own in (True, False):
+            some = [sample for sample in samples if self.is_on(sample, instance) is own]
+            yield from sorted(some, key=lambda sample: (-sample.tokens, sample.id))
 
     def _able(self, instance: int, name: str) -> list[Sample]:
         """Samples that wait for a stage and are on the instance or free to move there."""
