@@ -189,7 +189,7 @@ bench-placement: $(BIN)/.core  ## PPO with the critic on separate ranks against 
 bench-long: $(BIN)/.core  ## the longest trainable sequence at a fixed memory, on 2 processes
 	@$(BIN)/python scripts/bench/long_rows.py $(ARGS)
 
-bench-driver: $(BIN)/.core  ## what one driver costs a step and a sample, on 8 to 256 emulated ranks
+bench-driver: $(BIN)/.core  ## what one driver costs a step and a sample, on 8 to 1,024 emulated ranks
 	@$(BIN)/python scripts/bench/driver.py $(ARGS)
 
 bench-tail: $(BIN)/.core  ## each mechanism of the tail on emulated devices, next to plan schedule and the bound
@@ -206,6 +206,9 @@ bench-plan: $(BIN)/.core  ## predicted updates against measured ones on two rank
 
 bench-plan-steps: $(BIN)/.core  ## predicted steps of whole runs against measured ones on two ranks, under every mapping
 	@$(BIN)/python scripts/bench/plan_steps.py $(ARGS)
+
+bench-plan-search: $(BIN)/.core  ## seconds of the search for a mapping on 128 and 1,024 GPUs
+	@$(BIN)/python scripts/bench/mapping_search.py $(ARGS)
 
 bench-vllm: $(BIN)/.vllm  ## vLLM against the native engine, its own sampler and its own way to load weights
 	@$(BIN)/python scripts/bench/vllm_engine.py $(ARGS)
@@ -237,4 +240,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-tools train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-agents test-loggers test-models test-nccl test-pages test-plan test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-turns bench-moe bench-placement bench-long bench-driver bench-tail bench-tail-ranks bench-fused-update bench-plan bench-plan-steps bench-vllm
+.PHONY: help curves cut-off install train train-tools train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-agents test-loggers test-models test-nccl test-pages test-plan test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-turns bench-moe bench-placement bench-long bench-driver bench-tail bench-tail-ranks bench-fused-update bench-plan bench-plan-steps bench-plan-search bench-vllm

@@ -4,8 +4,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from hybridrl.engines.rollout.interface import HeldTurn, Output, Request
-from hybridrl.engines.rollout.native import NativeEngine
+from hybridrl.engines.rollout.interface import HeldTurn, Output, Request, RolloutEngine
 
 MOST_TURNS = 5
 
@@ -19,7 +18,7 @@ def reply_of(turn: HeldTurn, vocab: int, most: int) -> list[int] | None:
 
 
 def converse(
-    engine: NativeEngine,
+    engine: RolloutEngine,
     requests: Iterable[Request],
     vocab: int,
     wait: Callable[[HeldTurn], int] = lambda turn: 0,
@@ -43,8 +42,27 @@ def converse(
     raise AssertionError("the queue does not drain")
 
 
+def converse_in_lockstep(
+    engine: RolloutEngine, requests: Iterable[Request], vocab: int
+) -> dict[object, Output]:
+    """The same, but replies wait until no turn is left; meanwhile the cache is released."""
+    requests, outputs = list(requests), dict[object, Output]()
+    most = {request.id: request.sampling.max_new_tokens for request in requests}
+    engine.submit(requests)
+    while len(outputs) < len(requests):
+        turns = list[HeldTurn]()
+        while engine.stats().running + engine.stats().waiting:
+            assert not engine.step()
+            turns += engine.take_turns()
+        engine.release_cache()
+        assert not engine.stats().has_cache
+        for turn in turns:
+            answer(engine, turn, vocab, most, outputs)
+    return outputs
+
+
 def recomputed(
-    make: Callable[[], NativeEngine], request: Request, vocab: int
+    make: Callable[[], RolloutEngine], request: Request, vocab: int
 ) -> tuple[list[int], list[float], list[tuple[int, int]]]:
     """A conversation turn by turn, each a resumed request of its own, by one long prefill.
 
@@ -72,7 +90,7 @@ def recomputed(
 
 
 def converse_on_the_move(
-    engines: tuple[NativeEngine, NativeEngine],
+    engines: tuple[RolloutEngine, RolloutEngine],
     requests: Iterable[Request],
     vocab: int,
     with_kv: bool,
@@ -110,7 +128,7 @@ def converse_on_the_move(
 
 
 def answer(
-    engine: NativeEngine,
+    engine: RolloutEngine,
     turn: HeldTurn,
     vocab: int,
     most: dict[object, int],

@@ -26,7 +26,6 @@ from hybridrl.config.environment import (
     EnvironmentConfig,
     EnvironmentKind,
     OnFailure,
-    PartialEpisodes,
 )
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.evaluation import EvalConfig, EvalSetConfig
@@ -491,7 +490,6 @@ __all__ = [
     "OptimName",
     "PackedScheduleConfig",
     "ParkedKV",
-    "PartialEpisodes",
     "PartialScheduleConfig",
     "PipelineSchedule",
     "Placement",

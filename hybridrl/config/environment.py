@@ -45,11 +45,7 @@ class OnFailure(Enum):
     zero = "zero"  # it is trained, with what it earned set to 0
 
 
-class PartialEpisodes(Enum):
-    """When `schedule=partial` ends a round."""
-
-    counted = "counted"  # by tokens and turns, once the replies due in it are there
-    timed = "timed"  # without waiting for replies: the batch follows their times
+COUNTED, TIMED = "counted", "timed"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,8 +79,10 @@ class EnvironmentConfig:
     """What becomes of a sample whose episode fails twice."""
     max_failed_share: float = bounded(0.5, above=0, most=1)
     """The run ends where more than this share of a step's episodes fail."""
-    partial: PartialEpisodes = PartialEpisodes.counted
-    """When `schedule=partial` ends a round."""
+    partial: str = COUNTED
+    """When `schedule=partial` ends a round. `counted`: by turns, once the replies due in it are
+    there. `timed`: without waiting for replies, so that the batch follows their times; the run
+    records which came. A directory of such a run, or its turn_orders.jsonl: as recorded there."""
     replay: bool = True
     """Whether the program may be run again on the turns already made, and answers the same then."""
     port: int = bounded(0, least=0, most=65535)
@@ -139,13 +137,22 @@ class EnvironmentConfig:
                     allowed = f"one of {', '.join(kinds)}, or an environment.kind"
                     raise ConfigError(f"{place}.kind", one.kind.value, allowed)
 
+    @property
+    def turn_orders(self) -> str | None:
+        """The recorded run whose rounds are to be repeated; None where there is none."""
+        return None if self.partial in (COUNTED, TIMED) else self.partial
+
     def check_partial(self, is_partial: bool, strict: bool) -> None:
         """Raise ConfigError for rounds that end amid episodes, where those cannot continue."""
-        if not self.is_on or not is_partial:
-            return
-        if not self.replay:
+        if self.partial != COUNTED:
+            allowed = ""
+            if not self.is_on:
+                allowed = "counted, or an environment.kind"
+            elif not is_partial:
+                allowed = "counted, or schedule=partial: no other one ends rounds amid episodes"
+            elif strict:
+                allowed = "counted with deterministic=strict: else the batch follows times"
+            if allowed:
+                raise ConfigError("environment.partial", self.partial, allowed)
+        if self.is_on and is_partial and not self.replay:
             raise ConfigError("environment.replay", False, "true with schedule=partial")
-        if self.partial is PartialEpisodes.timed:
-            strictly = ", and in any case with deterministic=strict" if strict else ""
-            allowed = f"counted: no schedule ends rounds by the clock yet{strictly}"
-            raise ConfigError("environment.partial", self.partial.value, allowed)

@@ -55,8 +55,6 @@ class EngineFeatures:
     """Whether it verifies guessed tokens by each sample's own random numbers."""
     ascending: bool = False
     """Whether an instance's ranks must be in ascending order."""
-    holds_turns: bool = False
-    """Whether it makes conversations, whose turns environments answer."""
 
 
 ENGINES = {
@@ -70,7 +68,6 @@ ENGINES = {
         sleeps_alone=True,
         speculates=True,
         widens=True,
-        holds_turns=True,
     ),
     Engine.vllm: EngineFeatures(
         engine="hybridrl.engines.rollout.vllm.engine:VLLMEngine",
@@ -143,7 +140,7 @@ class RolloutConfig(SamplingConfig):
         self.check_sampling("rollout", self.max_new_tokens)
         self._check_speculation()
         self._check_tail_tp()
-        if self.kv_host_tokens is not None and not self.features.holds_turns:
+        if self.kv_host_tokens is not None and not self.features.exports_kv:
             allowed = f"null with rollout.engine={self.engine.value}"
             raise ConfigError("rollout.kv_host_tokens", self.kv_host_tokens, allowed)
         if self.vllm and self.engine is not Engine.vllm:

@@ -87,7 +87,7 @@ def fused_problem(
             costs = [
                 row_costs(
                     role.flops,
-                    sum(own[i].tokens for i in row),
+                    [own[i].tokens for i in row],
                     sum(own[i].response for i in row),
                     layers,
                     role.hidden_size,

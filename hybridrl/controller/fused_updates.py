@@ -20,6 +20,7 @@ from hybridrl.controller.memory_plan import gpu_room, local_room, plan_run, unkn
 from hybridrl.controller.roles_together import roles_together
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import GenerateStage
+from hybridrl.planner.emulation import emulated_costs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -52,6 +53,8 @@ def decide_fused_updates(
         config.trainer.fuse_updates = FuseUpdates.never
         return
     obstacle = next(filter(None, (_obstacle(config, r, model_path) for _, r in together)), None)
+    if config.cluster.emulated:
+        obstacle = obstacle or _unknown_to_costs(config, graph)
     if obstacle and wanted is FuseUpdates.always:
         raise ConfigError(KEY, "always", f"auto or never: {obstacle}")
     if wanted is FuseUpdates.auto:
@@ -66,8 +69,6 @@ def _obstacle(config: Config, roles: Sequence[str], model_path: str) -> str | No
     from hybridrl.engines.train.engine import KEEP_UNSHARDED_PARAMETERS
     from hybridrl.models.parallel import model_parameters
 
-    if config.cluster.emulated:
-        return "emulated ranks take the time of separate updates"
     if config.trainer.chunk_tokens:
         return "chunks of a sequence are trained alone; wanted trainer.chunk_tokens=0"
     tp = _settings(config, roles[0])[0].tp
@@ -81,11 +82,21 @@ def _obstacle(config: Config, roles: Sequence[str], model_path: str) -> str | No
         if lora.rank and lora.dropout:
             key = f"{'actor' if role == 'actor' else place}.lora.dropout"
             return f"a plan would decide when dropout is drawn; wanted {key}=0 ({lora.dropout})"
+        if config.cluster.emulated:
+            continue
         parameters = model_parameters(_shape(config, role, model_path), role != "actor")
         size = sum(math.prod(parameter.shape) for parameter in parameters)
         if layout.pp == 1 and size > KEEP_UNSHARDED_PARAMETERS:
             return f"all weights are gathered at once; wanted {place}.layout.pp above 1"
     return None
+
+
+def _unknown_to_costs(config: Config, graph: Graph) -> str | None:
+    """Why emulated ranks cannot take the time of one plan; None where they can."""
+    if emulated_costs(config, graph).fused_train_token_s:
+        return None
+    known = "gpu:model=MODEL,critic=MODEL of a recipe that trains both, on the same ranks"
+    return f"{config.cluster.costs} has no seconds of one plan; wanted {known}, with pp above 1"
 
 
 def _reason_against(
@@ -96,9 +107,15 @@ def _reason_against(
     gpu_memory: int | None,
 ) -> str | None:
     """Why `auto` leaves updates separate: too little gain, or too little memory."""
-    gain = max(predicted_gain(config, graph, pool, r, model_path) for pool, r in together)
+    if config.cluster.emulated:
+        costs = emulated_costs(config, graph)
+        gain = 1 - costs.fused_train_token_s / costs.train_token_s
+    else:
+        gain = max(predicted_gain(config, graph, pool, r, model_path) for pool, r in together)
     if gain < LEAST_GAIN:
         return f"{max(0.0, gain):.0%} of the updates would be saved, wanted {LEAST_GAIN:.0%}"
+    if config.cluster.emulated:  # its accelerators are not here
+        return None
     if gpu_memory is None and (reason := unknown_room(config)):
         return reason
     room = local_room(config) if gpu_memory is None else gpu_room(gpu_memory)
@@ -165,7 +182,9 @@ def _pipeline(
     bounds = chunk_bounds(shape.num_hidden_layers, layout.num_chunks, layout.chunk_layers)
     layers = [stop - start for start, stop in bounds]
     halves = layout.splits_backward
-    costs = row_costs(flops, of_row, scored, layers, shape.hidden_size, halves)
+    whole, rest = divmod(of_row, config.longest_sample)
+    lengths = [config.longest_sample] * whole + [rest] * (rest > 0)
+    costs = row_costs(flops, lengths, scored, layers, shape.hidden_size, halves)
     return PipelinedModel(
         name=role,
         ranks=tuple(ranks),

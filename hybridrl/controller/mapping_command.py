@@ -31,6 +31,7 @@ from hybridrl.flow import Graph
 from hybridrl.flow.graph import SourceStage
 from hybridrl.flow.schedules.base import schedule_class
 from hybridrl.planner.accelerators import ACCELERATORS, layer_roofline
+from hybridrl.planner.fitting_layouts import DoesNotFit, check_fits
 from hybridrl.planner.links import LinkTable
 from hybridrl.planner.mapping import (
     ACTOR,
@@ -45,12 +46,10 @@ from hybridrl.planner.mapping_costs import MappingCosts
 from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
 from hybridrl.planner.mapping_price import MappingPrices
 from hybridrl.planner.mapping_search import (
-    DoesNotFit,
     MappingResults,
     MappingSearch,
     PricedMapping,
     SearchSpace,
-    check_fits,
 )
 from hybridrl.planner.memory import GIB, MemoryPlan
 from hybridrl.planner.options import option_name, read_number
@@ -138,7 +137,7 @@ def run_paper(
     data = {"placements": list(map(asdict, placed)), "generation": list(map(asdict, generated))}
     return (
         published_mappings.table(placed),
-        published_mappings.remarks(generated),
+        published_mappings.remarks(placed, generated),
         {"hybridflow": data},
     )
 
@@ -200,6 +199,7 @@ def _cluster(options: Mapping[str, Any]) -> ClusterShape:
     if "costs" in options:
         cluster = _measured(options["costs"]).cluster
         nodes, per_node = nodes or cluster.nodes, per_node or cluster.per_node
+        _check_links_known(options, cluster, nodes, per_node)
         same = (nodes, per_node) == (cluster.nodes, cluster.per_node)
         table = cluster.table if same else None
         cluster = replace(cluster, nodes=nodes, per_node=per_node, table=table)
@@ -216,6 +216,24 @@ def _cluster(options: Mapping[str, Any]) -> ClusterShape:
     if "links" in options:
         speeds["table"] = _links(options["links"], cluster.ranks)
     return replace(cluster, **speeds)
+
+
+def _check_links_known(
+    options: Mapping[str, Any], measured: ClusterShape, nodes: int, per_node: int
+) -> None:
+    """Raises ConfigError where ranks were measured that have no link of a kind that is needed."""
+    if "links" in options:
+        return
+    for name, is_missing, count, kind in (
+        ("network_gbs", nodes > 1 and measured.nodes == 1, nodes, "nodes"),
+        ("node_gbs", per_node > 1 and measured.per_node == 1, per_node, "GPUs of a node"),
+    ):
+        if is_missing and name not in options:
+            allowed = (
+                f"GB/s of a GPU, or --links: {options['costs']} has no links between the {kind},"
+                f" of which {count} are planned"
+            )
+            raise ConfigError(option_name(name), "", allowed)
 
 
 def _links(file: str, ranks: int) -> LinkTable:
@@ -415,9 +433,7 @@ def _search(
         best.append(replace(one, memory=memory))
         settings.append(own)
     if not best:
-        allowed = "a recipe and cluster of which a mapping runs: " + "; ".join(
-            refused or ["none was priced in time; --seconds gives the search longer"]
-        )
+        allowed = f"a recipe and cluster of which a mapping runs: {'; '.join(refused)}"
         raise ConfigError("plan", "auto", allowed)
     if "out" in options:
         settings[0] = _written(options["out"], problem, best[0], settings[0])

@@ -108,17 +108,7 @@ def mapping_of(config: Config, roles: Sequence[PlannedRole]) -> DeviceMapping:
     for role in roles:
         if role.trained:
             own = trainer.layout if role.name == ACTOR else config.value_model_of(role.name).layout
-            train[role.name] = TrainLayout(
-                pp=own.pp,
-                replicas=own.replicas,
-                fsdp=own.fsdp,
-                tp=own.tp,
-                schedule=own.schedule,
-                activations=trainer.activations,
-                sequence_parallel=own.sequence_parallel,
-                micro_batch_tokens=trainer.max_tokens_per_micro_batch,
-                chunk_layers=tuple(own.chunk_layers),
-            )
+            train[role.name] = TrainLayout.of(own, trainer)
     return DeviceMapping(
         pools=pools,
         ranks={pool: config.ranks_of(pool) for pool in pools},

@@ -29,11 +29,9 @@ class MappingReport:
         lines: list[tuple[str, ...]] = [head]
         for number, one in enumerate(self.result.best, 1):
             seconds = one.seconds
-            peak = max((plan.peak for plan in one.memory.values()), key=lambda phase: phase.total)
             numbers = (seconds.step_s, seconds.switch, seconds.front, seconds.training)
-            memory = f"{peak.total / GIB:.3g} GiB, {peak.name}"
             texts = [f"{n:.3g}" for n in numbers]
-            lines.append((str(number), *texts, memory, seconds.bound_by))
+            lines.append((str(number), *texts, _memory_text(one), seconds.bound_by))
         return lines
 
     def remarks(self) -> list[str]:
@@ -85,6 +83,15 @@ def describe(one: PricedMapping) -> str:
     shared += ", updates in one plan" * mapping.fuses
     shared += f", ranks in the order {list(mapping.rank_order)}" * bool(mapping.rank_order)
     return f"{pools}; {mapping.schedule.kind.value}, generation {gen}; {trained}; {shared}"
+
+
+def _memory_text(one: PricedMapping) -> str:
+    """The largest phase of a rank of each pool, by its name where there are several."""
+    peaks = {pool: plan.peak for pool, plan in one.memory.items()}
+    return "; ".join(
+        f"{pool}: " * (len(peaks) > 1) + f"{peak.total / GIB:.3g} GiB, {peak.name}"
+        for pool, peak in peaks.items()
+    )
 
 
 def _axes_text(layout: TrainLayout) -> str:

@@ -52,11 +52,15 @@ def planned_roles(config: Config, graph: Graph, shapes: Shapes) -> list[PlannedR
         except ValueError as error:
             raise ConfigError("plan", f"auto of {name}", f"a dense decoder: {error}") from None
         stages = [s for s in graph.stages.values() if s.role == name]
+        update = next((s for s in stages if isinstance(s, UpdateStage)), None)
+        own = config.trainer
+        if name in VALUE_MODELS and name in graph.learned:
+            own = config.value_model_of(name)
         roles.append(
             PlannedRole(
                 name=name,
                 shape=sizes,
-                trained=any(isinstance(stage, UpdateStage) for stage in stages),
+                trained=update is not None,
                 passes=tuple(s.name for s in stages if isinstance(s, ComputeStage)),
                 value_head=name in graph.judges or (name in VALUE_MODELS and name in graph.learned),
                 scores_in_generation=all(
@@ -64,6 +68,9 @@ def planned_roles(config: Config, graph: Graph, shapes: Shapes) -> list[PlannedR
                     for stage in stages
                     if isinstance(stage, ComputeStage)
                 ),
+                epochs=update.epochs if update else None,
+                mini_batches=update.mini_batches if update else None,
+                optim=own.optim.name,
             )
         )
     adapters = {"actor.lora": config.actor.lora} | {

@@ -2,7 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -69,7 +70,19 @@ def plan_run(
         sizes = _pool_sizes(config, graph, shape, pool, inputs, stages)
         plan = plan_memory(sizes, config.cluster.device.value, room.capacity, room.reserved)
         pools[pool] = _advised(plan, config, pool)
-    return RunPlan(pools, attention.value, reason)
+    return RunPlan(pools, attention.value, reason, _node_host(config, pools))
+
+
+def _node_host(config: Config, pools: Mapping[str, MemoryPlan]) -> int:
+    """Bytes that the ranks of one node have in its memory, of the node that has most."""
+    cluster = config.cluster
+    per_node = -(-cluster.ranks // cluster.nodes)
+    nodes = Counter[int]()
+    for pool, ranks in cluster.pool_ranks.items():
+        own = sum(pools[pool].on_host.values())
+        for rank in ranks:
+            nodes[cluster.worker_of_rank[rank] // per_node] += own
+    return max(nodes.values())
 
 
 def _pool_sizes(

@@ -6,7 +6,7 @@ from typing import Any
 
 from hybridrl.config import Config, ConfigError
 from hybridrl.config.environment import EnvironmentKind
-from hybridrl.config.rollout import ENGINES
+from hybridrl.controller.turn_orders import recorded_orders
 from hybridrl.data.turns import TurnTemplate
 from hybridrl.environments import Openings
 from hybridrl.flow import Graph
@@ -16,23 +16,19 @@ from hybridrl.flow.sample import TURN_REWARDS
 
 def check_environment(config: Config, graph: Graph) -> None:
     """Raise where there is an environment, and nothing that it could answer; or the reverse."""
-    environment, rollout = config.environment, config.rollout
+    environment = config.environment
     if not environment.is_on:
         if any(TURN_REWARDS in getattr(stage, "outputs", ()) for stage in graph.stages.values()):
             kinds = ", ".join(kind.value for kind in EnvironmentKind if kind.value != "none")
             raise ConfigError("environment.kind", "none", f"{kinds}: the recipe reads turn_rewards")
         return
+    recorded_orders(config)
     kind = "environment.kind", environment.kind.value
     if not any(isinstance(stage, GenerateStage) for stage in graph.stages.values()):
         raise ConfigError(*kind, "none: the recipe does not generate")
     if config.cluster.emulated:
         allowed = "none: emulated ranks write no texts; cluster.turns has turns, replies and waits"
         raise ConfigError(*kind, allowed)
-    if not rollout.features.holds_turns:
-        able = [engine.value for engine, features in ENGINES.items() if features.holds_turns]
-        reason = f"{rollout.engine.value} holds no samples between turns"
-        allowed = f"{', '.join(able)} with environment.kind={environment.kind.value} ({reason})"
-        raise ConfigError("rollout.engine", rollout.engine.value, allowed)
 
 
 @contextlib.contextmanager

@@ -39,6 +39,7 @@ from hybridrl.controller.worker_group import Pool, WorkerGroup
 from hybridrl.data.prompts import with_next_targets
 from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import (
+    ENOUGH_TURNS,
     Advanced,
     Command,
     Computed,
@@ -173,14 +174,15 @@ class RayExecutor:
         if switches := [answer.switch for answer in answers if answer.switch is not None]:
             self.on_switch(switches)
 
-    def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
+    def advance(
+        self,
+        instance: int,
+        commands: Sequence[Command],
+        num_decode_steps: int,
+        enough_turns: int = ENOUGH_TURNS,
+    ) -> None:
         """Start a bounded generation call on an instance."""
-        logger.debug(
-            "instance %d: %d commands, at most %d decode steps",
-            instance,
-            len(commands),
-            num_decode_steps,
-        )
+        logger.debug("%d commands for instance %d", len(commands), instance)
         if self.recorded is not None and self.recorded.folder is not None:
             self._rounds.begin(load_recorded(self.recorded, self.group, instance, commands))
             return
@@ -189,7 +191,7 @@ class RayExecutor:
                 assert self.episodes is not None, "a conversation without an environment"
                 longest = command.sampling.max_new_tokens
                 self.episodes.start(command.ids, command.prompt, longest)
-        self._rounds.begin(self._advance(instance, commands, num_decode_steps))
+        self._rounds.begin(self._advance(instance, commands, num_decode_steps, enough_turns))
 
     def _take_recorded(
         self, stage: Stage, samples: Sequence[Sample], instance: int | None = None
@@ -203,9 +205,9 @@ class RayExecutor:
         self._rounds.ready(Computed(stage.name, ids, scalars, tensors, instance))
         return True
 
-    def _advance(self, instance: int, commands: Sequence[Command], num_steps: int) -> EventCalls:
+    def _advance(self, instance: int, commands: Sequence[Command], *limits: int) -> EventCalls:
         """One event for an instance: the finished samples and parked state of all its ranks."""
-        calls = self.group.call_advance(instance, commands, num_steps)
+        calls = self.group.call_advance(instance, commands, *limits)
         published = yield from answers_of(calls)
         answers = [answer.event for answer in published]
         for answer in published:

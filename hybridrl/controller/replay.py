@@ -16,6 +16,7 @@ from typing import Any
 from hybridrl.checkpoint import folder
 from hybridrl.checkpoint.folder import Point
 from hybridrl.config import Config, ConfigError, DType, compose
+from hybridrl.config.environment import TIMED
 from hybridrl.config.stored_run import composed_run, overrides_of
 from hybridrl.controller.checkpoints import Origin, changed_settings, settings_of
 from hybridrl.controller.inputs import changed_inputs, inputs_of
@@ -231,6 +232,8 @@ def compose_replay(
     )
     for settings in config.eval.sets.values():
         settings.every = None
+    if config.environment.partial == TIMED:  # the run's own batches, not those of other waits
+        config.environment.partial = str(request.run_dir)
     return config
 
 

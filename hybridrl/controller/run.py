@@ -21,9 +21,9 @@ from hybridrl.controller.early_backward import early_settings
 from hybridrl.controller.emulated_episodes import EmulatedEpisodes
 from hybridrl.controller.episodes import Episodes
 from hybridrl.controller.evaluate import HeldOutEvaluation, evaluation_graphs
-from hybridrl.controller.fused_search import FusedSearch
+from hybridrl.controller.fused_search import NO_SEARCH, FusedSearch
 from hybridrl.controller.inputs import inputs_of
-from hybridrl.controller.load_balance import work_of_roles
+from hybridrl.controller.load_balance import RankWork, work_of_roles
 from hybridrl.controller.placement import HOME, graphs_of
 from hybridrl.controller.preflight import PreparedRun
 from hybridrl.controller.ray_executor import Abandoned, RayExecutor
@@ -96,9 +96,14 @@ class Run:
         telemetry.inputs(inputs.result())
         # the model of emulated ranks is not the one that is here
         emulated = config.cluster.emulated
-        works = {} if emulated else work_of_roles(config, prepared.graph, prepared.model_path)
+        works: dict[str, RankWork] = {}
+        searched, together = NO_SEARCH, list[tuple[str, ...]]()
+        if not emulated:
+            works = work_of_roles(config, prepared.graph, prepared.model_path)
+            searched = FusedSearch.of(config, prepared.graph, works, prepared.model_path)
+            if config.trainer.fuses:
+                together = roles_together(config, prepared.graph, HOME)
         self.episodes = _episodes(config, prepared)
-        searched = FusedSearch.of(config, prepared.graph, works, prepared.model_path)
         self.executor = RayExecutor(
             self.group,
             config,
@@ -106,7 +111,7 @@ class Run:
             works,
             self.episodes,
             searched,
-            roles_together(config, prepared.graph, HOME) if config.trainer.fuses else (),
+            together,
         )
         # held-out evaluation
         self.evaluation = HeldOutEvaluation(

@@ -11,6 +11,7 @@ from typing import Any
 from hybridrl.flow.ledger import Drop, DropReason
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StepResult
+from hybridrl.flow.turns import order_to_json
 from hybridrl.layout.weight_switch import SwitchStats
 from hybridrl.system.memory import MemoryReading
 from hybridrl.telemetry.prediction import stage_key
@@ -115,6 +116,8 @@ class RunRecords:
             prompts=[sample.id.prompt for sample in result.dispatched],
             prompt_tokens=[sample.prompt_tokens for sample in result.dispatched],
         )
+        if result.turn_orders:
+            self.telemetry.turn_orders(step, [order_to_json(one) for one in result.turn_orders])
         return metrics
 
     def record_samples(

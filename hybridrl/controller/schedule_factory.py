@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from hybridrl.config import Config, ScheduleConfig
+from hybridrl.config import Config, ScheduleConfig, ScheduleKind
+from hybridrl.config.environment import TIMED
 from hybridrl.config.sampling import SamplingConfig
+from hybridrl.controller.turn_orders import recorded_orders
 from hybridrl.data import Item
 from hybridrl.flow import Graph
 from hybridrl.flow.early_updates import EarlySettings
@@ -49,7 +51,7 @@ def make_schedule(
 
     `early` says whether instances can train alone.
     """
-    rollout = config.rollout
+    rollout, is_partial = config.rollout, schedule.kind is ScheduleKind.partial
     parts = ScheduleParts(
         graph=graph,
         executor=executor,
@@ -68,6 +70,8 @@ def make_schedule(
         num_steps=num_steps,
         early=early or EarlySettings(),
         must_widen=rollout.tail_tp not in ("off", "auto"),
+        timed=config.environment.partial == TIMED,
+        turn_orders=recorded_orders(config) if is_partial else None,
     )
     return schedule_class(schedule).build(parts, schedule)
 

@@ -364,11 +364,12 @@ class WorkerGroup:
     # -- one rank, not blocking ----------------------------------------------------------------
 
     def call_advance(
-        self, instance: int, commands: Sequence[Command], steps: int
+        self, instance: int, commands: Sequence[Command], steps: int, enough_turns: int
     ) -> dict[Reference[Published[Advanced]], int]:
         """Start a bounded generation call on every rank of an instance; references and ranks."""
+        advance, sent = ActorWorker.advance, list(commands)
         return {
-            self._ranks[rank].same(ActorWorker.advance, instance, list(commands), steps)[0]: rank
+            self._ranks[rank].same(advance, instance, sent, steps, enough_turns)[0]: rank
             for rank in self.wide.get(instance) or self.instances[instance]
         }
 

@@ -136,6 +136,8 @@ class Costs:
     kv_call_s: float = 0.0
     train_token_s: float = 0.0
     """Forward, backward and step, per token of the whole batch, all ranks together at work."""
+    fused_train_token_s: float = 0.0
+    """The same where all roles train in one pipeline plan (`trainer.fuse_updates`); 0: unknown."""
     switch_s: float = 0.0
     """Bringing all ranks from training to generation."""
     train_switch_s: float = 0.0

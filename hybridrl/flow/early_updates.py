@@ -60,8 +60,8 @@ def early_update(
     (`flow.state`) is late: its functions may read what others wrote before them.
 
     Example: generate, score, filter, by_group, update is early. With `take` behind the filter it is
-    late, since a group may be left out when more prompts are asked for. So is PPO: its advantages
-    are whitened over the batch.
+    late: another round may be asked for, and ranks that train early generate no more. So is PPO:
+    its advantages are whitened over the batch.
     """
 
     def late(reason: str) -> EarlyUpdate:
@@ -86,7 +86,7 @@ def early_update(
     if not stage.loss.totals_are_factor:
         return late(f"the normalization {stage.loss.normalize} of {stage.name} is the user's own")
     if takes := [s.name for s in graph.stages.values() if isinstance(s, TakeStage)]:
-        return late(f"{takes[0]} may leave groups out that are finished")
+        return late(f"{takes[0]} may ask for another round, which every rank generates")
     if graph.states:
         return late(f"the recipe's numbers {sorted(graph.states)} change within a step")
     before = graph.ancestors(stage.name)

@@ -14,6 +14,12 @@ from hybridrl.flow.clock import Clock
 from hybridrl.flow.graph import AnswersStage, Stage, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId, Scalar, TokenSpan
 
+ENOUGH_TURNS = 8
+"""A call returns once a turn has ended for one in so many of the samples that still decode.
+
+So it is until costs are known (`turns.enough_turns`).
+"""
+
 
 class Phase(Enum):
     """The use that the ranks' memory is laid out for."""
@@ -405,8 +411,17 @@ class Executor(Protocol):
         """Bring every rank where samples live into `phase`; GENERATE is the weight switch."""
         ...
 
-    def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
-        """Hand `commands` to an instance and let it run at most `num_decode_steps` steps."""
+    def advance(
+        self,
+        instance: int,
+        commands: Sequence[Command],
+        num_decode_steps: int,
+        enough_turns: int = ENOUGH_TURNS,
+    ) -> None:
+        """Hand `commands` to an instance and let it run at most `num_decode_steps` steps.
+
+        It returns earlier once a turn has ended for one in `enough_turns` of those that decode.
+        """
         ...
 
     def load_targets(

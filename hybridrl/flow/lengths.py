@@ -235,23 +235,32 @@ def _mix(numbers: Sequence[int]) -> int:
 
 
 class Forecast:
-    """Lengths of the last few steps, as a sample of those to come."""
+    """Lengths of the last few steps, as a sample of those to come.
+
+    Of conversations it also knows the seconds that each has waited for replies, in all.
+    """
 
     def __init__(self, num_steps: int = 4) -> None:
         self._steps: deque[list[int]] = deque(maxlen=num_steps)
+        self._waits: deque[list[float]] = deque(maxlen=num_steps)
 
-    def add(self, lengths: Sequence[int]) -> None:
-        """Response tokens of a step's samples, which all ran to their end."""
+    def add(self, lengths: Sequence[int], waits: Sequence[float] = ()) -> None:
+        """Response tokens of a step's samples, which all ran to their end.
+
+        With the `waits` of each they are in the order of their ends.
+        """
         if lengths:
-            self._steps.append(sorted(lengths))
+            assert len(waits) in (0, len(lengths)), (lengths, waits)
+            self._steps.append([*lengths] if waits else sorted(lengths))
+            self._waits.append([*waits] or [0.0] * len(lengths))
 
     @property
-    def last(self) -> list[int]:
-        """The last step's lengths, in ascending order."""
-        return list(self._steps[-1])
+    def last(self) -> tuple[list[int], list[float]]:
+        """The last step's lengths and waits, in the order of the samples' ends."""
+        return list(self._steps[-1]), list(self._waits[-1])
 
     def sample(self, num: int) -> list[int]:
-        """`num` lengths in ascending order, evenly spaced over each step's; none before any.
+        """`num` lengths in the order of ends, evenly spaced over each step's; none before any.
 
         Mean over the steps, place by place: the last one is the mean of their longest, for which a
         step waits.
@@ -261,23 +270,36 @@ class Forecast:
 
     def steps(self, num: int) -> list[list[int]]:
         """The same of each step alone, the oldest first."""
-        places = np.arange(1, num + 1)
-        steps = [np.asarray(step)[-(-places * len(step) // num) - 1] for step in self._steps if num]
-        return [step.tolist() for step in steps]
+        return [_spaced(step, num) for step in self._steps if num]
+
+    def waits(self, num: int) -> list[list[float]]:
+        """The waits of the samples of `steps`, in seconds."""
+        return [_spaced(step, num) for step in self._waits if num]
 
     def state_dict(self) -> dict[str, Any]:
-        """The lengths, in plain JSON types."""
-        return {"steps": [list(step) for step in self._steps]}
+        """The lengths and waits, in plain JSON types."""
+        return {"steps": [list(s) for s in self._steps], "waits": [list(s) for s in self._waits]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`."""
+        """Continue from `state`; an older one has no waits."""
         self._steps.clear()
         self._steps.extend(list(step) for step in state["steps"])
+        self._waits.clear()
+        self._waits.extend(state.get("waits") or [[0.0] * len(step) for step in self._steps])
+
+
+def _spaced(values: Sequence[Any], num: int) -> list[Any]:
+    """`num` of the values, evenly spaced, the last one among them."""
+    places = np.arange(1, num + 1)
+    spaced: list[Any] = np.asarray(values)[-(-places * len(values) // num) - 1].tolist()
+    return spaced
 
 
 @dataclass(kw_only=True)
 class LengthModel:
-    """Lengths that a schedule learns over its steps; they change when and where, never which.
+    """Lengths, and waits, that a schedule learns over its steps.
+
+    They change when and where, never which.
 
     `key_of` gives the key by which `ranker` knows a prompt. `longest_of_prompt` is the forecast of
     the longest response of each prompt, at whose end the prompt's samples are all there.

@@ -16,6 +16,8 @@ import numpy as np
 from hybridrl.flow.costs import Costs
 
 _EXACT = 64  # every threshold up to here is tried; above it 64 of each further factor of four
+_ROUNDS = 4  # until rows and pace agree
+_LEAST_S = 1e-9  # of a token
 _WORTH = 0.01  # of the step: what a plan has to save over the plainest, since a model says it
 
 
@@ -38,6 +40,24 @@ class MigrationPlan(NamedTuple):
 NO_MIGRATION = MigrationPlan(0, 0)
 
 
+class _Course(NamedTuple):
+    """Samples in the order of their ends, and the intervals before these; arrays [samples].
+
+    Where none waits a sample's end is its length, and all that have not ended are rows.
+    """
+
+    ends: np.ndarray
+    steps: np.ndarray
+    alive: np.ndarray
+    """Samples that have not ended."""
+    tokens: np.ndarray
+    """Of the sample that ends."""
+    going: np.ndarray
+    """The share of their time in which those that have not ended make tokens."""
+    held: np.ndarray
+    """Tokens of each of them, on average."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepModel:
     """A step as the choice of its plan sees it, with the lengths of one that was.
@@ -45,6 +65,10 @@ class StepModel:
     `lengths` are response tokens, `prompt_tokens` those of a prompt on average. All forward-only
     stages together take `inference_s_per_token` on an instance. Rows guess ahead as the costs say,
     so a step may make more than a token of each.
+
+    `waits` are seconds that each sample waits for its environment in all; none where none does. A
+    sample waits for the same part of its time all along, and takes no row meanwhile. So its end is
+    counted in tokens too: those of its wait, by the `usual_pace`, are added to its own.
 
     Calls have `call_steps` decode steps, and last `call_s`; 0 leaves out what they cost. How many
     samples are left is known at their ends. One that moves waits for half a call, or for a whole
@@ -68,14 +92,35 @@ class StepModel:
     training: np.ndarray | None = None
     switch_s: float = 0.0
     width: int = 1
+    waits: Sequence[float] = ()
 
     def serial_seconds(self) -> float:
         """Generation, then inference and training on all instances."""
-        done, steps, alive, held = _intervals(self.lengths, self.prompt_tokens)
-        rows = np.maximum(1.0, alive / self.num_instances)
-        decode = float((steps * self._pace(self.costs, rows, held)).sum())
-        work = self.inference_s_per_token * float((done + self.prompt_tokens).sum())
+        course = self._course()
+        every = slice(len(self.lengths))
+        decode = float(self._seconds(self.costs, course, every, self.num_instances).sum())
+        work = self.inference_s_per_token * float((course.tokens + self.prompt_tokens).sum())
         return decode + (work + self.training_s) / self.num_instances
+
+    @property
+    def usual_pace(self) -> float:
+        """Seconds in which a row makes a token while all samples are there."""
+        num, tokens, waited = len(self.lengths), sum(self.lengths), sum(self.waits)
+        rows, held = np.array(max(1.0, num / self.num_instances)), np.array(self.prompt_tokens)
+        pace = max(_LEAST_S, float(self._pace(self.costs, rows, held)))
+        for _ in range(_ROUNDS if waited else 0):  # those that wait are no rows
+            going = tokens * pace / (tokens * pace + waited)
+            pace = max(_LEAST_S, float(self._pace(self.costs, np.maximum(1.0, rows * going), held)))
+        return pace
+
+    def ends(self, lengths: Sequence[int], waits: Sequence[float]) -> list[float]:
+        """The ends of samples with these tokens and waits, counted in tokens."""
+        pace = self.usual_pace
+        return [n + wait / pace for n, wait in zip(lengths, waits, strict=True)]
+
+    def _course(self) -> _Course:
+        ends = self.ends(self.lengths, self.waits) if self.waits else self.lengths
+        return _course(ends, self.lengths, self.prompt_tokens)
 
     @property
     def training_s(self) -> float:
@@ -99,8 +144,9 @@ class StepModel:
         tried, most = np.asarray(thresholds, np.int64), np.asarray(caps, np.int64)
         num, num_instances = len(self.lengths), self.num_instances
         assert ((tried >= 1) & (tried < num)).all(), "a threshold that leaves no sample to wait for"
-        done, steps, alive, held = _intervals(self.lengths, self.prompt_tokens)
-        work = self.inference_s_per_token * (done + self.prompt_tokens)
+        course = self._course()
+        done, alive = course.ends, course.alive
+        work = self.inference_s_per_token * (course.tokens + self.prompt_tokens)
         work = work if self.training is None else work + self.training
         reached = done[num - tried - 1]
         # Several may end together, so fewer are left, or none.
@@ -108,8 +154,9 @@ class StepModel:
         # So many may be left when they move, whatever the model expects of calls.
         fits = (self.width == 1) | (-(-tried // most) <= num_instances // self.width)
         if self.call_s:
-            tried = self._left_when_known(tried, steps, alive, held)
+            tried = self._left_when_known(tried, course)
             reached = done[num - tried - 1]
+        reached = reached * course.going[np.minimum(num - tried, num - 1)]
         keepers = np.clip(-(-tried // most), 1, num_instances // self.width)
         wide, free = self.costs.at_width(self.width), _FreeTime(self._way_to_training)
         # What comes before the first gathering is the same for all: [1, before] and [tried, after].
@@ -121,11 +168,9 @@ class StepModel:
             (slice(start), np.full((1, start), num_instances), np.zeros((1, start), bool)),
             (slice(start, num), decoding, gathered),
         ):
-            rows = np.maximum(1.0, alive[span] / on)
-            pace = self._pace(self.costs, rows, held[span])
+            seconds = self._seconds(self.costs, course, span, on)
             if self.width > 1:
-                pace = np.where(moved, self._pace(wide, rows, held[span]), pace)
-            seconds = steps[span] * pace
+                seconds = np.where(moved, self._seconds(wide, course, span, on), seconds)
             if span.start:
                 moving = self._moving(tried, keepers, self.prompt_tokens + reached, wide)
                 seconds[np.arange(len(tried)), np.minimum(num - tried, num - 1) - start] += moving
@@ -142,12 +187,21 @@ class StepModel:
     def _way_to_training(self) -> float:
         return 0.0 if self.training is None else self.switch_s + self.call_s / 2
 
-    def _left_when_known(
-        self, tried: np.ndarray, steps: np.ndarray, alive: np.ndarray, held: np.ndarray
+    def _seconds(
+        self, costs: Costs, course: _Course, span: slice, instances: np.ndarray | int
     ) -> np.ndarray:
+        """Seconds of the intervals of `span`, in which so many instances have all samples."""
+        going = course.going[span]
+        rows = np.maximum(1.0, course.alive[span] * going / instances)
+        pace = self._pace(costs, rows, course.held[span])
+        if self.waits:
+            pace = going * pace + (1 - going) * self.usual_pace
+        return course.steps[span] * pace
+
+    def _left_when_known(self, tried: np.ndarray, course: _Course) -> np.ndarray:
         """Samples that are left when it is known that at most `tried` are."""
-        num, rows = len(steps), np.maximum(1.0, alive / self.num_instances)
-        ends = (steps * self._pace(self.costs, rows, held)).cumsum()
+        num = len(course.steps)
+        ends = self._seconds(self.costs, course, slice(num), self.num_instances).cumsum()
         known = np.ceil(ends[num - tried - 1] / self.call_s - 1e-9) * self.call_s
         return np.minimum(num - np.searchsorted(ends, known * (1 - 1e-9)), num - 1)
 
@@ -336,21 +390,17 @@ def _blocks(num: int) -> list[np.ndarray]:
 
 
 def training_arrivals(
-    lengths: Sequence[int],
-    longest_of_prompt: Sequence[int],
-    train_s_per_token: float,
-    prompt_tokens: float,
+    ends: Sequence[float], ends_of_prompts: Sequence[float], train_s: float
 ) -> np.ndarray:
     """Seconds of training on one instance that become possible at each end of a sample [samples].
 
-    A prompt's samples are trained when the longest of them has ended; prompts have equally many
-    tokens here. `train_s_per_token` is that of one instance. `lengths` are ascending.
+    A prompt's samples are trained when the last of them has ended; prompts have equally many tokens
+    here. `train_s` are those of all samples on one instance.
     """
-    seconds, done = np.zeros(len(lengths)), np.asarray(lengths)
-    if len(longest_of_prompt):
-        at = np.searchsorted(done, np.asarray(longest_of_prompt)).clip(max=len(done) - 1)
-        total = train_s_per_token * float((done + prompt_tokens).sum())
-        np.add.at(seconds, at, total / len(longest_of_prompt))
+    seconds, done = np.zeros(len(ends)), np.sort(ends)
+    if len(ends_of_prompts):
+        at = np.searchsorted(done, np.asarray(ends_of_prompts)).clip(max=len(done) - 1)
+        np.add.at(seconds, at, train_s / len(ends_of_prompts))
     return seconds
 
 
@@ -362,14 +412,16 @@ def _left(backlog: np.ndarray, work: np.ndarray, capacity: np.ndarray) -> np.nda
     return np.asarray(np.maximum(at_once, (work_from - after + capacity).max(axis=1)))
 
 
-def _intervals(
-    lengths: Sequence[int], prompt_tokens: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Between the ends of samples: length at the end, steps, unfinished samples, tokens a row."""
-    done = np.sort(np.asarray(lengths, dtype=np.float64))
+def _course(ends: Sequence[float], lengths: Sequence[int], prompt_tokens: float) -> _Course:
+    """The course of samples with these ends, which are their lengths where none waits."""
+    order = np.argsort(ends, kind="stable")
+    done, tokens = (np.asarray(values, np.float64)[order] for values in (ends, lengths))
     before = np.concatenate([[0.0], done[:-1]])
     alive = np.arange(len(done), 0, -1)
-    return done, done - before, alive, prompt_tokens + (done + before) / 2
+    shares = np.divide(tokens, done, out=np.ones(len(done)), where=done > 0)
+    going = shares[::-1].cumsum()[::-1] / alive
+    held = prompt_tokens + going * (done + before) / 2
+    return _Course(done, done - before, alive, tokens, going, held)
 
 
 def gather(held: Mapping[int, int], max_held: int) -> frozenset[int]:

@@ -1,18 +1,54 @@
 """Conversations: the samples whose turn has ended, and what their environments reply."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from hybridrl.flow.executor import Answer, EpisodeReply, Replied, TurnEnded
+from hybridrl.flow.costs import Costs
+from hybridrl.flow.executor import ENOUGH_TURNS, Answer, EpisodeReply, Replied, TurnEnded
 from hybridrl.flow.sample import SampleId
 from hybridrl.flow.waits import WaitModel
 
-ENOUGH_TURNS = 8
-"""A call returns once a turn has ended for so many samples that still decode.
+_MOST_SHARE = 64
+_TURNS_KEPT = 1024
 
-In virtual time that is the best of 1 to 64 where a call costs 2 ms. Where calls cost ten times as
-much, fewer and longer ones are: 2.
-"""
+
+def enough_turns(costs: Costs, rows: float, turn_tokens: float) -> int:
+    """One in how many turns that have ended ends a call, of samples that decode in `rows` rows.
+
+    A turn of `turn_tokens` tokens takes T seconds, so that of n samples one ends its turn every
+    T / n. A call that returns after a share x of them lasts x T. Those x n turns have waited for
+    half of it, and all n samples wait for the next call, c seconds. So samples wait x n T / 2 a
+    call, and n c, which is least a second with x = sqrt(2 c / T).
+
+    Example: turns take 256 ms. One in 8 where a call costs 2 ms, one in 2 where it costs 20.
+    """
+    call_s, turn_s = costs.call_s + costs.round_trip_s, turn_tokens * float(costs.pace(rows))
+    if turn_s <= 0:
+        return ENOUGH_TURNS
+    return max(1, int(min(float(_MOST_SHARE), math.sqrt(turn_s / max(2 * call_s, 1e-12)))))
+
+
+class TurnsTaken(NamedTuple):
+    """A sample's part in a round: the turns that it made, and whether its episode's end came."""
+
+    num: int
+    ended: bool
+
+
+RoundOrder = Mapping[SampleId, TurnsTaken]
+"""What replies have come into a round: of each sample that made a turn in it, or ended."""
+
+
+def order_to_json(order: RoundOrder) -> list[list[Any]]:
+    """In plain JSON types: a list of [id, turns, ended]."""
+    return [[list(id), *taken] for id, taken in sorted(order.items())]
+
+
+def order_from_json(rows: Sequence[Sequence[Any]]) -> dict[SampleId, TurnsTaken]:
+    """What `order_to_json` has made."""
+    return {SampleId(*id): TurnsTaken(int(num), bool(ended)) for id, num, ended in rows}
 
 
 @dataclass(slots=True)
@@ -27,8 +63,8 @@ class OpenTurns:
     One that is made anew is not open: its conversation begins again.
 
     With a window (`open_window`) a sample rests after so many turns. It is not answered until the
-    next window, unless its episode has ended. So what is made until all `rest` or have finished
-    follows from turns, not from the times of replies.
+    next window, unless its episode has ended, and may. So what is made until all `rest` or have
+    finished follows from turns, not from the times of replies.
 
     Example: a's turn ends, it is open and waits. `Replied` comes, and it waits no more. The next
     call of its instance takes the reply, and it is not open.
@@ -38,31 +74,56 @@ class OpenTurns:
     _num_waiting: int = 0
     waits_seen: WaitModel = field(default_factory=WaitModel)
     """Learned from the replies."""
+    turn_tokens: float = 0.0
+    """Of a turn of the model, on average over the last ones; 0 before any."""
+    _turns_seen: int = 0
+    _told: dict[SampleId, int] = field(default_factory=dict)  # response tokens up to the turn
     _since: dict[SampleId, float] = field(default_factory=dict)  # when a sample's turn ended
+    _waited: dict[SampleId, float] = field(default_factory=dict)  # seconds of its replies so far
     put_by: set[SampleId] = field(default_factory=set)
     """Parked ones that their instance gave up while all its samples waited; until they reply."""
-    _turns_left: dict[SampleId, int] = field(default_factory=dict)  # of the window
+    _most: dict[SampleId, int] = field(default_factory=dict)  # turns of the window
+    _num_ended: dict[SampleId, int] = field(default_factory=dict)  # of them, so far
+    _late: frozenset[SampleId] = frozenset()  # whose episodes do not end in it
 
-    def open_window(self, ids: Iterable[SampleId], num_turns: int) -> None:
-        """Let each of these samples, and no other, make so many turns before it rests."""
-        self._turns_left = dict.fromkeys(ids, num_turns)
+    def open_window(self, most: Mapping[SampleId, int], late: Collection[SampleId] = ()) -> None:
+        """Let each of these samples make so many turns before it rests.
+
+        The episodes of those that are `late` may not end in this window.
+        """
+        self._most, self._num_ended = dict(most), dict.fromkeys(most, 0)
+        self._late = frozenset(late)
+
+    def bound(self, num: int) -> None:
+        """Let each sample of the window make `num` turns in it, and end the turn that it is at."""
+        self._most = dict.fromkeys(self._most, num)
 
     def close_window(self) -> None:
         """Let all samples go on."""
-        self._turns_left.clear()
+        self.open_window({})
+
+    def num_ended(self, id: SampleId) -> int:
+        """Turns that a sample has made in the window."""
+        return self._num_ended.get(id, 0)
 
     def rests(self, id: SampleId) -> bool:
         """Whether a sample is not to go on in this window, although its environment has replied."""
         reply = self._replies.get(id)
-        return reply is not None and reply.tokens is not None and self._turns_left.get(id) == 0
+        if reply is None or id not in self._most or self._num_ended[id] < self._most[id]:
+            return False
+        return reply.tokens is not None or id in self._late
 
     def ended(self, turns: Iterable[TurnEnded], now: float) -> None:
         """These turns have ended, as is known at `now`: their samples wait."""
         for turn in turns:
             self._since[turn.id] = now
             self.wait_for([turn.id])
-            if turn.id in self._turns_left:
-                self._turns_left[turn.id] -= 1
+            self._turns_seen = min(self._turns_seen + 1, _TURNS_KEPT)
+            tokens = turn.response_tokens - self._told.get(turn.id, 0)
+            self.turn_tokens += (tokens - self.turn_tokens) / self._turns_seen
+            self._told[turn.id] = turn.response_tokens
+            if turn.id in self._num_ended:
+                self._num_ended[turn.id] += 1
 
     def wait_for(self, ids: Iterable[SampleId]) -> None:
         """These samples wait: those of a checkpoint too, whose environments reply once more."""
@@ -74,10 +135,15 @@ class OpenTurns:
     def replied(self, event: Replied) -> None:
         """These replies have come. One is passed over if its sample begins anew meanwhile."""
         self.waits_seen.saw(event.seconds)
-        for reply in event.replies:
+        for reply, seconds in zip(event.replies, event.seconds, strict=True):
             if self.waits(reply.id):
                 self._replies[reply.id] = reply
                 self._num_waiting -= 1
+                self._waited[reply.id] = self.waited(reply.id) + seconds
+
+    def waited(self, id: SampleId) -> float:
+        """Seconds that a sample's environment has taken for all its replies so far."""
+        return self._waited.get(id, 0.0)
 
     def is_open(self, id: SampleId) -> bool:
         """Whether a sample's turn has ended and it has not been answered."""
@@ -116,11 +182,21 @@ class OpenTurns:
             return []
         due = (self._replies.get(id) for id in ids if not self.rests(id))
         replies = [reply for reply in due if reply is not None]
-        self.forget([reply.id for reply in replies])
+        self._close([reply.id for reply in replies])
+        for reply in replies:
+            if reply.tokens is not None and reply.id in self._told:
+                self._told[reply.id] += len(reply.tokens)
         return [Answer(tuple(replies))] if replies else []
 
     def forget(self, ids: Sequence[SampleId]) -> None:
-        """These are answered, begin anew, or have left."""
+        """These begin anew, or have left."""
+        self._close(ids)
+        for id in ids:
+            self._waited.pop(id, None)
+            self._told.pop(id, None)
+
+    def _close(self, ids: Sequence[SampleId]) -> None:
+        """These are open no more."""
         for id in ids:
             self._num_waiting -= self.waits(id)
             self._replies.pop(id, None)

@@ -61,6 +61,11 @@ class Packing:
     chunk: ChunkKeys | None = None
     key_starts: torch.Tensor | None = None
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of each sequence."""
+        return tuple(length for number, length in self.blocks for _ in range(number))
+
 
 def make_packing(
     lengths: Sequence[int],

@@ -139,6 +139,59 @@ def samples_held(
     return int(free // (actor.kv_bytes * tokens_per_sample))
 
 
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """What a text of `read_roofline` names."""
+
+    trained: Mapping[str, ModelShape]
+    """The actor, and the critic if there is one."""
+    accelerator: Accelerator
+    gpus: int
+    """Of an instance."""
+    total: int
+    pp: Mapping[str, int]
+    """Pipeline stages of each trained role, where the text has them."""
+    tp: int
+    """Of the trained roles."""
+    mini_batches: int
+
+    @classmethod
+    def of(cls, text: str, gpus: int = 8, total: int = 64) -> "Roofline":
+        """Raises `ConfigError`; `gpus` and `total` hold where the text has none."""
+        allowed = (
+            f"gpu:model=MODEL[,critic=MODEL][,gpu=GPU][,gpus=N][,total=N] with MODEL one of "
+            f"{', '.join(MODELS)}, GPU one of {', '.join(ACCELERATORS)}; with a critic also "
+            "[,pp=N][,critic_pp=N][,tp=N][,mini_batches=N]"
+        )
+        settings = dict(
+            item.split("=", 1) for item in text.removeprefix("gpu:").split(",") if "=" in item
+        )
+        name, critic = settings.pop("model", ""), settings.pop("critic", None)
+        gpu = settings.pop("gpu", "h100")
+        numbers = {"gpus": str(gpus), "total": str(total)}
+        if critic is not None:
+            pp = settings.get("pp", "1")
+            numbers |= {"pp": pp, "critic_pp": pp, "tp": "1", "mini_batches": "1"}
+        has_pipelines = not {"pp", "critic_pp"}.isdisjoint(settings)
+        numbers = {key: settings.pop(key, default) for key, default in numbers.items()}
+        known = name in MODELS and gpu in ACCELERATORS and (critic is None or critic in MODELS)
+        if not known or settings or not all(n.isdecimal() and int(n) for n in numbers.values()):
+            raise ConfigError("--costs", text, allowed)
+        sizes = {key: int(number) for key, number in numbers.items()}
+        if sizes["total"] % sizes["gpus"]:
+            raise ConfigError("--costs", text, "a total that is a multiple of gpus")
+        trained = {"actor": MODELS[name]} | ({"critic": MODELS[critic]} if critic else {})
+        return cls(
+            trained=trained,
+            accelerator=ACCELERATORS[gpu],
+            gpus=sizes["gpus"],
+            total=sizes["total"],
+            pp={"actor": sizes["pp"], "critic": sizes["critic_pp"]} if has_pipelines else {},
+            tp=sizes.get("tp", 1),
+            mini_batches=sizes.get("mini_batches", 1),
+        )
+
+
 def read_roofline(
     text: str, gpus: int = 8, total: int = 64, widths: Sequence[int] = ()
 ) -> tuple[Costs, int, ModelShape, Accelerator, int]:
@@ -148,31 +201,15 @@ def read_roofline(
     as one.
 
     Also the actor, the accelerator and the number of them in an instance. With a critic there is a
-    reward model of its size too (PPO), else only the reference. Raises `ConfigError`.
+    reward model of its size too (PPO), else only the reference. Pipelines that the text has change
+    nothing here: see `roofline_updates`. Raises `ConfigError`.
     """
-    allowed = (
-        f"gpu:model=MODEL[,critic=MODEL][,gpu=GPU][,gpus=N][,total=N] with MODEL one of "
-        f"{', '.join(MODELS)}, GPU one of {', '.join(ACCELERATORS)}"
-    )
-    settings = dict(
-        item.split("=", 1) for item in text.removeprefix("gpu:").split(",") if "=" in item
-    )
-    numbers = [settings.pop("gpus", str(gpus)), settings.pop("total", str(total))]
-    name, critic = settings.pop("model", ""), settings.pop("critic", None)
-    gpu = settings.pop("gpu", "h100")
-    known = name in MODELS and gpu in ACCELERATORS and (critic is None or critic in MODELS)
-    if not known or settings or not all(n.isdecimal() and int(n) > 0 for n in numbers):
-        raise ConfigError("--costs", text, allowed)
-    gpus, total = map(int, numbers)
-    if total % gpus:
-        raise ConfigError("--costs", text, "a total that is a multiple of gpus")
-    actor, accelerator = MODELS[name], ACCELERATORS[gpu]
-    forward, trained = {"reference": actor}, {"actor": actor}
-    if critic is not None:
-        forward |= {"reward": MODELS[critic], "critic": MODELS[critic]}
-        trained |= {"critic": MODELS[critic]}
-    costs = roofline(actor, forward, trained, accelerator, gpus, total)
+    named = Roofline.of(text, gpus, total)
+    actor, critic = named.trained["actor"], named.trained.get("critic")
+    forward = {"reference": actor} | ({"reward": critic, "critic": critic} if critic else {})
+    sizes = actor, forward, named.trained, named.accelerator
+    costs = roofline(*sizes, named.gpus, named.total)
     # A step of a wide instance is that of one with as much tensor parallelism.
-    tp = {k: roofline(actor, forward, trained, accelerator, k * gpus, total) for k in widths}
+    tp = {width: roofline(*sizes, width * named.gpus, named.total) for width in widths}
     costs = replace(costs, wide_step_s={width: wide.step_s for width, wide in tp.items()})
-    return costs, total // gpus, actor, accelerator, gpus
+    return costs, named.total // named.gpus, actor, named.accelerator, named.gpus

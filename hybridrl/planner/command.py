@@ -12,10 +12,19 @@ from typing import Any, NoReturn
 from hybridrl.config import SPECULATED, ConfigError, ScheduleConfig
 from hybridrl.config.schedule import SCHEDULES
 from hybridrl.planner import published
-from hybridrl.planner.accelerators import read_roofline, samples_held
+from hybridrl.planner.accelerators import Roofline, read_roofline, samples_held
 from hybridrl.planner.conversations import TURNS, read_conversations
+from hybridrl.planner.mapped_work import step_samples
 from hybridrl.planner.options import option_name, read_number
-from hybridrl.planner.schedule import Outcome, Setting, lower_bound, read_costs, what_if
+from hybridrl.planner.roofline_updates import layouts_of, with_pipelines
+from hybridrl.planner.schedule import (
+    Outcome,
+    Setting,
+    conversation_waits,
+    lower_bound,
+    read_costs,
+    what_if,
+)
 from hybridrl.planner.workload import LENGTHS, Shape, Workload, read_workload
 
 USAGE = f"""usage: hybridrl plan schedule --lengths=... [--costs=...] [OPTIONS]
@@ -31,6 +40,8 @@ Replays response lengths under every schedule, in virtual time.
   the machines       --instances, --max-held, --decode-steps, --chunk-tokens, --verifier-s
   conversations      --turns={TURNS}
                      lengths are then the model's own tokens
+  updates in a plan  --costs=gpu:model=13b,critic=13b,total=64,pp=4[,critic_pp=2][,tp=8]
+                     [,mini_batches=8]: actor and critic in pipelines
   speculation        --speculate=auto or a number of tokens; accept=P in --lengths
   schedule=partial   --over-provision, --max-staleness
   --paper            RLHFuse's setting instead, with its published figures
@@ -145,6 +156,8 @@ def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
         draft_tokens=_draft_tokens(texts["speculate"]),
         conversations=read_conversations(texts["turns"]) if texts["turns"] else None,
     )
+    if (text := texts["costs"] or "").startswith("gpu:"):
+        setting = _with_pipelines(setting, text)
     pass_tokens = max(setting.max_held, SPECULATED)  # the engine's bound
     return replace(setting, pass_tokens=pass_tokens), _measured(run)
 
@@ -193,6 +206,23 @@ def _facts(text: str | None, run: Path, workload: Workload) -> dict[str, Any]:
         raise ConfigError("--costs", text, allowed)
     facts = {"costs": costs, "num_instances": num_instances, "max_held": min(256, held)}
     return facts | {"widths": widths}
+
+
+def _with_pipelines(setting: Setting, text: str) -> Setting:
+    """With the updates of a roofline's pipelines, if it has any. Raises `ConfigError`."""
+    named = Roofline.of(text)
+    if not named.pp:
+        return setting
+    samples = step_samples(setting.workload, setting.group_size)
+    try:
+        layouts = layouts_of(named, setting.chunk_tokens)
+        costs = with_pipelines(
+            setting.costs, named, layouts, samples, mini_batches=named.mini_batches
+        )
+    except ValueError as error:
+        allowed = f"pipelines that divide ranks, layers and heads, not {error}"
+        raise ConfigError("--costs", text, allowed) from None
+    return replace(setting, costs=costs)
 
 
 def _measured(run: Path) -> Measured | None:
@@ -250,6 +280,9 @@ def remarks(setting: Setting, outcomes: Sequence[Outcome], measured: Measured | 
             f"conversations: up to {model.turns} turns; a reply has {model.reply_tokens:g} tokens "
             f"after {model.wait_s:g} s, on average"
         )
+        waits = conversation_waits(setting)
+        shown = f"{sum(waits) / len(waits):.4g} / {max(waits):.4g}"
+        lines.append(f"seconds that a conversation waits in all, mean / longest: {shown}")
         plain = [outcome for outcome in outcomes if not outcome.mechanisms]
         shares = ", ".join(f"{one.schedule} {one.hidden:.0%}" for one in plain)
         lines.append(f"forward passes hidden behind decoding and waits: {shares}")

@@ -8,22 +8,73 @@ from typing import Any, TypeVar
 
 from hybridrl.config import Config, ConfigError
 from hybridrl.flow.costs import Costs, Drafting
-from hybridrl.flow.graph import ComputeStage, GenerateStage, Graph, MapStage, Stage, StageMethod
-from hybridrl.planner.accelerators import read_roofline
+from hybridrl.flow.graph import (
+    ComputeStage,
+    GenerateStage,
+    Graph,
+    MapStage,
+    Stage,
+    StageMethod,
+    UpdateStage,
+)
+from hybridrl.planner.accelerators import Roofline, read_roofline
 from hybridrl.planner.conversations import ConversationModel, read_conversations
+from hybridrl.planner.mapped_work import step_samples
+from hybridrl.planner.mapping import ACTOR, TrainLayout
+from hybridrl.planner.roofline_updates import with_pipelines
 from hybridrl.planner.schedule import read_costs
 from hybridrl.planner.workload import Shape, Workload, read_workload
 
 Read = TypeVar("Read")
 
 
-def emulated_costs(config: Config) -> Costs:
+def emulated_costs(config: Config, graph: Graph | None = None) -> Costs:
     """`cluster.costs` in real seconds, with `rollout.speculate`; raises `ConfigError`.
 
-    A roofline is of an instance's ranks, and of all of them, unless its text says otherwise.
+    A roofline is of an instance's ranks, and of all of them, unless its text says otherwise. With
+    the recipe's graph its updates are those of pipelines, where the run has them.
     """
     costs = _costs(config)
+    if graph is not None:
+        costs = _with_pipelines(config, graph, costs)
     return replace(costs, drafting=_drafting(config, costs))
+
+
+def _with_pipelines(config: Config, graph: Graph, costs: Costs) -> Costs:
+    """Where a roofline has a model for each trained role, and these share the actor's ranks."""
+    text, trainer = config.cluster.costs or "", config.trainer
+    if not text.startswith("gpu:"):
+        return costs
+    named = Roofline.of(text, config.rollout.layout.ranks, config.ranks_of(ACTOR))
+    if named.pp:
+        allowed = "no pp: trainer.layout and critic.layout have the run's pipelines"
+        raise ConfigError("cluster.costs", text, allowed)
+    trained = {stage.role for stage in graph.stages.values() if isinstance(stage, UpdateStage)}
+    together = all(config.pool_of(role) == ACTOR for role in named.trained)
+    if trained != {*named.trained} or len(trained) < 2 or not together:
+        return costs
+    layouts = {
+        role: TrainLayout.of(
+            trainer.layout if role == ACTOR else config.value_model_of(role).layout, trainer
+        )
+        for role in named.trained
+    }
+    if all(layout.pp == 1 for layout in layouts.values()):
+        return costs
+    group_size = group_size_of(graph)
+    workload = emulated_workload(config, group_size).cut_at(config.rollout.max_new_tokens)
+    try:
+        return with_pipelines(
+            costs,
+            named,
+            layouts,
+            step_samples(workload, group_size),
+            mini_batches=trainer.mini_batches,
+            epochs=trainer.epochs,
+        )
+    except ValueError as error:
+        allowed = f"models that the layouts of actor and critic split ({error})"
+        raise ConfigError("cluster.costs", text, allowed) from None
 
 
 def _drafting(config: Config, costs: Costs) -> Drafting | None:
@@ -117,7 +168,7 @@ def check_emulation(config: Config, graph: Graph) -> None:
         cluster.costs = str(Path(cluster.costs).resolve())
     if cluster.lengths and Path(cluster.lengths).exists():
         cluster.lengths = str(Path(cluster.lengths).resolve())
-    costs = emulated_costs(config)
+    costs = emulated_costs(config, graph)
     emulated_workload(config, group_size_of(graph))
     emulated_conversations(config)
     for stage in graph.stages.values():

@@ -4,7 +4,9 @@ Updates: RLHFuse (arXiv 2409.13221, section 5). Forward passes: Optimus (arXiv 2
 other role runs in the other direction, as in runs (`engines.train.fused_update`).
 """
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -43,11 +45,13 @@ def shared_problem(
     ranks: range,
     samples: SampleLengths,
     trains: bool = True,
+    own: Mapping[str, SampleLengths] | None = None,
 ) -> PipelineProblem:
     """The pipelines of the ranks that have most work, of one optimizer step or of one pass.
 
-    Ranks whose pipelines meet are a problem. Example: pp 4 on 8 ranks beside pp 2 has two of them.
-    Each has one pipeline of the first role and two of the second.
+    `own` has the samples of roles that train on others. Ranks whose pipelines meet are a problem.
+    Example: pp 4 on 8 ranks beside pp 2 has two of them. Each has one pipeline of the first role
+    and two of the second.
     """
     tp = layouts[roles[0].name].tp
     widths = [layouts[role.name].data_ranks for role in roles]
@@ -56,7 +60,8 @@ def shared_problem(
     send_s = 0.0
     for number, (role, width) in enumerate(zip(roles, widths, strict=True)):
         layout = layouts[role.name]
-        pipelines = costs.pipelines(role, layout, ranks, samples, trains, ragged=True)
+        batch = (own or {}).get(role.name, samples)
+        pipelines = costs.pipelines(role, layout, ranks, batch, trains, ragged=True)
         for index, (problem, _) in enumerate(pipelines):
             (model,) = problem.models
             send_s = max(send_s, problem.send_s)
@@ -78,10 +83,56 @@ def shared_update_s(
     layouts: Layouts,
     ranks: range,
     samples: SampleLengths,
+    own: Mapping[str, SampleLengths] | None = None,
 ) -> float:
-    """Of one optimizer step of each role on these samples, in one plan."""
-    plan = OVER_BOUND * lower_bound(shared_problem(costs, roles, layouts, ranks, samples))
-    return plan + sum(costs.step_s(role, layouts[role.name], ranks) for role in roles)
+    """Of one optimizer step of each role on these samples, or its `own`, in one plan."""
+    problem = shared_problem(costs, roles, layouts, ranks, samples, own=own)
+    steps = sum(costs.step_s(role, layouts[role.name], ranks) for role in roles)
+    return OVER_BOUND * lower_bound(problem) + steps
+
+
+def updates_s(
+    costs: MappingCosts,
+    roles: Sequence[PlannedRole],
+    layouts: Layouts,
+    ranks: range,
+    samples: SampleLengths,
+    *,
+    mini_batches: int = 1,
+    epochs: int = 1,
+) -> float:
+    """Of all epochs and mini-batches of a role, with its way onto the device and off.
+
+    Several share a plan (`can_share_a_plan`), the k-th mini-batch of one with the k-th of the
+    others; what is left over is trained alone. A role may have its own numbers of both.
+    """
+    number = len(samples)
+    steps = [_steps(role, number, mini_batches, epochs) for role in roles]
+    seconds = 0.0
+    for bounds, times in Counter(itertools.zip_longest(*steps, fillvalue=(0, 0))).items():
+        batches = {
+            role: samples[start:stop]
+            for role, (start, stop) in zip(roles, bounds, strict=True)
+            if start < stop
+        }
+        if len(batches) > 1:
+            own = {role.name: batch for role, batch in batches.items()}
+            seconds += times * shared_update_s(costs, [*batches], layouts, ranks, (), own)
+        for role, batch in batches.items() if len(batches) == 1 else ():
+            seconds += times * costs.update_s(role, layouts[role.name], ranks, batch)
+    for role in roles:
+        layout = layouts[role.name]
+        seconds += costs.activate_s(role, layout) + costs.deactivate_s(role, layout)
+    return seconds
+
+
+def _steps(
+    role: PlannedRole, samples: int, mini_batches: int, epochs: int
+) -> list[tuple[int, int]]:
+    """The first sample of each optimizer step, and the end of it."""
+    number = role.mini_batches or mini_batches
+    bounds = [samples * i // number for i in range(number + 1)]
+    return list(itertools.pairwise(bounds)) * (role.epochs or epochs)
 
 
 def shared_score_s(

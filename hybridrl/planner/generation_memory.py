@@ -75,6 +75,17 @@ class NativeSizes(GenerationSizes):
         fits = max(left - self.logits - self.prefill, 0) // (self.token + self.gathered)
         return self.wanted or max(self.longest, min(self.most, fits))
 
+    def of_one_sample(self) -> Sizes:
+        """What an instance that holds a full sample takes at least."""
+        return {
+            "generation weights": self.weights,
+            "buckets": self.buckets,
+            "KV cache": self.longest * self.token,
+            "copied keys and values": self.longest * self.gathered,
+            "logits": self.logits,
+            "activations": self.prefill,
+        }
+
     def on_host(self, left: int | None) -> int:
         """See `GenerationSizes`: of what the cache cannot hold, as much as may be there."""
         cache = self.cache_tokens(left)

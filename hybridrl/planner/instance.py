@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from hybridrl.flow.costs import UNLIMITED, Costs
 from hybridrl.flow.executor import (
+    ENOUGH_TURNS,
     Answer,
     Command,
     EpisodeReply,
@@ -20,7 +21,6 @@ from hybridrl.flow.executor import (
     Work,
 )
 from hybridrl.flow.sample import NO_VERSION, SampleId, TokenSpan
-from hybridrl.flow.turns import ENOUGH_TURNS
 from hybridrl.planner.conversations import ModeledConversation, ModeledTurn
 
 
@@ -146,7 +146,7 @@ class ModeledInstance:
     position. The state of `Parked` and `Resume` is a dict by id of a row, and whether its keys and
     values are with it. With `conversation_of` a response has turns, and is held after each of them.
     It takes no room meanwhile, and goes on before those that wait for room. A call ends early where
-    enough turns have ended (`ENOUGH_TURNS`), as a rank's does.
+    enough turns have ended, as a rank's does.
 
     Where the costs have `drafting`, a pass makes the mean number of tokens of a row. With
     `counts_tokens` a row makes at most a call's steps of tokens, as in the engine (`Speculation`).
@@ -184,10 +184,17 @@ class ModeledInstance:
         """Whether it has no row at all."""
         return not self.unfinished and not self.held
 
-    def advance(self, commands: Sequence[Command], num_decode_steps: int, version: int) -> Advance:
+    def advance(
+        self,
+        commands: Sequence[Command],
+        num_decode_steps: int,
+        version: int,
+        enough_turns: int = ENOUGH_TURNS,
+    ) -> Advance:
         """Obey the commands, then decode until the steps are done or no row remains.
 
-        `version` is that of the weights.
+        `version` is that of the weights. It ends earlier where a turn has ended for one in
+        `enough_turns` of the rows that are left.
         """
         tally = _Tally()
         finished: list[ModeledRow] = []
@@ -220,7 +227,7 @@ class ModeledInstance:
             most = num_decode_steps - tally.steps
             finished += self._decode(rows, drafts, most, version, tally)
             num_ended = sum(row.waits for row in finished)
-            if num_ended and ENOUGH_TURNS * num_ended >= self.unfinished:
+            if num_ended and enough_turns * num_ended >= self.unfinished:
                 break
         turns = tuple(row for row in finished if row.waits)
         self.held |= {row.id: row for row in turns}

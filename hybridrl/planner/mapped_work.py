@@ -3,7 +3,6 @@
 `SimulatedExecutor` asks it in place of seconds a token.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,7 @@ from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Scope
 from hybridrl.flow.graph import Stage
 from hybridrl.flow.sample import Sample
-from hybridrl.planner.fused_plans import can_share_a_plan, shared_score_s, shared_update_s
+from hybridrl.planner.fused_plans import can_share_a_plan, shared_score_s, updates_s
 from hybridrl.planner.mapping import ACTOR, DeviceMapping, PlannedRole, SampleLength
 from hybridrl.planner.mapping_costs import MappingCosts
 from hybridrl.planner.workload import Workload
@@ -114,25 +113,17 @@ class MappedWork:
         return shared_score_s(self.costs, roles, self.mapping.train, ranks, lengths_of(samples))
 
     def update_s(self, stages: Sequence[Stage], samples: Sequence[Sample]) -> float:
-        """Of all epochs and mini-batches of a role, with its way onto the device and off.
-
-        Several share a plan (`fuses`), the k-th mini-batch of one with the k-th of the others.
-        """
-        roles, train = self._roles_of(stages), self.mapping.train
-        ranks = self.mapping.ranks_of(roles[0].name)
-        number, lengths = self.mini_batches, lengths_of(samples)
-        bounds = [len(lengths) * i // number for i in range(number + 1)]
-        once, way = 0.0, 0.0
-        for start, stop in itertools.pairwise(bounds):
-            batch = lengths[start:stop]
-            if batch and len(roles) > 1:
-                once += shared_update_s(self.costs, roles, train, ranks, batch)
-            elif batch:
-                once += self.costs.update_s(roles[0], train[roles[0].name], ranks, batch)
-        for role in roles:
-            layout = train[role.name]
-            way += self.costs.activate_s(role, layout) + self.costs.deactivate_s(role, layout)
-        return way + self.epochs * once
+        """Of a role, or of several that share a plan (`fuses`): see `updates_s`."""
+        roles = self._roles_of(stages)
+        return updates_s(
+            self.costs,
+            roles,
+            self.mapping.train,
+            self.mapping.ranks_of(roles[0].name),
+            lengths_of(samples),
+            mini_batches=self.mini_batches,
+            epochs=self.epochs,
+        )
 
     def _roles_of(self, stages: Sequence[Stage]) -> list[PlannedRole]:
         """Those of the stages, the actor first, as plans count directions."""

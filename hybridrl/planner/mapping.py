@@ -9,7 +9,14 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from hybridrl.config import ActivationMode, PipelineSchedule, ScheduleConfig
+from hybridrl.config import (
+    ActivationMode,
+    OptimName,
+    PipelineSchedule,
+    ScheduleConfig,
+    TrainerConfig,
+    TrainLayoutConfig,
+)
 from hybridrl.layout.layout import chunk_bounds, rank_of_chunk
 from hybridrl.planner.accelerators import Accelerator
 from hybridrl.planner.links import LinkSpeed, LinkTable
@@ -183,6 +190,21 @@ class TrainLayout:
     chunk_layers: tuple[int, ...] = ()
     """Layers of each pipeline chunk, in the order of the forward pass; empty: as even as can be."""
 
+    @classmethod
+    def of(cls, layout: TrainLayoutConfig, trainer: TrainerConfig) -> "TrainLayout":
+        """That of a role in a config."""
+        return cls(
+            pp=layout.pp,
+            replicas=layout.replicas,
+            fsdp=layout.fsdp,
+            tp=layout.tp,
+            schedule=layout.schedule,
+            activations=trainer.activations,
+            sequence_parallel=layout.sequence_parallel,
+            micro_batch_tokens=trainer.max_tokens_per_micro_batch,
+            chunk_layers=tuple(layout.chunk_layers),
+        )
+
     @property
     def ranks(self) -> int:
         """The product of all axes."""
@@ -248,6 +270,12 @@ class PlannedRole:
     """Whether it has one output a token, in place of the vocabulary's head."""
     scores_in_generation: bool = True
     """Of the actor: whether its passes run with generation's weights, not its training shards."""
+    epochs: int | None = None
+    """Of its update, where the recipe says it; None: the trainer's."""
+    mini_batches: int | None = None
+    """The same."""
+    optim: OptimName = OptimName.adamw
+    """What trains it."""
 
     @property
     def scores_with_shards(self) -> bool:

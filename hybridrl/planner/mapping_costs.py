@@ -371,16 +371,20 @@ class MappingCosts:
             for rows in rows_of_ranks(role.shape, layout, tuple(samples), ragged)
         ]
 
-    def bound_s(
-        self, role: PlannedRole, layout: TrainLayout, ranks: range, samples: SampleLengths
-    ) -> float:
-        """A closed form that `update_s` is never below: the busiest stage without a gap."""
-        return self.bound_of(role, layout, ranks, SampleTotals.of(samples))
-
     def bound_of(
-        self, role: PlannedRole, layout: TrainLayout, ranks: range, totals: SampleTotals
+        self,
+        role: PlannedRole,
+        layout: TrainLayout,
+        ranks: range,
+        totals: SampleTotals,
+        *,
+        filled: bool = False,
     ) -> float:
-        """The same, of samples whose sums are known: a search asks for thousands of layouts."""
+        """A closed form that `update_s` is never below: the busiest stage without a gap.
+
+        `filled`: the mean stage, since others' work fills gaps. The sum of roles is what no plan of
+        all (`fused_plans.shared_update_s`) is below.
+        """
         tokens = totals.tokens / layout.data_ranks
         scored = totals.scored / layout.data_ranks
         pairs = totals.pairs / layout.data_ranks
@@ -392,7 +396,8 @@ class MappingCosts:
             whole = chunk.forward + chunk.backward + chunk.weights.times(layout.splits_backward)
             once = whole.call_s * (rows - 1)
             stages[layout.stage_of_chunk(number)] += whole(tokens, scored, pairs) + once
-        return max(stages) + self.step_s(role, layout, ranks)
+        work = sum(stages) / layout.pp if filled else max(stages)
+        return work + self.step_s(role, layout, ranks)
 
     # Forward-only stages
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hybridrl.config import ActivationMode, PipelineSchedule
+from hybridrl.config import ActivationMode, OptimName, PipelineSchedule
 from hybridrl.planner.generation_memory import NativeSizes
 from hybridrl.planner.mapping import (
     ACTOR,
@@ -20,7 +20,13 @@ from hybridrl.planner.mapping import (
 )
 from hybridrl.planner.memory import MemoryPlan, PoolSizes, ScoringSizes, plan_memory
 from hybridrl.planner.model_shape import ModelShape
-from hybridrl.planner.train_memory import MASTER, ActivationSizes, TrainSizes, rows_in_flight
+from hybridrl.planner.train_memory import (
+    EIGHT_BIT_MOMENT,
+    MASTER,
+    ActivationSizes,
+    TrainSizes,
+    rows_in_flight,
+)
 
 KEPT_PARAMETERS = 512 * 2**20
 """Models up to this size stay unsharded over an update: `engines/train/engine.py`."""
@@ -168,8 +174,17 @@ class MappingMemory:
             in_flight += 1
         recompute = layout.activations is ActivationMode.recompute
         activations = self.layer_bytes.layer(role, tokens, tp, layout.sequence_parallel, recompute)
-        largest = max(shape.vocabulary, shape.ffn) * shape.hidden
+        widest = max(shape.ffn, shape.heads * shape.features) * shape.hidden
+        largest = max(shape.head_parameters, widest)
         split = tp > 1 and layout.fsdp > 1
+        muon: dict[str, int] = {}
+        if role.optim is OptimName.muon:
+            matrices = sum(own) * shape.layer_parameters
+            muon = {
+                "matrices": -(-matrices // (tp * layout.fsdp)),
+                "owned_matrices": max(-(-matrices // (tp * layout.data_ranks)), widest),
+                "largest_matrix": widest,
+            }
         return TrainSizes(
             trained=-(-(root + sum(own) * layer) // layout.fsdp),
             frozen=0,
@@ -193,6 +208,8 @@ class MappingMemory:
             in_flight=in_flight,
             received=self._received(role.shape, layout, stage, tokens, number),
             saved=MASTER * (largest + largest // tp * split),
+            moment=EIGHT_BIT_MOMENT if role.optim is OptimName.adamw8bit else MASTER,
+            **muon,
         )
 
     def _row(self, layout: TrainLayout) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from hybridrl.config import ScheduleKind, SerialScheduleConfig
 from hybridrl.flow.executor import Scope
+from hybridrl.planner.fused_plans import shared_update_s, updates_s
 from hybridrl.planner.mapped_work import MappedWork, step_samples
 from hybridrl.planner.mapping import (
     ACTOR,
@@ -17,6 +18,7 @@ from hybridrl.planner.mapping import (
     DeviceMapping,
     GenLayout,
     PlannedRole,
+    SampleLength,
     SampleTotals,
     TrainLayout,
 )
@@ -65,7 +67,8 @@ class MappingPrices:
     """Prices mappings for the samples of a step.
 
     `workload` has the groups of one step, `group_size` samples a prompt; `decode_steps` are those
-    of a call. An update is `epochs` times over `mini_batches` equal parts of the samples.
+    of a call. An update is `epochs` times over `mini_batches` equal parts of the samples, where a
+    role has no numbers of its own.
     """
 
     def __init__(
@@ -84,8 +87,7 @@ class MappingPrices:
         self.group_size = workload.group_size
         self._by_name = {role.name: role for role in roles}
         self.samples = step_samples(workload, self.group_size)
-        self._mini_batch = self.samples[: max(1, len(self.samples) // mini_batches)]
-        self._totals = SampleTotals.of(self._mini_batch)
+        self._totals = {role: SampleTotals.of(self._mini_batch(role)) for role in roles}
         self._longest_first = sorted(self.samples, key=lambda sample: -sample.tokens)
         self._updates = lru_cache(None)(self._update_s)
         self._bounds = lru_cache(None)(self._update_bound_s)
@@ -119,6 +121,24 @@ class MappingPrices:
         """A closed form that `update_s` is never below."""
         return self._bounds(role, layout, self.costs.cluster.aligned(ranks))
 
+    def filled_bound_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
+        """A role's part of a closed form that `fused_update_s` is never below."""
+        ranks = self.costs.cluster.aligned(ranks)
+        each = self.costs.bound_of(role, layout, ranks, self._totals[role], filled=True)
+        return self._all_updates(role, layout, each)
+
+    def fused_update_s(
+        self, roles: Sequence[PlannedRole], train: Mapping[str, TrainLayout], ranks: range
+    ) -> float:
+        """Of all of a step's updates of roles that share a plan, with their ways."""
+        numbers = {(role.epochs, role.mini_batches) for role in roles}
+        if len(numbers) > 1:  # some mini-batches are left over
+            sizes = {"mini_batches": self.mini_batches, "epochs": self.epochs}
+            return updates_s(self.costs, roles, train, ranks, self.samples, **sizes)
+        batch = self._mini_batch(roles[0])
+        once = shared_update_s(self.costs, roles, train, ranks, batch) / len(roles)
+        return sum(self._all_updates(role, train[role.name], once) for role in roles)
+
     def balanced(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> TrainLayout:
         """The layout with chunk borders by cost, which may be where they are."""
         # How data ranks are divided into replicas changes nothing within a pipeline.
@@ -129,18 +149,24 @@ class MappingPrices:
     def _chunk_layers(
         self, role: PlannedRole, layout: TrainLayout, ranks: range
     ) -> tuple[int, ...]:
-        return self.costs.balanced_layers(role, layout, ranks, self._totals)
+        return self.costs.balanced_layers(role, layout, ranks, self._totals[role])
 
     def _update_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
-        each = self.costs.update_s(role, layout, ranks, self._mini_batch)
+        each = self.costs.update_s(role, layout, ranks, self._mini_batch(role))
         return self._all_updates(role, layout, each)
 
+    def _mini_batch(self, role: PlannedRole) -> list[SampleLength]:
+        """The first one of a role's update."""
+        number = role.mini_batches or self.mini_batches
+        return self.samples[: max(1, len(self.samples) // number)]
+
     def _update_bound_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
-        each = self.costs.bound_of(role, layout, ranks, self._totals)
+        each = self.costs.bound_of(role, layout, ranks, self._totals[role])
         return self._all_updates(role, layout, each)
 
     def _all_updates(self, role: PlannedRole, layout: TrainLayout, each: float) -> float:
-        seconds = each * self.epochs * self.mini_batches
+        steps = (role.epochs or self.epochs) * (role.mini_batches or self.mini_batches)
+        seconds = each * steps
         there = self.costs.activate_s(role, layout)
         return seconds + there + self.costs.deactivate_s(role, layout)
 
@@ -178,12 +204,18 @@ class MappingPrices:
             reason=reason,
         )
 
-    def priced(self, mapping: DeviceMapping) -> StepSeconds:
-        """Like the bound, with updates action by action and the bytes that a switch must move."""
-        updates = {
-            name: self.update_s(self._by_name[name], layout, mapping.ranks_of(name))
-            for name, layout in mapping.train.items()
-        }
+    def priced(
+        self, mapping: DeviceMapping, fused: Mapping[str, float] | None = None
+    ) -> StepSeconds:
+        """Like the bound, with updates action by action and the bytes that a switch must move.
+
+        `fused` has the shares of roles in updates that they do in one plan.
+        """
+        updates = dict(fused or {})
+        for name, layout in mapping.train.items():
+            if name not in updates:
+                role, ranks = self._by_name[name], mapping.ranks_of(name)
+                updates[name] = self.update_s(role, layout, ranks)
         switch = self.costs.to_generation_bound_s(self._by_name[ACTOR], mapping)
         return replace(self.bound(mapping, updates), switch=switch)
 

@@ -27,7 +27,16 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from hybridrl.config import ActivationMode, PipelineSchedule, ScheduleConfig
+from hybridrl.planner.fitting_layouts import (
+    DoesNotFit,
+    FittingLayouts,
+    NamedLayouts,
+    check_fits,
+    smaller_layouts,
+    total,
+)
 from hybridrl.planner.fused_plans import can_share_a_plan
+from hybridrl.planner.joint_layouts import JointLayouts
 from hybridrl.planner.mapping import (
     ACTOR,
     DeviceMapping,
@@ -37,7 +46,7 @@ from hybridrl.planner.mapping import (
 )
 from hybridrl.planner.mapping_memory import MappingMemory
 from hybridrl.planner.mapping_price import MappingPrices, StepSeconds
-from hybridrl.planner.memory import GIB, MemoryPlan
+from hybridrl.planner.memory import MemoryPlan
 from hybridrl.planner.partitions import allocation_step, allocations, set_partitions
 from hybridrl.planner.rank_order import best_order
 
@@ -99,20 +108,6 @@ class MappingResults:
     """The least bound of what is left; None where nothing is."""
 
 
-class DoesNotFit(Exception):
-    """No layout of a role fits, or a mapping: `role`, and bytes by owner on a rank."""
-
-    def __init__(self, role: str, sizes: Mapping[str, int], available: int, where: str) -> None:
-        self.role, self.sizes, self.available = role, sizes, available
-        owner = max(sizes, key=lambda name: sizes[name])
-        total = sum(sizes.values())
-        missing = (total - available) / GIB
-        super().__init__(
-            f"{role} {where} needs {total / GIB:.1f} GiB on a rank, {missing:.1f} GiB more than"
-            f" there is; most of it, {sizes[owner] / GIB:.1f} GiB, are {owner}"
-        )
-
-
 @dataclass(order=True, slots=True)
 class _Candidate:
     """What is known of a mapping so far: `level` 0 to 3, and seconds that it takes at least.
@@ -135,26 +130,6 @@ class _Candidate:
         return tuple(mapping.pools.values()), tuple(mapping.ranks.values()), mapping.gen, kind
 
 
-class _FittingLayouts:
-    """Of layouts in order those that fit; each is asked once, when an iteration comes to it."""
-
-    def __init__(
-        self, bounded: Sequence[tuple[float, TrainLayout]], fits: Callable[[TrainLayout], bool]
-    ) -> None:
-        self._rest, self._fits = iter(bounded), fits
-        self._known: list[tuple[float, TrainLayout]] = []
-
-    def __iter__(self) -> Iterator[tuple[float, TrainLayout]]:
-        for index in itertools.count():
-            while index == len(self._known):
-                pair = next(self._rest, None)
-                if pair is None:
-                    return
-                if self._fits(pair[1]):
-                    self._known.append(pair)
-            yield self._known[index]
-
-
 class MappingSearch:
     """Finds mappings of `roles` to `ranks` ranks: see the module.
 
@@ -173,11 +148,14 @@ class MappingSearch:
         self.ranks, self.space = ranks, space
         self._by_name = {role.name: role for role in roles}
         self._numbers = itertools.count()
+        self._sorted = lru_cache(None)(self._sorted_layouts)
         self._layouts = lru_cache(None)(self._bounded_layouts)
+        self._joint = JointLayouts(prices, memory, self._sorted)
         self._best = lru_cache(None)(self._best_layout)
         self._gens = lru_cache(None)(self._gen_layouts)
         self._fitting = lru_cache(None)(memory.fits_training)
         self._holds = lru_cache(None)(self._holds_scorer)
+        self._smaller = lru_cache(None)(self._smaller_layouts)
 
     def run(
         self,
@@ -187,7 +165,7 @@ class MappingSearch:
     ) -> MappingResults:
         """The best `number` of mappings, the best first, or what `budget_s` seconds are enough for.
 
-        Raises DoesNotFit where a role fits nowhere.
+        Raises DoesNotFit where a role fits nowhere, or no mapping does.
         """
         started = time.monotonic()
         queue = list(self._frames())
@@ -197,6 +175,7 @@ class MappingSearch:
         counts = {1: 0, 2: 0, 3: 0}
         replayed: dict[tuple[object, ...], _Candidate] = {}
         best: list[_Candidate] = []
+        unfit: DoesNotFit | None = None
         while queue:
             candidate = queue[0]
             if len(best) == number and best[-1].seconds <= candidate.seconds * (1 + TOLERANCE):
@@ -207,7 +186,12 @@ class MappingSearch:
             heapq.heappop(queue)
             if candidate.level and candidate.key in replayed:
                 continue
-            for better in self._next_level(candidate):
+            try:
+                following = list(self._next_level(candidate))
+            except DoesNotFit as error:
+                unfit = unfit or error
+                continue
+            for better in following:
                 counts[better.level] += 1
                 if better.level < 3:
                     heapq.heappush(queue, better)
@@ -215,6 +199,8 @@ class MappingSearch:
                     replayed[better.key] = better
                     best = heapq.nsmallest(number, replayed.values())
             on_progress(counts[3], counts[1])
+        if unfit is not None and not best:
+            raise unfit
         least = queue[0].seconds * (1 + TOLERANCE) if queue else float("inf")
         settled = sum(one.seconds <= least for one in best)
         return MappingResults(
@@ -294,7 +280,7 @@ class MappingSearch:
     def _frame_bound_s(self, frame: DeviceMapping) -> float | None:
         """The least training and the least generation; None where something does not fit."""
         gens = self._gens_of(frame)
-        settings = list(self._shared_layouts(frame))
+        settings = [*self._shared_layouts(frame), *self._joint_layouts(frame)]
         if not gens or not settings:
             return None
         training = min(
@@ -327,14 +313,39 @@ class MappingSearch:
             else:
                 yield least
 
+    def _joint_layouts(
+        self, frame: DeviceMapping
+    ) -> Iterator[dict[str, tuple[float, TrainLayout]]]:
+        """The same with layouts of roles that train in one plan, each with its share of a bound."""
+        for least in self._shared_layouts(frame) if self.space.fuses else ():
+            first = next(iter(least.values()))[1]
+            joint = dict[str, tuple[float, TrainLayout]]()
+            for roles, ranks in self._trained_together(frame):
+                bound = self._joint.bound(roles, ranks, first.activations, first.micro_batch_tokens)
+                if bound is not None:
+                    share = bound[0] / len(roles)
+                    joint |= {name: (share, layout) for name, layout in bound[1].items()}
+            if joint:
+                yield least | joint
+
+    def _trained_together(self, frame: DeviceMapping) -> Iterator[tuple[list[PlannedRole], range]]:
+        """The trained roles of each pool that has several, the actor first; their ranks."""
+        for pool, names in frame.pools.items():
+            roles = [role for role in self.roles if role.name in names and role.trained]
+            if len(roles) > 1:
+                roles.sort(key=lambda role: role.name != ACTOR)
+                yield roles, self.prices.costs.cluster.aligned(frame.pool_ranks[pool])
+
     def _mappings(self, frame: DeviceMapping) -> Iterator[_Candidate]:
         """Those of a placement and an allocation, with training layouts of the least bound."""
         gens = self._gens_of(frame)
-        for least in self._shared_layouts(frame):
+        apart = ((least, False) for least in self._shared_layouts(frame))
+        joint = ((least, True) for least in self._joint_layouts(frame))
+        for least, fuses in itertools.chain(apart, joint):
             bounds = {name: seconds for name, (seconds, _) in least.items()}
             train = {name: layout for name, (_, layout) in least.items()}
             for gen, schedule in itertools.product(gens, self.space.schedules):
-                mapping = replace(frame, train=train, gen=gen, schedule=schedule)
+                mapping = replace(frame, train=train, gen=gen, schedule=schedule, fuses=fuses)
                 bound = self.prices.bound(mapping, bounds).step_s
                 yield _Candidate(bound, next(self._numbers), 1, mapping, bound_s=bound)
 
@@ -350,28 +361,37 @@ class MappingSearch:
         return True
 
     def _holds_scorer(self, role: PlannedRole, gen: GenLayout) -> bool:
-        """Whether a rank can score with a role: with the actor's generation weights beside it."""
-        memory = self.memory
-        sizes = memory.scoring_sizes(role, gen, min(self.space.micro_batch_tokens))
-        used = sizes.weights + sizes.activations + memory.reserved
-        return used <= memory.capacity
+        """Whether a rank that holds nothing else can score with a role."""
+        used = sum(self._scorer_sizes(role, gen).values()) + self.memory.reserved
+        return used <= self.memory.capacity
+
+    def _scorer_sizes(self, role: PlannedRole, gen: GenLayout) -> Mapping[str, int]:
+        sizes = self.memory.scoring_sizes(role, gen, min(self.space.micro_batch_tokens))
+        return {"scoring weights": sizes.weights, "activations": sizes.activations}
 
     def _next_level(self, candidate: _Candidate) -> Iterator[_Candidate]:
+        """Raises DoesNotFit where no layouts of the candidate fit together."""
         mapping = candidate.mapping
         if candidate.level == 0:
             yield from self._mappings(mapping)
             return
         if candidate.level == 1:
             first = next(iter(mapping.train.values()))
-            train = {}
-            for name in mapping.train:
-                shared = first.activations, first.micro_batch_tokens
+            shared = first.activations, first.micro_batch_tokens
+            train, fused = dict[str, TrainLayout](), dict[str, float]()
+            for roles, ranks in self._trained_together(mapping) if mapping.fuses else ():
+                if (joint := self._joint.best(roles, ranks, *shared)) is not None:
+                    train |= joint[1]
+                    fused |= dict.fromkeys(joint[1], joint[0] / len(roles))
+            for name in mapping.train.keys() - train.keys():
                 ranks = self.prices.costs.cluster.aligned(mapping.ranks_of(name))
                 train[name] = self._best(self._by_name[name], ranks, *shared)
-            mapping = replace(mapping, train=train)
-            if not all(plan.fits for plan in self.memory.plans(self.roles, mapping).values()):
+            mapping = replace(mapping, train={name: train[name] for name in mapping.train})
+            if not mapping.fuses:
+                mapping = self._fitting_together(mapping)
+            elif not all(plan.fits for plan in self.memory.plans(self.roles, mapping).values()):
                 return
-            priced = self.prices.priced(mapping)
+            priced = self.prices.priced(mapping, fused)
         else:
             assert candidate.priced is not None
             mapping, priced = self._replayed(mapping, candidate.priced)
@@ -402,16 +422,23 @@ class MappingSearch:
 
     # Layouts, by role and ranks (algorithm 2)
 
-    def _bounded_layouts(
+    def _sorted_layouts(
         self, role: PlannedRole, ranks: range, activations: ActivationMode, tokens: int
-    ) -> "_FittingLayouts":
-        """Layouts that fit, by the bound on their updates, the least first."""
+    ) -> list[tuple[float, TrainLayout]]:
+        """Layouts by the bound on their updates, the least first."""
         bounded = [
             (self.prices.update_bound_s(role, layout, ranks), layout)
             for layout in self._train_layouts(role, len(ranks), activations, tokens)
         ]
         bounded.sort(key=lambda pair: (pair[0], pair[1].pp, pair[1].tp))
-        return _FittingLayouts(bounded, lambda layout: self._fitting(role, layout))
+        return bounded
+
+    def _bounded_layouts(
+        self, role: PlannedRole, ranks: range, activations: ActivationMode, tokens: int
+    ) -> FittingLayouts:
+        """Those that fit."""
+        bounded = self._sorted(role, ranks, activations, tokens)
+        return FittingLayouts(bounded, lambda layout: self._fitting(role, layout))
 
     def _best_layout(
         self, role: PlannedRole, ranks: range, activations: ActivationMode, tokens: int
@@ -428,6 +455,45 @@ class MappingSearch:
             if seconds < best[0]:
                 best = seconds, layout
         return best[1]
+
+    def _fitting_together(self, mapping: DeviceMapping) -> DeviceMapping:
+        """The mapping, in other training layouts where a rank cannot hold these.
+
+        A pool's ranks hold its roles one after the other, but the switch has both of the actor's
+        layouts, and ranks on CPUs have all roles. Raises DoesNotFit.
+        """
+        plans = self.memory.plans(self.roles, mapping)
+        train = dict(mapping.train)
+        for pool, names in mapping.pools.items():
+            if not plans[pool].fits:
+                ranks = self.prices.costs.cluster.aligned(mapping.pool_ranks[pool])
+                layouts = tuple((name, train[name]) for name in names if name in train)
+                train |= self._smaller(names, ranks, mapping.gen, layouts)
+        mapping = replace(mapping, train=train)
+        check_fits(self.memory.plans(self.roles, mapping))
+        return mapping
+
+    def _smaller_layouts(
+        self, names: tuple[str, ...], ranks: range, gen: GenLayout, layouts: NamedLayouts
+    ) -> Mapping[str, TrainLayout]:
+        """Layouts of a pool's roles that fit together, or the nearest to it."""
+        pool = DeviceMapping(
+            pools={ACTOR: names},
+            ranks={ACTOR: len(ranks)},
+            train=dict(layouts),
+            gen=gen,
+            schedule=self.space.schedules[0],
+        )
+        return smaller_layouts(
+            pool,
+            lambda mapping: self.memory.plans(self.roles, mapping)[ACTOR],
+            {
+                name: self._layouts(
+                    self._by_name[name], ranks, now.activations, now.micro_batch_tokens
+                )
+                for name, now in layouts
+            },
+        )
 
     def _train_layouts(
         self, role: PlannedRole, ranks: int, activations: ActivationMode, tokens: int
@@ -461,67 +527,59 @@ class MappingSearch:
     def _gen_layouts(self, ranks: int) -> list[GenLayout]:
         """Of instances that hold a full sample at least."""
         actor = self._by_name[ACTOR]
+        allowed = self._allowed_gens(ranks)
+        return [gen for gen in allowed if self.memory.samples_held(actor, gen)]
+
+    def _allowed_gens(self, ranks: int) -> list[GenLayout]:
+        """Those that can run, whatever their memory."""
+        actor = self._by_name[ACTOR]
         shape, per_node = actor.shape, self.prices.costs.cluster.per_node
         layouts = []
         for pp, tp in itertools.product(_doublings(_MOST_GEN_PP), _doublings(per_node)):
             fits_model = pp <= shape.layers and divides(shape.heads, shape.kv_heads, tp)
             if ranks % (pp * tp) == 0 and fits_model:
                 gen = GenLayout(pp=pp, tp=tp)
-                if self.space.allows_gen(actor, gen) and self.memory.samples_held(actor, gen):
+                if self.space.allows_gen(actor, gen):
                     layouts.append(gen)
         return layouts
 
     # What does not fit
 
-    def _obstacle(self) -> Exception:
-        """Why there is no candidate: the role that fits least, on all ranks."""
-        available = self.memory.capacity - self.memory.reserved
-        worst: DoesNotFit | None = None
+    def _obstacle(self) -> DoesNotFit:
+        """Why there is no candidate: what misses most on all ranks, in the layouts that miss least.
+
+        Generation's layout is that of roles that score, too.
+        """
+        memory = self.memory
+        least: list[tuple[Mapping[str, int], str, str]] = []
+        settings = list(itertools.product(self.space.activations, self.space.micro_batch_tokens))
         for role in self.roles:
-            if not role.trained:
-                continue
-            peaks = [
-                self.memory.train_peak(role, layout)
-                for activations, tokens in itertools.product(
-                    self.space.activations, self.space.micro_batch_tokens
-                )
-                for layout in self._train_layouts(role, self.ranks, activations, tokens)
+            layouts = [
+                layout
+                for shared in settings
+                for layout in self._train_layouts(role, self.ranks, *shared)
+                if role.trained
             ]
-            least = min(peaks, key=lambda sizes: sum(sizes.values()), default=None)
-            if least is not None and sum(least.values()) > available:
+            peaks = [memory.train_peak(role, layout) for layout in layouts]
+            if peaks:
                 where = f"trained on {self.ranks} ranks"
-                obstacle = DoesNotFit(role.name, least, available, where)
-                if worst is None or sum(least.values()) > sum(worst.sizes.values()):
-                    worst = obstacle
-        if worst is not None:
-            return worst
-        actor = self._by_name[ACTOR]
-        gens = [
-            self.memory.generation_sizes(actor, GenLayout(pp=pp, tp=tp))
-            for pp in _doublings(_MOST_GEN_PP)
-            for tp in _doublings(self.prices.costs.cluster.per_node)
-            if self.ranks % (pp * tp) == 0
+                least.append((min(peaks, key=total), role.name, where))
+        allowed, actor = self._allowed_gens(self.ranks), self._by_name[ACTOR]
+        generating = [memory.generation_sizes(actor, gen).of_one_sample() for gen in allowed]
+        if generating:
+            where = "with a full sample in generation"
+            least.append((min(generating, key=total), ACTOR, where))
+        scorers = [role for role in self.roles if not role.trained]
+        scoring = [
+            max(((self._scorer_sizes(r, gen), r.name) for r in scorers), key=lambda x: total(x[0]))
+            for gen in self._gens(self.ranks) or allowed
+            if scorers
         ]
-        least_gen = min(gens, key=lambda sizes: sizes.weights)
-        sizes = {
-            "generation weights": least_gen.weights,
-            "KV cache": least_gen.longest * least_gen.token,
-            "logits": least_gen.logits,
-            "activations": least_gen.prefill,
-        }
-        return DoesNotFit(ACTOR, sizes, available, "with a full sample in generation")
-
-
-def check_fits(plans: Mapping[str, MemoryPlan]) -> None:
-    """Raise DoesNotFit for a mapping that a rank cannot hold."""
-    for pool, plan in plans.items():
-        if not plan.fits:
-            peak = plan.peak
-            work, _, role = peak.name.partition(" ")
-            name = role if work in ("train", "score", "save") else ACTOR
-            available = plan.capacity - plan.reserved
-            where = f"in pool {pool}, phase {peak.name},"
-            raise DoesNotFit(name, peak.sizes, available, where)
+        if scoring:
+            sizes, name = min(scoring, key=lambda x: total(x[0]))
+            least.append((sizes, name, "that scores in the layout of generation"))
+        sizes, name, where = max(least, key=lambda one: total(one[0]))
+        return DoesNotFit.of(name, sizes, memory.capacity - memory.reserved, where)
 
 
 def divides(heads: int, kv_heads: int, tp: int) -> bool:

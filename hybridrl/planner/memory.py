@@ -14,11 +14,12 @@
 Ranks on GPUs offload what a phase does not need. Ranks on CPUs keep all of it: there the training
 state of every role and the generation weights are in each phase. A pool of ranks without the actor
 neither switches nor generates. Keys and values of conversations that give way are in host memory:
-on CPUs in the phases of generation, else apart (`MemoryPlan.on_host`).
+on CPUs in the phases of generation, else apart, with the weights and moments of roles that wait
+there (`MemoryPlan.on_host`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from hybridrl.planner.generation_memory import GenerationSizes
 from hybridrl.planner.train_memory import MASTER, TrainSizes
@@ -77,7 +78,8 @@ class MemoryPlan:
     """The phases of a rank, in a room of `capacity` bytes, `reserved` of them for other users.
 
     `cache_tokens` of the KV cache; None where nothing generates. `advice` names settings that
-    reduce the largest phase. `on_host` bytes are in the host memory of a GPU's node.
+    reduce the largest phase. `on_host` are bytes by owner that a rank on a GPU has in its node's
+    memory while it generates, when all roles wait there.
     """
 
     device: str
@@ -86,7 +88,7 @@ class MemoryPlan:
     reserved: int
     cache_tokens: int | None
     advice: str = ""
-    on_host: int = 0
+    on_host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def peak(self) -> MemoryPhase:
@@ -108,19 +110,9 @@ class MemoryPlan:
 
         Then what every phase leaves free, and the verdict.
         """
-        rows = [
-            (
-                phase.name,
-                _gib(phase.total),
-                ", ".join(
-                    f"{owner} {_gib(size)}"
-                    for owner, size in sorted(phase.sizes.items(), key=lambda item: -item[1])
-                ),
-            )
-            for phase in self.phases
-        ]
+        rows = [(phase.name, _gib(phase.total), _owners(phase.sizes)) for phase in self.phases]
         if self.on_host:
-            rows.append(("on the host", _gib(self.on_host), f"{WAITING}, in the node's memory"))
+            rows.append(("on the host", _gib(sum(self.on_host.values())), _owners(self.on_host)))
         margin = ("besides", _gib(self.reserved), f"left for {LEFT_FOR[self.device]}")
         return [*rows, margin, ("", "", self.verdict())]
 
@@ -152,6 +144,8 @@ class RunPlan:
     """`flash` or `torch`, in training and scoring."""
     reason: str
     """Why."""
+    node_host: int = 0
+    """Bytes that all ranks of a node on GPUs have in its memory, of the node that has most."""
 
     @property
     def fits(self) -> bool:
@@ -169,6 +163,8 @@ class RunPlan:
         for name, plan in self.pools.items():
             rows += [(f"pool {name}", "", "")] if len(self.pools) > 1 else []
             rows += plan.rows()
+        if self.node_host:
+            rows.append(("a node's host", _gib(self.node_host), "of all its ranks, at most"))
         owner = "flash-attn" if self.attention == "flash" else self.attention
         return [*rows, ("", "", f"attention: {owner}'s, {self.reason}")]
 
@@ -183,14 +179,15 @@ class RunPlan:
         """As JSON data: that of the pool where there is one, else those of `pools`."""
         records = {name: plan.record() for name, plan in self.pools.items()}
         plans = {"pools": records} if len(records) > 1 else next(iter(records.values()))
-        return plans | {"attention": self.attention, "fits": self.fits}
+        ends = {"attention": self.attention, "fits": self.fits, "node_host": self.node_host}
+        return plans | ends
 
 
 def plan_memory(run: PoolSizes, device: str, capacity: int, reserved: int) -> MemoryPlan:
     """The phases of a step on a rank of the `device` type, `cuda` or `cpu`."""
     stays = _stays(run) if device == "cpu" else {}
     phases = [_phase(f"load {role}", sizes) for role, sizes in _loading(run, device).items()]
-    gen, weights, tokens, on_host = run.generation, {}, None, 0
+    gen, weights, tokens, given_way = run.generation, {}, None, 0
     if gen is not None:
         weights = {"generation weights": gen.weights}
         left = None
@@ -200,8 +197,8 @@ def plan_memory(run: PoolSizes, device: str, capacity: int, reserved: int) -> Me
         phases.append(_phase("load rollout engine", stays, weights, gen.at_start(left)))
         state = stays or run.trained["actor"].state
         phases.append(_phase("switch", state, weights, {"buckets": gen.moving}))
-        on_host = gen.on_host(left)
-        waiting = {WAITING: on_host if device == "cpu" else 0}
+        given_way = gen.on_host(left)
+        waiting = {WAITING: given_way if device == "cpu" else 0}
         phases += [
             _phase(name, stays, weights, sizes, waiting) for name, sizes in gen.phases(left).items()
         ]
@@ -217,12 +214,14 @@ def plan_memory(run: PoolSizes, device: str, capacity: int, reserved: int) -> Me
         states = [_sum(stays, weights)] if stays else [run.trained[role].state for role in roles]
         updates = [run.trained[role].update() for role in roles]
         phases.append(_phase(f"train {TOGETHER}", *states, *updates))
-    apart = on_host if device == "cuda" else 0
-    return MemoryPlan(device, phases, capacity, reserved, tokens, on_host=apart)
+    on_host: Mapping[str, int] = {}
+    if device == "cuda":
+        on_host = _phase("", _stays(run), {WAITING: given_way}).sizes
+    return MemoryPlan(device, phases, capacity, reserved, tokens, on_host=on_host)
 
 
 def _stays(run: PoolSizes) -> dict[str, int]:
-    """What ranks on CPUs never give up."""
+    """What ranks on CPUs never give up, and those on GPUs leave on the host."""
     stays: dict[str, int] = {}
     for sizes in run.trained.values():
         stays = _sum(stays, sizes.state)
@@ -262,6 +261,12 @@ def _phase(name: str, *sizes: Mapping[str, int]) -> MemoryPhase:
 
 def _sum(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
     return {name: first.get(name, 0) + second.get(name, 0) for name in [*first, *second]}
+
+
+def _owners(sizes: Mapping[str, int]) -> str:
+    """The largest first."""
+    ordered = sorted(sizes.items(), key=lambda item: -item[1])
+    return ", ".join(f"{owner} {_gib(size)}" for owner, size in ordered)
 
 
 def _gib(size: int) -> str:

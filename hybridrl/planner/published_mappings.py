@@ -9,17 +9,18 @@ links, which is that of `accelerators.py`. The engines are those of this project
 micro-batches, and every role off the device that does not compute. No number is fitted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridrl.config import SerialScheduleConfig
 from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.planner.fitting_layouts import DoesNotFit
 from hybridrl.planner.mapping import ACTOR, GenLayout, PlannedRole, cluster_of
 from hybridrl.planner.mapping_costs import MappingCosts
 from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
 from hybridrl.planner.mapping_price import MappingPrices
 from hybridrl.planner.mapping_search import (
-    DoesNotFit,
+    MappingResults,
     MappingSearch,
     Pools,
     PricedMapping,
@@ -144,6 +145,11 @@ def generate(model: str) -> GenerationCase:
     return GenerationCase(model, seconds, best, saved, PUBLISHED_TP[model])
 
 
+def all_placements(gpus: int) -> MappingResults:
+    """13B models under all 15 partitions into pools: what a search takes, in `seconds`."""
+    return _search("13b", "13b", gpus, None).run(1, budget_s=600.0)
+
+
 def _best(actor: str, critic: str, gpus: int, allowed: Sequence[Pools]) -> PricedMapping | None:
     try:
         result = _search(actor, critic, gpus, allowed).run(1, budget_s=120.0)
@@ -152,7 +158,8 @@ def _best(actor: str, critic: str, gpus: int, allowed: Sequence[Pools]) -> Price
     return result.best[0] if result.best else None
 
 
-def _search(actor: str, critic: str, gpus: int, allowed: Sequence[Pools]) -> MappingSearch:
+def _search(actor: str, critic: str, gpus: int, allowed: Sequence[Pools] | None) -> MappingSearch:
+    """Of the `allowed` placements; None: of all."""
     accelerator = ACCELERATORS["a100"]
     own, other = _MODELS[actor], _MODELS[critic]
     roles = [
@@ -181,6 +188,8 @@ def _search(actor: str, critic: str, gpus: int, allowed: Sequence[Pools]) -> Map
     )
 
     def pools(partition: Sequence[Sequence[str]]) -> Pools | None:
+        if allowed is None:
+            return {names[0]: tuple(names) for names in partition}
         sets = {frozenset(names) for names in partition}
         same = (one for one in allowed if {frozenset(names) for names in one.values()} == sets)
         return next(same, None)
@@ -205,9 +214,20 @@ def table(placed: Sequence[PlacementCase]) -> list[tuple[str, ...]]:
     return lines
 
 
-def remarks(generated: Sequence[GenerationCase]) -> list[str]:
-    """Generation, and what the columns are."""
+def remarks(placed: Sequence[PlacementCase], generated: Sequence[GenerationCase]) -> list[str]:
+    """Allocations, generation, and what the columns are."""
     lines = ["seconds of a step by placement, each with its best allocation and layouts"]
+    for one in placed:
+        if (one.actor, one.critic, one.gpus) == ("13b", "13b", 128):
+            lines.append(
+                f"standalone of 13B on 128 GPUs: {_allocation(one.ranks['standalone'])}"
+                f" (published: {_allocation(PUBLISHED_STANDALONE)})"
+            )
+        if "critic alone" in one.ranks:
+            lines.append(
+                f"13B with a 70B critic alone: {_allocation(one.ranks['critic alone'])}"
+                f" (published: critic {PUBLISHED_CRITIC_ALONE})"
+            )
     for one in generated:
         seconds = ", ".join(f"tp {tp} {s:.3g} s" for tp, s in one.seconds.items())
         tp, saved = one.published
@@ -216,3 +236,7 @@ def remarks(generated: Sequence[GenerationCase]) -> list[str]:
             f" less than 8 (published: tp {tp}, {saved:.1%})"
         )
     return [*lines, "published: arXiv 2409.19256, section 8; docs/planner.md has what is assumed"]
+
+
+def _allocation(ranks: Mapping[str, int]) -> str:
+    return ", ".join(f"{pool} {number}" for pool, number in ranks.items())

@@ -165,16 +165,21 @@ def variants(setting: Setting) -> list[Variant]:
             lines.append(Variant("no migration", plain, never))
         lines.append(Variant("", plain, config))
         every, names = Variant("all", plain, config), 0
-        if isinstance(config, FusedScheduleConfig):
+        if fused_s := plain.costs.fused_train_token_s:
+            costs = replace(plain.costs, train_token_s=fused_s)
+            lines.append(Variant("fused updates", replace(plain, costs=costs), config))
+            every, names = replace(every, setting=lines[-1].setting), names + 1
+        elif isinstance(config, FusedScheduleConfig):  # which needs an actor without a pipeline
             early = replace(config, early_backward=EarlyBackward.auto)
             lines.append(Variant("early backward", plain, early))
             every, names = replace(every, config=early), names + 1
         if config.entry.migrates_tail and setting.widths:
             lines.append(Variant("wide tail", replace(plain, widths=setting.widths), config))
-            every, names = replace(every, setting=lines[-1].setting), names + 1
+            wide = replace(every.setting, widths=setting.widths)
+            every, names = replace(every, setting=wide), names + 1
         if setting.drafting is not None:
             lines.append(Variant("speculation", guesses, config))
-            costs = guesses.costs
+            costs = replace(every.setting.costs, drafting=setting.drafting)
             every, names = replace(every, setting=replace(every.setting, costs=costs)), names + 1
         if names > 1:
             lines.append(every)
@@ -297,6 +302,15 @@ def _longest_conversation(setting: Setting, positions: Iterable[int]) -> float:
         prompt = setting.workload.prompt_tokens_of(position)
         seconds.append(waits + length * float(setting.costs.pace(1, prompt)))
     return max(seconds)
+
+
+def conversation_waits(setting: Setting) -> list[float]:
+    """Seconds that each conversation of the steps waits for replies in all."""
+    model, work = setting.conversations, setting.workload
+    assert model is not None, "no conversations"
+    positions = range(work.prompts_per_step * work.num_steps)
+    ids = [SampleId(p, k=k) for p, k in itertools.product(positions, range(setting.group_size))]
+    return [sum(t.wait_s for t in model.of(id, work.length_of(id)).turns) for id in ids]
 
 
 def replay(setting: Setting, config: ScheduleConfig, skip: int = 1) -> Outcome:

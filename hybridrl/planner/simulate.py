@@ -11,6 +11,7 @@ from typing import Any
 from hybridrl.flow.clock import Clock, VirtualClock
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import (
+    ENOUGH_TURNS,
     Advanced,
     Command,
     Computed,
@@ -173,7 +174,13 @@ class SimulatedExecutor:
             self._pass(self.costs.train_switch_s)
         self.phase = phase
 
-    def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
+    def advance(
+        self,
+        instance: int,
+        commands: Sequence[Command],
+        num_decode_steps: int,
+        enough_turns: int = ENOUGH_TURNS,
+    ) -> None:
         """Execute the commands, then decode until the steps are done or no row remains."""
         assert self.phase is Phase.GENERATE, "generation outside of its phase"
         members = self.wide.get(instance, ())
@@ -181,7 +188,7 @@ class SimulatedExecutor:
         assert self._training.isdisjoint(members), "a member trains"
         self._active.pop(instance, None)
         server = self._servers[instance]
-        advance = server.advance(commands, num_decode_steps, self.version)
+        advance = server.advance(commands, num_decode_steps, self.version, enough_turns)
         done = tuple(
             Finished(
                 row.id,

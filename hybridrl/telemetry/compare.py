@@ -105,9 +105,9 @@ def grouped(runs: Sequence[RunData]) -> list[RunGroup]:
         differs = {key: compared[numbers[0]].get(key) for key in differing}
         short = [f"{_short_key(key, differing)}={value}" for key, value in differs.items()]
         label = ", ".join(short[:3]) + (", ..." if len(short) > 3 else "")
-        groups.append(
-            RunGroup(label or runs[numbers[0]].name, tuple(runs[n] for n in numbers), differs)
-        )
+        first = runs[numbers[0]]
+        label += " (emulated)" * bool(label and first.status.get("emulated"))
+        groups.append(RunGroup(label or first.name, tuple(runs[n] for n in numbers), differs))
     return groups
 
 

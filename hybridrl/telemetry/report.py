@@ -33,7 +33,7 @@ def render(run_dir: Path, run: RunData | None = None) -> Path:
         raise ConfigError("run", run_dir, "a run directory (one that holds run.json)")
     report, run = run_dir / "report.html", run or load(run_dir)
     write_atomic(
-        report, fill_page(_title(run), script("charts.js", "page.js") + "render();\n", gather(run))
+        report, fill_page(run.name, script("charts.js", "page.js") + "render();\n", gather(run))
     )
     return report
 
@@ -64,7 +64,7 @@ def gather(run: RunData) -> dict[str, Any]:
     known = phases(run)
     shown, note = samples(run)
     return {
-        "name": _title(run),
+        "name": run.name,
         "directory": run.directory,
         "state": run.state,
         "reason": run.status.get("reason") or "",
@@ -87,10 +87,6 @@ def gather(run: RunData) -> dict[str, Any]:
         "environment": [list(row) for row in essentials(run.environment)],
         "made": _clock(time.time()),
     }
-
-
-def _title(run: RunData) -> str:
-    return f"{run.name} (emulated)" if run.status.get("emulated") else run.name
 
 
 def _page_file(name: str) -> str:

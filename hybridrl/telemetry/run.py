@@ -90,7 +90,8 @@ class Telemetry:
         if self._config.predicted is not None:
             prediction = read_prediction(self._config.predicted)
             write_json(self.run_dir / PREDICTION, prediction.to_json())
-        self._trace = TraceFile(self.run_dir / "trace.json")
+        label = "emulated" if self._emulated else ""
+        self._trace = TraceFile(self.run_dir / "trace.json", label)
         self._loggers = RunLoggers(self._config.loggers, self._run)
         self.display = make_display(self._config.progress)
 
@@ -177,7 +178,12 @@ class Telemetry:
         `others` are as long: `prompts`, their positions in the run, and `prompt_tokens`.
         """
         line = {"step": step, "phase": self._phase, "lengths": list(response_lengths)}
+        line |= {"emulated": True} if self._emulated else {}
         self._append("lengths", {**line, **{key: list(value) for key, value in others.items()}})
+
+    def turn_orders(self, step: int, rounds: Sequence[Sequence[Any]]) -> None:
+        """Record what replies have come into each round of `step`: lists of [id, turns, ended]."""
+        self._append("turn_orders", {"step": step, "phase": self._phase, "rounds": list(rounds)})
 
     def digests(self, step: int, record: Mapping[str, Any]) -> None:
         """Record the digests of a step: a `StepRecord` of `telemetry.digests`."""
@@ -289,7 +295,7 @@ def _evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
     return shown | {k: metrics[k] for k in estimates if not (shown and "/avg@" in k)}
 
 
-_GROWING = ("metrics", "samples", "lengths", "events", "digests")
+_GROWING = ("metrics", "samples", "lengths", "events", "digests", "turn_orders")
 
 
 def records_of(run_dir: Path) -> list[Path]:

@@ -122,7 +122,7 @@ def load(run_dir: Path) -> RunData:
     status = _read_json(run_dir / "run.json")
     spans, counters = read_timeline(run_dir / "trace.json")
     run = RunData(
-        name=run_dir.resolve().name,
+        name=run_dir.resolve().name + " (emulated)" * bool(status.get("emulated")),
         directory=str(run_dir),
         status=status,
         environment=_read_json(run_dir / "environment.json"),

@@ -95,8 +95,9 @@ class TraceFile:
     Invariant: after every call the file is one valid JSON array.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, label: str = "") -> None:
+        """Viewers show `label` with the name of every process."""
+        self.path, self._label = path, label
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._pids: dict[str, int] = {}
         self._tids: dict[str, int] = {}
@@ -164,6 +165,8 @@ class TraceFile:
             self._pids[process] = pid
             events.append(_metadata("process_name", pid, 0, name=process))
             events.append(_metadata("process_sort_index", pid, 0, sort_index=pid))
+            if self._label:
+                events.append(_metadata("process_labels", pid, 0, labels=self._label))
         pid = self._pids[process]
         if lane not in self._tids:
             tid = 1 + sum(other.partition("/")[0] == process for other in self._tids)

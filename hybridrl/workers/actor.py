@@ -16,6 +16,7 @@ from hybridrl.engines.rollout.random import stream_key
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.fused_update import ScoreInputs
 from hybridrl.flow.executor import (
+    ENOUGH_TURNS,
     Answer,
     Command,
     EpisodeReply,
@@ -30,7 +31,6 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import Stage, UpdateStage
 from hybridrl.flow.sample import NO_RANK, NO_VERSION, SampleId, TokenSpan
-from hybridrl.flow.turns import ENOUGH_TURNS
 from hybridrl.layout.adapters import AdapterSwitch
 from hybridrl.layout.parameters import gen_layout, train_layout
 from hybridrl.layout.plan import Plan, plan
@@ -305,14 +305,18 @@ class Actor:
     # -- generation --------------------------------------------------------------------------
 
     def advance(
-        self, commands: Sequence[Command], num_decode_steps: int
+        self,
+        commands: Sequence[Command],
+        num_decode_steps: int,
+        enough_turns: int = ENOUGH_TURNS,
     ) -> tuple[list[Finished], list[Parked], list[TurnEnded], Work]:
         """Obey commands, then decode.
 
         Returns finished samples, parked ones, turns that have ended, and the work done. The state
-        of `Parked` and of `Resume` is a dict of `ParkedSample` by id. A call ends early where
-        enough turns have ended, so that their environments need not wait for it, unless calls must
-        be equal. That follows from tokens alone, so all ranks of an instance agree.
+        of `Parked` and of `Resume` is a dict of `ParkedSample` by id. Unless
+        calls must be equal, one ends early where a turn has ended for one in `enough_turns` of the
+        samples that are left. So their environments need not wait for it. That follows from tokens
+        alone, so all ranks of an instance agree.
         """
         start, before, kv_seconds, kv_tokens = time.perf_counter(), self.engine.stats(), 0.0, 0
         parked: list[Parked] = []
@@ -342,7 +346,7 @@ class Actor:
             outputs += [(output, None) for output in self.engine.step()]
             held += self.engine.take_turns()
             steps += 1
-            if held and not equal and ENOUGH_TURNS * len(held) >= self.unfinished:
+            if held and not equal and enough_turns * len(held) >= self.unfinished:
                 break
         after = self.engine.stats()
         finished = [sample for o, reply in outputs if (sample := self._finish(o, reply))]

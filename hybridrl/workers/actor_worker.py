@@ -15,6 +15,7 @@ from hybridrl.checkpoint import distributed
 from hybridrl.config import Config, KeptSamples
 from hybridrl.data import Item
 from hybridrl.flow.executor import (
+    ENOUGH_TURNS,
     Advanced,
     Command,
     Computed,
@@ -166,7 +167,11 @@ class ActorWorker(BaseWorker):
 
     @dispatch(Dispatch.SAME)
     def advance(
-        self, instance: int, commands: Sequence[Command], num_decode_steps: int
+        self,
+        instance: int,
+        commands: Sequence[Command],
+        num_decode_steps: int,
+        enough_turns: int = ENOUGH_TURNS,
     ) -> Reply[Published[Advanced]]:
         """Obey commands and decode for a bounded number of steps.
 
@@ -182,7 +187,9 @@ class ActorWorker(BaseWorker):
         commands = [self._import_parked(c) if isinstance(c, Resume) else c for c in commands]
         fetch_s = time.perf_counter() - start
         with self._span("wide decode" if is_wide else "generate"):
-            finished, parked, turns, work = self.actor.advance(commands, num_decode_steps)
+            finished, parked, turns, work = self.actor.advance(
+                commands, num_decode_steps, enough_turns
+            )
         if work.drafted:
             self._name_last_span(work.name(is_wide))
         start = time.perf_counter()

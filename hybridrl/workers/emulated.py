@@ -16,6 +16,7 @@ from hybridrl.config import Config
 from hybridrl.data import Item
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import (
+    ENOUGH_TURNS,
     Advanced,
     Command,
     Computed,
@@ -193,6 +194,8 @@ class EmulatedWorker:
     ) -> Task:
         """Know a recipe's stages; `training` says which roles would have optimizers."""
         self.publishes = publishes
+        costs = emulated_costs(self.config, graph)
+        self.costs = scaled(costs, self.config.cluster.time_scale)
         updates = [s for s in graph.stages.values() if isinstance(s, UpdateStage)]
         self._num_updates = max(1, len(updates))
         if self.instance is not None and self.instance.rows is None:
@@ -249,7 +252,13 @@ class EmulatedWorker:
         return _taking(seconds, entered, "switch")
 
     @dispatch(Dispatch.SAME)
-    def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> Task:
+    def advance(
+        self,
+        instance: int,
+        commands: Sequence[Command],
+        num_decode_steps: int,
+        enough_turns: int = ENOUGH_TURNS,
+    ) -> Task:
         """Obey commands and decode for a bounded number of steps, with the instance's ranks."""
         assert self.instance is not None, "generation outside of the actor's pool"
         shared, version = self.wide.get(instance, self.instance), self.generating_version
@@ -265,7 +274,7 @@ class EmulatedWorker:
                 with_parked(c, place, self.data_plane) if isinstance(c, Resume) else c
                 for c in commands
             ]
-            return rows.advance(fetched, num_decode_steps, version)
+            return rows.advance(fetched, num_decode_steps, version, enough_turns)
 
         outcome = shared.advance(run)
         mine = self._of_rank(outcome.finished, shared.ranks)
@@ -461,19 +470,26 @@ class EmulatedWorker:
 
     @dispatch(Dispatch.PER_RANK)
     def update(self, stages: tuple[UpdateStage, ...], shares: tuple[UpdateShare, ...]) -> Task:
-        """All ranks share the tokens of the batch; several roles of a step share its seconds."""
-        (stage,), (share,) = stages, shares  # `trainer.fuse_updates` is off here
-        self._accept(share.parcels, share.ids)
-        epochs = stage.epochs or self.config.trainer.epochs
-        steps = epochs * len(share.mini_batches)
-        if stage.role == "actor":
-            self.version += steps
-        metrics = {"loss": 0.0, "bad_steps": 0.0, "optimizer_steps": float(steps)}
+        """All ranks share the tokens of the batch; several roles of a step share its seconds.
+
+        Roles of one call share a plan (`trainer.fuse_updates`), and then are all that are trained.
+        """
+        ids = tuple(dict.fromkeys(id for share in shares for id in share.ids))
+        self._accept(shares[0].parcels, ids)
+        metrics = []
+        for stage, share in zip(stages, shares, strict=True):
+            epochs = stage.epochs or self.config.trainer.epochs
+            steps = epochs * len(share.mini_batches)
+            if stage.role == "actor":
+                self.version += steps
+            metrics.append({"loss": 0.0, "bad_steps": 0.0, "optimizer_steps": float(steps)})
         per_token = self.costs.train_token_s / self._num_updates
-        tokens = self._tokens(share.ids)
+        if len(stages) > 1:
+            per_token = self.costs.fused_train_token_s
+        tokens = self._tokens(ids)
         if self.instance is None:  # these were copies
-            self._drop(share.ids)
-        return Task(lambda _: [metrics], lambda total: per_token * total, tokens, "update")
+            self._drop(ids)
+        return Task(lambda _: metrics, lambda total: per_token * total, tokens, "update")
 
     # -- looking in --------------------------------------------------------------------------
 

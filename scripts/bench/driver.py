@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", default="8,64,256", help="numbers of ranks")
+    parser.add_argument("--ranks", default="8,64,256,1024", help="numbers of ranks")
     parser.add_argument("--tp", type=int, default=4, help="ranks of an instance")
     parser.add_argument("--schedules", default="serial,fused")
     parser.add_argument(

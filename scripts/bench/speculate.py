@@ -34,6 +34,10 @@ TINY = {
 }  # fmt: skip
 CHARACTERS = "0123456789 ,:+="
 LONGEST = 384
+ASKED = {
+    "count": "Write the numbers from {1} to {2}, separated by commas.",
+    "sums": "What is {3} + {4}? Explain every step, and write the sum at the end.",
+}
 WIDTHS = (1, 2, 4, 8, 16)
 
 
@@ -209,6 +213,7 @@ def main() -> None:
     """Measure, and print lines."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smollm2", metavar="DIR", help="a directory of the converted model")
+    parser.add_argument("--ask", default="count", choices=list(ASKED), help="of SmolLM2")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--new", type=int, default=256, help="tokens of a response")
@@ -226,7 +231,7 @@ def main() -> None:
         dtype = getattr(torch, options.dtype)
         model = AutoModelForCausalLM.from_pretrained(options.smollm2, dtype=dtype).eval()
         tokenizer = AutoTokenizer.from_pretrained(options.smollm2)
-        asked = [f"Write the numbers from {3 * i + 1} to {3 * i + 100}, separated by commas."
+        asked = [ASKED[options.ask].format(i, 3 * i + 1, 3 * i + 100, 17 * i + 38, 29 * i + 46)
                  for i in range(options.prompts)]  # fmt: skip
         prompts = [
             tokenizer.apply_chat_template(
@@ -234,7 +239,7 @@ def main() -> None:
             )["input_ids"]
             for text in asked
         ]
-        label = f"smollm2/{options.dtype}"
+        label = f"smollm2/{options.dtype}/{options.ask}"
     else:
         model = tiny_model(0 if options.bound else options.train_steps)
         prompts = [ids_of(counting(i + 1, 1 + i % 3).split(" ")[0]) for i in range(options.prompts)]

@@ -30,6 +30,8 @@ from hybridrl.system import signals
 
 EARLY = ["schedule=fused", "schedule.early_backward=auto"]
 REPLICAS = ["trainer.layout.replicas=2"]
+MOVED: dict[Path, list[SampleId]] = {}
+"""By the run's directory, the samples that an instance trained early and another one generated."""
 Train = Callable[..., Any]
 
 
@@ -51,7 +53,10 @@ def run_of(
     def run(name: str, *overrides: str) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             whatever_it_costs(patch)
-            return train_here(tmp_path_factory.mktemp(name), *settings_of(*overrides))
+            moved = watch_moves(patch)
+            one = train_here(tmp_path_factory.mktemp(name), *settings_of(*overrides))
+            MOVED[one.dir] = moved
+            return one
 
     return run
 
@@ -67,6 +72,20 @@ def whatever_it_costs(patch: pytest.MonkeyPatch) -> None:
     """Train early wherever it is possible: on a loaded machine it might be too dear."""
     patch.setattr(StreamedUpdate, "_affordable", lambda *_: None)
     patch.setattr(fused, "best_plan", lambda plans: max(plans, key=lambda p: p.trains_early))
+
+
+def watch_moves(patch: pytest.MonkeyPatch) -> list[SampleId]:
+    """See `MOVED`: they are entered while the run goes on."""
+    moved: list[SampleId] = []
+    train_early = RayExecutor.train_early
+
+    def watched(self: RayExecutor, stage: Any, instance: int, samples: Any) -> None:
+        own = self.group.instances[instance]
+        moved.extend(sample.id for sample in samples if sample.rank not in own)
+        train_early(self, stage, instance, samples)
+
+    patch.setattr(RayExecutor, "train_early", watched)
+    return moved
 
 
 def check_same(serial: Any, early: Any) -> None:
@@ -110,6 +129,7 @@ def test_it_trains_as_serial_does(run_of: Callable[..., Any], recipe: tuple[str,
     serial, early = run_of("serial", *recipe), run_of("early", *recipe, *EARLY)
     check_same(serial, early)
     assert sum(line["trained_early"] for line in early.metrics) > 0
+    assert MOVED[early.dir]
     assert early_spans(early)
     assert not early_spans(serial)
 
@@ -148,6 +168,8 @@ def test_a_run_that_resumes_in_between(
         other = load_file(rest.dir / "final" / "model.safetensors")[name]
         torch.testing.assert_close(weights, other, atol=1e-5, rtol=0)
     assert len(rest.steps) == 1
+    for run in (whole, rest):
+        assert sum(line["trained_early"] for line in run.metrics) > 0
 
 
 def test_a_step_that_fails_leaves_no_rank_behind() -> None:
@@ -290,7 +312,7 @@ def test_sigterm_while_an_instance_trains_early(
     ("recipe", "reason"),
     [
         (("recipe=ppo", "recipe.num_samples=2"), "update_actor shares its ranks with the update"),
-        (("recipe=dapo", "recipe.group_size=2"), "take may leave groups out"),
+        (("recipe=dapo", "recipe.group_size=2"), "take may ask for another round"),
     ],
     ids=["ppo", "dapo"],
 )

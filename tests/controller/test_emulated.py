@@ -7,12 +7,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
+from script_modules import load_script
 
 from hybridrl.config import Config, ConfigError, compose
 from hybridrl.controller import train as runs
+from hybridrl.controller.preflight import build_recipe, prepare
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Sampling, Submit
 from hybridrl.flow.sample import SampleId
@@ -25,7 +28,7 @@ from hybridrl.planner.emulation import (
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.rundata import load
 from hybridrl.telemetry.tables import timelines
-from hybridrl.telemetry.trace import read_timeline
+from hybridrl.telemetry.trace import rank_lane, read_timeline
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.data_plane import LocalDataPlane
@@ -165,7 +168,10 @@ def test_prompts_wait_by_tokens_alone(trained: Callable[..., Path], schedule: st
 
 
 def test_all_that_is_written_says_emulated(trained: Callable[..., Path], tmp_path: Path) -> None:
+    from hybridrl.telemetry.compare import grouped
     from hybridrl.telemetry.report import render
+    from hybridrl.telemetry.rundata import load
+    from hybridrl.telemetry.trace import read_trace
 
     run = trained("schedule=serial", *GRPO)
     for file in ("run.json", "costs.json"):
@@ -174,6 +180,12 @@ def test_all_that_is_written_says_emulated(trained: Callable[..., Path], tmp_pat
     assert "emulated: 4 ranks" in (run / "events.jsonl").read_text()
     assert {line["prompt"] for line in read_lines(run / "samples.jsonl")} == {"[emulated]"}
     assert "(emulated) · hybridrl</title>" in render(run).read_text()
+    assert all(line["emulated"] for line in read_lines(run / "lengths.jsonl"))
+    labels = [e["args"] for e in read_trace(run / "trace.json") if e["name"] == "process_labels"]
+    assert len(labels) >= 5  # the driver and four ranks
+    assert all(args == {"labels": "emulated"} for args in labels)
+    for groups in (grouped([load(run)]), grouped([load(run), load(trained("schedule=fused"))])):
+        assert all(group.label.endswith(" (emulated)") for group in groups)
     assert not (run / "final").exists()
 
 
@@ -321,3 +333,83 @@ def test_concurrent_calls_do_not_wait_for_a_busy_rank() -> None:
     assert [*clocked.replies] == ["fetch"]
     clocked.ranks.end_due(clocked.costs.switch_s)
     assert [*clocked.replies] == ["fetch", "switch", "next"]
+
+
+# -- updates in one plan -----------------------------------------------------------------------
+
+PIPELINES = ("trainer.layout.pp=2", "critic.layout.pp=2", "trainer.mini_batches=2")
+
+
+def fused(text: str) -> str:
+    return f"trainer.fuse_updates={text}"
+
+
+def update_s(run: Path, step: int) -> list[float]:
+    """Seconds of the first rank's updates in a step."""
+    spans, _ = read_timeline(run / "trace.json")
+    own = [s for s in spans if s.name == "update" and s.lane == rank_lane(0) and s.step == step]
+    return [span.end - span.start for span in own]
+
+
+@pytest.mark.parametrize("schedule", ["serial", "fused"])
+def test_updates_in_one_plan_take_its_seconds(trained: Callable[..., Path], schedule: str) -> None:
+    """One call of `fused_train_token_s` a token; the batch is that of separate updates."""
+    settings = (f"schedule={schedule}", *PPO, *PIPELINES)
+    apart, together = (trained(*settings, fused(text)) for text in ("never", "always"))
+    assert lengths_by_prompt(apart) == lengths_by_prompt(together)
+    assert rewards(apart) == rewards(together)
+    config = configured(*PPO, *PIPELINES)
+    config.resolve_device(0, "this machine")
+    costs = scaled(emulated_costs(config, build_recipe(config.recipe)), 0.001)
+    assert 0 < costs.fused_train_token_s < costs.train_token_s
+    for number, line in enumerate(read_lines(together / "lengths.jsonl"), 1):
+        tokens = sum(line["lengths"]) + sum(line["prompt_tokens"])
+        (one,) = update_s(together, number)  # the trace has whole microseconds
+        assert one == pytest.approx(costs.fused_train_token_s * tokens, abs=3e-6)
+        two = update_s(apart, number)
+        assert len(two) == 2
+        assert sum(two) == pytest.approx(costs.train_token_s * tokens, abs=6e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "decided"),
+    [
+        (PIPELINES, "always"),
+        (("trainer.mini_batches=2",), "never"),
+        ((*PIPELINES, "critic.layout.pp=1"), "never"),
+    ],
+    ids=["both in pipelines", "none", "all weights of the critic at once"],
+)
+def test_auto_asks_the_costs(settings: tuple[str, ...], decided: str, tmp_path: Path) -> None:
+    config = configured(*PPO, *settings, f"run.dir={tmp_path}")
+    prepare(config)
+    assert config.trainer.fuse_updates.value == decided
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (("trainer.mini_batches=2",), "has no seconds of one plan"),
+        ((*PIPELINES, "critic.layout.tp=2"), "one plan has one tp"),
+        ((*PIPELINES, 'cluster.costs="gpu:model=8b,critic=8b,pp=2"'), "trainer.layout and critic"),
+        ((*PIPELINES, "trainer.chunk_tokens=64"), "trainer.chunk_tokens=0"),
+    ],
+)
+def test_updates_without_the_costs_of_one_plan_are_refused(
+    settings: tuple[str, ...], reason: str, tmp_path: Path
+) -> None:
+    config = configured(*PPO, *settings, fused("always"), f"run.dir={tmp_path}")
+    with pytest.raises(ConfigError, match=reason):
+        prepare(config)
+
+
+@pytest.mark.parametrize("fuse_updates", ["never", "always"])
+def test_a_step_takes_what_the_plan_says(trained: Callable[..., Path], fuse_updates: str) -> None:
+    """Measured, of the second step and the third: 1.01 of the plan, on a busy machine."""
+    steps = load_script("bench/emulated_steps.py")
+    settings = (*PPO, *PIPELINES, fused(fuse_updates), "cluster.time_scale=0.1", "schedule=serial")
+    seconds = [line["step_s"] for line in read_lines(trained(*settings) / "metrics.jsonl")]
+    config = configured(*settings)
+    config.resolve_device(0, "this machine")
+    planned = steps.predict(config, ("reference", "reward", "critic"))
+    assert fmean(seconds[1:]) == pytest.approx(planned, rel=0.05)

@@ -11,8 +11,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from resumed_runs import check_same, ended, state
+from resumed_runs import check_same, ended, lines, state
 
+from hybridrl.config import ConfigError
 from hybridrl.controller.episodes import EnvironmentFailed
 from hybridrl.environments import EpisodePool
 from hybridrl.flow.schedules import generation_round
@@ -154,3 +155,30 @@ def test_a_partial_run_that_ends_in_mid_conversation_goes_on_as_if_it_had_not(
     rest = train_here(copy, *partial, "trainer.resume=auto")
     assert len(rest.steps) == 2
     check_same(tmp_path / "run", copy, tmp_path)
+
+
+@pytest.mark.layouts
+def test_a_run_that_does_not_wait_is_repeated_from_its_record(
+    train_here: Callable[..., Any], settings: list[str], tmp_path: Path
+) -> None:
+    """Its environments sleep for random times. Repeated they do not, from the start and resumed."""
+    changed = ("trainer.steps", "recipe", "environment.max_turn_tokens", "rollout.max_new")
+    kept = [x for x in settings if not x.startswith(changed)]
+    partial = [
+        *kept, *(x for x in PARTIAL if not x.startswith("deterministic")), "recipe.group_size=2",
+        "environment.max_turn_tokens=4", "rollout.max_new_tokens=64", "trainer.steps=4",
+        "+environment.params.turns=8", "+environment.params.ends=0.3",
+    ]  # fmt: skip
+    run, again = tmp_path / "run", tmp_path / "again"
+    train_here(run, *partial, "environment.partial=timed", "+environment.params.sleep=0.5")
+    orders = read_lines(run / "turn_orders.jsonl")
+    assert [line["step"] for line in orders] == [1, 2, 3, 4]
+    assert any(num and not ended for line in orders for _, num, ended in line["rounds"][0])
+    copy = ended(run, tmp_path / "copy", 2)
+    train_here(again, *partial, f"environment.partial={run}")
+    train_here(copy, *partial, f"environment.partial={run}", "trainer.resume=auto")
+    for other in (again, copy):
+        for name in ("turn_orders", "lengths", "samples"):
+            assert lines(other, name) == lines(run, name), name
+    with pytest.raises(ConfigError, match=r"environment\.partial=.*: wanted counted, timed, or a"):
+        train_here(tmp_path / "none", *partial, f"environment.partial={tmp_path}")

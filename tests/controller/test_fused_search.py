@@ -52,9 +52,8 @@ def test_the_problem_has_the_work_of_all_samples(schedule: str) -> None:
         models = [m for m in problem.models if m.name == f"engine {number}"]
         assert len(models) == 4 // own.layout.pp
         done = sum(c.forward_s for m in models for row in m.costs for c in row)
-        tokens = sum(sample.tokens for sample in samples)
-        scored = sum(sample.response for sample in samples)
-        assert done == pytest.approx(own.flops.per_token * tokens + own.flops.per_scored * scored)
+        work = sum(own.flops(sample.tokens, sample.response) for sample in samples)
+        assert done == pytest.approx(work)
         places = sorted({rank for m in models for rank in m.ranks})
         assert places == [0, 1, 2, 3]
     # The critic's first stage is on the last ranks: place 2 and 3 of four.

@@ -176,9 +176,19 @@ def test_a_fused_run_trains_as_one_that_is_not(
 
 
 @pytest.mark.ray
-def test_so_does_one_on_ray(train: Callable[..., Any], tiny_run: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [("ppo", []), pytest.param("safe_rlhf", SAFE, marks=pytest.mark.layouts)],
+)
+def test_so_does_one_on_ray(
+    train: Callable[..., Any],
+    tiny_run: list[str],
+    tmp_path: Path,
+    recipe: str,
+    more: list[str],
+) -> None:
     """The memory of a joined cluster's CPUs is not known, so `auto` would not fuse."""
-    check_runs(train, tiny_run, tmp_path, "ppo", [], "always")
+    check_runs(train, tiny_run, tmp_path, recipe, more, "always")
 
 
 def check_runs(

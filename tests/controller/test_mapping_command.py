@@ -1,17 +1,26 @@
 """`hybridrl plan auto`: what it proposes passes the checks of a run, what is wrong is one line."""
 
+import itertools
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from hybridrl import cli
-from hybridrl.config import ConfigError, compose
+from hybridrl.config import ConfigError, TinyModelConfig, compose
 from hybridrl.controller import mapping_command
 from hybridrl.controller.preflight import prepare
+from hybridrl.models.tiny import make_tiny_model
+from hybridrl.planner.accelerators import ACCELERATORS, layer_roofline
+from hybridrl.planner.mapping import cluster_of
+from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.planner.partitions import set_partitions
+from hybridrl.rewards.model import make_reward_model
 from hybridrl.telemetry.prediction import read_prediction
 from hybridrl.telemetry.report import render
 
@@ -26,10 +35,22 @@ def _plan(*args: str, lengths: str = LENGTHS) -> mapping_command.MappingReport:
     return mapping_command.run([*args, lengths])
 
 
-def _random_problem(draw: random.Random) -> list[str]:
-    """A recipe, a tiny model and a cluster."""
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny reward model of four heads."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny = TinyModelConfig(
+        hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+    )
+    make_tiny_model(folder / "actor", tiny, seed=0)
+    make_reward_model(folder / "reward", str(folder / "actor"), seed=1)
+    return str(folder / "reward")
+
+
+def _random_problem(draw: random.Random, reward_model: str) -> list[str]:
+    """A recipe, a tiny model and a cluster; a reward model or a verifier."""
     heads = draw.choice((2, 4, 8))
-    return [
+    problem = [
         f"recipe={draw.choice(('grpo', 'ppo', 'grpo', 'safe_rlhf'))}",
         f"model.tiny.num_layers={draw.choice((1, 2, 4, 5))}",
         f"model.tiny.num_heads={heads}",
@@ -41,11 +62,14 @@ def _random_problem(draw: random.Random) -> list[str]:
         "--number=2",
         "--seconds=2",
     ]
+    if draw.random() < 0.5:
+        problem += ["reward=model", f"reward.model={reward_model}"]
+    return problem
 
 
-def _passes_preflight(seed: int, directory: Path) -> None:
+def _passes_preflight(seed: int, directory: Path, reward_model: str) -> None:
     """What `train` checks before it starts a rank; memory is that of the planned cluster."""
-    args = _random_problem(random.Random(seed))
+    args = _random_problem(random.Random(seed), reward_model)
     report = _plan(*TINY, *args)
     own = [arg for arg in args if not arg.startswith("--")]
     for number, overrides in enumerate(report.overrides):
@@ -55,17 +79,33 @@ def _passes_preflight(seed: int, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_overrides_pass_the_preflight(seed: int, tmp_path: Path) -> None:
+def test_overrides_pass_the_preflight(seed: int, tmp_path: Path, reward_model: str) -> None:
     """Of random models and clusters."""
-    _passes_preflight(seed, tmp_path)
+    _passes_preflight(seed, tmp_path, reward_model)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 200, 20))
-def test_overrides_of_many_pass_the_preflight(first: int, tmp_path: Path) -> None:
+def test_overrides_of_many_pass_the_preflight(
+    first: int, tmp_path: Path, reward_model: str
+) -> None:
     """Of 200 random models and clusters."""
     for seed in range(first, first + 20):
-        _passes_preflight(seed, tmp_path)
+        _passes_preflight(seed, tmp_path, reward_model)
+
+
+def test_ppo_has_fifteen_partitions(reward_model: str) -> None:
+    """Of actor, critic, reference and a reward model: all of them can run, on four ranks."""
+    reward = ("reward=model", f"reward.model={reward_model}", "recipe.kl_coef=0.1")
+    compose.register()
+    config = compose.check([*TINY, "recipe=ppo", *reward, "cluster.ranks=4"])
+    cluster = cluster_of(ACCELERATORS["a100"], 1, 4)
+    options = {"lengths": LENGTHS.removeprefix("--lengths=")}
+    problem = mapping_command._problem(config, cluster, options, [])
+    pools = mapping_command._space(problem).pools
+    tried = [pools(partition) for partition in set_partitions([r.name for r in problem.roles])]
+    assert len(tried) == 15
+    assert all(tried)
 
 
 def test_the_best_comes_first_and_is_not_below_its_bound() -> None:
@@ -75,9 +115,24 @@ def test_the_best_comes_first_and_is_not_below_its_bound() -> None:
     assert len(seconds) >= 4
     assert seconds == sorted(seconds)
     assert all(one.bound_s <= one.seconds.step_s * (1 + 1e-9) for one in report.result.best)
-    placements = {len(one.mapping.pools) for one in report.result.best}
     assert report.result.is_complete
-    assert placements <= {1, 2, 3}
+    kinds = [
+        (one.mapping.pools, one.mapping.ranks, one.mapping.gen, one.mapping.schedule.kind)
+        for one in report.result.best
+    ]
+    assert all(one != other for one, other in itertools.combinations(kinds, 2))
+    assert len({len(pools) for pools, *_ in kinds}) > 1
+
+
+def test_the_table_has_the_memory_of_each_pool() -> None:
+    """The largest phase of a rank of it."""
+    apart = ("cluster.placement=split", "cluster.pools.actor=1", "cluster.pools.critic=1")
+    cluster = ("cluster.ranks=2", "--nodes=1", "--gpus-per-node=2", "--price")
+    report = _plan(*TINY, "recipe=ppo", *apart, *cluster)
+    (memory,) = (line[5] for line in report.table()[1:])
+    of_actor, of_critic = memory.split("; ")
+    assert re.fullmatch(r"actor: [\d.e-]+ GiB, \w+( \w+)*", of_actor)
+    assert re.fullmatch(r"critic: [\d.e-]+ GiB, \w+ critic", of_critic)
 
 
 def test_a_mapping_by_hand_costs_what_the_search_says() -> None:
@@ -129,10 +184,60 @@ def test_wrong_input_is_one_line(args: tuple[str, ...], key: str, message: str) 
     assert "\n" not in str(error.value)
 
 
+def test_a_reward_model_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    """Not the actor, which does."""
+    compose.register()
+    shape = compose.check(["model=llama3_70b"]).model.shape
+    AutoConfig.for_model(**shape).save_pretrained(tmp_path)
+    reward = ("reward=model", f"reward.model={tmp_path}", "model=qwen3_1.7b")
+    with pytest.raises(ConfigError, match=r"reward that scores .* needs [\d.]+ GiB on a rank"):
+        _plan("cluster.device=cuda", *reward, "--nodes=1", "--gpus-per-node=1")
+
+
 def test_a_workload_without_lengths_says_where_they_come_from() -> None:
     """A run, a file, or a distribution."""
     with pytest.raises(ConfigError, match="lognormal"):
         mapping_command.run([*TINY, "--nodes=1"])
+
+
+def _costs_file(directory: Path, per_node: int) -> str:
+    """Of a node with so many GPUs, as `plan calibrate` writes it."""
+    accelerator = ACCELERATORS["a100"]
+    cluster = cluster_of(accelerator, 1, per_node)
+    costs = MappingCosts(layer_roofline(accelerator), cluster)
+    file = directory / "node.json"
+    file.write_text(json.dumps(costs.to_json()))
+    return f"--costs={file}"
+
+
+@pytest.mark.parametrize(
+    ("per_node", "args", "key"),
+    [
+        (2, ["--nodes=2"], "--network-gbs"),
+        (1, ["--nodes=1", "--gpus-per-node=2"], "--node-gbs"),
+        (1, ["--nodes=2", "--gpus-per-node=2", "--node-gbs=100"], "--network-gbs"),
+    ],
+)
+def test_links_that_were_not_measured_are_asked_for(
+    per_node: int, args: list[str], key: str, tmp_path: Path
+) -> None:
+    """A node's costs know no network, and one GPU's no link at all."""
+    costs = _costs_file(tmp_path, per_node)
+    with pytest.raises(ConfigError, match=r"node\.json has no links between the") as error:
+        _plan(*TINY, *args, costs)
+    assert error.value.key == key
+
+
+def test_with_the_networks_speed_one_nodes_costs_are_enough(tmp_path: Path) -> None:
+    """A slower network makes the same mapping dearer."""
+
+    def step_s(network_gbs: float) -> float:
+        layout = ("cluster.ranks=4", "trainer.layout.fsdp=4")
+        costs = (_costs_file(tmp_path, 2), "--nodes=2", f"--network-gbs={network_gbs}")
+        (one,) = _plan(*TINY, *layout, *costs, "--price").result.best
+        return one.seconds.step_s
+
+    assert step_s(0.1) > step_s(10)
 
 
 def test_a_mapping_by_hand_that_does_not_fit_names_the_largest_size() -> None:

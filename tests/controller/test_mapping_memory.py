@@ -2,11 +2,12 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
-from hybridrl.config import ActivationMode, Config, PipelineSchedule, compose
+from hybridrl.config import ActivationMode, Config, OptimName, PipelineSchedule, compose
 from hybridrl.controller import memory_plan
 from hybridrl.controller.mapping_overrides import mapping_of
 from hybridrl.controller.mapping_roles import CountedLayerBytes, planned_roles, role_shapes
@@ -70,11 +71,16 @@ def _layouts(seed: int, number: int) -> list[tuple[str, int, list[str]]]:
     return layouts
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_phases_agree_with_the_memory_plan(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "optim"),
+    [(0, OptimName.adamw), (1, OptimName.adamw), (2, OptimName.adamw8bit), (3, OptimName.muon)],
+)
+def test_phases_agree_with_the_memory_plan(seed: int, optim: OptimName) -> None:
     """Of random layouts: each phase within 3 % of the plan, or 50 MiB."""
     for model, ranks, settings in _layouts(seed, 12):
         config = _config(model, ranks, settings)
+        for trained in (config.trainer, config.critic):
+            trained.optim = replace(trained.optim, name=optim)
         graph = build_recipe(config.recipe)
         shape = AutoConfig.for_model(**config.model.shape)
         exact = memory_plan.plan_run(config, graph, shape, memory_plan.gpu_room(80 * GIB))
@@ -88,6 +94,16 @@ def test_phases_agree_with_the_memory_plan(seed: int) -> None:
             if difference > 50 * 2**20:
                 assert difference <= 0.03 * wanted[phase.name], (model, settings, phase, wanted)
     assert len(wanted) == len(planned.phases)
+
+
+def test_a_recipe_says_how_a_role_is_trained() -> None:
+    """`kl_cov` takes four optimizer steps a batch."""
+    compose.register()
+    config = compose.check(["recipe=kl_cov", "trainer.optim.name=muon", "cluster.device=cpu"])
+    graph = build_recipe(config.recipe)
+    shapes = {"actor": _shape("qwen3_1.7b")}
+    (actor,) = planned_roles(config, graph, shapes)
+    assert (actor.mini_batches, actor.epochs, actor.optim) == (4, None, OptimName.muon)
 
 
 def _shape(model: str) -> PretrainedConfig:

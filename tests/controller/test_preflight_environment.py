@@ -21,7 +21,6 @@ SILENT = "environment.kind=grid: wanted none: the recipe does not generate"
         (["recipe=gigpo"], READS),
         (["recipe=sft", "environment=grid"], SILENT),
         (["recipe=dpo", "environment=grid"], SILENT),
-        (["rollout=vllm", "environment=grid"], "rollout.engine=vllm: wanted native with envi"),
         (["cluster=emulated", "environment=grid"], "environment.kind=grid: wanted none: emulated"),
         (
             ["recipe=safe_rlhf", "recipe.turn_rewards=true", "environment=grid"],
@@ -44,6 +43,7 @@ def test_what_conversations_do_not_go_with(
         ["recipe=ppo", "recipe.turn_rewards=true"],
         ["recipe=safe_rlhf"],
         ["schedule=partial"],
+        ["rollout=vllm", "schedule=partial"],
     ],
 )
 def test_what_they_go_with(make_config: Callable[..., Config], overrides: list[str]) -> None:

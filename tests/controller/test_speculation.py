@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 
 PARTIAL = ["schedule=partial", "schedule.over_provision=2"]
+PACKED = ["schedule=packed", "schedule.limit_tokens=24"]
 
 
 @pytest.mark.layouts
 @pytest.mark.parametrize(
-    ("schedule", "speculate"), [(["schedule=serial"], "auto"), (PARTIAL, "3")], ids=str
+    ("schedule", "speculate"),
+    [(["schedule=serial"], "auto"), (PARTIAL, "3"), (PACKED, "3")],
+    ids=["serial", "partial", "packed"],
 )
 def test_steps_are_those_without_drafts(
     train_here: Callable[..., Any], long_tail: list[str], check_same: Callable[..., None],

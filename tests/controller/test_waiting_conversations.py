@@ -5,7 +5,6 @@ import pytest
 from hybridrl.config import Config, ConfigError, compose
 from hybridrl.controller.generation_sizes import conversations_held
 from hybridrl.controller.preflight import build_recipe
-from hybridrl.controller.preflight_environment import check_environment
 
 
 def configured(*settings: str) -> Config:
@@ -31,11 +30,8 @@ def test_an_instance_may_have_its_share_of_all_conversations(
     assert conversations_held(config, build_recipe(config.recipe)) == number
 
 
-def test_vllm_holds_none() -> None:
-    config = configured("rollout=vllm")
-    with pytest.raises(ConfigError) as refused:
-        check_environment(config, build_recipe(config.recipe))
-    assert str(refused.value) == (
-        "rollout.engine=vllm: wanted native with environment.kind=grid "
-        "(vllm holds no samples between turns)"
-    )
+def test_vllm_keeps_none_on_the_host() -> None:
+    with pytest.raises(
+        ConfigError, match=r"kv_host_tokens=64: wanted null with rollout\.engine=vllm"
+    ):
+        configured("rollout=vllm", "rollout.kv_host_tokens=64")

@@ -88,6 +88,8 @@ def test_a_run_that_resumes_in_between(run_of: Callable[..., Any], long_tail: li
     (second,) = whole.dir.glob("checkpoints/step_*2")
     rest = run_of(*settings, f"trainer.resume={second}")
     assert len(rest.steps) == 1
+    for run in (whole, rest):
+        assert sum(line["widened"] for line in run.metrics) > 0
     for name, weights in load_file(whole.dir / "final" / "model.safetensors").items():
         other = load_file(rest.dir / "final" / "model.safetensors")[name]
         torch.testing.assert_close(weights, other, atol=1e-5, rtol=0)

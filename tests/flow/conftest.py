@@ -11,6 +11,7 @@ import pytest
 
 from hybridrl.flow.clock import VirtualClock
 from hybridrl.flow.executor import (
+    ENOUGH_TURNS,
     Advanced,
     Answer,
     Command,
@@ -163,7 +164,13 @@ class VirtualExecutor:
             self.early.clear()
         self.clock.advance_to(self.clock.now() + 1.0)
 
-    def advance(self, instance: int, commands: Sequence[Command], num_decode_steps: int) -> None:
+    def advance(
+        self,
+        instance: int,
+        commands: Sequence[Command],
+        num_decode_steps: int,
+        enough_turns: int = ENOUGH_TURNS,
+    ) -> None:
         assert self.entered[-1:] == [Phase.GENERATE]
         members = self._members(instance)
         assert self.gone_training.isdisjoint(members), "it has no generation weights any more"

@@ -31,7 +31,7 @@ BY_RECIPE = {
     **dict.fromkeys(["grpo", "dr_grpo", "rloo", "gspo", "gmpo", "cispo", "sapo", "opo"], EARLY),
     **dict.fromkeys(["maxrl", "remax", "ttrl", "gigpo"], EARLY),
     **dict.fromkeys(["distill", "distill_topk", "self_distill"], EARLY),
-    "dapo": "take may leave groups out that are finished",
+    "dapo": "take may ask for another round, which every rank generates",
     "ppo": "update_actor shares its ranks with the update update_critic",
     "safe_rlhf": "update_actor shares its ranks with the update update_critic",
     "reinforce_pp": "whitening reads the whole batch",
@@ -239,7 +239,11 @@ def test_seconds_until_the_longest_ends() -> None:
     ("name", "settings", "line"),
     [
         ("grpo", EarlySettings(), "early backward: update_actor begins while samples decode"),
-        ("dapo", EarlySettings(), "schedule.early_backward has no effect: take may leave groups"),
+        (
+            "dapo",
+            EarlySettings(),
+            "schedule.early_backward has no effect: take may ask for another",
+        ),
         ("grpo", EarlySettings(obstacle="why"), "schedule.early_backward has no effect: why"),
     ],
 )

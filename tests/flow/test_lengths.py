@@ -148,6 +148,20 @@ def test_a_forecast_keeps_the_tail_and_forgets_old_steps() -> None:
     resumed = Forecast(num_steps=2)
     resumed.load_state_dict(json.loads(json.dumps(forecast.state_dict())))
     assert resumed.sample(100) == forecast.sample(100)
+    resumed.load_state_dict({"steps": [[1, 2, 3]]})  # an older one
+    assert resumed.waits(2) == [[0.0, 0.0]]
+
+
+def test_a_forecast_keeps_samples_in_the_order_of_their_ends():
+    """The last one is not the longest, but waits."""
+    forecast = Forecast()
+    forecast.add([30, 5, 20, 10], [0.0, 1.0, 2.0, 9.0])
+    assert forecast.steps(2) == [[5, 10]]
+    assert forecast.waits(2) == [[1.0, 9.0]]
+    assert forecast.last == ([30, 5, 20, 10], [0.0, 1.0, 2.0, 9.0])
+    again = Forecast()
+    again.load_state_dict(json.loads(json.dumps(forecast.state_dict())))
+    assert (again.steps(4), again.waits(4)) == (forecast.steps(4), forecast.waits(4))
 
 
 @given(lengths=st.lists(st.integers(0, 1000), min_size=1, max_size=50), num=st.integers(1, 200))

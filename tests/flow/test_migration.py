@@ -259,7 +259,7 @@ def test_the_plan_for_a_thousand_samples_is_near_the_best_of_all() -> None:
 def two_groups() -> StepModel:
     """Two groups of two on two instances; a decode step takes 1 s, training 10 s in all."""
     lengths = [2, 2, 4, 40]
-    training = training_arrivals(lengths, [2, 40], 10 / 48, 0.0)
+    training = training_arrivals(lengths, [2, 40], 10.0)
     assert training.tolist() == [5.0, 0.0, 0.0, 5.0]
     return model_of(lengths, 2, Costs(step_s=1.0), 0.0, training=training)
 
@@ -285,8 +285,8 @@ def test_a_freed_instance_s_way_to_training_takes_its_time(switch_s: float, left
 
 
 def test_training_waits_for_the_longest_of_its_group() -> None:
-    assert training_arrivals([1, 2, 3], [3, 9], 1.0, 1.0).tolist() == [0.0, 0.0, 9.0]
-    assert training_arrivals([1, 2, 3], [], 1.0, 1.0).tolist() == [0.0, 0.0, 0.0]
+    assert training_arrivals([1, 2, 3], [3, 9], 9.0).tolist() == [0.0, 0.0, 9.0]
+    assert training_arrivals([1, 2, 3], [], 9.0).tolist() == [0.0, 0.0, 0.0]
 
 
 # -- the choice ----------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def test_a_plan_has_to_save_a_hundredth() -> None:
 def test_calls_that_end_sooner_cost_something() -> None:
     """Waiting for ends costs calls: 2.2 s of them, more than the 2.1 s that can be trained."""
     costs = Costs(step_s=1.0, call_s=0.3, round_trip_s=0.2)
-    training = training_arrivals([2, 2, 4, 40], [2, 40], 4.2 / 48, 0.0)
+    training = training_arrivals([2, 2, 4, 40], [2, 40], 4.2)
     model = model_of([2, 2, 4, 40], 2, costs, 0.0, training=training, call_steps=8)
     plans = {p.name: p for p in tail_plans([model], 8, stay_call_steps=64)}
     assert plans["stay"].seconds == pytest.approx(40 + 40 * 0.5 / 64 + 2.1)
@@ -349,3 +349,60 @@ def test_a_threshold_of_the_user_is_kept() -> None:
     assert {plan.migration.threshold for plan in plans.values()} == {3}
     assert [*plans_of(model, 8, widths=(2,))] == ["widen to 2", "widen to 2, train early"]
     assert [*plans_of(model, 8, widths=(4,))] == ["stay", "train early"]
+
+
+# -- waits ---------------------------------------------------------------------------------------
+
+
+def simulate_waiting(
+    lengths: list[int], waits: list[int], num_instances: int, per_token: float, threshold: int,
+    cap: int, prompt: int,
+) -> float:  # fmt: skip
+    """Rows are free and a token takes a second, so that each sample ends in a time of its own."""
+    ends = sorted((tokens + wait, tokens) for tokens, wait in zip(lengths, waits, strict=True))
+    left, on, now, waiting, moved = len(ends), num_instances, 0.0, 0.0, False
+    for end, tokens in ends:
+        if end > now and not moved and left <= threshold:
+            moved, on = True, min(num_instances, -(-left // cap))
+        waiting = max(0.0, waiting - (end - now) * (num_instances - min(on, left)))
+        now, left, waiting = end, left - 1, waiting + per_token * (prompt + tokens)
+    return now + waiting / num_instances
+
+
+@settings(max_examples=80)
+@given(
+    samples=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 200)), min_size=2, max_size=24),
+    num_instances=st.integers(2, 6),
+    per_token=st.floats(0, 1),
+    max_held=st.integers(1, 30),
+    prompt=st.integers(0, 50),
+)
+def test_those_that_wait_end_later(
+    samples: list[tuple[int, int]],
+    num_instances: int,
+    per_token: float,
+    max_held: int,
+    prompt: int,
+) -> None:
+    lengths, waits = map(list, zip(*samples, strict=True))
+    args = (lengths, num_instances, Costs(step_s=1.0), per_token, prompt)
+    model = model_of(*args, waits=waits if any(waits) else ())
+    thresholds = range(1, len(lengths))
+    simulated = {
+        n: simulate_waiting(lengths, waits, num_instances, per_token, n, max_held, prompt)
+        for n in thresholds
+    }
+    expected = model.expected_seconds([*thresholds], [max_held] * len(simulated))
+    assert expected.tolist() == pytest.approx([*simulated.values()], rel=1e-6)
+    work = per_token * sum(prompt + length for length in lengths) / num_instances
+    longest = max(length + wait for length, wait in samples)
+    assert model.serial_seconds() == pytest.approx(longest + work)
+
+
+def test_those_that_wait_take_no_row() -> None:
+    """Each of four makes 10 tokens and waits half of its time, so that two of four are rows."""
+    costs = Costs(step_s=1.0, row_s=1.0)
+    model = model_of([10] * 4, 1, costs, 0.0, waits=[30.0] * 4)
+    assert model.usual_pace == pytest.approx(3.0, rel=0.01)
+    assert model.serial_seconds() == pytest.approx(60.0, rel=0.01)
+    assert model_of([10] * 4, 1, costs, 0.0).serial_seconds() == 50.0

@@ -15,10 +15,12 @@ from hybridrl.flow import Flow, SampleId, TokenSpan, recipe
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.ledger import SampleStatus
 from hybridrl.flow.lengths import LengthModel, PromptKey
+from hybridrl.flow.sample import NO_VERSION
 from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.generation_task import RoundLimits
 from hybridrl.flow.schedules.partial import ENDED, PartialSchedule, check_partial
 from hybridrl.flow.schedules.serial import SerialSchedule
+from hybridrl.flow.turns import TurnsTaken, order_from_json, order_to_json
 
 
 class ToyLoss(Loss):
@@ -44,7 +46,7 @@ def toy(flow: Flow, cfg: dict[str, Any]) -> None:
 
 def make(
     executor, cfg, *, prompts=4, decode_steps=5, over=1.5, staleness=1, stale_kv=False, held=100,
-    num_prompts=10_000, first_prompt=0, turns=False,
+    num_prompts=10_000, first_prompt=0, turns=False, timed=False, turn_orders=None,
 ):  # fmt: skip
     return PartialSchedule(
         toy.build(cfg),
@@ -59,6 +61,8 @@ def make(
         length_model=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1, 2, 3))),
         over_provision=over,
         max_staleness=staleness,
+        timed=timed,
+        turn_orders=turn_orders,
     )
 
 
@@ -90,6 +94,7 @@ cases = given(
     hangs=st.lists(st.booleans(), min_size=1, max_size=7),
     deaths=st.dictionaries(st.integers(1, 60), st.integers(0, 3), max_size=3),
     turns=st.sampled_from([0, 0, 1, 4]),
+    timed=st.booleans(),
 )
 
 
@@ -107,7 +112,7 @@ def assert_settled(schedule, result):
 
 def check(
     virtual_executor, seed, num_instances, decode_steps, k, prompts, staleness, extra, held,
-    stale_kv, kind, lengths, rewards, finishes, hangs, deaths, turns,
+    stale_kv, kind, lengths, rewards, finishes, hangs, deaths, turns, timed,
 ):  # fmt: skip
     cfg: dict[str, Any] = {"k": k, "filter": kind != "plain"}
     if kind == "take":
@@ -120,7 +125,7 @@ def check(
     )  # fmt: skip
     schedule = make(
         executor, cfg, prompts=prompts, decode_steps=decode_steps, over=1 + extra * staleness,
-        staleness=staleness, stale_kv=stale_kv, held=held, turns=bool(turns),
+        staleness=staleness, stale_kv=stale_kv, held=held, turns=bool(turns), timed=timed,
     )  # fmt: skip
     left: list[SampleId] = []
     versions: dict[int, int] = {}  # the version that each prompt began with
@@ -267,6 +272,114 @@ def test_a_new_schedule_goes_on_from_what_an_old_one_has_written(
         left = sorted(schedule.close())
         seen.append((executor.updates, sorted(executor.released), left))
     assert seen[0] == seen[1]
+
+
+# -- without waiting for replies -----------------------------------------------------------------
+
+
+def spans_of(results):
+    return [[(s.id, s.spans, sorted(s.scalars.items())) for s in r.samples] for r in results]
+
+
+@given(
+    seeds=st.tuples(st.integers(0, 2**16), st.integers(0, 2**16)),
+    instances=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    decode_steps=st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    held=st.tuples(st.integers(2, 9), st.sampled_from([3, 100])),
+    cfg=st.sampled_from([{}, {"filter": True}, {"k": 3}]),
+    staleness=st.integers(1, 3),
+    lengths=lengths,
+    rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=5),
+    turns=st.integers(1, 4),
+    resumes=st.booleans(),
+)
+@settings(max_examples=60)
+def test_a_recorded_run_is_repeated_whatever_the_waits(
+    virtual_executor, seeds, instances, decode_steps, held, cfg, staleness, lengths, rewards,
+    turns, resumes,
+):  # fmt: skip
+    """Also in other calls, and where either run goes on from what another has written."""
+    orders, seen = {}, []
+    for follows, seed, num, steps, most in zip(
+        (False, True), seeds, instances, decode_steps, held, strict=True
+    ):
+        executor = virtual_executor(
+            num, seed, of_id(lengths), lambda id: (of_id(rewards)(id), "ok"),
+            turns_of=of_turns(of_id(lengths), turns),
+        )  # fmt: skip
+        more = {"decode_steps": steps, "over": 1 + staleness, "staleness": staleness, "held": most}
+        more |= {"turns": True, "timed": not follows, "turn_orders": orders if follows else None}
+        schedule, results = make(executor, cfg, **more), []
+        for step in range(4):
+            results.append(result := schedule.run_step(step))
+            rounds = json.loads(json.dumps([order_to_json(order) for order in result.turn_orders]))
+            assert rounds
+            if follows:
+                assert [order_from_json(order) for order in rounds] == orders[step]
+            orders[step] = [order_from_json(order) for order in rounds]
+            if resumes:
+                schedule.release()
+                state, pending = json.loads(json.dumps(schedule.state_dict())), schedule.pending()
+                pulled = next(schedule.prompts)[0]
+                schedule = make(executor, cfg, **more, first_prompt=pulled)
+                schedule.load_state_dict(state, prompt_at=lambda i: f"prompt {i}", num_ranks=num)
+                if parked := {c.id: c.parked.state[1][c.id] for c in pending if c.parked}:
+                    schedule.restore_parked((0, parked))
+                executor.replay_episodes()
+        event("some are parked" if executor.parked else "none is parked")
+        seen.append(spans_of(results))
+    assert seen[0] == seen[1]
+
+
+def hanging(virtual_executor, **more):
+    """Prompt 0 makes two turns; the reply to its first one takes a thousand seconds."""
+    executor = virtual_executor(
+        1, 0, lambda id: 9, turns_of=lambda id: [3, 5, 9] if id.prompt == 0 else [9],
+        wait_of=lambda id, turn: 1000.0 if (id.prompt, turn) == (0, 0) else 1.0,
+    )  # fmt: skip
+    return executor, make(executor, {"k": 1}, prompts=2, over=1.5, turns=True, **more)
+
+
+def test_a_step_does_not_wait_for_a_reply(virtual_executor):
+    """It trains on prompts 1 and 2; prompt 0 waits on, and is trained in the next step."""
+    executor, counted = hanging(virtual_executor)
+    assert [s.id.prompt for s in counted.run_step(0).samples] == [0, 1]
+    assert executor.clock.now() > 1000
+    executor, timed = hanging(virtual_executor, timed=True)
+    first = timed.run_step(0)
+    assert [s.id.prompt for s in first.samples] == [1, 2]
+    assert executor.clock.now() < 100
+    (order,) = first.turn_orders
+    assert order == {SampleId(0): (1, False), SampleId(1): (1, True), SampleId(2): (1, True)}
+    assert [c.waits for c in timed.pending()] == [True]
+    second = timed.run_step(1)
+    assert second.samples[0].id.prompt == 0
+    assert [span.version for span in second.samples[0].spans] == [0, NO_VERSION, 1]
+
+
+def test_a_record_is_followed_though_a_reply_comes_sooner(virtual_executor):
+    """Prompt 0's reply is there at once: it rests until the next step."""
+    order = {SampleId(0): TurnsTaken(1, False), SampleId(1): TurnsTaken(1, True)}
+    order[SampleId(2)] = TurnsTaken(1, True)
+    executor, schedule = hanging(virtual_executor, turn_orders={0: [order]})
+    executor.wait_of = lambda id, turn: 0.0 if id.prompt == 0 else 50.0
+    assert [s.id.prompt for s in schedule.run_step(0).samples] == [1, 2]
+    with pytest.raises(RuntimeError, match=r"round 1 of step 1 is not in the record"):
+        schedule.run_step(1)
+
+
+@pytest.mark.parametrize(
+    ("turns", "ended", "message"),
+    [(1, True, "sample 0.0 does not end in 1 turns"), (3, False, "sample 0.0 ends in 3 turns")],
+)
+def test_a_record_of_another_run_is_told(virtual_executor, turns, ended, message):
+    order = {SampleId(0): TurnsTaken(turns, ended), SampleId(1): TurnsTaken(1, True)}
+    _, other = hanging(virtual_executor, turn_orders={0: [order | {SampleId(9): (1, True)}]})
+    with pytest.raises(RuntimeError, match=r"it has no sample 9\.0 in this round"):
+        other.run_step(0)
+    _, schedule = hanging(virtual_executor, turn_orders={0: [order]})
+    with pytest.raises(RuntimeError, match=message):
+        schedule.run_step(0)
 
 
 LENGTHS = {0: 30, 1: 4, 2: 30, 3: 4, 4: 4, 5: 30}

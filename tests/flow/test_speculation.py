@@ -96,7 +96,7 @@ def executor_of(virtual_executor, model, seed, counts_tokens, tokens, speculates
             engine.load_weights(model.state_dict().items())
             return engine
 
-        def advance(self, instance, commands, num_decode_steps) -> None:
+        def advance(self, instance, commands, num_decode_steps, enough_turns=8) -> None:
             self._occupy(instance)
             engine, left = self.engines[instance], self._left[instance]
             parked: list[Parked] = []

@@ -1,4 +1,4 @@
-"""Waits for environments: what is likely of the first reply, and when parking pays."""
+"""Waits for environments: the first reply, when parking pays, when a call is to end."""
 
 import json
 import random
@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from hybridrl.flow.costs import Costs
+from hybridrl.flow.executor import EpisodeReply, Replied, TurnEnded
+from hybridrl.flow.sample import SampleId
+from hybridrl.flow.turns import OpenTurns, enough_turns
 from hybridrl.flow.waits import WaitModel, worth_parking
 
 
@@ -48,3 +51,24 @@ def test_parking_pays_where_the_wait_is_longer_than_the_moves() -> None:
     )
     assert worth_parking(costs, 3.01, 2, 100)
     assert not worth_parking(costs, 2.99, 2, 100)
+
+
+@pytest.mark.parametrize(("call_s", "one_in"), [(0.002, 8), (0.02, 2), (1.0, 1), (0.0, 64)])
+def test_calls_end_sooner_where_they_cost_less(call_s: float, one_in: int) -> None:
+    """Turns of 16 tokens, each of which takes 16 ms in a batch of ten rows."""
+    costs = Costs(step_s=0.006, row_s=0.001, call_s=call_s / 2, round_trip_s=call_s / 2)
+    assert enough_turns(costs, 10, 16.0) == one_in
+
+
+def test_the_tokens_of_turns_are_learned_without_those_of_replies() -> None:
+    turns, a, b = OpenTurns(), SampleId(0), SampleId(1)
+    turns.ended([TurnEnded(a, (), "", "stop", 10), TurnEnded(b, (), "", "stop", 4)], 1.0)
+    assert turns.turn_tokens == 7
+    turns.replied(Replied((EpisodeReply(a, (1, 2, 3)),), (2.5,)))
+    turns.answer([a])
+    turns.ended([TurnEnded(a, (), "", "stop", 23)], 5.0)  # ten of its own
+    assert turns.turn_tokens == 8
+    turns.replied(Replied((EpisodeReply(a, None), EpisodeReply(b, None)), (1.0, 4.0)))
+    assert (turns.waited(a), turns.waited(b)) == (3.5, 4.0)
+    turns.forget([a])
+    assert turns.waited(a) == 0

@@ -32,21 +32,20 @@ def instance(turns, max_running=1):
     )  # fmt: skip
 
 
-def test_a_held_row_takes_no_room_and_goes_on_before_fresh_ones(monkeypatch):
+def test_a_held_row_takes_no_room_and_goes_on_before_fresh_ones():
     """Three tokens, a reply of two, one token; b has the only row meanwhile, and c waits."""
     talk, alone = (ModeledTurn(3, 2, 9.0), ModeledTurn(1, None, 0.0)), (ModeledTurn(2, None, 0.0),)
-    monkeypatch.setattr("hybridrl.planner.instance.ENOUGH_TURNS", 0)
     c = SampleId(2)
     rows = instance({A: talk, B: alone, c: alone})
-    first = rows.advance([Submit((id,), None, SAMPLING) for id in (A, B, c)], 4, 0)
+    first = rows.advance([Submit((id,), None, SAMPLING) for id in (A, B, c)], 4, 0, 0)
     assert [row.id for row in first.turns] == [A]
     assert not first.finished
     assert (first.work.decode_steps, first.work.prefill_tokens, rows.unfinished) == (4, 8, 2)
-    second = rows.advance([Answer((EpisodeReply(A, (7, 7)),))], 2, 0)
+    second = rows.advance([Answer((EpisodeReply(A, (7, 7)),))], 2, 0, 0)
     assert [row.id for row in second.turns] == [B, A]  # c still waits for its first step
     assert second.work.prefill_tokens == 2
     replies = (EpisodeReply(A, None, "length", (0.5, 1.0), {"num_turns": 2}),)
-    (row,) = rows.advance([Answer(replies)], 1, 0).finished
+    (row,) = rows.advance([Answer(replies)], 1, 0, 0).finished
     assert (row.finish, row.scalars, row.num_generated) == ("length", {"num_turns": 2}, 6)
     assert row.spans == [TokenSpan(0, 3, 0), TokenSpan(3, 5, NO_VERSION, False), TokenSpan(5, 6, 0)]
 
@@ -207,6 +206,10 @@ def test_plan_schedule_knows_waits():
     assert {line[0] for line in lines} >= {"serial", "fused", "partial", "packed"}
     told = "conversations: up to 4 turns; a reply has 20 tokens after 2 s, on average"
     assert told in remarks
+    (waits,) = (line for line in remarks if line.startswith("seconds that a conversation waits"))
+    mean, longest = map(float, waits.rpartition(": ")[2].split(" / "))
+    assert 4 * 2 * 0.8 < mean < 4 * 2 * 1.2  # of 96 conversations
+    assert 2 * mean < longest
 
 
 @pytest.mark.parametrize(

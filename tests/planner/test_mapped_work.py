@@ -8,7 +8,7 @@ import pytest
 from hybridrl.config import ConfigError, FusedScheduleConfig, ScheduleConfig, SerialScheduleConfig
 from hybridrl.flow.executor import Scope
 from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
-from hybridrl.planner.fused_plans import shared_score_s, shared_update_s
+from hybridrl.planner.fused_plans import shared_score_s, shared_update_s, updates_s
 from hybridrl.planner.mapped_work import MappedWork
 from hybridrl.planner.mapping import (
     DeviceMapping,
@@ -130,6 +130,33 @@ def test_mini_batches_and_epochs() -> None:
     quarter = COSTS.update_s(ACTOR, layout, range(8), SAMPLES[:8])
     way = 2 * COSTS.activate_s(ACTOR, layout)
     assert outcome(several).stages["update_actor"] == pytest.approx(8 * quarter + way)
+
+
+def test_a_role_has_its_own_mini_batches_and_epochs() -> None:
+    """The recipe's numbers come before the trainer's."""
+    actor = replace(ACTOR, mini_batches=4, epochs=2)
+    several = replace(APART, roles=(actor, REFERENCE, CRITIC))
+    layout = TrainLayout(fsdp=8)
+    quarter = COSTS.update_s(ACTOR, layout, range(8), SAMPLES[:8])
+    step, way = outcome(several), 2 * COSTS.activate_s(ACTOR, layout)
+    assert step.stages["update_actor"] == pytest.approx(8 * quarter + way)
+    assert step.stages["update_critic"] == outcome(APART).stages["update_critic"]
+
+
+def test_steps_that_differ_share_a_plan_as_long_as_they_can() -> None:
+    """The critic's two steps go with the actor's first two of four, whose rest is alone."""
+    actor = replace(ACTOR, mini_batches=4)
+    critic = replace(CRITIC, mini_batches=1, epochs=2)
+    train = {"actor": TrainLayout(pp=4, fsdp=4), "critic": TrainLayout(pp=2, fsdp=8)}
+    ranks, parts = range(16), [SAMPLES[i : i + 8] for i in range(0, 32, 8)]
+    wanted = sum(COSTS.update_s(actor, train["actor"], ranks, part) for part in parts[2:])
+    for part in parts[:2]:
+        own = {"actor": part, "critic": SAMPLES}
+        wanted += shared_update_s(COSTS, (actor, critic), train, ranks, (), own)
+    wanted += sum(2 * COSTS.activate_s(role, train[role.name]) for role in (actor, critic))
+    assert updates_s(COSTS, (actor, critic), train, ranks, SAMPLES) == pytest.approx(wanted)
+    alone = sum(updates_s(COSTS, [role], train, ranks, SAMPLES) for role in (actor, critic))
+    assert wanted < alone
 
 
 @pytest.mark.parametrize(

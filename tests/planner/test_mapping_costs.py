@@ -17,6 +17,7 @@ from hybridrl.planner.mapping import (
     GenLayout,
     PlannedRole,
     SampleLength,
+    SampleTotals,
     TrainLayout,
     cluster_of,
 )
@@ -135,7 +136,7 @@ def test_the_bound_is_below(seed: int) -> None:
     samples = [SampleLength(draw.randint(1, 900), draw.randint(1, 4000)) for _ in range(96)]
     for layout in LAYOUTS:
         assert layout.ranks == 16
-        bound = COSTS.bound_s(ACTOR, layout, range(16), samples)
+        bound = COSTS.bound_of(ACTOR, layout, range(16), SampleTotals.of(samples))
         seconds = COSTS.update_s(ACTOR, layout, range(16), samples)
         assert bound <= seconds * (1 + 1e-9), layout
         assert seconds < 3 * bound, layout

@@ -3,7 +3,14 @@
 from dataclasses import replace
 
 from hybridrl.planner.generation_memory import NativeSizes, VLLMSizes
-from hybridrl.planner.memory import MemoryPlan, PoolSizes, RunPlan, ScoringSizes, plan_memory
+from hybridrl.planner.memory import (
+    WAITING,
+    MemoryPlan,
+    PoolSizes,
+    RunPlan,
+    ScoringSizes,
+    plan_memory,
+)
 from hybridrl.planner.train_memory import EIGHT_BIT_MOMENT, ActivationSizes, TrainSizes
 
 NOTHING = ActivationSizes(0, 0)
@@ -289,12 +296,23 @@ def test_waiting_conversations_are_on_the_host() -> None:
         assert {name for name, size in grown.items() if size} <= {"prefill", "decode"}
         assert grown["decode"] == grown["prefill"] == 10 * tokens
         on_gpu = plan_memory(run, "cuda", 10**9, 0)
-        assert on_gpu.on_host == 10 * tokens
-        assert any(name == "on the host" for name, _, _ in on_gpu.rows()) == (tokens > 0)
+        assert on_gpu.on_host.get(WAITING, 0) == 10 * tokens
+        ((_, _, owners),) = [row for row in on_gpu.rows() if row[0] == "on the host"]
+        assert (WAITING in owners) == (tokens > 0)
 
 
 def test_a_gpu_with_a_small_cache_moves_what_it_cannot_hold() -> None:
     """The cache has what is left: the fewer tokens it holds, the more of them give way."""
     sizes = replace(GENERATION, conversations=4 * 16, wanted=48)
     plan = plan_memory(replace(RUN, generation=sizes), "cuda", 10**9, 0)
-    assert plan.on_host == 10 * (64 - 48)
+    assert plan.on_host[WAITING] == 10 * (64 - 48)
+
+
+def test_weights_and_moments_wait_on_the_host_of_a_gpu() -> None:
+    """All roles do while a rank generates; on CPUs they are in the phases."""
+    two = replace(RUN, trained={"actor": SIZES, "critic": SIZES})
+    plan = plan_memory(two, "cuda", 10**9, 0)
+    state = {owner: 2 * size for owner, size in SIZES.state.items() if size}
+    scoring = sum(scorer.weights for scorer in RUN.scoring.values())
+    assert plan.on_host == state | {"scoring weights": scoring}
+    assert not plan_memory(two, "cpu", 10**9, 0).on_host

@@ -765,6 +765,8 @@ def test_a_roofline_by_hand() -> None:
         "gpu:model=13b,x=1",
         "gpu:model=13b,gpus=8,total=20",
         "gpu:model=13b,critic=1b",
+        "gpu:model=13b,pp=2",
+        "gpu:model=13b,critic=13b,pp=0",
     ],
 )
 def test_wrong_rooflines_are_refused(wrong: str) -> None:

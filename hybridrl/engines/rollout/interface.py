@@ -114,7 +114,8 @@ class Request:
     `stream` is the sample's 64-bit random key: token number i draws its uniform from (stream, i),
     so batch, order and rank change nothing. `prefix` names a prompt whose KV blocks requests with
     the same `prefix` share. `task` is the prompt's, by which it is learned how well tokens are
-    guessed. `response_ids` and `log_probs` hold the tokens generated before a park.
+    guessed. `response_ids` and `log_probs` hold the tokens generated before a park. `siblings` are
+    the other responses to the prompt that the engine knew, by which the next one guesses.
 
     `kv` is the cache that `park(..., with_kv=True)` copied. `submit` then restores it instead of
     computing it, whichever weights computed it; each rank of an instance passes its own shard.
@@ -135,6 +136,7 @@ class Request:
     task: str = ""
     response_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    siblings: dict[object, list[int]] = field(default_factory=dict)
     kv: KV | None = None
     routed_experts: ExpertRecord | None = None
     turns: list[Turn] = field(default_factory=list)
@@ -195,8 +197,9 @@ class Stats:
     computed in `prefill_calls` forward passes, `replayed_tokens` by decode passes without sampling
     (deterministic engines only), `restored_tokens` were copied from a `Request.kv`;
     `kv_bytes_per_token` is this rank's. `has_cache` is False asleep and after `release_cache`.
-    Of the tokens that held requests had cached when they continued, `kept_tokens` still were, and
-    `recomputed_tokens` had given way to others. `moved_tokens` gave way to host memory.
+    Of the tokens that held requests had cached when they continued, `kept_tokens` still were.
+    `recomputed_tokens` had given way to others, or filled no block of vLLM's. `moved_tokens` gave
+    way to host memory.
     """
 
     running: int

@@ -266,6 +266,7 @@ class NativeEngine:
     def _remove(self, id_: object) -> Request | None:
         request = self._admission.remove(id_)
         if self._speculation is not None and request is not None:
+            request.siblings = self._speculation.source.siblings(request)
             self._speculation.source.end(request)
         return request
 

@@ -9,15 +9,20 @@ from hybridrl.engines.rollout.stops import StopStrings
 def append_token(
     request: Request, token: int, log_prob: float, stops: StopStrings | None
 ) -> str | None:
-    """Append a drawn token to a response.
-
-    Returns why the response has ended, or the turn of a conversation: `stop` or `length`. None if
-    it goes on. Stop texts are looked for in the turn alone.
-    """
+    """Append a drawn token to a response; returns what `finish_of` says then."""
     request.response_ids.append(token)
     request.log_probs.append(log_prob)
+    return finish_of(request, stops)
+
+
+def finish_of(request: Request, stops: StopStrings | None) -> str | None:
+    """Why the last token ends the response, or the turn of a conversation: `stop` or `length`.
+
+    None if it goes on. Call it after every drawn token. Stop texts are looked for in the turn
+    alone.
+    """
     sampling, start = request.sampling, request.turn_start
-    if token in sampling.stop_token_ids:
+    if request.response_ids[-1] in sampling.stop_token_ids:
         return "stop"
     if stops is not None:
         turn = request.response_ids[start:] if start else request.response_ids

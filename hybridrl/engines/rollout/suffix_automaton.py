@@ -84,8 +84,8 @@ class SuffixAutomaton:
         """At most `most` tokens that followed the longest context of a text that went on before.
 
         Of several tokens the most frequent one is taken, of equally frequent ones the last to
-        appear. It stops where that context has less than `shortest` tokens, and where a smaller
-        share than `share` of what followed the first context went on so.
+        appear. It stops where that context has less than `shortest` tokens. It also stops where
+        less than `share` of what followed the first context went on so.
         """
         tokens: list[int] = []
         likely, longest = 1.0, self._longest[state]

@@ -100,6 +100,8 @@ class _PipelineRows:
     engine: int
     ranks: tuple[int, ...]
     tokens: tuple[int, ...]
+    lengths: tuple[tuple[int, ...], ...]
+    """Of each row's sequences, and of what fills it up."""
     scored: tuple[int, ...]
 
 
@@ -219,6 +221,7 @@ class FusedUpdate:
                 number,
                 self._chunk_places(self.engines[number]),
                 tuple(batch.ids.shape[1] for batch in own_rows.batches),
+                tuple(batch.packing.lengths for batch in own_rows.batches),
                 tuple(len(batch.targets) for batch in own_rows.batches),
             )
             for number, own_rows in prepared.items()
@@ -267,7 +270,7 @@ class FusedUpdate:
         layers = [stop - start for start, stop in bounds]
         costs = [
             row_costs(engine.flops, *row, layers, config.hidden_size, halves)
-            for row in zip(pipeline.tokens, pipeline.scored, strict=True)
+            for row in zip(pipeline.lengths, pipeline.scored, strict=True)
         ]
         backward = HALVES if halves else (PassKind.backward,)
         return PipelinedModel(

@@ -26,6 +26,23 @@ Finish = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
 entropies (or values and None)."""
 
 
+class _ReversedInterleaved(ScheduleInterleaved1F1B):
+    """On ranks whose chunks run from the last one to the first: see `_ReversedZBV`."""
+
+    def _calculate_single_rank_operations(self, rank: int) -> Any:
+        return super()._calculate_single_rank_operations(self.pp_group_size - 1 - rank)
+
+
+class _ReversedZBV(ScheduleZBVZeroBubble):
+    """Each rank has the passes of the rank opposite, whose chunks it holds.
+
+    torch reads from these lists which rank holds a chunk (`_validate_and_set_stage_mapping`).
+    """
+
+    def _calculate_single_rank_operations(self, rank: int) -> Any:
+        return super()._calculate_single_rank_operations(self.pp_group_size - 1 - rank)
+
+
 class StageModel(PackedModel):
     """A chunk as torch's pipeline calls it: with the number of a micro-batch.
 
@@ -76,7 +93,10 @@ class Pipeline:
         dtype: torch.dtype,
         token_parts: int = 1,
     ) -> None:
-        """`ranks` are the pipeline ranks of all chunks; `chunks` are those of this one."""
+        """`ranks` are the pipeline ranks of all chunks; `chunks` are those of this one.
+
+        They may be those of `kind`, or the same reversed.
+        """
         self.chunks, self.ranks, self.num_chunks = chunks, ranks, len(ranks)
         self.numbers = [chunk for chunk, rank in enumerate(ranks) if rank == group.rank()]
         self.kind, self.group, self.device, self.dtype = kind, group, device, dtype
@@ -233,13 +253,16 @@ class Pipeline:
         pairs = zip(self.chunks, self.numbers, strict=True)
         stages: list[Any] = [self._stage(*pair, tokens) for pair in pairs]
         settings: dict[str, Any] = {"loss_fn": _loss, "scale_grads": False}
+        is_reversed = self.ranks[0] > 0
         match self.kind:
             case PipelineSchedule.one_f_one_b:
                 return Schedule1F1B(stages[0], num_batches, **settings)
             case PipelineSchedule.interleaved:
-                return ScheduleInterleaved1F1B(stages, num_batches, **settings)
+                interleaved = _ReversedInterleaved if is_reversed else ScheduleInterleaved1F1B
+                return interleaved(stages, num_batches, **settings)
             case PipelineSchedule.zero_bubble:
-                return ScheduleZBVZeroBubble(stages, num_batches, **settings)
+                zero_bubble = _ReversedZBV if is_reversed else ScheduleZBVZeroBubble
+                return zero_bubble(stages, num_batches, **settings)
 
     def _stage(self, chunk: StageModel, number: int, tokens: int) -> PipelineStage:
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")

@@ -10,7 +10,7 @@ HALVES = (PassKind.backward_input, PassKind.backward_weights)
 
 def row_costs(
     flops: ForwardFlops,
-    tokens: int,
+    lengths: Sequence[int],
     scored: int,
     chunk_layers: Sequence[int],
     hidden_size: int,
@@ -18,13 +18,14 @@ def row_costs(
 ) -> list[PassCosts]:
     """A row's costs by chunk, of `chunk_layers` layers each; the last chunk has the head.
 
-    Backward takes twice as long as forward; of one in `halves` each takes as long. Attention's
-    share, which grows with the square of lengths, is left out. Activations are counted in hidden
-    states by layer.
+    `lengths` are the tokens of the row's sequences, each of which attends to itself alone. Backward
+    takes twice as long as forward; of one in `halves` each takes as long. Activations are counted
+    in hidden states by layer.
     """
     costs = []
+    of_layers, tokens = sum(flops(length, 0) for length in lengths), sum(lengths)
     for number, layers in enumerate(chunk_layers):
-        forward = flops.per_token * tokens * layers / sum(chunk_layers)
+        forward = of_layers * layers / sum(chunk_layers)
         if number == len(chunk_layers) - 1:
             forward += flops.per_scored * scored
         costs.append(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from hybridrl.flow.ledger import Drop
 from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.flow.turns import RoundOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,8 @@ class StepResult:
     `samples` were trained on (or collected), `dispatched` are all that were made, in order of
     dispatch. `dropped` maps those that were not used to the reason. `metrics` are the updates' own
     under `<role>/<name>`, counts under `samples/<name>`, and the recipe's numbers under
-    `state/<name>`. `spans` are the stages as they ran.
+    `state/<name>`. `spans` are the stages as they ran. `turn_orders` are those of its rounds, where
+    the batch follows from the times of replies.
     """
 
     step: int
@@ -31,6 +33,7 @@ class StepResult:
     dropped: dict[SampleId, Drop]
     metrics: dict[str, float]
     spans: tuple[StageSpan, ...]
+    turn_orders: tuple[RoundOrder, ...] = ()
 
     @property
     def seconds_by_stage(self) -> dict[str, float]:

@@ -52,7 +52,7 @@ from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StageSpan, StepResult
 from hybridrl.flow.schedules.readiness import gate_of
-from hybridrl.flow.turns import OpenTurns
+from hybridrl.flow.turns import OpenTurns, RoundOrder
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,8 @@ class ScheduleParts:
     without their keys and values where the engine does not hand them out (`exports_kv`).
     `num_steps` is the number of steps that the run is to have, where that is known. `early` says
     whether instances can train alone. With `must_widen` the tail goes to wide instances in any
-    case, else where it ends sooner there.
+    case, else where it ends sooner there. With `timed`, and with the recorded `turn_orders` of such
+    a run by step, a schedule that stops conversations does so as `PartialSchedule` says.
     """
 
     graph: Graph
@@ -98,6 +99,8 @@ class ScheduleParts:
     num_steps: int | None = None
     early: EarlySettings = field(default_factory=EarlySettings)
     must_widen: bool = False
+    timed: bool = False
+    turn_orders: Mapping[int, Sequence[RoundOrder]] | None = None
 
     @property
     def step(self) -> tuple[Graph, Executor, Iterator[Prompt], StepSettings]:
@@ -196,6 +199,7 @@ class Schedule(ABC):
             dropped,
             self._summary(used, len(dropped)),
             tuple(self._spans),
+            tuple(self._turn_orders),
         )
 
     def release(self) -> None:
@@ -256,6 +260,7 @@ class Schedule(ABC):
         self._step = step
         self._spans: list[StageSpan] = []
         self._metrics: dict[str, float] = {}
+        self._turn_orders: list[RoundOrder] = []
         self._num_preempted = self.meter.num_preempted
         self._drafts = self.meter.num_drafted, self.meter.num_accepted
         self._phase: Phase | None = None

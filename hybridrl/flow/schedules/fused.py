@@ -9,8 +9,6 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any, NamedTuple, Self
 
-import numpy as np
-
 from hybridrl.config import FusedScheduleConfig, Migration, ScheduleConfig
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.early_updates import EarlySettings, EarlyUpdate, early_update
@@ -186,8 +184,8 @@ class FusedSchedule(StreamingSchedule):
             return
         if taken.early is not None:
             measured_s -= costs.train_switch_s  # of every plan, so that none has it
-        lengths, (threshold, _, width) = self.length_model.forecast.last, taken.plan.migration
-        step = taken.tracker, [lengths], costs, taken.early
+        last, (threshold, _, width) = self.length_model.forecast.last, taken.plan.migration
+        step = taken.tracker, [last], costs, taken.early
         plans = self._plans(*step, 0, (1,))
         if threshold:
             plans += self._plans(*step, threshold, (width,))
@@ -202,7 +200,8 @@ class FusedSchedule(StreamingSchedule):
         may begin early is tried. A width that was not measured is tried by the last few samples.
         """
         costs, threshold = self.meter.costs(), self.migration_threshold
-        steps = self.length_model.forecast.steps(num_samples)
+        forecast = self.length_model.forecast
+        steps = [*zip(forecast.steps(num_samples), forecast.waits(num_samples), strict=True)]
         narrowest = self._widths[0]
         own = NO_MIGRATION
         if threshold:
@@ -228,38 +227,29 @@ class FusedSchedule(StreamingSchedule):
     def _plans(
         self,
         tracker: ReadyTracker,
-        steps: Sequence[Sequence[int]],
+        steps: Sequence[tuple[Sequence[int], Sequence[float]]],
         costs: Costs,
         early: UpdateStage | None,
         threshold: int | None,
         widths: Sequence[int],
     ) -> list[TailPlan]:
-        """The candidates, for the lengths of these steps; see `tail_plans`."""
+        """The candidates, for the lengths and waits of these steps; see `tail_plans`."""
         passes = [s.name for s in tracker.computes if self._scope(s) is Scope.INSTANCE]
         prompts = [len(self.length_model.key_of(prompt).prompt_ids) for _, prompt in self._pulled]
         prompt_tokens = sum(prompts) / max(1, len(prompts))
         num_instances = len(self.executor.instances)
         # Tokens of a pass: of an instance that is free by chance, or of its share of all.
-        tokens = fmean(sum(lengths) + len(lengths) * prompt_tokens for lengths in steps)
+        tokens = fmean(sum(lengths) + len(lengths) * prompt_tokens for lengths, _ in steps)
         chunks = max(1, self.limits.chunk_tokens // 8), max(1.0, tokens / num_instances)
         inference, late_inference = (
             sum(costs.compute(name, chunk) for name in passes) / chunk for chunk in chunks
         )
-        training: list[np.ndarray | None] = [None] * len(steps)
-        ends = self.length_model.longest_of_prompt.steps(len(self._pulled))
-        if early is not None and ends:
-            token_s = costs.train_token_s * num_instances
-            steps = steps[-len(ends) :]  # an older checkpoint has lengths alone
-            training = [
-                training_arrivals(lengths, longest, token_s, prompt_tokens)
-                for lengths, longest in zip(steps, ends[-len(steps) :], strict=True)
-            ]
         most = self.settings.decode_steps
         call_steps = self.limits.steps(costs, 1, most)
         scopes = {self._scope(stage) for stage in tracker.computes}
         awaited = not scopes <= {None, Scope.RANK, Scope.INSTANCE}
         model = StepModel(
-            lengths=steps[0],
+            lengths=(),
             num_instances=num_instances,
             costs=costs,
             inference_s_per_token=inference,
@@ -268,17 +258,38 @@ class FusedSchedule(StreamingSchedule):
             call_s=call_steps * float(costs.pass_s(1)),
             switch_s=costs.train_switch_s,
         )
+        models = [
+            replace(model, lengths=lengths, waits=waits if any(waits) else ())
+            for lengths, waits in steps
+        ]
+        if early is not None:
+            models = self._with_training(models, costs.train_token_s * num_instances)
         return tail_plans(
-            [
-                replace(model, lengths=lengths, training=seconds)
-                for lengths, seconds in zip(steps, training, strict=True)
-            ],
+            models,
             self.limits.max_held,
             stay_call_steps=call_steps if awaited else most,
             threshold=threshold,
             widths=widths,
             late_inference_s_per_token=late_inference,
         )
+
+    def _with_training(self, models: Sequence[StepModel], token_s: float) -> list[StepModel]:
+        """The models with the training that may be early, where it is known of which prompts.
+
+        A token of it takes `token_s` on one instance.
+        """
+        known, num = self.length_model.longest_of_prompt, len(self._pulled)
+        prompts = [*zip(known.steps(num), known.waits(num), strict=True)][-len(models) :]
+        if not prompts:
+            return [*models]
+        trained = []
+        # An older checkpoint has lengths alone.
+        for model, prompt in zip(models[-len(prompts) :], prompts, strict=True):
+            train_s = token_s * sum(n + model.prompt_tokens for n in model.lengths)
+            every = model.ends(model.lengths, model.waits or [0.0] * len(model.lengths))
+            arrivals = training_arrivals(every, model.ends(*prompt), train_s)
+            trained.append(replace(model, training=arrivals))
+        return trained
 
 
 def _trial(migration: MigrationPlan) -> MigrationPlan:

@@ -2,12 +2,12 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 
 from hybridrl.config import Migration
 from hybridrl.flow.executor import (
+    ENOUGH_TURNS,
     Advanced,
     Command,
     Computed,
@@ -32,7 +32,7 @@ from hybridrl.flow.schedules.generation_task import GenerationTask, RoundLimits
 from hybridrl.flow.schedules.streamed_stages import StreamedStages
 from hybridrl.flow.schedules.streamed_update import StreamedUpdate
 from hybridrl.flow.schedules.wide_tail import WideTail
-from hybridrl.flow.turns import OpenTurns
+from hybridrl.flow.turns import OpenTurns, enough_turns
 from hybridrl.flow.waits import worth_parking
 
 logger = logging.getLogger(__name__)
@@ -175,10 +175,11 @@ class GenerationRound:
     def _room(self, instance: int) -> int:
         """Samples that an instance may be given: those that wait leave their rows to others.
 
-        It holds at most twice as many as have rows, since those that wait keep their blocks.
+        It holds at most twice as many as have rows, since those that wait keep their blocks. Those
+        that rest until the round ends do not count, or others might never come.
         """
-        held, most = self._held[instance], self.limits.max_held
-        going = sum(not self.turns.waits(id) for id in held)
+        held = [id for id in self._held[instance] if not self.turns.rests(id)]
+        going, most = sum(not self.turns.waits(id) for id in held), self.limits.max_held
         return max(0, min(most - going, 2 * most - len(held)))
 
     def _give(self, instance: int, ids: Sequence[SampleId]) -> None:
@@ -222,79 +223,6 @@ class GenerationRound:
         assert not self.stages.waiting, "forward passes still wait"
         numbers = self.num_migrated, self.num_restarted
         logger.debug("the round ended: %d samples migrated, %d restarted", *numbers)
-
-    def run_until(self, enough: Callable[[], bool]) -> None:
-        """Let all instances decode in equal rounds of calls until `enough` holds after one.
-
-        So the samples finished by then depend on decode steps alone, never on time. Forward passes
-        wait. These samples have no turns.
-        """
-        self._equal_rounds = True
-        while self._unfinished and not enough():
-            self._decode()
-            self._end_calls()
-
-    def run_windows(self, enough: Callable[[], bool], windows: Iterator[int]) -> None:
-        """Let conversations run in `windows` of so many turns until `enough` holds after one.
-
-        So what is made by then depends on turns alone, never on the times of replies. Within a
-        window no sample waits for another. A queued one begins with a window.
-        """
-        while self._unfinished and not enough():
-            self._deal()
-            self.turns.open_window(chain(*self._held.values()), next(windows))
-            self._start_calls()
-            while self._in_flight or not all(map(self.turns.rests, chain(*self._held.values()))):
-                self.stages.start(self._events())
-                self._start_calls()
-        self.turns.close_window()
-
-    def run_freely(self, enough: Callable[[], bool]) -> None:
-        """Let all instances decode until `enough` holds, whatever has finished by then."""
-        while self._unfinished and not enough():
-            self._decode()
-            self.stages.start(self._events())
-        self._end_calls()
-
-    @property
-    def _unfinished(self) -> bool:
-        return bool(self._queue) or any(self._held.values())
-
-    def _end_calls(self) -> None:
-        """Let the calls in flight end."""
-        while self._in_flight:
-            self.stages.start(self._events())
-
-    def park(self, with_kv: bool) -> list[GenerationTask]:
-        """Stop samples that are queued or decode; gives them as a later round continues them.
-
-        When this returns nothing is in flight. Samples lost to a death meanwhile wait for `run`.
-        """
-        assert not self._in_flight, "parked in the middle of a round"
-        self._parking = True
-        # A sample that has not reached its instance only leaves the queue.
-        self._queue.clear()
-        self._inbox.clear()
-        for instance in self._alive:
-            decoding = [id for id in self._held[instance] if self._decodes(id)]
-            self._held[instance] = dict.fromkeys(decoding)
-            if decoding:
-                self._inbox[instance].append(Park(tuple(decoding), with_kv))
-        self._decode()
-        while self._in_flight or self.stages.running:
-            self.stages.start(self._events())
-        self._parking = False
-        restarted = {*self._queue}
-        stopped = [
-            task
-            for id, task in self._tasks.items()
-            if task.sampling and not self.ledger.is_finished(id) and id not in restarted
-        ]
-        for task in stopped:
-            del self._tasks[task.sample.id]
-        self._num_stopped = len(stopped)
-        logger.debug("%d samples are left to a later round", len(stopped))
-        return stopped
 
     @property
     def _num_to_make(self) -> int:
@@ -446,7 +374,8 @@ class GenerationRound:
         self._in_flight[instance] = self.executor.clock.now()
         # Under pipeline parallelism a sample with its last token is handed out by one more step;
         # else nothing is left to decode.
-        self.executor.advance(instance, commands, 1 if stops else self._steps(instance))
+        steps = 1 if stops else self._steps(instance)
+        self.executor.advance(instance, commands, steps, self._enough_turns(instance))
 
     def _steps(self, instance: int) -> int:
         """Decode steps of the next call: as many as allowed where nothing waits for its end."""
@@ -455,6 +384,15 @@ class GenerationRound:
             return self.decode_steps
         costs = costs.at_width(self._width(instance))
         return self.limits.steps(costs, len(self._held[instance]), self.decode_steps)
+
+    def _enough_turns(self, instance: int) -> int:
+        """One in how many turns that have ended ends the next call."""
+        costs, tokens = self.meter.costs(), self.turns.turn_tokens
+        if costs is None or not tokens:
+            return ENOUGH_TURNS
+        going = sum(not self.turns.waits(id) for id in self._held[instance])
+        costs = costs.at_width(self._width(instance))
+        return enough_turns(costs, min(going, self.limits.max_held), tokens)
 
     def _end_is_awaited(self, instance: int) -> bool:
         """Whether something can begin once it is known that one of several samples has ended.

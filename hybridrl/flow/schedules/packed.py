@@ -17,9 +17,9 @@ from hybridrl.flow.migration import NO_MIGRATION
 from hybridrl.flow.packing import Choice, choose, limit_of
 from hybridrl.flow.sample import OUT_OF_TOKENS, Sample
 from hybridrl.flow.schedules.base import Batch, Prompt, ScheduleParts, StepSettings
-from hybridrl.flow.schedules.generation_round import GenerationRound
 from hybridrl.flow.schedules.generation_task import GenerationTask, RoundLimits
 from hybridrl.flow.schedules.readiness import ReadyTracker
+from hybridrl.flow.schedules.stoppable_round import StoppableRound
 from hybridrl.flow.schedules.streaming import StreamingSchedule, check_generates_once
 
 
@@ -215,7 +215,7 @@ class PackedSchedule(StreamingSchedule):
         packing: _Packing,
         tracker: ReadyTracker,
         begin: Callable[[Sequence[int], int | None], list[GenerationTask]],
-    ) -> GenerationRound:
+    ) -> StoppableRound:
         """Decode until the choice is final, stop the others, and let the stages end."""
         generation_round = self._new_round(tracker, NO_MIGRATION, packing.sure.__contains__)
 

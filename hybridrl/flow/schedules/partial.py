@@ -21,6 +21,7 @@ from hybridrl.flow.schedules.base import Batch, PendingSample, Prompt, ScheduleP
 from hybridrl.flow.schedules.generation_task import GenerationTask, RoundLimits
 from hybridrl.flow.schedules.readiness import ReadyTracker
 from hybridrl.flow.schedules.streaming import StreamingSchedule, check_generates_once
+from hybridrl.flow.turns import RoundOrder
 
 _WINDOW_TURNS = 2  # of conversations, before it is looked whether enough has finished
 ENDED = Drop(DropReason.RUN_ENDED, "unfinished when the run ended")
@@ -52,6 +53,10 @@ class PartialSchedule(StreamingSchedule):
     turns each, so that it follows from turns, and not from the times of replies. Rewards start as
     samples finish, forward passes when generation has stopped.
 
+    With `timed` they go on until enough is complete, and a step waits for no other reply. Then it
+    does follow from times, and `StepResult.turn_orders` has what replies came into its rounds. With
+    the `turn_orders` of such a run, by step, conversations make the same turns in each round.
+
     Example, 2 wanted, over-provision 2, one sample a prompt: prompts 0 to 3 begin. 1 and 3 are done
     first and trained on. 0 and 2 continue with 4 and 5.
 
@@ -71,12 +76,15 @@ class PartialSchedule(StreamingSchedule):
         length_model: LengthModel,
         over_provision: float,
         max_staleness: int,
+        timed: bool = False,
+        turn_orders: Mapping[int, Sequence[RoundOrder]] | None = None,
     ) -> None:
         check_partial(graph)
         assert 1 <= over_provision <= 1 + max_staleness
         step = (graph, executor, prompts, settings)
         super().__init__(*step, limits=limits, length_model=length_model)
         self.over_provision, self.max_staleness = over_provision, max_staleness
+        self.timed, self.turn_orders = timed, turn_orders
         self._pending: dict[int, _PendingGroup] = {}  # by position
         self._wanted = self._version = 0
         self._began: dict[int, int] = {}  # the step in which each trained prompt's samples began
@@ -97,6 +105,8 @@ class PartialSchedule(StreamingSchedule):
             length_model=LengthModel(key_of=parts.key_of, ranker=RANKERS[config.length_ranker]()),
             over_provision=config.over_provision,
             max_staleness=config.max_staleness,
+            timed=parts.timed,
+            turn_orders=parts.turn_orders,
         )
 
     @classmethod
@@ -245,20 +255,32 @@ class PartialSchedule(StreamingSchedule):
         """Generate until enough groups are complete, park the rest, run the early stages."""
         # Pending samples continue, and new prompts join them.
         tracker = self._tracker_of(makers[0])
+        order = self._recorded_order()
+        self._top_up(makers, tracker, batch)
         pending = self._pending_tasks()
-        waiting = [task for task in pending if not self._ledger.is_finished(task.sample.id)]
-        fresh = self._top_up(makers, tracker, batch)
-        self._metrics["samples/resumed"] += self._num_parked(waiting)
+        tasks = [
+            task
+            for task in pending
+            if not self._ledger.is_finished(task.sample.id)
+            and (order is None or not task.converses or task.sample.id in order)
+        ]
+        self._metrics["samples/resumed"] += self._num_parked(tasks)
         self._enter_for([*makers, *tracker.computes])
         self._version = self.executor.version
         generation_round = self._new_round(tracker, NO_MIGRATION)
         generation_round.adopt([*pending, *self._step_tasks])
-        self._submit(generation_round, [*waiting, *fresh])
+        self._submit(generation_round, tasks)
         # Decode until enough is complete, then stop; forward passes run with all ranks free.
-        if any(task.converses for task in [*waiting, *fresh]):
-            generation_round.run_windows(lambda: self._enough(tracker), self._windows())
-        else:
+        if not any(task.converses for task in tasks):
             generation_round.run_until(lambda: self._enough(tracker))
+        elif order is not None:
+            generation_round.run_order(order)
+        elif self.timed:
+            order = generation_round.run_timed(lambda: self._enough(tracker))
+        else:
+            generation_round.run_windows(lambda: self._enough(tracker), self._windows())
+        if order is not None:
+            self._turn_orders.append(order)
         stopped = generation_round.park(with_kv=self.limits.stale_kv)
         self._metrics["samples/parked"] += self._num_parked(stopped)
         generation_round.run()
@@ -271,6 +293,18 @@ class PartialSchedule(StreamingSchedule):
         self._began |= {position: group.step for position, group in groups.items()}
         tasks = [task for group in groups.values() for task in group.tasks.values()]
         return self._end_round(generation_round, tracker, tasks, positions)
+
+    def _recorded_order(self) -> RoundOrder | None:
+        """That of the step's next round, where a record is followed."""
+        if self.turn_orders is None:
+            return None
+        orders, done = self.turn_orders.get(self._step, ()), len(self._turn_orders)
+        if done >= len(orders):
+            raise RuntimeError(
+                f"environment.partial: the run is not the recorded one: round {done + 1} of step"
+                f" {self._step} is not in the record"
+            )
+        return orders[done]
 
     def _windows(self) -> Iterator[int]:
         """Turns of the windows: first as many as those need that are likely trained, then few.
@@ -294,9 +328,7 @@ class PartialSchedule(StreamingSchedule):
         done -= len(self.length_model.key_of(task.prompt).prompt_ids)
         return replace(task, tokens=max(1.0, task.total - done))
 
-    def _top_up(
-        self, makers: Sequence[SourceStage], tracker: ReadyTracker, batch: Batch
-    ) -> list[GenerationTask]:
+    def _top_up(self, makers: Sequence[SourceStage], tracker: ReadyTracker, batch: Batch) -> None:
         """Begin as many prompts as are missing; those that are pending are the oldest."""
         num = math.ceil(self._wanted * self.over_provision) - len(self._pending)
         pulled = list(islice(self.prompts, max(0, num)))
@@ -311,7 +343,6 @@ class PartialSchedule(StreamingSchedule):
         for position, prompt in pulled:
             mine = {task.sample.id: task for task in fresh if task.sample.id.prompt == position}
             self._pending[position] = _PendingGroup(prompt, self._step, mine)
-        return fresh
 
     def _complete(self, tracker: ReadyTracker) -> list[int]:
         """Positions whose samples are all finished, the oldest first."""

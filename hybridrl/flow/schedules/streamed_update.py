@@ -39,11 +39,20 @@ class StreamedUpdate:
     """
 
     def __init__(
-        self, stage: UpdateStage, stages: StreamedStages, chunk_tokens: int, longest: float
+        self,
+        stage: UpdateStage,
+        stages: StreamedStages,
+        chunk_tokens: int,
+        longest: float,
+        wait_s: float = 0.0,
     ) -> None:
-        """`longest` is the expected length of the longest response; 0 where it is not known."""
+        """`longest` is the expected length of the longest response; 0 where it is not known.
+
+        Of conversations that of the last one, which waits for replies `wait_s` seconds in all.
+        """
         self.stage, self.stages = stage, stages
-        self.chunk_tokens, self.longest = chunk_tokens, longest
+        self.chunk_tokens, self.longest, self.wait_s = chunk_tokens, longest, wait_s
+        self._began = stages.executor.clock.now()
         self.training: set[int] = set()
         self.seconds = 0.0
         self._waiting: dict[SampleId, Sample] = {}
@@ -139,7 +148,12 @@ class StreamedUpdate:
         if costs is None or not costs.train_token_s or not self.longest:
             return None
         decoding = costs.at_width(width)
-        seconds = _SHARE * seconds_left(decoding, self.longest, progress, num_rows)
+        if self.wait_s:  # steps of an instance do not tell how far a conversation is
+            alone = seconds_left(decoding, self.longest, 0.0, num_rows) + self.wait_s
+            passed = executor.clock.now() - self._began
+            seconds = _SHARE * max(alone - passed, _GROWTH * passed)
+        else:
+            seconds = _SHARE * seconds_left(decoding, self.longest, progress, num_rows)
         if instance not in self.training:
             seconds -= costs.train_switch_s
         return seconds / (costs.train_token_s * len(executor.instances))

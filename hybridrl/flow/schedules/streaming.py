@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from hybridrl.flow.executor import Executor, Phase, Sampling
@@ -11,9 +12,9 @@ from hybridrl.flow.lengths import LengthModel
 from hybridrl.flow.migration import MigrationPlan
 from hybridrl.flow.sample import Sample
 from hybridrl.flow.schedules.base import Batch, Prompt, Schedule, StepSettings
-from hybridrl.flow.schedules.generation_round import GenerationRound
 from hybridrl.flow.schedules.generation_task import GenerationTask, RoundLimits
 from hybridrl.flow.schedules.readiness import ReadyTracker, early_stages
+from hybridrl.flow.schedules.stoppable_round import StoppableRound
 from hybridrl.flow.schedules.streamed_stages import StreamedStages
 from hybridrl.flow.schedules.streamed_update import StreamedUpdate
 
@@ -144,7 +145,7 @@ class StreamingSchedule(Schedule):
         may_start: Callable[[int], bool] = lambda prompt: True,
         early: UpdateStage | None = None,
         overlaps: bool = True,
-    ) -> GenerationRound:
+    ) -> StoppableRound:
         """A round; with `early` it may begin that update. See `StreamedStages` for `overlaps`."""
         stages = StreamedStages(
             self.executor, tracker, self.meter, self.limits.chunk_tokens, overlaps
@@ -153,14 +154,16 @@ class StreamingSchedule(Schedule):
         trains = None
         if early is not None:
             # A call that outlasts the decoding is waited for by all. So the shortest step counts.
-            steps = self.length_model.forecast.steps(self._ledger.num_unfinished)
-            longest = min((step[-1] for step in steps), default=0)
-            trains = StreamedUpdate(early, stages, self.limits.chunk_tokens, longest)
-        return GenerationRound(
+            forecast, num = self.length_model.forecast, self._ledger.num_unfinished
+            steps = zip(forecast.steps(num), forecast.waits(num), strict=True)
+            ends = [(lengths[-1], waits[-1]) for lengths, waits in steps]
+            longest, wait_s = min(ends, key=self._end_of(ends), default=(0, 0.0))
+            trains = StreamedUpdate(early, stages, self.limits.chunk_tokens, longest, wait_s)
+        return StoppableRound(
             stages, self.limits, decode_steps, migration_plan, self._turns, may_start, trains
         )
 
-    def _submit(self, generation_round: GenerationRound, tasks: Sequence[GenerationTask]) -> None:
+    def _submit(self, generation_round: StoppableRound, tasks: Sequence[GenerationTask]) -> None:
         generation_round.make([task for task in tasks if task.sampling is not None])
         targets: dict[str, list[GenerationTask]] = {}
         for task in tasks:
@@ -171,7 +174,7 @@ class StreamingSchedule(Schedule):
 
     def _end_round(
         self,
-        generation_round: GenerationRound,
+        generation_round: StoppableRound,
         tracker: ReadyTracker,
         tasks: Sequence[GenerationTask],
         positions: Sequence[int],
@@ -187,7 +190,7 @@ class StreamingSchedule(Schedule):
         self._learn_lengths([task.sample for task in tasks])
         return self._streamed(tracker, positions)
 
-    def _record_round(self, generation_round: GenerationRound) -> None:
+    def _record_round(self, generation_round: StoppableRound) -> None:
         self._spans += generation_round.stages.spans
         self._metrics["samples/migrated"] += generation_round.num_migrated
         self._metrics["samples/restarted"] += generation_round.num_restarted
@@ -200,21 +203,37 @@ class StreamingSchedule(Schedule):
             self._early_train_s += early.seconds / len(self.executor.instances)
 
     def _learn_lengths(self, samples: Sequence[Sample]) -> None:
-        by_prompt: dict[int, list[int]] = {}
+        by_prompt: dict[int, list[tuple[int, float]]] = {}  # tokens, seconds of waits
         turns: dict[int, int] = {}
         for sample in samples:
             if "log_probs" in sample.tensors and sample.scalars["finish"] != "abort":
                 position = sample.id.prompt
-                by_prompt.setdefault(position, []).append(sample.model_tokens)
+                lasted = sample.model_tokens, self._turns.waited(sample.id)
+                by_prompt.setdefault(position, []).append(lasted)
                 if "num_turns" in sample.scalars:
                     turns[position] = max(turns.get(position, 0), int(sample.number("num_turns")))
-        model = self.length_model
-        model.forecast.add([length for lengths in by_prompt.values() for length in lengths])
-        model.longest_of_prompt.add([max(lengths) for lengths in by_prompt.values()])
+        model, every = self.length_model, [*chain(*by_prompt.values())]
+        end_of = self._end_of(every)
+        last = [max(samples, key=end_of) for samples in by_prompt.values()]
+        for forecast, of in ((model.forecast, every), (model.longest_of_prompt, last)):
+            in_order = sorted(of, key=end_of)
+            forecast.add([tokens for tokens, _ in in_order], [wait for _, wait in in_order])
         model.turns_of_prompt.add([*turns.values()])
         for position, prompt in self._pulled:
             if position in by_prompt:
-                model.ranker.observe(model.key_of(prompt), by_prompt[position])
+                lengths = [tokens for tokens, _ in by_prompt[position]]
+                model.ranker.observe(model.key_of(prompt), lengths)
+
+    def _end_of(
+        self, samples: Sequence[tuple[int, float]]
+    ) -> Callable[[tuple[int, float]], tuple[float, int]]:
+        """When such a sample ends, by its tokens and seconds of waits, to compare it with others.
+
+        Without waits costs are not asked for.
+        """
+        costs = self.meter.costs() if any(wait for _, wait in samples) else None
+        token_s = 0.0 if costs is None else float(costs.pace(1))
+        return lambda sample: (sample[1] + token_s * sample[0], sample[0])
 
     def _streamed(self, tracker: ReadyTracker, positions: Sequence[int]) -> Batch:
         """The samples that have left makers and early stages; aborted ones leave the step."""

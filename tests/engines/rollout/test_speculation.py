@@ -38,6 +38,9 @@ class Known:
 
     def end(self, request: Request) -> None: ...
 
+    def siblings(self, request: Request) -> dict[object, list[int]]:
+        return {}
+
     def draft(self, request: Request, most: int) -> Sequence[int]:
         tokens = self._outputs[request.id].token_ids[len(request.response_ids) :]
         return self._change(request, tokens[:most])
@@ -319,19 +322,68 @@ def test_texts_are_continued_as_before() -> None:
     assert source.draft(last, 3) == [3, 7]  # of 4 and 7 behind 1 2 3, the last to appear
 
 
-def test_old_texts_are_forgotten() -> None:
+def test_a_response_that_begins_again_is_another_text() -> None:
+    """A prompt that was put off, or is evaluated again, has the same id."""
+    source = SeenTexts()
+    first = Request(0, [9, 9], SamplingParams(50), 0, response_ids=[1, 2, 3, 4])
+    source.begin(first)
+    source.draft(first, 1)
+    source.end(first)
+    again = replace(first, response_ids=[])
+    source.begin(again)
+    assert source.draft(again, 3) == [1, 2, 3]
+    again.response_ids += [1, 2]
+    assert source.draft(again, 3) == [3, 4]
+
+
+def test_siblings_go_along(
+    model: PreTrainedModel, make_engine: Make, finish: Finish, requests_of: RequestsOf, same: Same
+) -> None:
+    """To an engine that has seen none of them: a wide instance, or that of another rank."""
+    requests = requests_of(8, group=4, prefix=True)
+    wanted = finish(make_engine(model), requests)
+    sources = [SeenTexts(), SeenTexts()]
+    first, second = (make_engine(model, **drafting(source, 3)) for source in sources)
+    first.submit(requests)
+    outputs = {output.id: output for _ in range(6) for output in first.step()}
+    parked = first.park([request.id for request in requests])
+    assert len(parked) > 2
+    known = {request.id: list(request.response_ids) for request in parked}
+    for request in parked:
+        others = [o for o in parked if o.prefix == request.prefix and o is not request]
+        assert others
+        assert all(request.siblings[other.id] == known[other.id] for other in others)
+    second.submit(parked[:1])
+    second.step()
+    (moved,) = (entry.request for lane in second._admission.lanes for entry in lane.entries)
+    alone, context = SeenTexts(), known[parked[1].id]
+    stranger = replace(moved, id="new", response_ids=context[:2], siblings={})
+    for source in (sources[1], alone):
+        source.begin(stranger)
+    assert sources[1].draft(stranger, 2) == context[2:4]
+    assert alone.draft(stranger, 2) == []
+    for source in (sources[1], alone):
+        source.end(stranger)
+    second.submit(parked[1:])
+    same(outputs | finish(second), wanted)
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_old_texts_are_forgotten(drafts: bool) -> None:
+    """Also where nothing is guessed, and so nothing indexed."""
     source = SeenTexts(most_tokens=100)
     for i in range(20):
         request = Request(i, [i, i + 1], SamplingParams(50), i, response_ids=[*range(30)])
         source.begin(request)
-        assert source.draft(request, 1) == []
+        assert not drafts or source.draft(request, 1) == []
         source.end(request)
-        assert source.num_tokens <= 100
+        assert 30 <= source.num_tokens <= 100
     repeated = [Request(i, [1, 2], SamplingParams(50), i) for i in range(20)]
     for request in repeated:
         source.begin(request)
         request.response_ids += range(30)
-        source.draft(request, 1)
+        if drafts:
+            source.draft(request, 1)
     for request in repeated:
         source.end(request)
     assert source.num_tokens <= 100

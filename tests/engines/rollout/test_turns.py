@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from answered_turns import answer, converse, converse_on_the_move, recomputed
+from answered_turns import converse, converse_in_lockstep, converse_on_the_move, recomputed
 from transformers import PreTrainedModel
 
 from hybridrl.engines.rollout.interface import HeldTurn, Output, Request, SamplingParams
@@ -121,19 +121,7 @@ def test_the_cache_is_released_while_all_wait(
     wanted = converse(make_engine(model), requests, VOCAB)
     engine = make_engine(model)
     monkeypatch.setattr(engine._costs, "copies", lambda tokens, in_host: copies)
-    engine.submit(requests)
-    outputs: dict[object, Output] = {}
-    most = dict.fromkeys(range(4), 60)
-    while len(outputs) < len(requests):
-        turns = []
-        while engine.stats().running + engine.stats().waiting:
-            assert not engine.step()
-            turns += engine.take_turns()
-        engine.release_cache()
-        assert not engine.stats().has_cache
-        for turn in turns:
-            answer(engine, turn, VOCAB, most, outputs)
-    same(outputs, wanted)
+    same(converse_in_lockstep(engine, requests, VOCAB), wanted)
     stats = engine.stats()
     assert (stats.kept_tokens, stats.moved_tokens > 0, stats.recomputed_tokens > 0) == (
         0, copies, not copies,

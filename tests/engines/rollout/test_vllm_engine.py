@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from answered_turns import answer, converse, converse_in_lockstep, converse_on_the_move
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hybridrl.config import RouterReplay
-from hybridrl.engines.rollout.interface import KV, Output, Request, SamplingParams
+from hybridrl.engines.rollout.interface import KV, HeldTurn, Output, Request, SamplingParams, Stats
 from hybridrl.engines.rollout.logit_edits import SeenTokens
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key, uniforms
@@ -38,7 +39,8 @@ from hybridrl.models.router_replay import ExpertShape, Routing, enable_replay
 
 pytestmark = pytest.mark.vllm
 
-ODD = {"vocab_size": 53, "num_hidden_layers": 3, "head_dim": 32}
+VOCAB = 53
+ODD = {"vocab_size": VOCAB, "num_hidden_layers": 3, "head_dim": 32}
 BLOCK = 32
 OF_TRANSFORMERS = ("olmo2", "starcoder2")
 """Families without a model of vLLM's own."""
@@ -352,13 +354,72 @@ def streams(directory: str, pp: int, tp: int) -> dict[str, Any]:
     results["parked"] = parked_often(engine, requests, 19)
     results["again"] = come_back(engine, requests[-1])
     results["late"] = through_sleep(engine, update, requests)
-    results |= in_parts(engine, requests)
+    results |= conversations_of(engine, update) | in_parts(engine, requests)
     engine.close()
     room = 192 + 64 * dist.get_rank()  # of which the least counts
     engine, _ = started(directory, pp, tp, kv_cache_tokens=room, max_running=5, stops=STOPS)
     results["stopped"], results["short"] = finish(engine, requests), engine.stats()
+    results["stopped turns"] = converse(engine, conversations(), VOCAB, waits)
+    results["short of turns"] = spent(engine.stats(), results["short"])
     engine.close()
     return results
+
+
+def conversations() -> list[Request]:
+    """Every way of sampling, in turns of at most nine tokens."""
+    return [
+        replace(request, sampling=replace(request.sampling, max_new_tokens=50, max_turn_tokens=9))
+        for request in mixed_requests()
+    ]
+
+
+def waits(turn: HeldTurn) -> int:
+    """The steps until a turn is answered."""
+    return sum(turn.token_ids) % 5
+
+
+def spent(after: Stats, before: Stats) -> dict[str, int]:
+    """What of the cache's tokens was computed, shared and kept from one reading to the other."""
+    names = ("prefill", "shared_prompt", "kept", "recomputed")
+    return {n: getattr(after, f"{n}_tokens") - getattr(before, f"{n}_tokens") for n in names}
+
+
+def conversations_of(engine: VLLMEngine, update: Callable[[], None]) -> dict[str, Any]:
+    """Turns that are answered at different times, on the move, and while the cache is gone."""
+    engine._forget_prompts()
+    before = engine.stats()
+    results: dict[str, Any] = {"turns": converse(engine, conversations(), VOCAB, waits)}
+    results["spent"] = spent(engine.stats(), before)
+    few = conversations()[::4]
+    results["moved"], numbers = converse_on_the_move((engine, engine), few, VOCAB, with_kv=False)
+    assert min(numbers.values()) > 0
+    before = engine.stats()
+    results["released"] = converse_in_lockstep(engine, few, VOCAB)
+    lost = spent(engine.stats(), before)
+    assert lost["kept"] == 0 < lost["recomputed"]
+    check_held(engine, update)
+    return results
+
+
+def check_held(engine: VLLMEngine, update: Callable[[], None]) -> None:
+    """What is refused while a request is held, or is not."""
+    request = conversations()[0]
+    engine.submit([request])
+    with pytest.raises(ValueError, match="request 0 is in a turn; only a held one"):
+        engine.append(0, [1])
+    while not (turns := engine.take_turns()):
+        engine.step()
+    for refuses in (engine.sleep, update):
+        with pytest.raises(AssertionError, match="while requests run or are held"):
+            refuses()
+    for tokens, error in (([4, VOCAB], "token ids 4 to 53"), ([1] * 50, "must leave room")):
+        with pytest.raises(ValueError, match=error):
+            engine.append(0, tokens)
+    with pytest.raises(ValueError, match="request 0 is already in the engine"):
+        engine.submit([request])
+    assert engine.finish(0, "length").token_ids == turns[0].token_ids
+    with pytest.raises(ValueError, match="request 0 is unknown"):
+        engine.finish(0)
 
 
 def come_back(engine: VLLMEngine, request: Request) -> Outputs:
@@ -501,7 +562,7 @@ def same(model: PreTrainedModel, requests: list[Request], got: Outputs, wanted: 
         # Measured: 4e-6.
         assert a.log_probs[:first] == pytest.approx(b.log_probs[:first], abs=1e-4)
         if first is None:
-            assert (a.token_ids, a.finish) == (b.token_ids, b.finish)
+            assert (a.token_ids, a.finish, a.turns) == (b.token_ids, b.finish, b.turns)
             continue
         ids = torch.tensor([[*request.prompt_ids, *a.token_ids[:first]]])
         logits = model(ids).logits[:, -1].detach()
@@ -545,7 +606,47 @@ def check_streams(
     assert stats.num_preempted == 0
     assert (stats.running, stats.waiting) == (0, 0)
     assert stats.kv_blocks_free == stats.kv_blocks_total
+    check_conversations(model, make_engine, results)
     return wanted
+
+
+def check_conversations(
+    model: PreTrainedModel, make_engine: Callable[..., NativeEngine], results: dict[str, Any]
+) -> None:
+    """Against the native engine; every full block of a held request is found again."""
+    requests = conversations()
+    options = {"max_sequence": 160, "block_size": BLOCK}
+    wanted = converse(make_engine(model, **options), requests, VOCAB)
+    stopped = converse(make_engine(model, stops=STOPS, **options), requests, VOCAB)
+    assert any(stopped[i].token_ids != wanted[i].token_ids for i in wanted)
+    same(model, requests, results["turns"], wanted)
+    same(model, requests, results["stopped turns"], stopped)
+    for name in ("moved", "released"):
+        same(model, requests[::4], results[name], wanted)
+
+    computed = caches(requests, results["turns"])
+    spent, full = results["spent"], sum(n // BLOCK * BLOCK for n in computed)
+    assert len(computed) > len(requests)
+    assert (spent["kept"], spent["recomputed"]) == (full, sum(computed) - full)
+    begun = [
+        len(request.prompt_ids) + turn.start
+        for request in requests
+        for turn in results["turns"][request.id].turns
+    ]
+    assert spent["prefill"] + spent["shared_prompt"] + spent["kept"] == sum(begun)
+    short = results["short of turns"]
+    computed = caches(requests, results["stopped turns"])
+    assert short["kept"] + short["recomputed"] == sum(computed)
+    assert 0 < short["kept"] < sum(n // BLOCK * BLOCK for n in computed)
+
+
+def caches(requests: list[Request], outputs: Outputs) -> list[int]:
+    """Tokens of each held request that continued: all but the last one drawn were computed."""
+    return [
+        len(request.prompt_ids) + turn.stop - 1
+        for request in requests
+        for turn in outputs[request.id].turns[:-1]
+    ]
 
 
 def test_streams_on_one_rank(
@@ -700,13 +801,19 @@ def recorded(directory: str, tp: int, ep: int) -> tuple[dict[object, Any], list[
         Request(i, prompt_of(5 + 20 * (i // 2), i // 2), SamplingParams(9 + i), i, prefix=i // 2)
         for i in range(6)
     ]
+    requests += conversations()[6::2]
     engine.submit(requests)
     outputs = [output for _ in range(5) for output in engine.step()]
     parked = engine.park([1, 2, 5])
     kept = [(request.id, request.routed_experts) for request in parked]
     engine.submit(parked)
+    ended: Outputs = {}
     while engine.stats().running or engine.stats().waiting:
         outputs += engine.step()
+        for turn in engine.take_turns():
+            answer(engine, turn, VOCAB, {turn.id: 50}, ended)
+    assert any(len(output.turns) > 2 for output in ended.values())
+    outputs += ended.values()
     engine.close()
     prompts = {request.id: request.prompt_ids for request in requests}
     by_id = {o.id: (prompts[o.id], o.token_ids, o.routed_experts.whole()) for o in outputs}
@@ -723,12 +830,15 @@ def experts(directory: str) -> tuple[dict[object, Any], list[Any]]:
 
 @torch.no_grad()
 def test_experts_on_two_ranks(saved: Callable[..., str], fresh_ranks: Ranks) -> None:
-    """Recorded are those that transformers chooses, in the layers that have any, through a park."""
+    """Recorded are those that transformers chooses, in the layers that have any.
+
+    Through a park, and through turns and replies.
+    """
     directory = saved("qwen3_moe")
     (outputs, parked), (same_outputs, _) = fresh_ranks(2, experts, directory)
     model = load(directory)
     enable_replay(enumerate(model.model.layers), ExpertShape.of(model.config))
-    assert len(outputs) == 6
+    assert len(outputs) == 11
     for prompt, tokens, experts_of in outputs.values():
         routing = Routing(records=True)
         model.model(torch.tensor([[*prompt, *tokens]]), routing=routing)

@@ -15,16 +15,27 @@ FLOPS = ForwardFlops(per_token=600, per_scored=1000, per_pair=4)
 
 
 def test_the_head_is_on_the_last_chunk_and_layers_are_shared() -> None:
-    first, last = row_costs(FLOPS, 10, 3, [2, 1], 8)
-    assert (first.forward_s, last.forward_s) == (600 * 10 * 2 / 3, 600 * 10 / 3 + 3000)
+    first, last = row_costs(FLOPS, [4, 6], 3, [2, 1], 8)
+    layers = 600 * 10 + 4 * (10 + 21)  # pairs of four tokens, and of six
+    assert first.forward_s == pytest.approx(layers * 2 / 3)
+    assert last.forward_s == pytest.approx(layers / 3 + 3000)
     assert (first.backward_s, last.backward_s) == (2 * first.forward_s, 2 * last.forward_s)
     assert (first.kept_bytes, last.kept_bytes) == (10 * 2 * 8, 10 * 8)
-    for whole, half in zip((first, last), row_costs(FLOPS, 10, 3, [2, 1], 8, True), strict=True):
+    for whole, half in zip(
+        (first, last), row_costs(FLOPS, [4, 6], 3, [2, 1], 8, True), strict=True
+    ):
         assert half.backward_s + half.weights_s == whole.backward_s
 
 
+def test_a_long_sequence_costs_more_than_short_ones_of_equal_tokens() -> None:
+    """Attention grows with the square of lengths; what is kept does not."""
+    (long,), (short,) = (row_costs(FLOPS, row, 3, [1], 8) for row in ([1000], [10] * 100))
+    assert long.forward_s > 4 * short.forward_s
+    assert long.kept_bytes == short.kept_bytes
+
+
 def pipeline(name: str, ranks: tuple[int, ...], rows: list[int]) -> PipelinedModel:
-    costs = [row_costs(FLOPS, tokens, tokens // 2, [1] * len(ranks), 8) for tokens in rows]
+    costs = [row_costs(FLOPS, [tokens], tokens // 2, [1] * len(ranks), 8) for tokens in rows]
     return PipelinedModel(name=name, ranks=ranks, costs=costs)
 
 

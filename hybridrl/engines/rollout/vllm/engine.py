@@ -23,6 +23,13 @@ from hybridrl.engines.rollout.available import in_transformers_backend
 from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import EngineParts, HeldTurn, Output, Request, Stats
 from hybridrl.engines.rollout.memory import kv_bytes_per_token
+from hybridrl.engines.rollout.responses import (
+    append_reply,
+    end_turn,
+    finish_of,
+    output_of,
+    tokens_left,
+)
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.engines.rollout.vllm.groups import end_groups, set_environment
 from hybridrl.engines.rollout.vllm.memory import DeviceMemory, HostMemory, MemoryApi
@@ -50,12 +57,19 @@ _GPU_SHARE = 0.9  # vLLM's own default
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """An unfinished request: `key` is vLLM's name of it, `scheduled` it in vLLM's scheduler."""
+    """An unfinished request, of which every turn is a request of vLLM's.
+
+    `key` is vLLM's name of the turn in progress, and `scheduled` it in vLLM's scheduler: None while
+    the request is held. Those of a lower `order` go first. It `has_begun` where this turn has a
+    token. When the last one ended, `cached` tokens were in the cache.
+    """
 
     request: Request
-    key: str
-    scheduled: Any
+    order: int
+    key: str = ""
+    scheduled: Any = None
     has_begun: bool = False
+    cached: int = 0
 
 
 class VLLMEngine:
@@ -68,7 +82,8 @@ class VLLMEngine:
 
     Tokens are sampled by the request's own stream, as in `NativeEngine`: same weights, same seeds,
     same tokens, up to the order of float operations (`vllm.sampling`). A parked request is
-    resubmitted as a prompt. On the same engine, vLLM's prefix cache has all its full blocks.
+    resubmitted as a prompt, and so is a held one that continues. On the same engine, vLLM's prefix
+    cache has all its full blocks, until others need them.
 
     With `whole_experts` a tp rank has some of the experts, else a part of each. `own_arguments` are
     further `EngineArgs`, which `check_arguments` has passed.
@@ -190,7 +205,8 @@ class VLLMEngine:
             last_cached=True,
         )
         self._entries: dict[object, _Entry] = {}
-        self._by_key: dict[str, _Entry] = {}
+        self._by_key: dict[str, _Entry] = {}  # those that vLLM has
+        self._turns: list[HeldTurn] = []
         self._submitted = 0
         self._counts: Counter[str] = Counter()
 
@@ -235,14 +251,17 @@ class VLLMEngine:
             if request.kv is not None:
                 raise ValueError(f"request {request.id!r} comes with a KV cache; vLLM takes none")
         for request in requests:
-            self._add(
-                replace(
-                    request,
-                    response_ids=list(request.response_ids),
-                    log_probs=list(request.log_probs),
-                    routed_experts=self._record_of(request),
-                )
+            copied = replace(
+                request,
+                response_ids=list(request.response_ids),
+                log_probs=list(request.log_probs),
+                routed_experts=self._record_of(request),
+                turns=list(request.turns),
             )
+            entry = self._entries[copied.id] = _Entry(copied, self._submitted)
+            self._submitted += 1
+            if not copied.is_held:
+                self._add(entry)
 
     def _record_of(self, request: Request) -> ExpertRecord | None:
         """A request's record, which grows by what vLLM returns; None if nothing is recorded."""
@@ -250,11 +269,13 @@ class VLLMEngine:
             return None
         return (request.routed_experts or ExpertRecord()).copy()
 
-    def _add(self, request: Request) -> None:
+    def _add(self, entry: _Entry) -> None:
+        """Queue a request in vLLM, whose prompt there is all that it has."""
+        request = entry.request
         done, sampling = len(request.response_ids), request.sampling
         params = self._sampling.SamplingParams(
             temperature=0.0,  # the logits processor leaves only one choice
-            max_tokens=sampling.max_new_tokens - done,
+            max_tokens=tokens_left(request),
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,
             detokenize=False,
@@ -264,11 +285,11 @@ class VLLMEngine:
             # Tokens that are computed again have their experts on record.
             routed_experts_prompt_start=len(request.routed_experts or ()),
         )
-        self._submitted += 1
-        key, tokens = str(self._submitted), [*request.prompt_ids, *request.response_ids]
-        name = self._engine.add_request(key, self._sampling.tokens_input(tokens), params)
-        entry = _Entry(request, key, self._core.scheduler.requests[name])
-        self._entries[request.id] = self._by_key[entry.key] = entry
+        entry.key, entry.has_begun = f"{entry.order}.{len(request.turns)}", False
+        prompt = self._sampling.tokens_input([*request.prompt_ids, *request.response_ids])
+        name = self._engine.add_request(entry.key, prompt, params, priority=entry.order)
+        entry.scheduled = self._core.scheduler.requests[name]
+        self._by_key[entry.key] = entry
 
     def park(self, ids: Iterable[object], with_kv: bool = False) -> list[Request]:
         """Remove unfinished requests, with their tokens so far; `submit` resumes them.
@@ -278,11 +299,14 @@ class VLLMEngine:
         """
         if with_kv:
             raise ValueError("vLLM gives no keys and values of a parked request")
-        entries = [self._entries[id_] for id_ in dict.fromkeys(ids) if id_ in self._entries]
-        for entry in entries:
+        entries = [self._entries.pop(id_) for id_ in dict.fromkeys(ids) if id_ in self._entries]
+        scheduled = [entry for entry in entries if entry.scheduled is not None]
+        for entry in scheduled:
             self._keep_experts(entry)
-        self._engine.abort_request([entry.key for entry in entries])
-        return [self._remove(entry) for entry in entries]
+        self._engine.abort_request([entry.key for entry in scheduled])
+        for entry in scheduled:
+            self._leave(entry)
+        return [entry.request for entry in entries]
 
     def _keep_experts(self, entry: _Entry, returned: Any = None) -> None:
         """Append to a request's record what vLLM has `returned`, or has of an unfinished request.
@@ -299,26 +323,44 @@ class VLLMEngine:
         for piece in pieces:
             record.append(piece[:, list(shape.layers)].astype(shape.numpy_dtype))
 
-    def _remove(self, entry: _Entry) -> Request:
+    def _leave(self, entry: _Entry) -> None:
+        """vLLM has the request no longer: it has ended, is held or is parked."""
         request = entry.request
-        del self._entries[request.id], self._by_key[entry.key]
+        del self._by_key[entry.key]
         del request.log_probs[len(request.response_ids) :]  # sampled after a chunk of the prompt
         self._counts["num_preempted"] += entry.scheduled.num_preemptions
-        return request
+        entry.scheduled = None
 
-    # Turns, which it does not hold (`EngineFeatures.holds_turns`)
+    # Turns
 
     def take_turns(self) -> list[HeldTurn]:
-        """None: no turn ends here."""
-        return []
+        """The turns that have ended since the last call; their requests are held.
+
+        vLLM does not have them meanwhile. Its prefix cache does, until others need the blocks: the
+        longest held give theirs first.
+        """
+        turns, self._turns = self._turns, []
+        return turns
 
     def append(self, id: object, tokens: Sequence[int]) -> None:
-        """Raises ValueError: nothing is held."""
-        raise ValueError(f"request {id!r} is not held: rollout.engine=vllm makes no conversations")
+        """See `RolloutEngine`. What is cached in full blocks is not computed again."""
+        entry = self._held(id)
+        append_reply(entry.request, tokens, self._limits.vocab_size)
+        self._add(entry)
 
     def finish(self, id: object, reason: str = "stop") -> Output:
-        """Raises ValueError: nothing is held."""
-        raise ValueError(f"request {id!r} is not held: rollout.engine=vllm makes no conversations")
+        """See `RolloutEngine`."""
+        request = self._held(id).request
+        del self._entries[id]
+        return output_of(request, reason)
+
+    def _held(self, id: object) -> _Entry:
+        """A held request; raises ValueError for another."""
+        entry = self._entries.get(id)
+        if entry is None or entry.scheduled is not None:
+            status = "unknown" if entry is None else "in a turn"
+            raise ValueError(f"request {id!r} is {status}; only a held one can be answered")
+        return entry
 
     # One step
 
@@ -333,10 +375,10 @@ class VLLMEngine:
     def step(self) -> list[Output]:
         """One decode step for all running requests (admitting and prefilling waiting ones)."""
         assert not self._asleep, "the engine sleeps"
-        if not self._entries:
+        if not self._by_key:
             return []
         self._make_cache()
-        counts, outputs, stopped = self._counts, [], []
+        counts, outputs, stopped = self._counts, list[Output](), list[str]()
         prefills = 0
         outputs_of_step: list[Any] = self._engine.step()
         for output in outputs_of_step:
@@ -344,30 +386,37 @@ class VLLMEngine:
             request = entry.request
             if not entry.has_begun:
                 entry.has_begun = True
-                known = output.num_cached_tokens or 0
                 prefills += 1
-                counts["shared_prompt_tokens"] += known
-                counts["prefill_tokens"] += request.num_tokens - known
+                self._count_prefill(entry, output.num_cached_tokens or 0)
             request.response_ids += completion.token_ids
             counts["decode_tokens"] += len(completion.token_ids)
             counts["cached_tokens"] += request.num_tokens - 1
-            if self._stops is not None and self._stops.ended(
-                request.response_ids, request.sampling.min_new_tokens
-            ):
-                finish = "stop"
-                stopped += [] if output.finished else [entry.key]
-            elif output.finished:
-                finish = completion.finish_reason
-            else:
+            finish = finish_of(request, self._stops)
+            if finish is None:
+                assert not output.finished, f"vLLM ends request {request.id!r} by itself"
                 continue
+            stopped += [] if output.finished else [entry.key]
             self._keep_experts(entry, completion.routed_experts)
-            self._remove(entry)
-            response = request.response_ids, request.log_probs
-            outputs.append(Output(request.id, *response, finish, request.routed_experts))
+            self._leave(entry)
+            if request.sampling.max_turn_tokens:
+                self._turns.append(end_turn(request, finish))
+                entry.cached = request.num_tokens - 1  # the last one was not computed
+            else:
+                del self._entries[request.id]
+                outputs.append(output_of(request, finish))
         self._engine.abort_request(stopped)
         counts["decode_steps"] += bool(outputs_of_step)
         counts["prefill_calls"] += bool(prefills)
         return outputs
+
+    def _count_prefill(self, entry: _Entry, known: int) -> None:
+        """Count the tokens of a request that begins, of which the cache had the first `known`."""
+        kept = min(known, entry.cached)
+        self._counts["kept_tokens"] += kept
+        self._counts["recomputed_tokens"] += entry.cached - kept
+        self._counts["shared_prompt_tokens"] += known - kept
+        self._counts["prefill_tokens"] += entry.request.num_tokens - known
+        entry.cached = 0
 
     # Weights
 
@@ -377,7 +426,7 @@ class VLLMEngine:
 
         Cached prompts are dropped: the old weights computed them.
         """
-        assert not self.stats().running, "weights change while requests run: park them first"
+        self._check_parked("its weights cannot change")
         assert not self._asleep, "the engine sleeps"
         if self._switch is None or self._switch[0] is not plan:
             self._switch = plan, self._make_switch(plan)
@@ -397,7 +446,7 @@ class VLLMEngine:
 
         Cached prompts are dropped, as in `update_weights`.
         """
-        assert not self.stats().running, "weights change while requests run: park them first"
+        self._check_parked("its weights cannot change")
         assert not self._asleep, "the engine sleeps"
         if self._weights.repacks:
             for names in by_layer(self._names):
@@ -415,6 +464,11 @@ class VLLMEngine:
             return LayerwiseSwitch(plan, *settings, by_layer(plan.dst.rules), self._bucket_bytes)
         return WeightSwitch(plan, *settings, self._bucket_bytes)
 
+    def _check_parked(self, what: str) -> None:
+        stats = self.stats()
+        busy = stats.running + stats.held
+        assert not busy, f"{what} while requests run or are held: park them first"
+
     def _forget_prompts(self) -> None:
         done = self._engine.reset_prefix_cache()
         assert done, "vLLM keeps cached prompts"
@@ -422,7 +476,7 @@ class VLLMEngine:
     # Memory
 
     def release_cache(self) -> None:
-        """Free the KV cache, keep the weights. Waiting requests stay; nothing may run.
+        """Free the KV cache, keep the weights. Waiting and held requests stay; nothing may run.
 
         The next step that has work allocates a new cache.
         """
@@ -441,8 +495,11 @@ class VLLMEngine:
             self._has_cache = True
 
     def sleep(self) -> None:
-        """Free the KV cache and, on a GPU, the weights. Waiting requests stay; nothing may run."""
-        assert not self.stats().running, "the engine cannot sleep while requests run"
+        """Free the KV cache and, on a GPU, the weights.
+
+        Waiting requests stay; others must be parked before.
+        """
+        self._check_parked("it cannot sleep")
         if not self._asleep:
             self._forget_prompts()
             logger.debug("falling asleep")
@@ -460,10 +517,11 @@ class VLLMEngine:
         """Counters and load."""
         _, waiting = self._core.scheduler.get_request_counts()
         # Only `num_preempted` counts preemptions, and a request adds to it when it leaves: no
-        # counter has the recomputed tokens.
+        # counter has the tokens that these compute again.
         return Stats(
-            running=len(self._entries) - waiting,
+            running=len(self._by_key) - waiting,
             waiting=waiting,
+            held=len(self._entries) - len(self._by_key),
             kv_blocks_free=self._pool.get_num_free_blocks(),
             kv_blocks_total=self._limits.num_blocks,
             kv_bytes_per_token=self._kv_bytes_per_token,
@@ -492,4 +550,6 @@ _COUNTERS = (
     "restored_tokens",
     "shared_prompt_tokens",
     "num_preempted",
+    "kept_tokens",
+    "recomputed_tokens",
 )

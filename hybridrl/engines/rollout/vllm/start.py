@@ -61,6 +61,7 @@ def engine_arguments(
         "enable_sleep_mode": on_gpu,
         # a step
         "max_num_seqs": max_running,
+        "scheduling_policy": "priority",  # continued samples go before those submitted later
         "enforce_eager": not on_gpu,
         "async_scheduling": False,
         "disable_log_stats": True,

@@ -1,0 +1,260 @@
+"""The search for a mapping: against brute force on small clusters, and what does not fit."""
+
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from hybridrl.config import (
+    ActivationMode,
+    FusedScheduleConfig,
+    PipelineSchedule,
+    SerialScheduleConfig,
+)
+from hybridrl.planner.accelerators import ACCELERATORS, layer_roofline
+from hybridrl.planner.fitting_layouts import DoesNotFit
+from hybridrl.planner.links import LinkSpeed
+from hybridrl.planner.mapping import (
+    ClusterShape,
+    DeviceMapping,
+    GenLayout,
+    PlannedRole,
+    TrainLayout,
+)
+from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
+from hybridrl.planner.mapping_price import MappingPrices
+from hybridrl.planner.mapping_search import TOLERANCE, MappingSearch, Pools, SearchSpace
+from hybridrl.planner.memory import GIB
+from hybridrl.planner.model_shape import ModelShape
+from hybridrl.planner.partitions import set_partitions
+from hybridrl.planner.workload import Group, Workload
+
+A100 = ACCELERATORS["a100"]
+SMALL = ModelShape(8, 2048, 5632, 16, 8, 32_000)
+LARGER = replace(SMALL, layers=16)
+"""More than 512 Mi parameters: FSDP gathers them for each micro-batch."""
+BIG = ModelShape(80, 8192, 28_672, 64, 8, 32_000)
+PROMPT, RESPONSE = 256, 768
+
+
+def _roles(actor: ModelShape, other: ModelShape, names: Sequence[str]) -> list[PlannedRole]:
+    roles = {
+        "actor": PlannedRole(name="actor", shape=actor, trained=True),
+        "critic": PlannedRole(
+            name="critic", shape=other, trained=True, passes=("values",), value_head=True
+        ),
+        "reference": PlannedRole(name="reference", shape=actor, passes=("reference",)),
+        "reward": PlannedRole(name="reward", shape=other, passes=("reward",), value_head=True),
+    }
+    return [roles[name] for name in names]
+
+
+def _search(
+    roles: Sequence[PlannedRole],
+    ranks: int,
+    *,
+    draw: random.Random | None = None,
+    capacity: float = 80.0,
+    device: str = "cuda",
+    pipelines: Sequence[PipelineSchedule] = (PipelineSchedule.one_f_one_b,),
+    activations: Sequence[ActivationMode] = (ActivationMode.keep,),
+    together: bool = False,
+    allows_train: Callable[[PlannedRole, TrainLayout], bool] = lambda role, layout: True,
+) -> MappingSearch:
+    """With links and lengths from `draw`, in `capacity` GiB a rank."""
+    draw = draw or random.Random(0)
+    within, between, host = (LinkSpeed(draw.choice((2e9, 20e9, 200e9)), 5e-6) for _ in range(3))
+    cluster = ClusterShape(1, ranks, A100, within, between, host)
+    lengths = [tuple(draw.randint(20, RESPONSE) for _ in range(2)) for _ in range(4)]
+    memory = MappingMemory(
+        limits=StepLimits(prompt_tokens=PROMPT, new_tokens=RESPONSE, samples=8, max_running=8),
+        capacity=round(capacity * GIB),
+        reserved=0,
+        device=device,
+    )
+    prices = MappingPrices(
+        MappingCosts(layer_roofline(A100), cluster),
+        memory,
+        roles,
+        Workload(tuple(Group(PROMPT, one) for one in lengths), 4, 1),
+    )
+
+    def pools(partition: Sequence[Sequence[str]]) -> Pools | None:
+        if together and len(partition) > 1:
+            return None
+        return {names[0]: tuple(names) for names in partition}
+
+    space = SearchSpace(
+        pools=pools,
+        schedules=(SerialScheduleConfig(), FusedScheduleConfig()),
+        micro_batch_tokens=(2048,),
+        activations=activations,
+        pipelines=pipelines,
+        allows_train=allows_train,
+    )
+    return MappingSearch(roles, prices, memory, ranks, space)
+
+
+# Brute force: every mapping, by the scheduler
+
+
+def _splits(ranks: int, pools: int) -> Iterator[tuple[int, ...]]:
+    sizes = itertools.product(range(1, ranks + 1), repeat=pools)
+    return (one for one in sizes if sum(one) == ranks)
+
+
+def _layouts(search: MappingSearch, role: PlannedRole, ranks: int) -> Iterator[TrainLayout]:
+    space, axes = search.space, range(1, ranks + 1)
+    for pp, replicas, fsdp, tp in itertools.product(axes, repeat=4):
+        if pp * replicas * fsdp * tp != ranks or role.shape.kv_heads % tp:
+            continue
+        for schedule in space.pipelines if pp > 1 else space.pipelines[:1]:
+            for activations in space.activations:
+                layout = TrainLayout(
+                    pp=pp,
+                    replicas=replicas,
+                    fsdp=fsdp,
+                    tp=tp,
+                    schedule=schedule,
+                    activations=activations,
+                    sequence_parallel=tp > 1,
+                    micro_batch_tokens=2048,
+                )
+                if layout.zigzag and activations is ActivationMode.recompute:
+                    continue
+                if not space.allows_train(role, layout):
+                    continue
+                yield layout
+                yield search.prices.balanced(role, layout, range(ranks))
+
+
+def _every_mapping(search: MappingSearch) -> Iterator[DeviceMapping]:
+    ranks, roles = search.ranks, {role.name: role for role in search.roles}
+    trained = [role.name for role in search.roles if role.trained]
+    for partition in set_partitions(list(roles)):
+        pools = search.space.pools(partition)
+        if pools is None:
+            continue
+        for sizes in _splits(ranks, len(pools)):
+            frame = DeviceMapping(
+                pools=pools,
+                ranks=dict(zip(pools, sizes, strict=True)),
+                train={},
+                schedule=SerialScheduleConfig(),
+            )
+            choices = [
+                list(_layouts(search, roles[name], len(frame.ranks_of(name)))) for name in trained
+            ]
+            for layouts in itertools.product(*choices):
+                if len({layout.activations for layout in layouts}) > 1:
+                    continue
+                for pp, tp in itertools.product(range(1, ranks + 1), repeat=2):
+                    scorers = [n for n in roles if n not in trained]
+                    if any(len(frame.ranks_of(n)) % (pp * tp) for n in ("actor", *scorers)):
+                        continue
+                    if SMALL.kv_heads % tp:
+                        continue
+                    for schedule in search.space.schedules:
+                        yield replace(
+                            frame,
+                            train=dict(zip(trained, layouts, strict=True)),
+                            gen=GenLayout(pp=pp, tp=tp),
+                            schedule=schedule,
+                        )
+
+
+def _least_s(search: MappingSearch) -> float:
+    """The quickest of all mappings that fit."""
+    seconds, roles, prices = [], search.roles, search.prices
+    for mapping in _every_mapping(search):
+        if all(plan.fits for plan in search.memory.plans(roles, mapping).values()):
+            seconds.append(prices.replayed(mapping, prices.priced(mapping)).step_s)
+    return min(seconds)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_search_finds_what_brute_force_finds(seed: int) -> None:
+    """On two ranks, with three roles, all pipelines, and memory that cuts some layouts."""
+    draw = random.Random(seed)
+    names = ("actor", "critic", draw.choice(("reference", "reward")))
+    other = replace(SMALL, layers=draw.choice((4, 8, 16)))
+    search = _search(
+        _roles(SMALL, other, names),
+        2,
+        draw=draw,
+        capacity=draw.choice((7.0, 10.0, 80.0)),
+        pipelines=tuple(PipelineSchedule),
+        activations=(ActivationMode.keep, ActivationMode.recompute),
+    )
+    least = _least_s(search)
+    result = search.run(1)
+    assert result.is_complete
+    assert least * (1 - 1e-9) <= result.best[0].seconds.step_s <= least * (1 + TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_on_four_ranks_too(seed: int) -> None:
+    draw = random.Random(seed)
+    names = ("actor", draw.choice(("reference", "reward")))
+    search = _search(_roles(SMALL, SMALL, names), 4, draw=draw)
+    least = _least_s(search)
+    result = search.run(1)
+    assert result.is_complete
+    assert least * (1 - 1e-9) <= result.best[0].seconds.step_s <= least * (1 + TOLERANCE)
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize(
+    ("actor", "other", "names", "role"),
+    [
+        (SMALL, BIG, ("actor", "reward"), "reward that scores in"),
+        (SMALL, BIG, ("actor", "critic"), "critic trained on 2 ranks"),
+        (BIG, SMALL, ("actor", "reward"), "actor trained on 2 ranks"),
+    ],
+)
+def test_the_role_that_does_not_fit_is_named(
+    actor: ModelShape, other: ModelShape, names: tuple[str, ...], role: str
+) -> None:
+    """With the memory that is missing, which is above 0."""
+    search = _search(_roles(actor, other, names), 2, capacity=40.0)
+    with pytest.raises(DoesNotFit) as error:
+        search.run(1)
+    assert str(error.value).startswith(role)
+    missing = re.search(r"on a rank, (-?[\d.]+) GiB more than there is", str(error.value))
+    assert missing
+    assert float(missing[1]) > 0
+
+
+def _copies(capacity: float) -> MappingSearch:
+    """Actor and critic on two CPUs, by copies or by shards; on CPUs all roles stay."""
+    return _search(
+        _roles(LARGER, LARGER, ("actor", "critic")),
+        2,
+        draw=random.Random(3),
+        capacity=capacity,
+        device="cpu",
+        together=True,
+        allows_train=lambda role, layout: layout.ranks in (layout.replicas, layout.fsdp),
+    )
+
+
+@pytest.mark.parametrize(("capacity", "replicas"), [(80.0, 2 + 2), (24.0, 1 + 2), (16.0, 1 + 1)])
+def test_roles_that_do_not_fit_together_get_other_layouts(capacity: float, replicas: int) -> None:
+    """Copies are quickest. With less memory one role is cut, then both."""
+    search = _copies(capacity)
+    result = search.run(1)
+    (best,) = result.best
+    assert sum(layout.replicas for layout in best.mapping.train.values()) == replicas
+    assert best.seconds.step_s <= _least_s(search) * (1 + TOLERANCE)
+
+
+def test_where_no_layouts_fit_together_the_phase_is_named() -> None:
+    """Each role would fit alone."""
+    with pytest.raises(DoesNotFit, match="in pool actor, phase train actor, needs"):
+        _copies(12.0).run(1)
