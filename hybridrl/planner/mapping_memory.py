@@ -177,14 +177,7 @@ class MappingMemory:
         widest = max(shape.ffn, shape.heads * shape.features) * shape.hidden
         largest = max(shape.head_parameters, widest)
         split = tp > 1 and layout.fsdp > 1
-        muon: dict[str, int] = {}
-        if role.optim is OptimName.muon:
-            matrices = sum(own) * shape.layer_parameters
-            muon = {
-                "matrices": -(-matrices // (tp * layout.fsdp)),
-                "owned_matrices": max(-(-matrices // (tp * layout.data_ranks)), widest),
-                "largest_matrix": widest,
-            }
+        matrices = sum(own) * shape.layer_parameters if role.optim is OptimName.muon else 0
         return TrainSizes(
             trained=-(-(root + sum(own) * layer) // layout.fsdp),
             frozen=0,
@@ -209,7 +202,9 @@ class MappingMemory:
             received=self._received(role.shape, layout, stage, tokens, number),
             saved=MASTER * (largest + largest // tp * split),
             moment=EIGHT_BIT_MOMENT if role.optim is OptimName.adamw8bit else MASTER,
-            **muon,
+            matrices=-(-matrices // (tp * layout.fsdp)),
+            owned_matrices=max(-(-matrices // (tp * layout.data_ranks)), widest) if matrices else 0,
+            largest_matrix=widest if matrices else 0,
         )
 
     def _row(self, layout: TrainLayout) -> tuple[int, int, int]:
