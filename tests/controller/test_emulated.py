@@ -392,7 +392,7 @@ def test_auto_asks_the_costs(settings: tuple[str, ...], decided: str, tmp_path: 
         (("trainer.mini_batches=2",), "has no seconds of one plan"),
         ((*PIPELINES, "critic.layout.tp=2"), "one plan has one tp"),
         ((*PIPELINES, 'cluster.costs="gpu:model=8b,critic=8b,pp=2"'), "trainer.layout and critic"),
-        ((*PIPELINES, "trainer.chunk_tokens=64"), "trainer.chunk_tokens=0"),
+        ((*PIPELINES, "trainer.chunk_tokens=8192"), "trainer.chunk_tokens=0"),
     ],
 )
 def test_updates_without_the_costs_of_one_plan_are_refused(

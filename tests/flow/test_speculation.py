@@ -69,6 +69,9 @@ class RandomSource:
 
     def end(self, request: Request) -> None: ...
 
+    def siblings(self, request: Request) -> dict[object, list[int]]:
+        return {}
+
     def draft(self, request: Request, most: int) -> Sequence[int]:
         right = self._tokens.get(request.id, [])[len(request.response_ids) :]
         return [
