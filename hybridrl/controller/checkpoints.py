@@ -14,6 +14,7 @@ from hybridrl.checkpoint import folder
 from hybridrl.checkpoint.folder import Point
 from hybridrl.checkpoint.keep import to_keep
 from hybridrl.config import Config, ConfigError, OptimName, ScheduleKind
+from hybridrl.config.environment import COUNTED
 from hybridrl.config.renamed_keys import with_new_names
 from hybridrl.config.schedule import SCHEDULES
 from hybridrl.controller.worker_group import WorkerGroup
@@ -182,6 +183,9 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     kinds = [ScheduleKind(settings["schedule.kind"]) for settings in (before, now)]
     same_batches = all(SCHEDULES[kind].serial_batches for kind in kinds)
     may_change = (*MAY_CHANGE, "schedule.kind") if same_batches else MAY_CHANGE
+    key = "environment.partial"
+    if COUNTED not in (before.get(key), now.get(key)):  # by the times of a run, or by its record
+        may_change = (*may_change, key)
     return [
         key
         for key in now.keys() & before.keys()

@@ -53,9 +53,9 @@ def planned_roles(config: Config, graph: Graph, shapes: Shapes) -> list[PlannedR
             raise ConfigError("plan", f"auto of {name}", f"a dense decoder: {error}") from None
         stages = [s for s in graph.stages.values() if s.role == name]
         update = next((s for s in stages if isinstance(s, UpdateStage)), None)
-        own = config.trainer
+        optim = config.trainer.optim
         if name in VALUE_MODELS and name in graph.learned:
-            own = config.value_model_of(name)
+            optim = config.value_model_of(name).optim
         roles.append(
             PlannedRole(
                 name=name,
@@ -70,7 +70,7 @@ def planned_roles(config: Config, graph: Graph, shapes: Shapes) -> list[PlannedR
                 ),
                 epochs=update.epochs if update else None,
                 mini_batches=update.mini_batches if update else None,
-                optim=own.optim.name,
+                optim=optim.name,
             )
         )
     adapters = {"actor.lora": config.actor.lora} | {

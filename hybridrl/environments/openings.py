@@ -37,7 +37,7 @@ class Openings(Closing):
         ]
         try:
             for pool in self._pools:
-                pool.wait_ready()
+                pool.wait_ready(every=True)
         except RuntimeError as error:
             self.close()
             raise self._refusal(f"a program that starts ({error})") from error

@@ -3,7 +3,10 @@
 import contextlib
 import itertools
 import logging
+import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
+from queue import SimpleQueue
 from typing import Any, Literal, TypeVar
 
 from hybridrl.config import EnvironmentConfig, JailKind, JailLimits, SourceConfig
@@ -39,7 +43,7 @@ LARGEST_ANSWER = 64 << 20
 LOOK_S = 0.1
 """Seconds between two looks at whose code runs, while answers are due."""
 BUSY_S = 1.0
-"""A process whose code runs so long without a pause gets no work: it might not read it."""
+"""A process whose code runs so long without a pause gets no work: its time would count already."""
 PATIENCE = 5
 """Times that an episode is served again whose process was killed while nobody's code ran: most
 likely from outside, since memory is short say."""
@@ -59,7 +63,8 @@ class _Episode:
     """An episode of the pool; `process` is where its program is, None where it must be started.
 
     `turn` and `future` are what it is to answer: without a turn its start. `strikes` counts its
-    failures. A suspect was being served when a process died, and nobody knows through whom.
+    failures. A suspect was being served when a process died, and nobody knows through whom. One is
+    `lost`, of a kind and with an error, where its process ended while no answer was due.
     """
 
     id: EpisodeId
@@ -73,7 +78,7 @@ class _Episode:
     due: bool = True
     strikes: int = 0
     suspect: bool = False
-    lost: str = ""
+    lost: "tuple[FailureKind, str] | None" = None
 
     def settle(self, result: Any) -> None:
         """Give the answer that is due."""
@@ -135,7 +140,7 @@ class EpisodePool:
         """What the processes did; for the driver to take."""
         self.tools: tuple[dict[str, Any], ...] = ()
         """Schemas of the tools that the model may call, once a process is ready."""
-        self._ready = threading.Event()
+        self._ready, self._all_ready = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._commands: deque[_Command] = deque()
         self._wake, self._waker = Pipe(duplex=False)
@@ -148,9 +153,10 @@ class EpisodePool:
         self._thread = threading.Thread(target=self._run, name="episode-pool", daemon=True)
         self._thread.start()
 
-    def wait_ready(self) -> None:
-        """Wait for a process; raises ConfigError or RuntimeError where none can start."""
-        self._ready.wait()
+    def wait_ready(self, every: bool = False) -> None:
+        """Wait for a process, or for `every` one; raises ConfigError or RuntimeError where it
+        cannot start."""
+        (self._all_ready if every else self._ready).wait()
         if self._error is not None:
             raise self._error
 
@@ -224,6 +230,7 @@ class EpisodePool:
             for future in left:
                 settle(future, self._error)
             self._ready.set()
+            self._all_ready.set()
 
     def _take_commands(self) -> None:
         """What the driver asks for."""
@@ -246,14 +253,16 @@ class EpisodePool:
                     continue
                 self.counts["turns"] += 1
                 episode.turn, episode.future, episode.due = command.turn, command.future, True
-                if episode.lost:
-                    self._fail(episode, "crash", episode.lost)
+                if episode.lost is not None:
+                    (kind, reason), episode.lost = episode.lost, None
+                    self._fail(episode, kind, reason)
                 else:
                     self._queue.append(episode)
             elif episode is not None:
                 self._forget(episode)
                 if episode.process is not None:
                     episode.process.send("end", episode.number)
+                self._leave(episode)
                 if episode.due:
                     episode.settle(None)
 
@@ -325,6 +334,8 @@ class EpisodePool:
                 return
             self.tools, self._bad_starts = process.tools, 0
             self._ready.set()
+            if all(other.ready for other in self._processes):
+                self._all_ready.set()
             return
         try:
             request, start, step, close_error = process.receive()
@@ -398,12 +409,16 @@ class EpisodePool:
         logger.debug("environment process %d is replaced: %s", process.popen.pid, error)
         served = [episode for episode in process.requests.values() if episode.due]
         guilty = [episode for episode in served if episode.number == number]
-        patience = PATIENCE if ended == signal.SIGKILL.name and not guilty else 1
-        if not guilty and len(served) == 1:
+        patience = PATIENCE if ended == signal.SIGKILL.name and not number else 1
+        if not number and len(served) == 1:
             guilty = served
         for episode in list(self._episodes.values()):
-            if episode.process is process:
-                self._bereave(episode, is_guilty=episode in guilty, known=bool(guilty))
+            if episode.process is not process:
+                continue
+            if episode.number == number and not episode.due:  # a task that its program has left
+                episode.process, episode.lost = None, (kind, error)
+                continue
+            self._bereave(episode, is_guilty=episode in guilty, known=bool(number or guilty))
         place = self._processes.index(process)
         self._processes[place] = self._start(place)
         for episode in guilty:
@@ -424,9 +439,11 @@ class EpisodePool:
         if is_guilty:
             return
         if not self.config.replay:
-            episode.lost = "its process ended with another episode, and environment.replay=false"
+            reason = "its process ended with another episode, and environment.replay=false"
             if episode.due:
-                self._fail(episode, "crash", episode.lost)
+                self._fail(episode, "crash", reason)
+            else:
+                episode.lost = "crash", reason
             return
         self.counts["replays"] += 1
         if episode.due:
@@ -442,7 +459,7 @@ class EpisodePool:
     def _leave(self, episode: _Episode) -> None:
         """An episode's program has ended in its process."""
         if episode.process is not None:
-            episode.process.num_episodes -= 1
+            episode.process.leave()
             episode.process = None
 
     def _forget(self, episode: _Episode) -> None:
@@ -463,6 +480,9 @@ class _Process(SandboxedProcess):
         self.deadlines: dict[int, float] = {}
         self.num_episodes = self.num_answers = 0
         self.busy_since = 0.0
+        self._closes_until = 0.0
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._sender = threading.Thread(target=self._send_all, name="episode-sender", daemon=True)
         name = f"environment ({kind})"
         super().__init__(
             PROGRAM,
@@ -471,15 +491,29 @@ class _Process(SandboxedProcess):
             largest_answer=LARGEST_ANSWER,
             shared=[self.mark.descriptor],
         )
+        self._sender.start()
 
     def on_ready(self, details: list[Any]) -> None:
         """The tools that its environment offers."""
         self.tools = tuple(details[0])
 
     def send(self, *request: Any) -> None:
-        """Send a request; a process that has died is seen later."""
+        """Have a request sent; a process that does not read, or has died, is seen later.
+
+        Raises what pickle raises for its values.
+        """
+        self._outbox.put(pickle.dumps(request))
+
+    def _send_all(self) -> None:
+        """The thread that sends: it alone waits where the process does not read."""
         with contextlib.suppress(OSError):
-            self.connection.send(request)
+            while (request := self._outbox.get()) is not None:
+                self.connection.send_bytes(request)
+
+    def leave(self) -> None:
+        """One of its episodes has ended, and may be closing its environment."""
+        self.num_episodes -= 1
+        self._closes_until = time.monotonic() + CLOSE_S
 
     def takes(self, episode: _Episode) -> bool:
         """Whether an episode can be served now; a suspect is served alone."""
@@ -499,11 +533,27 @@ class _Process(SandboxedProcess):
 
     def finish(self) -> None:
         """Let it close its environments, then end it."""
-        if not self.connection.closed:
-            self.connection.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.popen.wait(CLOSE_S if self.ready and self.num_episodes else 0.5)
-            self.kill()
+        if self.connection.closed:
+            return
+        now = time.monotonic()
+        until = now + CLOSE_S if self.ready and self.num_episodes else self._closes_until
+        until = max(until, now + 0.5)
+        self._outbox.put(None)
+        self._sender.join(until - now)
+        self.disconnect()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(max(0.0, until - time.monotonic()))
+        self.kill()
+
+    def disconnect(self) -> None:
+        """As the base class, once nothing is being sent any more."""
+        if self.connection.closed:
+            return
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as same:
+            same.shutdown(socket.SHUT_RDWR)  # what is still being sent fails
+        self._outbox.put(None)
+        self._sender.join()
+        super().disconnect()
 
     def kill(self) -> str:
         """As the base class; its mark is given up."""

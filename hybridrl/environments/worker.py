@@ -135,7 +135,9 @@ class Server:
         threading.Thread(target=read, daemon=True).start()
         await ended.wait()
         for number in list(self.episodes):
-            await self.end(number)
+            start("end", number)
+        if running:  # all at once, and those whose end is on its way
+            await asyncio.wait(running)
         if self._endpoint is not None:
             await self._endpoint.close()
 

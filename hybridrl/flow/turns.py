@@ -76,6 +76,9 @@ class OpenTurns:
     """Learned from the replies."""
     turn_tokens: float = 0.0
     """Of a turn of the model, on average over the last ones; 0 before any."""
+    expected: float = 0.0
+    """Turns of a conversation, as in earlier steps; 0 before any."""
+    _num_turns: dict[SampleId, int] = field(default_factory=dict)  # that have ended so far
     _turns_seen: int = 0
     _told: dict[SampleId, int] = field(default_factory=dict)  # response tokens up to the turn
     _since: dict[SampleId, float] = field(default_factory=dict)  # when a sample's turn ended
@@ -122,6 +125,7 @@ class OpenTurns:
             tokens = turn.response_tokens - self._told.get(turn.id, 0)
             self.turn_tokens += (tokens - self.turn_tokens) / self._turns_seen
             self._told[turn.id] = turn.response_tokens
+            self._num_turns[turn.id] = self._num_turns.get(turn.id, 0) + 1
             if turn.id in self._num_ended:
                 self._num_ended[turn.id] += 1
 
@@ -160,6 +164,24 @@ class OpenTurns:
             return 0.0
         return self.waits_seen.first([now - self._since.get(id, now) for id in ids])
 
+    def seconds_left(self, ids: Iterable[SampleId], turn_s: float, now: float) -> float:
+        """Seconds until all of these conversations are likely to have ended.
+
+        Of each what is left of its present wait, and for each turn that it has still to make
+        `turn_s` and a mean wait.
+        """
+        ids, each_s = [*ids], turn_s + self.waits_seen.mean
+        waited = [now - self._since.get(id, now) if self.waits(id) else None for id in ids]
+        left = [max(0.0, self.expected - self._num_turns.get(id, 0)) for id in ids]
+        present = iter(self.waits_seen.left([seconds for seconds in waited if seconds is not None]))
+        return max(
+            (
+                turns * each_s + (0.0 if seconds is None else next(present))
+                for turns, seconds in zip(left, waited, strict=True)
+            ),
+            default=0.0,
+        )
+
     def put_away(self, ids: Iterable[SampleId]) -> list[SampleId]:
         """These are parked until they are answered; gives those that already are."""
         ids = [*ids]
@@ -194,6 +216,7 @@ class OpenTurns:
         for id in ids:
             self._waited.pop(id, None)
             self._told.pop(id, None)
+            self._num_turns.pop(id, None)
 
     def _close(self, ids: Sequence[SampleId]) -> None:
         """These are open no more."""

@@ -42,6 +42,25 @@ class WaitModel:
             none_yet *= longer / max(1, longer[0])
         return float(times[none_yet >= 0.5].max(initial=0.0))
 
+    @property
+    def mean(self) -> float:
+        """Of the waits; 0 for too few."""
+        return sum(self._seen) / len(self._seen) if len(self._seen) >= _ENOUGH else 0.0
+
+    def left(self, waited: Sequence[float]) -> list[float]:
+        """Seconds until each of several replies comes, the median; 0 for too few waits seen.
+
+        `waited` are the seconds that each has taken so far. One that has taken longer than any is
+        expected to take a quarter more.
+        """
+        if len(self._seen) < _ENOUGH or not waited:
+            return [0.0] * len(waited)
+        known, so_far = np.sort(self._seen), np.asarray(waited)
+        first = np.searchsorted(known, so_far, "right")
+        median = known[np.minimum((first + len(known)) // 2, len(known) - 1)]
+        left: list[float] = np.where(first < len(known), median - so_far, so_far / 4).tolist()
+        return left
+
     def state_dict(self) -> dict[str, Any]:
         """The waits, in plain JSON types."""
         return {"seen": [*self._seen]}

@@ -459,7 +459,7 @@ class MappingSearch:
     def _fitting_together(self, mapping: DeviceMapping) -> DeviceMapping:
         """The mapping, in other training layouts where a rank cannot hold these.
 
-        A pool's ranks hold its roles one after the other, but the switch has both of the actor's
+        A pool's ranks hold its roles one after the other. But the switch has both of the actor's
         layouts, and ranks on CPUs have all roles. Raises DoesNotFit.
         """
         plans = self.memory.plans(self.roles, mapping)

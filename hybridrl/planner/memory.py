@@ -13,9 +13,9 @@
 
 Ranks on GPUs offload what a phase does not need. Ranks on CPUs keep all of it: there the training
 state of every role and the generation weights are in each phase. A pool of ranks without the actor
-neither switches nor generates. Keys and values of conversations that give way are in host memory:
-on CPUs in the phases of generation, else apart, with the weights and moments of roles that wait
-there (`MemoryPlan.on_host`).
+neither switches nor generates. Keys and values of conversations that give way are in host memory,
+on CPUs in the phases of generation. For ranks on GPUs they count apart, with weights and moments of
+the roles that wait there (`MemoryPlan.on_host`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -187,7 +187,7 @@ def plan_memory(run: PoolSizes, device: str, capacity: int, reserved: int) -> Me
     """The phases of a step on a rank of the `device` type, `cuda` or `cpu`."""
     stays = _stays(run) if device == "cpu" else {}
     phases = [_phase(f"load {role}", sizes) for role, sizes in _loading(run, device).items()]
-    gen, weights, tokens, given_way = run.generation, {}, None, 0
+    gen, weights, tokens, waiting_bytes = run.generation, {}, None, 0
     if gen is not None:
         weights = {"generation weights": gen.weights}
         left = None
@@ -197,8 +197,8 @@ def plan_memory(run: PoolSizes, device: str, capacity: int, reserved: int) -> Me
         phases.append(_phase("load rollout engine", stays, weights, gen.at_start(left)))
         state = stays or run.trained["actor"].state
         phases.append(_phase("switch", state, weights, {"buckets": gen.moving}))
-        given_way = gen.on_host(left)
-        waiting = {WAITING: given_way if device == "cpu" else 0}
+        waiting_bytes = gen.on_host(left)
+        waiting = {WAITING: waiting_bytes if device == "cpu" else 0}
         phases += [
             _phase(name, stays, weights, sizes, waiting) for name, sizes in gen.phases(left).items()
         ]
@@ -216,7 +216,7 @@ def plan_memory(run: PoolSizes, device: str, capacity: int, reserved: int) -> Me
         phases.append(_phase(f"train {TOGETHER}", *states, *updates))
     on_host: Mapping[str, int] = {}
     if device == "cuda":
-        on_host = _phase("", _stays(run), {WAITING: given_way}).sizes
+        on_host = _phase("", _stays(run), {WAITING: waiting_bytes}).sizes
     return MemoryPlan(device, phases, capacity, reserved, tokens, on_host=on_host)
 
 

@@ -228,12 +228,12 @@ def remarks(placed: Sequence[PlacementCase], generated: Sequence[GenerationCase]
                 f"13B with a 70B critic alone: {_allocation(one.ranks['critic alone'])}"
                 f" (published: critic {PUBLISHED_CRITIC_ALONE})"
             )
-    for one in generated:
-        seconds = ", ".join(f"tp {tp} {s:.3g} s" for tp, s in one.seconds.items())
-        tp, saved = one.published
+    for case in generated:
+        seconds = ", ".join(f"tp {tp} {s:.3g} s" for tp, s in case.seconds.items())
+        tp, saved = case.published
         lines.append(
-            f"generation of {one.model} on 16 GPUs: {seconds}; best tp {one.best}, {one.saved:.1%}"
-            f" less than 8 (published: tp {tp}, {saved:.1%})"
+            f"generation of {case.model} on 16 GPUs: {seconds}; best tp {case.best}, "
+            f"{case.saved:.1%} less than 8 (published: tp {tp}, {saved:.1%})"
         )
     return [*lines, "published: arXiv 2409.19256, section 8; docs/planner.md has what is assumed"]
 

@@ -103,13 +103,17 @@ class SandboxedProcess:
             raise ValueError(f"{answer!r} is no answer")
         return answer
 
+    def disconnect(self) -> None:
+        """Close the connection, which ends it where it still listens."""
+        self.connection.close()
+
     def kill(self) -> str:
         """Kill it and its children; returns its exit code or signal, in words."""
         if self.popen.returncode is None:
             # The group still has its zombie leader, so its number cannot be another's.
             os.killpg(self.popen.pid, signal.SIGKILL)
         code = self.popen.wait()  # its own code if it had ended before
-        self.connection.close()
+        self.disconnect()
         return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 

@@ -11,7 +11,7 @@ import pytest
 from hybridrl.checkpoint import folder
 from hybridrl.config import Config, ConfigError
 from hybridrl.config.renamed_keys import RENAMED_KEYS
-from hybridrl.controller.checkpoints import find_origin, settings_of
+from hybridrl.controller.checkpoints import changed_settings, find_origin, settings_of
 
 
 @pytest.fixture
@@ -222,6 +222,16 @@ def test_a_checkpoint_with_keys_of_old_is_compared_by_their_new_names(
     ):
         line = refused(config("schedule=partial", "recipe=grpo", setting))
         assert line == f"{setting}: wanted {before}{reason}"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "may"),
+    [("timed", "outputs/run", True), ("outputs/run", "timed", True), ("timed", "counted", False),
+     ("counted", "timed", False), ("counted", "outputs/run", False)],
+)  # fmt: skip
+def test_only_rounds_by_times_may_be_those_of_a_record(before: str, now: str, may: bool) -> None:
+    key, kind = "environment.partial", {"schedule.kind": "partial"}
+    assert changed_settings({key: before, **kind}, {key: now, **kind}) == ([] if may else [key])
 
 
 def test_where_there_is_nothing_to_go_on_from(

@@ -240,5 +240,8 @@ def test_a_port_that_is_taken_is_refused(make: Make, pool: Pool) -> None:
         port = server.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"environment\.port={port}: wanted 0, or a port"):
             Openings(make(PROGRAMS, "agent", port=port))
+        first = port - 1  # of two processes; the second has the next port
+        with pytest.raises(ConfigError, match=rf"environment\.port={port}: wanted 0, or a port"):
+            Openings(make(PROGRAMS, "agent", port=first, num_processes=2))
     with Openings(make(PROGRAMS, "keys", port=port)) as opening, pytest.raises(ConfigError):
         opening([task("q")])  # the key differs between its two starts

@@ -13,12 +13,13 @@ import pytest
 from environment_pools import Make, Pool, played, task
 
 from hybridrl.environments import EpisodePool, EpisodeStart, EpisodeStep, ModelTurn
+from hybridrl.environments import pool as pools
 
 PROGRAMS = '''
 import asyncio, ctypes, os, sys, threading, time
 from pathlib import Path
 
-HERE = Path(__file__).parent
+HERE, LEFT = Path(__file__).parent, []
 
 
 def note(name, text):
@@ -76,6 +77,25 @@ async def misbehave(word):
         await asyncio.sleep(0.5)
     if word == "cancel":
         raise asyncio.CancelledError
+    if word == "pause":
+        await asyncio.sleep(1.0)
+    if word == "later":
+        LEFT.append(asyncio.create_task(later("hang")))
+
+
+async def later(word):
+    await asyncio.sleep(0.3)
+    await misbehave(word)
+
+
+async def leaves(task, model, rng):
+    """Takes a while to clean up."""
+    note("opened", task.question)
+    try:
+        await model.turn(task.messages)
+    finally:
+        await asyncio.sleep(0.7)
+        note("closed", task.question)
 
 
 async def blocks(task, model, rng):
@@ -209,6 +229,34 @@ def test_who_fails_once_is_as_ever(make: Make, pool: Pool, word: str) -> None:
     assert (episodes.counts["replays"] > 0) == (word != "print")
 
 
+def test_a_task_that_its_program_has_left_is_its_own(make: Make, pool: Pool) -> None:
+    """It hangs while that episode waits for the model, and another one is served alone."""
+    episodes, guilty, other = pool(make(PROGRAMS, "echo", turn_timeout_s=1.5)), (0, "", 0), (1,)
+    for id in (guilty, other):
+        assert episodes.start(id, task("q")).result(60).failure is None
+    assert episodes.turn(guilty, ModelTurn("later")).result(60).failure is None
+    assert episodes.turn(other, ModelTurn("pause")).result(60).failure is None
+    step = episodes.turn(guilty, ModelTurn("a")).result(60)
+    assert (step.failure, step.error) == (
+        "timeout",
+        "no answer within environment.turn_timeout_s=1.5",
+    )
+
+
+def test_a_process_that_reads_nothing_holds_nobody_up(
+    make: Make, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even the driver, when what it sends fills the connection."""
+    monkeypatch.setattr(pools, "GRACE_S", 0.5)
+    episodes, id = pool(make(PROGRAMS, "echo", turn_timeout_s=1.0)), (0, "", 0)
+    assert episodes.start(id, task("q")).result(60).failure is None
+    (process,) = episodes._processes
+    os.kill(process.popen.pid, signal.SIGSTOP)
+    step = episodes.turn(id, ModelTurn("x" * (4 << 20))).result(60)
+    assert step.failure == "timeout"
+    assert episodes.start((1,), task("q")).result(60).failure is None
+
+
 def test_clients_that_block_do_not_wait_for_each_others_threads(make: Make, pool: Pool) -> None:
     episodes = pool(make(PROGRAMS, "blocks", turn_timeout_s=5.0, memory_mb=1024))
     episodes.wait_ready()
@@ -216,6 +264,17 @@ def test_clients_that_block_do_not_wait_for_each_others_threads(make: Make, pool
     assert {start.result(60).error for start in starts} == {""}
     steps = [episodes.turn((n,), ModelTurn(str(n))) for n in range(40)]
     assert [step.result(60).rewards for step in steps] == [(float(n),) for n in range(40)]
+
+
+def test_processes_share_the_episodes_however_they_end(make: Make, pool: Pool) -> None:
+    episodes = pool(make(PROGRAMS, "echo", num_processes=2))
+    for n in range(4):
+        episodes.start((n,), task("q")).result(60)
+        episodes.end((n,))
+    played(episodes, task("q"), list("abcd"), (4,))
+    played(episodes, task("q"), ["raise"], (5,))
+    episodes.start((6,), task("q")).result(60)
+    assert sum(process.num_episodes for process in episodes._processes) == 1
 
 
 def test_a_reply_of_a_megabyte_is_cut_before_it_is_sent(make: Make, pool: Pool) -> None:
@@ -274,6 +333,18 @@ def test_environments_are_closed_however_an_episode_ends(
     assert sorted(closed) == sorted(opened)
     assert set(closed) == set(ends)
     assert opened.count("raised") == 2  # and its replay
+
+
+def test_environments_have_time_to_close_when_the_pool_does(
+    make: Make, pool: Pool, tmp_path: Path
+) -> None:
+    """Those of episodes that are given up just before, and of several that were not."""
+    episodes = pool(make(PROGRAMS, "leaves"))
+    for n in range(9):
+        episodes.start((n,), task(str(n))).result(60)
+    episodes.end((0,))
+    episodes.close()
+    assert sorted((tmp_path / "closed").read_text().split()) == list("012345678")
 
 
 def test_a_program_that_cannot_be_ended_holds_nobody_up(make: Make, pool: Pool) -> None:

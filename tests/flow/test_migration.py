@@ -406,3 +406,24 @@ def test_those_that_wait_take_no_row() -> None:
     assert model.usual_pace == pytest.approx(3.0, rel=0.01)
     assert model.serial_seconds() == pytest.approx(60.0, rel=0.01)
     assert model_of([10] * 4, 1, costs, 0.0).serial_seconds() == 50.0
+
+
+def test_what_waits_is_the_tail() -> None:
+    """`two_groups`, whose last sample waits for 36 s instead of decoding them."""
+    lengths, waits = [2, 2, 4, 4], [0.0, 0.0, 0.0, 36.0]
+    waiting = model_of(lengths, 2, Costs(step_s=1.0), 0.0, switch_s=8.0, waits=waits)
+    assert waiting.ends([2, 4], [0.0, 36.0]) == [2, 40]
+    training = training_arrivals(waiting.ends(lengths, waits), [2, 40], 10.0)
+    plan = chosen(replace(waiting, training=training), 8)
+    assert plan.trains_early
+    assert plan.seconds == 40 + 2.5
+    ready = training_arrivals(lengths, [2, 4], 10.0)
+    assert not chosen(replace(waiting, waits=(), training=ready), 8).trains_early
+
+
+def test_equal_lengths_are_gathered_where_some_wait() -> None:
+    """Three of 24 wait: they leave three of four instances to the passes of the others."""
+    costs, lengths, waits = Costs(step_s=0.01), [10] * 24, [0.0] * 21 + [5.0] * 3
+    plan = chosen(model_of(lengths, 4, costs, 0.03, 10, waits=waits), 16)
+    assert (plan.name, plan.migration.threshold) == ("migrate", 3)
+    assert chosen(model_of(lengths, 4, costs, 0.03, 10), 16).migration == NEVER

@@ -72,3 +72,24 @@ def test_the_tokens_of_turns_are_learned_without_those_of_replies() -> None:
     assert (turns.waited(a), turns.waited(b)) == (3.5, 4.0)
     turns.forget([a])
     assert turns.waited(a) == 0
+
+
+def test_what_is_left_of_a_wait_is_the_median_of_those_that_were_longer() -> None:
+    model = seen([1.0, 2.0, 3.0, 4.0] * 5)
+    assert model.mean == 2.5
+    assert model.left([0.0, 2.5, 8.0]) == [3.0, 1.5, 2.0]
+    assert model.left([]) == []
+    few = seen([1.0] * 15)
+    assert (few.mean, few.left([0.5])) == (0.0, [0.0])
+
+
+def test_conversations_end_once_the_last_has_made_its_turns() -> None:
+    """Of four turns a has made two, and waits since second 1; b has made none."""
+    turns, a, b = OpenTurns(waits_seen=seen([3.0] * 20), expected=4.0), SampleId(0), SampleId(1)
+    turns.ended([TurnEnded(a, (), "", "stop", 5)], 0.0)
+    turns.replied(Replied((EpisodeReply(a, (1,)),), (3.0,)))
+    turns.answer([a])
+    turns.ended([TurnEnded(a, (), "", "stop", 9)], 1.0)
+    assert turns.seconds_left([a], 0.5, 2.0) == 2 * 3.5 + 2.0
+    assert turns.seconds_left([a, b], 0.5, 2.0) == 4 * 3.5
+    assert turns.seconds_left([], 0.5, 2.0) == 0.0

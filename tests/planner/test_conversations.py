@@ -7,13 +7,14 @@ import pytest
 from hybridrl.config import ConfigError
 from hybridrl.flow import Flow, TokenSpan
 from hybridrl.flow.costs import Costs
-from hybridrl.flow.executor import Answer, EpisodeReply, Park, Resume, Sampling, Submit
+from hybridrl.flow.executor import Answer, EpisodeReply, Park, Resume, Sampling, Scope, Submit
 from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.sample import NO_VERSION, SampleId
 from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.fused import FusedSchedule
 from hybridrl.flow.schedules.generation_task import RoundLimits
 from hybridrl.flow.schedules.serial import SerialSchedule
+from hybridrl.flow.turns import OpenTurns
 from hybridrl.planner import command, schedule
 from hybridrl.planner.conversations import ConversationModel, ModeledConversation, ModeledTurn
 from hybridrl.planner.instance import ModeledInstance
@@ -225,3 +226,39 @@ def test_plan_schedule_knows_waits():
 def test_turns_that_are_none_are_refused(text):
     with pytest.raises(ConfigError, match=r"--turns=turns=.*: wanted turns"):
         command.read_setting([*ARGS.split(), f"--turns={text}"])
+
+
+def forecasts(conversations, steps=4, prompts=4):
+    """Seconds that each step is expected to take where no sample moves, and those that it took."""
+    flow = Flow()
+    flow.collect(flow.reference.log_probs(flow.actor.generate(flow.prompts, num_samples=4)))
+    costs = Costs(
+        step_s=0.01, row_s=5e-4, prefill_token_s=1e-4, call_s=0.002, kv_call_s=0.002,
+        token_s={"reference_log_probs": 2e-4},
+    )  # fmt: skip
+    executor = SimulatedExecutor(
+        costs, 2, lambda id: 20 + 7 * (id.prompt * 5 + id.k) % 60, lambda prompt: 4, max_running=8,
+        scopes=dict.fromkeys(costs.token_s, Scope.INSTANCE), conversations=conversations,
+    )  # fmt: skip
+    fused = FusedSchedule(
+        flow.graph, executor, ((i, "prompt") for i in range(1000)),
+        StepSettings(sampling=SAMPLING, decode_steps=16, prompts_per_step=prompts),
+        limits=RoundLimits(max_held=16, chunk_tokens=1000),
+        length_model=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1,) * 4)),
+    )  # fmt: skip
+    known = []
+    for step in range(steps):
+        began = executor.clock.now()
+        result = fused.run_step(step)
+        known.append((result.metrics.get("plan/stay_s"), executor.clock.now() - began))
+    return [pair for pair in known if pair[0] is not None]
+
+
+def test_waits_are_part_of_the_forecast(monkeypatch):
+    """Of steps that wait ten times as long as they decode; before errors of plans are known."""
+    talks = ConversationModel(turns=4, reply_tokens=10, wait_s=1.0)
+    expected, took = map(sum, zip(*forecasts(talks), strict=True))
+    assert expected == pytest.approx(took, rel=0.1)
+    monkeypatch.setattr(OpenTurns, "waited", lambda self, id: 0.0)
+    expected, took = map(sum, zip(*forecasts(talks), strict=True))
+    assert expected < 0.15 * took

@@ -148,10 +148,10 @@ def test_steps_that_differ_share_a_plan_as_long_as_they_can() -> None:
     actor = replace(ACTOR, mini_batches=4)
     critic = replace(CRITIC, mini_batches=1, epochs=2)
     train = {"actor": TrainLayout(pp=4, fsdp=4), "critic": TrainLayout(pp=2, fsdp=8)}
-    ranks, parts = range(16), [SAMPLES[i : i + 8] for i in range(0, 32, 8)]
-    wanted = sum(COSTS.update_s(actor, train["actor"], ranks, part) for part in parts[2:])
-    for part in parts[:2]:
-        own = {"actor": part, "critic": SAMPLES}
+    ranks, batches = range(16), [SAMPLES[i : i + 8] for i in range(0, 32, 8)]
+    wanted = sum(COSTS.update_s(actor, train["actor"], ranks, batch) for batch in batches[2:])
+    for batch in batches[:2]:
+        own = {"actor": batch, "critic": SAMPLES}
         wanted += shared_update_s(COSTS, (actor, critic), train, ranks, (), own)
     wanted += sum(2 * COSTS.activate_s(role, train[role.name]) for role in (actor, critic))
     assert updates_s(COSTS, (actor, critic), train, ranks, SAMPLES) == pytest.approx(wanted)

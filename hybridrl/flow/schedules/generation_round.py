@@ -4,6 +4,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from hybridrl.config import Migration
 from hybridrl.flow.executor import (
@@ -315,7 +316,18 @@ class GenerationRound:
             return False
         rows = max(len(self._held[i]) for i in decoding)
         width = min(map(self._width, decoding))
-        return self.early.start(instance, rows, max(self._progress[i] for i in decoding), width)
+        progress, left_s = max(self._progress[i] for i in decoding), None
+        ids = [id for i in decoding for id in self._held[i]]
+        if self._tasks[ids[0]].converses:
+            left_s = partial(self._conversations_left_s, ids, rows, width)
+        return self.early.start(instance, rows, progress, width, left_s)
+
+    def _conversations_left_s(self, ids: Sequence[SampleId], rows: int, width: int) -> float:
+        """Seconds until these have ended, which decode in batches of so many rows."""
+        costs = self.meter.costs()
+        assert costs is not None, "seconds without costs"
+        turn_s = self.turns.turn_tokens * float(costs.at_width(width).pace(rows))
+        return self.turns.seconds_left(ids, turn_s, self.executor.clock.now())
 
     def _width(self, instance: int) -> int:
         """Instances that an instance consists of."""

@@ -1,7 +1,7 @@
 """Groups that are trained while others are still generated."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import EarlyTrained
@@ -39,20 +39,11 @@ class StreamedUpdate:
     """
 
     def __init__(
-        self,
-        stage: UpdateStage,
-        stages: StreamedStages,
-        chunk_tokens: int,
-        longest: float,
-        wait_s: float = 0.0,
+        self, stage: UpdateStage, stages: StreamedStages, chunk_tokens: int, longest: float
     ) -> None:
-        """`longest` is the expected length of the longest response; 0 where it is not known.
-
-        Of conversations that of the last one, which waits for replies `wait_s` seconds in all.
-        """
+        """`longest` is the expected length of the longest response; 0 where it is not known."""
         self.stage, self.stages = stage, stages
-        self.chunk_tokens, self.longest, self.wait_s = chunk_tokens, longest, wait_s
-        self._began = stages.executor.clock.now()
+        self.chunk_tokens, self.longest = chunk_tokens, longest
         self.training: set[int] = set()
         self.seconds = 0.0
         self._waiting: dict[SampleId, Sample] = {}
@@ -78,13 +69,20 @@ class StreamedUpdate:
                 if not known and ready(self.stage, sample):
                     self._waiting[sample.id] = sample
 
-    def start(self, instance: int, num_rows: float, progress: float, width: int = 1) -> bool:
+    def start(
+        self,
+        instance: int,
+        num_rows: float,
+        progress: float,
+        width: int = 1,
+        left_s: Callable[[], float] | None = None,
+    ) -> bool:
         """Let an instance that has time train a chunk of the samples that wait, if any do.
 
         `num_rows` rows decode on an instance that is still at work, `width` times as wide as this
-        one, and have `progress` tokens.
+        one, and have `progress` tokens. Of conversations `left_s` gives the seconds that are left.
         """
-        samples = self._chunk(instance, num_rows, progress, width)
+        samples = self._chunk(instance, num_rows, progress, width, left_s)
         if not samples:
             return False
         for sample in samples:
@@ -116,12 +114,19 @@ class StreamedUpdate:
     def _is_trained(self, id: SampleId) -> bool:
         return any(id in trained for trained in self._trained.values())
 
-    def _chunk(self, instance: int, num_rows: float, progress: float, width: int) -> list[Sample]:
+    def _chunk(
+        self,
+        instance: int,
+        num_rows: float,
+        progress: float,
+        width: int,
+        left_s: Callable[[], float] | None,
+    ) -> list[Sample]:
         """Whole samples of at most a chunk's tokens together, the instance's own first."""
         able = [s for s in self._waiting.values() if self.stages.may_move(s)]
         if not able:
             return []
-        affordable = self._affordable(instance, num_rows, progress, width)
+        affordable = self._affordable(instance, num_rows, progress, width, left_s)
         if affordable is not None and affordable < min(s.tokens for s in able):
             return []
         in_order = sorted(able, key=lambda s: (not self.stages.is_on(s, instance), s.id))
@@ -137,7 +142,12 @@ class StreamedUpdate:
         return chosen
 
     def _affordable(
-        self, instance: int, num_rows: float, progress: float, width: int
+        self,
+        instance: int,
+        num_rows: float,
+        progress: float,
+        width: int,
+        left_s: Callable[[], float] | None,
     ) -> float | None:
         """Tokens that the instance can train in half of the time that is left to decode.
 
@@ -148,12 +158,10 @@ class StreamedUpdate:
         if costs is None or not costs.train_token_s or not self.longest:
             return None
         decoding = costs.at_width(width)
-        if self.wait_s:  # steps of an instance do not tell how far a conversation is
-            alone = seconds_left(decoding, self.longest, 0.0, num_rows) + self.wait_s
-            passed = executor.clock.now() - self._began
-            seconds = _SHARE * max(alone - passed, _GROWTH * passed)
-        else:
+        if left_s is None:
             seconds = _SHARE * seconds_left(decoding, self.longest, progress, num_rows)
+        else:
+            seconds = _SHARE * left_s()
         if instance not in self.training:
             seconds -= costs.train_switch_s
         return seconds / (costs.train_token_s * len(executor.instances))

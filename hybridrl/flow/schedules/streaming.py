@@ -154,11 +154,11 @@ class StreamingSchedule(Schedule):
         trains = None
         if early is not None:
             # A call that outlasts the decoding is waited for by all. So the shortest step counts.
-            forecast, num = self.length_model.forecast, self._ledger.num_unfinished
-            steps = zip(forecast.steps(num), forecast.waits(num), strict=True)
-            ends = [(lengths[-1], waits[-1]) for lengths, waits in steps]
-            longest, wait_s = min(ends, key=self._end_of(ends), default=(0, 0.0))
-            trains = StreamedUpdate(early, stages, self.limits.chunk_tokens, longest, wait_s)
+            steps = self.length_model.forecast.steps(self._ledger.num_unfinished)
+            longest = min((step[-1] for step in steps), default=0)
+            trains = StreamedUpdate(early, stages, self.limits.chunk_tokens, longest)
+        turns = self.length_model.turns_of_prompt.sample(len(self._pulled))
+        self._turns.expected = sum(turns) / len(turns) if turns else 0.0
         return StoppableRound(
             stages, self.limits, decode_steps, migration_plan, self._turns, may_start, trains
         )
