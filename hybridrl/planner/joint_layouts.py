@@ -22,7 +22,7 @@ Joint = tuple[float, Mapping[str, TrainLayout]]
 
 NEAR = 0.03
 """A choice is taken where no other could be quicker by more than this share."""
-_MOST_PRICED = 32
+_MOST_PRICED, _MOST_KEPT = 32, 256
 
 
 class JointLayouts:
@@ -83,7 +83,10 @@ class JointLayouts:
         activations: ActivationMode,
         tokens: int,
     ) -> list[Joint]:
-        """By their bounds in steps of five percent; of those alike the fewest stages come first."""
+        """By their bounds in steps of five percent; of those alike the fewest stages come first.
+
+        Three roles have tens of thousands: the first ones are kept, and the one of least bound.
+        """
         own = [self._of_role(role, ranks, activations, tokens) for role in roles]
         options: list[Joint] = []
         for tp in own[0].keys() & own[-1].keys():  # one plan has one tp
@@ -99,7 +102,8 @@ class JointLayouts:
                 option[0],
             )
         )
-        return options
+        least = sorted(options, key=lambda option: option[0])[:1]
+        return options[:_MOST_KEPT] + least
 
     def _of_role(
         self, role: PlannedRole, ranks: range, activations: ActivationMode, tokens: int
