@@ -1,15 +1,17 @@
 """Conversations on the virtual clock: how long they take, by hand, and in which schedule."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
-from hybridrl.config import ConfigError
+from hybridrl.config import ConfigError, FusedScheduleConfig
 from hybridrl.flow import Flow, TokenSpan
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Answer, EpisodeReply, Park, Resume, Sampling, Scope, Submit
 from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.sample import NO_VERSION, SampleId
+from hybridrl.flow.schedules import generation_round
 from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.fused import FusedSchedule
 from hybridrl.flow.schedules.generation_task import RoundLimits
@@ -262,3 +264,19 @@ def test_waits_are_part_of_the_forecast(monkeypatch):
     monkeypatch.setattr(OpenTurns, "waited", lambda self, id: 0.0)
     expected, took = map(sum, zip(*forecasts(talks), strict=True))
     assert expected < 0.15 * took
+
+
+@pytest.mark.parametrize(("call_s", "one_in"), [(0.06, 8), (0.06, 32), (0.002, 1)])
+def test_calls_end_by_what_they_cost(monkeypatch, call_s, one_in):
+    """Of 64 conversations on one instance, beside a share of ended turns that is fixed."""
+    draw = random.Random(1)
+    lengths = [tuple(round(draw.lognormvariate(5.3, 0.5)) for _ in range(8)) for _ in range(24)]
+    costs = Costs(step_s=0.01, row_s=2e-4, prefill_token_s=1e-5, call_s=call_s, admit_s=1e-4)
+    setting = schedule.Setting(
+        costs=costs, num_instances=1, max_held=64, group_size=8,
+        workload=Workload(tuple(Group(40, of) for of in lengths), 8, 3),
+        conversations=ConversationModel(turns=8, reply_tokens=20, wait_s=0.1),
+    )  # fmt: skip
+    seconds = schedule.replay(setting, FusedScheduleConfig()).front_s
+    monkeypatch.setattr(generation_round, "enough_turns", lambda *_: one_in)
+    assert seconds < 0.97 * schedule.replay(setting, FusedScheduleConfig()).front_s

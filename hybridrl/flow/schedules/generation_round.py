@@ -316,7 +316,8 @@ class GenerationRound:
             return False
         rows = max(len(self._held[i]) for i in decoding)
         width = min(map(self._width, decoding))
-        progress, left_s = max(self._progress[i] for i in decoding), None
+        left_s = None
+        progress = max(self._progress[i] for i in decoding)
         ids = [id for i in decoding for id in self._held[i]]
         if self._tasks[ids[0]].converses:
             left_s = partial(self._conversations_left_s, ids, rows, width)
