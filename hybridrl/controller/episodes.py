@@ -170,16 +170,19 @@ class Episodes:
         return frozenset(self._there)
 
     def answer(self, ended: TurnEnded) -> EventCalls:
-        """Hand a turn to its environment; one event when it has answered."""
+        """Hand a turn to its environment; one event when it has answered, or none for a sample
+        that has left."""
         start = self.clock.now()
         reply = yield from self._answer(ended)
+        if reply is None:
+            return []
         seconds = self.clock.now() - start
         if len(self._counts.waits) < LAST_WAITS:
             self._counts.waits.append(seconds)
         return [Replied((reply,), (seconds,))]
 
-    def _answer(self, ended: TurnEnded) -> Calling[EpisodeReply]:
-        """What the environment answers.
+    def _answer(self, ended: TurnEnded) -> Calling[EpisodeReply | None]:
+        """What the environment answers; None where the episode was given up meanwhile.
 
         What it has answered before a resumed run has been counted then. An episode that had ended
         is not run again.
@@ -196,14 +199,22 @@ class Episodes:
             assert known is not None, "an episode that was not started"
             return self._reply(ended, conversation, known, counts)
         started = yield from result_of(conversation.start)
+        if not self._is_there(ended.id, conversation):
+            return None
         if started.failure is not None:
             step = EpisodeStep(None, failure=started.failure, error=started.error)
         else:
             answer = yield from result_of(self.pool.turn(ended.id, turn))
+            if not self._is_there(ended.id, conversation):
+                return None
             step = as_before(answer, known, len(conversation.past))
         conversation.past[-1] = PastTurn(turn, step)
         conversation.known = None
         return self._reply(ended, conversation, step, self._counts if step.failure else counts)
+
+    def _is_there(self, id: SampleId, conversation: _Conversation) -> bool:
+        """Whether it is a sample's present one: a sample that left may have begun anew."""
+        return self._there.get(id) is conversation
 
     def worked(self, work: Work) -> None:
         """An instance has done so much; what counts are the caches of samples that waited."""

@@ -12,12 +12,15 @@ from environment_pools import task
 
 from hybridrl.config import Config
 from hybridrl.controller.async_calls import Rounds
+from hybridrl.controller.emulated_episodes import EmulatedEpisodes
 from hybridrl.controller.episodes import Episodes
+from hybridrl.controller.preflight import build_recipe
 from hybridrl.flow.executor import Computed, EpisodeReply, Parked, Replied, Sampling, TurnEnded
 from hybridrl.flow.sample import SampleId
 from hybridrl.flow.schedules.base import PendingSample
 
 PROGRAMS = """
+import asyncio
 import os
 
 async def talk(task, model, rng, fails=""):
@@ -28,6 +31,14 @@ async def talk(task, model, rng, fails=""):
         if turn.text == fails:
             raise ValueError("nothing to say")
         reply = f"{number}{turn.text}{rng.randint(0, 9999)}"
+
+async def waits(task, model, rng):
+    await model.turn(task.messages)
+    await asyncio.sleep(1000)
+
+async def rewrites(task, model, rng):
+    await model.turn(task.messages)
+    model.rewrite("message 1 was a, and is b")
 
 async def differs(task, model, rng):
     await model.turn(task.messages)
@@ -141,3 +152,36 @@ def test_replies_of_another_schedule_come_after_it() -> None:
         with pytest.raises(RuntimeError, match="nothing is in flight"):
             rounds.wait(lambda: None)
     assert rounds.wait(lambda: None) == [theirs]
+
+
+@pytest.mark.parametrize("program", ["waits", "talk"])
+def test_a_reply_to_a_sample_that_has_left_is_no_event(make: Make, program: str) -> None:
+    """Its environment has not replied, or has and it is not seen yet; it has begun anew."""
+    episodes, id, rounds = make(program), SampleId(0), Rounds(None)
+    episodes.start([id], ITEM, 64)
+    episodes._there[id].start.result(60)
+    rounds.begin(episodes.answer(TurnEnded(id, (1,), "ab", "stop", 3)))
+    (reply,) = rounds._here
+    if program == "talk":
+        reply.result(60)
+    episodes.start([id], ITEM, 64)
+    with pytest.raises(RuntimeError, match="nothing is in flight"):
+        rounds.wait(lambda: None)
+    assert program == "waits" or answered(episodes, id, "cd").tokens
+
+
+def test_an_emulated_reply_to_a_sample_that_has_left_is_no_event(
+    make_config: Callable[..., Config],
+) -> None:
+    settings = ["cluster=emulated", 'cluster.turns="turns=4,reply=8,wait=0.1"', "run.dir=out"]
+    config = make_config(*settings, "rollout.max_new_tokens=200")
+    rounds, id = Rounds(None), SampleId(0)
+    with closing(EmulatedEpisodes(config, build_recipe(config.recipe))) as episodes:
+        for begins_anew in (True, False):
+            episodes.start([id], ITEM, 200)
+            rounds.begin(episodes.answer(TurnEnded(id, (1,), "", "stop", 3)))
+            episodes.end([id])
+            if begins_anew:
+                episodes.start([id], ITEM, 200)
+            with pytest.raises(RuntimeError, match="nothing is in flight"):
+                rounds.wait(lambda: None)
