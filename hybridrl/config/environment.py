@@ -42,7 +42,7 @@ class OnFailure(Enum):
     """What becomes of a sample whose episode has failed."""
 
     drop = "drop"  # it leaves, as one that the engine gave up
-    zero = "zero"  # it is trained, with what it earned set to 0
+    zero = "zero"  # it is trained, with what it earned set to 0; a rewritten one is dropped
 
 
 COUNTED, TIMED = "counted", "timed"
@@ -78,7 +78,7 @@ class EnvironmentConfig:
     on_failure: OnFailure = OnFailure.drop
     """What becomes of a sample whose episode fails twice."""
     max_failed_share: float = bounded(0.5, above=0, most=1)
-    """The run ends where more than this share of a step's episodes fail."""
+    """The run ends where more than this share of a step's episodes fail, or an evaluation's."""
     partial: str = COUNTED
     """When `schedule=partial` ends a round. `counted`: by turns, once the replies due in it are
     there. `timed`: without waiting for replies, so that the batch follows their times; the run
@@ -128,10 +128,18 @@ class EnvironmentConfig:
             raise ConfigError("reward.jail", jail.value, allowed)
 
     def check_rewards(self, judges: Sequence[tuple[str, RewardConfig]]) -> None:
-        """Raise ConfigError for a judge that reads what episodes earn, without an environment."""
+        """Raise ConfigError for a judge that reads what episodes earn, without an environment.
+
+        Likewise where episodes that fail are to earn nothing, and another judge gives the reward.
+        """
         for key, judge in judges:
             scorers = {f"{key}.parts.{name}": one for name, one in judge.parts.items()}
             for place, one in {key: judge, **scorers}.items():
+                earned = one.kind in (RewardKind.environment, RewardKind.sum)
+                zeroes = self.is_on and self.on_failure is OnFailure.zero
+                if zeroes and key == "reward" and not earned:
+                    allowed = f"drop, with {place}.kind={one.kind.value}, or reward=environment"
+                    raise ConfigError("environment.on_failure", self.on_failure.value, allowed)
                 if one.kind is RewardKind.environment and not self.is_on:
                     kinds = [k.value for k in RewardKind if k is not RewardKind.environment]
                     allowed = f"one of {', '.join(kinds)}, or an environment.kind"

@@ -73,6 +73,9 @@ class Rounds:
             for call in self._ended():
                 if isinstance(call, Future):
                     _, calls = self._here.pop(call)
+                    if call.cancelled():  # what it was for has left: an episode was given up
+                        calls.work.close()
+                        continue
                     calls.answers[call] = call.result()
                 else:
                     rank, calls = self._pending.pop(call)

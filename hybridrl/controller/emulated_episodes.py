@@ -50,15 +50,18 @@ class EmulatedEpisodes(Episodes):
         """See `Episodes`."""
         return frozenset(self._turns)
 
-    def _answer(self, ended: TurnEnded) -> Calling[EpisodeReply]:
+    def _answer(self, ended: TurnEnded) -> Calling[EpisodeReply | None]:
         """The model's reply, after its wait."""
-        counts, (turns, finish) = self._counts, self._turns[ended.id]
+        counts, modeled = self._counts, self._turns[ended.id]
+        turns, finish = modeled
         turn = turns[self._num_turns[ended.id]]
         self._num_turns[ended.id] += 1
         counts.turns += 1
         reply = reply_to(ended, turn, self._num_turns[ended.id], finish)
         rung = self._alarm.at(time.monotonic() + turn.wait_s)
         yield from result_of(rung)
+        if self._turns.get(ended.id) is not modeled:  # the sample has left meanwhile
+            return None
         counts.reply_tokens += len(reply.tokens or ())
         if reply.tokens is None:
             counts.ended += 1

@@ -20,10 +20,11 @@ from hybridrl.environments import (
     ModelTurn,
     PastTurn,
     as_before,
+    failed,
 )
 from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import EpisodeReply, Replied, TurnEnded, Work
-from hybridrl.flow.sample import OUT_OF_TOKENS, SampleId
+from hybridrl.flow.sample import ENVIRONMENT_FAILURE, OUT_OF_TOKENS, SampleId
 from hybridrl.flow.schedules.base import PendingSample
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ class _Conversation:
 
     `past` are its turns, the last of them perhaps not answered yet, and `ended` is that one as its
     rank has told it. In a resumed run one that `recurs` comes a second time, and `known` is what it
-    was answered before. One that `is_over` is not with the pool any more.
+    was answered before. The replies to the turns `cut`, from 1 on, were too long. One that
+    `is_over` is not with the pool any more.
     """
 
     item: Item
@@ -61,6 +63,7 @@ class _Conversation:
     past: list[PastTurn] = field(default_factory=list)
     ended: TurnEnded | None = None
     known: EpisodeStep | None = None
+    cut: set[int] = field(default_factory=set)
     recurs: bool = False
     is_over: bool = False
 
@@ -96,7 +99,7 @@ class Episodes:
         self.clock: Clock = WallClock()
         self._pool: EpisodePool | None = None
         self._there: dict[SampleId, _Conversation] = {}
-        self._counts = _StepCounts()
+        self._counts, self._checked = _StepCounts(), (0, 0)
         self._recorded: Counter[str] = Counter()
 
     @property
@@ -135,7 +138,8 @@ class Episodes:
         steps = [past.step and past.step.to_json() for past in conversation.past]
         turns = [[*astuple(p.turn), step] for p, step in zip(conversation.past, steps, strict=True)]
         ended = astuple(conversation.ended) if sample.waits and conversation.ended else None
-        return {"id": list(sample.id), "turns": turns, "ended": ended}
+        cut = sorted(conversation.cut)
+        return {"id": list(sample.id), "turns": turns, "ended": ended, "cut": cut}
 
     def take_up(
         self, pending: Iterable[PendingSample], records: Iterable[Mapping[str, Any]]
@@ -158,7 +162,8 @@ class Episodes:
             start = None if over else self.pool.start(sample.id, item.task, past)
             most = sampling.max_new_tokens
             recurs = record["ended"] is not None
-            taken = _Conversation(item, most, start, past, known=known, recurs=recurs)
+            cut = set(record.get("cut", ()))
+            taken = _Conversation(item, most, start, past, known=known, cut=cut, recurs=recurs)
             self._there[sample.id] = taken
             if record["ended"]:
                 _, tokens, *rest = record["ended"]
@@ -170,16 +175,19 @@ class Episodes:
         return frozenset(self._there)
 
     def answer(self, ended: TurnEnded) -> EventCalls:
-        """Hand a turn to its environment; one event when it has answered."""
+        """Hand a turn to its environment; one event when it has answered, or none for a sample
+        that has left."""
         start = self.clock.now()
         reply = yield from self._answer(ended)
+        if reply is None:
+            return []
         seconds = self.clock.now() - start
         if len(self._counts.waits) < LAST_WAITS:
             self._counts.waits.append(seconds)
         return [Replied((reply,), (seconds,))]
 
-    def _answer(self, ended: TurnEnded) -> Calling[EpisodeReply]:
-        """What the environment answers.
+    def _answer(self, ended: TurnEnded) -> Calling[EpisodeReply | None]:
+        """What the environment answers; None where the episode was given up meanwhile.
 
         What it has answered before a resumed run has been counted then. An episode that had ended
         is not run again.
@@ -196,14 +204,22 @@ class Episodes:
             assert known is not None, "an episode that was not started"
             return self._reply(ended, conversation, known, counts)
         started = yield from result_of(conversation.start)
+        if not self._is_there(ended.id, conversation):
+            return None
         if started.failure is not None:
             step = EpisodeStep(None, failure=started.failure, error=started.error)
         else:
             answer = yield from result_of(self.pool.turn(ended.id, turn))
+            if not self._is_there(ended.id, conversation):
+                return None
             step = as_before(answer, known, len(conversation.past))
         conversation.past[-1] = PastTurn(turn, step)
         conversation.known = None
         return self._reply(ended, conversation, step, self._counts if step.failure else counts)
+
+    def _is_there(self, id: SampleId, conversation: _Conversation) -> bool:
+        """Whether it is a sample's present one: a sample that left may have begun anew."""
+        return self._there.get(id) is conversation
 
     def worked(self, work: Work) -> None:
         """An instance has done so much; what counts are the caches of samples that waited."""
@@ -228,8 +244,14 @@ class Episodes:
         room = conversation.most - ended.response_tokens - 1  # the next turn has a token
         most = self.config.environment.max_reply_tokens
         assert self._composer is not None
-        tokens, was_cut = self._composer.reply(ended.tokens, step.messages, most)
-        counts.cut_replies += was_cut
+        try:
+            tokens, was_cut = self._composer.reply(ended.tokens, step.messages, most)
+        except (ValueError, TypeError) as error:  # of its template, or its tokenizer
+            reason = f"the chat template refuses the reply: {error}"
+            return self._failed(ended.id, conversation, failed("error", reason), counts)
+        if was_cut:
+            conversation.cut.add(len(conversation.past))
+            counts.cut_replies += 1
         if len(tokens) > room:
             return self._ended(ended.id, conversation, step, "length", counts, True)
         counts.reply_tokens += len(tokens)
@@ -242,15 +264,21 @@ class Episodes:
             if conversation is not None and not conversation.is_over:
                 self.pool.end(id)
 
-    def check_step(self) -> None:
-        """Raise EnvironmentFailed where too many episodes have failed since `metrics`."""
+    def check(self, which: str) -> None:
+        """Raise EnvironmentFailed where too many episodes have failed since the last call.
+
+        `which` says in the error what they are of.
+        """
         counts, most = self._counts, self.config.environment.max_failed_share
-        failed = counts.failures.total()
-        if failed > most * counts.ended:
+        ended, num_failed = counts.ended - self._checked[0], counts.failures.total()
+        num_failed -= self._checked[1]
+        first, counts.first_failure = counts.first_failure, ""
+        self._checked = counts.ended, counts.failures.total()
+        if num_failed > most * ended:
             kind = self.config.environment.path or self.config.environment.kind.value
             raise EnvironmentFailed(
-                f"environment {kind}: {failed} of {counts.ended} episodes of the step have failed"
-                f" (environment.max_failed_share={most:g}); the first: {counts.first_failure}"
+                f"environment {kind}: {num_failed} of {ended} episodes of {which} have failed"
+                f" (environment.max_failed_share={most:g}); the first: {first}"
             )
 
     def spans(self) -> Iterator[BusySpan]:
@@ -260,7 +288,7 @@ class Episodes:
 
     def metrics(self) -> dict[str, float]:
         """`environment/...` since the last call."""
-        counts, self._counts = self._counts, _StepCounts()
+        counts, self._counts, self._checked = self._counts, _StepCounts(), (0, 0)
         if not counts.ended and not counts.turns:
             return {}
         metrics = {
@@ -309,6 +337,7 @@ class Episodes:
         scalars = {
             **step.scalars,
             "environment_reward": sum(rewards),
+            "cut_replies": len(conversation.cut),
             OUT_OF_TOKENS: int(out_of_tokens),
         }
         return EpisodeReply(id, None, finish, rewards, scalars)
@@ -316,14 +345,18 @@ class Episodes:
     def _failed(
         self, id: SampleId, conversation: _Conversation, step: EpisodeStep, counts: _StepCounts
     ) -> EpisodeReply:
-        """The episode has failed: its sample is dropped, or has earned nothing."""
+        """The episode has failed: its sample is dropped, or has earned nothing.
+
+        One that was rewritten is dropped in any case.
+        """
         assert step.failure is not None
         task = conversation.item.prompt
         counts.failures[step.failure] += 1
         counts.first_failure = counts.first_failure or f"{step.error} (task {task[:60]!r})"
         logger.debug("the episode of sample %s has failed: %s", id, step.error)
-        nothing = EpisodeStep(None, scalars={"environment_failure": step.failure})
-        drops = self.config.environment.on_failure is OnFailure.drop
+        nothing = EpisodeStep(None, scalars={ENVIRONMENT_FAILURE: step.failure})
+        # What the model has read is not what a client that rewrites it has seen.
+        drops = self.config.environment.on_failure is OnFailure.drop or step.failure == "rewritten"
         finish = "abort" if drops else "stop"
         return self._ended(id, conversation, nothing, finish, counts)
 

@@ -70,6 +70,8 @@ class HeldOutEvaluation:
         start = time.time()
         graph, items = self.graphs[name], self.items[name]
         metrics = evaluate(self.config, name, graph, self.executor, items, step, self.record)
+        if self.executor.episodes is not None:
+            self.executor.episodes.check(f"the evaluation of {name}")
         self.telemetry.log(step, metrics)
         seconds = time.time() - start
         self.telemetry.event("evaluation", set=name, step=step, seconds=seconds, **metrics)

@@ -317,9 +317,12 @@ class Run:
         self.executor.may_abandon = before is not None
         try:
             with self._profiled():
-                result = schedule.run_step(self.step)
-                if self.episodes is not None:
-                    self.episodes.check_step()
+                try:
+                    result = schedule.run_step(self.step)
+                except ValueError:  # too few samples, say, since their episodes have failed
+                    self._check_environment()
+                    raise
+                self._check_environment()
                 return result
         except Abandoned:
             assert before is not None
@@ -332,6 +335,11 @@ class Run:
             raise self._spent(error) from None
         finally:
             self.executor.may_abandon = False
+
+    def _check_environment(self) -> None:
+        """Raise EnvironmentFailed where too many episodes of the step have failed."""
+        if self.episodes is not None:
+            self.episodes.check("the step")
 
     @contextmanager
     def _profiled(self) -> Iterator[None]:

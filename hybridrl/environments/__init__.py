@@ -14,6 +14,7 @@ from hybridrl.environments.task import (
     ModelTurn,
     PastTurn,
     as_before,
+    failed,
 )
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "Openings",
     "PastTurn",
     "as_before",
+    "failed",
 ]

@@ -10,6 +10,7 @@ LOSS_MASK = "loss_mask"  # the tensor of the tokens that are trained, of the dat
 TRAINED, TURN = "trained", "turn"  # tensors of a conversation: the model's tokens, their turns
 TURN_REWARDS = "turn_rewards"  # and what each turn has earned
 TURN_STATE = "turn_state"  # a hash of what the environment showed before each turn
+ENVIRONMENT_FAILURE = "environment_failure"  # the scalar: how a conversation's episode has failed
 OUT_OF_TOKENS = "out_of_tokens"  # the scalar: 1 where the response's limit ended a conversation
 
 Scalar = float | int | str | list[float]

@@ -1,22 +1,28 @@
-"""What conversations cost the driver, and what a hung environment costs all others.
+"""What conversations cost the driver, what their waits hide, and what a hung environment costs.
 
 - `driver_s`: CPU seconds of the driver's process a turn, in emulated runs (docs/emulated.md) with
   conversations and without, and in a pool of real environments. The emulated ranks are in the same
   process: what they take counts, too.
+- `hidden_planned`, `hidden_emulated`: the share of the forward passes' seconds that no step is
+  longer for, since others decode or all wait. In virtual time (`hybridrl plan schedule`), and in an
+  emulated run, whose driver is the real one.
 - `hung_s`: seconds that all episodes of a process take where one of them hangs for ever. It is
   ended at its limit, and a new process starts.
 """
 
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config import Config, EnvironmentConfig, compose
+from hybridrl.config import Config, EnvironmentConfig, ScheduleKind, compose
 from hybridrl.config.environment import EnvironmentKind
 from hybridrl.controller import train as runs
 from hybridrl.environments import EpisodePool, EpisodeTask, ModelTurn
+from hybridrl.planner import command, schedule
 from hybridrl.telemetry.records import read_lines
+from hybridrl.telemetry.trace import TraceSpan, is_rank, read_timeline
 
 EMULATED = (
     "cluster=emulated", "cluster.ranks=4", "cluster.ranks_per_process=0",
@@ -24,6 +30,8 @@ EMULATED = (
     "recipe.group_size=4", "rollout.max_new_tokens=1000", "rollout.max_running=64",
     "telemetry.progress=false", "telemetry.loggers=[]", "telemetry.report=false",
 )  # fmt: skip
+LENGTHS = "lognormal:median=128,sigma=0.5"
+"""Of responses whose passes are to be hidden."""
 LIMIT_S = 2.0
 """Of a turn."""
 
@@ -45,6 +53,43 @@ def _executor_s(turns: int) -> float:
             lines = list(read_lines(Path(folder) / "metrics.jsonl"))
             num_turns[number] = sum(line["environment/turns"] for line in lines)
     return (spent[turns] - spent[1]) / (num_turns[turns] - num_turns[1])
+
+
+def _waits(turns: int) -> str:
+    return f"turns={turns},reply=16,wait=0.5,sigma=1"
+
+
+def hidden_planned(turns: int) -> float:
+    """In virtual time: 64 conversations a step on four instances, under `fused`."""
+    shape = ("--instances=4", "--prompts=16", "--group-size=4", "--steps=4")
+    arguments = [f"--lengths={LENGTHS}", f"--turns={_waits(turns)}", *shape]
+    setting, _ = command.read_setting(arguments)
+    (fused,) = (one for one in setting.schedules if one.kind is ScheduleKind.fused)
+    return schedule.replay(setting, fused).hidden
+
+
+def hidden_emulated(turns: int, scale: float = 0.1) -> float:
+    """The same in an emulated run, without its first step; times are `scale` of those planned."""
+    settings = (
+        "schedule=fused", "recipe.kl_coef=0.1", f"cluster.time_scale={scale}",
+        f'cluster.lengths="{LENGTHS}"', f'cluster.turns="{_waits(turns)}"',
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        config: Config = compose.check([*EMULATED, *settings, f"run.dir={folder}"])
+        runs.train(config)
+        spans, _ = read_timeline(Path(folder) / "trace.json")
+    steps = {span.step for span in spans if span.step > 1}
+    of_steps = [[s for s in spans if s.step == step and is_rank(s.lane)] for step in steps]
+    passes, hidden = map(sum, zip(*map(_passes_s, of_steps), strict=True))
+    return hidden / passes
+
+
+def _passes_s(spans: Sequence[TraceSpan]) -> tuple[float, float]:
+    """Seconds of a step's forward passes, and those of them before all have decoded."""
+    decoded = max(s.end for s in spans if s.name == "generate")
+    passes = [s for s in spans if s.name == "reference_log_probs"]
+    hidden = (max(0.0, min(s.end, decoded) - s.start) for s in passes)
+    return sum(s.end - s.start for s in passes), sum(hidden)
 
 
 def start_s() -> float:

@@ -8,6 +8,8 @@ All sides alternate in one process. Wall time is that of the engine, which sleep
 - `new_requests`: without waits, each turn a new request whose tokens are computed again;
 - `row_step`: a row's decode step while rows come and go, over that of a batch that stays;
 - `driver`: CPU time of the driver's process for a turn, over a millisecond (`episodes.py`);
+- `hidden_planned`, `hidden_emulated`: the share of forward passes that run while others decode or
+  all wait, over nine tenths. The first is in virtual time, the second in an emulated run;
 - `hung`: what a hung environment costs the others of its process, over one limit of a turn and the
   start of a process.
 
@@ -236,6 +238,11 @@ def main(options: Iterable[str] | None = None) -> None:
     alternate("turns_row_step", lambda: step(comes=True), lambda: step(comes=False), args)
     compose.register()
     show(line("turns_driver", "s", "lower", [episodes.driver_s(plan.turns)], [0.001]))
+    planned, emulated = (
+        measure(plan.turns) for measure in (episodes.hidden_planned, episodes.hidden_emulated)
+    )
+    show(line("turns_hidden_planned", "share", "higher", [planned], [0.9]))
+    show(line("turns_hidden_emulated", "share", "higher", [emulated], [0.9]))
     hung = episodes.hung_s(hangs=True) - episodes.hung_s(hangs=False)
     show(line("turns_hung", "s", "lower", [hung], [episodes.LIMIT_S + episodes.start_s()]))
 

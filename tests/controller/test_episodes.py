@@ -12,12 +12,15 @@ from environment_pools import task
 
 from hybridrl.config import Config
 from hybridrl.controller.async_calls import Rounds
-from hybridrl.controller.episodes import Episodes
+from hybridrl.controller.emulated_episodes import EmulatedEpisodes
+from hybridrl.controller.episodes import EnvironmentFailed, Episodes
+from hybridrl.controller.preflight import build_recipe
 from hybridrl.flow.executor import Computed, EpisodeReply, Parked, Replied, Sampling, TurnEnded
 from hybridrl.flow.sample import SampleId
 from hybridrl.flow.schedules.base import PendingSample
 
 PROGRAMS = """
+import asyncio
 import os
 
 async def talk(task, model, rng, fails=""):
@@ -28,6 +31,14 @@ async def talk(task, model, rng, fails=""):
         if turn.text == fails:
             raise ValueError("nothing to say")
         reply = f"{number}{turn.text}{rng.randint(0, 9999)}"
+
+async def waits(task, model, rng):
+    await model.turn(task.messages)
+    await asyncio.sleep(1000)
+
+async def rewrites(task, model, rng):
+    await model.turn(task.messages)
+    model.rewrite("message 1 was a, and is b")
 
 async def differs(task, model, rng):
     await model.turn(task.messages)
@@ -42,6 +53,8 @@ class Words:
 
     def reply(self, turn: Any, messages: Any, most: int) -> tuple[tuple[int, ...], bool]:
         text = "".join(message["content"] for message in messages)
+        if "!" in text:
+            raise ValueError("roles must alternate")
         return tuple(map(ord, text))[:most], len(text) > most
 
 
@@ -141,3 +154,95 @@ def test_replies_of_another_schedule_come_after_it() -> None:
         with pytest.raises(RuntimeError, match="nothing is in flight"):
             rounds.wait(lambda: None)
     assert rounds.wait(lambda: None) == [theirs]
+
+
+def test_a_reply_that_the_template_refuses_fails_its_episode(make: Make) -> None:
+    episodes, id = make("talk"), SampleId(0)
+    episodes.start([id], ITEM, 64)
+    reply = answered(episodes, id, "!")
+    assert (reply.finish, reply.scalars["environment_failure"]) == ("abort", "error")
+    with pytest.raises(EnvironmentFailed) as caught:
+        episodes.check("the step")
+    reason = "the chat template refuses the reply: roles must alternate (task 'q')"
+    assert reason in str(caught.value)
+
+
+def test_the_share_that_fails_is_that_since_the_last_check(make: Make) -> None:
+    """So evaluations, of which little fails, do not hide a step; metrics count both."""
+    episodes, ids = make("talk", "+environment.params.fails=x"), [SampleId(n) for n in range(5)]
+    episodes.start(ids, ITEM, 64)
+    for id in ids[:4]:
+        for text in ("ab", "cd", "ef"):
+            answered(episodes, id, text)
+    episodes.check("the evaluation of main")
+    answered(episodes, ids[4], "x")
+    with pytest.raises(EnvironmentFailed) as caught:
+        episodes.check("the step")
+    assert "1 of 1 episodes of the step have failed" in str(caught.value)
+    episodes.check("what comes then")
+    assert episodes.metrics()["environment/episodes"] == 5
+
+
+@pytest.mark.parametrize(
+    ("program", "finish", "failure"),
+    [("talk", "stop", "error"), ("rewrites", "abort", "rewritten")],
+)
+def test_failed_samples_that_are_kept_have_earned_nothing(
+    make: Make, program: str, finish: str, failure: str
+) -> None:
+    """Those that were rewritten are dropped in any case."""
+    params = ["+environment.params.fails=x"] if program == "talk" else []
+    zero = ["environment.on_failure=zero", "reward=environment"]
+    episodes, id = make(program, *zero, *params), SampleId(0)
+    episodes.start([id], ITEM, 64)
+    reply = answered(episodes, id, "x")
+    assert (reply.finish, reply.scalars["environment_failure"]) == (finish, failure)
+    assert (reply.turn_rewards, reply.scalars["environment_reward"]) == ((0.0,), 0.0)
+
+
+def test_a_sample_says_how_many_of_its_replies_were_cut(make: Make) -> None:
+    """Also where the run resumes before or after one of them."""
+    episodes, id = make("talk", "environment.max_reply_tokens=4"), SampleId(0)
+    episodes.start([id], ITEM, 64)
+    answered(episodes, id, "ab")
+    for waits in (True, False):
+        (record,) = json.loads(json.dumps(episodes.state([pending(id, waits)])))
+        assert record["cut"] == [1]
+        again = make("talk", "environment.max_reply_tokens=4")
+        for ended in again.take_up([pending(id, waits)], [record]):
+            event_of(again, ended)
+        replies = [answered(again, id, text) for text in ("c", "de")]
+        assert replies[1].scalars["cut_replies"] == 2
+
+
+@pytest.mark.parametrize("program", ["waits", "talk"])
+def test_a_reply_to_a_sample_that_has_left_is_no_event(make: Make, program: str) -> None:
+    """Its environment has not replied, or has and it is not seen yet; it has begun anew."""
+    episodes, id, rounds = make(program), SampleId(0), Rounds(None)
+    episodes.start([id], ITEM, 64)
+    episodes._there[id].start.result(60)
+    rounds.begin(episodes.answer(TurnEnded(id, (1,), "ab", "stop", 3)))
+    (reply,) = rounds._here
+    if program == "talk":
+        reply.result(60)
+    episodes.start([id], ITEM, 64)
+    with pytest.raises(RuntimeError, match="nothing is in flight"):
+        rounds.wait(lambda: None)
+    assert program == "waits" or answered(episodes, id, "cd").tokens
+
+
+def test_an_emulated_reply_to_a_sample_that_has_left_is_no_event(
+    make_config: Callable[..., Config],
+) -> None:
+    settings = ["cluster=emulated", 'cluster.turns="turns=4,reply=8,wait=0.1"', "run.dir=out"]
+    config = make_config(*settings, "rollout.max_new_tokens=200")
+    rounds, id = Rounds(None), SampleId(0)
+    with closing(EmulatedEpisodes(config, build_recipe(config.recipe))) as episodes:
+        for begins_anew in (True, False):
+            episodes.start([id], ITEM, 200)
+            rounds.begin(episodes.answer(TurnEnded(id, (1,), "", "stop", 3)))
+            episodes.end([id])
+            if begins_anew:
+                episodes.start([id], ITEM, 200)
+            with pytest.raises(RuntimeError, match="nothing is in flight"):
+                rounds.wait(lambda: None)

@@ -196,4 +196,6 @@ def test_conversations_against_other_ways_to_have_them() -> None:
     assert lines.keys() == {
         "turns_prefilled_tokens", "turns_vs_lockstep", "turns_vs_bound", "turns_vs_new_requests",
         "turns_row_step", "turns_driver", "turns_hung",
+        "turns_hidden_planned", "turns_hidden_emulated",
     }  # fmt: skip
+    assert lines["turns_hidden_planned"]["value"] > 0.9  # of two turns

@@ -49,7 +49,7 @@ from hybridrl.flow.ledger import (
     wanted,
 )
 from hybridrl.flow.lengths import PromptKey
-from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.flow.sample import ENVIRONMENT_FAILURE, Sample, SampleId
 from hybridrl.flow.schedules import StageSpan, StepResult
 from hybridrl.flow.schedules.readiness import gate_of
 from hybridrl.flow.turns import OpenTurns, RoundOrder
@@ -58,6 +58,8 @@ logger = logging.getLogger(__name__)
 
 Prompt = tuple[int, Any]  # position in the run's prompt stream, and what schedules do not look into
 Batch = dict[str, list[Sample]]  # the samples that have left each stage, in training order
+
+_ABORTED = "aborted by the rollout engine"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,8 +402,11 @@ class Schedule(ABC):
     def _whole(self, samples: Iterable[Sample]) -> list[Sample]:
         """Those that the engine has finished; aborted ones leave."""
         samples = list(samples)
-        aborted = [s for s in samples if s.scalars["finish"] == "abort"]
-        self._ledger.leave(aborted, DropReason.ABORTED, "aborted by the rollout engine")
+        for sample in samples:
+            if sample.scalars["finish"] == "abort":
+                failure = sample.scalars.get(ENVIRONMENT_FAILURE)
+                reason = f"its episode has failed ({failure})" if failure else _ABORTED
+                self._ledger.leave([sample], DropReason.ABORTED, reason)
         return [s for s in samples if s.scalars["finish"] != "abort"]
 
     def _compute(self, stages: Sequence[Stage], samples: Sequence[Sample]) -> None:
