@@ -1,6 +1,7 @@
 """The ranks as the driver sees them: typed calls, one error for a dead worker."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,6 +160,8 @@ class WorkerGroup:
         self.kill()
         if isinstance(error.cause, ConfigError | OSError):
             return error.cause
+        # Only here: one line says all of what a user can mend, and of a death.
+        print(error.trace, end="", file=sys.stderr, flush=True)
         if error.died:
             reason = "its process ended (killed, out of memory, or crashed)"
             if self._locations[rank] == _UNKNOWN:
