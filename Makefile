@@ -10,6 +10,8 @@ EXTRAS ?= dev
 PYTEST := $(BIN)/python -m pytest
 # Whole files, whose tests share runs, on three processes: they fill two cores, since tests wait, too.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+# The files with tests of a mark: to import all files takes as long as many tests.
+MARKED = $(shell grep -rlw "mark.$(1)" tests --include="test_*.py")
 
 .DEFAULT_GOAL := help
 
@@ -65,13 +67,13 @@ test: $(BIN)/.dev  ## fast tests, on CPU
 	$(PYTEST) -q $(PARALLEL)
 
 test-layouts: $(BIN)/.dev  ## every layout against one process, and whole runs in further settings
-	$(PYTEST) -q $(PARALLEL) -n 2 -m "layouts and not slow"  # each has up to four ranks
+	$(PYTEST) -q $(PARALLEL) -n 2 -m "layouts and not slow" $(call MARKED,layouts)  # each has up to four ranks
 
 test-pages: $(BIN)/.dev  ## the report and `hybridrl watch` in a browser, which scripts/install_browser.sh installs
 	$(PYTEST) -q $(PARALLEL) -n 2 -m browser tests/telemetry
 
 test-ray: $(BIN)/.dev  ## tests on Ray clusters, which they start on this machine
-	$(PYTEST) -q -m "ray and not slow"
+	$(PYTEST) -q -m "ray and not slow" $(call MARKED,ray)
 
 test-slow: $(BIN)/.dev  ## tests that take minutes: the demo itself, the wheel, the README
 	$(PYTEST) -q -m "slow and not vllm and not slurm"
@@ -137,11 +139,11 @@ gpu-report:  ## measure this machine's GPUs: one table, one JSON, ten minutes
 	@$(or $(wildcard $(BIN)/python),python3) scripts/gpu_report.py $(ARGS)
 
 test-vllm: $(BIN)/.dev $(BIN)/.vllm  ## tests that need vLLM
-	$(PYTEST) -q -m "vllm and not slow"
+	$(PYTEST) -q -m "vllm and not slow" $(call MARKED,vllm)
 
 test-slurm: $(BIN)/.dev  ## tests on a Slurm of two nodes, which they start on this machine
 	scripts/slurm/install.sh
-	$(PYTEST) -q -m "slurm and not slow"
+	$(PYTEST) -q -m "slurm and not slow" $(call MARKED,slurm)
 
 test-slow-slurm: $(BIN)/.dev  ## those of them that take minutes
 	scripts/slurm/install.sh

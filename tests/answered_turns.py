@@ -94,8 +94,9 @@ def converse_on_the_move(
     requests: Iterable[Request],
     vocab: int,
     with_kv: bool,
+    every: int = 1,
 ) -> tuple[dict[object, Output], dict[str, int]]:
-    """The same, but all requests move to the other engine after every step: also how many moved.
+    """The same, but all requests move to the other engine after `every` steps: also how many moved.
 
     They are running, held, or answered without having continued.
     """
@@ -105,7 +106,8 @@ def converse_on_the_move(
     engines[0].submit(requests)
     for number in range(10_000):
         here, there = engines[number % 2], engines[1 - number % 2]
-        here.step()
+        for _ in range(every):
+            here.step()
         # Under pp tokens are in flight after a step; `park` collects them.
         later = list(here.park([request.id for request in requests], with_kv))
         here.submit(later)

@@ -1,6 +1,7 @@
 """The ranks as the driver sees them: typed calls, one error for a dead worker."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,7 @@ class WorkerGroup:
         }
         self.home = self.pools[HOME]
         self._locations = [_UNKNOWN] * self.size
+        self._first_rank_on: dict[str, int] = {}  # by node
         self.instances: list[list[int]] = []
         self.wide: dict[int, list[int]] = {}
         self._logs = Path(config.run.dir) / "logs"
@@ -159,6 +161,8 @@ class WorkerGroup:
         self.kill()
         if isinstance(error.cause, ConfigError | OSError):
             return error.cause
+        # Only here: one line says all of what a user can mend, and of a death.
+        print(error.trace, end="", file=sys.stderr, flush=True)
         if error.died:
             reason = "its process ended (killed, out of memory, or crashed)"
             if self._locations[rank] == _UNKNOWN:
@@ -198,6 +202,8 @@ class WorkerGroup:
             (f"{process.node} (pid {process.pid})", self.launcher.log(process.log, self._logs))
             for process in processes
         ]
+        for rank in reversed(range(self.size)):
+            self._first_rank_on[processes[rank].node] = rank
         instance_of = [actor.instance for answer in answers if (actor := answer.actor)]
         self.instances = [
             [rank for rank in self.home.ranks if instance_of[rank] == instance]
@@ -217,8 +223,9 @@ class WorkerGroup:
 
     def nodes(self) -> list[NodeInfo]:
         """Every node once, as the first of its ranks sees it."""
-        answers = self.gather(self._all.same(BaseWorker.node_info))
-        return list({info.node: info for info in reversed(answers)}.values())[::-1]
+        firsts = sorted(self._first_rank_on.values())
+        calls = {rank: self._ranks[rank].same(BaseWorker.node_info)[0] for rank in firsts}
+        return [self.value_of(rank, call) for rank, call in calls.items()]
 
     def begin(
         self, graphs: Mapping[str, Graph], training: Mapping[str, Training], publishes: bool

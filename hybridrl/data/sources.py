@@ -15,6 +15,7 @@ from typing import Any, cast
 from hybridrl.config import ConfigError, SourceConfig, SourceKind
 from hybridrl.config.dotted import load_function
 from hybridrl.config.patterns import compiled, last_match
+from hybridrl.config.reasoning import import_reasoning_gym
 
 Row = dict[str, Any]
 
@@ -57,7 +58,7 @@ def _reasoning_gym_dataset(key: str, source: SourceConfig, seed: int, size: int)
 
     Raises ConfigError for an unknown name (with the near ones) and for parameters it refuses.
     """
-    import reasoning_gym  # two seconds, which runs without it need not pay
+    reasoning_gym = import_reasoning_gym()  # a second, which runs without it need not pay
     from reasoning_gym.factory import DATASETS
 
     if source.name not in DATASETS:

@@ -11,6 +11,8 @@ import string
 from collections.abc import Iterator
 from typing import Any
 
+from hybridrl.config.reasoning import import_reasoning_gym
+
 
 def gcd_subtraction(seed: int, max_value: int = 40) -> Iterator[dict[str, Any]]:
     """Greatest common divisor of two numbers up to `max_value`, the subtractions written out.
@@ -68,8 +70,7 @@ def spell_preferences(
     `sun` has `chosen` `#nus`; `rejected` has one mistake of four kinds, as likely each: two
     neighbors swapped, a letter replaced, left out, or written twice.
     """
-    import reasoning_gym  # two seconds, which runs without it need not pay
-
+    reasoning_gym = import_reasoning_gym()  # a second, which runs without it need not pay
     draw = random.Random(seed)
     size = 1000
     lengths = {"min_word_len": min_word_len, "max_word_len": max_word_len}

@@ -15,6 +15,7 @@ from typing import Any
 from hybridrl.config import ConfigError, JudgeConfig, RewardKind, SourceConfig, SourceKind
 from hybridrl.config.dotted import load_function
 from hybridrl.config.patterns import compiled, last_match
+from hybridrl.config.reasoning import import_reasoning_gym
 from hybridrl.rewards.code import judge_program, program_in
 from hybridrl.rewards.jail import choose
 from hybridrl.rewards.results import JudgeAnswer, failure
@@ -189,8 +190,7 @@ def _dataset(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify
             "dataset",
             f"another kind, since only reasoning_gym has scorers (data.sources: {others})",
         )
-    import reasoning_gym  # two seconds, which other verifiers need not pay
-
+    reasoning_gym = import_reasoning_gym()  # a second, which other verifiers need not pay
     datasets = {
         name: reasoning_gym.create_dataset(source.name, **{**source.params, "size": 1})
         for name, source in sources.items()

@@ -25,11 +25,20 @@ def rank_environment(config: ClusterConfig) -> dict[str, str]:
 
 
 class CallFailed(RuntimeError):
-    """A call of a rank failed: its method raised `cause`, or (`died`) its process ended."""
+    """A call of a rank failed: its method raised `cause`, or (`died`) its process ended.
 
-    def __init__(self, message: str, cause: BaseException | None = None, died: bool = False):
+    `trace` is the traceback of a rank that shares the driver's terminal.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        cause: BaseException | None = None,
+        died: bool = False,
+        trace: str = "",
+    ) -> None:
         super().__init__(" ".join(message.split()))
-        self.cause, self.died = cause, died
+        self.cause, self.died, self.trace = cause, died, trace
 
 
 class Launcher(Protocol):

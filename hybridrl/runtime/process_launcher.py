@@ -5,6 +5,7 @@ several nodes, and concurrent methods of a rank (they run one after the other).
 """
 
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -40,6 +41,8 @@ from hybridrl.workers.dispatch import Dispatch, dispatched_methods
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+FORK_SERVER_IMPORTS = ("hybridrl.runtime.fork_server", "ray.cloudpickle")
+_Answer = tuple[Any, Exception | None, str]
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +52,11 @@ class Call:
     done: bool = False
     value: Any = None
     failure: CallFailed | None = None
+
+    def finish(self, value: Any, cause: Exception | None, trace: str) -> None:
+        """Take the answer of a rank, see `_run`."""
+        self.done, self.value = True, value
+        self.failure = None if cause is None else CallFailed(str(cause), cause, trace=trace)
 
 
 class CalledRank(Protocol):
@@ -109,7 +117,7 @@ class ProcessLauncher:
         """See `Launcher`."""
         # Forked by a server that has only imported the worker: no rank repeats the import.
         size, context = self.config.ranks, multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([worker.__module__])
+        context.set_forkserver_preload([*FORK_SERVER_IMPORTS, worker.__module__])
         self._forking = size > 1
         if size > 1:
             _start_fork_server()
@@ -177,7 +185,7 @@ class _DriverRank:
 
     def __init__(self, worker: Any, rank: int) -> None:
         self.worker, self.rank = worker, rank
-        self.waiting: deque[tuple[Call, Callable[[], Any]]] = deque()
+        self.waiting: deque[tuple[Call, Callable[[], _Answer]]] = deque()
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         call = Call()
@@ -187,13 +195,8 @@ class _DriverRank:
     def step(self) -> None:
         """Run the oldest call."""
         call, method = self.waiting.popleft()
-        try:
-            with as_rank(self.rank):
-                call.value = method()
-        except Exception as error:
-            traceback.print_exc()  # the driver's own message is one line
-            call.failure = CallFailed(str(error), error)
-        call.done = True
+        with as_rank(self.rank):
+            call.finish(*method())
 
     def kill(self) -> None:
         """Drop pending calls and the process group, so that this process can start another run."""
@@ -242,9 +245,7 @@ class _ChildRank:
                 call.done, call.failure = True, failure
             self.waiting.clear()
             return
-        call, (value, cause) = self.waiting.popleft(), pickle.loads(answer)
-        call.done, call.value = True, value
-        call.failure = None if cause is None else CallFailed(str(cause), cause)
+        self.waiting.popleft().finish(*pickle.loads(answer))
 
     def death(self) -> CallFailed | None:
         """The failure that its process has ended; None while it runs."""
@@ -290,6 +291,8 @@ def _serve(
     environment: dict[str, str], pickled_worker: bytes, calls: Connection, answers: Connection
 ) -> None:
     """Serve calls until the driver ends; then exit, even from within a call."""
+    gc.freeze()  # to look at all that the server has imported takes a quarter of a second
+    gc.enable()
     threading.Thread(target=_end_with_driver, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver gets it, too, and ends this process
     os.environ.clear()  # the server's environment is outdated
@@ -301,18 +304,17 @@ def _serve(
             name, args, kwargs = pickle.loads(calls.recv_bytes())
         except EOFError:
             return
-        value, cause = None, None
-        try:
-            value = _run(worker, name, args, kwargs)
-        except Exception as error:
-            traceback.print_exc()
-            cause = error
-        done.put(_pickled((value, cause)))
+        done.put(_pickled(_run(worker, name, args, kwargs)))
 
 
-def _run(worker: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with logged(logger, f"call {name}"):
-        return getattr(worker, name)(*args, **kwargs)
+def _run(worker: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Answer:
+    """What a method returns; or what it raised, with the traceback, which the log has too."""
+    try:
+        with logged(logger, f"call {name}"):
+            return getattr(worker, name)(*args, **kwargs), None, ""
+    except Exception as error:
+        logger.info("call %s failed", name, exc_info=True)
+        return None, error, traceback.format_exc()
 
 
 def _end_with_driver() -> None:

@@ -298,6 +298,37 @@ def test_a_failing_rank_is_named_and_its_traceback_shown(
     assert f'File "{mine}", line 8, in __call__' in capsys.readouterr().err
 
 
+DIES = """if dist.get_rank() == 1:
+            state_dict_saver.save = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"""
+IMPORTS = """import os
+import signal
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver
+"""
+
+
+def test_a_rank_that_dies_while_it_saves_is_one_line(
+    make_config: Callable[..., Config],
+    tiny_run: Sequence[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The log has the traceback of the rank that waited for it."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(IMPORTS + BREAKS.replace("breakpoint()", DIES))
+    settings = [*SHORT, "cluster.ranks=2", "trainer.save_every=1", "eval.sets.main.every=null"]
+    options = [*tiny_run, "cluster=processes", *settings, f"run.dir={tmp_path / 'run'}"]
+    with pytest.raises(WorkerError) as raised:
+        controller_train.train(make_config(*options, f"recipe={{target: '{mine}:stops'}}"))
+    start = r"rank 1 of 2 \(actor, .*failed: its process ended \(killed, .*; its log is "
+    assert re.match(start, str(raised.value)), raised.value
+    assert "Traceback" not in capfd.readouterr().err
+    log = (tmp_path / "run/logs/driver.log").read_text().partition(": call save failed\n")
+    assert log[0].splitlines()[-1].endswith("rank 0 INFO hybridrl.runtime.process_launcher")
+    assert log[2].startswith("Traceback ")
+
+
 def test_no_ray_to_join() -> None:
     with pytest.raises(ConfigError, match=r"cluster.address=auto: wanted null"):
         Config(cluster=ClusterConfig(kind=ClusterKind.processes, address="auto"))

@@ -460,7 +460,12 @@ def talk(
         for with_kv in (False, True):
             both = engine(deterministic=strict), engine(deterministic=strict)
             name = f"moved, kv {with_kv}"
-            outputs[name], _ = converse_on_the_move(both, requests, ODD["vocab_size"], with_kv)
+            # A strict engine decodes all tokens again after each move without keys and values.
+            every = 6 if strict and not with_kv else 1
+            outputs[name], moved = converse_on_the_move(
+                both, requests, ODD["vocab_size"], with_kv, every
+            )
+            assert all(moved.values()), moved
         if pp == 1 and not strict:
             guess = Told(outputs["roomy"])
             outputs["drafted"] = converse(

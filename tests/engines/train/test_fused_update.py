@@ -39,6 +39,7 @@ def watch(engine):
 
 def train(path, sequences, actor, critic, fused, settings):
     """Two updates of an actor and critics; gradients of the first one, metrics, weights after."""
+    torch.manual_seed(0)
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = value_sequences(sequences)[rank::world]
     lora, schedule = settings.get("lora", 0), settings.get("schedule", "one_f_one_b")
@@ -68,6 +69,12 @@ def train(path, sequences, actor, critic, fused, settings):
             first = [dict(gradients) for gradients in watched]
     weights = [{name: w.clone() for name, w in engine.weights()} for engine in engines]
     return first, metrics, weights
+
+
+def train_each(path, sequences, actor, critic, settings):
+    """Separate updates, one plan, one of ragged rows: DTensor learns the shapes once for all."""
+    plans = [(False, settings), *((True, {**settings, "ragged": r}) for r in (False, True))]
+    return [train(path, sequences, actor, critic, *plan) for plan in plans]
 
 
 def union(results, number):
@@ -104,12 +111,10 @@ def compare(fused, separate, *, ragged):
 
 
 def check(ranks: Callable, world, path, sequences, actor, critic, **settings):
-    separate = ranks(world, train, path, sequences, actor, critic, False, settings)
-    for ragged in (False, True):
-        fused = ranks(
-            world, train, path, sequences, actor, critic, True, {**settings, "ragged": ragged}
-        )
-        compare(fused, separate, ragged=ragged)
+    results = ranks(world, train_each, path, sequences, actor, critic, settings)
+    separate, *fused = zip(*results, strict=True)
+    for ragged, updates in zip((False, True), fused, strict=True):
+        compare(updates, separate, ragged=ragged)
 
 
 @pytest.fixture(scope="module")

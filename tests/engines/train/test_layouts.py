@@ -174,7 +174,7 @@ def check_layout(engine):
 
 def check(results, want, path):
     loss, want_gradients, want_scores = want
-    size = len(results)
+    size, shapes = len(results), AutoModelForCausalLM.from_pretrained(path).state_dict()
     for rank, (scores, metrics, gradients, after) in enumerate(results):
         for got, expected in zip(scores, want_scores[rank::size], strict=True):
             assert torch.allclose(got.double(), expected, rtol=0, atol=2e-5)
@@ -188,7 +188,6 @@ def check(results, want, path):
             assert (got - gradient).abs().max() < rounding, name
         norm = torch.stack([g.norm() for g in want_gradients.values()]).norm().item()
         assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
-        shapes = AutoModelForCausalLM.from_pretrained(path).state_dict()
         assert all(tensor.shape == shapes[name].shape for name, tensor in after.items())
 
 
