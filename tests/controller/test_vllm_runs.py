@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from whole_runs import TINY
 
 from hybridrl.telemetry.records import read_lines
 
@@ -18,6 +19,10 @@ pytestmark = pytest.mark.vllm
 HEADS = "model.tiny.head_dim=32"  # vLLM's CPU attention has no smaller ones
 FUSED = ["schedule=fused", "schedule.migration_threshold=12"]
 ADAPTERS = ["actor.lora.rank=4", "actor.lora.alpha=8"]
+TALKING = [
+    "environment=function", f"environment.path={Path(__file__).parents[1] / 'talking.py'}:talk",
+    "environment.max_turn_tokens=12", "+environment.params={turns: 4, ends: 0.2, fails: 0}",
+]  # fmt: skip
 RUNS = {
     "native": [],
     "serial": ["rollout=vllm"],
@@ -26,6 +31,8 @@ RUNS = {
     "split": ["rollout=vllm", "cluster.placement=split"],
     "native, adapters": ADAPTERS,
     "tp 2, adapters": ["rollout=vllm", "rollout.layout.tp=2", *ADAPTERS],
+    "native, conversations": TALKING,
+    "fused, conversations": ["rollout=vllm", *TALKING, *FUSED],
 }
 FIGURES = [f"mismatch/{name}" for name in ("mean", "max", "kl", "ess_token", "ess_sequence")]
 
@@ -50,6 +57,7 @@ def run_of(
         ("serial", "native"),
         ("fused", "serial"),
         ("fused, tp 2", "native"),
+        ("fused, conversations", "native, conversations"),
         pytest.param("split", "native", marks=pytest.mark.slow),
         pytest.param("tp 2, adapters", "native, adapters", marks=pytest.mark.slow),
     ],
@@ -60,7 +68,10 @@ def test_runs_train_on_the_same(
     """The same tokens, rewards and gradients, whichever engine, and though samples move."""
     run = run_of(name)
     check_same(run_of(other), run)
-    assert all((line["migrated"] > 0) == (name == "fused") for line in run.metrics)
+    if "conversations" in name:  # whose tail follows their waits, too
+        assert sum(line["environment/kept_kv_tokens"] for line in run.metrics) > 0
+    else:
+        assert all((line["migrated"] > 0) == (name == "fused") for line in run.metrics)
 
 
 def test_the_mismatch_is_of_rounding(run_of: Callable[[str], Any]) -> None:
@@ -94,6 +105,28 @@ def test_a_correction_of_bfloat16(
         assert 0 < line["correction_cut"] < 1
         assert 0.999 < line["correction_weight"] < 1
     assert run.stored == [0, 0]
+
+
+@pytest.mark.parametrize("schedule", ["serial", pytest.param("packed", marks=pytest.mark.slow)])
+def test_a_demo_of_conversations(train: Callable[..., Any], tmp_path: Path, schedule: str) -> None:
+    """Eight turns of a token, on Ray; the trainer computes the same log-probabilities."""
+    run = train(
+        tmp_path / "run",
+        "experiment=grid_tiny",
+        *(setting for setting in TINY if not setting.startswith("rollout")),
+        HEADS,
+        "rollout=vllm",
+        f"schedule={schedule}",
+        "trainer.steps=2",
+        "recipe.old_log_probs=trainer",
+        "recipe.skip_equal_groups=false",
+    )
+    assert len(run.metrics) == 2
+    assert any(line["grad_norm"] > 0 for line in run.metrics)
+    for line in run.metrics:
+        assert line["environment/turns"] > 2 * line["environment/episodes"] > 0
+        assert line["environment/failed"] == 0
+        assert line["mismatch/max"] < 1e-5  # measured: 5e-7
 
 
 def test_experts(train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path) -> None:
