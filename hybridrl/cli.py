@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from hybridrl.config import VALUE_MODELS, ClusterKind, Config, ConfigError
 from hybridrl.system import signals
+from hybridrl.system.imports import imports_uncollected
 from hybridrl.telemetry.log import command_log
 from hybridrl.telemetry.records import plain
 
@@ -88,8 +89,9 @@ def _train_or_check(args: list[str]) -> None:
     for config in configs:
         check_startable(config)
         check_run_dir(config)
-    from hybridrl.controller import train  # seconds
-    from hybridrl.controller.dry_run import dry_run
+    with imports_uncollected():
+        from hybridrl.controller import train  # seconds
+        from hybridrl.controller.dry_run import dry_run
 
     try:
         with command_log(configs[0].log.level):
@@ -240,7 +242,8 @@ def _job(action: Action, config: Config) -> None:
     started = time.time()
     where = f"the run directory is {config.run.dir}"
     try:
-        from hybridrl.controller import train  # seconds, which belong to the run
+        with imports_uncollected():
+            from hybridrl.controller import train  # seconds, which belong to the run
 
         try:
             result = action(config)
@@ -422,7 +425,8 @@ def _inspect(command: str, args: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from hybridrl.controller import replay_commands, train
+    with imports_uncollected():
+        from hybridrl.controller import replay_commands, train
 
     inspections = {"replay": replay_commands.replay, "blame": replay_commands.blame}
     try:

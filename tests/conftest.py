@@ -68,6 +68,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     hands_out = session.config.getoption("dist", "no") != "no"
     if hands_out and not hasattr(session.config, "workerinput"):
         return
+    gc.disable()  # until all tests are there: what is imported stays
     from hypothesis import HealthCheck, settings
 
     # A loaded machine is slow, not wrong.
@@ -88,6 +89,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What has been imported by now stays: the garbage collector need not look at it again."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -25,8 +25,12 @@ import torch.distributed as dist
 from nccl_recorder import Recorder
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from hybridrl.runtime.process_launcher import FORK_SERVER_IMPORTS
+
 # Also for the ranks of whole runs, which the same server forks.
-PRELOAD = ["hybridrl.workers.worker_factory", "torch.distributed.fsdp", "peft"]
+PRELOAD = [*FORK_SERVER_IMPORTS, "hybridrl.workers.worker_factory", "torch.distributed.fsdp"]
+PRELOAD += ["peft", "pytest", "_pytest.assertion.rewrite"]
+PRELOAD += [f"transformers.models.{f}.modeling_{f}" for f in ("qwen3", "llama", "gemma3")]
 VLLM = ["hybridrl.engines.rollout.vllm.weights", "vllm.v1.worker.cpu_worker"]
 
 
@@ -78,6 +82,7 @@ class _Rank:
 def _serve(pipe: Connection) -> None:
     """Run what comes through the pipe; a failure ends the process, so that no peer waits for it."""
     gc.freeze()  # what the server has imported, so that collecting is cheap
+    gc.enable()
     torch.set_num_threads(1)
     environment = dict(os.environ)
     while True:

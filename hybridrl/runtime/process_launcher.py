@@ -5,6 +5,7 @@ several nodes, and concurrent methods of a rank (they run one after the other).
 """
 
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -40,6 +41,7 @@ from hybridrl.workers.dispatch import Dispatch, dispatched_methods
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+FORK_SERVER_IMPORTS = ("hybridrl.runtime.fork_server", "ray.cloudpickle")
 _Answer = tuple[Any, Exception | None, str]
 
 
@@ -115,7 +117,7 @@ class ProcessLauncher:
         """See `Launcher`."""
         # Forked by a server that has only imported the worker: no rank repeats the import.
         size, context = self.config.ranks, multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([worker.__module__])
+        context.set_forkserver_preload([*FORK_SERVER_IMPORTS, worker.__module__])
         self._forking = size > 1
         if size > 1:
             _start_fork_server()
@@ -289,6 +291,8 @@ def _serve(
     environment: dict[str, str], pickled_worker: bytes, calls: Connection, answers: Connection
 ) -> None:
     """Serve calls until the driver ends; then exit, even from within a call."""
+    gc.freeze()  # to look at all that the server has imported takes a quarter of a second
+    gc.enable()
     threading.Thread(target=_end_with_driver, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver gets it, too, and ends this process
     os.environ.clear()  # the server's environment is outdated
