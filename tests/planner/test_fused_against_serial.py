@@ -7,6 +7,7 @@ are left out.
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +18,11 @@ from hybridrl.config import (
     SerialScheduleConfig,
 )
 from hybridrl.flow.costs import Costs, Drafting
+from hybridrl.planner.command import read_setting
 from hybridrl.planner.schedule import Setting, replay
 from hybridrl.planner.workload import Group, Workload
 
+RECORDED = Path(__file__).parent / "recorded_run"
 LEARNING, STEPS = 5, 10
 WIDE_LEARNING, WIDE_STEPS = 10, 16  # a width is tried until three of its calls were seen
 SERIAL, FUSED = SerialScheduleConfig(), FusedScheduleConfig()
@@ -120,6 +123,15 @@ def test_it_is_within_a_hundredth_of_the_better(seed: int) -> None:
     compared = setting(seed, passes)
     serial, fused = (front(compared, config) for config in (SERIAL, FUSED))
     assert fused <= 1.01 * serial
+
+
+def test_so_it_is_on_recorded_steps() -> None:
+    """Of a run: the long-tailed task of test_learning.py with a reference, ten steps of fused."""
+    recorded, _ = read_setting([f"--costs={RECORDED}", f"--lengths={RECORDED}"])
+    assert recorded.workload.num_steps == 10
+    serial, fused, early = (replay(recorded, c, skip=1) for c in (SERIAL, FUSED, EARLY))
+    assert fused.front_s <= 1.01 * serial.front_s
+    assert early.step_s <= 1.01 * min(serial.step_s, fused.step_s)
 
 
 @pytest.mark.parametrize("seed", [104, 134])
