@@ -4,6 +4,10 @@ import asyncio
 from random import Random
 from typing import Any
 
+import aiohttp
+
+from hybridrl.environments import ModelTurn
+
 FAILS = 0.2
 """The share of episodes that fail, in the first answer and again when they are replayed."""
 
@@ -32,6 +36,32 @@ async def talk(
             return
         await asyncio.sleep(Random().uniform(0, sleep))
         reply = "".join(rng.choice("abc") for _ in range(2))
+
+
+async def served(task: Any, model: Any, rng: Random) -> None:
+    """As `talk`, whose turns come over OpenAI's API."""
+    await talk(task, Client(model, *await model.endpoint()), rng)
+
+
+class Client:
+    """A model behind its endpoint: each turn is a request with the whole conversation."""
+
+    def __init__(self, model: Any, address: str, key: str) -> None:
+        self.reward = model.reward
+        self.url, self.headers = f"{address}/chat/completions", {"Authorization": f"Bearer {key}"}
+        self.messages: list[Any] = []
+
+    async def turn(self, new: Any) -> Any:
+        """The next turn, after these messages or the text of one."""
+        self.messages += [{"role": "user", "content": new}] if isinstance(new, str) else new
+        body = {"model": "policy", "messages": self.messages}
+        async with (
+            aiohttp.ClientSession(headers=self.headers) as session,
+            session.post(self.url, json=body, raise_for_status=True) as response,
+        ):
+            message = (await response.json())["choices"][0]["message"]
+        self.messages.append(message)
+        return ModelTurn(message["content"])
 
 
 async def mute(task: Any, model: Any, rng: Random) -> None:

@@ -223,6 +223,14 @@ WRONG = [
         "cluster.ranks=2 telemetry.profile.ranks=[2]",
         "telemetry.profile.ranks=[2]: wanted 0 to 1, with cluster.ranks=2",
     ),
+    (
+        "environment=grid environment.stop=['x|z']",
+        "environment.stop=x|z: wanted a text that the model's vocabulary can mak",
+    ),
+    (
+        "environment=grid reward=exact environment.on_failure=zero",
+        "environment.on_failure=zero: wanted drop, with reward.kind=exact, or reward=environment",
+    ),
     ("rollout.stop=[a,'']", "rollout.stop=['a', '']: wanted texts of one or more characters"),
     ("reward=function", "reward.function=null: wanted a value"),
     (

@@ -50,12 +50,22 @@ def test_every_schedule_trains_on_the_conversations_of_serial(
     what waits whenever they have passes to run.
     """
     monkeypatch.setattr(generation_round, "worth_parking", lambda *_: True)
-    settings = [*settings, "recipe.kl_coef=0.1", "recipe.skip_equal_groups=false"]
+    settings = [
+        *settings,
+        "trainer.steps=3",
+        "recipe.kl_coef=0.1",
+        "recipe.skip_equal_groups=false",
+    ]
     serial = train_here(tmp_path / "serial", *settings, "schedule=serial")
     sleeping = [f"schedule={schedule}", "+environment.params.sleep=0.05"]
+    if schedule == "packed":  # puts conversations off that wait for their replies
+        sleeping.append("schedule.limit_tokens=8")
     with processes_killed() as kills:
         other = train_here(tmp_path / schedule, *settings, *sleeping)
     assert kills
+    assert schedule == "fused" or sum(line["samples/put_off"] for line in other.metrics)
+    reasons = {drop.text for drop in serial.steps[0].dropped.values()}
+    assert reasons == {"its episode has failed (error)"}
     texts = [
         {record["id"]: (record["response"], record["reward"]) for record in first_step(run.dir)}
         for run in (serial, other)
@@ -117,15 +127,52 @@ def first_step(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.layouts
-def test_a_run_whose_episodes_fail_ends_and_says_why(
+def test_a_run_over_the_endpoint_trains_on_the_same(
     train_here: Callable[..., Any], settings: list[str], tmp_path: Path
 ) -> None:
+    """Samples, turns and rewards are those of the program that asks its model directly."""
+    kept = [x for x in settings if not x.startswith("environment.path")]
+    kept += ["trainer.steps=1", "recipe.skip_equal_groups=false"]
+    direct, served = (
+        train_here(tmp_path / name, *kept, f"environment.path={HERE}:{name}")
+        for name in ("talk", "served")
+    )
+    texts = [
+        {record["id"]: (record["turns"], record["reward"]) for record in first_step(run.dir)}
+        for run in (direct, served)
+    ]
+    assert len(texts[0]) > 8
+    assert max(len(turns) for turns, _ in texts[0].values()) == 3
+    assert texts[0] == texts[1]
+    assert direct.metrics[0]["loss"] == served.metrics[0]["loss"]
+    steps = [[(s.id, s.scalars, s.spans) for s in run.steps[0].samples] for run in (direct, served)]
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize(
+    ("of", "overrides"),
+    [
+        ("the evaluation of main", []),
+        ("the step", ["recipe=dapo", "~eval.sets.main", "schedule=serial"]),
+    ],
+    ids=["evaluation", "step"],
+)
+def test_a_run_whose_episodes_fail_ends_and_says_why(
+    train_here: Callable[..., Any],
+    settings: list[str],
+    tmp_path: Path,
+    of: str,
+    overrides: list[str],
+) -> None:
+    """In a step that takes as many groups as it wants, where it has none to take."""
     kept = [x for x in settings if not x.startswith(("environment.path", "environment.max_failed"))]
     with pytest.raises(EnvironmentFailed) as caught:
-        train_here(tmp_path / "run", *kept, f"environment.path={HERE}:mute")
+        train_here(tmp_path / "run", *kept, f"environment.path={HERE}:mute", *overrides)
     message = str(caught.value)
     assert "talking.py:mute" in message
     assert "nothing to say" in message
+    assert f"episodes of {of} have failed" in message
     assert "environment.max_failed_share=0.5" in message
     assert not any("loss" in line for line in read_lines(tmp_path / "run" / "metrics.jsonl"))
 
