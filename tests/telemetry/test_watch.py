@@ -340,7 +340,10 @@ def test_what_a_model_wrote_is_never_run(viewer: Any, address: str) -> None:
 # Who may ask, and for what
 
 
-def test_nothing_outside_of_the_run_is_read(sampled_run: Path, tmp_path: Path) -> None:
+def test_nothing_outside_of_the_run_is_read(
+    sampled_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched_run, "_SHARE", math.inf)  # a page that is kept would be answered
     run = tmp_path / "run"
     shutil.copytree(sampled_run, run)
     (tmp_path / "secret.jsonl").write_text('{"step": 1, "phase": "rl", "response": "secret"}\n')
