@@ -84,12 +84,13 @@ class Measured:
     """Measurements of a recorded run: seconds of its median step, and the number of steps.
 
     The costs learned from a run are those of undisturbed calls, as the median is. A run of a few
-    steps has learned none (`has_costs`).
+    steps has learned none (`has_costs`). Those of `emulated` ranks are modeled.
     """
 
     step_s: float
     num_steps: int
     has_costs: bool
+    emulated: bool
 
 
 def run(args: Sequence[str], on_progress: OnProgress) -> Printed:
@@ -233,7 +234,8 @@ def _measured(run: Path) -> Measured | None:
     seconds = [row["step_s"] for row in rows if row.get("phase") == "rl" and "step_s" in row]
     steady = seconds[1:] or seconds
     has_costs = (run / "costs.json").is_file()
-    return Measured(median(steady), len(steady), has_costs) if steady else None
+    emulated = any(row.get("emulated") for row in rows)
+    return Measured(median(steady), len(steady), has_costs, emulated) if steady else None
 
 
 def table(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
@@ -297,6 +299,7 @@ def remarks(setting: Setting, outcomes: Sequence[Outcome], measured: Measured | 
     if measured:
         lines.append(
             f"the run took {measured.step_s:.4g} s a step, the median of {measured.num_steps}"
+            + ", on emulated ranks" * measured.emulated
         )
         if not measured.has_costs:
             lines.append(

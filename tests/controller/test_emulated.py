@@ -168,6 +168,7 @@ def test_prompts_wait_by_tokens_alone(trained: Callable[..., Path], schedule: st
 
 
 def test_all_that_is_written_says_emulated(trained: Callable[..., Path], tmp_path: Path) -> None:
+    from hybridrl.planner import command
     from hybridrl.telemetry.compare import grouped
     from hybridrl.telemetry.report import render
     from hybridrl.telemetry.rundata import load
@@ -184,6 +185,8 @@ def test_all_that_is_written_says_emulated(trained: Callable[..., Path], tmp_pat
     labels = [e["args"] for e in read_trace(run / "trace.json") if e["name"] == "process_labels"]
     assert len(labels) >= 5  # the driver and four ranks
     assert all(args == {"labels": "emulated"} for args in labels)
+    _, told, _ = command.run([f"--lengths={run}"], lambda done, total: None)
+    assert any("the run took" in line and line.endswith("on emulated ranks") for line in told)
     for groups in (grouped([load(run)]), grouped([load(run), load(trained("schedule=fused"))])):
         assert all(group.label.endswith(" (emulated)") for group in groups)
     assert not (run / "final").exists()
