@@ -46,6 +46,9 @@ class Told:
 
     def end(self, request: Request) -> None: ...
 
+    def siblings(self, request: Request) -> dict[object, list[int]]:
+        return {}
+
     def draft(self, request: Request, most: int) -> Sequence[int]:
         start = len(request.response_ids)
         tokens = self.outputs[request.id].token_ids[start : start + most]
