@@ -816,6 +816,7 @@ def test_the_command_prints_a_table_and_a_record(tmp_path: Path) -> None:
         "step_s": 1.0,
         "num_steps": 3,
         "has_costs": True,
+        "emulated": False,
     }
     assert record["bound_s"] <= min(o["front_s"] for o in record["schedules"][:4])
 
