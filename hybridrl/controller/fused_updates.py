@@ -13,7 +13,6 @@ from hybridrl.config import (
     ConfigError,
     FuseUpdates,
     LoraConfig,
-    PipelineSchedule,
     TrainLayoutConfig,
 )
 from hybridrl.controller.memory_plan import gpu_room, local_room, plan_run, unknown_room
@@ -25,7 +24,7 @@ from hybridrl.planner.emulation import emulated_costs
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from hybridrl.pipelines.problem import PipelinedModel, PipelinePlan
+    from hybridrl.pipelines.problem import PipelinedModel
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +136,7 @@ def predicted_gain(
     """
     from hybridrl.pipelines.evaluation import evaluate, lower_bound
     from hybridrl.pipelines.problem import PipelineProblem
+    from hybridrl.pipelines.standard import standard_plan
 
     separate, models = 0.0, []
     ranks = len(config.cluster.pool_ranks[pool])
@@ -145,7 +145,7 @@ def predicted_gain(
         model = _pipeline(config, graph, role, _shape(config, role, model_path), number % 2 == 1)
         alone = replace(model, ranks=tuple(_chunk_ranks(layout, False)))
         problem = PipelineProblem(models=[alone], num_ranks=layout.pp)
-        separate += evaluate(problem, _standard_plan(layout, alone)).seconds
+        separate += evaluate(problem, standard_plan(alone, layout.schedule.value)).seconds
         width = layout.replicas * layout.fsdp
         models += [
             replace(model, ranks=tuple(rank * width + place for rank in model.ranks))
@@ -163,6 +163,7 @@ def _pipeline(
     from hybridrl.layout.layout import chunk_bounds
     from hybridrl.models.flops import ForwardFlops
     from hybridrl.pipelines.problem import PassKind, PipelinedModel
+    from hybridrl.pipelines.standard import least_micro_batches
 
     layout, _, _ = _settings(config, role)
     ranks = _chunk_ranks(layout, reverse)
@@ -173,7 +174,7 @@ def _pipeline(
     replicas = layout.replicas * layout.fsdp
     tokens = samples * config.longest_sample / (replicas * config.trainer.mini_batches)
     rows = max(1, -(-round(tokens) // config.trainer.max_tokens_per_micro_batch))
-    rows = -(-rows // layout.pp) * layout.pp
+    rows = least_micro_batches(layout.schedule.value, layout.pp, rows)
     of_row = round(tokens / rows)
     scored = round(of_row * config.rollout.max_new_tokens / config.longest_sample)
     flops = ForwardFlops.of(shape)
@@ -200,17 +201,6 @@ def _chunk_ranks(layout: TrainLayoutConfig, reverse: bool) -> list[int]:
     chunks = range(layout.num_chunks)
     ranks = [rank_of_chunk(chunk, layout.pp, layout.zigzag) for chunk in chunks]
     return [layout.pp - 1 - rank for rank in ranks] if reverse else ranks
-
-
-def _standard_plan(layout: TrainLayoutConfig, model: "PipelinedModel") -> "PipelinePlan":
-    """The model's own schedule."""
-    from hybridrl.pipelines.standard import interleaved, one_f_one_b, zero_bubble
-
-    if layout.pp == 1 or layout.schedule is PipelineSchedule.one_f_one_b:
-        return one_f_one_b(model)
-    if layout.schedule is PipelineSchedule.interleaved:
-        return interleaved(model)
-    return zero_bubble(model)
 
 
 def _settings(config: Config, role: str) -> tuple[TrainLayoutConfig, str, LoraConfig]:

@@ -11,6 +11,7 @@ from hybridrl.flow.graph import SourceStage
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.models.packed_attention import flash_obstacle
+from hybridrl.pipelines.standard import least_micro_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def _rows_of_round(
 ) -> int:
     """Rows that a pipeline computes at once, at most, if a replica's update has so many samples.
 
-    They are a multiple of the stages. Of a sample in chunks these are the rows.
+    Of a sample in chunks these are the rows.
     """
     longest, most = config.longest_sample, config.trainer.max_tokens_per_micro_batch
     chunk, cp = config.trainer.chunk_tokens, getattr(layout, "cp", 1)
@@ -121,7 +122,9 @@ def _rows_of_round(
         rows = samples * cp
     else:
         rows = -(-samples // (most // longest))
-    return -(-rows // layout.pp) * layout.pp
+    if isinstance(layout, RolloutLayoutConfig):
+        return rows
+    return least_micro_batches(layout.schedule.value, layout.pp, rows)
 
 
 def itemsize_of(config: Config) -> int:

@@ -1,25 +1,20 @@
-"""Sizes of an update by a zero-bubble pipeline, whose order of passes is torch's own."""
+"""Sizes of an update by a zero-bubble pipeline."""
 
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
 
 from transformers import PretrainedConfig
 
-from hybridrl.config import TrainLayoutConfig
+from hybridrl.config import PipelineSchedule, TrainLayoutConfig
 from hybridrl.controller.memory_inputs import PackedRow
 from hybridrl.layout.layout import chunk_bounds
 from hybridrl.models.activations import Halves
+from hybridrl.pipelines.problem import PassCosts, PassKind, PipelinedModel
+from hybridrl.pipelines.standard import standard_plan
 from hybridrl.planner.train_memory import MASTER, TrainSizes
 from hybridrl.planner.zero_bubble import ChunkSizes, ZeroBubbleUpdate
 
 _UNKNOWN = 3
 """Rows for each stage where their number is not known: the most are in flight, and some ended."""
-
-
-def rows_of_round(layout: TrainLayoutConfig, row: PackedRow) -> int:
-    """The rows that a pipeline computes at once, for all of which it has memory to receive into."""
-    return row.number or _UNKNOWN * layout.pp
 
 
 def zero_bubble_update(
@@ -36,7 +31,7 @@ def zero_bubble_update(
     The first stage has the model's first chunk and its last one; `has_head` is whether that ends in
     a vocabulary.
     """
-    pp, rows = layout.pp, rows_of_round(layout, row)
+    pp, rows = layout.pp, row.number or _UNKNOWN * layout.pp
     numbers = stage, 2 * pp - 1 - stage
     bounds = chunk_bounds(shape.num_hidden_layers, 2 * pp, layout.chunk_layers)
     head = has_head * -(-shape.vocab_size // layout.tp) * shape.hidden_size
@@ -92,13 +87,14 @@ def _chunk(
 
 
 def _order(pp: int, stage: int, rows: int, numbers: Sequence[int]) -> list[tuple[str, int]]:
-    """torch's order of passes on a stage with the chunks `numbers`, each with the chunk's index."""
-    from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
-
-    schedule: Any = SimpleNamespace(pp_group_size=pp, num_stages=2 * pp, _n_microbatches=rows)
-    actions = ScheduleZBVZeroBubble._calculate_single_rank_operations(schedule, stage)
-    return [
-        (action.computation_type.value, numbers.index(action.stage_index))
-        for action in actions
-        if action is not None
-    ]
+    """Passes of a stage with the chunks `numbers`, each with the chunk's index."""
+    there = tuple(range(pp))
+    model = PipelinedModel.uniform(
+        "model",
+        ranks=there + there[::-1],
+        micro_batches=rows,
+        costs=PassCosts(forward_s=1),
+        backward=(PassKind.backward_input, PassKind.backward_weights),
+    )
+    own = standard_plan(model, PipelineSchedule.zero_bubble.value)[stage]
+    return [(action.kind.value, numbers.index(action.chunk)) for action in own]

@@ -14,11 +14,10 @@ from hybridrl.config import (
     LoraConfig,
     OptimConfig,
     OptimName,
-    PipelineSchedule,
     TrainLayoutConfig,
 )
 from hybridrl.controller.memory_inputs import PackedRow, attention_of, has_triton, itemsize_of
-from hybridrl.controller.pipeline_sizes import rows_of_round, zero_bubble_update
+from hybridrl.controller.pipeline_sizes import zero_bubble_update
 from hybridrl.engines.train.build import ONE_GROUP_PARAMETERS
 from hybridrl.engines.train.engine import KEEP_UNSHARDED_PARAMETERS
 from hybridrl.layout.grouping import TrainAxes
@@ -40,6 +39,7 @@ from hybridrl.planner.train_memory import (
     MASTER,
     ActivationSizes,
     TrainSizes,
+    messages_kept,
     rows_in_flight,
 )
 
@@ -111,7 +111,7 @@ def train_sizes(
                 ends=_ends(config, shape, layout, lora, row, stage == stages[-1], classifier),
                 in_flight=in_flight,
                 offloads=_offloads(config),
-                received=_received(config, shape, layout, row, stage),
+                received=_received(config, shape, layout, row, stage, in_flight),
                 saved=saved,
                 moment=EIGHT_BIT_MOMENT if optim.name is OptimName.adamw8bit else MASTER,
                 zero_bubble=None,  # which depends on the others
@@ -301,17 +301,14 @@ def _received(
     layout: TrainLayoutConfig,
     row: PackedRow,
     stage: int,
+    in_flight: float,
 ) -> int:
     """As `TrainSizes.received`, of the chunks of a stage."""
     if layout.pp == 1:
         return 0
     hidden = row.tokens * shape.hidden_size * itemsize_of(config)
     hidden //= layout.tp if layout.sequence_parallel else 1
-    chunks, rows = layout.schedule.chunks_per_rank, rows_of_round(layout, row)
-    has_first, has_last = stage == 0, stage == layout.pp - 1
-    if layout.schedule is PipelineSchedule.zero_bubble:
-        has_last = stage == 0
-    return hidden * max(rows - layout.pp, 0) * (2 * chunks - has_first - has_last)
+    return hidden * messages_kept(layout.pp, layout.schedule, stage, in_flight)
 
 
 def _offloads(config: Config) -> bool:

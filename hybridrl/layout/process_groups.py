@@ -37,19 +37,24 @@ def group_name(ranks: Sequence[int], num_before: int) -> str:
     return f"{_prefix(ranks)}{num_before}"
 
 
-def shared_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+def shared_group(ranks: Sequence[int], number: int = 0) -> dist.ProcessGroup:
     """The group of exactly these ranks, in this order, created at the first call by them alone.
 
-    A communicator on a GPU takes memory, so a process has one for the same ranks.
+    A communicator on a GPU takes memory, so a process has one for the same ranks. Where that does
+    not do, since messages must not wait for others, it has more by `number`.
     """
-    if list(ranks) == list(range(dist.get_world_size())):
+    is_whole = list(ranks) == list(range(dist.get_world_size()))
+    if is_whole and number == 0:
         whole = dist.group.WORLD
         assert whole is not None
         return whole
-    world: Any = distributed_c10d._world
-    created = {name: group for group, name in world.pg_names.items()}
-    group: dist.ProcessGroup | None = created.get(group_name(ranks, 0))
-    return new_group(ranks) if group is None else group
+    name = group_name(ranks, number - is_whole)
+    while True:
+        world: Any = distributed_c10d._world
+        created: dict[str, dist.ProcessGroup] = {n: group for group, n in world.pg_names.items()}
+        if name in created:
+            return created[name]
+        new_group(ranks)
 
 
 def axis_group(mesh: Mesh, *axes: str) -> dist.ProcessGroup:

@@ -1,10 +1,11 @@
-"""The known schedules of one model as plans: 1F1B, interleaved, zero-bubble.
+"""The known schedules of one model as plans: 1F1B, interleaved, zero-bubble; what an engine runs.
 
 They are the lists of torch's `Schedule1F1B`, `ScheduleInterleaved1F1B` and `ScheduleZBVZeroBubble`
 (torch.distributed.pipelining), as tests/pipelines/test_standard.py asserts.
 """
 
 from collections import Counter
+from dataclasses import replace
 
 from hybridrl.pipelines.problem import PassKind, PipelineAction, PipelinedModel, PipelinePlan
 
@@ -29,6 +30,38 @@ class _ActionList:
     def count(self, kind: PassKind, chunk: int) -> int:
         """How many there are."""
         return self._next[kind, chunk]
+
+
+def standard_plan(model: PipelinedModel, schedule: str) -> PipelinePlan:
+    """The plan of a model by the name of its schedule: `one_f_one_b` or another of this module.
+
+    Its chunks may be on the ranks of the schedule, or on the same reversed. A model without
+    backward passes has one chunk of a rank after the other.
+    """
+    if not model.backward:
+        return forward_only(model)
+    if len(model.ranks) == 1:
+        return one_f_one_b(model)
+    if model.ranks[0] == 0:
+        return _PLANS[schedule](model)
+    last = max(model.ranks)
+    mirrored = replace(model, ranks=tuple(last - rank for rank in model.ranks))
+    return _PLANS[schedule](mirrored)[::-1]
+
+
+def least_micro_batches(schedule: str, num_ranks: int, least: int) -> int:
+    """The smallest number from `least` on that a schedule can have."""
+    multiple = num_ranks if schedule == "interleaved" else 1
+    return max(1, -(-least // multiple)) * multiple
+
+
+def forward_only(model: PipelinedModel) -> PipelinePlan:
+    """All micro-batches through one chunk of a rank, then through its next one."""
+    plan: list[list[PipelineAction]] = [[] for _ in range(max(model.ranks) + 1)]
+    for chunk, rank in enumerate(model.ranks):
+        for number in range(len(model.costs)):
+            plan[rank].append(PipelineAction(0, FORWARD, chunk, number))
+    return plan
 
 
 def one_f_one_b(model: PipelinedModel) -> PipelinePlan:
@@ -124,3 +157,6 @@ def _zero_bubble_rank(rank: int, num_ranks: int, most: int) -> list[PipelineActi
         while own.count(WEIGHTS, chunk) < own.count(INPUT, chunk):
             own.add(WEIGHTS, chunk)
     return own.actions
+
+
+_PLANS = {"one_f_one_b": one_f_one_b, "interleaved": interleaved, "zero_bubble": zero_bubble}

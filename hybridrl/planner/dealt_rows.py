@@ -9,6 +9,7 @@ from hybridrl.pipelines.balance import (
     equal_number,
     micro_batches,
 )
+from hybridrl.pipelines.standard import least_micro_batches
 from hybridrl.planner.mapping import SampleLength, TrainLayout
 from hybridrl.planner.model_shape import ModelShape
 
@@ -23,11 +24,12 @@ def sequence_cost(shape: ModelShape) -> SequenceCost:
 
 @lru_cache(256)
 def rows_of_ranks(
-    shape: ModelShape, layout: TrainLayout, samples: tuple[SampleLength, ...], ragged: bool
+    shape: ModelShape, layout: TrainLayout, samples: tuple[SampleLength, ...], even: bool
 ) -> list[list[list[SampleLength]]]:
-    """The micro-batches of each data-parallel rank; a pipeline has a multiple of its stages.
+    """The micro-batches of each data-parallel rank.
 
-    All ranks have equally many, but for `ragged` rows: those of updates in one plan.
+    If `even`, all ranks have equally many, as many as the schedule of a pipeline can have. Updates
+    in one plan do not need that.
     """
     shares, cost = _dealt(shape, layout, samples), sequence_cost(shape)
     rows_by_share: list[list[list[SampleLength]]] = []
@@ -37,16 +39,15 @@ def rows_of_ranks(
         rows_by_share.append([[share[i] for i in row] for row in split])
     most = max(1, *map(len, rows_by_share))
     for index, (share, rows) in enumerate(zip(shares, rows_by_share, strict=True)):
-        number = max(1, len(rows)) if ragged else most
-        number = -(-number // layout.pp) * layout.pp
-        same = rows + [[]] * (number - len(rows))
+        number = most if even else max(1, len(rows))
         if layout.pp > 1:
+            number = least_micro_batches(layout.schedule.value, layout.pp, number)
+        same = rows + [[]] * (number - len(rows))
+        if layout.pp > 1 and len(rows) < number:
             lengths = [sample.tokens for sample in share]
-            parts = balance(lengths, number)
-            if ragged:
-                parts = equal_number(lengths, number, layout.micro_batch_tokens, cost=cost)
+            parts = equal_number(lengths, number, layout.micro_batch_tokens, cost=cost)
             same = [[share[i] for i in indices] for indices in parts]
-        rows_by_share[index] = [row for row in same if row] or [[]] if ragged else same
+        rows_by_share[index] = same if even else [row for row in same if row] or [[]]
     return rows_by_share
 
 

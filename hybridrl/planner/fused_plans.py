@@ -61,7 +61,7 @@ def shared_problem(
     for number, (role, width) in enumerate(zip(roles, widths, strict=True)):
         layout = layouts[role.name]
         batch = (own or {}).get(role.name, samples)
-        pipelines = costs.pipelines(role, layout, ranks, batch, trains, ragged=True)
+        pipelines = costs.pipelines(role, layout, ranks, batch, trains, even=False)
         for index, (problem, _) in enumerate(pipelines):
             (model,) = problem.models
             send_s = max(send_s, problem.send_s)

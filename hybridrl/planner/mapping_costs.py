@@ -21,9 +21,9 @@ from hybridrl.pipelines.problem import (
     PipelinePlan,
     PipelineProblem,
 )
+from hybridrl.pipelines.standard import standard_plan
 from hybridrl.planner.chunk_layers import chunk_layers
 from hybridrl.planner.dealt_rows import rows_of_ranks, sequence_cost
-from hybridrl.planner.engine_order import engine_order
 from hybridrl.planner.layer_costs import LayerCosts, LayerWork, LinearPass
 from hybridrl.planner.links import LinkSpeed
 from hybridrl.planner.mapping import (
@@ -250,17 +250,12 @@ class MappingCosts:
         ranks: range,
         rows: Sequence[SampleLengths],
         trains: bool = True,
-        ragged: bool = False,
     ) -> tuple[PipelineProblem, PipelinePlan]:
-        """The micro-batches of one data-parallel rank, and the order of them that the engine takes.
-
-        In a pipeline all rows are as long as the longest, unless they are `ragged`.
-        """
+        """The micro-batches of one data-parallel rank, and the order of them that the engine takes."""
         longest = max(sum(sample.tokens for sample in row) for row in rows)
         costs = []
         for row in rows:
-            is_padded = layout.pp > 1 and not ragged
-            tokens = longest if is_padded else sum(sample.tokens for sample in row)
+            tokens = sum(sample.tokens for sample in row)
             scored = sum(sample.response for sample in row)
             pairs = sum(sample.pairs for sample in row)
             costs.append(self._passes(role, layout, ranks, max(1, tokens), scored, pairs))
@@ -275,7 +270,7 @@ class MappingCosts:
             send_s=self._send(role, layout, ranks, longest),
             sends_s=self._sends(role, layout, ranks, longest),
         )
-        return problem, engine_order(model, layout, trains)
+        return problem, standard_plan(model, layout.schedule.value)
 
     def gradient_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
         """Of what comes once an update: weights gathered, gradients reduced over fsdp, replicas."""
@@ -346,7 +341,7 @@ class MappingCosts:
         # Of ranks with equal numbers of rows the one with most work takes longest, or nearly so.
         cost = sequence_cost(role.shape)
         rows = max(
-            rows_of_ranks(role.shape, layout, samples, ragged=False),
+            rows_of_ranks(role.shape, layout, samples, even=True),
             key=lambda rows: sum(cost(sample.tokens) for row in rows for sample in row),
         )
         problem, plan = self.pipeline(role, layout, ranks, rows, trains)
@@ -359,16 +354,15 @@ class MappingCosts:
         ranks: range,
         samples: SampleLengths,
         trains: bool = True,
-        ragged: bool = False,
+        even: bool = True,
     ) -> list[tuple[PipelineProblem, PipelinePlan]]:
         """The micro-batches of each data-parallel rank, and the order that the engine takes.
 
-        `ragged` rows keep their own length, as in fused updates; else those of a pipeline are
-        padded, and all ranks have equally many.
+        If `even`, all ranks have equally many; fused updates do not.
         """
         return [
-            self.pipeline(role, layout, ranks, rows, trains, ragged)
-            for rows in rows_of_ranks(role.shape, layout, tuple(samples), ragged)
+            self.pipeline(role, layout, ranks, rows, trains)
+            for rows in rows_of_ranks(role.shape, layout, tuple(samples), even)
         ]
 
     def bound_of(

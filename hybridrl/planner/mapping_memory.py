@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hybridrl.config import ActivationMode, OptimName, PipelineSchedule
+from hybridrl.config import ActivationMode, OptimName
+from hybridrl.pipelines.standard import least_micro_batches
 from hybridrl.planner.generation_memory import NativeSizes
 from hybridrl.planner.mapping import (
     ACTOR,
@@ -25,6 +26,7 @@ from hybridrl.planner.train_memory import (
     MASTER,
     ActivationSizes,
     TrainSizes,
+    messages_kept,
     rows_in_flight,
 )
 
@@ -199,7 +201,7 @@ class MappingMemory:
             ends=self._ends(role, layout, is_last, tokens, scored),
             embedding=embedding * tp if tp > 1 else 0,
             in_flight=in_flight,
-            received=self._received(role.shape, layout, stage, tokens, number),
+            received=self._received(role.shape, layout, stage, tokens, in_flight),
             saved=MASTER * (largest + largest // tp * split),
             moment=EIGHT_BIT_MOMENT if role.optim is OptimName.adamw8bit else MASTER,
             matrices=-(-matrices // (tp * layout.fsdp)),
@@ -219,7 +221,7 @@ class MappingMemory:
         if layout.pp > 1:
             of_update = -(-limits.samples // (replicas * limits.mini_batches)) + 1
             rows = of_update if longest > most else -(-of_update // (most // longest))
-            number = -(-rows // layout.pp) * layout.pp
+            number = least_micro_batches(layout.schedule.value, layout.pp, rows)
         tokens = max(min(most, share), longest)
         return tokens, -(-tokens * limits.new_tokens // longest), number
 
@@ -235,17 +237,14 @@ class MappingMemory:
         return ActivationSizes(head.kept + 2 * hidden + selected, head.backward)
 
     def _received(
-        self, shape: ModelShape, layout: TrainLayout, stage: int, tokens: int, number: int
+        self, shape: ModelShape, layout: TrainLayout, stage: int, tokens: int, in_flight: float
     ) -> int:
         """As `TrainSizes.received`."""
         if layout.pp == 1:
             return 0
         hidden = tokens * shape.hidden * self.itemsize
         hidden //= layout.tp if layout.sequence_parallel else 1
-        last = 0 if layout.schedule is PipelineSchedule.zero_bubble else layout.pp - 1
-        ends = (stage == 0) + (stage == last)
-        chunks = layout.schedule.chunks_per_rank
-        return hidden * max(number - layout.pp, 0) * (2 * chunks - ends)
+        return hidden * messages_kept(layout.pp, layout.schedule, stage, in_flight)
 
     # Generation and scoring
 

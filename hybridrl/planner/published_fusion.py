@@ -5,7 +5,7 @@ stages for 13B, 33B and 65B, tensor parallelism within a node. A mini-batch has 
 2409.13221, section 7), each a micro-batch. So a pipeline has as many as in FlexFusion's problems.
 
 Not published, and so assumed: lengths below the limit, kernels and links as in `accelerators.py`.
-Separate updates are 1F1B, their rows as long as they are, or padded as one model's are here. No
+Separate updates are 1F1B. No
 number is fitted.
 """
 
@@ -47,15 +47,13 @@ class FusedIteration:
     critic: str
     limit: int
     training: float
-    """Both updates, rows of their own length either way."""
+    """Both updates."""
     training_bound: float
     """No plan saves more: by the lower bound of the fused pipelines."""
-    training_padded: float
-    """The same against updates whose rows are padded to the longest, as one model's are here."""
     front: float
     """All that comes before the updates, by inter-stage fusion."""
     iteration: float
-    """All of it with both fusions, rows of their own length."""
+    """All of it with both fusions."""
 
 
 def rlhfuse_iterations(
@@ -82,13 +80,11 @@ def compare(actor: str, critic: str, limit: int) -> FusedIteration:
     trained = [role for role in roles if role.trained]
 
     # One mini-batch of each, apart and together.
-    apart, padded = 0.0, 0.0
+    apart = 0.0
     for role in trained:
         layout, ranks = layouts[role.name], range(costs.cluster.ranks)
-        own = costs.pipelines(role, layout, ranks, batch, ragged=True)
-        apart += max(evaluate(*pair).seconds for pair in own)
         pairs = costs.pipelines(role, layout, ranks, batch)
-        padded += max(evaluate(*pair).seconds for pair in pairs)
+        apart += max(evaluate(*pair).seconds for pair in pairs)
     ranks = range(costs.cluster.ranks)
     steps = sum(costs.step_s(role, layouts[role.name], ranks) for role in trained)
     problem = shared_problem(costs, trained, layouts, ranks, batch)
@@ -113,7 +109,6 @@ def compare(actor: str, critic: str, limit: int) -> FusedIteration:
         limit,
         training=trains[0] / trains[1],
         training_bound=trains[0] / (ways + _MINI_BATCHES * (steps + bound)),
-        training_padded=(ways + _MINI_BATCHES * (steps + padded)) / trains[1],
         front=before[0] / before[1],
         iteration=iterations[0] / iterations[1],
     )
@@ -167,10 +162,10 @@ def _replayed(
 
 def table(compared: Sequence[FusedIteration]) -> list[tuple[str, ...]]:
     """A header and a line for each case."""
-    head = ("actor", "critic", "limit", "training", "at most", "padded", "front", "iteration")
+    head = ("actor", "critic", "limit", "training", "at most", "front", "iteration")
     lines: list[tuple[str, ...]] = [head]
     for one in compared:
-        ratios = (one.training, one.training_bound, one.training_padded, one.front, one.iteration)
+        ratios = (one.training, one.training_bound, one.front, one.iteration)
         texts = (f"{ratio:.2f}" for ratio in ratios)
         lines.append((one.actor, one.critic, str(one.limit), *texts))
     return lines
@@ -187,7 +182,7 @@ def remarks(compared: Sequence[FusedIteration]) -> list[str]:
     low, high = PUBLISHED_TRAINING
     least, most = PUBLISHED_ITERATION
     return [
-        "how many times sooner with fusion; padded: against updates with padded rows",
+        "how many times sooner with fusion",
         f"training: {training} (published: {low} to {high})",
         f"iterations with both fusions: {iteration} (published: {least} to {most})",
         "published: arXiv 2409.13221, section 7; docs/planner.md has what is assumed",

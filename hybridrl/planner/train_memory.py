@@ -21,7 +21,7 @@ EARLY = "early gradients"
 
 
 def rows_in_flight(pp: int, schedule: PipelineSchedule, stage: int, rows: int) -> float:
-    """Rows whose activations a stage keeps, by the warm-up of torch's schedules; 0: unknown."""
+    """Rows whose activations a stage keeps, by the warm-up of the schedules; 0: unknown."""
     chunks = schedule.chunks_per_rank
     if pp == 1:
         return 1
@@ -33,6 +33,13 @@ def rows_in_flight(pp: int, schedule: PipelineSchedule, stage: int, rows: int) -
         case PipelineSchedule.zero_bubble:
             most = pp
     return min(most, rows or most)
+
+
+def messages_kept(pp: int, schedule: PipelineSchedule, stage: int, in_flight: float) -> int:
+    """Hidden states that a stage has received, besides one row: `TrainSizes.received`."""
+    chunks = schedule.chunks_per_rank
+    on_the_way = 2 if chunks > 1 else (stage > 0) + (stage < pp - 1)
+    return round(in_flight * chunks) - 1 + on_the_way
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +106,8 @@ class TrainSizes:
     largest_matrix: int = 0
     """The largest of them, or of their batches."""
     received: int = 0
-    """Bytes into which a pipeline receives rows and their gradients, beyond a row a stage. All rows
-    have memory from the first one on."""
+    """Bytes of what a pipeline has received: the inputs of rows in flight, besides one, and a row
+    and a gradient that are on their way."""
     saved: int = 0
     """Bytes of the parameter that takes most while it is gathered whole, for a checkpoint."""
     zero_bubble: ZeroBubbleUpdate | None = None
@@ -225,9 +232,7 @@ class TrainSizes:
         whole = self.itemsize * self.largest if self.tp > 1 and self.trained_root else 0
         arriving = self.itemsize * self.root + own + previous + whole
         most = max(arriving, own + copied, copied + copied // self.fsdp)
-        received = {"activations": self.received} if self.received else {}
-        rest = self._of_chunks() | self._of_earlier_calls()
-        return {"gradients": reduced + most, **received, **rest}
+        return {"gradients": reduced + most, **self._of_chunks(), **self._of_earlier_calls()}
 
     def _step(self) -> dict[str, int]:
         """Muon has whole matrices, orthogonal shards, and four products of the largest matrix."""

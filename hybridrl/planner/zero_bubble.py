@@ -1,4 +1,4 @@
-"""The memory of an update on a stage of torch's zero-bubble pipeline (schedule ZB-V).
+"""The memory of an update on a stage of a zero-bubble pipeline (schedule ZB-V).
 
 A stage has two chunks of the model. The backward pass of a chunk has two halves, `I` for its input
 and `W` for its weights (Zero Bubble, arXiv 2401.10241). Between them stay its activations, and the
@@ -106,13 +106,14 @@ class ZeroBubbleUpdate:
     ) -> dict[str, int]:
         """What the chunks have, and so much more."""
         gathered = 0
+        # What this pass has received, and what is on its way for the next one.
+        activations += 2 * max(max(c.received, c.received_gradient) for c in self.chunks)
         for chunk, own in zip(self.chunks, progress, strict=True):
             rows = own.waiting + own.between
             activations += rows * chunk.kept + own.between * chunk.between
-            # What is received has its memory from the first row to the last. A row in flight counts
-            # with what is kept of it. After the first half it has its gradient beside it.
-            activations += (self.rows - rows) * chunk.received + self.rows * chunk.received_gradient
-            activations += (own.between + own.ended) * chunk.received
+            # A row that was received counts with what is kept of it. Between the halves both of its
+            # gradients are beside it: that of the chunk's result, and that of its input.
+            activations += own.between * (chunk.received + chunk.received_gradient)
             gathered += own.gathered
             gradients += own.gradients
         return {"gathered weights": gathered, "activations": activations, "gradients": gradients}

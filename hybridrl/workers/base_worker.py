@@ -344,8 +344,7 @@ class BaseWorker:
         """What trains or scores these roles together, made once. Collective."""
         if roles not in self._together:
             engines = [self.trained[role].train_engine for role in roles]
-            groups = next((one.groups for one in self._together.values()), None)
-            self._together[roles] = FusedUpdate(engines, groups=groups)
+            self._together[roles] = FusedUpdate(engines)
         return self._together[roles]
 
     @dispatch(Dispatch.SAME)

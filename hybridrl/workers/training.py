@@ -145,9 +145,9 @@ def train(updates: Sequence[UpdateSteps], together: FusedUpdate | None) -> list[
             due[0].record(due[0].inputs().train(due[0].engine))
             continue
         assert together is not None, "several roles are trained together"
-        ragged = not due[0].config.strict  # else equal bit for bit to separate updates
+        even = due[0].config.strict  # then equal bit for bit to separate updates
         of_engines = [(update.engine, update.inputs()) for update in due]
-        for update, metrics in zip(due, together.update(of_engines, ragged), strict=True):
+        for update, metrics in zip(due, together.update(of_engines, even), strict=True):
             update.record(metrics)
     return [update.metrics() for update in updates]
 

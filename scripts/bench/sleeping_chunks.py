@@ -99,7 +99,7 @@ def _run(rank: int, store: str, wanted: PipelineProblem, plan: PipelinePlan, out
     for _ in range(ROUNDS + 1):  # the first one warms up
         dist.barrier()
         began = time.perf_counter()
-        PipelineExecutor(plan, pipelines, groups, device).run()
+        PipelineExecutor(plan, pipelines, groups, device, range(dist.get_world_size())).run()
         dist.barrier()
         times.append(time.perf_counter() - began)
     if rank == 0:

@@ -63,7 +63,7 @@ def test_ranks_that_do_not_meet_are_problems_of_their_own(train: dict[str, Train
     roles, models = ROLES[: len(train)], []
     for number, role in enumerate(roles):
         layout = train[role.name]
-        pipelines = COSTS.pipelines(role, layout, range(16), SAMPLES, ragged=True)
+        pipelines = COSTS.pipelines(role, layout, range(16), SAMPLES, even=False)
         for index, (problem, _) in enumerate(pipelines):
             (model,) = problem.models
             stages = [layout.pp - 1 - s if number % 2 else s for s in model.ranks]

@@ -41,8 +41,8 @@ class Together:
     def __init__(self, calls: list[list[str]]) -> None:
         self.calls = calls
 
-    def update(self, updates: Any, ragged: bool) -> list[dict[str, float]]:
-        assert ragged
+    def update(self, updates: Any, even: bool) -> list[dict[str, float]]:
+        assert not even
         self.calls.append([engine.name for engine, _ in updates])
         return [engine.answer(inputs.sequences) for engine, inputs in updates]
 

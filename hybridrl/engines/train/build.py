@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     HSDPMeshInfo,
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from hybridrl.config import ActivationMode, PipelineSchedule, TrainLayoutConfig
 from hybridrl.engines.train.activation_offload import ActivationOffload
+from hybridrl.engines.train.gathering import fsdp_modules
 from hybridrl.engines.train.packed import PackedModel
 from hybridrl.engines.train.pipeline import StageModel
 from hybridrl.layout.grouping import TrainAxes
@@ -305,8 +306,3 @@ def _apply_fsdp(
         if mesh.size() > 1 or experts is not None:
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo knows plain sums only
-
-
-def fsdp_modules(roots: Sequence[nn.Module]) -> list[FSDPModule]:
-    """Every FSDP group of the chunks."""
-    return [m for root in roots for m in root.modules() if isinstance(m, FSDPModule)]

@@ -25,11 +25,12 @@ from hybridrl.config import (
     TrainerConfig,
 )
 from hybridrl.config.loss import Loss
-from hybridrl.engines.train.build import TrainDims, build, fsdp_modules, load
+from hybridrl.engines.train.build import TrainDims, build, load
 from hybridrl.engines.train.chunks import score_in_passes
 from hybridrl.engines.train.comparison import distance_metrics
 from hybridrl.engines.train.dropout import enabled_dropout
 from hybridrl.engines.train.expert_load import ExpertLoad
+from hybridrl.engines.train.gathering import fsdp_modules
 from hybridrl.engines.train.gradients import local_gradients, sum_tied
 from hybridrl.engines.train.interface import TrainSequence, ended
 from hybridrl.engines.train.muon import MatrixOwners
@@ -68,8 +69,8 @@ logger = logging.getLogger(__name__)
 
 KEEP_UNSHARDED_PARAMETERS = 512 * 2**20
 """Up to this size weights and gradients stay unsharded from the first micro-batch to the last (at
-most 4 GiB a rank). So an update has one all-gather and one reduce-scatter. In a pipeline each row
-with chunks is a round, which has one reduce-scatter and two all-gathers (`engines.train.pipeline`).
+most 4 GiB a rank). So an update has one all-gather and one reduce-scatter. In a pipeline that is so
+for gradients of any size.
 """
 
 
@@ -299,8 +300,7 @@ class TrainEngine(ModelShards):
         micros = self._replica.split(pooled, alone=alone)
         (num_micro_batches,) = self._reduce([len(micros.parts)], dist.ReduceOp.MAX)
         micros = self._replica.same_number(micros, num_micro_batches)
-        ragged = not self.trainer.chunk_tokens
-        batches = self._replica.pack(micros, records_experts=records_experts, ragged=ragged)
+        batches = self._replica.pack(micros, records_experts=records_experts)
         logger.debug("scoring %d sequences, %d micro-batches", len(pooled), len(batches))
         return ScoredRows(
             sequences=sequences,
@@ -427,22 +427,22 @@ class TrainEngine(ModelShards):
         max_response_tokens: int = 0,
         compare: Mapping[str, str] = MappingProxyType({}),
         continues: bool = False,
-        ragged: bool = False,
+        even: bool = True,
     ) -> PreparedUpdate:
         """The rows of an `update` and the totals of all ranks; `finish_update` follows.
 
-        `ragged` rows keep their length, and ranks may have different numbers of them.
+        All ranks have equally many rows, unless `even` is false.
         """
         assert continues or self._early is None, "an update that knows of no early gradient"
         sums, self._early = self._early or UpdateSums(), None
         pooled, micros = self._rows(sequences, loss)
         counts = self._replica.count(pooled, len(micros.parts), self.flops)
         totals = self._replica.totals(sums.joined(counts))
-        number = max(1, len(micros.parts)) if ragged else totals.micro_batches
-        micros = self._replica.same_number(micros, number, loss.samples_per_row, ragged)
-        if ragged:
+        number = totals.micro_batches if even else max(1, len(micros.parts))
+        micros = self._replica.same_number(micros, number, loss.samples_per_row)
+        if not even:
             micros = replace(micros, parts=[own for own in micros.parts if own] or [[]])
-        batches = self._pack(micros, loss, ragged)
+        batches = self._pack(micros, loss)
         logger.debug("update on %d sequences, %d micro-batches", len(pooled), len(batches))
         known = totals.tokens, totals.sequences, max_response_tokens or totals.longest
         weighed = (1, 1, 1) if continues else known
@@ -497,15 +497,12 @@ class TrainEngine(ModelShards):
         pooled, _ = self._replica.gather(sequences)
         return pooled, self._replica.split(pooled, samples_per_row)
 
-    def _pack(
-        self, micros: MicroBatches, loss: Loss[torch.Tensor], ragged: bool = False
-    ) -> list[PackedBatch]:
+    def _pack(self, micros: MicroBatches, loss: Loss[torch.Tensor]) -> list[PackedBatch]:
         return self._replica.pack(
             micros,
             trained_only=True,
             counts_experts=self._expert_load.experts > 0,
             candidates=Candidates.of(loss),
-            ragged=ragged,
         )
 
     def _of_sequences(self, pooled: Sequence[TrainSequence], sums: UpdateSums) -> dict[str, float]:

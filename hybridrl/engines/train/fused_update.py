@@ -24,6 +24,7 @@ from torch import nn
 from hybridrl.config import PipelineSchedule
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.engines.train.gathering import gathered, reduced_at_end
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import PackedBatch
 from hybridrl.engines.train.pipeline import StageModel
@@ -32,7 +33,6 @@ from hybridrl.engines.train.pipeline_executor import (
     LocalPipeline,
     PipelineExecutor,
     PipelineGroups,
-    gathered,
 )
 from hybridrl.engines.train.row_costs import HALVES, kept_under_1f1b, row_costs
 from hybridrl.engines.train.scored_rows import ScoredRows
@@ -122,22 +122,14 @@ class FusedUpdate:
     rank alone. No rank keeps more activations than all models under 1F1B, each at its most.
     """
 
-    def __init__(
-        self,
-        engines: Sequence[TrainEngine],
-        plan: Planner | None = None,
-        groups: PipelineGroups | None = None,
-    ) -> None:
-        """Raises ValueError for engines that cannot share a plan.
-
-        `groups` are those of other engines on the same ranks: communicators take memory.
-        """
+    def __init__(self, engines: Sequence[TrainEngine], plan: Planner | None = None) -> None:
+        """Raises ValueError for engines that cannot share a plan."""
         for engine in engines:
             _check(engine, engines[0])
         self.engines, self.width = engines, engines[0].dims.axes.tp
         self.device = engines[0].device
         self._plan = plan or self._search
-        self.groups = groups or PipelineGroups(self.device)
+        self._groups = PipelineGroups(self.device)
         self._last_s = 0.0
         self._policies: tuple[Policy, ...] = ()
 
@@ -146,17 +138,17 @@ class FusedUpdate:
         self._policies = (*policies, *self._policies)
 
     def update(
-        self, updates: Sequence[tuple[TrainEngine, UpdateInputs]], ragged: bool = True
+        self, updates: Sequence[tuple[TrainEngine, UpdateInputs]], even: bool = False
     ) -> list[dict[str, float]]:
         """One optimizer step of some of the engines, on this rank's sequences; metrics of each.
 
-        Without `ragged` the rows are those of separate updates, padded to equal length.
+        If `even`, the rows are those of separate updates, equally many on all ranks.
         """
         began = time.perf_counter()
         engines = [engine for engine, _ in updates]
         numbers = [self.engines.index(engine) for engine in engines]
         prepared = {
-            number: engine.prepare_update(own.sequences, own.loss, **own.others, ragged=ragged)
+            number: engine.prepare_update(own.sequences, own.loss, **own.others, even=even)
             for number, (engine, own) in zip(numbers, updates, strict=True)
         }
         rows = self._all_rows(prepared)
@@ -164,7 +156,9 @@ class FusedUpdate:
         with ExitStack() as stack:
             for engine, update in zip(engines, prepared.values(), strict=True):
                 stack.enter_context(engine.training(update))
-            stack.enter_context(gathered([root for engine in engines for root in engine.roots]))
+            roots = [root for engine in engines for root in engine.roots]
+            stack.enter_context(gathered(roots))
+            stack.enter_context(reduced_at_end(roots))
             self._run(plan, rows, prepared, trains=True)
         pairs = zip(engines, prepared.values(), strict=True)
         metrics = [engine.finish_update(update) for engine, update in pairs]
@@ -187,7 +181,7 @@ class FusedUpdate:
         }
         rows = self._all_rows(prepared)
         plan = self._planned(rows, trains=False)
-        with gathered([root for engine in engines for root in engine.roots], trains=False):
+        with gathered([root for engine in engines for root in engine.roots]):
             self._run(plan, rows, prepared, trains=False)
         pairs = zip(engines, prepared.values(), strict=True)
         scores = [engine.finish_scores(own) for engine, own in pairs]
@@ -207,7 +201,15 @@ class FusedUpdate:
                 stack.enter_context(self._local(pipeline, prepared[pipeline.engine], trains))
                 for pipeline in rows
             ]
-            PipelineExecutor(plan, pipelines, self.groups, self.device, self.width).run()
+            PipelineExecutor(plan, pipelines, self._groups, self.device, self._ranks).run()
+
+    @property
+    def _ranks(self) -> list[int]:
+        """The global ranks at the places of a plan, each of which has `width` ranks, those of tp.
+
+        A place's rank in this rank's pipelines has this rank's place in tp.
+        """
+        return list(range(dist.get_rank() % self.width, dist.get_world_size(), self.width))
 
     def _chunk_places(self, engine: TrainEngine) -> tuple[int, ...]:
         """The places of the chunks of this rank's pipeline."""

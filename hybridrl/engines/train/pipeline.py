@@ -1,54 +1,35 @@
-"""Micro-batches through a pipeline of chunks, by torch's own schedules."""
+"""Micro-batches through the pipeline of one model, in the order of its schedule."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
 
 from hybridrl.config import PipelineSchedule
 from hybridrl.engines.train.chunks import LossOfPasses, free_keys
+from hybridrl.engines.train.gathering import reduced_at_end
 from hybridrl.engines.train.packed import PackedBatch, PackedModel
+from hybridrl.engines.train.pipeline_executor import (
+    LocalPipeline,
+    PipelineExecutor,
+    PipelineGroups,
+)
+from hybridrl.engines.train.row_costs import HALVES
+from hybridrl.pipelines.problem import PassCosts, PassKind, PipelinedModel
+from hybridrl.pipelines.standard import least_micro_batches, standard_plan
 
 Finish = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """The loss that the last chunk computes from a micro-batch's number, log-probabilities and
 entropies (or values and None)."""
 
 
-class _ReversedInterleaved(ScheduleInterleaved1F1B):
-    """On ranks whose chunks run from the last one to the first: see `_ReversedZBV`."""
-
-    def _calculate_single_rank_operations(self, rank: int) -> Any:
-        return super()._calculate_single_rank_operations(self.pp_group_size - 1 - rank)
-
-
-class _ReversedZBV(ScheduleZBVZeroBubble):
-    """Each rank has the passes of the rank opposite, whose chunks it holds.
-
-    torch reads from these lists which rank holds a chunk (`_validate_and_set_stage_mapping`).
-    """
-
-    def _calculate_single_rank_operations(self, rank: int) -> Any:
-        return super()._calculate_single_rank_operations(self.pp_group_size - 1 - rank)
-
-
 class StageModel(PackedModel):
-    """A chunk as torch's pipeline calls it: with the number of a micro-batch.
-
-    torch splits tensors over micro-batches, but a packed row's description is no tensor. So the
-    module holds the descriptions, and the pipeline passes the number.
-    """
+    """A chunk as the executor of plans calls it: with the number of a micro-batch."""
 
     batches: Sequence[PackedBatch] = ()
     finish: Finish | None = None
@@ -63,24 +44,11 @@ class StageModel(PackedModel):
         return torch.stack([self.finish(number, *out)])
 
 
-def _read_number(
-    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Read the micro-batch's number on the host, from the tensor [1] that torch's schedule passes.
-
-    This comes before FSDP's own hook, which moves tensors to the GPU: reading it there waits for
-    all that the GPU has to do.
-    """
-    if "number" in kwargs:
-        kwargs = {**kwargs, "number": int(kwargs["number"])}
-    return args, kwargs
-
-
 class Pipeline:
     """The chunks of this rank, in the order in which micro-batches pass them.
 
-    All micro-batches of one call are rows of equal length. Each call creates new stages: gloo does
-    not support messages of changing length between two ranks, and creation takes under 1 ms.
+    Each micro-batch is a row of its own length. All ranks that FSDP shards a chunk over have the
+    same number of rows, and so one order of passes: its collectives are within them.
     """
 
     def __init__(
@@ -97,18 +65,19 @@ class Pipeline:
 
         They may be those of `kind`, or the same reversed.
         """
-        self.chunks, self.ranks, self.num_chunks = chunks, ranks, len(ranks)
+        self.chunks, self.ranks = chunks, ranks
         self.numbers = [chunk for chunk, rank in enumerate(ranks) if rank == group.rank()]
         self.kind, self.group, self.device, self.dtype = kind, group, device, dtype
         self._token_parts = token_parts
         self._features: int = chunks[0].model.config.hidden_size
-        for chunk in chunks:
-            chunk.register_forward_pre_hook(_read_number, prepend=True, with_kwargs=True)
+        self._global_ranks = dist.get_process_group_ranks(group)
+        self._groups = PipelineGroups(device)
+        pairs = [(self._global_ranks[a], self._global_ranks[b]) for a, b in pairwise(ranks)]
+        self._groups.connect(pair for pair in pairs if pair[0] != pair[1])
 
     def num_micro_batches(self, least: int) -> int:
-        """The smallest allowed number from `least` on: a multiple of the stages."""
-        stages = self.group.size()
-        return max(1, -(-least // stages)) * stages
+        """The smallest number from `least` on that the schedule can have."""
+        return least_micro_batches(self.kind.value, self.group.size(), least)
 
     def train(self, rows: Sequence[PackedBatch], finish: Finish) -> None:
         """Forward and backward of all micro-batches. Gradients are summed.
@@ -123,8 +92,8 @@ class Pipeline:
                 filling = self.num_micro_batches(len(row.passes)) - len(row.passes)
                 rounds.append([number, *others[:filling]])
                 others = others[filling:]
-        for numbers in [*rounds, others] if others else rounds:
-            with self._adding_gradients():
+        with reduced_at_end(self.chunks):
+            for numbers in [*rounds, others] if others else rounds:
                 self._train_round(rows, numbers, finish)
 
     def _train_round(
@@ -145,17 +114,15 @@ class Pipeline:
 
         def keep(_: int, scores: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
             of_row.keep((scores, entropy))
-            return torch.zeros(1)
+            return torch.zeros(())
 
         if passes:
-            self._forward(passes[:-1], keep, with_entropy=True)
-        schedule = self._schedule(len(batches), batches[0].ids.shape[1])
-        places = torch.arange(len(batches))
-        inputs = [torch.cat([batch.ids for batch in batches])] if self.numbers[0] == 0 else []
-        with self.prepared(batches, finish_pass, with_entropy=True):
-            schedule.step(*inputs, target=places, number=places)
+            with torch.no_grad():
+                self._run(passes[:-1], keep, with_entropy=True)
+        self._run(batches, finish_pass, with_entropy=True)
         free_keys(rows[numbers[0]])
 
+    @torch.no_grad()
     def score(self, rows: Sequence[PackedBatch], finish: Finish) -> None:
         """Forward of all rows. Those with passes are finished with the scores of all of them."""
         numbers = [number for number, row in enumerate(rows) for _ in row.passes or (row,)]
@@ -170,60 +137,41 @@ class Pipeline:
                 return finish(number, values, entropy)
             scores[number].append(values)
             if len(scores[number]) < len(rows[number].passes):
-                return torch.zeros(1)
+                return torch.zeros(())
             return finish(number, torch.cat(scores.pop(number)), entropy)
 
-        self._forward(batches, finish_pass, with_entropy=False)
+        self._run(batches, finish_pass, with_entropy=False)
 
-    @torch.no_grad()
-    def _forward(self, batches: Sequence[PackedBatch], finish: Finish, with_entropy: bool) -> None:
-        """Forward of all micro-batches: through one chunk of this rank after the other.
-
-        torch's schedules with several chunks a rank have no forward alone. All ranks count the same
-        ticks, and what a rank sends and receives in one tick is one batch. Single messages would
-        share a stream in both directions under NCCL, so that some block others.
-        """
-        num_batches, rank = len(batches), self.group.rank()
-        holders = [self._holder(index) for index in range(self.num_chunks + 1)]
-        starts = _first_ticks(holders[:-1], num_batches)
+    def _run(self, batches: Sequence[PackedBatch], finish: Finish, with_entropy: bool) -> None:
+        """The passes of all micro-batches; within `torch.no_grad` forward alone."""
+        trains = torch.is_grad_enabled()
+        halves = self.kind is PipelineSchedule.zero_bubble
+        backward = HALVES if halves else (PassKind.backward,)
+        model = PipelinedModel.uniform(
+            "model",
+            ranks=self.ranks,
+            micro_batches=len(batches),
+            costs=PassCosts(forward_s=1),
+            backward=backward if trains else (),
+        )
         chunks = dict(zip(self.numbers, self.chunks, strict=True))
-        hidden: dict[tuple[int, int], torch.Tensor] = {}  # inputs by chunk and micro-batch
-        messages: dict[int, list[dist.Work]] = {}  # by tick
-        sent: list[torch.Tensor] = []  # kept until it has left
+        pipeline = LocalPipeline(
+            ranks=self.ranks,
+            hidden_shapes=[self.hidden_shape(batch.ids.shape[1]) for batch in batches],
+            dtype=self.dtype,
+            ids=[batch.ids for batch in batches],
+            chunks=chunks,
+            modules=chunks,
+            trains=trains,
+        )
+        plan = standard_plan(model, self.kind.value)
+        executor = PipelineExecutor(plan, [pipeline], self._groups, self.device, self._global_ranks)
         with self.prepared(batches, finish, with_entropy):
-            for tick in range(starts[-1] + num_batches):
-                operations: list[dist.P2POp] = []
-                for index, number in _active(starts, num_batches, tick):
-                    holder, target = holders[index], holders[index + 1]
-                    x = batches[number].ids
-                    if holder == rank:
-                        if index:
-                            _wait(messages.pop(starts[index - 1] + number, []))
-                            x = hidden.pop((index, number))
-                        x = chunks[index](x, number)
-                    elif target == rank:
-                        x = x.new_empty(self.hidden_shape(x.shape[1]), dtype=self.dtype)
-                        operations.append(self._message(dist.irecv, x, holder))
-                    if target == rank:
-                        hidden[index + 1, number] = x
-                    elif holder == rank and target is not None:
-                        sent.append(x.contiguous())
-                        operations.append(self._message(dist.isend, sent[-1], target))
-                if operations:
-                    messages[tick] = dist.batch_isend_irecv(operations)
-        for works in messages.values():
-            _wait(works)
-
-    def _message(self, kind: Callable[..., Any], x: torch.Tensor, peer: int | None) -> dist.P2POp:
-        return dist.P2POp(kind, x, group=self.group, group_peer=peer)
+            executor.run()
 
     def hidden_shape(self, tokens: int) -> tuple[int, int, int]:
         """Shape sent for a row of `tokens`: under sequence parallelism a shard of them."""
         return 1, tokens // self._token_parts, self._features
-
-    def _holder(self, index: int) -> int | None:
-        """The pipeline rank of a chunk, None before the first and after the last."""
-        return self.ranks[index] if 0 <= index < self.num_chunks else None
 
     @contextmanager
     def prepared(
@@ -237,76 +185,3 @@ class Pipeline:
         finally:
             for chunk in self.chunks:
                 chunk.batches, chunk.finish = (), None
-
-    @contextmanager
-    def _adding_gradients(self) -> Iterator[None]:
-        """Add to the gradients of earlier rounds, which a new schedule of torch clears."""
-        parameters = [p for chunk in self.chunks for p in chunk.parameters()]
-        earlier = [p.grad for p in parameters]
-        yield
-        for parameter, gradient in zip(parameters, earlier, strict=True):
-            if gradient is not None:
-                assert parameter.grad is not None
-                parameter.grad += gradient
-
-    def _schedule(self, num_batches: int, tokens: int) -> Any:
-        pairs = zip(self.chunks, self.numbers, strict=True)
-        stages: list[Any] = [self._stage(*pair, tokens) for pair in pairs]
-        settings: dict[str, Any] = {"loss_fn": _loss, "scale_grads": False}
-        is_reversed = self.ranks[0] > 0
-        match self.kind:
-            case PipelineSchedule.one_f_one_b:
-                return Schedule1F1B(stages[0], num_batches, **settings)
-            case PipelineSchedule.interleaved:
-                interleaved = _ReversedInterleaved if is_reversed else ScheduleInterleaved1F1B
-                return interleaved(stages, num_batches, **settings)
-            case PipelineSchedule.zero_bubble:
-                zero_bubble = _ReversedZBV if is_reversed else ScheduleZBVZeroBubble
-                return zero_bubble(stages, num_batches, **settings)
-
-    def _stage(self, chunk: StageModel, number: int, tokens: int) -> PipelineStage:
-        ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-        hidden = torch.zeros(self.hidden_shape(tokens), dtype=self.dtype, device="meta")
-        hidden.requires_grad_()  # else no gradient is received for it
-        loss = torch.zeros(1, device="meta", requires_grad=True)
-        stage = PipelineStage(
-            chunk,
-            number,
-            self.num_chunks,
-            self.device,
-            input_args=ids if chunk.first else hidden,
-            output_args=loss if chunk.last else hidden,
-            group=self.group,
-        )
-        stage.stage_index_to_group_rank = dict(enumerate(self.ranks))  # else i mod pp
-        return stage
-
-
-def _first_ticks(holders: Sequence[int | None], num_batches: int) -> list[int]:
-    """The tick in which each chunk gets its first micro-batch; it gets one a tick from then on.
-
-    `holders` are the chunks' ranks. A chunk begins a tick after the one before it, when its rank
-    has ended the chunk that it had. Example: chunks of the ranks 0, 1, 0, 1 and two micro-batches
-    begin in the ticks 0, 1, 2, 3.
-    """
-    starts: list[int] = []
-    free: dict[int | None, int] = {}
-    for holder in holders:
-        starts.append(max(starts[-1] + 1 if starts else 0, free.get(holder, 0)))
-        free[holder] = starts[-1] + num_batches
-    return starts
-
-
-def _active(starts: Sequence[int], num_batches: int, tick: int) -> list[tuple[int, int]]:
-    """The chunks of all ranks that compute in a tick, each with its micro-batch."""
-    numbers = [(index, tick - start) for index, start in enumerate(starts)]
-    return [(index, number) for index, number in numbers if 0 <= number < num_batches]
-
-
-def _wait(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
-
-
-def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return output.sum()

@@ -5,13 +5,12 @@ There is a process group for each direction, since NCCL keeps the order of all m
 ranks of a group. So what is sent never waits for what is received. Rows have their own length: both
 ends know it, so no row is padded.
 
-FSDP's collectives would deadlock within the lists, whose order differs between ranks. So weights
-are gathered before the first action, and gradients are reduced after the last (`gathered`).
+Gradients are reduced after the last action. Where ranks of one FSDP group have different lists, its
+gathering of weights would deadlock within them, so it comes before (`engines.train.gathering`).
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,10 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from hybridrl.layout.process_groups import new_group, warm_up
+from hybridrl.layout.process_groups import shared_group, warm_up
 from hybridrl.pipelines.problem import PassKind, PipelineAction, PipelinePlan
 
 ChunkForward = Callable[[torch.Tensor, int], torch.Tensor]
@@ -71,11 +69,15 @@ class _Kept:
 
 
 class PipelineGroups:
-    """Process groups of all ranks for messages to later and to earlier ranks; collective."""
+    """Process groups of all ranks for messages to later and to earlier ranks; collective.
+
+    All models of a process have the same two.
+    """
 
     def __init__(self, device: torch.device) -> None:
         ranks = list(range(dist.get_world_size()))
-        self.later, self.earlier, self.device = new_group(ranks), new_group(ranks), device
+        self.later, self.earlier = shared_group(ranks, 1), shared_group(ranks, 2)
+        self.device = device
         self._connected: set[tuple[int, int]] = set()
         warm_up([self.later, self.earlier], device)
 
@@ -103,11 +105,7 @@ class PipelineGroups:
 
 
 class PipelineExecutor:
-    """One run of a plan on this rank. All ranks make one together.
-
-    A place of the plan is `width` ranks of the world, those of tp. Place p of this rank's pipelines
-    is the rank p x width + rank mod width.
-    """
+    """One run of a plan on this rank. The ranks of the plan make one together."""
 
     def __init__(
         self,
@@ -115,13 +113,14 @@ class PipelineExecutor:
         pipelines: Sequence[LocalPipeline],
         groups: PipelineGroups,
         device: torch.device,
-        width: int = 1,
+        ranks: Sequence[int],
     ) -> None:
+        """`ranks` are the global ranks at the places of the plan, of which this one is one."""
         self.plan, self.pipelines, self.groups, self.device = plan, pipelines, groups, device
-        self._rank, self._width = dist.get_rank(), width
-        self._place = self._rank // width
+        self._ranks, self._rank = ranks, dist.get_rank()
+        self._place = ranks.index(self._rank)
         steps = {pair for pipeline in pipelines for pair in pairwise(pipeline.ranks)}
-        groups.connect((self._global(a), self._global(b)) for a, b in steps if a != b)
+        groups.connect((ranks[a], ranks[b]) for a, b in steps if a != b)
         self._kept: dict[tuple[int, int, int], _Kept] = {}
         self._local: dict[_Message, torch.Tensor] = {}
         """What a chunk of this rank leaves another one of it, and what has arrived."""
@@ -252,7 +251,7 @@ class PipelineExecutor:
             pipeline = self.pipelines[following.model]
             shape = pipeline.hidden_shapes[following.micro_batch]
             buffer = torch.empty(shape, dtype=pipeline.dtype, device=self.device)
-            peer = self._global(source)
+            peer = self._ranks[source]
             group = self.groups.towards(peer, self._rank)
             work = dist.irecv(buffer, group=group, group_src=peer)
             assert work is not None
@@ -270,51 +269,8 @@ class PipelineExecutor:
         if target == self._place:
             self._local[message] = tensor
             return
-        peer = self._global(target)
+        peer = self._ranks[target]
         tensor = tensor.contiguous()
         work = dist.isend(tensor, group=self.groups.towards(self._rank, peer), group_dst=peer)
         assert work is not None
         self._sent.append((work, tensor))
-
-    def _global(self, place: int) -> int:
-        return place * self._width + self._rank % self._width
-
-
-@contextmanager
-def gathered(roots: Sequence[nn.Module], trains: bool = True) -> Iterator[None]:
-    """Weights of all chunks gathered within the body; gradients reduced and weights sharded after.
-
-    Collective over the ranks of fsdp and of replicas. The body may run passes in any order. Where
-    nothing `trains`, weights are only sharded after it.
-    """
-    modules = [m for root in roots for m in root.modules() if isinstance(m, FSDPModule)]
-    param_groups = [g for m in modules for g in fully_shard.state(m)._fsdp_param_groups]  # type: ignore[attr-defined]
-    after_forward = [group.post_forward_mesh_info for group in param_groups]
-    for group in param_groups:
-        group.post_forward_mesh_info = None  # no resharding between forward and backward
-    for module in modules:
-        if trains:
-            module.set_is_last_backward(False)
-            module.set_reshard_after_backward(False)
-            module.set_requires_gradient_sync(False)
-        module.unshard()
-    yield
-    for root in roots if trains else ():
-        if isinstance(root, FSDPModule):
-            _reduce(root)
-    for group, info in zip(param_groups, after_forward, strict=True):
-        group.post_forward_mesh_info = info
-    for module in modules if not trains else ():
-        module.reshard()
-
-
-def _reduce(root: FSDPModule) -> None:
-    """What torch's pipeline stages do after their last backward pass (`perform_reduce_grad`)."""
-    root.set_is_last_backward(True)
-    root.set_reshard_after_backward(True)
-    root.set_requires_gradient_sync(True)
-    state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
-    for own in state._state_ctx.all_states:
-        for group in own._fsdp_param_groups:
-            group.post_backward()
-    state._root_post_backward_final_callback()

@@ -82,7 +82,6 @@ class Replica:
         Longer sequences are computed in chunks of `chunk_tokens` on a rank; 0 leaves them whole.
         """
         self.dims, self.pipeline, self.attention, self.device = dims, pipeline, attention, device
-        assert pipeline is None or chunk_tokens in (0, max_tokens), "all rows are equally long"
         self.max_tokens, self.cost = max_tokens, cost
         self.chunk_tokens = -(-chunk_tokens // dims.token_parts) * dims.token_parts
         self._group = dims.replica_group
@@ -172,12 +171,11 @@ class Replica:
         return MicroBatches(sequences, parts + rest, len(parts))
 
     def same_number(
-        self, micros: MicroBatches, number: int, samples_per_row: int = 1, ragged: bool = False
+        self, micros: MicroBatches, number: int, samples_per_row: int = 1
     ) -> MicroBatches:
-        """`number` micro-batches, the same on all ranks, or more if a pipeline needs more.
+        """`number` micro-batches, or more if the schedule of a pipeline needs more.
 
-        `ragged` rows keep their own length: they cost alike. Others are padded to the longest, so
-        they have about as many tokens.
+        Those of a pipeline cost about alike, so that no stage waits for a short one's neighbour.
         """
         if self.pipeline is not None and self.chunk_tokens:
             return self._same_rounds(micros, self.pipeline, samples_per_row)
@@ -188,16 +186,15 @@ class Replica:
             left = self.pipeline.num_micro_batches(number) - len(shared)
             own = sorted(index for indices in rest for index in indices)
             lengths = [len(micros.sequences[i].ids) for i in own]
-            cost = self.cost if ragged else BY_TOKENS
-            args = left, self.max_tokens, samples_per_row, cost
-            split = equal_number(lengths, *args) if left else []
-            rest = [[own[i] for i in indices] for indices in split]
+            if left > len(rest):
+                split = equal_number(lengths, left, self.max_tokens, samples_per_row, self.cost)
+                rest = [[own[i] for i in indices] for indices in split]
         return replace(micros, parts=shared + rest)
 
     def _same_rounds(
         self, micros: MicroBatches, pipeline: Pipeline, samples_per_row: int
     ) -> MicroBatches:
-        """Rows with chunks first, which make a round each, equally long on all ranks.
+        """Rows with chunks first, which make a round each, as many passes on all ranks.
 
         Those with most chunks come first, since a rank with fewer computes empty ones. Other rows
         fill the rounds up, and what is left is a round.
@@ -223,7 +220,7 @@ class Replica:
         lengths = [len(micros.sequences[i].ids) for i in own]
         left = most_chunked + places - len(shared)
         balanced = balance(lengths, left, samples_per_row) if left else []
-        if all(sum(lengths[i] for i in indices) <= self.chunk_tokens for indices in balanced):
+        if all(sum(lengths[i] for i in indices) <= self.max_tokens for indices in balanced):
             rest = [[own[i] for i in indices] for indices in balanced]
         rest += [[]] * (left - len(rest))
         return replace(micros, parts=shared + rest, shared=len(shared))
@@ -254,21 +251,13 @@ class Replica:
         records_experts: bool = False,
         counts_experts: bool = False,
         candidates: Candidates | None = None,
-        ragged: bool = False,
     ) -> list[PackedBatch]:
-        """A row for each micro-batch, a multiple of the token shards.
-
-        In a pipeline all are equally long, unless they may be `ragged`.
-        """
+        """A row for each micro-batch, of a multiple of the token shards."""
         group, multiple = self.dims.cp_group, self.dims.token_parts
         ranks = [self._num_ranks(micros, i) for i in range(len(micros.parts))]
         # Tokens of a rank.
         sizes = [max(1, -(-micros.tokens(i) // number)) for i, number in enumerate(ranks)]
-        if self.pipeline is not None and not ragged:
-            sizes = [min(size, self.chunk_tokens or size) for size in sizes]
-            sizes = [self._largest(max(sizes))] * len(sizes)
         sizes = [-(-size // multiple) * multiple for size in sizes]
-        multiple = multiple if self.pipeline is None else sizes[0]  # of the tokens of a chunk
         rows = []
         for number, (indices, size) in enumerate(zip(micros.parts, sizes, strict=True)):
             members = [micros.sequences[i] for i in indices]
@@ -309,14 +298,6 @@ class Replica:
                 row = replace(row, passes=(*[empty] * (number - len(passes)), *passes))
             same.append(row)
         return same
-
-    def _largest(self, size: int) -> int:
-        """The largest `size` of the ranks that share rows."""
-        if self.dims.cp_group is None:
-            return size
-        largest = torch.tensor(size, device=self.device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.dims.cp_group)
-        return int(largest)
 
     def count(
         self, sequences: Sequence[TrainSequence], num_micro_batches: int, flops: ForwardFlops

@@ -10,8 +10,8 @@ from torch import nn
 
 from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config.loss import Loss
-from hybridrl.engines.train.build import fsdp_modules
 from hybridrl.engines.train.comparison import compare_row
+from hybridrl.engines.train.gathering import fsdp_modules
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import PackedBatch, loss_inputs, scored_fields
 from hybridrl.engines.train.replica import MicroBatches, UpdateTotals

@@ -1,4 +1,4 @@
-"""Updates in one plan against separate updates by torch's schedules: parameters and metrics."""
+"""Updates in one plan against separate updates: parameters and metrics."""
 
 from collections.abc import Callable
 
@@ -61,7 +61,7 @@ def train(path, sequences, actor, critic, fused, settings):
         if together is not None:
             inputs = [UpdateInputs(sequences=mine, loss=loss) for loss in losses]
             pairs = list(zip(engines, inputs, strict=True))
-            metrics.append(together.update(pairs, ragged=settings["ragged"]))
+            metrics.append(together.update(pairs, even=settings["even"]))
         else:
             pairs = zip(engines, losses, strict=True)
             metrics.append([engine.update(mine, loss) for engine, loss in pairs])
@@ -72,8 +72,8 @@ def train(path, sequences, actor, critic, fused, settings):
 
 
 def train_each(path, sequences, actor, critic, settings):
-    """Separate updates, one plan, one of ragged rows: DTensor learns the shapes once for all."""
-    plans = [(False, settings), *((True, {**settings, "ragged": r}) for r in (False, True))]
+    """Separate updates, a plan of their rows, one of its own: DTensor learns shapes once."""
+    plans = [(False, settings), *((True, {**settings, "even": even}) for even in (True, False))]
     return [train(path, sequences, actor, critic, *plan) for plan in plans]
 
 
@@ -82,14 +82,14 @@ def union(results, number):
     return {name: grad for first, _, _ in results for name, grad in first[number].items()}
 
 
-def compare(fused, separate, *, ragged):
-    """Measured: gradients of ragged rows differ by at most 4e-7 of their norm."""
+def compare(fused, separate, *, even):
+    """Measured: gradients of other rows differ by at most 4e-7 of their norm."""
     for number in range(len(fused[0][0])):
         got, want = union(fused, number), union(separate, number)
         assert got.keys() == want.keys()
         # B is zero at first, so A has no gradient.
         assert all(g.any() for name, g in want.items() if "lora_A" not in name)
-        if not ragged:
+        if even:
             for name, gradient in want.items():
                 assert torch.equal(got[name], gradient), name
         norm = torch.stack([g.norm() for g in want.values()]).norm()
@@ -99,22 +99,20 @@ def compare(fused, separate, *, ragged):
         for name, weight in separate[0][2][number].items():
             other = fused[0][2][number][name]
             torch.testing.assert_close(other, weight, atol=1e-5, rtol=0)
-    # Each call rounds its operations to thousands; ragged rows have no padding.
-    apart = ("flops", "padding_share") if ragged else ()
+    # Each call rounds its operations to thousands.
+    apart = () if even else ("flops",)
     for own, other in zip(fused[0][1], separate[0][1], strict=True):
         for metrics, wanted in zip(own, other, strict=True):
             assert metrics.keys() == wanted.keys()
             for name in metrics.keys() - set(apart):
                 assert metrics[name] == pytest.approx(wanted[name], rel=2e-5, abs=1e-6), name
-            if ragged and "padding_share" in metrics:
-                assert metrics["padding_share"] == 0
 
 
 def check(ranks: Callable, world, path, sequences, actor, critic, **settings):
     results = ranks(world, train_each, path, sequences, actor, critic, settings)
     separate, *fused = zip(*results, strict=True)
-    for ragged, updates in zip((False, True), fused, strict=True):
-        compare(updates, separate, ragged=ragged)
+    for even, updates in zip((True, False), fused, strict=True):
+        compare(updates, separate, even=even)
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,9 @@ def in_pipelines(problem, plan, groups):
         )
         modules.append(own)
         losses.append(of_model)
-    PipelineExecutor(plan, pipelines, groups, torch.device("cpu")).run()
+    PipelineExecutor(
+        plan, pipelines, groups, torch.device("cpu"), range(dist.get_world_size())
+    ).run()
     gradients = [
         {chunk: [p.grad for p in module.parameters()] for chunk, module in own.items()}
         for own in modules
