@@ -106,8 +106,8 @@ class TrainSizes:
     largest_matrix: int = 0
     """The largest of them, or of their batches."""
     received: int = 0
-    """Bytes of what a pipeline has received: the inputs of rows in flight, besides one, and a row
-    and a gradient that are on their way."""
+    """Bytes that a pipeline has received: inputs of rows in flight, besides one. Others are on their
+    way: a row, and a gradient."""
     saved: int = 0
     """Bytes of the parameter that takes most while it is gathered whole, for a checkpoint."""
     zero_bubble: ZeroBubbleUpdate | None = None
