@@ -272,10 +272,6 @@ WRONG = [
         "trainer.chunk_tokens=9000: wanted at most trainer.max_tokens_per_micro_batch=8192",
     ),
     (
-        "trainer.chunk_tokens=64 trainer.layout.pp=2",
-        "trainer.chunk_tokens=64: wanted 0 or trainer.max_tokens_per_micro_batch=8192 with trainer",
-    ),
-    (
         "trainer.chunk_tokens=8192 trainer.layout.pp=2 trainer.layout.schedule=zero_bubble",
         "trainer.chunk_tokens=8192: wanted 0 with trainer.layout.schedule=zero_bubble",
     ),

@@ -372,16 +372,11 @@ class Config:
         self, layout_key: str, layout: TrainLayoutConfig, lora_key: str, lora: LoraConfig
     ) -> None:
         """Raise ConfigError where a model cannot be trained in chunks."""
-        chunk, most = self.trainer.chunk_tokens, self.trainer.max_tokens_per_micro_batch
+        chunk = self.trainer.chunk_tokens
         if chunk and layout.splits_backward:
             raise ConfigError(
                 "trainer.chunk_tokens", chunk, f"0 with {layout_key}.schedule=zero_bubble"
             )
-        if chunk and layout.pp > 1 and chunk != most:  # a pipeline's rows are equally long
-            allowed = (
-                f"0 or trainer.max_tokens_per_micro_batch={most} with {layout_key}.pp={layout.pp}"
-            )
-            raise ConfigError("trainer.chunk_tokens", chunk, allowed)
         if chunk and lora.rank and lora.dropout:  # a chunk's second pass would drop other inputs
             raise ConfigError(
                 "trainer.chunk_tokens", chunk, f"0 with {lora_key}.dropout={lora.dropout}"

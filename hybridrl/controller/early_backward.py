@@ -29,10 +29,6 @@ def _obstacle(config: Config, model_path: str) -> str | None:
     if not config.rollout.features.sleeps_alone:
         engine = config.rollout.engine.value
         return f"rollout.engine={engine} is not built for instances that leave; wanted native"
-    if layout.pp > 1:
-        return (
-            f"a pipeline trains all rows in one schedule; wanted trainer.layout.pp=1 ({layout.pp})"
-        )
     if layout.cp > 1:
         return f"long rows are shared at the barrier; wanted trainer.layout.cp=1 ({layout.cp})"
     if lora.rank and lora.dropout:
@@ -51,11 +47,15 @@ def layout_obstacle(config: Config, instances: Sequence[Sequence[int]]) -> str |
     homes = [{replica_of[rank] for rank in ranks} for ranks in instances]
     if sum(map(len, homes)) == axes.replicas:  # none is in two instances
         return None
-    size = len(instances[0])
+    # The ranks of an instance on a stage, where it has as many stages as the trainer.
+    size = len(instances[0]) if axes.pp == 1 else config.rollout.layout.tp
+    replicas = axes.ranks // (axes.pp * size)
     tp = gcd(size, axes.tp)
-    allowed = f"trainer.layout.replicas={len(instances)} trainer.layout.fsdp={size // tp}"
+    allowed = f"trainer.layout.replicas={replicas} trainer.layout.fsdp={size // tp}"
     if axes.tp != tp:
         allowed += f" trainer.layout.tp={tp}"
-    elif axes.replicas == len(instances):  # of the right size, with other ranks
+    elif axes.pp == 1 and axes.replicas == replicas:  # of the right size, with other ranks
         allowed = "rollout.layout.grouping=vanilla"
+    if axes.pp > 1:
+        allowed += f" rollout.layout.pp={axes.pp} rollout.layout.grouping=strided"
     return f"an instance's ranks are no whole training replica; wanted {allowed}"

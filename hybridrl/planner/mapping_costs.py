@@ -251,7 +251,7 @@ class MappingCosts:
         rows: Sequence[SampleLengths],
         trains: bool = True,
     ) -> tuple[PipelineProblem, PipelinePlan]:
-        """The micro-batches of one data-parallel rank, and the order of them that the engine takes."""
+        """The micro-batches of a data-parallel rank, and the order that the engine takes."""
         longest = max(sum(sample.tokens for sample in row) for row in rows)
         costs = []
         for row in rows:

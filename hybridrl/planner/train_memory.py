@@ -106,7 +106,7 @@ class TrainSizes:
     largest_matrix: int = 0
     """The largest of them, or of their batches."""
     received: int = 0
-    """Bytes that a pipeline has received: inputs of rows in flight, besides one. Others are on their
+    """Bytes that a pipeline has received: inputs of rows in flight, besides one, and what is on its
     way: a row, and a gradient."""
     saved: int = 0
     """Bytes of the parameter that takes most while it is gathered whole, for a checkpoint."""

@@ -156,6 +156,16 @@ def test_instances_of_two_ranks(run_of: Callable[..., Any], layout: list[str]) -
 
 
 @pytest.mark.layouts
+def test_instances_of_two_stages(run_of: Callable[..., Any]) -> None:
+    """Each is one replica of a pipeline, in training as in generation."""
+    ranks = ["cluster.ranks=4", "rollout.layout.pp=2", "trainer.layout.pp=2"]
+    settings = ["recipe=grpo", "recipe.group_size=2", "rollout.layout.grouping=strided", *ranks]
+    serial, early = run_of("staged", *settings), run_of("staged_early", *settings, *EARLY)
+    check_same(serial, early)
+    assert sum(line["trained_early"] for line in early.metrics) > 0
+
+
+@pytest.mark.layouts
 def test_a_run_that_resumes_in_between(
     run_of: Callable[..., Any], train_here: Train, tail: list[str], tmp_path: Path
 ) -> None:
@@ -216,6 +226,11 @@ def instances_of(config: Config) -> list[list[int]]:
             "trainer.layout.replicas=2 trainer.layout.fsdp=1 trainer.layout.tp=1",
         ),
         ("cluster.ranks=2 rollout.layout.tp=2", "more cluster.ranks"),
+        ("cluster.ranks=4 trainer.layout.pp=2 trainer.layout.replicas=2 rollout.layout.pp=2", None),
+        (
+            "cluster.ranks=4 trainer.layout.pp=2 trainer.layout.replicas=2",
+            "rollout.layout.pp=2 rollout.layout.grouping=strided",
+        ),
     ],
 )
 def test_an_instance_is_whole_replicas(
@@ -232,19 +247,23 @@ def test_an_instance_is_whole_replicas(
 
 def test_what_it_says_would_do(make_config: Callable[..., Config]) -> None:
     """Of all small layouts: where none can train alone, the settings that are named let them."""
-    for ranks, tp, replicas, gen_tp in product((2, 4, 8), (1, 2), (1, 2, 4), (1, 2)):
-        if ranks % (tp * replicas) or ranks % gen_tp or ranks == gen_tp:
+    checked = set()
+    for ranks, tp, replicas, gen_tp, pp in product((2, 4, 8), (1, 2), (1, 2, 4), (1, 2), (1, 2)):
+        if ranks % (tp * replicas * pp) or ranks % (gen_tp * pp) or ranks == gen_tp * pp:
             continue
         layout = f"trainer.layout.tp={tp} trainer.layout.replicas={replicas}".split()
+        layout.append(f"trainer.layout.pp={pp}")
         settings = ["run.dir=x", f"cluster.ranks={ranks}", f"rollout.layout.tp={gen_tp}"]
         settings.append("rollout.layout.grouping=strided")
         config = make_config(*settings, *layout)
         reason = layout_obstacle(config, instances_of(config))
         if reason is None:
             continue
+        checked.add(pp)
         named = reason.partition("wanted ")[2].split()
         better = make_config(*settings, *layout, *named)
         assert layout_obstacle(better, instances_of(better)) is None, (settings, layout, reason)
+    assert checked == {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -252,7 +271,6 @@ def test_what_it_says_would_do(make_config: Callable[..., Config]) -> None:
     [
         ("deterministic=strict", "deterministic=strict sums gradients in the order of"),
         ("rollout=vllm", "wanted native"),
-        ("trainer.layout.pp=2", "wanted trainer.layout.pp=1 (2)"),
         ("trainer.layout.cp=2", "wanted trainer.layout.cp=1 (2)"),
         ("actor.lora.dropout=0.1", "wanted actor.lora.dropout=0 (0.1)"),
         ("trainer.epochs=1", "more cluster.ranks"),

@@ -57,17 +57,11 @@ def planned(case: Case, config: Config, shape: PretrainedConfig, gen_stage: int)
 
 
 def _longest_row(layout: TrainLayoutConfig | RolloutLayoutConfig, strict: bool) -> PackedRow:
-    """The rows of an update, or of scoring, over the samples that the ranks of a replica share.
-
-    Numbers gathered from other ranks are made up, so a pipeline in training has the fewest rows
-    that it takes.
-    """
+    """The rows of an update, or of scoring, over the samples that the ranks of a replica share."""
     tokens = SAMPLES * layout.pp * layout.tp * SAMPLE_TOKENS
     rows = max(1, -(-tokens // MICRO_BATCH_TOKENS))
     if isinstance(layout, RolloutLayoutConfig):
         tokens = SAMPLE_TOKENS if strict else min(tokens, MICRO_BATCH_TOKENS)
         rows = 1
-    elif layout.pp > 1:
-        rows = layout.pp
     scored = tokens * 3 // 4  # of a sample the rest is the prompt
     return PackedRow(tokens // rows, scored // rows, rows)

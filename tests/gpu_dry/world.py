@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from gpu_dry.fake_device import ROOT, FakeDevice
 from hybridrl.config import ClusterConfig, Device, TinyModelConfig
+from hybridrl.engines.train import pipeline_executor
 from hybridrl.layout import process_groups
 from hybridrl.models import stored_weights
 from hybridrl.models.parallel import model_parameters
@@ -51,6 +52,7 @@ def joined(rank: int, size: int, strict: bool) -> Iterator[torch.device]:
             mock.patch.object(process_groups, "_meet", return_value=None),
             mock.patch.object(dist, "all_gather_object", _all_gather_object),
             mock.patch.object(dist, "broadcast_object_list", _broadcast_object_list),
+            mock.patch.object(pipeline_executor, "dist", _Messages()),
         ):
             yield device
     finally:
@@ -59,6 +61,27 @@ def joined(rank: int, size: int, strict: bool) -> Iterator[torch.device]:
         # Else DTensors of the next world would name groups of this one.
         _clear_sharding_prop_cache()
         _redistribute._gen_transform_infos.cache_clear()
+
+
+class _Sent:
+    """A message that its receiver has taken at once, as one that waits for it does."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> bool:
+        return True
+
+
+class _Messages:
+    """torch.distributed, whose fake sends would never end."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def isend(self, tensor: torch.Tensor, **settings: Any) -> _Sent:
+        dist.isend(tensor, **settings)
+        return _Sent()
 
 
 def _all_gather_object(gathered: list[Any], value: Any, group: Any = None) -> None:

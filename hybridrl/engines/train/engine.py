@@ -338,14 +338,13 @@ class TrainEngine(ModelShards):
     ) -> None:
         """Forward and backward on a few sequences of an update that others are not ready for.
 
-        Collective over the ranks of one training replica (fsdp x tp) alone, which may have no
+        Collective over the ranks of one training replica (pp x fsdp x tp) alone, which may have no
         sequence; replicas do not wait for each other. The totals by which an update normalizes are
         not known yet, so tokens have the weights of totals 1. `update` with `continues` applies the
         factor, before clipping; it has the same `loss` and `compare`. The gradient stays here, in
         float32, sharded and not summed over replicas. `discard` throws it away.
         """
         assert self.dims.axes.replicas > 1, "there is one replica"
-        assert self.pipeline is None, "stages of a pipeline train all rows in one schedule"
         assert not self._expert_load.experts, "experts are balanced over all ranks"
         assert not any(module.p for module in self._dropouts), "its seed is the update's"
         early = self._early or UpdateSums()
@@ -353,11 +352,13 @@ class TrainEngine(ModelShards):
             pooled, micros = self._rows(sequences, loss)
             number = self._replica.most_micro_batches(micros)
             early.counts = early.joined(self._replica.count(pooled, 0, self.flops))
-            micros = self._replica.same_number(micros, number, loss.samples_per_row)
+            if number:
+                micros = self._replica.same_number(micros, number, loss.samples_per_row)
             batches = self._pack(micros, loss) if number else []
         logger.debug("early backward on %d sequences, %d micro-batches", len(pooled), len(batches))
         finish = row_loss(micros, batches, loss, (1, 1, 1), compare, early)
-        self._train_rows(batches, finish, all_reduce=False)
+        if batches:
+            self._train_rows(batches, finish, all_reduce=False)
         early.add_padding(pooled, batches)
         self._early = early
 
@@ -413,10 +414,7 @@ class TrainEngine(ModelShards):
             continues=continues,
         )
         with self.training(prepared):
-            if self.pipeline is None:
-                self._train_rows(prepared.batches, prepared.finish)
-            else:
-                self.pipeline.train(prepared.batches, prepared.finish)
+            self._train_rows(prepared.batches, prepared.finish)
         return self.finish_update(prepared)
 
     def prepare_update(
@@ -520,6 +518,9 @@ class TrainEngine(ModelShards):
     def _train_rows(
         self, batches: Sequence[PackedBatch], finish: Callable[..., Any], all_reduce: bool = True
     ) -> None:
+        if self.pipeline is not None:
+            self.pipeline.train(batches, finish, all_reduce)
+            return
         (root,) = self.roots
         train_rows(root, batches, finish, self._keep_unsharded, all_reduce)
 

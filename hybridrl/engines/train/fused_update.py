@@ -24,7 +24,7 @@ from torch import nn
 from hybridrl.config import PipelineSchedule
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.engine import TrainEngine
-from hybridrl.engines.train.gathering import gathered, reduced_at_end
+from hybridrl.engines.train.gathering import gathered
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import PackedBatch
 from hybridrl.engines.train.pipeline import StageModel
@@ -157,8 +157,7 @@ class FusedUpdate:
             for engine, update in zip(engines, prepared.values(), strict=True):
                 stack.enter_context(engine.training(update))
             roots = [root for engine in engines for root in engine.roots]
-            stack.enter_context(gathered(roots))
-            stack.enter_context(reduced_at_end(roots))
+            stack.enter_context(gathered(roots, trains=True))
             self._run(plan, rows, prepared, trains=True)
         pairs = zip(engines, prepared.values(), strict=True)
         metrics = [engine.finish_update(update) for engine, update in pairs]
@@ -181,7 +180,7 @@ class FusedUpdate:
         }
         rows = self._all_rows(prepared)
         plan = self._planned(rows, trains=False)
-        with gathered([root for engine in engines for root in engine.roots]):
+        with gathered([root for engine in engines for root in engine.roots], trains=False):
             self._run(plan, rows, prepared, trains=False)
         pairs = zip(engines, prepared.values(), strict=True)
         scores = [engine.finish_scores(own) for engine, own in pairs]

@@ -13,49 +13,56 @@ def fsdp_modules(roots: Sequence[nn.Module]) -> list[FSDPModule]:
     return [m for root in roots for m in root.modules() if isinstance(m, FSDPModule)]
 
 
-@contextmanager
-def reduced_at_end(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """Within the body gradients are summed whole on each rank; reduced and sharded after.
+def keep_unreduced(roots: Sequence[nn.Module]) -> None:
+    """From now on gradients are summed whole on each rank, until `reduce_gradients`.
 
-    Weights that a backward pass gathers stay. Collective over the ranks of fsdp and of replicas.
+    Weights that a backward pass gathers stay meanwhile.
     """
     for module in fsdp_modules(roots):
         module.set_is_last_backward(False)
         module.set_reshard_after_backward(False)
         module.set_requires_gradient_sync(False)
-    yield
-    for root in roots:
-        if isinstance(root, FSDPModule):
-            _reduce(root)
+
+
+def reduce_gradients(root: nn.Module, all_reduce: bool = True) -> None:
+    """Reduce and shard what a chunk's backward passes have summed, and shard its weights.
+
+    It is what torch's pipeline stages do after their last pass (`perform_reduce_grad`). Collective
+    over the ranks of fsdp and of replicas. Without `all_reduce` FSDP keeps the gradients of this
+    replica, and adds them when it next sums over replicas.
+    """
+    if not isinstance(root, FSDPModule):
+        return
+    root.set_is_last_backward(True)
+    root.set_reshard_after_backward(True)
+    root.set_requires_gradient_sync(True)
+    root.set_requires_all_reduce(all_reduce)
+    state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
+    for own in state._state_ctx.all_states:
+        for group in own._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()
 
 
 @contextmanager
-def gathered(roots: Sequence[nn.Module]) -> Iterator[None]:
+def gathered(roots: Sequence[nn.Module], trains: bool) -> Iterator[None]:
     """Weights of all chunks gathered within the body, which may run passes in any order.
 
-    They are sharded after it; those that trained already are. Collective as `reduced_at_end`.
+    After it they are sharded, and gradients of what `trains` reduced. Collective.
     """
     modules = fsdp_modules(roots)
     param_groups = [g for m in modules for g in fully_shard.state(m)._fsdp_param_groups]  # type: ignore[attr-defined]
     after_forward = [group.post_forward_mesh_info for group in param_groups]
     for group in param_groups:
         group.post_forward_mesh_info = None  # no resharding between forward and backward
+    if trains:
+        keep_unreduced(roots)
     for module in modules:
         module.unshard()
     yield
+    for root in roots if trains else ():
+        reduce_gradients(root)
     for group, info in zip(param_groups, after_forward, strict=True):
         group.post_forward_mesh_info = info
-    for module in modules:
+    for module in modules if not trains else ():
         module.reshard()
-
-
-def _reduce(root: FSDPModule) -> None:
-    """What torch's pipeline stages do after their last backward pass (`perform_reduce_grad`)."""
-    root.set_is_last_backward(True)
-    root.set_reshard_after_backward(True)
-    root.set_requires_gradient_sync(True)
-    state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
-    for own in state._state_ctx.all_states:
-        for group in own._fsdp_param_groups:
-            group.post_backward()
-    state._root_post_backward_final_callback()

@@ -12,9 +12,10 @@ from torch.distributed import ProcessGroup
 
 from hybridrl.config import PipelineSchedule
 from hybridrl.engines.train.chunks import LossOfPasses, free_keys
-from hybridrl.engines.train.gathering import reduced_at_end
+from hybridrl.engines.train.gathering import keep_unreduced, reduce_gradients
 from hybridrl.engines.train.packed import PackedBatch, PackedModel
 from hybridrl.engines.train.pipeline_executor import (
+    ChunkEnded,
     LocalPipeline,
     PipelineExecutor,
     PipelineGroups,
@@ -79,8 +80,10 @@ class Pipeline:
         """The smallest number from `least` on that the schedule can have."""
         return least_micro_batches(self.kind.value, self.group.size(), least)
 
-    def train(self, rows: Sequence[PackedBatch], finish: Finish) -> None:
+    def train(self, rows: Sequence[PackedBatch], finish: Finish, all_reduce: bool = True) -> None:
         """Forward and backward of all micro-batches. Gradients are summed.
+
+        Without `all_reduce` FSDP keeps those of this replica (`reduce_gradients`).
 
         Each row with passes has a round, so that the keys of one row are kept at a time. Other rows
         fill the round up to an allowed number.
@@ -92,12 +95,22 @@ class Pipeline:
                 filling = self.num_micro_batches(len(row.passes)) - len(row.passes)
                 rounds.append([number, *others[:filling]])
                 others = others[filling:]
-        with reduced_at_end(self.chunks):
-            for numbers in [*rounds, others] if others else rounds:
-                self._train_round(rows, numbers, finish)
+        if others:
+            rounds.append(others)
+        keep_unreduced(self.chunks)
+        for number, numbers in enumerate(rounds):
+            reduce = partial(self._reduce, all_reduce) if number == len(rounds) - 1 else None
+            self._train_round(rows, numbers, finish, reduce)
+
+    def _reduce(self, all_reduce: bool, chunk: int) -> None:
+        reduce_gradients(self.chunks[self.numbers.index(chunk)], all_reduce)
 
     def _train_round(
-        self, rows: Sequence[PackedBatch], numbers: Sequence[int], finish: Finish
+        self,
+        rows: Sequence[PackedBatch],
+        numbers: Sequence[int],
+        finish: Finish,
+        chunk_ended: ChunkEnded | None,
     ) -> None:
         """The rows of these `numbers`, of which the first one alone may have passes."""
         passes = rows[numbers[0]].passes
@@ -119,7 +132,7 @@ class Pipeline:
         if passes:
             with torch.no_grad():
                 self._run(passes[:-1], keep, with_entropy=True)
-        self._run(batches, finish_pass, with_entropy=True)
+        self._run(batches, finish_pass, with_entropy=True, chunk_ended=chunk_ended)
         free_keys(rows[numbers[0]])
 
     @torch.no_grad()
@@ -142,7 +155,13 @@ class Pipeline:
 
         self._run(batches, finish_pass, with_entropy=False)
 
-    def _run(self, batches: Sequence[PackedBatch], finish: Finish, with_entropy: bool) -> None:
+    def _run(
+        self,
+        batches: Sequence[PackedBatch],
+        finish: Finish,
+        with_entropy: bool,
+        chunk_ended: ChunkEnded | None = None,
+    ) -> None:
         """The passes of all micro-batches; within `torch.no_grad` forward alone."""
         trains = torch.is_grad_enabled()
         halves = self.kind is PipelineSchedule.zero_bubble
@@ -163,6 +182,7 @@ class Pipeline:
             chunks=chunks,
             modules=chunks,
             trains=trains,
+            chunk_ended=chunk_ended,
         )
         plan = standard_plan(model, self.kind.value)
         executor = PipelineExecutor(plan, [pipeline], self._groups, self.device, self._global_ranks)

@@ -27,6 +27,9 @@ from hybridrl.pipelines.problem import PassKind, PipelineAction, PipelinePlan
 ChunkForward = Callable[[torch.Tensor, int], torch.Tensor]
 """From ids or hidden states, and the micro-batch's number: hidden states, at last the loss [1]."""
 
+ChunkEnded = Callable[[int], None]
+"""Called with the number of a chunk after its last backward pass."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalPipeline:
@@ -45,6 +48,7 @@ class LocalPipeline:
     """The module of each chunk, whose weights a backward pass in halves leaves gradients."""
     trains: bool = True
     """Else it only scores: no graph is kept."""
+    chunk_ended: ChunkEnded | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +188,8 @@ class PipelineExecutor:
         kept = self._kept.pop((action.model, action.chunk, action.micro_batch))
         torch.autograd.backward(kept.out, self._gradient(action))
         self._give_gradient(action, kept.x.grad)
+        del kept
+        self._end(action)
 
     def _backward_input(self, action: PipelineAction) -> None:
         model, _, chunk, number = action
@@ -203,6 +209,15 @@ class PipelineExecutor:
             torch.autograd.backward(kept.out, kept.gradient)
         else:
             stage_backward_weight(self.pipelines[model].modules[chunk].parameters(), kept.halves)
+        del kept
+        self._end(action)
+
+    def _end(self, action: PipelineAction) -> None:
+        """After a micro-batch's last pass over a chunk: micro-batches pass it in their order."""
+        pipeline = self.pipelines[action.model]
+        is_last = action.micro_batch == len(pipeline.hidden_shapes) - 1
+        if is_last and pipeline.chunk_ended is not None:
+            pipeline.chunk_ended(action.chunk)
 
     def _give_gradient(self, action: PipelineAction, gradient: torch.Tensor | None) -> None:
         if action.chunk > 0:

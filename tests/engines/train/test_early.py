@@ -27,7 +27,8 @@ COMPARE = {"old_log_probs": "mismatch"}
 
 
 def make_engine(path: str, layout: Sequence[int], rank: int = 0, chunk: int = 0) -> TrainEngine:
-    replicas, fsdp, tp = layout
+    """`layout` are replicas, fsdp and tp, and pp if it is not 1."""
+    replicas, fsdp, tp, pp = (*layout, 1)[:4]
     return TrainEngine(
         path,
         model=ModelConfig(),
@@ -35,7 +36,7 @@ def make_engine(path: str, layout: Sequence[int], rank: int = 0, chunk: int = 0)
             max_tokens_per_micro_batch=20,
             chunk_tokens=chunk,
             optim=OptimConfig(lr=1e-2, clip_grad_norm=0.05, eps=1e-3),
-            layout=TrainLayoutConfig(replicas=replicas, fsdp=fsdp, tp=tp),
+            layout=TrainLayoutConfig(pp=pp, replicas=replicas, fsdp=fsdp, tp=tp),
         ),
         device=torch.device("cpu"),
         lora=LoraConfig(rank=rank, alpha=8.0) if rank else None,
@@ -45,8 +46,10 @@ def make_engine(path: str, layout: Sequence[int], rank: int = 0, chunk: int = 0)
 def dealt(engine: TrainEngine, sequences: Sequence[TrainSequence], early: Sequence[Sequence[int]]):
     """This rank's early sequences, by call of its replica, and the others; of all, if none is."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    of_replica = size // engine.dims.axes.replicas
-    replica, place = divmod(rank, of_replica)
+    axes = engine.dims.axes
+    of_replica, width = size // axes.replicas, axes.fsdp * axes.tp  # pipeline stages are apart
+    replica = rank // width % axes.replicas
+    place = rank // (width * axes.replicas) * width + rank % width
     calls = [[sequences[i] for i in call[place::of_replica]] for call in early]
     taken = {i for call in early for i in call}
     left = [s for i, s in enumerate(sequences) if i not in taken]
@@ -116,8 +119,8 @@ def large(*args: Any) -> list[dict[str, Any]]:
 def check(results: Sequence[list[dict[str, Any]]]) -> None:
     """Measured: gradients 5e-7 relative, parameters after three steps 1.2e-7."""
     whole, split = zip(*results, strict=True)
-    for name, (gradients, history, after) in whole[0].items():
-        for of_rank in split:
+    for own, of_rank in zip(whole, split, strict=True):
+        for name, (gradients, history, after) in own.items():
             others, other_history, other_after = of_rank[name]
             assert gradients[0].keys() == others[0].keys()
             norm = torch.stack([g.norm() for g in gradients[0].values()]).norm()
@@ -158,7 +161,7 @@ def test_all_of_an_update_may_be_early(ranks, model_dir, sequences):
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("layout", [(2, 2, 1), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("layout", [(2, 2, 1), (2, 1, 2), (2, 1, 1, 2)], ids=str)
 def test_replicas_of_several_ranks(ranks, model_dir, sequences, layout):
     common = str(model_dir), layout, ["grpo", "gspo"], sequences
     check(ranks(4, both, *common, EARLY, 0, 3))

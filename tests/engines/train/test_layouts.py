@@ -433,6 +433,7 @@ def test_shared_rows(ranks, wanted, family, layout, schedule, cp, sequence_paral
         ("gpt_oss", (1, 1, 2, 1), "one_f_one_b", True, 5, 3),
         ("gpt_oss", (2, 1, 2, 1), "zero_bubble", False, SHARED, 0),
         ("gpt_oss", (2, 1, 2, 1), "interleaved", True, 4, 4),
+        ("mistral", (2, 1, 2, 1), "one_f_one_b", False, 5, 3),
     ],
     ids=str,
 )
