@@ -36,8 +36,13 @@ def random_model(
     )
 
 
-def random_problem(rng: random.Random, *, num_ranks: int, most: int) -> PipelineProblem:
-    """One to three models in either direction, whole, zigzag or repeated on halves of the ranks."""
+def random_problem(
+    rng: random.Random, *, num_ranks: int, most: int, by_rank: bool = False
+) -> PipelineProblem:
+    """One to three models in either direction, whole, zigzag or repeated on halves of the ranks.
+
+    With `by_rank` each rank has its own limit of memory.
+    """
     models: list[PipelinedModel] = []
     for index in range(rng.randint(1, 3)):
         ranks = list(range(num_ranks))
@@ -49,32 +54,41 @@ def random_problem(rng: random.Random, *, num_ranks: int, most: int) -> Pipeline
         micro_batches = rng.randint(1, most)
         for own in rng.choice(shapes):
             models.append(random_model(rng, f"model{index}", own, micro_batches))
-    return _limited(rng, models, num_ranks)
+    return _limited(rng, models, num_ranks, by_rank)
 
 
-def small_problem(rng: random.Random) -> PipelineProblem:
-    """Two models of two chunks, of at most 14 actions."""
+def small_problem(rng: random.Random, by_rank: bool = False) -> PipelineProblem:
+    """Two models of two chunks, of at most 14 actions; `by_rank` as above."""
     while True:
         models = [
             random_model(rng, name, rng.choice([(0, 1), (1, 0)]), rng.randint(1, 2))
             for name in ("actor", "critic")
         ]
-        problem = _limited(rng, models, 2)
+        problem = _limited(rng, models, 2, by_rank)
         if 8 <= len(list(problem.actions())) <= 14:
             return problem
 
 
 def _limited(
-    rng: random.Random, models: Sequence[PipelinedModel], num_ranks: int
+    rng: random.Random, models: Sequence[PipelinedModel], num_ranks: int, by_rank: bool
 ) -> PipelineProblem:
-    """In most cases with a limit between the least that is possible and twice as much."""
-    least = max(
-        sum(model.kept_bytes(chunk, number) for chunk, r in enumerate(model.ranks) if r == rank)
-        for model in models
-        for number in range(len(model.costs))
+    """In most cases with a limit between the least that is possible and twice as much.
+
+    With `by_rank` each rank has its own, or none.
+    """
+    least = [
+        max(
+            sum(model.kept_bytes(chunk, number) for chunk, r in enumerate(model.ranks) if r == rank)
+            for model in models
+            for number in range(len(model.costs))
+        )
         for rank in range(num_ranks)
-    )
-    limit = least * rng.choice([1.0, 1.5, 2.0]) if rng.random() < 0.7 else math.inf
+    ]
+    limit: float | list[float] = math.inf
+    if rng.random() < 0.7:
+        limit = max(least) * rng.choice([1.0, 1.5, 2.0])
+        if by_rank:
+            limit = [most * rng.choice([1.0, 1.5, 2.0, math.inf]) for most in least]
     return PipelineProblem(
         models=models, num_ranks=num_ranks, send_s=rng.choice([0.0, 0.0, 1.0]), limit_bytes=limit
     )
@@ -116,7 +130,7 @@ def shortest(problem: PipelineProblem) -> float:
             rank = ops.rank[i]
             if any(j not in ends for j, _ in ops.needs[i]):
                 continue
-            if kept[rank] + ops.takes[i] > ops.limit:
+            if kept[rank] + ops.takes[i] > ops.limits[rank]:
                 continue
             start = max([free[rank], *(ends[j] + delay for j, delay in ops.needs[i])])
             end = start + ops.seconds[i]

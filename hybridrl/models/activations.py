@@ -127,18 +127,10 @@ def layer_activations(
     model = _narrow_model(config, tp, dtype, lora, ep)
     layer, hidden, run, present = _trained_layer(model, tokens, row, checkpointing, fused_dropout)
     keys = row.sequence_keys()
+    if sequence_parallel and tp > 1:
+        hidden = _split(layer, hidden, tp)
     counts = _count(run, hidden, layer, *present, *keys, previous=True)
-    counts = counts._replace(keys=sum(x.nbytes for x in keys))
-    if not sequence_parallel or tp == 1:
-        return counts
-    norm = _count(layer.input_layernorm, hidden, layer)
-    two_norms = 2 * norm.kept * (tp - 1) // tp
-    kept = hidden.nbytes * (tp - 1) // tp if checkpointing else two_norms
-    return counts._replace(
-        kept=counts.kept - kept,
-        backward=counts.backward - two_norms,
-        scoring=counts.scoring - two_norms // 2,
-    )
+    return counts._replace(keys=sum(x.nbytes for x in keys))
 
 
 @_once
@@ -159,8 +151,7 @@ def backward_in_halves(
     model, row = _narrow_model(config, tp, dtype, lora, ep), CountedRow(attention, cp)
     layer, hidden, run, present = _trained_layer(model, tokens, row, False, fused_dropout)
     if sequence_parallel and tp > 1:
-        split_tokens(layer, tp)
-        hidden = hidden.new_empty(1, -(-tokens // tp), hidden.shape[2])
+        hidden = _split(layer, hidden, tp)
     return count_halves(run, hidden, layer, *present)
 
 
@@ -209,6 +200,13 @@ def _trained_layer(
         return out if isinstance(out, torch.Tensor) else out[0]
 
     return layer, hidden, run, [x for x in tree_leaves(keywords) if isinstance(x, torch.Tensor)]
+
+
+def _split(layer: nn.Module, hidden: torch.Tensor, tp: int) -> torch.Tensor:
+    """Put the layer under sequence parallelism; its input with a rank's share of the tokens."""
+    split_tokens(layer, tp)
+    _, tokens, features = hidden.shape
+    return hidden.new_empty(1, -(-tokens // tp), features)
 
 
 @_once

@@ -70,8 +70,8 @@ class MutablePlan:
             return False
         if self.starts[i] + ops.seconds[i] < self.starts[j] - self.epsilon:
             return False
-        kept = self._kept[i] + ops.takes[j]
-        return kept <= ops.limit and kept - ops.frees[j] + ops.takes[i] <= ops.limit
+        kept, limit = self._kept[i] + ops.takes[j], ops.limits[ops.rank[i]]
+        return kept <= limit and kept - ops.frees[j] + ops.takes[i] <= limit
 
     def swap(self, i: int, j: int) -> list[tuple[int, float]]:
         """Put j before i. Returns the starts that changed, for `undo`."""

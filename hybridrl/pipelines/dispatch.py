@@ -56,7 +56,7 @@ class MemoryGuard:
     def missing(self) -> tuple[int, float] | None:
         """A rank that cannot keep a single micro-batch, and the bytes of one."""
         for rank, most in enumerate(self._most):
-            if most > self.operations.limit:
+            if most > self.operations.limits[rank]:
                 return rank, most
         return None
 
@@ -111,7 +111,8 @@ class Dispatcher:
 
     def __init__(self, operations: Operations) -> None:
         self.operations = operations
-        self.guard = MemoryGuard(operations) if math.isfinite(operations.limit) else None
+        is_limited = any(map(math.isfinite, operations.limits))
+        self.guard = MemoryGuard(operations) if is_limited else None
         self._frees = {take: free for pairs in operations.in_flight for take, free in pairs}
 
     def run(self, rule: DispatchRule) -> Dispatched:
@@ -123,7 +124,7 @@ class Dispatcher:
         waits = [len(edges) for edges in ops.needs]
         starts = [0.0] * len(rank)
         free = [0.0] * ops.num_ranks
-        room = [ops.limit] * ops.num_ranks
+        room = list(ops.limits)
         places = [0] * len(ops.queues)
         lists: list[list[int]] = [[] for _ in range(ops.num_ranks)]
         refused: set[int] = set()  # ranks that wait for memory of others

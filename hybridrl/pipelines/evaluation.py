@@ -86,17 +86,15 @@ def _check_order(problem: PipelineProblem, plan: PipelinePlan) -> None:
 
 def _peaks(problem: PipelineProblem, plan: PipelinePlan) -> tuple[float, ...]:
     peaks = []
-    for rank, actions in enumerate(plan):
+    for rank, (actions, limit) in enumerate(zip(plan, problem.limits, strict=True)):
         kept = peak = 0.0
         for action in actions:
             model = problem.models[action.model]
             size = model.kept_bytes(action.chunk, action.micro_batch)
             if action.kind is PassKind.forward:
                 kept += size
-                if kept > problem.limit_bytes * (1 + 1e-9):
-                    raise ValueError(
-                        f"rank {rank}: {action} makes {kept:g} bytes of {problem.limit_bytes:g}"
-                    )
+                if kept > limit * (1 + 1e-9):
+                    raise ValueError(f"rank {rank}: {action} makes {kept:g} bytes of {limit:g}")
             peak = max(peak, kept)
             if model.backward and action.kind is model.backward[-1]:
                 kept -= size

@@ -25,7 +25,8 @@ class Operations:
 
     actions: list[PipelineAction]
     num_ranks: int
-    limit: float
+    limits: list[float]
+    """Bytes that each rank may keep."""
     rank: list[int]
     seconds: list[float]
     takes: list[float]
@@ -79,7 +80,7 @@ class Operations:
             actions=actions,
             num_ranks=problem.num_ranks,
             # Sums of bytes in another order differ in their last bits.
-            limit=problem.limit_bytes * (1 + 1e-9),
+            limits=[limit * (1 + 1e-9) for limit in problem.limits],
             rank=rank,
             seconds=[problem.seconds(action) for action in actions],
             takes=takes,
@@ -95,7 +96,7 @@ class Operations:
         return Operations(
             actions=self.actions,
             num_ranks=self.num_ranks,
-            limit=self.limit,
+            limits=self.limits,
             rank=self.rank,
             seconds=self.seconds,
             takes=self.frees,

@@ -126,8 +126,8 @@ class PipelineProblem:
 
     models: Sequence[PipelinedModel]
     num_ranks: int
-    limit_bytes: float = math.inf
-    """The most that a rank may keep of all models."""
+    limit_bytes: float | Sequence[float] = math.inf
+    """The most that a rank may keep of all models: one number, or one by rank."""
     send_s: float = 0.0
     """Between the end of a pass and the next one on another rank."""
     sends_s: Sequence[Sequence[float]] = ()
@@ -136,6 +136,14 @@ class PipelineProblem:
     def __post_init__(self) -> None:
         for model in self.models:
             assert all(0 <= rank < self.num_ranks for rank in model.ranks), model.ranks
+        assert len(self.limits) == self.num_ranks, (self.limit_bytes, self.num_ranks)
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """`limit_bytes` by rank."""
+        if isinstance(self.limit_bytes, Sequence):
+            return tuple(self.limit_bytes)
+        return (self.limit_bytes,) * self.num_ranks
 
     def delay_s(self, source: int, target: int) -> float:
         """Between a pass on one rank and the next one on another, or on the same."""

@@ -92,7 +92,7 @@ class _Search:
         if self.dispatcher.guard and (missing := self.dispatcher.guard.missing()):
             rank, size = missing
             raise ValueError(
-                f"rank {rank} may keep {problem.limit_bytes:g} bytes of activations; "
+                f"rank {rank} may keep {problem.limits[rank]:g} bytes of activations; "
                 f"one micro-batch keeps {size:g}"
             )
         self.bound = lower_bound(problem)

@@ -86,9 +86,10 @@ class DenseLayerBytes:
         # Two moments of a backward pass: at the activation with one gradient, at the layer's input.
         matrix = 2 * shape.hidden * shape.ffn // tp
         within = tokens * (4 * shape.ffn // tp + 2 * shape.hidden) + matrix
-        peak = tokens * kept + max(within, tokens * 11 * shape.hidden + 3 * matrix)
+        parts = tp if sequence_parallel else 1
+        peak = tokens * kept + max(within, tokens * 11 * shape.hidden // parts + 3 * matrix)
         if recompute:
-            own = 2 * shape.hidden // (tp if sequence_parallel else 1)
+            own = 2 * shape.hidden // parts
             return ActivationSizes(tokens * own, peak + tokens * own)
         return ActivationSizes(tokens * kept, peak)
 

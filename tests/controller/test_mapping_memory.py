@@ -123,5 +123,5 @@ def test_layers_keep_what_the_formula_says() -> None:
         one = counted.layer(actor, 8192, tp, split, recompute)
         two = formula.layer(actor, 8192, tp, split, recompute)
         assert two.kept == pytest.approx(one.kept, rel=0.01), (tp, split, recompute)
-        # 5 % under, with tp, sequence parallelism and recomputation; 16 % over with tp 2.
-        assert 0.94 < two.backward / one.backward < 1.2, (tp, split, recompute)
+        # Least with tp 4, 13 % over with tp 2.
+        assert 0.99 < two.backward / one.backward < 1.14, (tp, split, recompute)

@@ -35,5 +35,13 @@ def missed_by_tests(folder: Path, tests: Sequence[str]) -> dict[str, list[str]]:
     return missed
 
 
+def fsdp_memory(out: Path) -> dict[str, dict[str, Any]]:
+    """What `python -m gpu_dry.fsdp_memory` counts and plans; `out` is scratch."""
+    command = [sys.executable, "-m", "gpu_dry.fsdp_memory", "--out", str(out)]
+    subprocess.run(command, env=_environment(), check=True)
+    figures: dict[str, dict[str, Any]] = json.loads(out.read_text())
+    return figures
+
+
 def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}

@@ -1,5 +1,7 @@
 """The evaluator refuses what breaks an invariant, and names it."""
 
+from typing import Any
+
 import pytest
 
 from hybridrl.pipelines.evaluation import evaluate, lower_bound
@@ -16,7 +18,7 @@ F, B = PassKind.forward, PassKind.backward
 COSTS = PassCosts(forward_s=1.0, backward_s=2.0, kept_bytes=3.0)
 
 
-def _problem(**settings: float) -> PipelineProblem:
+def _problem(**settings: Any) -> PipelineProblem:
     model = PipelinedModel.uniform("m", ranks=(0, 1), micro_batches=2, costs=COSTS)
     return PipelineProblem(models=[model], num_ranks=2, **settings)
 
@@ -63,6 +65,14 @@ def test_what_a_rank_cannot_keep_is_refused() -> None:
     assert evaluate(_problem(limit_bytes=6.0), _plan(*GOOD)).seconds == 9
     with pytest.raises(ValueError, match=r"rank 0: F0.1 of model 0 makes 6 bytes of 5"):
         evaluate(_problem(limit_bytes=5.0), _plan(*GOOD))
+
+
+def test_each_rank_has_its_own_limit() -> None:
+    assert evaluate(_problem(limit_bytes=(6.0, 3.0)), _plan(*GOOD)).seconds == 9
+    with pytest.raises(ValueError, match=r"rank 0: F0.1 of model 0 makes 6 bytes of 3"):
+        evaluate(_problem(limit_bytes=(3.0, 6.0)), _plan(*GOOD))
+    with pytest.raises(AssertionError):
+        _problem(limit_bytes=(6.0,))
 
 
 def test_a_smaller_model_is_repeated_side_by_side() -> None:
