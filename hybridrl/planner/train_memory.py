@@ -2,7 +2,8 @@
 
 Training has three moments, by FSDP2's order of work (torch 2.13). When the forward pass ends, all
 activations are kept. Then the head or the last layer computes its gradients, or the root group is
-gathered again. When the backward pass ends, the layers' gradients are reduced, and those of the
+gathered again. A layer before the last one computes while the gradients of the layer after it are
+reduced. When the backward pass ends, the layers' gradients are reduced, and those of the
 root group (embedding and head) are copied for their reduction. In the optimizer's step every
 parameter has its gradient.
 """
@@ -133,6 +134,7 @@ class TrainSizes:
                 self._at_head(),
                 self._at_root(),
                 self._at_last_layer(),
+                self._at_layer_before(),
                 self._backward_ends(),
                 self._step(),
             ]
@@ -173,6 +175,21 @@ class TrainSizes:
         kept = (self._kept_layers(2) - 1) * layer.kept + layer.backward
         head = self.itemsize * self.head - self.ends.kept  # the head's own are gone
         return self._forward_ends(self._gathered(2), round(kept) + head)
+
+    def _at_layer_before(self) -> dict[str, int]:
+        """The same of the layer before, while the gradients of the last one are being reduced.
+
+        No pipeline has this moment: it reduces gradients at the end.
+        """
+        left = self.layers - 1
+        if self.keep_unsharded or not left:
+            return {}
+        layer, gradients = self.layer_activations, MASTER * self.trained_layer
+        kept = (min(2, left) if self.offloads else left) - 1
+        activations = kept * layer.kept + layer.backward + self.itemsize * self.head
+        sizes = self._forward_ends(self._gathered(min(2, left)), activations - self.ends.kept)
+        sizes["gradients"] += gradients + gradients // self.fsdp
+        return sizes
 
     def _kept_layers(self, offloading: int) -> float:
         """Layers, of all rows in flight, whose activations are there; so many while they leave."""

@@ -86,6 +86,9 @@ class UpdateCase:
 CASES = {
     "fsdp 64": UpdateCase(prompts=16, held=3, micro_batch_tokens=8192),
     "fsdp 64, two micro-batches": UpdateCase(prompts=24, held=4, micro_batch_tokens=4096),
+    "fsdp 64, recompute": UpdateCase(
+        prompts=24, held=4, micro_batch_tokens=8192, activations="recompute"
+    ),
     "replicas 4, fsdp 16": UpdateCase(
         prompts=16, held=3, micro_batch_tokens=8192, layout={"replicas": 4}
     ),

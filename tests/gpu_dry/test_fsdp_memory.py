@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.gpu_dry, pytest.mark.timeout(900)]
 CASES = {
     "fsdp 64": 1,
     "fsdp 64, two micro-batches": 2,
+    "fsdp 64, recompute": 1,
     "replicas 4, fsdp 16": 1,
     "fsdp 16, tp 4": 1,
     "fsdp 16, tp 4, sequence parallel, recompute": 1,
