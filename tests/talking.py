@@ -1,6 +1,8 @@
 """A program that converses with any model, whatever it says: for whole runs."""
 
 import asyncio
+import os
+import signal
 from random import Random
 from typing import Any
 
@@ -20,14 +22,16 @@ async def talk(
     turns: int = 3,
     ends: float = 0.0,
     sleep: float = 0.0,
+    dies: float = 0.0,
 ) -> None:
     """Answers with two letters, as often as it is asked; each turn earns its distinct letters.
 
     It `ends` after a turn with that probability. Before each answer it sleeps, up to `sleep`
-    seconds, otherwise at every start.
+    seconds, otherwise at every start. Then its process `dies` with that probability, in every
+    replay again.
     """
     reply = task.messages
-    for _ in range(turns):
+    for number in range(turns):
         turn = await model.turn(reply)
         model.reward(len(set(turn.text)) / 10)
         if rng.random() < fails / turns:
@@ -35,6 +39,8 @@ async def talk(
         if rng.random() < ends:
             return
         await asyncio.sleep(Random().uniform(0, sleep))
+        if Random(f"{task.seed} {number}").random() < dies:
+            os.kill(os.getpid(), signal.SIGKILL)
         reply = "".join(rng.choice("abc") for _ in range(2))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from hybridrl.config import Config, ConfigError, RunConfig
 from hybridrl.controller.checkpoints import find_origin
 from hybridrl.controller.preflight import prepare
+from hybridrl.controller.turn_orders import check_record
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ def check_runs(
         known = next((whole for other, whole in seen if other == alike), None)
         find_origin(replace(config, run=replace(config.run, dir=str(run_dir))), reads)
         if known is None:
+            check_record(config)
             logger.debug("checking the run in %s", run_dir)
             with tempfile.TemporaryDirectory() as folder:
                 known = deepcopy(replace(config, run=replace(config.run, dir=folder)))

@@ -5,18 +5,20 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from hybridrl.config import Config, OnFailure
 from hybridrl.controller.async_calls import Calling, EventCalls, result_of
+from hybridrl.controller.turn_orders import recorded_orders
 from hybridrl.data import Item
 from hybridrl.environments import (
     BusySpan,
     EpisodePool,
     EpisodeStart,
     EpisodeStep,
+    FailureKind,
     ModelTurn,
     PastTurn,
     as_before,
@@ -26,6 +28,7 @@ from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import EpisodeReply, Replied, TurnEnded, Work
 from hybridrl.flow.sample import ENVIRONMENT_FAILURE, OUT_OF_TOKENS, SampleId
 from hybridrl.flow.schedules.base import PendingSample
+from hybridrl.flow.turns import failed_turns
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +104,7 @@ class Episodes:
         self._there: dict[SampleId, _Conversation] = {}
         self._counts, self._checked = _StepCounts(), (0, 0)
         self._recorded: Counter[str] = Counter()
+        self._fails = failed_turns(recorded_orders(config) or {})
 
     @property
     def pool(self) -> EpisodePool:
@@ -203,16 +207,20 @@ class Episodes:
         if conversation.start is None:
             assert known is not None, "an episode that was not started"
             return self._reply(ended, conversation, known, counts)
-        started = yield from result_of(conversation.start)
-        if not self._is_there(ended.id, conversation):
-            return None
-        if started.failure is not None:
-            step = EpisodeStep(None, failure=started.failure, error=started.error)
+        place, kind = self._fails.get(ended.id, (0, ""))
+        if place == len(conversation.past):
+            step = failed(cast(FailureKind, kind), "it has failed in the recorded run")
         else:
-            answer = yield from result_of(self.pool.turn(ended.id, turn))
+            started = yield from result_of(conversation.start)
             if not self._is_there(ended.id, conversation):
                 return None
-            step = as_before(answer, known, len(conversation.past))
+            if started.failure is not None:
+                step = EpisodeStep(None, failure=started.failure, error=started.error)
+            else:
+                answer = yield from result_of(self.pool.turn(ended.id, turn))
+                if not self._is_there(ended.id, conversation):
+                    return None
+                step = as_before(answer, known, len(conversation.past))
         conversation.past[-1] = PastTurn(turn, step)
         conversation.known = None
         return self._reply(ended, conversation, step, self._counts if step.failure else counts)

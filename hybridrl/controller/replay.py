@@ -16,8 +16,8 @@ from typing import Any
 from hybridrl.checkpoint import folder
 from hybridrl.checkpoint.folder import Point
 from hybridrl.config import Config, ConfigError, DType, compose
-from hybridrl.config.environment import TIMED
 from hybridrl.config.stored_run import composed_run, overrides_of
+from hybridrl.controller import turn_orders
 from hybridrl.controller.checkpoints import Origin, changed_settings, settings_of
 from hybridrl.controller.inputs import changed_inputs, inputs_of
 from hybridrl.controller.preflight import PreparedRun, prepare
@@ -216,6 +216,7 @@ def compose_replay(
     if "run.dir" in keys:
         raise ConfigError("run.dir", "", "--dir=DIR, the replay's own directory")
     stored = overrides_of(request.run_dir, overrides)
+    follows = (request.run_dir / turn_orders.FILE).is_file()
     config = composed_run(
         [
             *stored,
@@ -226,14 +227,14 @@ def compose_replay(
             "telemetry.report=false",
             "telemetry.digests=true",
             f"trainer.save_every={10**9 if request.saves else 0}",
+            # The run's own batches, not those of other waits.
+            *([f"environment.partial='{request.run_dir}'"] if follows else []),
             *overrides,
         ],
         writes,
     )
     for settings in config.eval.sets.values():
         settings.every = None
-    if config.environment.partial == TIMED:  # the run's own batches, not those of other waits
-        config.environment.partial = str(request.run_dir)
     return config
 
 

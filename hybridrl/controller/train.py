@@ -18,7 +18,9 @@ from hybridrl.controller.checkpoints import (
 from hybridrl.controller.episodes import EnvironmentFailed
 from hybridrl.controller.preflight import PreparedRun, prepare
 from hybridrl.controller.run import Run, TrainingDiverged
+from hybridrl.controller.turn_orders import check_record
 from hybridrl.controller.worker_group import WorkerError
+from hybridrl.flow.turns import RecordDiffers
 from hybridrl.rewards.results import BudgetSpent
 from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.launchers import launched
@@ -44,7 +46,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 RUN_ERRORS = (
-    WorkerError, TrainingDiverged, EnvironmentFailed, BudgetSpent, RayStartError, OSError,
+    WorkerError, TrainingDiverged, EnvironmentFailed, RecordDiffers, BudgetSpent, RayStartError,
+    OSError,
 )  # fmt: skip
 """The errors that end a run after its start, each with one line for the user."""
 
@@ -52,6 +55,7 @@ RUN_ERRORS = (
 def train(config: Config) -> dict[str, Any]:
     """Run warm start and recipe; returns the summary that the command line prints."""
     origin = find_origin(config, reads=True)
+    check_record(config)
     prepared = prepare(config)
     with _reported(config), running(config, prepared, origin) as run:
         run.warn_off_policy()

@@ -28,3 +28,15 @@ def recorded_orders(config: Config) -> Mapping[int, Sequence[RoundOrder]] | None
         allowed = f"counted, timed, or a run with {FILE}, which environment.partial=timed writes"
         raise ConfigError("environment.partial", text, allowed)
     return orders
+
+
+def check_record(config: Config) -> None:
+    """Raise ConfigError where the record that a run is to repeat ends before the run does."""
+    if (orders := recorded_orders(config)) is None:
+        return
+    first, last = config.warm_start_steps + 1, max(orders)
+    if last < (wanted := config.warm_start_steps + config.trainer.steps):
+        allowed = f"a record of steps {first} to {wanted}: this one ends with step {last}"
+        if last >= first:
+            allowed += f", as the run would with trainer.steps={last - config.warm_start_steps}"
+        raise ConfigError("environment.partial", config.environment.partial, allowed)

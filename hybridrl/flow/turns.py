@@ -1,13 +1,15 @@
 """Conversations: the samples whose turn has ended, and what their environments reply."""
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import ENOUGH_TURNS, Answer, EpisodeReply, Replied, TurnEnded
-from hybridrl.flow.sample import SampleId
+from hybridrl.flow.sample import ENVIRONMENT_FAILURE, SampleId
 from hybridrl.flow.waits import WaitModel
 
 _MOST_SHARE = 64
@@ -30,11 +32,22 @@ def enough_turns(costs: Costs, rows: float, turn_tokens: float) -> int:
     return max(1, int(min(float(_MOST_SHARE), math.sqrt(turn_s / max(2 * call_s, 1e-12)))))
 
 
+class RecordDiffers(RuntimeError):
+    """A run is not the one whose record it is to repeat."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"environment.partial: the run is not the recorded one: {text}")
+
+
 class TurnsTaken(NamedTuple):
-    """A sample's part in a round: the turns that it made, and whether its episode's end came."""
+    """A sample's part in a round: the turns that it made, and whether its episode's end came.
+
+    `failure` is the kind of failure that ended it. A crash or a timeout may not come twice.
+    """
 
     num: int
     ended: bool
+    failure: str = ""
 
 
 RoundOrder = Mapping[SampleId, TurnsTaken]
@@ -42,13 +55,27 @@ RoundOrder = Mapping[SampleId, TurnsTaken]
 
 
 def order_to_json(order: RoundOrder) -> list[list[Any]]:
-    """In plain JSON types: a list of [id, turns, ended]."""
-    return [[list(id), *taken] for id, taken in sorted(order.items())]
+    """In plain JSON types: a list of [id, turns, ended], with the failure if there is one."""
+    return [[list(id), *taken[: 3 if taken.failure else 2]] for id, taken in sorted(order.items())]
 
 
 def order_from_json(rows: Sequence[Sequence[Any]]) -> dict[SampleId, TurnsTaken]:
     """What `order_to_json` has made."""
-    return {SampleId(*id): TurnsTaken(int(num), bool(ended)) for id, num, ended in rows}
+    return {
+        SampleId(*id): TurnsTaken(int(num), bool(ended), *map(str, failure))
+        for id, num, ended, *failure in rows
+    }
+
+
+def failed_turns(orders: Mapping[int, Sequence[RoundOrder]]) -> dict[SampleId, tuple[int, str]]:
+    """Of each sample whose episode has failed in recorded steps: its last turn, from 1, and why."""
+    num_turns, failures = Counter[SampleId](), dict[SampleId, tuple[int, str]]()
+    for _, rounds in sorted(orders.items()):
+        for id, taken in chain.from_iterable(order.items() for order in rounds):
+            num_turns[id] += taken.num
+            if taken.failure:
+                failures[id] = num_turns[id], taken.failure
+    return failures
 
 
 @dataclass(slots=True)
@@ -83,6 +110,7 @@ class OpenTurns:
     _told: dict[SampleId, int] = field(default_factory=dict)  # response tokens up to the turn
     _since: dict[SampleId, float] = field(default_factory=dict)  # when a sample's turn ended
     _waited: dict[SampleId, float] = field(default_factory=dict)  # seconds of its replies so far
+    _failures: dict[SampleId, str] = field(default_factory=dict)  # kinds, of those whose end came
     put_by: set[SampleId] = field(default_factory=set)
     """Parked ones that their instance gave up while all its samples waited; until they reply."""
     _most: dict[SampleId, int] = field(default_factory=dict)  # turns of the window
@@ -144,6 +172,12 @@ class OpenTurns:
                 self._replies[reply.id] = reply
                 self._num_waiting -= 1
                 self._waited[reply.id] = self.waited(reply.id) + seconds
+                if kind := reply.scalars.get(ENVIRONMENT_FAILURE):
+                    self._failures[reply.id] = str(kind)
+
+    def failure(self, id: SampleId) -> str:
+        """The kind of failure that has ended a sample's episode; empty for none."""
+        return self._failures.get(id, "")
 
     def waited(self, id: SampleId) -> float:
         """Seconds that a sample's environment has taken for all its replies so far."""
@@ -217,6 +251,7 @@ class OpenTurns:
             self._waited.pop(id, None)
             self._told.pop(id, None)
             self._num_turns.pop(id, None)
+            self._failures.pop(id, None)
 
     def _close(self, ids: Sequence[SampleId]) -> None:
         """These are open no more."""

@@ -18,6 +18,7 @@ from hybridrl.controller.preflight import build_recipe
 from hybridrl.flow.executor import Computed, EpisodeReply, Parked, Replied, Sampling, TurnEnded
 from hybridrl.flow.sample import SampleId
 from hybridrl.flow.schedules.base import PendingSample
+from hybridrl.flow.turns import TurnsTaken, order_to_json
 
 PROGRAMS = """
 import asyncio
@@ -141,6 +142,25 @@ def test_a_replay_that_answers_otherwise_has_failed(make: Make) -> None:
     assert not list(later.take_up([pending(id, False)], episodes.state([pending(id, False)])))
     reply = answered(later, id, "b")
     assert (reply.finish, reply.scalars["environment_failure"]) == ("abort", "replay")
+
+
+def test_what_has_failed_in_a_recorded_run_fails_again(make: Make, tmp_path: Path) -> None:
+    """In the turn in which it did there, whatever its environment says now."""
+    ids = [SampleId(number) for number in range(2)]
+    orders = [{ids[0]: TurnsTaken(1, False), ids[1]: TurnsTaken(2, False)}]
+    orders += [{ids[0]: TurnsTaken(1, True, "crash"), ids[1]: TurnsTaken(1, True)}]
+    lines = [{"step": n, "rounds": [order_to_json(order)]} for n, order in enumerate(orders)]
+    (tmp_path / "turn_orders.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    recorded = ["schedule=partial", f"environment.partial={tmp_path}"]
+    episodes, same = make("talk", *recorded), make("talk")
+    for one in (episodes, same):
+        one.start(ids, ITEM, 64)
+    assert [answered(episodes, id, "a") for id in ids] == [answered(same, id, "a") for id in ids]
+    failed = answered(episodes, ids[0], "b")
+    assert (failed.finish, failed.scalars["environment_failure"]) == ("abort", "crash")
+    for text in "bc":
+        assert answered(episodes, ids[1], text) == answered(same, ids[1], text)
+    assert episodes.metrics()["environment/failed/crash"] == 1
 
 
 def test_replies_of_another_schedule_come_after_it() -> None:

@@ -34,7 +34,14 @@ from hybridrl.flow.executor import (
     WorkerDied,
 )
 from hybridrl.flow.graph import ComputeStage, MapStage, Stage, StageMethod, UpdateStage
-from hybridrl.flow.sample import NO_VERSION, OUT_OF_TOKENS, Sample, SampleId, TokenSpan
+from hybridrl.flow.sample import (
+    ENVIRONMENT_FAILURE,
+    NO_VERSION,
+    OUT_OF_TOKENS,
+    Sample,
+    SampleId,
+    TokenSpan,
+)
 from hybridrl.layout.wide import wide_instances
 
 
@@ -76,6 +83,7 @@ class VirtualExecutor:
         self._held: dict[SampleId, int] = {}  # waits for a reply: tokens that are left
         self._stops: dict[SampleId, list[int]] = {}  # of a conversation that goes on
         self._num_stops: dict[SampleId, int] = {}
+        self.failures: dict[SampleId, str] = {}  # kinds, of episodes whose end is one
         self.num_answered = Counter[SampleId]()
         self.calls: list[tuple[int, tuple[Command, ...], int]] = []
         self.clock = VirtualClock()
@@ -237,7 +245,10 @@ class VirtualExecutor:
     def _reply(self, turn: TurnEnded) -> None:
         """The environment knows of a turn, and replies in its time."""
         stops = self._stops[turn.id]
-        reply = EpisodeReply(turn.id, None, "stop", (1.0,), {"num_turns": turn.text})
+        scalars = {"num_turns": turn.text}
+        if turn.id in self.failures:
+            scalars[ENVIRONMENT_FAILURE] = self.failures[turn.id]
+        reply = EpisodeReply(turn.id, None, "stop", (1.0,), scalars)
         if len(stops) > 1:
             reply = EpisodeReply(turn.id, (0,) * (stops[1] - stops[0]))
         seconds = self.wait_of(turn.id, int(turn.text.split()[1]))

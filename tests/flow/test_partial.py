@@ -20,7 +20,13 @@ from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.generation_task import RoundLimits
 from hybridrl.flow.schedules.partial import ENDED, PartialSchedule, check_partial
 from hybridrl.flow.schedules.serial import SerialSchedule
-from hybridrl.flow.turns import TurnsTaken, order_from_json, order_to_json
+from hybridrl.flow.turns import (
+    RecordDiffers,
+    TurnsTaken,
+    failed_turns,
+    order_from_json,
+    order_to_json,
+)
 
 
 class ToyLoss(Loss):
@@ -277,6 +283,9 @@ def test_a_new_schedule_goes_on_from_what_an_old_one_has_written(
 # -- without waiting for replies -----------------------------------------------------------------
 
 
+TAKE = {"num_groups": 4, "round_prompts": 4, "max_rounds": 50}
+
+
 def spans_of(results):
     return [[(s.id, s.spans, sorted(s.scalars.items())) for s in r.samples] for r in results]
 
@@ -286,7 +295,7 @@ def spans_of(results):
     instances=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     decode_steps=st.tuples(st.integers(1, 12), st.integers(1, 12)),
     held=st.tuples(st.integers(2, 9), st.sampled_from([3, 100])),
-    cfg=st.sampled_from([{}, {"filter": True}, {"k": 3}]),
+    cfg=st.sampled_from([{}, {"filter": True}, {"k": 3}, {"filter": True, "take": TAKE}]),
     staleness=st.integers(1, 3),
     lengths=lengths,
     rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=5),
@@ -299,12 +308,14 @@ def test_a_recorded_run_is_repeated_whatever_the_waits(
     turns, resumes,
 ):  # fmt: skip
     """Also in other calls, and where either run goes on from what another has written."""
-    orders, seen = {}, []
+    orders, seen, reward_of = {}, [], of_id(rewards)
+    if "take" in cfg:  # it finds enough in some rounds, in which not all make new prompts
+        reward_of = lambda id: float(id.k == 0 and id.prompt % 3 > 0)  # noqa: E731
     for follows, seed, num, steps, most in zip(
         (False, True), seeds, instances, decode_steps, held, strict=True
     ):
         executor = virtual_executor(
-            num, seed, of_id(lengths), lambda id: (of_id(rewards)(id), "ok"),
+            num, seed, of_id(lengths), lambda id: (reward_of(id), "ok"),
             turns_of=of_turns(of_id(lengths), turns),
         )  # fmt: skip
         more = {"decode_steps": steps, "over": 1 + staleness, "staleness": staleness, "held": most}
@@ -350,7 +361,8 @@ def test_a_step_does_not_wait_for_a_reply(virtual_executor):
     assert [s.id.prompt for s in first.samples] == [1, 2]
     assert executor.clock.now() < 100
     (order,) = first.turn_orders
-    assert order == {SampleId(0): (1, False), SampleId(1): (1, True), SampleId(2): (1, True)}
+    ended = TurnsTaken(1, True)
+    assert order == {SampleId(0): TurnsTaken(1, False), SampleId(1): ended, SampleId(2): ended}
     assert [c.waits for c in timed.pending()] == [True]
     second = timed.run_step(1)
     assert second.samples[0].id.prompt == 0
@@ -364,7 +376,7 @@ def test_a_record_is_followed_though_a_reply_comes_sooner(virtual_executor):
     executor, schedule = hanging(virtual_executor, turn_orders={0: [order]})
     executor.wait_of = lambda id, turn: 0.0 if id.prompt == 0 else 50.0
     assert [s.id.prompt for s in schedule.run_step(0).samples] == [1, 2]
-    with pytest.raises(RuntimeError, match=r"round 1 of step 1 is not in the record"):
+    with pytest.raises(RecordDiffers, match=r"round 1 of step 1 is not in the record"):
         schedule.run_step(1)
 
 
@@ -374,11 +386,33 @@ def test_a_record_is_followed_though_a_reply_comes_sooner(virtual_executor):
 )
 def test_a_record_of_another_run_is_told(virtual_executor, turns, ended, message):
     order = {SampleId(0): TurnsTaken(turns, ended), SampleId(1): TurnsTaken(1, True)}
-    _, other = hanging(virtual_executor, turn_orders={0: [order | {SampleId(9): (1, True)}]})
-    with pytest.raises(RuntimeError, match=r"it has no sample 9\.0 in this round"):
+    strange = order | {SampleId(9): TurnsTaken(1, True)}
+    _, other = hanging(virtual_executor, turn_orders={0: [strange]})
+    with pytest.raises(RecordDiffers, match=r"it has no sample 9\.0 in this round"):
         other.run_step(0)
     _, schedule = hanging(virtual_executor, turn_orders={0: [order]})
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RecordDiffers, match=message):
+        schedule.run_step(0)
+
+
+@pytest.mark.parametrize(
+    ("now", "message"),
+    [("crash", ""), ("", r"2\.0 ends in 1 turns of a round$"), ("error", r"has failed: error\)")],
+)
+def test_a_record_has_the_failures_of_episodes(virtual_executor, now, message):
+    """Prompt 2's has failed in the turn that ended it, and prompt 0's in the next step."""
+    executor, timed = hanging(virtual_executor, timed=True)
+    executor.failures = {SampleId(0): "timeout", SampleId(2): "crash"}
+    orders = {step: timed.run_step(step).turn_orders for step in range(2)}
+    assert orders[0][0][SampleId(2)] == TurnsTaken(1, True, "crash")
+    assert orders[1][0][SampleId(0)] == TurnsTaken(1, True, "timeout")
+    assert failed_turns(orders) == {SampleId(2): (1, "crash"), SampleId(0): (2, "timeout")}
+    executor, schedule = hanging(virtual_executor, turn_orders=orders)
+    executor.failures = {SampleId(0): "timeout", SampleId(2): now}
+    if not message:
+        assert [schedule.run_step(step).turn_orders for step in range(2)] == [*orders.values()]
+        return
+    with pytest.raises(RecordDiffers, match=message):
         schedule.run_step(0)
 
 

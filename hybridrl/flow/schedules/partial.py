@@ -21,7 +21,7 @@ from hybridrl.flow.schedules.base import Batch, PendingSample, Prompt, ScheduleP
 from hybridrl.flow.schedules.generation_task import GenerationTask, RoundLimits
 from hybridrl.flow.schedules.readiness import ReadyTracker
 from hybridrl.flow.schedules.streaming import StreamingSchedule, check_generates_once
-from hybridrl.flow.turns import RoundOrder
+from hybridrl.flow.turns import RecordDiffers, RoundOrder
 
 _WINDOW_TURNS = 2  # of conversations, before it is looked whether enough has finished
 ENDED = Drop(DropReason.RUN_ENDED, "unfinished when the run ended")
@@ -255,15 +255,13 @@ class PartialSchedule(StreamingSchedule):
         """Generate until enough groups are complete, park the rest, run the early stages."""
         # Pending samples continue, and new prompts join them.
         tracker = self._tracker_of(makers[0])
-        order = self._recorded_order()
         self._top_up(makers, tracker, batch)
         pending = self._pending_tasks()
-        tasks = [
-            task
-            for task in pending
-            if not self._ledger.is_finished(task.sample.id)
-            and (order is None or not task.converses or task.sample.id in order)
-        ]
+        tasks = [task for task in pending if not self._ledger.is_finished(task.sample.id)]
+        converse = any(task.converses for task in tasks)
+        order = self._recorded_order() if converse else None  # others have none
+        if order is not None:
+            tasks = [task for task in tasks if not task.converses or task.sample.id in order]
         self._metrics["samples/resumed"] += self._num_parked(tasks)
         self._enter_for([*makers, *tracker.computes])
         self._version = self.executor.version
@@ -271,7 +269,7 @@ class PartialSchedule(StreamingSchedule):
         generation_round.adopt([*pending, *self._step_tasks])
         self._submit(generation_round, tasks)
         # Decode until enough is complete, then stop; forward passes run with all ranks free.
-        if not any(task.converses for task in tasks):
+        if not converse:
             generation_round.run_until(lambda: self._enough(tracker))
         elif order is not None:
             generation_round.run_order(order)
@@ -300,10 +298,7 @@ class PartialSchedule(StreamingSchedule):
             return None
         orders, done = self.turn_orders.get(self._step, ()), len(self._turn_orders)
         if done >= len(orders):
-            raise RuntimeError(
-                f"environment.partial: the run is not the recorded one: round {done + 1} of step"
-                f" {self._step} is not in the record"
-            )
+            raise RecordDiffers(f"round {done + 1} of step {self._step} is not in the record")
         return orders[done]
 
     def _windows(self) -> Iterator[int]:

@@ -7,10 +7,9 @@ from hybridrl.flow.executor import Park
 from hybridrl.flow.sample import SampleId
 from hybridrl.flow.schedules.generation_round import GenerationRound, logger
 from hybridrl.flow.schedules.generation_task import GenerationTask
-from hybridrl.flow.turns import RoundOrder, TurnsTaken
+from hybridrl.flow.turns import RecordDiffers, RoundOrder, TurnsTaken
 
 _UNBOUNDED = 2**31
-_OTHER = "environment.partial: the run is not the recorded one"
 
 
 class StoppableRound(GenerationRound):
@@ -87,17 +86,17 @@ class StoppableRound(GenerationRound):
             while self._in_flight:
                 self.stages.start(self._events())
                 self._start_calls()
-        taken = {id: TurnsTaken(self.turns.num_ended(id), self._is_done(id)) for id in ids}
+        taken = {id: self._taken(id) for id in ids}
         self.turns.close_window()
         return {id: turns for id, turns in taken.items() if turns.num or turns.ended}
 
     def run_order(self, order: RoundOrder) -> None:
         """Let each conversation make the turns that it has made in a recorded round, and no more.
 
-        Raises RuntimeError where one ends otherwise than in the record.
+        Raises RecordDiffers where one ends otherwise than in the record.
         """
         if strange := sorted(order.keys() - self._tasks.keys()):
-            raise RuntimeError(f"{_OTHER}: it has no sample {strange[0]} in this round")
+            raise RecordDiffers(f"it has no sample {strange[0]} in this round")
         late = [id for id, taken in order.items() if not taken.ended]
         self.turns.open_window({id: taken.num for id, taken in order.items()}, late)
         while not all(self._is_there(id, taken) for id, taken in order.items()):
@@ -105,10 +104,18 @@ class StoppableRound(GenerationRound):
             self.stages.start(self._events())
         self._end_calls()
         for id, taken in order.items():
-            if self._is_done(id) != taken.ended:
-                ended = "does not end" if taken.ended else "ends"
-                raise RuntimeError(f"{_OTHER}: sample {id} {ended} in {taken.num} turns of a round")
+            now = self._taken(id)
+            if (now.ended, now.failure) != (taken.ended, taken.failure):
+                ended = "ends" if now.ended else "does not end"
+                why = f" (its episode has failed: {now.failure})" if now.failure else ""
+                raise RecordDiffers(f"sample {id} {ended} in {taken.num} turns of a round{why}")
         self.turns.close_window()
+
+    def _taken(self, id: SampleId) -> TurnsTaken:
+        """What a sample has made in the window."""
+        if not self._is_done(id):
+            return TurnsTaken(self.turns.num_ended(id), False)
+        return TurnsTaken(self.turns.num_ended(id), True, self.turns.failure(id))
 
     def _is_there(self, id: SampleId, taken: TurnsTaken) -> bool:
         """Whether a sample has made its turns of the record, and ended if it has there."""
