@@ -299,12 +299,17 @@ def large_steps(paths, *args):
 
 
 @pytest.mark.layouts
+@pytest.mark.parametrize("layout", [(2, 1, 1, 1), (2, 1, 2, 1)], ids=str)
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved", "zero_bubble"])
-def test_schedules_of_a_large_model(fresh_ranks, wanted, schedule):
-    """Weights that are resharded after forward get their gradients, too."""
+def test_schedules_of_a_large_model(fresh_ranks, wanted, schedule, layout):
+    """Weights that are resharded after forward get their gradients, too.
+
+    With fsdp 2 they are gathered layer by layer within the lists of passes.
+    """
     path, sequences, want = wanted("qwen3", False)
-    args = ([path], sequences, (2, 1, 1, 1), schedule, 1, 30)
-    check([result for (result,) in fresh_ranks(2, large_steps, *args)], want, path)
+    args = ([path], sequences, layout, schedule, 1, 30)
+    results = fresh_ranks(math.prod(layout), large_steps, *args)
+    check([result for (result,) in results], want, path)
 
 
 @pytest.mark.layouts
