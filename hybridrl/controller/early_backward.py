@@ -50,6 +50,8 @@ def layout_obstacle(config: Config, instances: Sequence[Sequence[int]]) -> str |
     # The ranks of an instance on a stage, where it has as many stages as the trainer.
     size = len(instances[0]) if axes.pp == 1 else config.rollout.layout.tp
     replicas = axes.ranks // (axes.pp * size)
+    if replicas < 2:
+        return f"an instance is no training replica; wanted more cluster.ranks ({axes.ranks})"
     tp = gcd(size, axes.tp)
     allowed = f"trainer.layout.replicas={replicas} trainer.layout.fsdp={size // tp}"
     if axes.tp != tp:

@@ -24,6 +24,7 @@ from hybridrl.pipelines.balance import balance, equal_number, micro_batches
 from hybridrl.pipelines.policies import Policy
 from hybridrl.pipelines.problem import PassKind, PipelinedModel, PipelineProblem
 from hybridrl.pipelines.search import search
+from hybridrl.pipelines.standard import least_micro_batches
 from hybridrl.planner.mapping import SampleLength
 
 if TYPE_CHECKING:
@@ -80,9 +81,9 @@ def fused_problem(
             own = [lengths[i] for rank in ranks for i in dealt[rank]]
             tokens = [sample.tokens for sample in own]
             rows = micro_batches(tokens, max_tokens, cost=role.work.cost)
-            if layout.pp > 1:  # a multiple of the stages, as the engine has it
-                multiple = -(-len(rows) // layout.pp) * layout.pp
-                rows = equal_number(tokens, multiple, max_tokens, cost=role.work.cost)
+            least = least_micro_batches(layout.schedule.value, layout.pp, len(rows))
+            if layout.pp > 1 and least > len(rows):  # as the engine does
+                rows = equal_number(tokens, least, max_tokens, cost=role.work.cost)
                 rows = [row for row in rows if row]
             costs = [
                 row_costs(

@@ -112,12 +112,12 @@ def _rows_of_round(
 ) -> int:
     """Rows that a pipeline computes at once, at most, if a replica's update has so many samples.
 
-    Of a sample in chunks these are the rows.
+    Of a sample in chunks these are the rows, or one for each shorter sample.
     """
     longest, most = config.longest_sample, config.trainer.max_tokens_per_micro_batch
     chunk, cp = config.trainer.chunk_tokens, getattr(layout, "cp", 1)
     if chunk and longest > most * cp:
-        rows = -(-longest // (chunk * cp))
+        rows = max(-(-longest // (chunk * cp)), samples * cp)
     elif longest > most:  # each is a row, on all ranks that share it
         rows = samples * cp
     else:

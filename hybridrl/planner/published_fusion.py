@@ -5,8 +5,7 @@ stages for 13B, 33B and 65B, tensor parallelism within a node. A mini-batch has 
 2409.13221, section 7), each a micro-batch. So a pipeline has as many as in FlexFusion's problems.
 
 Not published, and so assumed: lengths below the limit, kernels and links as in `accelerators.py`.
-Separate updates are 1F1B. No
-number is fitted.
+Separate updates are 1F1B. No number is fitted.
 """
 
 from collections.abc import Callable, Sequence

@@ -128,7 +128,8 @@ class TrainSizes:
     def update(self) -> dict[str, int]:
         """Besides the state, the largest moment of an update."""
         if self.zero_bubble is not None:
-            moments = [*self.zero_bubble.moments(), self._step()]
+            earlier = self._of_earlier_calls()
+            moments = [*(x | earlier for x in self.zero_bubble.moments()), self._step()]
         else:
             moments = [
                 self._at_head(),

@@ -40,7 +40,7 @@ def config() -> Config:
         (1000, 4, 0, 1),  # 5 samples
         (330, 1, 0, 17),  # one a row: two are too long together
         (150, 4, 0, 5),  # each is longer than a micro-batch, and a row
-        (60, 4, 60, 4),  # a sample's chunks
+        (60, 4, 60, 5),  # a sample has four chunks, but five may be short
     ],
 )
 def test_rows_of_a_round(

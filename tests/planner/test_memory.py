@@ -12,6 +12,7 @@ from hybridrl.planner.memory import (
     plan_memory,
 )
 from hybridrl.planner.train_memory import EIGHT_BIT_MOMENT, ActivationSizes, TrainSizes
+from hybridrl.planner.zero_bubble import ChunkSizes, ZeroBubbleUpdate
 
 NOTHING = ActivationSizes(0, 0)
 # Two layers of 100 elements and a root group of 1,000, over two FSDP ranks, in bfloat16.
@@ -105,6 +106,13 @@ def test_gradients_of_earlier_calls_stay() -> None:
     assert ends.update()["early gradients"] == 4 * 600
     plain = replace(SIZES, keep_unsharded=True)
     assert unsharded.update() == plain.update() | {"early gradients": 4 * 600}
+    of_chunk = ChunkSizes(
+        kept=9, between=9, first=9, second=9, gathered=9, gradients=9, sums=9, arriving=9,
+        copied=9, reduced=9, received=0, received_gradient=9,
+    )  # fmt: skip
+    order = [("F", 0), ("I", 0), ("W", 0)]
+    staged = replace(unsharded, zero_bubble=ZeroBubbleUpdate([of_chunk], order, 1))
+    assert staged.update()["early gradients"] == 4 * 600
 
 
 def test_the_gradient_of_an_embedding_is_whole_until_it_is_reduced() -> None:

@@ -291,7 +291,7 @@ def _apply_fsdp(
     settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
-        # torch's zero-bubble schedule looks for weights in the graph of the forward pass, before
+        # A backward pass in halves looks for weights in the graph of the forward pass, before
         # backward gathers them: weights that were resharded in between would get no gradient.
         "reshard_after_forward": not keep_unsharded and not dims.zigzag,
         "shard_placement_fn": placement,

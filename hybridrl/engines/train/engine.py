@@ -37,6 +37,7 @@ from hybridrl.engines.train.muon import MatrixOwners
 from hybridrl.engines.train.optim import allocate_state, make_optimizer
 from hybridrl.engines.train.packed import Candidates, PackedBatch, keep_experts
 from hybridrl.engines.train.pipeline import Pipeline, StageModel
+from hybridrl.engines.train.pipeline_executor import PipelineGroups
 from hybridrl.engines.train.replica import MicroBatches, Replica
 from hybridrl.engines.train.scored_rows import ScoredRows
 from hybridrl.engines.train.single_stage import train_rows
@@ -118,6 +119,8 @@ class TrainEngine(ModelShards):
         compute = self.compute_dtype = TORCH_DTYPES[model.compute_dtype.on(self.device.type)]
         self.dims = TrainDims.make(trainer.layout, dist.get_world_size(), device.type, reverse)
         warm_up(self.dims.groups(), device)
+        # Before weights are read, which takes some ranks longer.
+        messages = PipelineGroups(device) if self.dims.num_chunks > 1 else None
 
         # The whole model without its weights, and its adapters.
         make = empty_value_model if gives_values else empty_causal_lm
@@ -161,7 +164,7 @@ class TrainEngine(ModelShards):
         )
 
         # What trains it: the pipeline, the ranks that share its sequences, the optimizer.
-        self.pipeline = self._make_pipeline(compute)
+        self.pipeline = self._make_pipeline(compute, messages)
         self._replica = Replica(
             self.dims,
             self.pipeline,
@@ -197,10 +200,12 @@ class TrainEngine(ModelShards):
             enable_replay(enumerate(decoder_layers(chunk.model), chunk.offset), shape)
         return shape
 
-    def _make_pipeline(self, compute: torch.dtype) -> Pipeline | None:
+    def _make_pipeline(
+        self, compute: torch.dtype, groups: PipelineGroups | None
+    ) -> Pipeline | None:
         """The schedule of this rank's chunks; None for a model that is not cut into chunks."""
         stages = [root for root in self.roots if isinstance(root, StageModel)]
-        if not stages:
+        if groups is None:
             return None
         return Pipeline(
             stages,
@@ -209,6 +214,7 @@ class TrainEngine(ModelShards):
             self.dims.mesh.get_group("pp"),
             self.device,
             compute,
+            groups,
             self.dims.token_parts,
         )
 

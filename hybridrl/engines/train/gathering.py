@@ -16,7 +16,7 @@ def fsdp_modules(roots: Sequence[nn.Module]) -> list[FSDPModule]:
 def keep_unreduced(roots: Sequence[nn.Module]) -> None:
     """From now on gradients are summed whole on each rank, until `reduce_gradients`.
 
-    Weights that a backward pass gathers stay meanwhile.
+    Weights that a backward pass gathers stay until the layer's next forward pass.
     """
     for module in fsdp_modules(roots):
         module.set_is_last_backward(False)

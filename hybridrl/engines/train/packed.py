@@ -92,14 +92,14 @@ def pack(
     """Pack sequences into one row; `trained_only` scores the unmasked response tokens only.
 
     A row shorter than `total_tokens` is padded by a sequence with nothing to score, -1 in `order`:
-    pipelines need rows of equal length. No position of it is beyond the others', since a model may
-    rotate a row by its longest sequence. No sequences give a row of one token with nothing to
-    score. A rank without work computes it to take part in the collectives, and its gradient is
-    exactly zero. The ranks of `group` share the row's tokens, whose number they divide. With
-    `records_experts` a pass records the experts of all tokens; without, tokens take those of their
-    sequences. With `counts_experts` the row has `token_sequences`, with `candidates` those of the
-    sequences. Raises ValueError for a response without a token before it, or a mask of another
-    length.
+    token shards need a multiple of their number. No position of it is beyond the others', since a
+    model may rotate a row by its longest sequence. No sequences give a row of one token with
+    nothing to score. A rank without work computes it to take part in the collectives, and its
+    gradient is exactly zero. The ranks of `group` share the row's tokens, whose number they
+    divide. With `records_experts` a pass records the experts of all tokens; without, tokens
+    take those of their sequences. With `counts_experts` the row has `token_sequences`, with
+    `candidates` those of the sequences. Raises ValueError for a response without a token before
+    it, or a mask of another length.
     """
     missing = total_tokens - sum(len(sequence.ids) for sequence in sequences)
     longest = max((len(sequence.ids) for sequence in sequences), default=1)

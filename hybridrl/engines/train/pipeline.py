@@ -60,11 +60,12 @@ class Pipeline:
         group: ProcessGroup,
         device: torch.device,
         dtype: torch.dtype,
+        groups: PipelineGroups,
         token_parts: int = 1,
     ) -> None:
         """`ranks` are the pipeline ranks of all chunks; `chunks` are those of this one.
 
-        They may be those of `kind`, or the same reversed.
+        They may be those of `kind`, or the same reversed. Messages go through `groups`.
         """
         self.chunks, self.ranks = chunks, ranks
         self.numbers = [chunk for chunk, rank in enumerate(ranks) if rank == group.rank()]
@@ -72,7 +73,7 @@ class Pipeline:
         self._token_parts = token_parts
         self._features: int = chunks[0].model.config.hidden_size
         self._global_ranks = dist.get_process_group_ranks(group)
-        self._groups = PipelineGroups(device)
+        self._groups = groups
         pairs = [(self._global_ranks[a], self._global_ranks[b]) for a, b in pairwise(ranks)]
         self._groups.connect(pair for pair in pairs if pair[0] != pair[1])
 

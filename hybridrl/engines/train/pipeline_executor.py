@@ -5,8 +5,9 @@ There is a process group for each direction, since NCCL keeps the order of all m
 ranks of a group. So what is sent never waits for what is received. Rows have their own length: both
 ends know it, so no row is padded.
 
-Gradients are reduced after the last action. Where ranks of one FSDP group have different lists, its
-gathering of weights would deadlock within them, so it comes before (`engines.train.gathering`).
+Gradients of a model alone are reduced after a chunk's last pass: ranks of one FSDP group have one
+list. Where their lists differ, FSDP's collectives would deadlock within them. So weights of several
+models are gathered before the first action, and gradients are reduced after the last.
 """
 
 from collections import deque

@@ -282,7 +282,7 @@ class Replica:
     def _in_same_passes(
         self, rows: list[PackedBatch], multiple: int, candidates: Candidates | None
     ) -> list[PackedBatch]:
-        """`rows` with as many passes as those of any other rank of the world."""
+        """`rows` with as many passes as those of any other rank, of the world or of `apart`."""
         most = self._most([max(1, len(row.passes)) for row in rows])
         same = []
         for row, number in zip(rows, most, strict=True):
