@@ -287,13 +287,13 @@ def _plan_calibrate(args: list[str]) -> None:
     """Measure what a layer costs on this machine, and its links."""
     from rich.console import Console
 
-    from hybridrl.doctor import calibrate
+    from hybridrl.doctor import calibrate, run_costs
 
     if {"-h", "--help"} & set(args):
         print(calibrate.USAGE)
         return
     with Console(stderr=True).status("measuring"):
-        lines, costs = calibrate.run(args)
+        lines, costs = (run_costs if run_costs.is_asked(args) else calibrate).run(args)
     print("\n".join(lines))
     _print_json(costs.to_json())
 

@@ -197,7 +197,7 @@ def _cluster(options: Mapping[str, Any]) -> ClusterShape:
         raise ConfigError("--gpu", gpu, f"one of {', '.join(ACCELERATORS)}")
     nodes, per_node = options.get("nodes"), options.get("gpus_per_node")
     if "costs" in options:
-        cluster = _measured(options["costs"]).cluster
+        cluster = read_mapping_costs(options["costs"]).cluster
         nodes, per_node = nodes or cluster.nodes, per_node or cluster.per_node
         _check_links_known(options, cluster, nodes, per_node)
         same = (nodes, per_node) == (cluster.nodes, cluster.per_node)
@@ -248,7 +248,8 @@ def _links(file: str, ranks: int) -> LinkTable:
     return table
 
 
-def _measured(file: str) -> MappingCosts:
+def read_mapping_costs(file: str) -> MappingCosts:
+    """Those of `--costs`. Raises ConfigError."""
     try:
         return MappingCosts.from_json(json.loads(Path(file).read_text()))
     except (OSError, ValueError) as error:
@@ -301,7 +302,7 @@ def _problem(
         layer_bytes=CountedLayerBytes(config, shapes),
     )
     if "costs" in options:
-        costs = MappingCosts(_measured(options["costs"]).layer_costs, cluster)
+        costs = MappingCosts(read_mapping_costs(options["costs"]).layer_costs, cluster)
     else:
         costs = MappingCosts(layer_roofline(cluster.accelerator), cluster)
     prices = MappingPrices(

@@ -89,7 +89,12 @@ class Run:
         hashing.shutdown(wait=False)
         # ranks
         self.group = WorkerGroup(
-            launcher, config, prepared.model_path, self.records.on_span, self.records.on_memory
+            launcher,
+            config,
+            prepared.model_path,
+            self.records.on_span,
+            self.records.on_memory,
+            self.records.on_passes,
         )
         telemetry.event("ranks", **self.group.setup()[0].record())
         telemetry.nodes([asdict(info) for info in self.group.nodes()])

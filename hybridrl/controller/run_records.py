@@ -13,6 +13,7 @@ from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.turns import order_to_json
 from hybridrl.layout.weight_switch import SwitchStats
+from hybridrl.pipelines.recorded import RolePasses
 from hybridrl.system.memory import MemoryReading
 from hybridrl.telemetry.prediction import stage_key
 from hybridrl.telemetry.run import Telemetry
@@ -67,6 +68,10 @@ class RunRecords:
     def on_memory(self, rank: int, memory: MemoryReading) -> None:
         """A rank has measured its memory."""
         self.telemetry.memory(rank_lane(rank), memory.when, memory.held)
+
+    def on_passes(self, rank: int, passes: RolePasses) -> None:
+        """A rank has trained micro-batches of a role, or scored them."""
+        self.telemetry.passes(self.current_step(), rank, passes.role, passes.passes)
 
     def on_switch(self, switches: Sequence[SwitchStats]) -> None:
         """All ranks have switched weights.

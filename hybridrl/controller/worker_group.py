@@ -20,6 +20,7 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import AnswersStage, Graph, Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
+from hybridrl.pipelines.recorded import RolePasses
 from hybridrl.rewards import RewardInput
 from hybridrl.runtime.launcher import CallFailed, Launcher
 from hybridrl.system.memory import MemoryReading
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 OnSpan = Callable[[str, TimeSpan], None]
 OnMemory = Callable[[int, MemoryReading], None]
+OnPasses = Callable[[int, RolePasses], None]
 _UNKNOWN = ("?", "")  # node and log of a rank that has not answered yet
 
 
@@ -87,9 +89,10 @@ class WorkerGroup:
         model_path: str,
         on_span: OnSpan,
         on_memory: OnMemory,
+        on_passes: OnPasses = lambda rank, passes: None,
     ) -> None:
         self.launcher, self.config = launcher, config
-        self.on_span, self.on_memory = on_span, on_memory
+        self.on_span, self.on_memory, self.on_passes = on_span, on_memory, on_passes
         workers = launcher.start(ActorWorker, make_worker, config, model_path, launcher.data_plane)
         order = config.cluster.rank_order
         self._group = launcher.subgroup(workers, order) if order else workers
@@ -116,7 +119,7 @@ class WorkerGroup:
     # -- waiting -------------------------------------------------------------------------------
 
     def value_of(self, rank: int, reference: Reference[Answer]) -> Answer:
-        """The value of a call that has ended; the rank's spans and memory go to telemetry."""
+        """The value of a call that has ended; spans, memory and passes go to telemetry."""
         try:
             reply: Reply[Answer] = self.launcher.get(reference)
         except CallFailed as error:
@@ -127,6 +130,8 @@ class WorkerGroup:
             self.on_span(rank_lane(rank, reply.concurrent), span)
         for memory in reply.memory:
             self.on_memory(rank, memory)
+        for passes in reply.passes:
+            self.on_passes(rank, passes)
         return reply.value
 
     def gather(

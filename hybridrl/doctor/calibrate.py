@@ -32,15 +32,19 @@ if TYPE_CHECKING:
     from hybridrl.doctor.calibration_rank import RankTimes
     from hybridrl.doctor.measure import Link
 
-USAGE = """usage: hybridrl plan calibrate [OVERRIDES] [--out=FILE]
+USAGE = """usage: hybridrl plan calibrate [OVERRIDES] [--run=RUN] [--costs=FILE] [--out=FILE]
 
 Measures what a layer costs on this machine with the engines' own code, and the links between its
 ranks, in a minute or so. Writes costs.mapping.json, or FILE, for `hybridrl plan auto --costs=FILE`.
 
   the model   as for a run; its widths and its family are measured, with few layers
   the ranks   cluster.ranks of this machine, all at work at once
+  --run       a run's directory: the costs are scaled to the micro-batches that it timed, by role,
+              and to its decode steps. Its settings are those of the calibration
+  --costs     with --run, earlier costs to scale, in place of a calibration
 
-  hybridrl plan calibrate model=qwen3_8b --out=node.json"""
+  hybridrl plan calibrate model=qwen3_8b --out=node.json
+  hybridrl plan calibrate --run=runs/latest --costs=node.json --out=run.json"""
 
 _HOST = "127.0.0.1"
 OUT = "costs.mapping.json"
@@ -62,15 +66,25 @@ def run(args: Sequence[str]) -> tuple[list[str], MappingCosts]:
     if wrong := next((arg for arg in rest if arg.startswith("-")), None):
         raise ConfigError("option", wrong, "key=value, or --out=FILE")
     out = Path(texts[-1] if texts else OUT)
-    if not out.parent.is_dir():
-        raise ConfigError("--out", str(out), "a file in a directory that is there")
+    check_out(out)
     config = compose.check(rest)
     config.resolve_device(local_gpus(), "this machine")
     with command_log(config.log.level):
         shape = model_shape(config.model)
         costs = calibrate(config, shape)
-    out.write_text(json.dumps(costs.to_json(), indent=1) + "\n")
+    write(out, costs)
     return _lines(out, costs, ModelShape.of_config(shape.to_dict())), costs
+
+
+def check_out(out: Path) -> None:
+    """Raises ConfigError where no file can be written."""
+    if not out.parent.is_dir():
+        raise ConfigError("--out", str(out), "a file in a directory that is there")
+
+
+def write(out: Path, costs: MappingCosts) -> None:
+    """Write costs for `hybridrl plan auto --costs`."""
+    out.write_text(json.dumps(costs.to_json(), indent=1) + "\n")
 
 
 def calibrate(config: Config, shape: "PretrainedConfig") -> MappingCosts:

@@ -91,9 +91,9 @@ class MappingCosts:
         tokens = sum(sample.tokens for sample in row)
         scored = sum(sample.response for sample in row)
         pairs = sum(sample.pairs for sample in row)
-        return self._passes(role, layout, ranks, tokens, scored, pairs)
+        return self.row_passes(role, layout, ranks, tokens, scored, pairs)
 
-    def _passes(
+    def row_passes(
         self,
         role: PlannedRole,
         layout: TrainLayout,
@@ -102,6 +102,7 @@ class MappingCosts:
         scored: float,
         pairs: float,
     ) -> tuple[PassCosts, ...]:
+        """The same of so many tokens, scored tokens and pairs."""
         work = tokens, scored, pairs
         return tuple(
             PassCosts(
@@ -208,7 +209,7 @@ class MappingCosts:
         def of_chunks(layers: int) -> list[float]:
             """Of chunks with so many layers each."""
             shape = replace(role.shape, layers=layers * layout.chunks)
-            passes = self._passes(replace(role, shape=shape), layout, ranks, *row)
+            passes = self.row_passes(replace(role, shape=shape), layout, ranks, *row)
             return [each.forward_s + each.backward_s + each.weights_s for each in passes]
 
         one, two = of_chunks(1), of_chunks(2)
@@ -258,7 +259,7 @@ class MappingCosts:
             tokens = sum(sample.tokens for sample in row)
             scored = sum(sample.response for sample in row)
             pairs = sum(sample.pairs for sample in row)
-            costs.append(self._passes(role, layout, ranks, max(1, tokens), scored, pairs))
+            costs.append(self.row_passes(role, layout, ranks, max(1, tokens), scored, pairs))
         stages = tuple(layout.stage_of_chunk(chunk) for chunk in range(layout.chunks))
         kinds: tuple[PassKind, ...] = (PassKind.backward,) if trains else ()
         if trains and layout.splits_backward:

@@ -185,6 +185,11 @@ class Telemetry:
         """Record what replies have come into each round of `step`: lists of [id, turns, ended]."""
         self._append("turn_orders", {"step": step, "phase": self._phase, "rounds": list(rounds)})
 
+    def passes(self, step: int, rank: int, role: str, passes: Sequence[Sequence[Any]]) -> None:
+        """Record timed micro-batches: kind, chunk, tokens, scored tokens, pairs, seconds each."""
+        line = {"step": step, "phase": self._phase, "rank": rank, "role": role}
+        self._append("passes", {**line, "passes": list(map(list, passes))})
+
     def digests(self, step: int, record: Mapping[str, Any]) -> None:
         """Record the digests of a step: a `StepRecord` of `telemetry.digests`."""
         self._append("digests", {"step": step, "phase": self._phase, **record})
@@ -295,7 +300,7 @@ def _evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
     return shown | {k: metrics[k] for k in estimates if not (shown and "/avg@" in k)}
 
 
-_GROWING = ("metrics", "samples", "lengths", "events", "digests", "turn_orders")
+_GROWING = ("metrics", "samples", "lengths", "events", "digests", "turn_orders", "passes")
 
 
 def records_of(run_dir: Path) -> list[Path]:

@@ -26,7 +26,6 @@ from hybridrl.config import (
 )
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.build import TrainDims, build, load
-from hybridrl.engines.train.chunks import score_in_passes
 from hybridrl.engines.train.comparison import distance_metrics
 from hybridrl.engines.train.dropout import enabled_dropout
 from hybridrl.engines.train.expert_load import ExpertLoad
@@ -36,11 +35,12 @@ from hybridrl.engines.train.interface import TrainSequence, ended
 from hybridrl.engines.train.muon import MatrixOwners
 from hybridrl.engines.train.optim import allocate_state, make_optimizer
 from hybridrl.engines.train.packed import Candidates, PackedBatch, keep_experts
+from hybridrl.engines.train.pass_clock import PassClock
 from hybridrl.engines.train.pipeline import Pipeline, StageModel
 from hybridrl.engines.train.pipeline_executor import PipelineGroups
 from hybridrl.engines.train.replica import MicroBatches, Replica
 from hybridrl.engines.train.scored_rows import ScoredRows
-from hybridrl.engines.train.single_stage import train_rows
+from hybridrl.engines.train.single_stage import score_rows, train_rows
 from hybridrl.engines.train.update_sums import (
     PreparedUpdate,
     UpdateSums,
@@ -164,6 +164,7 @@ class TrainEngine(ModelShards):
         )
 
         # What trains it: the pipeline, the ranks that share its sequences, the optimizer.
+        self.clock = PassClock(device)
         self.pipeline = self._make_pipeline(compute, messages)
         self._replica = Replica(
             self.dims,
@@ -216,6 +217,7 @@ class TrainEngine(ModelShards):
             compute,
             groups,
             self.dims.token_parts,
+            self.clock,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -293,9 +295,7 @@ class TrainEngine(ModelShards):
             self.pipeline.score(rows.batches, rows.finish)
             return self.finish_scores(rows)
         (root,) = self.roots
-        for number, row in enumerate(rows.batches):
-            values = score_in_passes(root, row) if row.passes else root(row.ids, row)[0]
-            rows.finish(number, values, None)
+        score_rows(root, rows, self.clock)
         return self.finish_scores(rows)
 
     def prepare_scores(
@@ -528,7 +528,7 @@ class TrainEngine(ModelShards):
             self.pipeline.train(batches, finish, all_reduce)
             return
         (root,) = self.roots
-        train_rows(root, batches, finish, self._keep_unsharded, all_reduce)
+        train_rows(root, batches, finish, self._keep_unsharded, self.clock, all_reduce)
 
     def _step(
         self, sums: dict[str, torch.Tensor], lr_scale: float, factor: float

@@ -307,6 +307,9 @@ class FusedUpdate:
                 chunks=chunks,
                 modules=modules,
                 trains=trains,
+                timed=lambda kind, chunk, number: engine.clock.of(
+                    kind, chunk, rows.batches[number]
+                ),
             )
 
 

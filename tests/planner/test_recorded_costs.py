@@ -1,0 +1,115 @@
+"""Costs scaled to recorded passes: the factor of a slower machine is found, whatever the layout."""
+
+from dataclasses import replace
+
+import pytest
+
+from hybridrl.config import ActivationMode, PipelineSchedule
+from hybridrl.config.schedule import SerialScheduleConfig
+from hybridrl.flow.costs import Costs
+from hybridrl.pipelines.problem import PassKind
+from hybridrl.pipelines.recorded import RecordedPass
+from hybridrl.planner.accelerators import ACCELERATORS, layer_roofline
+from hybridrl.planner.mapping import (
+    AT_ONCE,
+    DeviceMapping,
+    GenLayout,
+    PlannedRole,
+    TrainLayout,
+    cluster_of,
+)
+from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.planner.model_shape import ModelShape
+from hybridrl.planner.recorded_costs import CostScales, RecordedDecoding, scaled, scales_of
+
+SHAPE = ModelShape(8, 1024, 4096, 16, 4, 32_000)
+# Without traffic, which is not slower on the slower machine.
+CLUSTER = replace(cluster_of(ACCELERATORS["a100"], 1, 8), within=AT_ONCE, between=AT_ONCE)
+ROLES = [
+    PlannedRole(name="actor", shape=SHAPE, trained=True),
+    PlannedRole(name="critic", shape=replace(SHAPE, layers=4), trained=True, value_head=True),
+]
+ROWS = [(300, 200, 45_150), (4000, 900, 900_000), (2048, 5, 10_000)]
+LAYOUTS = [
+    TrainLayout(fsdp=8),
+    TrainLayout(pp=2, tp=4),
+    TrainLayout(pp=2, fsdp=4, schedule=PipelineSchedule.zero_bubble),
+    TrainLayout(replicas=8, activations=ActivationMode.recompute),
+]
+
+
+def _mapping(layout: TrainLayout) -> DeviceMapping:
+    return DeviceMapping(
+        pools={"actor": ("actor", "critic")},
+        ranks={"actor": 8},
+        train={"actor": layout, "critic": TrainLayout(fsdp=8)},
+        gen=GenLayout(),
+        schedule=SerialScheduleConfig(),
+    )
+
+
+def _recorded(costs: MappingCosts, layout: TrainLayout, disturbed: bool) -> list[RecordedPass]:
+    """What a run takes whose machine has these `costs`; a third of the rows may be disturbed."""
+    passes = []
+    for number, row in enumerate(ROWS * 4):
+        more = 3.0 if disturbed and number % 3 == 0 else 1.0
+        for chunk, each in enumerate(costs.row_passes(ROLES[0], layout, range(8), *row)):
+            passes.append(RecordedPass(PassKind.forward, chunk, *row, each.forward_s * more))
+            if each.weights_s:
+                halves = (
+                    (PassKind.backward_input, each.backward_s),
+                    (
+                        PassKind.backward_weights,
+                        each.weights_s,
+                    ),
+                )
+                passes += [RecordedPass(kind, chunk, *row, s * more) for kind, s in halves]
+            else:
+                passes.append(RecordedPass(PassKind.backward, chunk, *row, each.backward_s * more))
+    return passes
+
+
+@pytest.mark.parametrize("disturbed", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_slower_machine(layout: TrainLayout, disturbed: bool) -> None:
+    """Of a machine that is 1.5 times slower forward, and 2 times backward."""
+    layers = replace(layer_roofline(ACCELERATORS["a100"]), row_s=2e-4, overlaps=False)
+    costs = MappingCosts(layers, CLUSTER)
+    wanted = CostScales(forward=1.5, backward=2.0)
+    slower = MappingCosts(scaled(layers, wanted, None, "slower"), CLUSTER)
+    recorded = {"actor": _recorded(slower, layout, disturbed)}
+    scales = scales_of(recorded, None, costs, ROLES, _mapping(layout))
+    assert scales.forward == pytest.approx(1.5)
+    assert scales.backward == pytest.approx(2.0)
+
+
+def test_decoding_and_calls() -> None:
+    """Decode steps and prompts by what a run has learned; calls and round trips as they are."""
+    layers = layer_roofline(ACCELERATORS["a100"])
+    costs = MappingCosts(layers, CLUSTER)
+    mapping = _mapping(LAYOUTS[0])
+    own = costs.generation(ROLES[0], mapping.gen, range(8))
+    learned = Costs(
+        step_s=3 * own.step_s,
+        row_s=3 * own.row_s,
+        cached_token_s=3 * own.cached_token_s,
+        prefill_token_s=own.prefill_token_s / 2,
+        call_s=0.004,
+        round_trip_s=0.001,
+    )
+    decoding = RecordedDecoding(learned, rows=12.0, held=300.0)
+    scales = scales_of({}, decoding, costs, ROLES, mapping)
+    assert (scales.forward, scales.backward) == (1.0, 1.0)
+    assert scales.decode == pytest.approx(3)
+    assert scales.prefill == pytest.approx(0.5)
+    result = MappingCosts(scaled(layers, scales, decoding, "run"), CLUSTER)
+    predicted = result.generation(ROLES[0], mapping.gen, range(8))
+    assert (predicted.call_s, predicted.round_trip_s) == (0.004, 0.001)
+    assert predicted.decode(12, 10, 3600) == pytest.approx(learned.decode(12, 10, 3600))
+    assert predicted.prefill_token_s == pytest.approx(learned.prefill_token_s)
+    assert result.layer_costs.source == "run"
+
+
+def test_nothing_recorded_changes_nothing() -> None:
+    costs = MappingCosts(layer_roofline(ACCELERATORS["a100"]), CLUSTER)
+    assert scales_of({}, None, costs, ROLES, _mapping(LAYOUTS[0])) == CostScales()
