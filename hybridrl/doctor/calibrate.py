@@ -24,6 +24,7 @@ from hybridrl.planner.mapping import (
 )
 from hybridrl.planner.mapping_costs import MappingCosts
 from hybridrl.planner.model_shape import ModelShape
+from hybridrl.planner.recorded_costs import with_halves
 from hybridrl.system.rendezvous import open_store
 
 if TYPE_CHECKING:
@@ -146,7 +147,8 @@ def costs_of(times: "Sequence[RankTimes]", config: Config) -> MappingCosts:
         LinkSpeed(host),
         table if table is not None and table.is_uneven else None,
     )
-    return MappingCosts(fitted, cluster, config.trainer.max_tokens_per_micro_batch)
+    costs = MappingCosts(fitted, cluster, config.trainer.max_tokens_per_micro_batch)
+    return with_halves(costs, [timed for rank in times for timed in rank.in_halves])
 
 
 def _link(times: "Sequence[RankTimes]") -> LinkSpeed:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from hybridrl.algorithms.losses import CrossEntropyLoss
-from hybridrl.config import Config, Device, TrainLayoutConfig
+from hybridrl.config import Config, Device, PipelineSchedule, TrainLayoutConfig
 from hybridrl.doctor.measure import Link, Probe
 from hybridrl.engines.rollout.interface import Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
@@ -27,6 +27,8 @@ from hybridrl.layout.switching import plan_switch
 from hybridrl.models.context import context_tokens
 from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.pipelines.balance import micro_batches
+from hybridrl.pipelines.problem import PassKind
+from hybridrl.pipelines.recorded import RecordedPass
 from hybridrl.planner.layer_fit import PackedTokens, TimedDecoding, TimedPass, TimedSwitch
 from hybridrl.planner.mapping import SampleLength
 from hybridrl.planner.model_shape import ModelShape
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 _REPEATS = 3
 _TP = 2  # of the passes whose all-reduces are measured
+_PP, _CHUNKS = 2, 4  # of those in halves; a zero-bubble schedule has two chunks a rank
 _CPU_TOKENS = 2048  # of a row: more only takes longer
 _STEPS = 8  # of a timed call of the rollout engine
 _ROWS = (1, 4, 16, 64)
@@ -50,6 +53,8 @@ class RankTimes:
     passes: list[TimedPass] = field(default_factory=list)
     split: list[TimedPass] = field(default_factory=list)
     """By two ranks under tensor parallelism, with other ranks as further sets of two."""
+    in_halves: list[tuple[ModelShape, RecordedPass]] = field(default_factory=list)
+    """Backward passes in halves, of a pipeline of two ranks."""
     decoding: list[TimedDecoding] = field(default_factory=list)
     switches: list[TimedSwitch] = field(default_factory=list)
     flops: float = 0.0
@@ -73,21 +78,27 @@ def models_of(config: PretrainedConfig) -> list[PretrainedConfig]:
             config.hidden_size // config.num_attention_heads
         )
         kinds.append({**halves, "num_hidden_layers": 2})
+    return [_with(config, **kind) for kind in kinds]
+
+
+def _with(config: PretrainedConfig, num_hidden_layers: int, **others: int) -> PretrainedConfig:
     settings = config.to_dict()
     for key in ("layer_types", "architectures"):
         settings.pop(key, None)
-    return [AutoConfig.for_model(**{**settings, **kind}) for kind in kinds]
+    settings |= {**others, "num_hidden_layers": num_hidden_layers}
+    return AutoConfig.for_model(**settings)
 
 
+_HALVES = (PassKind.backward_input, PassKind.backward_weights)
 _WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
 def write_models(config: PretrainedConfig, folder: Path) -> list[Path]:
-    """The models of `models_of`, each in a directory below `folder`."""
+    """The models of `models_of`, each in a directory below `folder`; at last one for a pipeline."""
     import torch
 
     paths = []
-    for number, shape in enumerate(models_of(config)):
+    for number, shape in enumerate([*models_of(config), _with(config, _CHUNKS)]):
         torch.manual_seed(number)
         path = folder / str(number)
         AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(path)
@@ -121,7 +132,8 @@ def measure_rank(
     times = RankTimes(
         links=links, flops=flops, memory_bytes_per_s=within, host_bytes_per_s=host_rate
     )
-    for path in models:
+    *alone, in_chunks = models
+    for path in alone:
         _measure_model(path, config, device, times)
         gc.collect()
     dist.destroy_process_group()
@@ -129,8 +141,9 @@ def measure_rank(
         kind = "nccl" if device.type == "cuda" else "gloo"
         rendezvous = f"file://{out / 'rendezvous'}"
         dist.init_process_group(kind, init_method=rendezvous, rank=rank, world_size=size)
-        for path in models:
+        for path in alone:
             _measure_split(path, config, device, times)
+        _measure_halves(in_chunks, config, device, times)
         dist.destroy_process_group()
     (out / str(rank)).write_bytes(pickle.dumps(times))
 
@@ -177,6 +190,28 @@ def _measure_split(path: Path, config: Config, device: "torch.device", times: Ra
     engine = TrainEngine(str(path), model=config.model, trainer=trainer, device=device)
     longest = context_tokens(shape_config)
     _measure_training(engine, shape, longest, times.split, shares=(1, 4), tp=_TP)
+
+
+def _measure_halves(path: Path, config: Config, device: "torch.device", times: RankTimes) -> None:
+    """Updates of a zero-bubble pipeline on two ranks, each of whose passes is timed."""
+    import torch
+    import torch.distributed as dist
+
+    shape = ModelShape.of_config(AutoConfig.from_pretrained(path).to_dict())
+    trainer = config.trainer
+    replicas, schedule = dist.get_world_size() // _PP, PipelineSchedule.zero_bubble
+    trainer.layout = TrainLayoutConfig(pp=_PP, replicas=replicas, fsdp=1, schedule=schedule)
+    engine = TrainEngine(str(path), model=config.model, trainer=trainer, device=device)
+    engine.clock.enabled = True
+    length = max(4, trainer.max_tokens_per_micro_batch // 4)
+    length = min(length, context_tokens(engine.model.config))
+    ids = torch.randint(0, shape.vocabulary, (8, length))
+    sequences = [TrainSequence(row, length // 2) for row in ids]
+    for repeat in range(1 + _REPEATS):
+        engine.update([] if engine.dims.rank("pp") else sequences, CrossEntropyLoss())
+        passes = engine.clock.take()
+        if repeat:
+            times.in_halves.extend((shape, each) for each in passes if each.kind in _HALVES)
 
 
 def _measure_training(

@@ -57,24 +57,40 @@ def shared_problem(
     widths = [layouts[role.name].data_ranks for role in roles]
     apart = math.gcd(*widths)
     groups: list[list[PipelinedModel]] = [[] for _ in range(apart)]
-    send_s = 0.0
+    nbytes: dict[str, float] = {}
     for number, (role, width) in enumerate(zip(roles, widths, strict=True)):
         layout = layouts[role.name]
         batch = (own or {}).get(role.name, samples)
         pipelines = costs.pipelines(role, layout, ranks, batch, trains, even=False)
+        nbytes[role.name] = costs.longest_message(role, layout, batch)
         for index, (problem, _) in enumerate(pipelines):
             (model,) = problem.models
-            send_s = max(send_s, problem.send_s)
             stages = model.ranks
             if number % 2:
                 stages = tuple(layout.pp - 1 - stage for stage in stages)
             places = tuple((stage * width + index) // apart for stage in stages)
             groups[index % apart].append(replace(model, ranks=places))
-    number_of_places = len(ranks) // tp // apart
-    problems = [
-        PipelineProblem(models=own, num_ranks=number_of_places, send_s=send_s) for own in groups
-    ]
+    problems = []
+    for index, models in enumerate(groups):
+        starts = range(index * tp, len(ranks), apart * tp)
+        sends_s = _sends(costs, models, nbytes, [ranks[start : start + tp] for start in starts])
+        problems.append(PipelineProblem(models=models, num_ranks=len(starts), sends_s=sends_s))
     return max(problems, key=lower_bound)
+
+
+def _sends(
+    costs: MappingCosts,
+    models: Sequence[PipelinedModel],
+    nbytes: Mapping[str, float],
+    places: Sequence[range],
+) -> list[list[float]]:
+    """Seconds of the messages between places of neighbouring chunks, each way; `nbytes` by role."""
+    sends_s = [[0.0] * len(places) for _ in places]
+    for model in models:
+        for a, b in itertools.pairwise(model.ranks):
+            seconds = costs.links.between(places[a], places[b]).send_s(nbytes[model.name])
+            sends_s[a][b] = sends_s[b][a] = max(sends_s[a][b], seconds)
+    return sends_s
 
 
 def shared_update_s(

@@ -76,6 +76,10 @@ class LayerCosts:
     """Weights cast and gradients cast, of an element that a rank computes with, once an update."""
     optimizer_element_s: float = 0.0
     """An optimizer step, of a trained element of a rank."""
+    input_half: float = 1.0
+    """Of a backward pass in halves, seconds of that for the input over its share of a whole one."""
+    weights_half: float = 1.0
+    """The same of that for the weights."""
     tp_reduce_s: float = 0.0
     """An all-reduce of hidden states of two tp ranks, within a training step or a forward pass."""
     tp_byte_s: float = 0.0

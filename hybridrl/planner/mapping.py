@@ -163,8 +163,8 @@ class ClusterShape:
 
     def slowest(self, groups: Sequence[Sequence[int]]) -> LinkSpeed:
         """The slowest link of collectives that wait for each other."""
-        if self.is_even:
-            return self.link(groups[0])
+        if self.is_even:  # of equal groups that on most nodes
+            return self.link(max(groups, key=lambda group: len({*map(self.node, group)})))
         links = [self.link(group) for group in groups]
         return LinkSpeed(
             min(link.bytes_per_s for link in links), max(link.message_s for link in links)

@@ -10,7 +10,6 @@ from hybridrl.config import ActivationMode
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Scope
 from hybridrl.layout.grouping import TrainAxes
-from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.switching import plan_switch
 from hybridrl.pipelines.balance import balance
 from hybridrl.pipelines.evaluation import evaluate
@@ -25,7 +24,7 @@ from hybridrl.pipelines.standard import standard_plan
 from hybridrl.planner.chunk_layers import chunk_layers
 from hybridrl.planner.dealt_rows import rows_of_ranks, sequence_cost
 from hybridrl.planner.layer_costs import LayerCosts, LayerWork, LinearPass
-from hybridrl.planner.links import LinkSpeed
+from hybridrl.planner.layout_links import LayoutLinks
 from hybridrl.planner.mapping import (
     ACTOR,
     ClusterShape,
@@ -41,10 +40,11 @@ from hybridrl.planner.model_shape import ModelShape
 
 SampleLengths = Sequence[SampleLength]
 """Of a micro-batch, or of a batch."""
+Rows = Sequence[SampleLengths]
+"""Micro-batches."""
 
 KEPT_PARAMETERS = 512 * 2**20
 """Models up to this size stay unsharded over an update: `engines.train.engine`."""
-AXES = ("pp", "replicas", "fsdp", "tp")
 MASTER = 4
 _MOMENTS = 2 * MASTER
 _HALF = 0.5  # of a backward pass's operations on matrices are for the weights
@@ -73,6 +73,7 @@ class MappingCosts:
         self, layer_costs: LayerCosts, cluster: ClusterShape, row_tokens: int = 8192
     ) -> None:
         self.layer_costs, self.cluster, self.row_tokens = layer_costs, cluster, row_tokens
+        self.links = LayoutLinks(cluster)
         # A search asks for the same ones again and again.
         self._chunks = lru_cache(4096)(self._make_chunks)
         self._moved = lru_cache(4096)(self._switch_traffic_s)
@@ -127,12 +128,11 @@ class MappingCosts:
         reduce = self._tp_reduce(shape, layout, ranks)
         forward = LinearPass.of_layer(costs.forward, work) + reduce.times(2)
         backward = LinearPass.of_layer(costs.backward, work) + reduce.times(2)
-        weights = LinearPass()
-        if layout.splits_backward:
-            weights = LinearPass(0.0, _HALF * costs.backward.flop_s * work.flops)
-            backward += weights.times(-1)
+        weights = LinearPass(0.0, _HALF * costs.backward.flop_s * work.flops)
+        inputs = (backward + weights.times(-1)).times(costs.input_half)
+        weights = weights.times(costs.weights_half)
         if layout.activations is ActivationMode.recompute:
-            backward += forward
+            backward, inputs = backward + forward, inputs + forward
         outputs = 1.0 if role.value_head else shape.vocabulary / tp
         head_forward = LinearPass.of_head(costs.head_forward, shape.hidden, outputs)
         head_backward = LinearPass.of_head(costs.head_backward, shape.hidden, outputs)
@@ -142,14 +142,19 @@ class MappingCosts:
         numbers = layout.layers_of_chunks(shape.layers)
         for number, layers in enumerate(numbers):
             is_first, is_last = number == 0, number == len(numbers) - 1
+            head = (head_backward + reduce).times(is_last)
+            halves = row + backward.times(layers) + head, LinearPass()
+            if layout.splits_backward and is_first:  # it has no gradient of its input
+                halves = halves[::-1]
+            elif layout.splits_backward:
+                halves = row + inputs.times(layers) + head, weights.times(layers)
             chunks.append(
                 _Chunk(
                     row
                     + forward.times(layers)
                     + head_forward.times(is_last)
                     + reduce.times(is_first),  # of the embedding
-                    row + backward.times(layers) + (head_backward + reduce).times(is_last),
-                    weights.times(layers),
+                    *halves,
                     layers * gather_s,
                     layers * (gather_s + reduce_s),
                 )
@@ -163,12 +168,12 @@ class MappingCosts:
         if layout.tp == 1:
             return LinearPass()
         costs, nbytes = self.layer_costs, shape.hidden * self.layer_costs.itemsize
-        within = self.cluster.node(ranks[0]) == self.cluster.node(ranks[layout.tp - 1])
+        groups = [ranks[start : start + layout.tp] for start in range(0, len(ranks), layout.tp)]
+        within = all(self.cluster.node(x[0]) == self.cluster.node(x[-1]) for x in groups)
         if isinstance(layout, TrainLayout) and costs.tp_reduce_s + costs.tp_byte_s and within:
             messages, parts = math.ceil(math.log2(layout.tp)), 2 * (layout.tp - 1) / layout.tp
             return LinearPass(costs.tp_reduce_s * messages, costs.tp_byte_s * nbytes * parts)
-        starts = range(0, len(ranks), layout.tp)
-        link = self.cluster.slowest([ranks[start : start + layout.tp] for start in starts])
+        link = self.cluster.slowest(groups)
         call_s = link.all_reduce_s(0, layout.tp)
         return LinearPass(call_s, link.all_reduce_s(nbytes, layout.tp) - call_s)
 
@@ -178,23 +183,14 @@ class MappingCosts:
         """Of a layer that is gathered for each micro-batch, and its gradients reduced."""
         if layout.fsdp == 1 or self._stays_whole(role, layout):
             return 0.0, 0.0
-        link, elements = self._fsdp_link(layout, ranks), role.shape.layer_parameters / layout.tp
+        link = self.links.along(layout, ranks, "fsdp")
+        elements = role.shape.layer_parameters / layout.tp
         gather = link.gather_s(self.layer_costs.itemsize * elements, layout.fsdp)
         return gather, link.gather_s(MASTER * elements, layout.fsdp)
 
     @staticmethod
     def _stays_whole(role: PlannedRole, layout: TrainLayout) -> bool:
         return role.shape.parameters <= KEPT_PARAMETERS or layout.pp > 1
-
-    def _fsdp_link(self, layout: TrainLayout, ranks: range) -> LinkSpeed:
-        return self.cluster.slowest(self._groups(layout, ranks, "fsdp"))
-
-    def _groups(self, layout: TrainLayout, ranks: range, axis: str) -> list[list[int]]:
-        """The ranks that differ along one axis, each in order; the first where all are alike."""
-        sizes = (layout.pp, layout.replicas, layout.fsdp, layout.tp)
-        mesh = Mesh(tuple(zip(AXES, sizes, strict=True)), tuple(ranks[: layout.ranks]))
-        lines = mesh.lines(axis)
-        return lines[:1] if self.cluster.is_even else lines
 
     def balanced_layers(
         self, role: PlannedRole, layout: TrainLayout, ranks: range, totals: SampleTotals
@@ -218,42 +214,28 @@ class MappingCosts:
         sizes = chunk_layers(role.shape.layers, stages, layer_s, [s - layer_s for s in one])
         return () if sizes == layout.layers_of_chunks(role.shape.layers) else sizes
 
-    def _send(self, role: PlannedRole, layout: TrainLayout, ranks: range, tokens: float) -> float:
-        if layout.pp == 1:
-            return 0.0
-        return self._link_s(role, layout, tokens, self._hop(layout, ranks, 0, 1))
-
-    def _link_s(
-        self, role: PlannedRole, layout: TrainLayout, tokens: float, link: LinkSpeed
+    def longest_message(
+        self, role: PlannedRole, layout: TrainLayout, samples: SampleLengths
     ) -> float:
-        nbytes = tokens * role.shape.hidden * self.layer_costs.itemsize
-        return link.send_s(nbytes / (layout.tp if layout.sequence_parallel else 1))
+        """Bytes of the hidden states of the longest micro-batch of any rank."""
+        rows = rows_of_ranks(role.shape, layout, tuple(samples), even=False)
+        return max(self._message_bytes(role, layout, of_rank) for of_rank in rows)
 
-    def _hop(self, layout: TrainLayout, ranks: range, source: int, target: int) -> LinkSpeed:
-        """The slowest link between two stages, of all their ranks."""
-        lines = self._groups(layout, ranks, "pp")
-        return self.cluster.slowest([[line[source], line[target]] for line in lines])
-
-    def _sends(
-        self, role: PlannedRole, layout: TrainLayout, ranks: range, tokens: float
-    ) -> tuple[tuple[float, ...], ...]:
-        """Of a micro-batch by stages that send and receive; empty where all links are alike."""
-        if layout.pp == 1 or self.cluster.is_even:
-            return ()
-        stages = range(layout.pp)
-        hops = [[self._hop(layout, ranks, a, b) for b in stages] for a in stages]
-        return tuple(tuple(self._link_s(role, layout, tokens, x) for x in row) for row in hops)
+    def _message_bytes(self, role: PlannedRole, layout: TrainLayout, rows: Rows) -> float:
+        """Of the hidden states of the longest micro-batch, which a rank sends to the next stage."""
+        tokens = max(sum(sample.tokens for sample in row) for row in rows)
+        parts = layout.tp if layout.sequence_parallel else 1
+        return tokens * role.shape.hidden * self.layer_costs.itemsize / parts
 
     def pipeline(
         self,
         role: PlannedRole,
         layout: TrainLayout,
         ranks: range,
-        rows: Sequence[SampleLengths],
+        rows: Rows,
         trains: bool = True,
     ) -> tuple[PipelineProblem, PipelinePlan]:
         """The micro-batches of a data-parallel rank, and the order that the engine takes."""
-        longest = max(sum(sample.tokens for sample in row) for row in rows)
         costs = []
         for row in rows:
             tokens = sum(sample.tokens for sample in row)
@@ -265,12 +247,10 @@ class MappingCosts:
         if trains and layout.splits_backward:
             kinds = (PassKind.backward_input, PassKind.backward_weights)
         model = PipelinedModel(name=role.name, ranks=stages, costs=costs, backward=kinds)
-        problem = PipelineProblem(
-            models=[model],
-            num_ranks=layout.pp,
-            send_s=self._send(role, layout, ranks, longest),
-            sends_s=self._sends(role, layout, ranks, longest),
-        )
+        nbytes = self._message_bytes(role, layout, rows)
+        hops = self.links.hops(layout, ranks) if layout.pp > 1 else ()
+        sends_s = [[link.send_s(nbytes) for link in row] for row in hops]
+        problem = PipelineProblem(models=[model], num_ranks=layout.pp, sends_s=sends_s)
         return problem, standard_plan(model, layout.schedule.value)
 
     def gradient_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
@@ -279,11 +259,11 @@ class MappingCosts:
         elements = self._stage_elements(role.shape, layout, role.value_head)
         seconds = costs.gradient_element_s * elements
         if layout.fsdp > 1 and self._stays_whole(role, layout):
-            link = self._fsdp_link(layout, ranks)
+            link = self.links.along(layout, ranks, "fsdp")
             seconds += link.gather_s(costs.itemsize * elements, layout.fsdp)
             seconds += link.gather_s(MASTER * elements, layout.fsdp)
         if layout.replicas > 1:
-            link = self.cluster.slowest(self._groups(layout, ranks, "replicas"))
+            link = self.links.along(layout, ranks, "replicas")
             seconds += link.all_reduce_s(MASTER * elements / layout.fsdp, layout.replicas)
         return seconds
 
@@ -472,6 +452,7 @@ class MappingCosts:
         work = LayerWork.of(shape, gen.tp)
         prefill = LinearPass.of_layer(costs.prefill, work).times(shape.layers)
         kv_bytes = shape.kv_elements * costs.itemsize
+        apart = self.cluster.within if self.cluster.nodes == 1 else self.cluster.between
         return Costs(
             step_s=step + decode.weight_byte_s * costs.itemsize * read / gen.tp,
             row_s=(row + reduce.token_s) / gen.pp,
@@ -479,7 +460,8 @@ class MappingCosts:
             prefill_token_s=(prefill.token_s + reduce.token_s) / gen.pp,
             admit_s=prefill.call_s / gen.pp,
             call_s=costs.call_s,
-            kv_token_s=self.cluster.between.send_s(kv_bytes / gen.ranks),
+            kv_call_s=apart.message_s,
+            kv_token_s=kv_bytes / gen.ranks / apart.bytes_per_s,
             round_trip_s=costs.round_trip_s,
         )
 

@@ -12,13 +12,14 @@ the run most take 149 ms. The costs of layers and head are scaled by (149 - 2) /
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from hybridrl.config import ActivationMode
+from hybridrl.config import ActivationMode, PipelineSchedule
 from hybridrl.flow.costs import Costs
 from hybridrl.pipelines.problem import PassKind
 from hybridrl.pipelines.recorded import RecordedPass
 from hybridrl.planner.layer_costs import DecodeRates, LayerCosts, PassRates
-from hybridrl.planner.mapping import ACTOR, DeviceMapping, PlannedRole
+from hybridrl.planner.mapping import ACTOR, DeviceMapping, PlannedRole, TrainLayout
 from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.planner.model_shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,31 @@ def scaled(
         call_s=own.call_s,
         round_trip_s=own.round_trip_s,
     )
+
+
+def with_halves(
+    costs: MappingCosts, in_halves: Sequence[tuple[ModelShape, RecordedPass]]
+) -> MappingCosts:
+    """The costs with those of backward passes in halves.
+
+    `in_halves` are passes of zero-bubble pipelines of two ranks. A half's factor is the median of
+    what it took over its share of a whole pass, weighted by seconds; 1 where it was not measured.
+    """
+    layout = TrainLayout(pp=2, schedule=PipelineSchedule.zero_bubble)
+    shares: dict[PassKind, list[_Share]] = {kind: [] for kind in PassKind}
+    for shape, each in in_halves:
+        role = PlannedRole(name=ACTOR, shape=shape, trained=True)
+        work = each.tokens, each.scored, each.pairs
+        own = costs.row_passes(role, layout, range(2), *work)[each.chunk]
+        is_input = each.kind is PassKind.backward_input
+        predicted = own.backward_s if is_input else own.weights_s
+        shares[each.kind].append(_Share(each.seconds / predicted, predicted))
+    layers = replace(
+        costs.layer_costs,
+        input_half=_median(shares[PassKind.backward_input]),
+        weights_half=_median(shares[PassKind.backward_weights]),
+    )
+    return MappingCosts(layers, costs.cluster, costs.row_tokens)
 
 
 def _forward(

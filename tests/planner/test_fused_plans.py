@@ -1,5 +1,6 @@
 """Seconds of several roles in one plan: against the search, against all ranks as one problem."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -70,7 +71,13 @@ def test_ranks_that_do_not_meet_are_problems_of_their_own(train: dict[str, Train
             places = tuple(layout.rank(stage=s) // layout.tp + index for s in stages)
             models.append(replace(model, ranks=places))
     problem = shared_problem(COSTS, roles, train, range(16), SAMPLES)
-    whole = PipelineProblem(models=models, num_ranks=8, send_s=problem.send_s)
+    tp, sends_s = train[roles[0].name].tp, [[0.0] * 8 for _ in range(8)]
+    nbytes = {r.name: COSTS.longest_message(r, train[r.name], SAMPLES) for r in roles}
+    for model in models:
+        for a, b in itertools.pairwise(model.ranks):
+            seconds = COSTS.cluster.link([tp * a, tp * b]).send_s(nbytes[model.name])
+            sends_s[a][b] = sends_s[b][a] = max(sends_s[a][b], seconds)
+    whole = PipelineProblem(models=models, num_ranks=8, sends_s=sends_s)
     assert lower_bound(problem) == pytest.approx(lower_bound(whole))
 
 
