@@ -8,7 +8,8 @@ with F the floating-point operations of its matrices, E the elements that its ot
 times hidden and feed-forward sizes), P the operations of attention (quadratic in lengths). So what
 was measured for one layout and size predicts another. The head has costs of its own.
 
-Sources: a roofline (`accelerators.py`) and `hybridrl plan calibrate`.
+Sources: a roofline (`accelerators.py`), `hybridrl plan calibrate`, and a run that scales the costs
+of either (`recorded_costs.py`).
 """
 
 import math

@@ -9,7 +9,7 @@ from hybridrl.planner.mapping import ClusterShape, TrainLayout
 
 AXES = ("pp", "replicas", "fsdp", "tp")
 
-Sizes = tuple[int, ...]
+AxisSizes = tuple[int, ...]
 """Of the `AXES`."""
 
 
@@ -34,19 +34,19 @@ class LayoutLinks:
         """The slowest link of messages from each source to its target."""
         return self.cluster.slowest([list(pair) for pair in zip(sources, targets, strict=True)])
 
-    def _slowest_along(self, sizes: Sizes, ranks: range, axis: str) -> LinkSpeed:
+    def _slowest_along(self, sizes: AxisSizes, ranks: range, axis: str) -> LinkSpeed:
         return self.cluster.slowest(_lines(sizes, ranks, axis))
 
-    def _hops(self, sizes: Sizes, ranks: range) -> tuple[tuple[LinkSpeed, ...], ...]:
+    def _hops(self, sizes: AxisSizes, ranks: range) -> tuple[tuple[LinkSpeed, ...], ...]:
         stages = [*zip(*_lines(sizes, ranks, "pp"), strict=True)]
         return tuple(tuple(self.between(a, b) for b in stages) for a in stages)
 
 
-def _sizes(layout: TrainLayout) -> Sizes:
+def _sizes(layout: TrainLayout) -> AxisSizes:
     return layout.pp, layout.replicas, layout.fsdp, layout.tp
 
 
-def _lines(sizes: Sizes, ranks: range, axis: str) -> list[list[int]]:
+def _lines(sizes: AxisSizes, ranks: range, axis: str) -> list[list[int]]:
     """The ranks that differ along one axis alone, each group in order."""
     number = 1
     for size in sizes:

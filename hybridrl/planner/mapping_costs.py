@@ -40,7 +40,7 @@ from hybridrl.planner.model_shape import ModelShape
 
 SampleLengths = Sequence[SampleLength]
 """Of a micro-batch, or of a batch."""
-Rows = Sequence[SampleLengths]
+RowsOfRank = Sequence[SampleLengths]
 """Micro-batches."""
 
 KEPT_PARAMETERS = 512 * 2**20
@@ -221,7 +221,7 @@ class MappingCosts:
         rows = rows_of_ranks(role.shape, layout, tuple(samples), even=False)
         return max(self._message_bytes(role, layout, of_rank) for of_rank in rows)
 
-    def _message_bytes(self, role: PlannedRole, layout: TrainLayout, rows: Rows) -> float:
+    def _message_bytes(self, role: PlannedRole, layout: TrainLayout, rows: RowsOfRank) -> float:
         """Of the hidden states of the longest micro-batch, which a rank sends to the next stage."""
         tokens = max(sum(sample.tokens for sample in row) for row in rows)
         parts = layout.tp if layout.sequence_parallel else 1
@@ -232,7 +232,7 @@ class MappingCosts:
         role: PlannedRole,
         layout: TrainLayout,
         ranks: range,
-        rows: Rows,
+        rows: RowsOfRank,
         trains: bool = True,
     ) -> tuple[PipelineProblem, PipelinePlan]:
         """The micro-batches of a data-parallel rank, and the order that the engine takes."""

@@ -1,12 +1,12 @@
 """Costs of layers as a run has found them: those of a calibration, scaled to its micro-batches.
 
 A run has few sizes of micro-batches and one layout of each role, which cannot tell the costs of
-calls, operations and elements apart. So their proportions are those of other costs, and the run
-says by how much they are off, one number each for forward passes, backward passes, decode steps and
-prompts.
+calls, operations and elements apart. So their proportions are those of other costs. The run says by
+how much they are off: one number each for forward passes, backward passes, decode steps, prompts.
 
-*Example*: rows of 2,048 tokens should take 100 ms forward, of which 2 ms are a row's own cost. In
-the run most take 149 ms. The costs of layers and head are scaled by (149 - 2) / (100 - 2) = 1.5.
+*Example*: rows of 2,048 tokens should take 100 ms forward and 200 ms backward. In the run most take
+150 and 280 ms. The costs of forward passes are scaled by 1.5, those of backward passes by 1.4, and
+what a row costs in either by 1.45.
 """
 
 from collections.abc import Mapping, Sequence
@@ -92,6 +92,7 @@ def scaled(
         head_forward=_times(costs.head_forward, scales.forward),
         backward=_times(costs.backward, scales.backward),
         head_backward=_times(costs.head_backward, scales.backward),
+        row_s=costs.row_s * (scales.forward + scales.backward) / 2,
         prefill=_times(costs.prefill, scales.prefill),
         decode=DecodeRates(**{k: scales.decode * v for k, v in asdict(costs.decode).items()}),
         call_s=own.call_s,
@@ -104,8 +105,8 @@ def with_halves(
 ) -> MappingCosts:
     """The costs with those of backward passes in halves.
 
-    `in_halves` are passes of zero-bubble pipelines of two ranks. A half's factor is the median of
-    what it took over its share of a whole pass, weighted by seconds; 1 where it was not measured.
+    `in_halves` are passes of zero-bubble pipelines of two ranks. A half's factor is what it took
+    over its share of a whole pass, as a median weighted by seconds. It is 1 without measurements.
     """
     layout = TrainLayout(pp=2, schedule=PipelineSchedule.zero_bubble)
     shares: dict[PassKind, list[_Share]] = {kind: [] for kind in PassKind}
@@ -131,12 +132,13 @@ def _forward(
     mapping: DeviceMapping,
 ) -> list[_Share]:
     layout, ranks = mapping.train[role.name], mapping.ranks_of(role.name)
-    row_s, shares = costs.layer_costs.row_s, []
+    shares = []
     for each in passes[role.name]:
         if each.kind is PassKind.forward:
             work = each.tokens, each.scored, each.pairs
             predicted = costs.row_passes(role, layout, ranks, *work)[each.chunk].forward_s
-            shares.append(_Share((each.seconds - row_s) / (predicted - row_s), predicted))
+            if predicted:
+                shares.append(_Share(each.seconds / predicted, predicted))
     return shares
 
 
@@ -154,16 +156,17 @@ def _backward(
     for each in passes[role.name]:
         if each.kind is PassKind.forward:
             continue
-        work, row_s = (each.tokens, each.scored, each.pairs), costs.layer_costs.row_s
+        work = each.tokens, each.scored, each.pairs
         whole = costs.row_passes(role, layout, ranks, *work)[each.chunk]
         own = costs.row_passes(role, kept, ranks, *work)[each.chunk]
-        other_s = row_s + forward * (whole.backward_s - own.backward_s)
+        again_s = forward * (whole.backward_s - own.backward_s)
         predicted = own.backward_s + own.weights_s
         if each.kind is PassKind.backward_input:
             predicted = own.backward_s
         elif each.kind is PassKind.backward_weights:
-            predicted, other_s, row_s = own.weights_s, 0.0, 0.0
-        shares.append(_Share((each.seconds - other_s) / (predicted - row_s), predicted))
+            predicted, again_s = own.weights_s, 0.0
+        if predicted:
+            shares.append(_Share((each.seconds - again_s) / predicted, predicted))
     return shares
 
 

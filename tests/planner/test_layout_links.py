@@ -1,4 +1,4 @@
-"""Every group of a layout counts, and every hop between stages, on clusters without a table, too."""
+"""Every group of a layout counts, and every hop between stages, also without a table of links."""
 
 from hybridrl.planner.accelerators import ACCELERATORS
 from hybridrl.planner.layout_links import LayoutLinks
