@@ -24,13 +24,15 @@ def set_head(engine):
                 p.data.to_local().fill_(0.3)
 
 
-def make_engine(path, layout, *, values=False, reverse=False, schedule="one_f_one_b", lora=0):
+def make_engine(
+    path, layout, *, values=False, reverse=False, schedule="one_f_one_b", lora=0, **trainer
+):
     pp, replicas, fsdp, tp = layout
     return TrainEngine(
         path,
         model=ModelConfig(),
         trainer=TrainerConfig(
-            max_tokens_per_micro_batch=MAX_TOKENS,
+            **{"max_tokens_per_micro_batch": MAX_TOKENS, **trainer},
             optim=OptimConfig(lr=1e-2, clip_grad_norm=0.0),
             layout=TrainLayoutConfig(
                 pp=pp, replicas=replicas, fsdp=fsdp, tp=tp, schedule=PipelineSchedule[schedule]

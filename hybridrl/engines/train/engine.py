@@ -174,7 +174,7 @@ class TrainEngine(ModelShards):
             trainer.max_tokens_per_micro_batch,
             layers,
             trainer.chunk_tokens,
-            SequenceCost(*forward_flops(self.model.config)),
+            SequenceCost(*forward_flops(self.model.config)).weighed(trainer.attention_cost),
         )
         self.flops = ForwardFlops.of(self.model.config)
         if gives_values:  # in place of the vocabulary's head
