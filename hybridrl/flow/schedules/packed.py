@@ -82,8 +82,8 @@ class PackedSchedule(StreamingSchedule):
     length, and takes the first that keep to the limit (`choose`). A prompt that has a longer
     response is put off. Its samples' tokens are discarded, and it begins again in a later step of
     the cycle. The last step takes all that are left, without a limit. A run's last cycle is cut, so
-    that it ends with the run. One that had begun when the run was cut short is not cut again:
-    `close` gives the samples of the prompts that were still to come.
+    that it ends with the run. One that has begun stays as it is, where a resumed run is to have
+    fewer steps. `close` then gives the samples of the prompts that were still to come.
 
     So after a cycle the run has trained on the prompts of `serial`, each once, and none has waited
     more than `max_wait_steps` steps. All tokens of a step are of its weights. The prompts that it
