@@ -16,6 +16,8 @@ from hybridrl.controller import train as runs
 from hybridrl.flow.schedules.streamed_update import StreamedUpdate
 from hybridrl.models.parallel import check_tail_tp, wide_widths
 from hybridrl.telemetry.records import read_lines
+from hybridrl.telemetry.rundata import load
+from hybridrl.telemetry.tables import timelines
 
 WIDE = ["schedule=fused", "schedule.migration_threshold=6", "schedule.migration=kv"]
 Train = Callable[..., Any]
@@ -144,6 +146,9 @@ def test_emulated_ranks(tmp_path: Path, tail_tp: str) -> None:
     lines = emulated(tmp_path / "wide", *settings, "schedule=fused", f"rollout.tail_tp={tail_tp}")
     assert lengths(tmp_path / "serial") == lengths(tmp_path / "wide")
     assert sum(line["widened"] for line in lines) > 0
+    if tail_tp == "4":  # the only choice, once there are costs to choose by
+        assert lines[-1]["plan/widen_to_2_chosen"] == 1
+        assert timelines(load(tmp_path / "wide"))[-1]["label"] == "last: step 4, widen to 2"
     costs = json.loads((tmp_path / "wide" / "costs.json").read_text())["costs"]
     assert "2" in costs["wide_step_s"]
 

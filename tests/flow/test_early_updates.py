@@ -236,6 +236,37 @@ def test_nothing_is_begun_that_would_outlast_the_decoding(virtual_executor: Any)
     assert schedule.run_step(1).metrics["samples/trained_early"] == 4
 
 
+@pytest.mark.parametrize(
+    ("name", "train_token_s", "taken"),
+    [
+        ("stay", 0.5, "stay"),
+        ("train early", 0.5, "train_early"),
+        ("migrate, train early", 0.5, "migrate_train_early"),
+        ("stay", 0.0, "train_early"),  # training was not measured yet, so it is tried
+    ],
+)
+def test_a_metric_says_which_plan_a_step_took(
+    virtual_executor: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    train_token_s: float,
+    taken: str,
+) -> None:
+    monkeypatch.setattr(fused, "best_plan", lambda plans: {p.name: p for p in plans}[name])
+    _, schedule = two_of_three(virtual_executor)
+    first = schedule.run_step(0).metrics  # nothing is known yet
+    assert not [key for key in first if key.startswith("plan/")]
+    costs = Costs(step_s=1.0, train_token_s=train_token_s)
+    schedule.meter.costs = lambda: costs
+    metrics = schedule.run_step(1).metrics
+    chosen = {key: value for key, value in metrics.items() if key.endswith("_chosen")}
+    names = ("stay", "train_early", "migrate", "migrate_train_early")
+    assert chosen == {f"plan/{one}_chosen": float(one == taken) for one in names}
+    assert {key.removesuffix("_chosen") for key in chosen} == {
+        key.removesuffix("_s") for key in metrics if key.startswith("plan/") and key[-2:] == "_s"
+    }
+
+
 def test_a_sample_that_is_too_long_holds_up_none_behind_it(
     virtual_executor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
