@@ -81,6 +81,7 @@ def test_adapters_and_guesses(
     wide = run_of(*settings, *WIDE, "rollout.tail_tp=2", "rollout.speculate=2")
     check_same(run_of(*settings), wide)
     assert sum(line["widened"] for line in wide.metrics) > 0
+    assert sum(line["samples/drafted_tokens"] for line in wide.metrics) > 0
 
 
 @pytest.mark.layouts

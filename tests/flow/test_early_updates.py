@@ -3,10 +3,13 @@
 import logging
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from hybridrl.algorithms.losses import ClippedLoss
@@ -17,6 +20,7 @@ from hybridrl.flow.early_updates import EarlySettings, EarlyUpdate, early_update
 from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.ledger import generation_first, sections
 from hybridrl.flow.lengths import LengthModel, PromptKey
+from hybridrl.flow.sample import SampleId
 from hybridrl.flow.schedules import fused
 from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.fused import FusedSchedule
@@ -188,6 +192,51 @@ def two_of_three(virtual_executor: Any, **limits: Any) -> tuple[Any, Any]:
     executor.reward_of = lambda id: (float(id.k), "ok")
     schedule = schedule_of(executor, graph_of("grpo", group_size=2), EarlySettings(), 3, **limits)
     return executor, schedule
+
+
+def drawn(length_of: Any, id: SampleId, name: str) -> Any:
+    """What the engine and the roles make of a sample, which follows from its identity alone."""
+    draw, num = random.Random(f"{id} {name}"), length_of(id)
+    if name == "reward":
+        return float(draw.randrange(2))
+    if name == "reward_status":
+        return "ok"
+    if name == "tokens":
+        return torch.tensor([draw.randrange(50) for _ in range(3 + num)])
+    return torch.tensor([-draw.random() for _ in range(num)])
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"), [("dapo", {"group_size": 2}), ("ppo", {"num_samples": 2})]
+)
+def test_recipes_whose_update_is_late_train_on_what_serial_trains_on(
+    virtual_executor: Any, name: str, keys: dict[str, Any]
+) -> None:
+    """Nothing is trained early, and no sample is trained twice or elsewhere."""
+    for seed in range(6):
+        lengths = random.Random(seed).choices([1, 2, 3, 40], [4, 4, 4, 1], k=50)
+        seen = []
+        for early in (None, EarlySettings()):
+
+            def length_of(id: SampleId, lengths: Any = lengths) -> int:
+                return int(lengths[(3 * id.prompt + id.k) % 50])
+
+            outputs_of = partial(drawn, length_of)
+            executor = virtual_executor(3, seed, length_of, outputs_of=outputs_of)
+            schedule = schedule_of(executor, graph_of(name, **keys), early, 6)
+            results = [schedule.run_step(step) for step in range(3)]
+            updates = [
+                (stage, id, {key: np.asarray(value).tolist() for key, value in fields.items()})
+                for stage, samples in executor.updates
+                for id, fields in samples
+            ]
+            seen.append((updates, [[s.id for s in r.samples] for r in results]))
+            assert executor.num_early == 0
+            assert not any(r.metrics.get("samples/trained_early") for r in results)
+            assert "early backward" not in {span.name for r in results for span in r.spans}
+        assert seen[0] == seen[1]
+        stages = {"update_actor"} | ({"update_critic"} if name == "ppo" else set())
+        assert {stage for stage, _, _ in seen[0][0]} == stages
 
 
 def early_calls(executor: Any) -> list[list[int]]:
