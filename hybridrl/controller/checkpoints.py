@@ -31,7 +31,7 @@ MAY_CHANGE = (
     "critic.layout", "cost_critic.layout", "reward_model.layout", "model.attention",
     "rollout.layout", "rollout.max_running", "rollout.block_size", "rollout.kv_cache_tokens",
     "rollout.decode_steps", "rollout.speculate", "rollout.tail_tp",
-    "schedule.migration_threshold", "schedule.migration",
+    "schedule.migration_threshold", "schedule.migration", "schedule.early_backward",
     "environment.num_processes", "environment.memory_mb", "environment.port",
     "environment.turn_timeout_s", "environment.episode_timeout_s", "environment.max_failed_share",
 )  # fmt: skip

@@ -28,7 +28,8 @@ def timelines(run: RunData) -> list[dict[str, Any]]:
     if len(chosen) < 2:
         picks = {"only": chosen[0]}
     return [
-        _timeline(f"{label}: step {key.step}", key, ranked[key]) for label, key in picks.items()
+        _timeline(f"{label}: {_step_label(run, key)}", key, ranked[key])
+        for label, key in picks.items()
     ]
 
 
@@ -36,9 +37,20 @@ def last_timelines(run: RunData, count: int) -> list[dict[str, Any]]:
     """The last steps, of any phase, the newest first."""
     ranked = _steps_on_ranks(run)
     return [
-        _timeline(f"step {key.step}", key, ranked[key])
+        _timeline(_step_label(run, key), key, ranked[key])
         for key in sorted(ranked, reverse=True)[:count]
     ]
+
+
+def _step_label(run: RunData, key: StepKey) -> str:
+    """The step, and the choices for its tail (`plan/CHOICE_chosen`), where the schedule has some.
+
+    Example: `step 12, migrate train early`.
+    """
+    names = [name for name, value in run.metrics.get(key, {}).items() if value == 1.0]
+    chosen = [name.removeprefix("plan/") for name in names if name.startswith("plan/")]
+    plans = [name.removesuffix("_chosen") for name in chosen if name.endswith("_chosen")]
+    return ", ".join([f"step {key.step}", *(plan.replace("_", " ") for plan in plans)])
 
 
 def _steps_on_ranks(run: RunData) -> dict[StepKey, list[TraceSpan]]:

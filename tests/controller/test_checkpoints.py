@@ -224,6 +224,22 @@ def test_a_checkpoint_with_keys_of_old_is_compared_by_their_new_names(
         assert line == f"{setting}: wanted {before}{reason}"
 
 
+@pytest.mark.parametrize("setting", [
+    "schedule.early_backward=auto", "rollout.tail_tp=2", "rollout.speculate=auto",
+    "schedule.migration_threshold=4", "schedule.migration=recompute",
+])  # fmt: skip
+def test_how_the_tail_is_decoded_and_trained_may_change(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path, setting: str
+) -> None:
+    """With `schedule=fused`, which trains on the same batch with and without."""
+    fused = ["schedule=fused", "cluster.ranks=2"]
+    for name, before, now in (("on", [], [setting]), ("off", [setting], [])):
+        path = publish(tmp_path / name / "final", 6, *fused, *before)
+        origin = find_origin(config(*fused, *now, f"trainer.resume={path}"))
+        assert origin.point is not None
+        assert origin.point.folder == path
+
+
 @pytest.mark.parametrize(
     ("before", "now", "may"),
     [("timed", "outputs/run", True), ("outputs/run", "timed", True), ("timed", "counted", False),

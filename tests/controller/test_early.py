@@ -99,7 +99,7 @@ def check_same(serial: Any, early: Any) -> None:
         assert len({s.response_tokens for s in one.samples}) > 5
     for one, other in zip(serial.metrics, early.metrics, strict=True):
         for key in ("loss", "grad_norm", "entropy", "tokens", "mismatch/kl", "reward_mean"):
-            assert one.get(key) == pytest.approx(other.get(key), rel=1e-5, abs=1e-6), key
+            assert one[key] == pytest.approx(other[key], rel=1e-5, abs=1e-6), key
     moved, apart = 0.0, 0.0
     start, final, others = (
         load_file(folder / "model.safetensors")

@@ -156,15 +156,29 @@ def test_responses_have_the_turns_of_the_plan(trained: Callable[..., Path], sche
     assert all(line["environment/wait_p99_s"] > 0 for line in lines)
 
 
-@pytest.mark.parametrize("schedule", ["packed", "partial"])
-def test_prompts_wait_by_tokens_alone(trained: Callable[..., Path], schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "waited"),
+    [
+        (("schedule=packed", "schedule.limit_tokens=500"), "samples/put_off"),
+        (("schedule=partial",), "parked"),
+    ],
+    ids=["packed", "partial"],
+)
+def test_prompts_wait_by_tokens_alone(
+    trained: Callable[..., Path], schedule: tuple[str, ...], waited: str
+) -> None:
+    """Steps that take three times as long have the same prompts, whichever had to wait."""
     quick, slow = (
-        trained(f"schedule={schedule}", f"cluster.time_scale={scale}", "recipe.group_size=4")
+        trained(*schedule, f"cluster.time_scale={scale}", "recipe.group_size=4")
         for scale in (0.001, 0.003)
     )
-    assert [line["samples/used"] for line in read_lines(quick / "metrics.jsonl")]
-    if schedule == "packed":  # partial stops when enough have finished
-        assert lengths_by_prompt(quick) == lengths_by_prompt(slow)
+    steps = [
+        [(line["step"], line["prompts"], line["lengths"]) for line in read_lines(f)]
+        for f in (quick / "lengths.jsonl", slow / "lengths.jsonl")
+    ]
+    assert len(steps[0]) == 3
+    assert steps[0] == steps[1]
+    assert sum(line[waited] for line in read_lines(quick / "metrics.jsonl")) > 0
 
 
 def test_all_that_is_written_says_emulated(trained: Callable[..., Path], tmp_path: Path) -> None:

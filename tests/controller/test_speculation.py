@@ -13,8 +13,8 @@ PACKED = ["schedule=packed", "schedule.limit_tokens=24"]
 @pytest.mark.layouts
 @pytest.mark.parametrize(
     ("schedule", "speculate"),
-    [(["schedule=serial"], "auto"), (PARTIAL, "3"), (PACKED, "3")],
-    ids=["serial", "partial", "packed"],
+    [(["schedule=serial"], "3"), (["schedule=serial"], "auto"), (PARTIAL, "3"), (PACKED, "3")],
+    ids=["serial", "auto", "partial", "packed"],
 )
 def test_steps_are_those_without_drafts(
     train_here: Callable[..., Any], long_tail: list[str], check_same: Callable[..., None],
@@ -26,5 +26,5 @@ def test_steps_are_those_without_drafts(
     drafted = train_here(tmp_path / "drafted", *settings, f"rollout.speculate={speculate}")
     check_same(plain, drafted)
     assert all("samples/drafted_tokens" not in line for line in plain.metrics)
-    if speculate != "auto":
-        assert sum(line.get("samples/drafted_tokens", 0) for line in drafted.metrics) > 0
+    if speculate != "auto":  # it may find that guesses cost more than they save
+        assert sum(line["samples/drafted_tokens"] for line in drafted.metrics) > 0

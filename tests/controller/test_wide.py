@@ -16,6 +16,8 @@ from hybridrl.controller import train as runs
 from hybridrl.flow.schedules.streamed_update import StreamedUpdate
 from hybridrl.models.parallel import check_tail_tp, wide_widths
 from hybridrl.telemetry.records import read_lines
+from hybridrl.telemetry.rundata import load
+from hybridrl.telemetry.tables import timelines
 
 WIDE = ["schedule=fused", "schedule.migration_threshold=6", "schedule.migration=kv"]
 Train = Callable[..., Any]
@@ -79,6 +81,7 @@ def test_adapters_and_guesses(
     wide = run_of(*settings, *WIDE, "rollout.tail_tp=2", "rollout.speculate=2")
     check_same(run_of(*settings), wide)
     assert sum(line["widened"] for line in wide.metrics) > 0
+    assert sum(line["samples/drafted_tokens"] for line in wide.metrics) > 0
 
 
 @pytest.mark.layouts
@@ -144,6 +147,9 @@ def test_emulated_ranks(tmp_path: Path, tail_tp: str) -> None:
     lines = emulated(tmp_path / "wide", *settings, "schedule=fused", f"rollout.tail_tp={tail_tp}")
     assert lengths(tmp_path / "serial") == lengths(tmp_path / "wide")
     assert sum(line["widened"] for line in lines) > 0
+    if tail_tp == "4":  # the only choice, once there are costs to choose by
+        assert lines[-1]["plan/widen_to_2_chosen"] == 1
+        assert timelines(load(tmp_path / "wide"))[-1]["label"] == "last: step 4, widen to 2"
     costs = json.loads((tmp_path / "wide" / "costs.json").read_text())["costs"]
     assert "2" in costs["wide_step_s"]
 

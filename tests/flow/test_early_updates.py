@@ -3,10 +3,13 @@
 import logging
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from hybridrl.algorithms.losses import ClippedLoss
@@ -17,6 +20,8 @@ from hybridrl.flow.early_updates import EarlySettings, EarlyUpdate, early_update
 from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.ledger import generation_first, sections
 from hybridrl.flow.lengths import LengthModel, PromptKey
+from hybridrl.flow.sample import SampleId
+from hybridrl.flow.schedules import fused
 from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.fused import FusedSchedule
 from hybridrl.flow.schedules.generation_task import RoundLimits
@@ -189,6 +194,64 @@ def two_of_three(virtual_executor: Any, **limits: Any) -> tuple[Any, Any]:
     return executor, schedule
 
 
+def drawn(length_of: Any, id: SampleId, name: str) -> Any:
+    """What the engine and the roles make of a sample, which follows from its identity alone."""
+    draw, num = random.Random(f"{id} {name}"), length_of(id)
+    if name == "reward":
+        return float(draw.randrange(2))
+    if name == "reward_status":
+        return "ok"
+    if name == "tokens":
+        return torch.tensor([draw.randrange(50) for _ in range(3 + num)])
+    return torch.tensor([-draw.random() for _ in range(num)])
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"), [("dapo", {"group_size": 2}), ("ppo", {"num_samples": 2})]
+)
+def test_recipes_whose_update_is_late_train_on_what_serial_trains_on(
+    virtual_executor: Any, name: str, keys: dict[str, Any]
+) -> None:
+    """Nothing is trained early, and no sample is trained twice or elsewhere."""
+    for seed in range(6):
+        lengths = random.Random(seed).choices([1, 2, 3, 40], [4, 4, 4, 1], k=50)
+        seen = []
+        for early in (None, EarlySettings()):
+
+            def length_of(id: SampleId, lengths: Any = lengths) -> int:
+                return int(lengths[(3 * id.prompt + id.k) % 50])
+
+            outputs_of = partial(drawn, length_of)
+            executor = virtual_executor(3, seed, length_of, outputs_of=outputs_of)
+            schedule = schedule_of(executor, graph_of(name, **keys), early, 6)
+            results = [schedule.run_step(step) for step in range(3)]
+            updates = [
+                (stage, id, {key: np.asarray(value).tolist() for key, value in fields.items()})
+                for stage, samples in executor.updates
+                for id, fields in samples
+            ]
+            seen.append((updates, [[s.id for s in r.samples] for r in results]))
+            assert executor.num_early == 0
+            assert not any(r.metrics.get("samples/trained_early") for r in results)
+            assert "early backward" not in {span.name for r in results for span in r.spans}
+        assert seen[0] == seen[1]
+        stages = {"update_actor"} | ({"update_critic"} if name == "ppo" else set())
+        assert {stage for stage, _, _ in seen[0][0]} == stages
+
+
+def early_calls(executor: Any) -> list[list[int]]:
+    """The tokens of the samples of each call that trains early, entered while steps are run."""
+    calls: list[list[int]] = []
+    train_early = executor.train_early
+
+    def watched(stage: Any, instance: int, samples: Any) -> None:
+        calls.append([sample.tokens for sample in samples])
+        train_early(stage, instance, samples)
+
+    executor.train_early = watched
+    return calls
+
+
 def test_whole_groups_are_trained_while_the_longest_decodes(virtual_executor: Any) -> None:
     executor, schedule = two_of_three(virtual_executor)
     result = schedule.run_step(0)
@@ -204,14 +267,9 @@ def test_whole_groups_are_trained_while_the_longest_decodes(virtual_executor: An
 def test_a_chunk_has_a_micro_batch_s_tokens(virtual_executor: Any) -> None:
     """A sample of 8 tokens fills a chunk of 8; its partner of 9 is in the next one."""
     executor, schedule = two_of_three(virtual_executor, chunk_tokens=8)
-    calls: list[int] = []
-    train_early = executor.train_early
-    executor.train_early = lambda stage, instance, samples: (
-        calls.append(len(samples)),
-        train_early(stage, instance, samples),
-    )
+    calls = early_calls(executor)
     assert schedule.run_step(0).metrics["samples/trained_early"] == 4
-    assert calls == [1, 1, 1, 1]
+    assert sorted(calls) == [[8], [8], [9], [9]]
 
 
 def test_nothing_is_begun_that_would_outlast_the_decoding(virtual_executor: Any) -> None:
@@ -225,6 +283,72 @@ def test_nothing_is_begun_that_would_outlast_the_decoding(virtual_executor: Any)
     schedule.meter.costs = lambda: cheap
     executor.length_of = lambda id: 60 if id.prompt == 5 else 5 + id.k
     assert schedule.run_step(1).metrics["samples/trained_early"] == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "train_token_s", "taken"),
+    [
+        ("stay", 0.5, "stay"),
+        ("train early", 0.5, "train_early"),
+        ("migrate, train early", 0.5, "migrate_train_early"),
+        ("stay", 0.0, "train_early"),  # training was not measured yet, so it is tried
+    ],
+)
+def test_a_metric_says_which_plan_a_step_took(
+    virtual_executor: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    train_token_s: float,
+    taken: str,
+) -> None:
+    monkeypatch.setattr(fused, "best_plan", lambda plans: {p.name: p for p in plans}[name])
+    _, schedule = two_of_three(virtual_executor)
+    first = schedule.run_step(0).metrics  # nothing is known yet
+    assert not [key for key in first if key.startswith("plan/")]
+    costs = Costs(step_s=1.0, train_token_s=train_token_s)
+    schedule.meter.costs = lambda: costs
+    metrics = schedule.run_step(1).metrics
+    chosen = {key: value for key, value in metrics.items() if key.endswith("_chosen")}
+    names = ("stay", "train_early", "migrate", "migrate_train_early")
+    assert chosen == {f"plan/{one}_chosen": float(one == taken) for one in names}
+    assert {key.removesuffix("_chosen") for key in chosen} == {
+        key.removesuffix("_s") for key in metrics if key.startswith("plan/") and key[-2:] == "_s"
+    }
+
+
+def test_a_sample_that_is_too_long_holds_up_none_behind_it(
+    virtual_executor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In half of the time that is left 20 tokens can be trained: not the 33 of the first sample.
+
+    Its partner has 8, and is trained early; the first one is trained with the rest.
+    """
+    monkeypatch.setattr(fused, "best_plan", lambda plans: max(plans, key=lambda p: p.trains_early))
+    lengths = {0: (30, 5), 1: (5, 6), 2: (60, 60)}
+    executor = virtual_executor(3, 0, lambda id: lengths[id.prompt][id.k])
+    executor.reward_of = lambda id: (float(id.k), "ok")
+    schedule = schedule_of(executor, graph_of("grpo", group_size=2), EarlySettings(), 3)
+    costs = Costs(step_s=1.0, train_token_s=0.5)
+    schedule.meter.costs = lambda: costs
+    schedule.length_model.forecast.add([60])
+    schedule.length_model.longest_of_prompt.add([60])
+    calls = early_calls(executor)
+    assert schedule.run_step(0).metrics["samples/trained_early"] == 3
+    assert calls == [[8, 9], [8]]
+    assert [(id.prompt, id.k) for id, _ in executor.updates[0][1]] == [
+        (prompt, k) for prompt in range(3) for k in range(2)
+    ]
+
+
+def test_a_chunk_is_filled_past_a_sample_that_has_no_room_in_it(virtual_executor: Any) -> None:
+    """Of 13, 33 and 13 tokens the first and the last are one micro-batch of 30."""
+    lengths = {0: (10, 30, 10), 1: (90, 90, 90)}
+    executor = virtual_executor(2, 0, lambda id: lengths[id.prompt][id.k])
+    executor.reward_of = lambda id: (float(id.k), "ok")
+    schedule = schedule_of(executor, graph_of("grpo", group_size=3), EarlySettings(), 2)
+    calls = early_calls(executor)
+    assert schedule.run_step(0).metrics["samples/trained_early"] == 3
+    assert calls == [[13, 13], [33]]
 
 
 def test_seconds_until_the_longest_ends() -> None:

@@ -18,7 +18,7 @@ from hybridrl.flow.packing import choose, limit_of
 from hybridrl.flow.sample import OUT_OF_TOKENS
 from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.generation_task import RoundLimits
-from hybridrl.flow.schedules.packed import PackedSchedule
+from hybridrl.flow.schedules.packed import ENDED, PackedSchedule
 from hybridrl.flow.schedules.serial import SerialSchedule
 
 MAX_TOKENS = 200
@@ -411,6 +411,32 @@ def test_the_last_cycle_ends_with_the_run(virtual_executor):
     trained = [s.id.prompt for step in range(6) for s in schedule.run_step(step).samples]
     assert sorted(trained) == list(range(12))
     assert schedule.state_dict()["waiting"] == []
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_run_that_is_cut_within_a_cycle_says_what_it_has_not_trained(virtual_executor, anew):
+    """The docs' example, which resumes after its first step, and is to have two in all."""
+    options = {"prompts": 2, "wait": 2, "limit": 10, "decode_steps": 1, "anew": anew}
+
+    def length_of(id):
+        return LENGTHS[id.prompt]
+
+    executor = virtual_executor(2, 0, length_of, cuts=True)
+    schedule = make(executor, {}, **options, num_prompts=6, num_steps=3)
+    trained = [s.id.prompt for s in schedule.run_step(0).samples]
+    state = json.loads(json.dumps(schedule.state_dict()))
+    executor = virtual_executor(2, 0, length_of, cuts=True)
+    schedule = make(executor, {}, **options, first_prompt=6, num_prompts=6, num_steps=2)
+    schedule.load_state_dict(state, prompt_at=item_of, num_ranks=2)
+    trained += [s.id.prompt for s in schedule.run_step(1).samples]
+    assert sorted({*trained}) == [0, 2, 3, 4]
+    left = schedule.close()
+    # Prompt 1 was put off.
+    assert [*left] == [SampleId(1, "", k, int(anew)) for k in (0, 1)] + [
+        SampleId(5, "", k) for k in (0, 1)
+    ]
+    assert set(left.values()) == {ENDED}
+    assert schedule.close() == {}
 
 
 def test_prompts_that_end_are_an_error(virtual_executor):

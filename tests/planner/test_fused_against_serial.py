@@ -141,13 +141,18 @@ def test_where_passes_beside_decoding_cost_more_than_they_save_they_wait(seed: i
     assert step(compared, FUSED) <= 1.005 * step(compared, SERIAL)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 4, 13, 18, 21])
+@pytest.mark.parametrize("seed", range(24))
 def test_so_is_early_backward(seed: int) -> None:
-    """Begun wherever it may, it takes 1.05, 1.08 and 1.03 of the better with seeds 4, 18, 21."""
+    """Begun wherever it may, it takes 1.05, 1.08 and 1.03 of the better with seeds 4, 18, 21.
+
+    docs/schedules.md has the range of what is printed here (`pytest -rP`): 0.850 to 1.002.
+    """
     compared = trained(seed)
     serial, fused, early = (step(compared, config) for config in (SERIAL, FUSED, EARLY))
-    assert early <= 1.01 * min(serial, fused)
-    assert early < 0.97 * min(serial, fused) or seed not in (0, 13)
+    share = early / min(serial, fused)
+    print(f"seed {seed}: {share:.4f} of the better, serial {serial:.4g} s, fused {fused:.4g} s")
+    assert share <= 1.01
+    assert share < 0.97 or seed not in (0, 3, 5, 13, 20)
 
 
 @pytest.mark.parametrize("seed", [4, 7, 18, 19])

@@ -1,7 +1,8 @@
 """What the report's tables hold."""
 
-from hybridrl.telemetry.rundata import RunData
-from hybridrl.telemetry.tables import samples
+from hybridrl.telemetry.rundata import RunData, StepKey
+from hybridrl.telemetry.tables import last_timelines, samples, timelines
+from hybridrl.telemetry.trace import TraceSpan
 
 
 def test_held_out_samples_follow_those_of_the_step_before_them() -> None:
@@ -13,3 +14,23 @@ def test_held_out_samples_follow_those_of_the_step_before_them() -> None:
     )
     labels = [step["label"] for step in samples(run)[0]]
     assert labels == [f"{phase} step {step}" for step, phase in rows]
+
+
+def test_a_timeline_s_title_names_the_plan_that_the_step_took() -> None:
+    """Where the schedule chooses one, and there is something to choose by."""
+    spans = [
+        TraceSpan("generate", step, step + 0.5, lane="rank 0", step=step, args={"phase": "rl"})
+        for step in (1, 2, 3)
+    ]
+    metrics = {
+        StepKey(1, "rl", 1): {"loss": 1.0},
+        StepKey(2, "rl", 2): {"plan/stay_s": 1.0, "plan/stay_chosen": 1.0, "bad_step": 1.0},
+        StepKey(3, "rl", 3): {"plan/stay_chosen": 0.0, "plan/migrate_train_early_chosen": 1.0},
+    }
+    run = RunData(name="run", directory="run", spans=spans, metrics=metrics)
+    assert [line["label"] for line in timelines(run)] == [
+        "first: step 1", "median: step 2, stay", "last: step 3, migrate train early",
+    ]  # fmt: skip
+    assert [line["label"] for line in last_timelines(run, 2)] == [
+        "step 3, migrate train early", "step 2, stay",
+    ]  # fmt: skip

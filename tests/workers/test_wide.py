@@ -114,30 +114,36 @@ def check(results: list[dict[str, Any]], width: int, num_samples: int) -> None:
         assert result["share"] < 1.4 / width
 
 
+# Layout, members of the wide instance, key-value heads.
 LAYOUTS = [
-    ({"tp": 1}, 2),
-    pytest.param({"tp": 2}, 2, marks=pytest.mark.layouts),
-    pytest.param({"tp": 1, "pp": 2}, 2, marks=pytest.mark.layouts),
-    pytest.param({"tp": 1}, 4, marks=pytest.mark.layouts),  # more ranks than key-value heads
+    ({"tp": 1}, 2, 2),
+    pytest.param({"tp": 2}, 2, 4, marks=pytest.mark.layouts),
+    # More ranks than key-value heads, so that some have the same one.
+    pytest.param({"tp": 2}, 2, 2, marks=pytest.mark.layouts),
+    pytest.param({"tp": 1, "pp": 2}, 2, 2, marks=pytest.mark.layouts),
+    pytest.param({"tp": 1}, 4, 2, marks=pytest.mark.layouts),
 ]
 
 
 @pytest.mark.parametrize("with_kv", [True, False])
-@pytest.mark.parametrize(("layout", "width"), LAYOUTS, ids=["1to2", "2to4", "pp", "1to4"])
+@pytest.mark.parametrize(
+    ("layout", "width", "kv_heads"), LAYOUTS, ids=["1to2", "2to4", "2to4_shared", "pp", "1to4"]
+)
 def test_a_wide_instance_goes_on(
-    layout: dict[str, int], width: int, with_kv: bool, ranks: Callable[..., list[Any]],
-    tmp_path: Path,
+    layout: dict[str, int], width: int, kv_heads: int, with_kv: bool,
+    ranks: Callable[..., list[Any]], tmp_path: Path,
 ) -> None:  # fmt: skip
     """Every rank gets the keys and values of its heads from the other instances, and no more."""
     model, folder = tmp_path / "model", tmp_path / "plane"
-    make_tiny_model(model, TINY, seed=0)
+    tiny = replace(TINY, num_kv_heads=kv_heads)
+    make_tiny_model(model, tiny, seed=0)
     folder.mkdir()
     size, tp = width * layout["tp"] * layout.get("pp", 1), layout["tp"]
     results = ranks(size, widen, str(model), folder, layout, width, with_kv)
     check(results, width, EACH * width)
     tokens = results[0]["tokens"]
-    layers, heads = TINY.num_layers // layout.get("pp", 1), max(1, TINY.num_kv_heads // tp // width)
-    unit = layers * 2 * heads * TINY.head_dim * 4
+    layers, heads = tiny.num_layers // layout.get("pp", 1), max(1, kv_heads // tp // width)
+    unit = layers * 2 * heads * tiny.head_dim * 4
     for rank, result in enumerate(results):
         own = rank // (size // width)
         # All tokens but the pending last one, of the samples that others have made.
@@ -150,7 +156,10 @@ def test_with_drafts(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     model, folder = tmp_path / "model", tmp_path / "plane"
     make_tiny_model(model, TINY, seed=0)
     folder.mkdir()
-    check(ranks(2, widen, str(model), folder, {"tp": 1}, 2, True, "3"), 2, EACH * 2)
+    results = ranks(2, widen, str(model), folder, {"tp": 1}, 2, True, "3")
+    check(results, 2, EACH * 2)
+    assert len({result["drafted"] for result in results}) == 1
+    assert results[0]["drafted"] > 0
 
 
 @pytest.mark.layouts

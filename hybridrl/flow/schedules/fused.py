@@ -217,9 +217,12 @@ class FusedSchedule(StreamingSchedule):
             plan = plan._replace(migration=own)
         if threshold is None and plan.migration.width not in (1, *costs.wide_step_s):
             plan = plan._replace(migration=_trial(plan.migration))
-        logger.debug("the tail: %s, of %s", plan.name, [f"{p.name} {p.seconds:.4g}" for p in plans])
+        chosen = _name_of(plan)
+        logger.debug("the tail: %s, of %s", chosen, [f"{p.name} {p.seconds:.4g}" for p in plans])
         for one in plans:
-            self._metrics[f"plan/{one.name.replace(', ', '_').replace(' ', '_')}_s"] = one.seconds
+            self._metrics[f"{_key(one.name)}_s"] = one.seconds
+            self._metrics.setdefault(f"{_key(one.name)}_chosen", 0.0)
+        self._metrics[f"{_key(chosen)}_chosen"] = 1.0
         if threshold is None or self._widths != (1,):
             self._metrics["samples/migration_threshold"] = float(plan.migration.threshold)
         return plan
@@ -290,6 +293,18 @@ class FusedSchedule(StreamingSchedule):
             arrivals = training_arrivals(every, model.ends(*prompt), train_s)
             trained.append(replace(model, training=arrivals))
         return trained
+
+
+def _name_of(plan: TailPlan) -> str:
+    """The name of what a plan does: it may also train early because that was not measured yet."""
+    if not plan.trains_early or plan.name.endswith("train early"):
+        return plan.name
+    return f"{plan.name}, train early" if plan.migration.moves else "train early"
+
+
+def _key(name: str) -> str:
+    """The metrics of a plan begin with this."""
+    return f"plan/{name.replace(', ', '_').replace(' ', '_')}"
 
 
 def _trial(migration: MigrationPlan) -> MigrationPlan:

@@ -12,15 +12,18 @@ from typing import Any, Self
 from hybridrl.config import PackedScheduleConfig, ScheduleConfig
 from hybridrl.flow.executor import Executor
 from hybridrl.flow.graph import AnswersStage, GenerateStage, Graph, SourceStage, TakeStage
+from hybridrl.flow.ledger import Drop, DropReason, new_samples, wanted
 from hybridrl.flow.lengths import RANKERS, LengthModel
 from hybridrl.flow.migration import NO_MIGRATION
 from hybridrl.flow.packing import Choice, choose, limit_of
-from hybridrl.flow.sample import OUT_OF_TOKENS, Sample
+from hybridrl.flow.sample import OUT_OF_TOKENS, Sample, SampleId
 from hybridrl.flow.schedules.base import Batch, Prompt, ScheduleParts, StepSettings
 from hybridrl.flow.schedules.generation_task import GenerationTask, RoundLimits
 from hybridrl.flow.schedules.readiness import ReadyTracker
 from hybridrl.flow.schedules.stoppable_round import StoppableRound
 from hybridrl.flow.schedules.streaming import StreamingSchedule, check_generates_once
+
+ENDED = Drop(DropReason.RUN_ENDED, "its prompt waited for a later step when the run ended")
 
 
 @dataclass(slots=True)
@@ -79,7 +82,8 @@ class PackedSchedule(StreamingSchedule):
     length, and takes the first that keep to the limit (`choose`). A prompt that has a longer
     response is put off. Its samples' tokens are discarded, and it begins again in a later step of
     the cycle. The last step takes all that are left, without a limit. A run's last cycle is cut, so
-    that it ends with the run.
+    that it ends with the run. One that has begun stays as it is, where a resumed run is to have
+    fewer steps. `close` then gives the samples of the prompts that were still to come.
 
     So after a cycle the run has trained on the prompts of `serial`, each once, and none has waited
     more than `max_wait_steps` steps. All tokens of a step are of its weights. The prompts that it
@@ -155,6 +159,20 @@ class PackedSchedule(StreamingSchedule):
         for position, seen, attempt in state.get("waiting", ()):
             self._waiting[position] = _WaitingPrompt(prompt_at(position), seen, attempt)
         self._longest.extend(state.get("longest", ()))
+
+    def close(self) -> dict[SampleId, Drop]:
+        """End the run: the samples of prompts that wait for a later step of the cycle are dropped.
+
+        A run has some that resumed within a cycle, with fewer steps than it was to have before.
+        """
+        dropped: dict[SampleId, Drop] = {}
+        for stage in self._order:
+            if isinstance(stage, GenerateStage):
+                numbers = wanted(stage, self._waiting, ())
+                for group in new_samples(stage, numbers, self._attempts()):
+                    dropped |= {sample.id: ENDED for sample in group}
+        self._waiting.clear()
+        return dropped | super().close()
 
     # -- a step --------------------------------------------------------------------------------
 

@@ -127,18 +127,16 @@ class StreamedUpdate:
         if not able:
             return []
         affordable = self._affordable(instance, num_rows, progress, width, left_s)
-        if affordable is not None and affordable < min(s.tokens for s in able):
-            return []
-        in_order = sorted(able, key=lambda s: (not self.stages.is_on(s, instance), s.id))
-        wanted: float = max(self.chunk_tokens, in_order[0].tokens)
         if affordable is not None:
-            wanted = min(wanted, affordable)
+            able = [s for s in able if s.tokens <= affordable]
         chosen: list[Sample] = []
-        for sample in in_order:
-            wanted -= sample.tokens
-            if wanted < 0:
-                break
-            chosen.append(sample)
+        for sample in sorted(able, key=lambda s: (not self.stages.is_on(s, instance), s.id)):
+            if not chosen:  # it may be longer than a micro-batch
+                wanted: float = max(self.chunk_tokens, sample.tokens)
+                wanted = wanted if affordable is None else min(wanted, affordable)
+            if sample.tokens <= wanted:  # else a shorter one behind it may still fit
+                chosen.append(sample)
+                wanted -= sample.tokens
         return chosen
 
     def _affordable(

@@ -22,6 +22,8 @@ LOSSES: dict[str, Loss] = {
     "rloo": ReinforceLoss(normalize="constant"),
     "gspo": GSPOLoss(clip_low=0.2, clip_high=0.2),
     "gmpo": GMPOLoss(),
+    "ppo": ClippedLoss(entropy_coef=0.01),
+    "dapo": ClippedLoss(clip_low=0.2, clip_high=0.28, dual_clip=3.0),
 }
 COMPARE = {"old_log_probs": "mismatch"}
 
@@ -163,7 +165,8 @@ def test_all_of_an_update_may_be_early(ranks, model_dir, sequences):
 @pytest.mark.layouts
 @pytest.mark.parametrize("layout", [(2, 2, 1), (2, 1, 2), (2, 1, 1, 2)], ids=str)
 def test_replicas_of_several_ranks(ranks, model_dir, sequences, layout):
-    common = str(model_dir), layout, ["grpo", "gspo"], sequences
+    """Also the losses of PPO and DAPO, whose recipes train late: another one may train early."""
+    common = str(model_dir), layout, ["grpo", "gspo", "rloo", "ppo", "dapo"], sequences
     check(ranks(4, both, *common, EARLY, 0, 3))
 
 
