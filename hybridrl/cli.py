@@ -460,8 +460,12 @@ def _doctor(args: list[str]) -> None:
         print(command.USAGE)
         return
     compose.register()
-    overrides = compose.resolve_arguments([arg for arg in args if arg != "--json"])
-    options = compose.parse_arguments(overrides)
+    outs = [arg.removeprefix("--links=") for arg in args if arg.startswith("--links=")]
+    links = Path(outs[-1]) if outs else None
+    if links is not None and not links.parent.is_dir():
+        raise ConfigError("--links", str(links), "a file in a directory that is there")
+    others = [arg for arg in args if arg != "--json" and not arg.startswith("--links=")]
+    options = compose.parse_arguments(compose.resolve_arguments(others))
     config = compose.check(options.overrides, options.config_dir)
     run_dir = Path(config.run.dir)
     if config.cluster.kind is ClusterKind.slurm and not command.inside_a_job():
@@ -475,7 +479,9 @@ def _doctor(args: list[str]) -> None:
         print(output, end="")
         sys.exit(code)
     with command_log(config.log.level), Console(stderr=True).status("looking around"):
-        report = command.examine(config, command.existing(run_dir))
+        report = command.examine(config, command.existing(run_dir), links is not None)
+        if links is not None:
+            command.write_links(report, links)
     if "--json" in args:
         _print_json(report.record())
     else:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridrl.config import Config, ConfigError, Device
+from hybridrl.doctor.measure import link_table
 from hybridrl.flow.costs import Numbers
 from hybridrl.planner.accelerators import Accelerator
 from hybridrl.planner.layer_fit import fit_layers
-from hybridrl.planner.links import LinkSpeed, LinkTable
+from hybridrl.planner.links import LinkSpeed
 from hybridrl.planner.mapping import (
     AT_ONCE,
     ClusterShape,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hybridrl.doctor.calibration_rank import RankTimes
-    from hybridrl.doctor.measure import Link
 
 USAGE = """usage: hybridrl plan calibrate [OVERRIDES] [--run=RUN] [--costs=FILE] [--out=FILE]
 
@@ -160,22 +160,6 @@ def _link(times: "Sequence[RankTimes]") -> LinkSpeed:
         return AT_ONCE
     latency = reduces[0].seconds / math.ceil(math.log2(len(times)))
     return LinkSpeed(reduces[-1].rate, latency)
-
-
-def link_table(links: "Sequence[Link]", ranks: int) -> LinkTable | None:
-    """The table of the sends between all pairs; None where a pair was not measured."""
-    rates = [[0.0] * ranks for _ in range(ranks)]
-    seconds = [[0.0] * ranks for _ in range(ranks)]
-    messages = {link.ranks: link.seconds for link in links if link.kind == "message"}
-    sends = [link for link in links if link.kind == "send"]
-    for link in sends:
-        a, b = link.ranks
-        message_s = min(messages[a, b], link.seconds / 2)  # else noise would leave none for bytes
-        seconds[a][b] = seconds[b][a] = message_s
-        rates[a][b] = rates[b][a] = link.nbytes / (link.seconds - message_s)
-    if not sends or len(sends) < ranks * (ranks - 1) // 2:
-        return None
-    return LinkTable.from_json({"bytes_per_s": rates, "message_s": seconds})
 
 
 def _memory(config: Config) -> float:

@@ -31,19 +31,31 @@ from hybridrl.config import (
     RewardKind,
 )
 from hybridrl.doctor.checks import Facts, Finding, Needs, Severity, diagnose
-from hybridrl.doctor.measure import Link, Probe, find_jail, gpu_problem, measure_disk
+from hybridrl.doctor.measure import (
+    Link,
+    Probe,
+    find_jail,
+    gpu_problem,
+    link_table,
+    measure_disk,
+)
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.ray_cluster import RANK_BYTES, check_ranks, ranks_placement, ray_runtime
 from hybridrl.system.node_info import OBJECT_STORE_LEAST, NodeInfo, read_node_info
+from hybridrl.telemetry.records import write_json
 
 logger = logging.getLogger(__name__)
 
-USAGE = """usage: hybridrl doctor [--json] [OVERRIDES]
+USAGE = """usage: hybridrl doctor [--json] [--links=FILE] [OVERRIDES]
 
 Finds problems of a run of these overrides on this node, on a Ray cluster (cluster.address=...)
 or on the nodes of a Slurm job (cluster=slurm ...): inside of a job it looks at its nodes, elsewhere
-it submits one and waits for it. Exit code 1 where such a run cannot work."""
+it submits one and waits for it. Exit code 1 where such a run cannot work.
+
+  --json    the report as JSON
+  --links   measures the link between each two ranks, one after the other, and writes them to FILE,
+            for `hybridrl plan auto --links=FILE`"""
 _CLOCK_READS = 5
 
 
@@ -68,10 +80,11 @@ class Report:
         return {"works": self.works, "findings": findings, "needs": asdict(self.needs), **facts}
 
 
-def examine(config: Config, directory: Path) -> Report:
+def examine(config: Config, directory: Path, all_links: bool = False) -> Report:
     """Examine all nodes of a run with a directory below `directory`; leaves no files there.
 
-    If the ranks do not start, the reason is a finding, and only this node's facts are judged.
+    With `all_links` each two ranks exchange messages, large and small ones. If the ranks do not
+    start, the reason is a finding, and only this node's facts are judged.
     """
     resolve_device(config)
     needs, cluster, kind = needs_of(config), config.cluster, jail_kind_of(config)
@@ -83,7 +96,7 @@ def examine(config: Config, directory: Path) -> Report:
             logs = Path(folder) / "logs"
             with ray_runtime(cluster, verl.environment(cluster.device), logs) as ray:
                 dtype = config.model.compute_dtype
-                facts = gather(ray, cluster, Path(folder), kind, dtype)
+                facts = gather(ray, cluster, Path(folder), kind, dtype, all_links)
         except (RayStartError, ConfigError, TimeoutError) as error:
             what, fix = "the ranks do not come up", "see the reason, and the findings below"
             why = "; ".join([str(error), *_last_lines(Path(folder) / "logs")])
@@ -143,10 +156,11 @@ def gather(
     folder: Path,
     kind: JailKind = JailKind.auto,
     dtype: DType = DType.auto,
+    all_links: bool = False,
 ) -> Facts:
     """Facts of a probe in place of every rank, which computes in `dtype`.
 
-    Raises TimeoutError if they do not answer.
+    With `all_links` those between each two ranks. Raises TimeoutError if they do not answer.
     """
 
     def answers(calls: list[Any], doing: str) -> list[Any]:
@@ -190,8 +204,10 @@ def gather(
         # If a host's name resolves to 127.0.0.1, gloo and NCCL need the name of the interface.
         doing = "meet (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface)"
         answers([probe.join.remote(*address) for probe in probes], doing)
-        measured = answers([probe.measure.remote() for probe in probes], "exchange messages")
-        links = [*measured[0], *(x for links in measured[1:] for x in links if x.kind == "send")]
+        pings = [probe.measure.remote(messages=all_links, all_pairs=all_links) for probe in probes]
+        measured = answers(pings, "exchange messages")
+        sent = (x for links in measured[1:] for x in links if x.kind != "all_reduce")
+        links = [*measured[0], *sent]
     infos = {info.node: info for info, _, _ in reversed(node_facts)}
     driver_node = read_node_info()
     return Facts(
@@ -257,6 +273,14 @@ def _this_node_alone(directory: Path, kind: JailKind) -> Facts:
     problems = {info.node: gpu_problem()[0]} if info.gpus else {}
     jails = {info.node: find_jail(kind)}
     return Facts(nodes=[info], gpu_problems=problems, disks=disks, jails=jails)
+
+
+def write_links(report: Report, out: Path) -> None:
+    """Write the links of all ranks for `hybridrl plan auto --links`. Raises ConfigError."""
+    table = link_table(report.facts.links, len(report.facts.node_of))
+    if table is None:
+        raise ConfigError("--links", str(out), "a run of two ranks or more, which come up")
+    write_json(out, asdict(table))
 
 
 def existing(path: Path) -> Path:

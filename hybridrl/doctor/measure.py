@@ -6,7 +6,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ import psutil
 
 from hybridrl.compat import verl
 from hybridrl.config import ClusterConfig, ConfigError, JailKind
+from hybridrl.planner.links import LinkTable
 from hybridrl.rewards import jail
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
 from hybridrl.system.rendezvous import join_group, open_store
@@ -153,6 +154,22 @@ def find_jail(kind: JailKind) -> tuple[str, str]:
         return "none", error.allowed
 
 
+def link_table(links: Sequence[Link], ranks: int) -> LinkTable | None:
+    """The table of the sends between all pairs; None where a pair was not measured."""
+    rates = [[0.0] * ranks for _ in range(ranks)]
+    seconds = [[0.0] * ranks for _ in range(ranks)]
+    messages = {link.ranks: link.seconds for link in links if link.kind == "message"}
+    sends = [link for link in links if link.kind == "send"]
+    for link in sends:
+        a, b = link.ranks
+        message_s = min(messages[a, b], link.seconds / 2)  # else noise would leave none for bytes
+        seconds[a][b] = seconds[b][a] = message_s
+        rates[a][b] = rates[b][a] = link.nbytes / (link.seconds - message_s)
+    if not sends or len(sends) < ranks * (ranks - 1) // 2:
+        return None
+    return LinkTable.from_json({"bytes_per_s": rates, "message_s": seconds})
+
+
 class Probe:
     """One rank of a measurement: it reads its node's facts, joins the others, and measures links.
 
@@ -219,11 +236,12 @@ class Probe:
         store = self._store or open_store(host, port, listens=False)
         self._device = join_group(self.rank, self.size, store, host, self.cluster).type
 
-    def measure(self, messages: bool = False) -> list[Link]:
+    def measure(self, messages: bool = False, all_pairs: bool = False) -> list[Link]:
         """All-reduces of several sizes, then sends between all pairs of ranks, one after the other.
 
-        Of more than 16 ranks each sends to the next one only. With `messages` also of a few bytes.
-        Every rank returns its own times of all-reduces; only a sender returns its time.
+        Of more than 16 ranks each sends to the next one only, unless `all_pairs`. With `messages`
+        also of a few bytes. Every rank returns its own times of all-reduces; only a sender returns
+        its time.
         """
         import torch.distributed as dist
 
@@ -231,7 +249,7 @@ class Probe:
         sizes, nbytes = (_GPU_SIZES, _GPU_LINK_BYTES) if gpu else (_CPU_SIZES, _CPU_LINK_BYTES)
         links = [self._all_reduce(size) for size in sizes]
         pairs = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
-        if self.size <= _ALL_PAIRS:
+        if all_pairs or self.size <= _ALL_PAIRS:
             pairs = list(itertools.combinations(range(self.size), 2))
         for a, b in sorted({(min(pair), max(pair)) for pair in pairs}):
             dist.barrier()

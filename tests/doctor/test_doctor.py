@@ -11,12 +11,13 @@ import ray
 import torch
 
 from hybridrl.cli import main
-from hybridrl.config import ClusterConfig
+from hybridrl.config import ClusterConfig, ConfigError
 from hybridrl.config.compose import check, register
 from hybridrl.doctor import command
 from hybridrl.doctor.checks import Facts, Needs, Severity, diagnose
-from hybridrl.doctor.command import examine, needs_of
+from hybridrl.doctor.command import Report, examine, needs_of, write_links
 from hybridrl.doctor.measure import Disk, Link, gpu_problem, measure_disk
+from hybridrl.planner.links import LinkTable
 from hybridrl.system import node_info, signals
 from hybridrl.system.node_info import NodeInfo, read_node_info
 from hybridrl.system.nvidia_smi import Gpu
@@ -267,7 +268,7 @@ def test_this_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Ray, two ranks that meet over gloo, and one that cannot come up, for real."""
     register()
     caplog.set_level("DEBUG", "hybridrl.doctor")
-    report = examine(check(["cluster.ranks=2"]), tmp_path)
+    report = examine(check(["cluster.ranks=2"]), tmp_path, all_links=True)
     assert caplog.messages[:2] == ["starting 2 ranks", "2 ranks are to start"]
     assert report.works, report.findings
     (here,) = report.facts.nodes
@@ -285,6 +286,23 @@ def test_this_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert report.facts.jails.keys() == {here.node}
     assert list(tmp_path.iterdir()) == []
     assert json.loads(json.dumps(report.record()))["works"]
+    write_links(report, tmp_path / "links.json")
+    table = LinkTable.from_json(json.loads((tmp_path / "links.json").read_text()))
+    assert table.size == 2
+    assert table.link(0, 1) == table.link(1, 0)
+    assert 1e6 < table.link(0, 1).bytes_per_s < 1e12
+    assert 1e-7 < table.link(0, 1).message_s < sent.seconds
+
+
+def test_links_need_two_ranks_and_a_folder(tmp_path: Path, capsys: Any) -> None:
+    """One line each."""
+    alone = Report(Facts(nodes=[SOUND], gpu_problems={}, disks=[], node_of=["a"]), NEEDS, [])
+    with pytest.raises(ConfigError, match=r"^--links=.*: wanted a run of two ranks or more"):
+        write_links(alone, tmp_path / "links.json")
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", f"--links={tmp_path}/none/links.json"])
+    assert ended.value.code == 2
+    assert "--links" in capsys.readouterr().err
 
 
 def test_a_rank_that_ends_meanwhile_is_named(
