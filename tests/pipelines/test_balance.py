@@ -126,7 +126,10 @@ def test_attention_that_costs_more():
     lengths = [600, 100, 100, 100, 100, 100, 100, 300, 300]
     dear = COST.weighed(10)
     spread = [
-        max(sum(dear(lengths[i]) for i in part) for part in micro_batches(lengths, 900, cost=cost))
+        max(
+            sum(dear(lengths[i]) for i in indices)
+            for indices in micro_batches(lengths, 900, cost=cost)
+        )
         for cost in (COST, dear)
     ]
     assert spread[1] <= spread[0]

@@ -43,7 +43,7 @@ def rows(path, layout, attention_cost):
 
 @pytest.mark.parametrize("layout", [(1, 1, 1, 1), (2, 1, 1, 1)], ids=["alone", "pp"])
 def test_rows_are_the_planner_s(ranks, path, layout):
-    shape, found = ModelShape.of_config(AutoConfig.from_pretrained(path).to_dict()), {}
+    shape, by_cost = ModelShape.of_config(AutoConfig.from_pretrained(path).to_dict()), {}
     for attention_cost in (0.0, 1.0):
         lengths, norm = ranks(layout[0], rows, path, layout, attention_cost)[0]
         planned = TrainLayout(
@@ -53,7 +53,7 @@ def test_rows_are_the_planner_s(ranks, path, layout):
         (wanted,) = rows_of_ranks(shape, planned, samples, even=True)
         as_planned = sorted(sorted(sample.tokens for sample in row) for row in wanted)
         assert sorted(map(sorted, lengths)) == as_planned
-        found[attention_cost] = as_planned, norm
+        by_cost[attention_cost] = as_planned, norm
     # With attention the longest sequence is a row by itself.
-    assert found[0.0][0] != found[1.0][0]
-    assert found[1.0][1] == pytest.approx(found[0.0][1], rel=1e-5)
+    assert by_cost[0.0][0] != by_cost[1.0][0]
+    assert by_cost[1.0][1] == pytest.approx(by_cost[0.0][1], rel=1e-5)
