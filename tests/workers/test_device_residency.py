@@ -168,7 +168,8 @@ def test_a_rank_that_trains_early_keeps_its_shards_at_the_barrier(rank: Rank) ->
     worker = object.__new__(ActorWorker)
     engine = SimpleNamespace(has_early_gradient=False, onload=rank.actor.onload)
     engine.offload, engine.discard = rank.actor.offload, lambda: rank.log.append("discard")
-    worker._spans, worker._memory, worker.residency = [], [], rank.residency
+    worker._spans, worker._memory, worker._passes = [], [], []
+    worker.residency = rank.residency
     worker.actor = cast(Any, SimpleNamespace(
         train_engine=engine, generating_version=0, unfinished=0, switch_weights=lambda woken: None,
         accumulate=lambda stage, share: setattr(engine, "has_early_gradient", True), averages={},
