@@ -45,14 +45,10 @@ from hybridrl.planner.mapping import (
 from hybridrl.planner.mapping_costs import MappingCosts
 from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
 from hybridrl.planner.mapping_price import MappingPrices
-from hybridrl.planner.mapping_search import (
-    MappingResults,
-    MappingSearch,
-    PricedMapping,
-    SearchSpace,
-)
+from hybridrl.planner.mapping_search import MappingResults, MappingSearch, PricedMapping
 from hybridrl.planner.memory import GIB, MemoryPlan
 from hybridrl.planner.options import option_name, read_number
+from hybridrl.planner.search_space import SearchSpace, micro_batch_choices
 from hybridrl.planner.workload import LENGTHS, Shape, Workload, read_workload
 from hybridrl.telemetry.log import command_log
 from hybridrl.telemetry.records import write_json
@@ -379,11 +375,13 @@ def _space(problem: _Problem) -> SearchSpace:
         return by_name if by_name and runs(tuple(by_name.items())) else None
 
     scorers = [role.name for role in problem.roles if not role.trained]
-    longest = 2 ** (max(config.longest_sample, 4096) - 1).bit_length()
+    samples = len(problem.prices.samples)
+    small, usual = micro_batch_choices(config.longest_sample, samples, trainer.chunk_tokens)
     return SearchSpace(
         pools=pools,
         schedules=_schedules(problem),
-        micro_batch_tokens=(longest, 2 * longest, 4 * longest),
+        micro_batch_tokens=usual,
+        small_micro_batches=small,
         activations=(ActivationMode.keep, ActivationMode.recompute),
         allows_train=lambda role, layout: allows_train(role.name, replace(layout, fsdp=1)),
         allows_gen=lambda role, gen: all(allows_gen(name, gen) for name in (ACTOR, *scorers)),

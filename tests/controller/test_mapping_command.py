@@ -194,6 +194,24 @@ def test_a_reward_model_that_does_not_fit_is_named(tmp_path: Path) -> None:
         _plan("cluster.device=cuda", *reward, "--nodes=1", "--gpus-per-node=1")
 
 
+def test_a_role_fits_with_micro_batches_of_the_longest_sample() -> None:
+    """Of 5,120 tokens. With the next power of two its activations would not fit 32 GiB."""
+    model = ("model=qwen3_1.7b", "recipe=grpo", "cluster.device=cuda")
+    lengths = ("data.max_prompt_tokens=1024", "rollout.max_new_tokens=4096")
+    cluster = ("--nodes=1", "--gpus-per-node=1", "--gpu-gib=32", "--number=1")
+    (best,) = _plan(*model, *lengths, *cluster).result.best
+    assert best.mapping.train["actor"].micro_batch_tokens == 5120
+
+
+def test_rows_that_tp_does_not_divide_are_planned() -> None:
+    """Of 1,503 tokens: the engine fills them up under sequence parallelism."""
+    model = ("model=qwen3_1.7b", "recipe=ppo", "cluster.device=cuda")
+    lengths = ("data.max_prompt_tokens=255", "rollout.max_new_tokens=246")
+    batch = ("trainer.prompts_per_step=32", "recipe.num_samples=1")
+    report = _plan(*model, *lengths, *batch, "--nodes=2", "--number=1", "--seconds=5")
+    assert report.result.best
+
+
 def test_a_workload_without_lengths_says_where_they_come_from() -> None:
     """A run, a file, or a distribution."""
     with pytest.raises(ConfigError, match="lognormal"):
