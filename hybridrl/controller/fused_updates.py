@@ -34,12 +34,12 @@ LEAST_GAIN = 0.05
 
 
 def decide_fused_updates(
-    config: Config, graph: Graph, model_path: str, gpu_memory: int | None = None
+    config: Config, graph: Graph, shape: "PretrainedConfig", gpu_memory: int | None = None
 ) -> None:
     """Set `trainer.fuse_updates` to `always` or `never`, with the reason in the log.
 
-    `gpu_memory` is bytes of a GPU of the cluster, where that is known. Raises ConfigError for
-    `always` where roles cannot train together.
+    `shape` is the actor's model, `gpu_memory` bytes of a GPU of the cluster, where that is known.
+    Raises ConfigError for `always` where roles cannot train together.
     """
     wanted = config.trainer.fuse_updates
     if wanted is FuseUpdates.never:
@@ -51,19 +51,19 @@ def decide_fused_updates(
             logger.warning("%s=always has no effect: no updates of a pool are adjacent", KEY)
         config.trainer.fuse_updates = FuseUpdates.never
         return
-    obstacle = next(filter(None, (_obstacle(config, r, model_path) for _, r in together)), None)
+    obstacle = next(filter(None, (_obstacle(config, r, shape) for _, r in together)), None)
     if config.cluster.emulated:
         obstacle = obstacle or _unknown_to_costs(config, graph)
     if obstacle and wanted is FuseUpdates.always:
         raise ConfigError(KEY, "always", f"auto or never: {obstacle}")
     if wanted is FuseUpdates.auto:
-        reason = obstacle or _reason_against(config, graph, together, model_path, gpu_memory)
+        reason = obstacle or _reason_against(config, graph, together, shape, gpu_memory)
         decided = FuseUpdates.never if reason else FuseUpdates.always
         logger.info("%s=auto: %s", KEY, f"never, {reason}" if reason else "always")
         config.trainer.fuse_updates = decided
 
 
-def _obstacle(config: Config, roles: Sequence[str], model_path: str) -> str | None:
+def _obstacle(config: Config, roles: Sequence[str], shape: "PretrainedConfig") -> str | None:
     """Why these roles cannot train together; None where they can."""
     from hybridrl.engines.train.engine import KEEP_UNSHARDED_PARAMETERS
     from hybridrl.models.parallel import model_parameters
@@ -83,7 +83,7 @@ def _obstacle(config: Config, roles: Sequence[str], model_path: str) -> str | No
             return f"a plan would decide when dropout is drawn; wanted {key}=0 ({lora.dropout})"
         if config.cluster.emulated:
             continue
-        parameters = model_parameters(_shape(config, role, model_path), role != "actor")
+        parameters = model_parameters(_shape_of(config, role, shape), role != "actor")
         size = sum(math.prod(parameter.shape) for parameter in parameters)
         if layout.pp == 1 and size > KEEP_UNSHARDED_PARAMETERS:
             return f"all weights are gathered at once; wanted {place}.layout.pp above 1"
@@ -102,7 +102,7 @@ def _reason_against(
     config: Config,
     graph: Graph,
     together: Sequence[tuple[str, Sequence[str]]],
-    model_path: str,
+    shape: "PretrainedConfig",
     gpu_memory: int | None,
 ) -> str | None:
     """Why `auto` leaves updates separate: too little gain, or too little memory."""
@@ -110,7 +110,7 @@ def _reason_against(
         costs = emulated_costs(config, graph)
         gain = 1 - costs.fused_train_token_s / costs.train_token_s
     else:
-        gain = max(predicted_gain(config, graph, pool, r, model_path) for pool, r in together)
+        gain = max(predicted_gain(config, graph, pool, r, shape) for pool, r in together)
     if gain < LEAST_GAIN:
         return f"{max(0.0, gain):.0%} of the updates would be saved, wanted {LEAST_GAIN:.0%}"
     if config.cluster.emulated:  # its accelerators are not here
@@ -121,14 +121,14 @@ def _reason_against(
     fused = copy.copy(config)
     fused.trainer = replace(config.trainer, fuse_updates=FuseUpdates.always)
     try:
-        plan = plan_run(fused, graph, _shape(config, "actor", model_path), room)
+        plan = plan_run(fused, graph, shape, room)
     except RuntimeError as error:  # as `check_memory`
         return f"there is no memory plan: {' '.join(str(error).split())}"
     return None if plan.fits else plan.verdict()
 
 
 def predicted_gain(
-    config: Config, graph: Graph, pool: str, roles: Sequence[str], model_path: str
+    config: Config, graph: Graph, pool: str, roles: Sequence[str], shape: "PretrainedConfig"
 ) -> float:
     """The share of separate updates' time that one plan saves at best (`lower_bound`).
 
@@ -142,7 +142,7 @@ def predicted_gain(
     ranks = len(config.cluster.pool_ranks[pool])
     for number, role in enumerate(sorted(roles, key=lambda role: role != "actor")):
         layout, _, _ = _settings(config, role)
-        model = _pipeline(config, graph, role, _shape(config, role, model_path), number % 2 == 1)
+        model = _pipeline(config, graph, role, _shape_of(config, role, shape), number % 2 == 1)
         alone = replace(model, ranks=tuple(_chunk_ranks(layout, False)))
         problem = PipelineProblem(models=[alone], num_ranks=layout.pp)
         separate += evaluate(problem, standard_plan(alone, layout.schedule.value)).seconds
@@ -211,8 +211,8 @@ def _settings(config: Config, role: str) -> tuple[TrainLayoutConfig, str, LoraCo
     return settings.layout, VALUE_MODELS[role], settings.lora
 
 
-def _shape(config: Config, role: str, model_path: str) -> "PretrainedConfig":
+def _shape_of(config: Config, role: str, actor: "PretrainedConfig") -> "PretrainedConfig":
     from hybridrl.models.load import load_config
 
     own = None if role == "actor" else config.value_model_of(role).path
-    return load_config(own or model_path)
+    return load_config(own) if own else actor

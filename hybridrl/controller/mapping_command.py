@@ -15,6 +15,12 @@ from hybridrl.config.cluster import PoolName
 from hybridrl.config.schedule import SCHEDULES, ScheduleConfig
 from hybridrl.controller import memory_plan
 from hybridrl.controller.composite_reward import with_parts
+from hybridrl.controller.fused_updates import decide_fused_updates
+from hybridrl.controller.mapping_checks import (
+    assumptions,
+    check_known_costs,
+    check_planned_recipe,
+)
 from hybridrl.controller.mapping_overrides import (
     keys_set,
     layout_key,
@@ -25,8 +31,16 @@ from hybridrl.controller.mapping_overrides import (
     train_config,
 )
 from hybridrl.controller.mapping_report import MappingReport, describe, prediction
-from hybridrl.controller.placement import check_apart, check_placement, graphs_of
-from hybridrl.controller.preflight import build_recipe, check_attention
+from hybridrl.controller.placement import HOME, check_apart, check_placement, graphs_of
+from hybridrl.controller.preflight import (
+    build_recipe,
+    check_attention,
+    check_model_settings,
+    check_recipe,
+    check_schedule,
+)
+from hybridrl.controller.preflight_environment import check_environment
+from hybridrl.controller.roles_together import roles_together
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import SourceStage
 from hybridrl.flow.schedules.base import schedule_class
@@ -45,14 +59,10 @@ from hybridrl.planner.mapping import (
 from hybridrl.planner.mapping_costs import MappingCosts
 from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
 from hybridrl.planner.mapping_price import MappingPrices
-from hybridrl.planner.mapping_search import (
-    MappingResults,
-    MappingSearch,
-    PricedMapping,
-    SearchSpace,
-)
+from hybridrl.planner.mapping_search import MappingResults, MappingSearch, PricedMapping
 from hybridrl.planner.memory import GIB, MemoryPlan
 from hybridrl.planner.options import option_name, read_number
+from hybridrl.planner.search_space import SearchSpace, micro_batch_choices
 from hybridrl.planner.workload import LENGTHS, Shape, Workload, read_workload
 from hybridrl.telemetry.log import command_log
 from hybridrl.telemetry.records import write_json
@@ -273,6 +283,9 @@ def _problem(
         allowed = f"--nodes x --gpus-per-node = {cluster.nodes} x {cluster.per_node}"
         raise ConfigError("cluster.ranks", config.cluster.ranks, allowed)
     graph = with_parts(build_recipe(config.recipe), config)
+    check_planned_recipe(config, graph)
+    check_recipe(config, graph)
+    check_environment(config, graph)
     shape = model_shape(config.model)
     check_attention(config, shape)
     config = memory_plan.with_flash(config, shape)
@@ -283,8 +296,6 @@ def _problem(
         room = memory_plan.local_room(config)
     shapes = role_shapes(config, graph, shape)
     roles = planned_roles(config, graph, shapes)
-    if not any(role.trained for role in roles):
-        raise ConfigError("recipe", config.recipe.get("target"), "a recipe that trains a model")
     workload = _workload(config, graph, options)
     memory = MappingMemory(
         limits=StepLimits(
@@ -380,15 +391,17 @@ def _space(problem: _Problem) -> SearchSpace:
         return by_name if by_name and runs(tuple(by_name.items())) else None
 
     scorers = [role.name for role in problem.roles if not role.trained]
-    longest = 2 ** (max(config.longest_sample, 4096) - 1).bit_length()
+    samples = len(problem.prices.samples)
+    small, usual = micro_batch_choices(config.longest_sample, samples, trainer.chunk_tokens)
     return SearchSpace(
         pools=pools,
         schedules=_schedules(problem),
-        micro_batch_tokens=(longest, 2 * longest, 4 * longest),
+        micro_batch_tokens=usual,
+        small_micro_batches=small,
         activations=(ActivationMode.keep, ActivationMode.recompute),
         allows_train=lambda role, layout: allows_train(role.name, replace(layout, fsdp=1)),
         allows_gen=lambda role, gen: all(allows_gen(name, gen) for name in (ACTOR, *scorers)),
-        fuses=trainer.fuse_updates is FuseUpdates.auto and not trainer.chunk_tokens,
+        fuses=bool(roles_together(config, problem.graph, HOME)) and not trainer.chunk_tokens,
         splits_tokens=lambda role: shapes[role.name].model_type in SPLIT_TOKENS,
     )
 
@@ -427,7 +440,7 @@ def _search(
     for one in result.best:
         own = overrides(one.mapping)
         try:
-            memory = checked(problem, [*problem.user_args, *own])
+            _, memory = checked(problem, [*problem.user_args, *own])
         except ConfigError as error:
             refused.append(f"{describe(one)} ({error})")
             continue
@@ -444,9 +457,10 @@ def _search(
 
 
 def _price(problem: _Problem, options: Mapping[str, Any]) -> MappingReport:
-    """The mapping of the config itself."""
-    memory = checked(problem, problem.user_args)
-    mapping = mapping_of(problem.config, problem.roles)
+    """The mapping of the config itself, with updates in one plan or apart as a run has them."""
+    config, memory = checked(problem, problem.user_args)
+    check_known_costs(config, problem.roles, problem.prices.samples)
+    mapping = mapping_of(config, problem.roles)
     problem = replace(problem, prices=problem.prices.in_order(mapping.rank_order))
     search = MappingSearch(
         problem.roles,
@@ -455,7 +469,7 @@ def _price(problem: _Problem, options: Mapping[str, Any]) -> MappingReport:
         problem.prices.costs.cluster.ranks,
         _space(problem),
     )
-    priced = replace(search.price(mapping), memory=memory)
+    priced = search.price(mapping, memory)
     result = MappingResults(
         best=[priced],
         num_candidates=1,
@@ -465,19 +479,24 @@ def _price(problem: _Problem, options: Mapping[str, Any]) -> MappingReport:
         is_complete=True,
         rest_s=None,
     )
-    settings = _written(options["out"], problem, priced, []) if "out" in options else []
+    settings = []
+    if len(mapping.train) > 1 and problem.config.trainer.fuse_updates is FuseUpdates.auto:
+        settings.append(f"trainer.fuse_updates={config.trainer.fuse_updates.value}")
+    if "out" in options:
+        settings = _written(options["out"], problem, priced, settings)
     source = problem.prices.costs.layer_costs.source
-    return MappingReport(result, [settings], [], problem.user_args, source)
+    assumed = assumptions(config)
+    return MappingReport(result, [settings], [], problem.user_args, source, assumed)
 
 
-def checked(problem: _Problem, args: Sequence[str]) -> Mapping[str, MemoryPlan]:
-    """The memory of a run of these overrides, by pool, once its checks have passed.
+def checked(problem: _Problem, args: Sequence[str]) -> tuple[Config, Mapping[str, MemoryPlan]]:
+    """The config of these overrides as a run decides it, and its memory by pool.
 
-    They are those of `train` that need neither weights nor data. Raises ConfigError, which names
+    With the checks of `train` that need neither weights nor data. Raises ConfigError, which names
     the largest size where a rank cannot hold it.
     """
     from hybridrl.config import compose
-    from hybridrl.models.parallel import check_gen_layout, check_train_layout
+    from hybridrl.models.parallel import check_train_layout
 
     config = compose.check(args)
     ranks = problem.prices.costs.cluster.ranks
@@ -491,15 +510,17 @@ def checked(problem: _Problem, args: Sequence[str]) -> Mapping[str, MemoryPlan]:
             own = config.trainer if is_actor else config.value_model_of(role.name)
             key = layout_key(role.name)
             check_train_layout(problem.shapes[role.name], own.layout, key)
-    gen = config.rollout.layout
-    check_gen_layout(problem.shape, gen.pp, gen.tp, ep=gen.ep)
+    check_model_settings(config, problem.shape)
+    check_schedule(config.schedule, problem.graph)
     config = memory_plan.with_flash(config, problem.shape)
+    of_gpu = problem.room.capacity if config.cluster.device is Device.cuda else None
+    decide_fused_updates(config, problem.graph, problem.shape, of_gpu)
     plan = memory_plan.plan_run(config, problem.graph, problem.shape, problem.room)
     try:
         check_fits(plan.pools)
     except DoesNotFit as error:
         raise ConfigError("mapping", _first_line(args), f"one that fits: {error}") from None
-    return plan.pools
+    return config, plan.pools
 
 
 def _first_line(args: Sequence[str]) -> str:

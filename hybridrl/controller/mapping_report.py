@@ -22,6 +22,8 @@ class MappingReport:
     user_args: Sequence[str]
     source: str
     """Where the seconds come from."""
+    assumed: Sequence[str] = ()
+    """What they assume of a mapping by hand."""
 
     def table(self) -> list[tuple[str, ...]]:
         """A header, then a line for each mapping."""
@@ -48,6 +50,7 @@ class MappingReport:
                 " least; --seconds gives it longer"
             )
         lines += [f"left out: {reason}" for reason in self.refused]
+        lines += [f"assumed: {assumption}" for assumption in self.assumed]
         command = shlex.join(["hybridrl", "train", *self.user_args, *self.overrides[0]])
         return [*lines, command]
 
@@ -63,6 +66,7 @@ class MappingReport:
             "complete": result.is_complete,
             "rest_s": result.rest_s,
             "refused": list(self.refused),
+            "assumed": list(self.assumed),
             "mappings": [
                 _record(one, settings)
                 for one, settings in zip(result.best, self.overrides, strict=True)

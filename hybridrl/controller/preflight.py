@@ -71,6 +71,8 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
     """
     from transformers.utils import logging as transformers_logging
 
+    from hybridrl.models.load import load_config
+
     transformers_logging.disable_progress_bar()
 
     run_dir = Path(config.run.dir)
@@ -81,16 +83,12 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
     gpu_memory = resolve_device(config, asks_memory=True)
     check_ranks(config.cluster)
     check_placement(config, graph)
-    _check_on_policy(config, graph)
-    _check_recorded(config, graph)
-    _check_curriculum(config, graph)
-    _check_privileged(config, graph)
+    check_recipe(config, graph)
     engine_checks(config.rollout).check_installed()
     check_optimizers(config, graph)
     config.telemetry.check_installed()
     if config.telemetry.predicted is not None:
         read_prediction(config.telemetry.predicted)
-    check_groups(graph)
     check_environment(config, graph)
     if config.cluster.emulated:
         check_emulation(config, graph)
@@ -100,11 +98,20 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
     model_path = _model_path(config, run_dir)
     data, eval_items, turns = _load(config, model_path, graph)
     check_rows(config, graph, [*data.train, *data.eval, *chain(*eval_items.values())])
-    _check_schedule(config.schedule, graph)
-    decide_fused_updates(config, graph, model_path, gpu_memory)
+    check_schedule(config.schedule, graph)
+    decide_fused_updates(config, graph, load_config(model_path), gpu_memory)
     if not config.cluster.emulated:  # its accelerators are not here
         check_memory(config, graph, model_path, gpu_memory)
     return PreparedRun(model_path, data, eval_items, graph, warm_start, turns)
+
+
+def check_recipe(config: Config, graph: Graph) -> None:
+    """Raise where the recipe and the other settings do not go together."""
+    _check_on_policy(config, graph)
+    _check_recorded(config, graph)
+    _check_curriculum(config, graph)
+    _check_privileged(config, graph)
+    check_groups(graph)
 
 
 def check_optimizers(config: Config, graph: Graph) -> None:
@@ -159,7 +166,8 @@ def _check_privileged(config: Config, graph: Graph) -> None:
             raise ConfigError("data.privileged_template", "null", allowed)
 
 
-def _check_schedule(schedule: ScheduleConfig, graph: Graph) -> None:
+def check_schedule(schedule: ScheduleConfig, graph: Graph) -> None:
+    """Raise for a schedule that cannot run the recipe."""
     try:
         schedule_class(schedule).check_graph(graph)
     except ValueError as error:
@@ -286,12 +294,21 @@ def _load(
 
 def _check_model(config: Config, graph: Graph, model: Any) -> None:
     """Raise for a `model` that the engines cannot train, generate with, or lay out."""
-    from hybridrl.engines.probe import check_balance, check_model, check_replay
+    from hybridrl.engines.probe import check_model
+
+    check_model(model, "model.path", train=True, native=scores_with_copies(graph))
+    check_model_settings(config, model)
+    check_attention(config, model, local=not unknown_room(config))
+    engine_checks(config.rollout).check_model(config, model)
+
+
+def check_model_settings(config: Config, model: Any) -> None:
+    """Raise for layouts and other settings that the actor's `model` cannot have."""
+    from hybridrl.engines.probe import check_balance, check_replay
     from hybridrl.models.adapters import check_lora
     from hybridrl.models.parallel import check_gen_layout, check_tail_tp, check_train_layout
     from hybridrl.models.router_balance import check_bias_update
 
-    check_model(model, "model.path", train=True, native=scores_with_copies(graph))
     check_train_layout(model, config.trainer.layout)
     gen = config.rollout.layout
     check_gen_layout(model, gen.pp, gen.tp, ep=gen.ep)
@@ -301,8 +318,6 @@ def _check_model(config: Config, graph: Graph, model: Any) -> None:
     check_balance(model, config.trainer)
     check_bias_update(model, config.trainer.router_bias_update_rate)
     check_lora(model, config.actor.lora, "actor.lora")
-    check_attention(config, model, local=not unknown_room(config))
-    engine_checks(config.rollout).check_model(config, model)
     if config.rollout.features.ascending:
         _check_gen_order(config)
 

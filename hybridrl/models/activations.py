@@ -113,11 +113,13 @@ def layer_activations(
 ) -> Activations:
     """Of a decoder layer over a row of `tokens`, on one of `tp` tensor-parallel ranks.
 
-    Under sequence parallelism norms and sums have 1 / tp of the tokens. With `fused_dropout`, as on
-    GPUs, a mask of dropout has a byte for each number. `cp` ranks share the row, each with
-    `tokens`. With `earlier` tokens before it, the row is the last chunk of a sequence. With `ep`
-    training spreads experts over its ranks, and over those of tp; each computes as many tokens.
+    Under sequence parallelism norms and sums have 1 / tp of the tokens, of a row that is filled up
+    to a multiple of tp. With `fused_dropout`, as on GPUs, a mask of dropout has a byte for each
+    number. `cp` ranks share the row, each with `tokens`. With `earlier` tokens before it, the row
+    is the last chunk of a sequence. With `ep` training spreads experts over its ranks, and over
+    those of tp; each computes as many tokens.
     """
+    tokens = _filled_up(tokens, tp, sequence_parallel)
     row = CountedRow(attention, cp)
     if earlier:
         stop = earlier + tokens * cp
@@ -148,6 +150,7 @@ def backward_in_halves(
     ep: int | None = None,
 ) -> Halves:
     """Of a decoder layer, as zero-bubble pipelines compute its backward pass."""
+    tokens = _filled_up(tokens, tp, sequence_parallel)
     model, row = _narrow_model(config, tp, dtype, lora, ep), CountedRow(attention, cp)
     layer, hidden, run, present = _trained_layer(model, tokens, row, False, fused_dropout)
     if sequence_parallel and tp > 1:
@@ -206,7 +209,12 @@ def _split(layer: nn.Module, hidden: torch.Tensor, tp: int) -> torch.Tensor:
     """Put the layer under sequence parallelism; its input with a rank's share of the tokens."""
     split_tokens(layer, tp)
     _, tokens, features = hidden.shape
-    return hidden.new_empty(1, -(-tokens // tp), features)
+    return hidden.new_empty(1, tokens // tp, features)
+
+
+def _filled_up(tokens: int, tp: int, sequence_parallel: bool) -> int:
+    """Tokens of a row as the engine makes it: each rank of tp has as many."""
+    return -(-tokens // tp) * tp if sequence_parallel else tokens
 
 
 @_once

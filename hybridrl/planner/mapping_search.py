@@ -5,7 +5,8 @@ ranks to the pools, find each role's best layout and add up. Algorithm 2 finds t
 role and ranks. Here a mapping also has a generation layout and a schedule. Candidates are
 ordered by a bound on their step, so that few are priced:
 
-    0  frame      placement and allocation: the least training and generation that they allow
+    0  frame      placement and allocation: the least training and generation that they allow; small
+                  micro-batches apart, by a bound that asks nothing of memory
     1  bound      training by a closed form, generation in the largest batches without a gap
     2  priced     updates pipeline by pipeline, the weight switch by the bytes that must move
     3  replayed   the scheduler that runs, in virtual time, the switch by its plan
@@ -14,8 +15,10 @@ The candidate with the least seconds so far goes on to its next level. The searc
 that is left could be quicker than the results by more than `TOLERANCE`. Of mappings that differ in
 training's layouts and settings alone, only the one with the least priced seconds is replayed.
 
-Invariants: a level's seconds are never below those of the level before. Every result fits into the
-memory of its ranks. Results differ in placement, allocation, generation layout or schedule.
+Invariants: a level's seconds are never below those of the level before, but where updates that were
+bounded apart turn out quicker in one plan. Then they have the bound of one plan. Results are ranked
+by the seconds that are printed. Every result fits into the memory of its ranks. Results differ in
+placement, allocation, generation layout or schedule.
 """
 
 import heapq
@@ -26,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from hybridrl.config import ActivationMode, PipelineSchedule, ScheduleConfig
+from hybridrl.config import ActivationMode
 from hybridrl.planner.fitting_layouts import (
     DoesNotFit,
     FittingLayouts,
@@ -49,37 +52,12 @@ from hybridrl.planner.mapping_price import MappingPrices, StepSeconds
 from hybridrl.planner.memory import MemoryPlan
 from hybridrl.planner.partitions import allocation_step, allocations, set_partitions
 from hybridrl.planner.rank_order import best_order
+from hybridrl.planner.search_space import SearchSpace
 
 logger = logging.getLogger(__name__)
 
-Pools = Mapping[str, tuple[str, ...]]
-PoolNaming = Callable[[Sequence[Sequence[str]]], Pools | None]
-"""The pools of a partition by name, the actor's first; None for one that is not to be tried."""
-
 TOLERANCE = 0.03
 """Of a step's seconds. To prove the last percents takes most of a search."""
-_MOST_PP = 16
-_MOST_GEN_PP = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SearchSpace:
-    """What may be tried."""
-
-    pools: PoolNaming
-    """Partitions that a run can have."""
-    schedules: Sequence[ScheduleConfig]
-    micro_batch_tokens: Sequence[int]
-    activations: Sequence[ActivationMode] = (ActivationMode.keep, ActivationMode.recompute)
-    pipelines: Sequence[PipelineSchedule] = tuple(PipelineSchedule)
-    allows_train: Callable[[PlannedRole, TrainLayout], bool] = lambda role, layout: True
-    """Whether a role's model can be trained in a layout; heads and layers are checked besides."""
-    allows_gen: Callable[[PlannedRole, GenLayout], bool] = lambda role, gen: True
-    fuses: bool = False
-    """Whether updates, and passes by training shards, may share a plan (`DeviceMapping.fuses`)."""
-    splits_tokens: Callable[[PlannedRole], bool] = lambda role: True
-    """Whether `sequence_parallel` is there for a model: it takes less memory for the same traffic.
-    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +90,8 @@ class MappingResults:
 class _Candidate:
     """What is known of a mapping so far: `level` 0 to 3, and seconds that it takes at least.
 
-    Level 0 has no layouts yet; it becomes all candidates of its placement and allocation.
+    Level 0 has no layouts yet; it becomes all candidates of its placement and allocation, with
+    micro-batches of so many `tokens`.
     """
 
     seconds: float
@@ -121,6 +100,7 @@ class _Candidate:
     mapping: DeviceMapping = field(compare=False)
     priced: StepSeconds | None = field(compare=False, default=None)
     bound_s: float = field(compare=False, default=0.0)
+    tokens: Sequence[int] = field(compare=False, default=())
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -152,6 +132,7 @@ class MappingSearch:
         self._layouts = lru_cache(None)(self._bounded_layouts)
         self._joint = JointLayouts(prices, memory, self._sorted)
         self._best = lru_cache(None)(self._best_layout)
+        self._filled = lru_cache(None)(self._least_filled_s)
         self._gens = lru_cache(None)(self._gen_layouts)
         self._fitting = lru_cache(None)(memory.fits_training)
         self._holds = lru_cache(None)(self._holds_scorer)
@@ -199,8 +180,8 @@ class MappingSearch:
                     replayed[better.key] = better
                     best = heapq.nsmallest(number, replayed.values())
             on_progress(counts[3], counts[1])
-        if unfit is not None and not best:
-            raise unfit
+        if not best:
+            raise unfit or self._obstacle()
         least = queue[0].seconds * (1 + TOLERANCE) if queue else float("inf")
         settled = sum(one.seconds <= least for one in best)
         return MappingResults(
@@ -213,13 +194,20 @@ class MappingSearch:
             rest_s=queue[0].seconds if queue else None,
         )
 
-    def price(self, mapping: DeviceMapping) -> PricedMapping:
-        """One mapping, by the scheduler; updates share a plan if that pays. Raises DoesNotFit."""
-        plans = self.memory.plans(self.roles, mapping)
-        check_fits(plans)
-        bound = self.prices.bound(mapping, self._bounds_of(mapping))
-        mapping, seconds = self._replayed(mapping, self.prices.priced(mapping))
-        return PricedMapping(mapping=mapping, seconds=seconds, bound_s=bound.step_s, memory=plans)
+    def price(
+        self, mapping: DeviceMapping, memory: Mapping[str, MemoryPlan] | None = None
+    ) -> PricedMapping:
+        """One mapping as it is, by the scheduler.
+
+        `memory` is what is known of a mapping that fits. Without it the closed form counts, and
+        raises DoesNotFit.
+        """
+        if memory is None:
+            memory = self.memory.plans(self.roles, mapping)
+            check_fits(memory)
+        seconds = self.prices.replayed(mapping, self.prices.priced(mapping))
+        bound_s = self._bound_s(mapping)
+        return PricedMapping(mapping=mapping, seconds=seconds, bound_s=bound_s, memory=memory)
 
     def in_best_order(self, one: PricedMapping, budget_s: float = 2.0) -> PricedMapping:
         """A result with the best order of workers, by its priced seconds; replayed in it."""
@@ -239,11 +227,14 @@ class MappingSearch:
             return one
         return replace(one, mapping=mapping, seconds=seconds)
 
-    def _bounds_of(self, mapping: DeviceMapping) -> dict[str, float]:
-        return {
-            name: self.prices.update_bound_s(self._by_name[name], layout, mapping.ranks_of(name))
+    def _bound_s(self, mapping: DeviceMapping) -> float:
+        """Of a step at least; in one plan other roles' work fills a pipeline's gaps."""
+        bound_of = self.prices.filled_bound_s if mapping.fuses else self.prices.update_bound_s
+        updates = {
+            name: bound_of(self._by_name[name], layout, mapping.ranks_of(name))
             for name, layout in mapping.train.items()
         }
+        return self.prices.bound(mapping, updates).step_s
 
     def _result(self, candidate: _Candidate) -> PricedMapping:
         assert candidate.priced is not None, "a result that was not replayed"
@@ -273,36 +264,46 @@ class MappingSearch:
                     gen=GenLayout(),
                     schedule=self.space.schedules[0],
                 )
-                bound = self._frame_bound_s(frame)
-                if bound is not None:
-                    yield _Candidate(bound, next(self._numbers), 0, frame)
+                if gens := self._gens_of(frame):
+                    front = min(self.prices.front_bound_s(gen, frame) for gen in gens)
+                    for training, tokens in self._frame_training(frame):
+                        seconds = training + front
+                        yield _Candidate(seconds, next(self._numbers), 0, frame, tokens=tokens)
 
-    def _frame_bound_s(self, frame: DeviceMapping) -> float | None:
-        """The least training and the least generation; None where something does not fit."""
-        gens = self._gens_of(frame)
-        settings = [*self._shared_layouts(frame), *self._joint_layouts(frame)]
-        if not gens or not settings:
-            return None
-        training = min(
-            max(
-                sum(least[name][0] for name in names if name in least)
-                for names in frame.pools.values()
-            )
-            for least in settings
-        )
-        return training + min(self.prices.front_bound_s(gen, frame) for gen in gens)
+    def _frame_training(self, frame: DeviceMapping) -> Iterator[tuple[float, Sequence[int]]]:
+        """The least training of a frame, of usual micro-batches and of small ones.
+
+        Nothing where nothing fits; for small ones that is found out once they could win.
+        """
+        usual = self.space.micro_batch_tokens
+        settings = [*self._shared_layouts(frame, usual), *self._joint_layouts(frame, usual)]
+        if settings:
+            all_seconds = ({name: s for name, (s, _) in least.items()} for least in settings)
+            yield min(_longest_pool(frame, seconds) for seconds in all_seconds), usual
+        if self.space.small_micro_batches:
+            aligned = self.prices.costs.cluster.aligned
+            trained = [role for role in self.roles if role.trained]
+            least_s = {r.name: self._filled(r, aligned(frame.ranks_of(r.name))) for r in trained}
+            yield _longest_pool(frame, least_s), self.space.small_micro_batches
+
+    def _least_filled_s(self, role: PlannedRole, ranks: range) -> float:
+        """What no layout is below, in one plan or apart: fewer rows and more memory than it has."""
+        keeps = min(self.space.activations, key=lambda mode: mode is not ActivationMode.keep)
+        layouts = self._sorted(role, ranks, keeps, max(self.space.micro_batch_tokens))
+        seconds = (self.prices.filled_bound_s(role, layout, ranks) for _, layout in layouts)
+        return min(seconds, default=float("inf"))
 
     def _gens_of(self, frame: DeviceMapping) -> list[GenLayout]:
         gens = self._gens(len(frame.ranks_of(ACTOR)))
         return [gen for gen in gens if self._suits(frame, gen)]
 
     def _shared_layouts(
-        self, frame: DeviceMapping
+        self, frame: DeviceMapping, micro_batch_tokens: Sequence[int]
     ) -> Iterator[dict[str, tuple[float, TrainLayout]]]:
         """For each of the settings that all roles share the layouts of least bound, with it."""
         trained = [role for role in self.roles if role.trained]
         aligned = self.prices.costs.cluster.aligned
-        for shared in itertools.product(self.space.activations, self.space.micro_batch_tokens):
+        for shared in itertools.product(self.space.activations, micro_batch_tokens):
             least = {}
             for role in trained:
                 layouts = self._layouts(role, aligned(frame.ranks_of(role.name)), *shared)
@@ -314,10 +315,11 @@ class MappingSearch:
                 yield least
 
     def _joint_layouts(
-        self, frame: DeviceMapping
+        self, frame: DeviceMapping, micro_batch_tokens: Sequence[int]
     ) -> Iterator[dict[str, tuple[float, TrainLayout]]]:
         """The same with layouts of roles that train in one plan, each with its share of a bound."""
-        for least in self._shared_layouts(frame) if self.space.fuses else ():
+        shared = self._shared_layouts(frame, micro_batch_tokens) if self.space.fuses else ()
+        for least in shared:
             first = next(iter(least.values()))[1]
             joint = dict[str, tuple[float, TrainLayout]]()
             for roles, ranks in self._trained_together(frame):
@@ -336,11 +338,11 @@ class MappingSearch:
                 roles.sort(key=lambda role: role.name != ACTOR)
                 yield roles, self.prices.costs.cluster.aligned(frame.pool_ranks[pool])
 
-    def _mappings(self, frame: DeviceMapping) -> Iterator[_Candidate]:
+    def _mappings(self, frame: DeviceMapping, tokens: Sequence[int]) -> Iterator[_Candidate]:
         """Those of a placement and an allocation, with training layouts of the least bound."""
         gens = self._gens_of(frame)
-        apart = ((least, False) for least in self._shared_layouts(frame))
-        joint = ((least, True) for least in self._joint_layouts(frame))
+        apart = ((least, False) for least in self._shared_layouts(frame, tokens))
+        joint = ((least, True) for least in self._joint_layouts(frame, tokens))
         for least, fuses in itertools.chain(apart, joint):
             bounds = {name: seconds for name, (seconds, _) in least.items()}
             train = {name: layout for name, (_, layout) in least.items()}
@@ -366,14 +368,14 @@ class MappingSearch:
         return used <= self.memory.capacity
 
     def _scorer_sizes(self, role: PlannedRole, gen: GenLayout) -> Mapping[str, int]:
-        sizes = self.memory.scoring_sizes(role, gen, min(self.space.micro_batch_tokens))
+        sizes = self.memory.scoring_sizes(role, gen, min(self.space.all_tokens))
         return {"scoring weights": sizes.weights, "activations": sizes.activations}
 
     def _next_level(self, candidate: _Candidate) -> Iterator[_Candidate]:
         """Raises DoesNotFit where no layouts of the candidate fit together."""
         mapping = candidate.mapping
         if candidate.level == 0:
-            yield from self._mappings(mapping)
+            yield from self._mappings(mapping, candidate.tokens)
             return
         if candidate.level == 1:
             first = next(iter(mapping.train.values()))
@@ -396,10 +398,10 @@ class MappingSearch:
             assert candidate.priced is not None
             mapping, priced = self._replayed(mapping, candidate.priced)
         # The closed forms are bounds; a difference in the last digits does not count.
-        seconds = max(candidate.seconds, priced.step_s)
-        yield _Candidate(
-            seconds, candidate.number, candidate.level + 1, mapping, priced, candidate.bound_s
-        )
+        seconds, bound_s = max(candidate.seconds, priced.step_s), candidate.bound_s
+        if mapping.fuses and not candidate.mapping.fuses:  # they are bounds of separate updates
+            seconds, bound_s = priced.step_s, self._bound_s(mapping)
+        yield _Candidate(seconds, candidate.number, candidate.level + 1, mapping, priced, bound_s)
 
     def _replayed(
         self, mapping: DeviceMapping, priced: StepSeconds
@@ -498,31 +500,11 @@ class MappingSearch:
     def _train_layouts(
         self, role: PlannedRole, ranks: int, activations: ActivationMode, tokens: int
     ) -> Iterator[TrainLayout]:
-        shape, per_node = role.shape, self.prices.costs.cluster.per_node
-        for pp, tp in itertools.product(_doublings(_MOST_PP), _doublings(per_node)):
-            data, rest = divmod(ranks, pp * tp)
-            if rest or pp > shape.layers or not divides(shape.heads, shape.kv_heads, tp):
-                continue
-            for replicas in _doublings(data):
-                if data % replicas:
-                    continue
-                for schedule in self.space.pipelines if pp > 1 else self.space.pipelines[:1]:
-                    layout = TrainLayout(
-                        pp=pp,
-                        replicas=replicas,
-                        fsdp=data // replicas,
-                        tp=tp,
-                        schedule=schedule,
-                        activations=activations,
-                        sequence_parallel=tp > 1 and self.space.splits_tokens(role),
-                        micro_batch_tokens=tokens,
-                    )
-                    zigzags = layout.zigzag and activations is ActivationMode.recompute
-                    if layout.chunks > shape.layers or zigzags:
-                        continue
-                    if self.space.allows_train(role, layout):
-                        both = layout, self.prices.balanced(role, layout, range(ranks))
-                        yield from dict.fromkeys(both)
+        """With even chunks of a pipeline, and with borders by cost."""
+        per_node = self.prices.costs.cluster.per_node
+        for layout in self.space.train_layouts(role, ranks, per_node, activations, tokens):
+            both = layout, self.prices.balanced(role, layout, range(ranks))
+            yield from dict.fromkeys(both)
 
     def _gen_layouts(self, ranks: int) -> list[GenLayout]:
         """Of instances that hold a full sample at least."""
@@ -532,16 +514,9 @@ class MappingSearch:
 
     def _allowed_gens(self, ranks: int) -> list[GenLayout]:
         """Those that can run, whatever their memory."""
-        actor = self._by_name[ACTOR]
-        shape, per_node = actor.shape, self.prices.costs.cluster.per_node
-        layouts = []
-        for pp, tp in itertools.product(_doublings(_MOST_GEN_PP), _doublings(per_node)):
-            fits_model = pp <= shape.layers and divides(shape.heads, shape.kv_heads, tp)
-            if ranks % (pp * tp) == 0 and fits_model:
-                gen = GenLayout(pp=pp, tp=tp)
-                if self.space.allows_gen(actor, gen):
-                    layouts.append(gen)
-        return layouts
+        return self.space.gen_layouts(
+            self._by_name[ACTOR], ranks, self.prices.costs.cluster.per_node
+        )
 
     # What does not fit
 
@@ -552,7 +527,7 @@ class MappingSearch:
         """
         memory = self.memory
         least: list[tuple[Mapping[str, int], str, str]] = []
-        settings = list(itertools.product(self.space.activations, self.space.micro_batch_tokens))
+        settings = list(itertools.product(self.space.activations, self.space.all_tokens))
         for role in self.roles:
             layouts = [
                 layout
@@ -582,14 +557,8 @@ class MappingSearch:
         return DoesNotFit.of(name, sizes, memory.capacity - memory.reserved, where)
 
 
-def divides(heads: int, kv_heads: int, tp: int) -> bool:
-    """Whether tp ranks have equal numbers of heads, or several share one of keys and values."""
-    return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
-
-
-def _doublings(most: int) -> Iterator[int]:
-    """1, 2, 4, ... up to `most`."""
-    number = 1
-    while number <= most:
-        yield number
-        number *= 2
+def _longest_pool(frame: DeviceMapping, updates: Mapping[str, float]) -> float:
+    """Pools train at the same time, the roles of one in turn."""
+    return max(
+        sum(updates[name] for name in names if name in updates) for names in frame.pools.values()
+    )

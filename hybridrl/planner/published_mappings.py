@@ -19,15 +19,10 @@ from hybridrl.planner.mapping import ACTOR, GenLayout, PlannedRole, cluster_of
 from hybridrl.planner.mapping_costs import MappingCosts
 from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
 from hybridrl.planner.mapping_price import MappingPrices
-from hybridrl.planner.mapping_search import (
-    MappingResults,
-    MappingSearch,
-    Pools,
-    PricedMapping,
-    SearchSpace,
-)
+from hybridrl.planner.mapping_search import MappingResults, MappingSearch, PricedMapping
 from hybridrl.planner.memory import GIB
 from hybridrl.planner.model_shape import ModelShape
+from hybridrl.planner.search_space import Pools, SearchSpace
 from hybridrl.planner.workload import Group, Workload
 
 _PROMPTS, _PROMPT, _RESPONSE, _MINI_BATCHES = 1024, 1024, 1024, 8

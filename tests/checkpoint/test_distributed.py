@@ -37,7 +37,11 @@ class Reversed(TrainLayoutConfig):
     """Of an engine whose first chunk is on the last rank."""
 
 
+FORWARD = TrainLayoutConfig(pp=2, fsdp=1)
 BACKWARD = Reversed(pp=2, fsdp=1)
+BACK_AND_FORTH = Reversed(pp=2, fsdp=1, schedule=PipelineSchedule.zero_bubble)
+BACK_IN_TURNS = Reversed(pp=2, fsdp=1, schedule=PipelineSchedule.interleaved)
+FAR_BACK = Reversed(pp=4, fsdp=1)
 
 
 class AdvantageLoss(Loss):
@@ -149,7 +153,16 @@ def test_it_goes_on_as_if_it_had_not_ended(ranks, make_source, tmp_path) -> None
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize(("first", "then"), [(BACKWARD, (BACKWARD, TP)), (FSDP, (BACKWARD,))])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (BACKWARD, (BACKWARD, TP)),
+        (FSDP, (BACKWARD,)),
+        (FORWARD, (BACKWARD, BACK_IN_TURNS)),
+        (BACK_AND_FORTH, (BACK_AND_FORTH, FORWARD)),
+        (FAR_BACK, (FAR_BACK, BACK_AND_FORTH)),
+    ],
+)
 def test_so_does_a_reversed_pipeline(ranks, make_source, tmp_path, first, then) -> None:
     check(ranks, make_source(tied=True), tmp_path / "saved", first, *then)
 

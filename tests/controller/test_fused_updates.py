@@ -40,7 +40,7 @@ def decide(make_config: Callable[..., Config], model: str) -> Callable[..., tupl
         config = make_config("run.dir=out", *overrides)
         config.cluster.device = Device.cuda
         graph = build_recipe(config.recipe)
-        decide_fused_updates(config, graph, model, gpu_memory)
+        decide_fused_updates(config, graph, load_config(model), gpu_memory)
         return config, graph
 
     return decide
@@ -76,7 +76,7 @@ def test_the_gain_is_the_pipelines_idle_time(decide: Callable[..., Any], model: 
         samples = config.trainer.prompts_per_step * config.recipe["num_samples"]
         config.trainer.max_tokens_per_micro_batch = -(-samples * config.longest_sample // rows)
         config.rollout.max_new_tokens, config.data.max_prompt_tokens = 1, config.longest_sample - 1
-        gain = predicted_gain(config, graph, "actor", ("critic", "actor"), model)
+        gain = predicted_gain(config, graph, "actor", ("critic", "actor"), load_config(model))
         assert gain == pytest.approx(1 / (rows + 1), rel=0.1)
 
 
@@ -105,7 +105,7 @@ def _reason_of(plan: Any, apart: Any, config: Any, graph: Any, model: str) -> st
     with mock.patch.object(fused_updates, "gpu_room", return_value=between):
         roles = roles_together(config, graph, "actor")
         reason = fused_updates._reason_against(
-            config, graph, [("actor", of_pool) for of_pool in roles], model, 1
+            config, graph, [("actor", of_pool) for of_pool in roles], load_config(model), 1
         )
     return str(reason)
 

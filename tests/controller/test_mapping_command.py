@@ -194,6 +194,88 @@ def test_a_reward_model_that_does_not_fit_is_named(tmp_path: Path) -> None:
         _plan("cluster.device=cuda", *reward, "--nodes=1", "--gpus-per-node=1")
 
 
+QWEN = ("model=qwen3_8b", "cluster.ranks=8", "rollout.max_new_tokens=4096", "--nodes=1", "--price")
+
+
+def test_what_the_closed_form_does_not_know_is_priced_by_the_plan() -> None:
+    """Offloaded activations fit by the memory plan; what their seconds assume is a remark."""
+    args = (*QWEN, "cluster.device=cuda", "trainer.activations=offload")
+    report = _plan(*args, lengths="--lengths=lmsys")
+    (one,) = report.result.best
+    assert one.seconds.step_s > 0
+    assert all(plan.fits for plan in one.memory.values())
+    assert any(line.startswith("assumed: trainer.activations=offload") for line in report.remarks())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("trainer.layout.cp", 2), ("trainer.chunk_tokens", 512)]
+)
+def test_long_samples_that_have_no_costs_are_refused(key: str, value: int) -> None:
+    """Those that ranks share, or that are trained in chunks; shorter ones are priced."""
+    rows = ("cluster.device=cuda", "trainer.max_tokens_per_micro_batch=1024")
+    args = (*QWEN, *rows, f"{key}={value}")
+    _plan(*args, lengths="--lengths=lognormal:median=60,sigma=0.1")
+    with pytest.raises(ConfigError, match=r"for samples of \d+ tokens") as error:
+        _plan(*args, lengths="--lengths=lognormal:median=2000,sigma=0.5")
+    assert (error.value.key, error.value.value) == (key, value)
+
+
+PIPELINES = (
+    *("recipe=ppo", "cluster.ranks=2", "trainer.layout.pp=2", "critic.layout.pp=2"),
+    *("model.tiny.num_layers=4", "--nodes=1", "--gpus-per-node=2", "--price"),
+)
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "value"),
+    [
+        ((*PIPELINES, "trainer.fuse_updates=always", "critic.layout={pp: 1, tp: 2}"),
+         "trainer.fuse_updates", "always"),
+        ((*PIPELINES, "recipe=rloo", "trainer.mini_batches=2"), "trainer.mini_batches", "2"),
+        (("recipe=rloo", "trainer.mini_batches=2", "--nodes=1"), "trainer.mini_batches", "2"),
+        (("recipe=rm", "--nodes=1"), "recipe", "rm"),
+        (("recipe=sft", "--nodes=1"), "recipe", "sft"),
+        (("recipe=dpo", "--nodes=1"), "recipe", "dpo"),
+        (("recipe=orpo", "cluster.ranks=8", "--nodes=1", "--price"), "recipe", "orpo"),
+    ],
+)  # fmt: skip
+def test_what_train_refuses_has_no_price(args: tuple[str, ...], key: str, value: str) -> None:
+    """Nor does a recipe that does not generate, or does not train the actor."""
+    with pytest.raises(ConfigError) as error:
+        _plan(*TINY, *args)
+    assert (error.value.key, str(error.value.value)) == (key, value)
+
+
+@pytest.mark.parametrize(("tokens", "decided"), [(16_384, "always"), (256, "never")])
+def test_a_price_has_the_updates_that_a_run_has(tokens: int, decided: str) -> None:
+    """With many rows one plan saves less than a run asks for; the command says it."""
+    batch = ("trainer.prompts_per_step=64", f"trainer.max_tokens_per_micro_batch={tokens}")
+    report = _plan(*TINY, *PIPELINES, *batch)
+    (one,) = report.result.best
+    assert one.mapping.fuses is (decided == "always")
+    assert report.overrides == [[f"trainer.fuse_updates={decided}"]]
+    again = _plan(*TINY, *PIPELINES, *batch, *report.overrides[0])
+    assert again.result.best[0].seconds.step_s == pytest.approx(one.seconds.step_s)
+
+
+def test_a_role_fits_with_micro_batches_of_the_longest_sample() -> None:
+    """Of 5,120 tokens. With the next power of two its activations would not fit 32 GiB."""
+    model = ("model=qwen3_1.7b", "recipe=grpo", "cluster.device=cuda")
+    lengths = ("data.max_prompt_tokens=1024", "rollout.max_new_tokens=4096")
+    cluster = ("--nodes=1", "--gpus-per-node=1", "--gpu-gib=32", "--number=1")
+    (best,) = _plan(*model, *lengths, *cluster).result.best
+    assert best.mapping.train["actor"].micro_batch_tokens == 5120
+
+
+def test_rows_that_tp_does_not_divide_are_planned() -> None:
+    """Of 1,503 tokens: the engine fills them up under sequence parallelism."""
+    model = ("model=qwen3_1.7b", "recipe=ppo", "cluster.device=cuda")
+    lengths = ("data.max_prompt_tokens=255", "rollout.max_new_tokens=246")
+    batch = ("trainer.prompts_per_step=32", "recipe.num_samples=1")
+    report = _plan(*model, *lengths, *batch, "--nodes=2", "--number=1", "--seconds=5")
+    assert report.result.best
+
+
 def test_a_workload_without_lengths_says_where_they_come_from() -> None:
     """A run, a file, or a distribution."""
     with pytest.raises(ConfigError, match="lognormal"):

@@ -49,6 +49,15 @@ def test_capped_scores_are_a_tensor_in_torch():
     assert _layer(Attention.flash) == _layer(Attention.flash, attn_logit_softcapping=None)
 
 
+@pytest.mark.parametrize("count", [layer_activations, activations.backward_in_halves])
+def test_under_sequence_parallelism_a_row_is_filled_up(count):
+    """To a multiple of tp, as the engine makes it."""
+    config = AutoConfig.for_model("qwen3", **SHAPE)
+    options = {"dtype": torch.bfloat16, "attention": Attention.torch, "tp": 2}
+    odd, even = (count(config, n, **options, sequence_parallel=True) for n in (255, 256))
+    assert odd == even
+
+
 def test_a_sink_needs_no_scores():
     """A feature more in each query, key and value, and a token more."""
     kept = _layer(Attention.torch, "gpt_oss", torch.bfloat16, num_local_experts=4).kept

@@ -14,8 +14,9 @@ from hybridrl.planner.mapping import ClusterShape, PlannedRole, TrainLayout
 from hybridrl.planner.mapping_costs import MappingCosts
 from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
 from hybridrl.planner.mapping_price import MappingPrices
-from hybridrl.planner.mapping_search import MappingSearch, SearchSpace
+from hybridrl.planner.mapping_search import MappingSearch
 from hybridrl.planner.memory import GIB
+from hybridrl.planner.search_space import SearchSpace
 from hybridrl.planner.workload import Shape, read_workload
 
 A100 = ACCELERATORS["a100"]
@@ -114,6 +115,19 @@ def test_a_search_finds_layouts_that_pay_only_together() -> None:
     alone = search.price(replace(joint.mapping, train=apart.mapping.train))
     fused, alone_s = (one.seconds.stages["update_actor"] for one in (joint, alone))
     assert fused < 0.96 * alone_s  # measured: 0.95
+
+
+def test_layouts_found_apart_that_win_in_one_plan_have_its_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where no joint layouts are tried; the bounds of separate updates are above their seconds."""
+    search = searched("13b", "13b", 16, 5e8, 1)
+    monkeypatch.setattr(search._joint, "bound", lambda *args: None)
+    best = search.run(8, 600).best
+    assert any(one.mapping.fuses for one in best)
+    seconds = [one.seconds.step_s for one in best]
+    assert seconds == sorted(seconds)
+    assert all(one.bound_s <= one.seconds.step_s * (1 + 1e-9) for one in best)
 
 
 def test_what_does_not_fit_together_is_left_out() -> None:

@@ -27,10 +27,11 @@ from hybridrl.planner.mapping import (
 from hybridrl.planner.mapping_costs import MappingCosts
 from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
 from hybridrl.planner.mapping_price import MappingPrices
-from hybridrl.planner.mapping_search import TOLERANCE, MappingSearch, Pools, SearchSpace
+from hybridrl.planner.mapping_search import TOLERANCE, MappingSearch
 from hybridrl.planner.memory import GIB
 from hybridrl.planner.model_shape import ModelShape
 from hybridrl.planner.partitions import set_partitions
+from hybridrl.planner.search_space import Pools, SearchSpace, micro_batch_choices
 from hybridrl.planner.workload import Group, Workload
 
 A100 = ACCELERATORS["a100"]
@@ -258,3 +259,47 @@ def test_where_no_layouts_fit_together_the_phase_is_named() -> None:
     """Each role would fit alone."""
     with pytest.raises(DoesNotFit, match="in pool actor, phase train actor, needs"):
         _copies(12.0).run(1)
+
+
+# Tokens of a micro-batch
+
+
+@pytest.mark.parametrize(
+    ("longest", "samples", "choices"),
+    [
+        (5120, 512, ([5120], [8192, 16384, 32768])),
+        (8192, 512, ([], [8192, 16384, 32768])),
+        (2000, 512, ([2048], [4096, 8192, 16384])),
+        (200, 512, ([256, 1024], [4096, 8192, 16384])),
+        (200, 8, ([256, 1024], [4096])),
+        (200, 4, ([256], [1024])),
+        (5120, 1, ([], [5120])),
+    ],
+)
+def test_micro_batches_begin_with_the_longest_sample(
+    longest: int, samples: int, choices: tuple[list[int], list[int]]
+) -> None:
+    """Up to four times the next power of two, or to what holds all samples."""
+    assert micro_batch_choices(longest, samples) == choices
+
+
+def test_micro_batches_are_not_below_chunks() -> None:
+    """`trainer.chunk_tokens` is at most a micro-batch."""
+    assert micro_batch_choices(2000, 512, at_least=6000) == ([6000], [8192, 16384, 32768])
+
+
+@pytest.mark.parametrize("capacity", [9.0, 12.0, 40.0])
+def test_small_micro_batches_are_tried_where_they_may_win(capacity: float) -> None:
+    """The result is that of a search that tries all of them alike, in memory that cuts some."""
+    roles = _roles(LARGER, LARGER, ("actor", "critic"))
+    activations = (ActivationMode.keep, ActivationMode.recompute)
+    own = _search(roles, 2, draw=random.Random(5), capacity=capacity, activations=activations)
+    alike = replace(own.space, micro_batch_tokens=(1024, 2048, 8192))
+    apart = replace(alike, micro_batch_tokens=(8192,), small_micro_batches=(1024, 2048))
+    best = []
+    for space in (alike, apart):
+        search = MappingSearch(roles, own.prices, own.memory, 2, space)
+        result = search.run(1, 600)
+        assert result.is_complete
+        best.append(result.best[0].seconds.step_s)
+    assert best[1] == pytest.approx(best[0], rel=TOLERANCE)

@@ -1,5 +1,7 @@
 """Updates in one plan against separate updates: parameters and metrics."""
 
+import itertools
+import random
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +13,11 @@ from surrogate_loss import Surrogate
 
 from hybridrl.algorithms.critic import ValueLoss
 from hybridrl.engines.train.fused_update import FusedUpdate, UpdateInputs
+from hybridrl.pipelines.evaluation import evaluate
+from hybridrl.pipelines.policies import draw_policy
+from hybridrl.pipelines.problem import PipelineProblem
+from hybridrl.pipelines.search import ELITE
+from hybridrl.pipelines.standard import standard_plan
 
 
 def value_sequences(sequences):
@@ -126,8 +133,50 @@ def test_two_ranks_in_both_directions(ranks, path, sequences):
 
 
 @pytest.mark.layouts
-def test_adapters(ranks, path, sequences):
-    check(ranks, 2, path, sequences, (2, 1, 1, 1), (1, 1, 2, 1), lora=2)
+@pytest.mark.parametrize("critic", [(1, 1, 2, 1), (2, 1, 1, 1)], ids=str)
+def test_adapters(ranks, path, sequences, critic):
+    """Of a critic that FSDP shards, and of one whose pipeline runs the other way."""
+    check(ranks, 2, path, sequences, (2, 1, 1, 1), critic, lora=2)
+
+
+def planned_updates(path, sequences):
+    """Five updates that begin with policies; the problem and plan of the last, what is kept."""
+    mine = value_sequences(sequences)[dist.get_rank() :: 2]
+    layout = (2, 1, 1, 1)
+    actor = make_engine(path, layout)
+    critic = make_engine(path, layout, values=True, reverse=True)
+    recorded, kept = [], []
+
+    def plan(problem):
+        recorded[:] = [problem, together._search(problem)]
+        return recorded[1]
+
+    together = FusedUpdate([actor, critic], plan)
+    policies = [draw_policy(random.Random(seed), 2) for seed in range(ELITE)]
+    losses = {actor: Surrogate(), critic: ValueLoss()}
+    pairs = [(one, UpdateInputs(sequences=mine, loss=loss)) for one, loss in losses.items()]
+    for _ in range(5):
+        together.begin(policies)
+        together.update(pairs)
+        kept.append(len(together._policies))
+    return recorded, kept
+
+
+def test_a_searched_plan_interleaves_the_models(ranks, path, sequences):
+    """Of two equal models in both directions, and only the rank that searches keeps policies."""
+    (recorded, kept), (others, others_kept) = ranks(2, planned_updates, path, sequences)
+    problem, plan = recorded
+    assert not others
+    alone = 0.0
+    for model in problem.models:
+        own = PipelineProblem(models=[model], num_ranks=2, send_s=problem.send_s)
+        alone += evaluate(own, standard_plan(model, "one_f_one_b")).seconds
+    assert evaluate(problem, plan).seconds < 0.95 * alone
+    for actions in plan:
+        models = [action.model for action in actions]
+        assert sum(a != b for a, b in itertools.pairwise(models)) > 1
+    assert max(kept) <= ELITE
+    assert others_kept == [0] * 5
 
 
 @pytest.mark.layouts

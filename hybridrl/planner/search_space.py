@@ -1,0 +1,125 @@
+"""What a search for a mapping may try: placements, schedules, layouts, tokens of a micro-batch."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hybridrl.config import ActivationMode, PipelineSchedule, ScheduleConfig
+from hybridrl.planner.mapping import GenLayout, PlannedRole, TrainLayout
+
+Pools = Mapping[str, tuple[str, ...]]
+PoolNaming = Callable[[Sequence[Sequence[str]]], Pools | None]
+"""The pools of a partition by name, the actor's first; None for one that is not to be tried."""
+
+_MOST_PP = 16
+_MOST_GEN_PP = 4
+_USUAL_TOKENS = 4096
+_ROUND = 256
+"""Tokens of a micro-batch are a multiple of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchSpace:
+    """What may be tried."""
+
+    pools: PoolNaming
+    """Partitions that a run can have."""
+    schedules: Sequence[ScheduleConfig]
+    micro_batch_tokens: Sequence[int]
+    small_micro_batches: Sequence[int] = ()
+    """Fewer tokens, which take less memory and give pipelines more rows; none is quicker else."""
+    activations: Sequence[ActivationMode] = (ActivationMode.keep, ActivationMode.recompute)
+    pipelines: Sequence[PipelineSchedule] = tuple(PipelineSchedule)
+    allows_train: Callable[[PlannedRole, TrainLayout], bool] = lambda role, layout: True
+    """Whether a role's model can be trained in a layout; heads and layers are checked besides."""
+    allows_gen: Callable[[PlannedRole, GenLayout], bool] = lambda role, gen: True
+    fuses: bool = False
+    """Whether updates, and passes by training shards, may share a plan (`DeviceMapping.fuses`)."""
+    splits_tokens: Callable[[PlannedRole], bool] = lambda role: True
+    """Whether `sequence_parallel` is there for a model: it takes less memory for the same traffic.
+    """
+
+    @property
+    def all_tokens(self) -> Sequence[int]:
+        """Of a micro-batch, small ones first."""
+        return *self.small_micro_batches, *self.micro_batch_tokens
+
+    def train_layouts(
+        self,
+        role: PlannedRole,
+        ranks: int,
+        per_node: int,
+        activations: ActivationMode,
+        tokens: int,
+    ) -> Iterator[TrainLayout]:
+        """Those of a role on so many `ranks`, with even chunks of a pipeline."""
+        shape = role.shape
+        for pp, tp in itertools.product(_doublings(_MOST_PP), _doublings(per_node)):
+            data, rest = divmod(ranks, pp * tp)
+            if rest or pp > shape.layers or not divides(shape.heads, shape.kv_heads, tp):
+                continue
+            for replicas in _doublings(data):
+                if data % replicas:
+                    continue
+                for schedule in self.pipelines if pp > 1 else self.pipelines[:1]:
+                    layout = TrainLayout(
+                        pp=pp,
+                        replicas=replicas,
+                        fsdp=data // replicas,
+                        tp=tp,
+                        schedule=schedule,
+                        activations=activations,
+                        sequence_parallel=tp > 1 and self.splits_tokens(role),
+                        micro_batch_tokens=tokens,
+                    )
+                    zigzags = layout.zigzag and activations is ActivationMode.recompute
+                    if layout.chunks > shape.layers or zigzags:
+                        continue
+                    if self.allows_train(role, layout):
+                        yield layout
+
+    def gen_layouts(self, actor: PlannedRole, ranks: int, per_node: int) -> list[GenLayout]:
+        """Those of the actor's rollout instances on so many `ranks`."""
+        shape = actor.shape
+        layouts = []
+        for pp, tp in itertools.product(_doublings(_MOST_GEN_PP), _doublings(per_node)):
+            fits_model = pp <= shape.layers and divides(shape.heads, shape.kv_heads, tp)
+            if ranks % (pp * tp) == 0 and fits_model:
+                gen = GenLayout(pp=pp, tp=tp)
+                if self.allows_gen(actor, gen):
+                    layouts.append(gen)
+        return layouts
+
+
+def micro_batch_choices(
+    longest: int, samples: int, at_least: int = 0
+) -> tuple[list[int], list[int]]:
+    """Tokens of a micro-batch to try, small and usual, for `samples` of `longest` tokens at most.
+
+    Usual are the next power of two from 4,096 on, twice and four times as much. Small are the
+    longest sample, in multiples of 256, and four times as much where that is below. None is more
+    than one that holds all samples of the step, or less than `at_least`.
+
+    Example: samples of 5,120 tokens give 5,120; 8,192, 16,384 and 32,768.
+    """
+    whole = max(longest * samples, at_least)
+    least = max(-(-longest // _ROUND) * _ROUND, at_least)
+    power = 2 ** (max(least, _USUAL_TOKENS) - 1).bit_length()
+    small = [tokens for tokens in (least, 4 * least) if tokens < power]
+    usual = [power, 2 * power, 4 * power]
+    largest = next((tokens for tokens in (*small, *usual) if tokens >= whole), usual[-1])
+    small, usual = ([n for n in tokens if n <= largest] for tokens in (small, usual))
+    return (small, usual) if usual else (small[:-1], small[-1:])
+
+
+def divides(heads: int, kv_heads: int, tp: int) -> bool:
+    """Whether tp ranks have equal numbers of heads, or several share one of keys and values."""
+    return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
+def _doublings(most: int) -> Iterator[int]:
+    """1, 2, 4, ... up to `most`."""
+    number = 1
+    while number <= most:
+        yield number
+        number *= 2
