@@ -63,12 +63,17 @@ class ServedEpisode:
 
 
 class EpisodeProcess(SandboxedProcess):
-    """A process with the episodes that it is serving, and when each must be answered."""
+    """A process with the episodes that it is serving, and when each must be answered.
+
+    The `deadlines` of requests are so many seconds (`limits`) after they were sent, or after the
+    process has said that their programs are queued.
+    """
 
     def __init__(self, settings: tuple[Any, ...], kind: str) -> None:
         self.mark = Mark()
         self.tools: tuple[dict[str, Any], ...] = ()
         self.requests: dict[int, ServedEpisode] = {}
+        self.limits: dict[int, float] = {}
         self.deadlines: dict[int, float] = {}
         self.num_episodes = self.num_answers = 0
         self.busy_since = 0.0
@@ -106,6 +111,10 @@ class EpisodeProcess(SandboxedProcess):
         """One of its episodes has ended, and may be closing its environment."""
         self.num_episodes -= 1
         self._closes_until = time.monotonic() + CLOSE_S
+
+    def wait_on(self, request: int) -> None:
+        """A request has its time from now on. Raises KeyError for one that is not here."""
+        self.deadlines[request] = time.monotonic() + self.limits[request]
 
     def takes(self, episode: ServedEpisode) -> bool:
         """Whether an episode can be served now; a suspect is served alone."""

@@ -265,7 +265,8 @@ class EpisodePool:
             self._leave(episode)
             self._fail(episode, "error", error)
             return
-        process.deadlines[request] = time.monotonic() + steps * self.config.turn_timeout_s + GRACE_S
+        process.limits[request] = steps * self.config.turn_timeout_s + GRACE_S
+        process.wait_on(request)
 
     def _step(self) -> None:
         """Wait for answers, commands, deaths or a limit of time, and handle them."""
@@ -297,9 +298,14 @@ class EpisodePool:
                 self._all_ready.set()
             return
         try:
-            request, start, step, close_error = process.receive()
+            request, *answer = process.receive()
+            if not answer:
+                process.wait_on(request)
+                return
+            start, step, close_error = answer
             episode = process.requests.pop(request)
             process.deadlines.pop(request)
+            process.limits.pop(request)
             started = None if start is None else EpisodeStart.from_json(start)
             stepped = None if step is None else EpisodeStep.from_json(step)
         except (EOFError, OSError, ValueError, LookupError, TypeError):

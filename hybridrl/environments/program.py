@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -47,8 +48,12 @@ class Model:
         ask: Callable[[tuple[ChatMessage, ...]], Awaitable[ModelTurn]],
         max_turns: int,
         serve: "Callable[[Model], Awaitable[tuple[str, str]]]",
+        queued: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._ask, self._max_turns, self._serve = ask, max_turns, serve
+        self.queued = queued
+        """`with model.queued():` the program waits for its place in a queue of many episodes: that
+        counts for no limit of time. What it then does must have an end."""
         self.messages: list[ChatMessage] = []
         """The conversation so far, the model's turns too."""
         self.tools: tuple[dict[str, Any], ...] = ()

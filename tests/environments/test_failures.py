@@ -133,6 +133,17 @@ async def slow(task, model, rng):
         reply = "so"
 
 
+async def queues(task, model, rng):
+    """Is queued for long before its first reply, and before the second one hangs in no queue."""
+    await model.turn(task.messages)
+    with model.queued():
+        await asyncio.sleep(4)
+    await model.turn("a")
+    with model.queued():
+        pass
+    await asyncio.sleep(1000)
+
+
 async def stubborn(task, model, rng):
     await model.turn(task.messages)
     while True:
@@ -255,6 +266,17 @@ def test_a_process_that_reads_nothing_holds_nobody_up(
     step = episodes.turn(id, ModelTurn("x" * (4 << 20))).result(60)
     assert step.failure == "timeout"
     assert episodes.start((1,), task("q")).result(60).failure is None
+
+
+def test_the_time_in_a_queue_does_not_count(
+    make: Make, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the process that serves the episode, and for the pool that waits for the process."""
+    monkeypatch.setattr(pools, "GRACE_S", 1.0)
+    episodes = pool(make(PROGRAMS, "queues", turn_timeout_s=1.0))
+    _, steps = played(episodes, task("q"), ["a", "b"])
+    assert [step.failure for step in steps] == [None, "timeout"]
+    assert steps[1].error == "no answer within environment.turn_timeout_s=1"
 
 
 def test_clients_that_block_do_not_wait_for_each_others_threads(make: Make, pool: Pool) -> None:
