@@ -32,9 +32,6 @@ from hybridrl.flow.turns import failed_turns
 
 logger = logging.getLogger(__name__)
 
-LAST_WAITS = 4096
-"""Waits of a step of which percentiles are taken."""
-
 
 class EnvironmentFailed(Exception):
     """Too large a share of a step's episodes has failed."""
@@ -186,8 +183,7 @@ class Episodes:
         if reply is None:
             return []
         seconds = self.clock.now() - start
-        if len(self._counts.waits) < LAST_WAITS:
-            self._counts.waits.append(seconds)
+        self._counts.waits.append(seconds)
         return [Replied((reply,), (seconds,))]
 
     def _answer(self, ended: TurnEnded) -> Calling[EpisodeReply | None]:

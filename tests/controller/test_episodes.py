@@ -15,6 +15,7 @@ from hybridrl.controller.async_calls import Rounds
 from hybridrl.controller.emulated_episodes import EmulatedEpisodes
 from hybridrl.controller.episodes import EnvironmentFailed, Episodes
 from hybridrl.controller.preflight import build_recipe
+from hybridrl.flow.clock import VirtualClock
 from hybridrl.flow.executor import Computed, EpisodeReply, Parked, Replied, Sampling, TurnEnded
 from hybridrl.flow.sample import SampleId
 from hybridrl.flow.schedules.base import PendingSample
@@ -249,6 +250,27 @@ def test_a_reply_to_a_sample_that_has_left_is_no_event(make: Make, program: str)
     with pytest.raises(RuntimeError, match="nothing is in flight"):
         rounds.wait(lambda: None)
     assert program == "waits" or answered(episodes, id, "cd").tokens
+
+
+def test_percentiles_are_of_all_waits_of_a_step(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The long ones come last: of 5000 replies the last 100 take a minute."""
+    episodes, clock = make("talk"), VirtualClock()
+    seconds = iter([1.0] * 4900 + [60.0] * 100)
+
+    def reply(ended: TurnEnded) -> Iterator[Any]:
+        clock.advance_to(clock.now() + next(seconds))
+        yield []
+        return EpisodeReply(ended.id, (1,))
+
+    episodes.clock = clock
+    monkeypatch.setattr(episodes, "_answer", reply)
+    for _ in range(5000):
+        event_of(episodes, TurnEnded(SampleId(0), (1,), "", "stop", 1))
+    episodes._counts.turns = 5000
+    metrics = episodes.metrics()
+    assert (metrics["environment/wait_p50_s"], metrics["environment/wait_p99_s"]) == (1.0, 60.0)
 
 
 def test_an_emulated_reply_to_a_sample_that_has_left_is_no_event(
