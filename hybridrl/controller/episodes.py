@@ -26,7 +26,7 @@ from hybridrl.environments import (
 )
 from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import EpisodeReply, Replied, TurnEnded, Work
-from hybridrl.flow.sample import ENVIRONMENT_FAILURE, OUT_OF_TOKENS, SampleId
+from hybridrl.flow.sample import ENVIRONMENT_FAILURE, NOTE, OUT_OF_TOKENS, SampleId
 from hybridrl.flow.schedules.base import PendingSample
 from hybridrl.flow.turns import failed_turns
 
@@ -339,11 +339,13 @@ class Episodes:
         counts.ended += 1
         rewards = _padded(step.rewards, len(conversation.past))
         scalars = {
-            **step.scalars,
+            **{f"{NOTE}{name}": value for name, value in step.scalars.items()},
             "environment_reward": sum(rewards),
             "cut_replies": len(conversation.cut),
             OUT_OF_TOKENS: int(out_of_tokens),
         }
+        if step.failure is not None:
+            scalars[ENVIRONMENT_FAILURE] = step.failure
         return EpisodeReply(id, None, finish, rewards, scalars)
 
     def _failed(
@@ -358,7 +360,7 @@ class Episodes:
         counts.failures[step.failure] += 1
         counts.first_failure = counts.first_failure or f"{step.error} (task {task[:60]!r})"
         logger.debug("the episode of sample %s has failed: %s", id, step.error)
-        nothing = EpisodeStep(None, scalars={ENVIRONMENT_FAILURE: step.failure})
+        nothing = EpisodeStep(None, failure=step.failure)
         # What the model has read is not what a client that rewrites it has seen.
         drops = self.config.environment.on_failure is OnFailure.drop or step.failure == "rewritten"
         finish = "abort" if drops else "stop"

@@ -110,7 +110,7 @@ class Model:
         self.rewards[-1] += as_number(value)
 
     def note(self, name: str, value: float | int | str) -> None:
-        """Record a number or a short text of the episode, under a name."""
+        """Record a number or a short text of the episode: the sample's scalar `note/NAME`."""
         if not isinstance(value, int | float | str):
             raise TypeError(f"{name} is {type(value).__name__}, wanted a number or a text")
         self.scalars[name] = value

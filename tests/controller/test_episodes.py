@@ -34,6 +34,11 @@ async def talk(task, model, rng, fails=""):
             raise ValueError("nothing to say")
         reply = f"{number}{turn.text}{rng.randint(0, 9999)}"
 
+async def notes(task, model, rng):
+    for name in ("reward", "num_turns", "environment_failure", "out_of_tokens", "finish"):
+        model.note(name, "many")
+    await model.turn(task.messages)
+
 async def waits(task, model, rng):
     await model.turn(task.messages)
     await asyncio.sleep(1000)
@@ -219,6 +224,17 @@ def test_failed_samples_that_are_kept_have_earned_nothing(
     reply = answered(episodes, id, "x")
     assert (reply.finish, reply.scalars["environment_failure"]) == (finish, failure)
     assert (reply.turn_rewards, reply.scalars["environment_reward"]) == ((0.0,), 0.0)
+
+
+def test_notes_are_no_fields_of_a_sample(make: Make) -> None:
+    """Else a filter would read a note before the judge has given the reward."""
+    episodes, id = make("notes"), SampleId(0)
+    episodes.start([id], ITEM, 64)
+    assert answered(episodes, id, "a").scalars == {
+        "note/reward": "many", "note/num_turns": "many", "note/environment_failure": "many",
+        "note/out_of_tokens": "many", "note/finish": "many",
+        "environment_reward": 0.0, "cut_replies": 0, "out_of_tokens": 0,
+    }  # fmt: skip
 
 
 def test_a_sample_says_how_many_of_its_replies_were_cut(make: Make) -> None:
