@@ -336,11 +336,11 @@ class EpisodePool:
                 PastTurn(known.turn, step)
                 for known, step in zip(episode.past, start.steps, strict=True)
             ]
+        episode.strikes = 0  # of other turns: who dies of bad luck has a second one
         if episode.turn is None:
             episode.settle(start)
             return
         assert step is not None
-        episode.strikes = 0  # of other turns: who dies of bad luck has a second one
         episode.past.append(PastTurn(episode.turn, step))
         episode.turn = None
         if step.messages is None:

@@ -133,6 +133,14 @@ async def slow(task, model, rng):
         reply = "so"
 
 
+async def unlucky(task, model, rng):
+    """Fails once at the start, and once at the first turn."""
+    await misbehave("once")
+    turn = await model.turn(task.messages)
+    await misbehave("die once")
+    await model.turn(turn.text)
+
+
 async def queues(task, model, rng):
     """Is queued for long before its first reply, and before the second one hangs in no queue."""
     await model.turn(task.messages)
@@ -238,6 +246,13 @@ def test_who_fails_once_is_as_ever(make: Make, pool: Pool, word: str) -> None:
     del expected[(3, "", 0)]
     assert results == expected
     assert (episodes.counts["replays"] > 0) == (word != "print")
+
+
+def test_each_turn_is_tried_twice_though_the_start_was(make: Make, pool: Pool) -> None:
+    episodes = pool(make(PROGRAMS, "unlucky"))
+    start, steps = played(episodes, task("q"), ["a"])
+    assert (start.failure, [step.failure for step in steps]) == (None, [None])
+    assert episodes.counts["replays"] == 2
 
 
 def test_a_task_that_its_program_has_left_is_its_own(make: Make, pool: Pool) -> None:
