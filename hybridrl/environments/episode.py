@@ -231,6 +231,10 @@ class Episode:
                 self.model.reward(value)
         except TurnLimit:
             finish = "length"
+        except BaseExceptionGroup as group:  # of tasks that the program has started
+            if group.split(TurnLimit)[1] is not None:
+                return failed("error", group)
+            finish = "length"
         except asyncio.CancelledError:
             if not self.model.at_limit:
                 return failed("error", "the program has cancelled itself")
