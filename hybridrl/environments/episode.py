@@ -222,7 +222,8 @@ class Episode:
 
     def _outcome(self, task: asyncio.Task[float | None]) -> EpisodeStep:
         """The last step: what its program has returned or raised."""
-        finish, scalars = "stop", dict(self.model.scalars)
+        finish = "length" if self.model.at_limit else "stop"
+        scalars = dict(self.model.scalars)
         if self.model.rewritten:
             return failed("rewritten", self.model.rewritten)
         try:
@@ -238,7 +239,6 @@ class Episode:
         except asyncio.CancelledError:
             if not self.model.at_limit:
                 return failed("error", "the program has cancelled itself")
-            finish = "length"
         except BaseException as error:  # SystemExit and KeyboardInterrupt are the user's as well
             return failed("error", error)
         rewards = tuple(self.model.rewards)

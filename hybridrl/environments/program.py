@@ -61,7 +61,7 @@ class Model:
         self.rewritten = ""
         """How a client has changed what was there before."""
         self.at_limit = False
-        """Whether a client has asked for more turns than there are."""
+        """Whether a client has asked for more turns than there are, or its program has ended so."""
         self.on_limit: Callable[[], None] = lambda: None
         self.turns: list[ModelTurn] = []
         """The turns made so far."""
