@@ -214,6 +214,7 @@ def test_settings_of_a_run_that_cannot_work() -> None:
         ("schedule=partial", "environment.partial=timed"
          ): r"environment\.partial=timed: wanted counted, or an environment\.kind",
         ("environment=walk",): r"environment=walk",
+        ("environment.stop=[x]",): r"environment\.stop=\['x'\]: wanted \[\], or an environment\.k",
     }  # fmt: skip
     for overrides, error in refused.items():
         with pytest.raises(ConfigError, match=error):
