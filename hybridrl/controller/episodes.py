@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, get_args
 
 import numpy as np
 
@@ -304,7 +304,7 @@ class Episodes:
             "moved_kv_tokens": float(counts.moved_tokens),
             "recomputed_kv_tokens": float(counts.recomputed_tokens),
             "failed": float(counts.failures.total()),
-            **{f"failed/{kind}": float(number) for kind, number in counts.failures.items()},
+            **{f"failed/{kind}": float(counts.failures[kind]) for kind in get_args(FailureKind)},
         }
         of_pool = Counter(self._pool.counts if self._pool is not None else {})
         metrics["replays"] = float(of_pool["replays"] - self._recorded["replays"])

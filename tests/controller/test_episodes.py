@@ -166,7 +166,10 @@ def test_what_has_failed_in_a_recorded_run_fails_again(make: Make, tmp_path: Pat
     assert (failed.finish, failed.scalars["environment_failure"]) == ("abort", "crash")
     for text in "bc":
         assert answered(episodes, ids[1], text) == answered(same, ids[1], text)
-    assert episodes.metrics()["environment/failed/crash"] == 1
+    metrics = episodes.metrics()
+    of_kinds = {name: value for name, value in metrics.items() if "/failed/" in name}
+    names = ("error", "timeout", "crash", "replay", "rewritten")
+    assert of_kinds == {f"environment/failed/{name}": float(name == "crash") for name in names}
 
 
 def test_replies_of_another_schedule_come_after_it() -> None:
