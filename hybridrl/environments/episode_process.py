@@ -116,9 +116,18 @@ class EpisodeProcess(SandboxedProcess):
         """A request has its time from now on. Raises KeyError for one that is not here."""
         self.deadlines[request] = time.monotonic() + self.limits[request]
 
+    @property
+    def serves_suspect(self) -> bool:
+        """Whether it is serving one."""
+        return any(episode.suspect for episode in self.requests.values())
+
+    def until_alone(self) -> tuple[bool, int]:
+        """Orders processes by when a suspect can be served there."""
+        return not self.serves_suspect, len(self.requests)
+
     def takes(self, episode: ServedEpisode) -> bool:
         """Whether an episode can be served now; a suspect is served alone."""
-        if not self.ready or any(other.suspect for other in self.requests.values()):
+        if not self.ready or self.serves_suspect:
             return False
         number, since = self.mark.read()
         if number and time.monotonic() - since > BUSY_S:

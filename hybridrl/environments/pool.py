@@ -226,19 +226,26 @@ class EpisodePool:
                     episode.settle(None)
 
     def _give(self) -> None:
-        """Send what is queued to processes that can take it."""
+        """Send what is queued to processes that can take it.
+
+        A suspect waits for a process without requests. One of those that are ready is kept for the
+        first of them: what is queued behind it does not go there.
+        """
         waiting: deque[ServedEpisode] = deque()
+        kept: EpisodeProcess | None = None
         while self._queue:
             episode = self._queue.popleft()
             if not episode.due:
                 continue
-            process = episode.process or min(
-                (p for p in self._processes if p.ready), key=lambda p: p.num_episodes, default=None
-            )
-            if process is None or not process.takes(episode):
-                waiting.append(episode)
+            mine = self._processes if episode.process is None else [episode.process]
+            able = [process for process in mine if process is not kept and process.takes(episode)]
+            if able:
+                self._serve(min(able, key=lambda process: process.num_episodes), episode)
                 continue
-            self._serve(process, episode)
+            waiting.append(episode)
+            if episode.suspect and kept is None:
+                ready = (process for process in self._processes if process.ready)
+                kept = min(ready, key=EpisodeProcess.until_alone, default=None)
         self._queue = waiting
 
     def _serve(self, process: EpisodeProcess, episode: ServedEpisode) -> None:
