@@ -34,6 +34,8 @@ async def talk(
     for number in range(turns):
         turn = await model.turn(reply)
         model.reward(len(set(turn.text)) / 10)
+        model.note("reward", -1.0)  # no field of the sample, whatever its name
+        model.note("num_turns", "many")
         if rng.random() < fails / turns:
             raise ValueError("nothing to say")
         if rng.random() < ends:
@@ -53,7 +55,7 @@ class Client:
     """A model behind its endpoint: each turn is a request with the whole conversation."""
 
     def __init__(self, model: Any, address: str, key: str) -> None:
-        self.reward = model.reward
+        self.reward, self.note = model.reward, model.note
         self.url, self.headers = f"{address}/chat/completions", {"Authorization": f"Bearer {key}"}
         self.messages: list[Any] = []
 

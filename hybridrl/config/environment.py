@@ -109,6 +109,9 @@ class EnvironmentConfig:
                 allowed = f"null, or environment.kind={kinds}"
             raise ConfigError("environment.path", self.path or "null", allowed)
         if not self.is_on:
+            if self.stop:  # rollout.stop is that of plain responses
+                allowed = "[], or an environment.kind; rollout.stop ends plain responses"
+                raise ConfigError("environment.stop", self.stop, allowed)
             return
         for name in ("max_turn_tokens", "max_reply_tokens"):
             if getattr(self, name) > max_new_tokens:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, get_args
 
 import numpy as np
 
@@ -26,14 +26,11 @@ from hybridrl.environments import (
 )
 from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import EpisodeReply, Replied, TurnEnded, Work
-from hybridrl.flow.sample import ENVIRONMENT_FAILURE, OUT_OF_TOKENS, SampleId
+from hybridrl.flow.sample import ENVIRONMENT_FAILURE, NOTE, OUT_OF_TOKENS, SampleId
 from hybridrl.flow.schedules.base import PendingSample
 from hybridrl.flow.turns import failed_turns
 
 logger = logging.getLogger(__name__)
-
-LAST_WAITS = 4096
-"""Waits of a step of which percentiles are taken."""
 
 
 class EnvironmentFailed(Exception):
@@ -186,8 +183,7 @@ class Episodes:
         if reply is None:
             return []
         seconds = self.clock.now() - start
-        if len(self._counts.waits) < LAST_WAITS:
-            self._counts.waits.append(seconds)
+        self._counts.waits.append(seconds)
         return [Replied((reply,), (seconds,))]
 
     def _answer(self, ended: TurnEnded) -> Calling[EpisodeReply | None]:
@@ -308,7 +304,7 @@ class Episodes:
             "moved_kv_tokens": float(counts.moved_tokens),
             "recomputed_kv_tokens": float(counts.recomputed_tokens),
             "failed": float(counts.failures.total()),
-            **{f"failed/{kind}": float(number) for kind, number in counts.failures.items()},
+            **{f"failed/{kind}": float(counts.failures[kind]) for kind in get_args(FailureKind)},
         }
         of_pool = Counter(self._pool.counts if self._pool is not None else {})
         metrics["replays"] = float(of_pool["replays"] - self._recorded["replays"])
@@ -343,11 +339,13 @@ class Episodes:
         counts.ended += 1
         rewards = _padded(step.rewards, len(conversation.past))
         scalars = {
-            **step.scalars,
+            **{f"{NOTE}{name}": value for name, value in step.scalars.items()},
             "environment_reward": sum(rewards),
             "cut_replies": len(conversation.cut),
             OUT_OF_TOKENS: int(out_of_tokens),
         }
+        if step.failure is not None:
+            scalars[ENVIRONMENT_FAILURE] = step.failure
         return EpisodeReply(id, None, finish, rewards, scalars)
 
     def _failed(
@@ -362,7 +360,7 @@ class Episodes:
         counts.failures[step.failure] += 1
         counts.first_failure = counts.first_failure or f"{step.error} (task {task[:60]!r})"
         logger.debug("the episode of sample %s has failed: %s", id, step.error)
-        nothing = EpisodeStep(None, scalars={ENVIRONMENT_FAILURE: step.failure})
+        nothing = EpisodeStep(None, failure=step.failure)
         # What the model has read is not what a client that rewrites it has seen.
         drops = self.config.environment.on_failure is OnFailure.drop or step.failure == "rewritten"
         finish = "abort" if drops else "stop"

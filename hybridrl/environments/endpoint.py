@@ -123,12 +123,14 @@ async def completion(model: Model, body: Any) -> dict[str, Any]:
     for name, (values, allowed) in REFUSED.items():
         if body.get(name) not in values:
             raise Refusal(400, f"{name}={body[name]!r:.40}: wanted {allowed}")
-    messages, tools = read_messages(body.get("messages")), tuple(body.get("tools") or ())
+    messages, tools = read_messages(body.get("messages")), read_tools(body.get("tools"))
     if not model.messages:
         model.tools = tools
     elif tools != model.tools:
         model.rewrite("the tools are not those of the first request")
         raise Refusal(409, "the tools are not those of the first request")
+    if repeats(model, messages):
+        return recorded_completion(model, body)
     new = extension(model, messages)
     try:
         turn = await model.turn(new)
@@ -137,8 +139,13 @@ async def completion(model: Model, body: Any) -> dict[str, Any]:
         raise Refusal(400, "environment.max_turns is reached: the episode has ended") from None
     except RuntimeError as error:
         raise Refusal(400, str(error)) from error
-    message = answer_of(turn, len(model.turns), bool(tools))
-    model.messages[-1] = message
+    model.messages[-1] = answer_of(turn, len(model.turns), bool(tools))
+    return recorded_completion(model, body)
+
+
+def recorded_completion(model: Model, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The completion that has the model's last turn, for a request."""
+    turn, message = model.turns[-1], model.messages[-1]
     reason = "tool_calls" if message.get("tool_calls") else turn.finish
     return {
         "id": f"chatcmpl-{len(model.turns)}",
@@ -171,6 +178,12 @@ def chunks_of(whole: Mapping[str, Any], with_usage: bool) -> Iterator[dict[str, 
         yield {**head, "choices": [], "usage": whole["usage"]}
 
 
+def repeats(model: Model, messages: Sequence[ChatMessage]) -> bool:
+    """Whether these are those of the last request: its client has not received the answer."""
+    before = model.messages[:-1]
+    return bool(model.turns) and list(map(canonical, messages)) == list(map(canonical, before))
+
+
 def extension(model: Model, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """The messages that are new; raises Refusal where the others are not those recorded."""
     recorded = model.messages
@@ -198,10 +211,28 @@ def read_messages(value: Any) -> list[ChatMessage]:
         if isinstance(content, list):
             if any(not isinstance(c, Mapping) or c.get("type") != "text" for c in content):
                 raise Refusal(400, "a message's content is not text alone")
-            content = "".join(str(piece["text"]) for piece in content)
+            content = "".join(str(piece.get("text") or "") for piece in content)
+        if not isinstance(content, str | None):
+            raise Refusal(400, f"a message's content is {content!r:.40}, wanted a text")
+        _check_calls(entry.get("tool_calls"))
         told = {key: value for key, value in entry.items() if value is not None}
         messages.append({**told, "content": content or ""})
     return messages
+
+
+def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
+    """The tools of a request. Raises Refusal."""
+    if not isinstance(value, list | None) or not all(isinstance(x, dict) for x in value or ()):
+        raise Refusal(400, f"tools is {value!r:.60}, wanted a list of objects")
+    return tuple(value or ())
+
+
+def _check_calls(value: Any) -> None:
+    """Raise Refusal where a message's calls of tools have no form."""
+    for call in value if isinstance(value, list) else [value] * (value is not None):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise Refusal(400, f"tool_calls has {call!r:.40}, wanted objects with a function")
 
 
 def canonical(message: ChatMessage) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ from hybridrl.environments.task import (
     as_before,
     failed,
 )
+from hybridrl.environments.time_limit import TimeLimit
 
 CLOSE_S = 5.0
 """Seconds for a program that is no longer needed to come to its end."""
@@ -107,7 +108,8 @@ class Episode:
         `serve` gives address and key for clients.
         """
         self.number, self.config = number, config
-        self.model = Model(self._ask, config.max_turns, serve)
+        self.limit = TimeLimit()
+        self.model = Model(self._ask, config.max_turns, serve, self.limit.queued)
         self.model.on_limit = self._cancel
         self._program: Callable[[], Awaitable[float | None]] = lambda: program(
             task, self.model, Random(key)
@@ -160,8 +162,8 @@ class Episode:
     # -- one step ------------------------------------------------------------------------------
 
     async def _advance(self, turn: ModelTurn | None) -> EpisodeStep:
-        begin = time.monotonic()
-        limit = min(self.config.turn_timeout_s, self.config.episode_timeout_s - self._spent)
+        seconds = min(self.config.turn_timeout_s, self.config.episode_timeout_s - self._spent)
+        reached = self.limit.begin(seconds)
         self._asked = asyncio.get_running_loop().create_future()
         if turn is None:
             token = _episode.set(self.number)
@@ -175,17 +177,17 @@ class Episode:
                 self._turn.set_result(turn)
             self._turn = None
         assert self._task is not None
-        waited: list[asyncio.Future[Any]] = [self._asked, self._task]
-        await asyncio.wait(waited, timeout=max(0.0, limit), return_when=asyncio.FIRST_COMPLETED)
-        self._spent += time.monotonic() - begin
+        waited: list[asyncio.Future[Any]] = [self._asked, self._task, reached]
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        self._spent += self.limit.end()
         if self._asked.done():
             return self._checked(EpisodeStep(self._asked.result(), tuple(self.model.rewards)))
         if self._task.done():
             return self._checked(self._outcome(self._task))
         self._cancel()  # `close` waits for it
-        name = "turn" if limit == self.config.turn_timeout_s else "episode"
-        seconds = getattr(self.config, f"{name}_timeout_s")
-        return failed("timeout", f"no answer within environment.{name}_timeout_s={seconds:g}")
+        name = "turn" if seconds == self.config.turn_timeout_s else "episode"
+        most = getattr(self.config, f"{name}_timeout_s")
+        return failed("timeout", f"no answer within environment.{name}_timeout_s={most:g}")
 
     async def _run(self) -> float | None:
         return await self._program()
@@ -220,7 +222,8 @@ class Episode:
 
     def _outcome(self, task: asyncio.Task[float | None]) -> EpisodeStep:
         """The last step: what its program has returned or raised."""
-        finish, scalars = "stop", dict(self.model.scalars)
+        finish = "length" if self.model.at_limit else "stop"
+        scalars = dict(self.model.scalars)
         if self.model.rewritten:
             return failed("rewritten", self.model.rewritten)
         try:
@@ -229,10 +232,13 @@ class Episode:
                 self.model.reward(value)
         except TurnLimit:
             finish = "length"
+        except BaseExceptionGroup as group:  # of tasks that the program has started
+            if group.split(TurnLimit)[1] is not None:
+                return failed("error", group)
+            finish = "length"
         except asyncio.CancelledError:
             if not self.model.at_limit:
                 return failed("error", "the program has cancelled itself")
-            finish = "length"
         except BaseException as error:  # SystemExit and KeyboardInterrupt are the user's as well
             return failed("error", error)
         rewards = tuple(self.model.rewards)

@@ -1,27 +1,25 @@
 """Episodes in processes, as the driver has them: many at a time on few event loops."""
 
-import contextlib
 import itertools
 import logging
-import os
-import pickle
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from queue import SimpleQueue
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from hybridrl.config import EnvironmentConfig, JailKind, JailLimits, SourceConfig
-from hybridrl.environments.episode import CLOSE_S
-from hybridrl.environments.mark import Mark
+from hybridrl.environments.episode_process import (
+    EpisodeId,
+    EpisodeProcess,
+    ServedEpisode,
+    settle,
+)
 from hybridrl.environments.task import (
     ChatMessage,
     EpisodeStart,
@@ -32,58 +30,19 @@ from hybridrl.environments.task import (
     PastTurn,
     failed,
 )
-from hybridrl.rewards.process import SandboxedProcess, wait_for
+from hybridrl.rewards.process import wait_for
 
 logger = logging.getLogger(__name__)
 
-PROGRAM = "hybridrl.environments.worker"
-"""The module that its processes run."""
-LARGEST_ANSWER = 64 << 20
-"""Bytes of one answer, which a replay may fill with all of an episode."""
 LOOK_S = 0.1
 """Seconds between two looks at whose code runs, while answers are due."""
-BUSY_S = 1.0
-"""A process whose code runs so long without a pause gets no work: its time would count already."""
 PATIENCE = 5
 """Times that an episode is served again whose process was killed while nobody's code ran: most
 likely from outside, since memory is short say."""
 GRACE_S = 5.0
 """Seconds beyond the limits for a process to tell that one was reached."""
-
 MOST_SPANS = 10_000
 """Stretches of work that are kept until somebody takes them."""
-
-EpisodeId = tuple[Any, ...]
-"""The identity of a sample: it keys the episode's random numbers."""
-Result = TypeVar("Result")
-
-
-@dataclass(eq=False, slots=True)
-class _Episode:
-    """An episode of the pool; `process` is where its program is, None where it must be started.
-
-    `turn` and `future` are what it is to answer: without a turn its start. `strikes` counts its
-    failures. A suspect was being served when a process died, and nobody knows through whom. One is
-    `lost`, of a kind and with an error, where its process ended while no answer was due.
-    """
-
-    id: EpisodeId
-    number: int
-    task: EpisodeTask
-    future: "Future[Any]"
-    past: list[PastTurn]
-    opening: tuple[ChatMessage, ...] | None = None
-    turn: ModelTurn | None = None
-    process: "_Process | None" = None
-    due: bool = True
-    strikes: int = 0
-    suspect: bool = False
-    lost: "tuple[FailureKind, str] | None" = None
-
-    def settle(self, result: Any) -> None:
-        """Give the answer that is due."""
-        self.due = False
-        settle(self.future, result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +59,7 @@ class BusySpan:
 class _Command:
     kind: Literal["start", "turn", "end"]
     id: EpisodeId
-    episode: _Episode | None = None
+    episode: ServedEpisode | None = None
     turn: ModelTurn | None = None
     future: "Future[Any]" = field(default_factory=Future)
 
@@ -144,9 +103,9 @@ class EpisodePool:
         self._lock = threading.Lock()
         self._commands: deque[_Command] = deque()
         self._wake, self._waker = Pipe(duplex=False)
-        self._processes: list[_Process] = []
-        self._episodes: dict[EpisodeId, _Episode] = {}
-        self._queue: deque[_Episode] = deque()
+        self._processes: list[EpisodeProcess] = []
+        self._episodes: dict[EpisodeId, ServedEpisode] = {}
+        self._queue: deque[ServedEpisode] = deque()
         self._numbers, self._requests = itertools.count(1), itertools.count(1)
         self._closed, self._bad_starts = False, 0
         self._error: BaseException | None = None
@@ -174,7 +133,7 @@ class EpisodePool:
         future: Future[EpisodeStart] = Future()
         number = next(self._numbers)
         first = task.opening if opening is None else opening
-        episode = _Episode(id, number, task, future, list(past), first)
+        episode = ServedEpisode(id, number, task, future, list(past), first)
         self._send(_Command("start", id, episode, future=future))
         return future
 
@@ -267,22 +226,29 @@ class EpisodePool:
                     episode.settle(None)
 
     def _give(self) -> None:
-        """Send what is queued to processes that can take it."""
-        waiting: deque[_Episode] = deque()
+        """Send what is queued to processes that can take it.
+
+        A suspect waits for a process without requests. One of those that are ready is kept for the
+        first of them: what is queued behind it does not go there.
+        """
+        waiting: deque[ServedEpisode] = deque()
+        kept: EpisodeProcess | None = None
         while self._queue:
             episode = self._queue.popleft()
             if not episode.due:
                 continue
-            process = episode.process or min(
-                (p for p in self._processes if p.ready), key=lambda p: p.num_episodes, default=None
-            )
-            if process is None or not process.takes(episode):
-                waiting.append(episode)
+            mine = self._processes if episode.process is None else [episode.process]
+            able = [process for process in mine if process is not kept and process.takes(episode)]
+            if able:
+                self._serve(min(able, key=lambda process: process.num_episodes), episode)
                 continue
-            self._serve(process, episode)
+            waiting.append(episode)
+            if episode.suspect and kept is None:
+                ready = (process for process in self._processes if process.ready)
+                kept = min(ready, key=EpisodeProcess.until_alone, default=None)
         self._queue = waiting
 
-    def _serve(self, process: "_Process", episode: _Episode) -> None:
+    def _serve(self, process: EpisodeProcess, episode: ServedEpisode) -> None:
         """Send an episode's start, its turn, or both."""
         request = next(self._requests)
         if not process.requests:
@@ -306,7 +272,8 @@ class EpisodePool:
             self._leave(episode)
             self._fail(episode, "error", error)
             return
-        process.deadlines[request] = time.monotonic() + steps * self.config.turn_timeout_s + GRACE_S
+        process.limits[request] = steps * self.config.turn_timeout_s + GRACE_S
+        process.wait_on(request)
 
     def _step(self) -> None:
         """Wait for answers, commands, deaths or a limit of time, and handle them."""
@@ -325,7 +292,7 @@ class EpisodePool:
                 error = f"no answer within environment.turn_timeout_s={seconds:g}"
                 self._replace(process, "timeout", error)
 
-    def _receive(self, process: "_Process") -> None:
+    def _receive(self, process: EpisodeProcess) -> None:
         if not process.ready:
             try:
                 process.set_ready()
@@ -338,9 +305,14 @@ class EpisodePool:
                 self._all_ready.set()
             return
         try:
-            request, start, step, close_error = process.receive()
+            request, *answer = process.receive()
+            if not answer:
+                process.wait_on(request)
+                return
+            start, step, close_error = answer
             episode = process.requests.pop(request)
             process.deadlines.pop(request)
+            process.limits.pop(request)
             started = None if start is None else EpisodeStart.from_json(start)
             stepped = None if step is None else EpisodeStep.from_json(step)
         except (EOFError, OSError, ValueError, LookupError, TypeError):
@@ -357,7 +329,7 @@ class EpisodePool:
             self._answered(episode, started, stepped)
 
     def _answered(
-        self, episode: _Episode, start: EpisodeStart | None, step: EpisodeStep | None
+        self, episode: ServedEpisode, start: EpisodeStart | None, step: EpisodeStep | None
     ) -> None:
         """Hand an answer to the driver, or see to a failure."""
         for answer in (start, step):
@@ -371,11 +343,11 @@ class EpisodePool:
                 PastTurn(known.turn, step)
                 for known, step in zip(episode.past, start.steps, strict=True)
             ]
+        episode.strikes = 0  # of other turns: who dies of bad luck has a second one
         if episode.turn is None:
             episode.settle(start)
             return
         assert step is not None
-        episode.strikes = 0  # of other turns: who dies of bad luck has a second one
         episode.past.append(PastTurn(episode.turn, step))
         episode.turn = None
         if step.messages is None:
@@ -384,7 +356,11 @@ class EpisodePool:
         episode.settle(step)
 
     def _fail(
-        self, episode: _Episode, kind: FailureKind, error: BaseException | str, patience: int = 1
+        self,
+        episode: ServedEpisode,
+        kind: FailureKind,
+        error: BaseException | str,
+        patience: int = 1,
     ) -> None:
         """An episode has failed: run it again, once or so many times, or tell the driver."""
         episode.strikes += 1
@@ -399,7 +375,7 @@ class EpisodePool:
         is_start = episode.turn is None
         episode.settle(EpisodeStart((), (), kind, step.error) if is_start else step)
 
-    def _replace(self, process: "_Process", kind: FailureKind, error: str) -> None:
+    def _replace(self, process: EpisodeProcess, kind: FailureKind, error: str) -> None:
         """Replace a hung or dead process; the episode whose code ran is to blame."""
         number, _ = process.mark.read()
         ended = process.kill()
@@ -424,7 +400,7 @@ class EpisodePool:
         for episode in guilty:
             self._fail(episode, kind, error, patience)
 
-    def _start_anew(self, process: "_Process") -> None:
+    def _start_anew(self, process: EpisodeProcess) -> None:
         """Replace a process that has ended before it was ready, if others were: it was killed."""
         self._bad_starts += 1
         if not self._ready.is_set() or self._bad_starts > PATIENCE:
@@ -433,7 +409,7 @@ class EpisodePool:
         place = self._processes.index(process)
         self._processes[place] = self._start(place)
 
-    def _bereave(self, episode: _Episode, is_guilty: bool, known: bool) -> None:
+    def _bereave(self, episode: ServedEpisode, is_guilty: bool, known: bool) -> None:
         """An episode whose process is gone: it is replayed when an answer is due."""
         episode.process = None
         if is_guilty:
@@ -451,123 +427,20 @@ class EpisodePool:
             if episode not in self._queue:
                 self._queue.append(episode)
 
-    def _note_busy(self, process: "_Process") -> None:
+    def _note_busy(self, process: EpisodeProcess) -> None:
         """A process has worked until now."""
         place, now = self._processes.index(process), max(time.time(), process.busy_since)
         self.spans.append(BusySpan(place, process.busy_since, now, process.num_answers))
 
-    def _leave(self, episode: _Episode) -> None:
+    def _leave(self, episode: ServedEpisode) -> None:
         """An episode's program has ended in its process."""
         if episode.process is not None:
             episode.process.leave()
             episode.process = None
 
-    def _forget(self, episode: _Episode) -> None:
+    def _forget(self, episode: ServedEpisode) -> None:
         self._episodes.pop(episode.id, None)
 
-    def _start(self, place: int) -> "_Process":
+    def _start(self, place: int) -> EpisodeProcess:
         port = self.config.port and self.config.port + place
-        return _Process((*self._settings, port), self.config.kind.value)
-
-
-class _Process(SandboxedProcess):
-    """A process with the episodes that it is serving, and when each must be answered."""
-
-    def __init__(self, settings: tuple[Any, ...], kind: str) -> None:
-        self.mark = Mark()
-        self.tools: tuple[dict[str, Any], ...] = ()
-        self.requests: dict[int, _Episode] = {}
-        self.deadlines: dict[int, float] = {}
-        self.num_episodes = self.num_answers = 0
-        self.busy_since = 0.0
-        self._closes_until = 0.0
-        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
-        self._sender = threading.Thread(target=self._send_all, name="episode-sender", daemon=True)
-        name = f"environment ({kind})"
-        super().__init__(
-            PROGRAM,
-            settings,
-            name,
-            largest_answer=LARGEST_ANSWER,
-            shared=[self.mark.descriptor],
-        )
-        self._sender.start()
-
-    def on_ready(self, details: list[Any]) -> None:
-        """The tools that its environment offers."""
-        self.tools = tuple(details[0])
-
-    def send(self, *request: Any) -> None:
-        """Have a request sent; a process that does not read, or has died, is seen later.
-
-        Raises what pickle raises for its values.
-        """
-        self._outbox.put(pickle.dumps(request))
-
-    def _send_all(self) -> None:
-        """The thread that sends: it alone waits where the process does not read."""
-        with contextlib.suppress(OSError):
-            while (request := self._outbox.get()) is not None:
-                self.connection.send_bytes(request)
-
-    def leave(self) -> None:
-        """One of its episodes has ended, and may be closing its environment."""
-        self.num_episodes -= 1
-        self._closes_until = time.monotonic() + CLOSE_S
-
-    def takes(self, episode: _Episode) -> bool:
-        """Whether an episode can be served now; a suspect is served alone."""
-        if not self.ready or any(other.suspect for other in self.requests.values()):
-            return False
-        number, since = self.mark.read()
-        if number and time.monotonic() - since > BUSY_S:
-            return False
-        return not (episode.suspect and self.requests)
-
-    def hangs(self, seconds: float) -> bool:
-        """Whether a step of someone's code takes longer than that, or an answer is overdue."""
-        number, since = self.mark.read()
-        now = time.monotonic()
-        overdue = any(now > deadline for deadline in self.deadlines.values())
-        return overdue or (number > 0 and now - since > seconds)
-
-    def finish(self) -> None:
-        """Let it close its environments, then end it."""
-        if self.connection.closed:
-            return
-        now = time.monotonic()
-        until = now + CLOSE_S if self.ready and self.num_episodes else self._closes_until
-        until = max(until, now + 0.5)
-        self._outbox.put(None)
-        self._sender.join(until - now)
-        self.disconnect()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.popen.wait(max(0.0, until - time.monotonic()))
-        self.kill()
-
-    def disconnect(self) -> None:
-        """As the base class, once nothing is being sent any more."""
-        if self.connection.closed:
-            return
-        with socket.socket(fileno=os.dup(self.connection.fileno())) as same:
-            same.shutdown(socket.SHUT_RDWR)  # what is still being sent fails
-        self._outbox.put(None)
-        self._sender.join()
-        super().disconnect()
-
-    def kill(self) -> str:
-        """As the base class; its mark is given up."""
-        ended = super().kill()
-        self.mark.close()
-        return ended
-
-
-def settle(future: "Future[Any]", result: Any) -> None:
-    """Resolve a future, with None cancel it; one that is resolved stays as it is."""
-    with contextlib.suppress(InvalidStateError):
-        if isinstance(result, BaseException):
-            future.set_exception(result)
-        elif result is not None:
-            future.set_result(result)
-        elif future.cancel():
-            future.set_running_or_notify_cancel()
+        return EpisodeProcess((*self._settings, port), self.config.kind.value)

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -47,8 +48,12 @@ class Model:
         ask: Callable[[tuple[ChatMessage, ...]], Awaitable[ModelTurn]],
         max_turns: int,
         serve: "Callable[[Model], Awaitable[tuple[str, str]]]",
+        queued: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._ask, self._max_turns, self._serve = ask, max_turns, serve
+        self.queued = queued
+        """`with model.queued():` the program waits for its place in a queue of many episodes: that
+        counts for no limit of time. What it then does must have an end."""
         self.messages: list[ChatMessage] = []
         """The conversation so far, the model's turns too."""
         self.tools: tuple[dict[str, Any], ...] = ()
@@ -56,7 +61,7 @@ class Model:
         self.rewritten = ""
         """How a client has changed what was there before."""
         self.at_limit = False
-        """Whether a client has asked for more turns than there are."""
+        """Whether a client has asked for more turns than there are, or its program has ended so."""
         self.on_limit: Callable[[], None] = lambda: None
         self.turns: list[ModelTurn] = []
         """The turns made so far."""
@@ -105,7 +110,7 @@ class Model:
         self.rewards[-1] += as_number(value)
 
     def note(self, name: str, value: float | int | str) -> None:
-        """Record a number or a short text of the episode, under a name."""
+        """Record a number or a short text of the episode: the sample's scalar `note/NAME`."""
         if not isinstance(value, int | float | str):
             raise TypeError(f"{name} is {type(value).__name__}, wanted a number or a text")
         self.scalars[name] = value

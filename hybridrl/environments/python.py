@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
+from typing import Any, TypeVar
 
 from hybridrl.config import EnvironmentConfig, SourceConfig
 from hybridrl.environments.arguments import read_params
@@ -17,6 +17,9 @@ from hybridrl.rewards import jail
 from hybridrl.rewards.jail import Jail, JailError, JailResult
 
 DEFAULTS = {"empty": "The program has printed nothing."}
+NUM_THREADS = min(32, (os.cpu_count() or 1) + 4)
+"""Programs that run at a time. Few: their limits are seconds, which many would not keep to."""
+Result = TypeVar("Result")
 _BLOCK = re.compile(r"^```(?:python3?|py)[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -28,11 +31,9 @@ def python(config: EnvironmentConfig, sources: Mapping[str, SourceConfig]) -> En
     """
     params = read_params(config, DEFAULTS)
     jail.configured()  # raises where none works
-    # Few at a time: a program's limits are seconds, which many would not keep to on few cores.
-    threads = ThreadPoolExecutor(min(32, (os.cpu_count() or 1) + 4), "jail")
+    threads = _Threads()
 
     async def program(task: EpisodeTask, model: Model, rng: Random) -> None:
-        in_thread = functools.partial(asyncio.get_running_loop().run_in_executor, threads)
         opening: asyncio.Future[Jail] | None = None
         reply: Messages = task.messages
         try:
@@ -42,17 +43,43 @@ def python(config: EnvironmentConfig, sources: Mapping[str, SourceConfig]) -> En
                 if not blocks:
                     return
                 if opening is None:
-                    opening = in_thread(Jail, "")
+                    opening = asyncio.ensure_future(threads.run(model, Jail, ""))
                 opened = await asyncio.shield(opening)
-                run = functools.partial(opened.run_program, blocks[-1])
-                text = told(await in_thread(run))
+                text = told(await threads.run(model, opened.run_program, blocks[-1]))
                 reply = text or params["empty"]
         finally:
             if opening is not None:
                 with contextlib.suppress(JailError):
-                    await in_thread((await opening).close)
+                    await threads.run(model, (await opening).close)
 
     return Environment(program)
+
+
+class _Threads:
+    """Threads for jobs, each of which ends within the limits of the jail.
+
+    So a long queue is no fault of who waits in it.
+    """
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(NUM_THREADS, "jail")
+
+    async def run(self, model: Model, job: Callable[..., Result], *arguments: Any) -> Result:
+        """What `job` gives; the time until it has a thread does not count for the episode."""
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+        def work() -> Result:
+            loop.call_soon_threadsafe(begun.set)
+            return job(*arguments)
+
+        working = loop.run_in_executor(self._executor, work)
+        try:
+            with model.queued():
+                await begun.wait()
+            return await working
+        except asyncio.CancelledError:
+            working.cancel()  # it leaves the queue
+            raise
 
 
 def told(result: JailResult) -> str:

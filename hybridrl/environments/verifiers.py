@@ -27,7 +27,7 @@ def verifiers(config: EnvironmentConfig, sources: Mapping[str, SourceConfig]) ->
     traces.
     """
     params = read_params(config, DEFAULTS)
-    environment = load(str(config.path), params["env"])
+    environment = load(str(config.path), params["env"], config.max_turns)
     tasks = list(environment.taskset)
     served = _Served(environment)
     numbers = itertools.count()
@@ -46,24 +46,30 @@ def verifiers(config: EnvironmentConfig, sources: Mapping[str, SourceConfig]) ->
         finally:
             del os.environ[variable]
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        if errors and not model.at_limit:
+        if errors:
             raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors))
+        model.at_limit = any(trace.stop_condition == "max_turns" for trace in episode.traces)
         return float(sum(trace.reward for trace in episode.traces))
 
     return Environment(program)
 
 
-def load(taskset: str, settings: Mapping[str, Any]) -> Any:
-    """The `Env` of a taskset. Raises ConfigError."""
+def load(taskset: str, settings: Mapping[str, Any], max_turns: int | None = None) -> Any:
+    """The `Env` of a taskset. Raises ConfigError.
+
+    Its agent has at most `max_turns`, unless `settings` say otherwise: verifiers scores what ends
+    there, and not what the endpoint's own limit ends.
+    """
     try:
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
     except ImportError as error:
         allowed = f"another kind, or pip install 'hybridrl[verifiers]' ({error})"
         raise ConfigError("environment.kind", "verifiers", allowed) from error
     _add_harness()
-    agent = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
+    agent: dict[str, Any] = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
     try:
-        merged = {"agent": agent, **settings, "taskset": {"id": taskset}}
+        agent = {"max_turns": max_turns, **settings.get("agent", agent)}
+        merged = {**settings, "agent": agent, "taskset": {"id": taskset}}
         return load_environment(resolve_env_config(merged))
     except ModuleNotFoundError as error:
         raise ConfigError(PATH, taskset, f"an installed taskset ({error})") from error

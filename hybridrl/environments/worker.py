@@ -7,6 +7,7 @@ when its program waits for the model, in any order.
 import asyncio
 import contextlib
 import contextvars
+import functools
 import json
 import sys
 import threading
@@ -36,7 +37,8 @@ class Server:
     """Runs the episodes of a process.
 
     Each request has a number, and gets an answer `[request, start, step, close_error]`; what it did
-    not ask for is null.
+    not ask for is null. `[request]` before it says that its program is queued, and is to be waited
+    for.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Server:
             number, self.environment.program, task, key, self.config, self.serve_model
         )
         self.episodes[number] = episode
+        episode.limit.on_beat = functools.partial(self._wait_on, request)
         start = await episode.start(past, opening)
         if turn is not None and start.failure is None:
             await self.step(request, number, turn, start.to_json())
@@ -99,6 +102,7 @@ class Server:
         take long.
         """
         episode = self.episodes[number]
+        episode.limit.on_beat = functools.partial(self._wait_on, request)
         step = await episode.step(turn)
         if step.messages is None and step.failure is None:
             await self.end(number)
@@ -140,6 +144,9 @@ class Server:
             await asyncio.wait(running)
         if self._endpoint is not None:
             await self._endpoint.close()
+
+    def _wait_on(self, request: int) -> None:
+        self.connection.send_bytes(json.dumps([request]).encode())
 
     def _answer(self, request: int, start: Any, step: Any, close_error: str) -> None:
         self.connection.send_bytes(json.dumps([request, start, step, close_error]).encode())

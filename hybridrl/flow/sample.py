@@ -12,6 +12,7 @@ TURN_REWARDS = "turn_rewards"  # and what each turn has earned
 TURN_STATE = "turn_state"  # a hash of what the environment showed before each turn
 ENVIRONMENT_FAILURE = "environment_failure"  # the scalar: how a conversation's episode has failed
 OUT_OF_TOKENS = "out_of_tokens"  # the scalar: 1 where the response's limit ended a conversation
+NOTE = "note/"  # before the names of scalars that a program notes: no field of a recipe has it
 
 Scalar = float | int | str | list[float]
 """A number, a short string, or a number for each turn of a conversation."""

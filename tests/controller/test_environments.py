@@ -44,7 +44,8 @@ def test_every_schedule_trains_on_the_conversations_of_serial(
     monkeypatch: pytest.MonkeyPatch,
     schedule: str,
 ) -> None:
-    """Two ranks, replies in any order, some episodes that fail. Packed may order them otherwise.
+    """Two ranks, three steps, replies in any order, some episodes that fail. Packed may order them
+    otherwise, so that only its first step has the weights of serial.
 
     The other run's environments sleep, and their processes are killed at random. Its instances park
     what waits whenever they have passes to run.
@@ -55,6 +56,7 @@ def test_every_schedule_trains_on_the_conversations_of_serial(
         "trainer.steps=3",
         "recipe.kl_coef=0.1",
         "recipe.skip_equal_groups=false",
+        "~eval.sets.main",  # so that processes are killed in the steps that are compared
     ]
     serial = train_here(tmp_path / "serial", *settings, "schedule=serial")
     sleeping = [f"schedule={schedule}", "+environment.params.sleep=0.05"]
@@ -63,39 +65,58 @@ def test_every_schedule_trains_on_the_conversations_of_serial(
     with processes_killed() as kills:
         other = train_here(tmp_path / schedule, *settings, *sleeping)
     assert kills
+    replays = [sum(x["environment/replays"] for x in run.metrics) for run in (serial, other)]
+    assert replays[1] > replays[0] > 0
     assert schedule == "fused" or sum(line["samples/put_off"] for line in other.metrics)
     reasons = {drop.text for drop in serial.steps[0].dropped.values()}
     assert reasons == {"its episode has failed (error)"}
-    texts = [
-        {record["id"]: (record["response"], record["reward"]) for record in first_step(run.dir)}
-        for run in (serial, other)
-    ]
-    assert len(texts[0]) > 8
-    common = texts[0].keys() & texts[1].keys()
-    assert common == texts[0].keys() or schedule == "packed"
-    assert {id: texts[0][id] for id in common} == {id: texts[1][id] for id in common}
-    for record in first_step(serial.dir):
+    for step in (1, 2, 3) if schedule == "fused" else (1,):
+        texts = [
+            {record["id"]: (record["turns"], record["reward"]) for record in step_of(run.dir, step)}
+            for run in (serial, other)
+        ]
+        assert len(texts[0]) > 8
+        common = texts[0].keys() & texts[1].keys()
+        assert common == texts[0].keys() or schedule == "packed"
+        assert {id: texts[0][id] for id in common} == {id: texts[1][id] for id in common}
+    if schedule == "fused":
+        check_same_steps(serial, other)
+    for record in step_of(serial.dir, 1):
         turns = record["turns"]
         assert "".join(turn["text"] + turn["reply"] for turn in turns) == record["response"]
         earned = sum(turn["reward"] for turn in turns)
         assert record["finish"] == "abort" or record["reward"] == pytest.approx(earned)
     metrics = serial.metrics[0]
-    for name in ("episodes", "turns", "failed") if schedule == "fused" else ():
-        assert metrics[f"environment/{name}"] == other.metrics[0][f"environment/{name}"]
-    assert metrics["environment/failed"] >= metrics["aborted"] > 0  # evaluations have more
+    assert metrics["environment/failed"] == metrics["aborted"] > 0
     assert metrics["environment/turns"] > metrics["environment/episodes"] >= len(texts[0])
     assert metrics["environment/reply_tokens"] > 0
-    mine = [len(turn["text"]) for record in first_step(serial.dir) for turn in record["turns"]]
+    mine = [len(turn["text"]) for record in step_of(serial.dir, 1) for turn in record["turns"]]
     assert metrics["response_tokens_mean"] < 9.01  # three turns of three tokens at most
-    assert metrics["response_tokens_mean"] >= sum(mine) / len(first_step(serial.dir))
+    assert metrics["response_tokens_mean"] >= sum(mine) / len(step_of(serial.dir, 1))
     spans, _ = read_timeline(serial.dir / "trace.json")
     answers = [span for span in spans if span.lane == "environment 0"]
     assert sum(span.args["answers"] for span in answers) > metrics["environment/turns"]
 
 
+def check_same_steps(one: Any, other: Any) -> None:
+    """Equal samples and counts of episodes, losses and gradients within rounding, in every step."""
+    assert len(one.steps) == len(other.steps) == 3
+    for a, b in zip(one.steps, other.steps, strict=True):
+        samples = [[(s.id, s.spans, s.scalars["reward"]) for s in x.samples] for x in (a, b)]
+        assert samples[0] == samples[1]
+        assert {id: drop.text for id, drop in a.dropped.items()} == {
+            id: drop.text for id, drop in b.dropped.items()
+        }
+    for line, its in zip(one.metrics, other.metrics, strict=True):
+        for name in ("episodes", "turns", "failed", "failed/error", "reply_tokens"):
+            assert line[f"environment/{name}"] == its[f"environment/{name}"], name
+        for name in ("loss", "kl", "grad_norm", "entropy", "reward_mean"):
+            assert its[name] == pytest.approx(line[name], rel=1e-6, abs=1e-6), name
+
+
 @contextlib.contextmanager
 def processes_killed() -> Iterator[list[int]]:
-    """Kill environments' processes that are ready, one at a time; gives the list of those."""
+    """Kill environments' processes that have episodes, one at a time; gives the list of those."""
     pools, kills, draw, ended = list[EpisodePool](), list[int](), Random(0), threading.Event()
     start = EpisodePool.__init__
 
@@ -105,7 +126,7 @@ def processes_killed() -> Iterator[list[int]]:
 
     def kill() -> None:
         while not ended.wait(draw.uniform(0.2, 1.0)):
-            ready = [p for pool in pools[-1:] for p in pool._processes if p.ready]
+            ready = [p for x in pools[-1:] for p in x._processes if p.ready and p.num_episodes]
             for process in ready:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.popen.pid, signal.SIGKILL)
@@ -120,10 +141,10 @@ def processes_killed() -> Iterator[list[int]]:
         killer.join()
 
 
-def first_step(run: Path) -> list[dict[str, Any]]:
-    """The records of its first step's samples."""
+def step_of(run: Path, step: int) -> list[dict[str, Any]]:
+    """The records of a step's samples."""
     lines = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
-    return [line for line in lines if line["step"] == 1 and line["phase"] == "rl"]
+    return [line for line in lines if line["step"] == step and line["phase"] == "rl"]
 
 
 @pytest.mark.layouts
@@ -138,7 +159,7 @@ def test_a_run_over_the_endpoint_trains_on_the_same(
         for name in ("talk", "served")
     )
     texts = [
-        {record["id"]: (record["turns"], record["reward"]) for record in first_step(run.dir)}
+        {record["id"]: (record["turns"], record["reward"]) for record in step_of(run.dir, 1)}
         for run in (direct, served)
     ]
     assert len(texts[0]) > 8

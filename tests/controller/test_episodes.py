@@ -15,6 +15,7 @@ from hybridrl.controller.async_calls import Rounds
 from hybridrl.controller.emulated_episodes import EmulatedEpisodes
 from hybridrl.controller.episodes import EnvironmentFailed, Episodes
 from hybridrl.controller.preflight import build_recipe
+from hybridrl.flow.clock import VirtualClock
 from hybridrl.flow.executor import Computed, EpisodeReply, Parked, Replied, Sampling, TurnEnded
 from hybridrl.flow.sample import SampleId
 from hybridrl.flow.schedules.base import PendingSample
@@ -32,6 +33,11 @@ async def talk(task, model, rng, fails=""):
         if turn.text == fails:
             raise ValueError("nothing to say")
         reply = f"{number}{turn.text}{rng.randint(0, 9999)}"
+
+async def notes(task, model, rng):
+    for name in ("reward", "num_turns", "environment_failure", "out_of_tokens", "finish"):
+        model.note(name, "many")
+    await model.turn(task.messages)
 
 async def waits(task, model, rng):
     await model.turn(task.messages)
@@ -160,7 +166,10 @@ def test_what_has_failed_in_a_recorded_run_fails_again(make: Make, tmp_path: Pat
     assert (failed.finish, failed.scalars["environment_failure"]) == ("abort", "crash")
     for text in "bc":
         assert answered(episodes, ids[1], text) == answered(same, ids[1], text)
-    assert episodes.metrics()["environment/failed/crash"] == 1
+    metrics = episodes.metrics()
+    of_kinds = {name: value for name, value in metrics.items() if "/failed/" in name}
+    names = ("error", "timeout", "crash", "replay", "rewritten")
+    assert of_kinds == {f"environment/failed/{name}": float(name == "crash") for name in names}
 
 
 def test_replies_of_another_schedule_come_after_it() -> None:
@@ -220,6 +229,17 @@ def test_failed_samples_that_are_kept_have_earned_nothing(
     assert (reply.turn_rewards, reply.scalars["environment_reward"]) == ((0.0,), 0.0)
 
 
+def test_notes_are_no_fields_of_a_sample(make: Make) -> None:
+    """Else a filter would read a note before the judge has given the reward."""
+    episodes, id = make("notes"), SampleId(0)
+    episodes.start([id], ITEM, 64)
+    assert answered(episodes, id, "a").scalars == {
+        "note/reward": "many", "note/num_turns": "many", "note/environment_failure": "many",
+        "note/out_of_tokens": "many", "note/finish": "many",
+        "environment_reward": 0.0, "cut_replies": 0, "out_of_tokens": 0,
+    }  # fmt: skip
+
+
 def test_a_sample_says_how_many_of_its_replies_were_cut(make: Make) -> None:
     """Also where the run resumes before or after one of them."""
     episodes, id = make("talk", "environment.max_reply_tokens=4"), SampleId(0)
@@ -249,6 +269,27 @@ def test_a_reply_to_a_sample_that_has_left_is_no_event(make: Make, program: str)
     with pytest.raises(RuntimeError, match="nothing is in flight"):
         rounds.wait(lambda: None)
     assert program == "waits" or answered(episodes, id, "cd").tokens
+
+
+def test_percentiles_are_of_all_waits_of_a_step(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The long ones come last: of 5000 replies the last 100 take a minute."""
+    episodes, clock = make("talk"), VirtualClock()
+    seconds = iter([1.0] * 4900 + [60.0] * 100)
+
+    def reply(ended: TurnEnded) -> Iterator[Any]:
+        clock.advance_to(clock.now() + next(seconds))
+        yield []
+        return EpisodeReply(ended.id, (1,))
+
+    episodes.clock = clock
+    monkeypatch.setattr(episodes, "_answer", reply)
+    for _ in range(5000):
+        event_of(episodes, TurnEnded(SampleId(0), (1,), "", "stop", 1))
+    episodes._counts.turns = 5000
+    metrics = episodes.metrics()
+    assert (metrics["environment/wait_p50_s"], metrics["environment/wait_p99_s"]) == (1.0, 60.0)
 
 
 def test_an_emulated_reply_to_a_sample_that_has_left_is_no_event(

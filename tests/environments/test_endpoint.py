@@ -61,6 +61,22 @@ async def agent(task, model, rng, tools=(), change="", extra={}):
             tools = [TOOL]
 
 
+async def forgetful(task, model, rng):
+    """Sends each request twice, and notes how many answers were the same."""
+    address, key = await model.endpoint()
+    messages, same, content = list(task.messages), 0, ""
+    while content != "end":
+        request = {"model": "any", "messages": messages, "tools": [TOOL]}
+        code, body = await post(address, key, **request)
+        same += await post(address, key, **request) == (200, body)
+        message, content = body["choices"][0]["message"], body["choices"][0]["message"]["content"]
+        if content is None:
+            model.note("reason", body["choices"][0]["finish_reason"])
+        messages += [message, {"role": "user", "content": "more"}]
+    model.note("same", same)
+    return 1.0
+
+
 async def tooled(task, model, rng):
     return await agent(task, model, rng, tools=[TOOL])
 
@@ -185,6 +201,16 @@ async def no_endpoint(model: Model) -> tuple[str, str]:
     raise AssertionError
 
 
+def test_a_client_that_has_lost_an_answer_gets_it_again(make: Make, pool: Pool) -> None:
+    """Its request comes once more after the turn was recorded, whichever it is; nothing is new."""
+    episodes = pool(make(PROGRAMS, "forgetful"))
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+    start, steps = played(episodes, task("Hi"), ["one", call, "end"])
+    assert (start.failure, [step.failure for step in steps]) == (None, [None] * 3)
+    assert steps[-1].rewards == (0.0, 0.0, 1.0)
+    assert steps[-1].scalars == {"same": 3, "reason": "tool_calls"}
+
+
 def test_an_episode_of_a_client_ends_at_max_turns(make: Make, pool: Pool) -> None:
     _, steps = played(pool(make(PROGRAMS, "agent", max_turns=2)), task("Hi"), ["one", "two", "a"])
     assert (steps[-1].messages, steps[-1].finish, steps[-1].failure) == (None, "length", None)
@@ -207,6 +233,7 @@ def test_requests_that_are_refused(make: Make, pool: Pool) -> None:
     address, key = start.messages[0]["content"].split()
     assert address.startswith("http://127.0.0.1:")
     messages = [{"role": "user", "content": "Hi"}]
+    call = [{"role": "assistant", "content": "a", "tool_calls": ["x"]}]
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     requests: dict[str, Any] = {
         "n=2: wanted 1: an episode is one conversation": {"messages": messages, "n": 2},
@@ -215,6 +242,15 @@ def test_requests_that_are_refused(make: Make, pool: Pool) -> None:
         "messages is no list": {"messages": []},
         "is no message": {"messages": [{"role": "wizard"}]},
         "not text alone": {"messages": image},
+        "content is 5, wanted a text": {"messages": [{"role": "user", "content": 5}]},
+        "content is {}, wanted a text": {"messages": [{"role": "user", "content": {}}]},
+        "tools is 5, wanted a list of objects": {"messages": messages, "tools": 5},
+        "tools is ['x'], wanted a list": {"messages": messages, "tools": ["x"]},
+        "tool_calls has 'x', wanted objects": {"messages": call},
+        "tool_calls has 5, wanted": {"messages": [{**call[0], "tool_calls": 5}]},
+        "tool_calls has {'function': 5}": {
+            "messages": [{**call[0], "tool_calls": [{"function": 5}]}]
+        },
         "the request is no JSON": "{",
         "maximum recursion depth": "[" * 5000,
         "the request is no object": [],

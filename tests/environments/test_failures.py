@@ -6,7 +6,10 @@ import random
 import signal
 import threading
 import time
+from collections import deque
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from environment_pools import Make, Pool, played, task
 
 from hybridrl.environments import EpisodePool, EpisodeStart, EpisodeStep, ModelTurn
 from hybridrl.environments import pool as pools
+from hybridrl.environments.episode_process import EpisodeProcess, ServedEpisode
 
 PROGRAMS = '''
 import asyncio, ctypes, os, sys, threading, time
@@ -77,6 +81,8 @@ async def misbehave(word):
         await asyncio.sleep(0.5)
     if word == "cancel":
         raise asyncio.CancelledError
+    if word == "compute":
+        time.sleep(5)
     if word == "pause":
         await asyncio.sleep(1.0)
     if word == "later":
@@ -131,6 +137,25 @@ async def slow(task, model, rng):
         await model.turn(reply)
         await asyncio.sleep(0.3)
         reply = "so"
+
+
+async def unlucky(task, model, rng):
+    """Fails once at the start, and once at the first turn."""
+    await misbehave("once")
+    turn = await model.turn(task.messages)
+    await misbehave("die once")
+    await model.turn(turn.text)
+
+
+async def queues(task, model, rng):
+    """Is queued for long before its first reply, and before the second one hangs in no queue."""
+    await model.turn(task.messages)
+    with model.queued():
+        await asyncio.sleep(4)
+    await model.turn("a")
+    with model.queued():
+        pass
+    await asyncio.sleep(1000)
 
 
 async def stubborn(task, model, rng):
@@ -229,6 +254,61 @@ def test_who_fails_once_is_as_ever(make: Make, pool: Pool, word: str) -> None:
     assert (episodes.counts["replays"] > 0) == (word != "print")
 
 
+def test_a_start_goes_to_a_process_that_takes_it(make: Make, pool: Pool) -> None:
+    """Not to the one with fewest episodes, whose code runs without a pause."""
+    episodes = pool(make(PROGRAMS, "echo", num_processes=2))
+    episodes.wait_ready(every=True)
+    for n in range(3):
+        episodes.start((n,), task("q")).result(60)
+    alone = next(e for e in episodes._episodes.values() if e.process.num_episodes == 1)
+    computes = episodes.turn(alone.id, ModelTurn("compute"))
+    time.sleep(1.5)
+    assert episodes.start((3,), task("q")).result(60).failure is None
+    assert not computes.done()
+    assert computes.result(60).failure is None
+
+
+def test_no_others_overtake_a_suspect() -> None:
+    """It waits for a process without requests; others go to those that it does not wait for."""
+    served = list[tuple[int, str]]()
+
+    def serve(process: EpisodeProcess, episode: ServedEpisode) -> None:
+        process.requests[len(served)] = episode
+        process.num_episodes += 1
+        served.append((processes.index(process), str(episode.id[0])))
+
+    def episode(name: str, suspect: bool = False) -> ServedEpisode:
+        return ServedEpisode((name,), 1, task("q"), Future(), [], suspect=suspect)
+
+    processes = [EpisodeProcess.__new__(EpisodeProcess) for _ in range(2)]
+    for number, process in enumerate(processes):
+        process.ready, process.mark = True, SimpleNamespace(read=lambda: (0, 0.0))  # type: ignore
+        process.requests, process.num_episodes = {-1: episode("first")}, number
+    processes[1].requests[-2] = episode("another")
+    episodes = EpisodePool.__new__(EpisodePool)
+    episodes._processes, episodes._serve = processes, serve  # type: ignore
+    episodes._queue = deque([episode("a"), episode("suspect", True), episode("b"), episode("c")])
+    episodes._give()
+    assert served == [(0, "a"), (1, "b"), (1, "c")]
+    episodes._queue.append(episode("d", True))
+    processes[0].requests.clear()
+    episodes._give()
+    assert served[3:] == [(0, "suspect")]
+    episodes._queue.append(episode("e"))
+    episodes._give()
+    assert served[4:] == [(1, "e")]
+    processes[0].requests.clear()
+    episodes._give()
+    assert served[5:] == [(0, "d")]
+
+
+def test_each_turn_is_tried_twice_though_the_start_was(make: Make, pool: Pool) -> None:
+    episodes = pool(make(PROGRAMS, "unlucky"))
+    start, steps = played(episodes, task("q"), ["a"])
+    assert (start.failure, [step.failure for step in steps]) == (None, [None])
+    assert episodes.counts["replays"] == 2
+
+
 def test_a_task_that_its_program_has_left_is_its_own(make: Make, pool: Pool) -> None:
     """It hangs while that episode waits for the model, and another one is served alone."""
     episodes, guilty, other = pool(make(PROGRAMS, "echo", turn_timeout_s=1.5)), (0, "", 0), (1,)
@@ -255,6 +335,17 @@ def test_a_process_that_reads_nothing_holds_nobody_up(
     step = episodes.turn(id, ModelTurn("x" * (4 << 20))).result(60)
     assert step.failure == "timeout"
     assert episodes.start((1,), task("q")).result(60).failure is None
+
+
+def test_the_time_in_a_queue_does_not_count(
+    make: Make, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the process that serves the episode, and for the pool that waits for the process."""
+    monkeypatch.setattr(pools, "GRACE_S", 1.0)
+    episodes = pool(make(PROGRAMS, "queues", turn_timeout_s=1.0))
+    _, steps = played(episodes, task("q"), ["a", "b"])
+    assert [step.failure for step in steps] == [None, "timeout"]
+    assert steps[1].error == "no answer within environment.turn_timeout_s=1"
 
 
 def test_clients_that_block_do_not_wait_for_each_others_threads(make: Make, pool: Pool) -> None:

@@ -63,6 +63,25 @@ async def forever(task, model, rng):
         turn = await model.turn(turn.text)
 
 
+async def grouped(task, model, rng, fails=False):
+    reply = task.messages
+
+    async def wait():
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            if fails and len(model.turns) == 3:
+                raise ValueError("so")
+
+    while True:
+        async with asyncio.TaskGroup() as group:
+            waits = group.create_task(wait())
+            turn = await group.create_task(model.turn(reply))
+            waits.cancel()
+        model.reward(1.0)
+        reply = turn.text
+
+
 async def nonsense(task, model, rng):
     turn = await model.turn(task.messages)
     await model.turn({"role": "wizard", "content": "abracadabra"})
@@ -191,6 +210,16 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EpisodePool]:
     config = EnvironmentConfig(kind=EnvironmentKind.tools, path=f"{file}:TOOLS")
     with closing(EpisodePool(settled(config))) as episodes:
         yield episodes
+
+
+def test_a_turn_too_many_ends_an_episode_whose_tasks_are_a_group(make: Make, pool: Pool) -> None:
+    """Unless another task of the group has failed."""
+    _, steps = played(pool(make(PROGRAMS, "grouped", max_turns=3)), task("q"), list("abcd"))
+    assert (steps[-1].finish, steps[-1].failure) == ("length", None)
+    assert steps[-1].rewards == (1.0,) * 3
+    config = make(PROGRAMS, "grouped", max_turns=3, params={"fails": True})
+    _, steps = played(pool(config), task("q"), list("abcd"))
+    assert (steps[-1].failure, len(steps)) == ("error", 3)
 
 
 def test_an_episode_begins_as_its_prompt(make: Make, pool: Pool) -> None:

@@ -1,5 +1,6 @@
 """The kinds that ship: another try, programs in a jail; and what of settings they refuse."""
 
+import asyncio
 import time
 from typing import Any
 
@@ -16,8 +17,12 @@ from hybridrl.config import (
     SourceKind,
 )
 from hybridrl.environments import EpisodePool, EpisodeTask
+from hybridrl.environments import python as environment_of_programs
+from hybridrl.environments.episode import Episode
 from hybridrl.environments.load import load_environment
+from hybridrl.environments.program import Model
 from hybridrl.environments.python import told
+from hybridrl.rewards import jail
 from hybridrl.rewards.jail import JailResult
 
 SOURCES = {"main": SourceConfig(kind=SourceKind.reasoning_gym, name="spell_backward")}
@@ -149,6 +154,32 @@ def test_programs_of_other_episodes_run_meanwhile(pool: Pool) -> None:
     assert not hangs.done()
 
 
+def test_waiting_for_a_thread_of_the_jail_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten programs that hang share one thread: five seconds of queue, past the limit of a turn."""
+    monkeypatch.setattr(environment_of_programs, "NUM_THREADS", 1)
+    monkeypatch.setattr(jail, "_defaults", jail._Defaults(limits=JailLimits(seconds=0.5)))
+    settings = config("python", turn_timeout_s=3.0)
+    program = load_environment(settings).program
+
+    async def play(number: int) -> tuple[str, str]:
+        episode = Episode(number, program, asked("q"), "key", settings, no_endpoint)
+        assert (await episode.start()).failure is None
+        step = await episode.step(_turn(HOSTILE["hang"]))
+        await episode.close()
+        return step.error, "".join(message["content"] for message in step.messages or ())
+
+    async def check() -> list[tuple[str, str]]:
+        return await asyncio.gather(*map(play, range(1, 11)))
+
+    begin = time.monotonic()
+    assert asyncio.run(check()) == [("", "the program took too long and was ended\n")] * 10
+    assert time.monotonic() - begin > settings.turn_timeout_s
+
+
+async def no_endpoint(model: Model) -> tuple[str, str]:
+    raise AssertionError
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "error"),
     [
@@ -183,6 +214,7 @@ def test_settings_of_a_run_that_cannot_work() -> None:
         ("schedule=partial", "environment.partial=timed"
          ): r"environment\.partial=timed: wanted counted, or an environment\.kind",
         ("environment=walk",): r"environment=walk",
+        ("environment.stop=[x]",): r"environment\.stop=\['x'\]: wanted \[\], or an environment\.k",
     }  # fmt: skip
     for overrides, error in refused.items():
         with pytest.raises(ConfigError, match=error):

@@ -37,6 +37,27 @@ __all__ = ["SumTaskset"]
 """
 
 
+TALK = TASKSET.replace(
+    "__all__",
+    """
+class TalkConfig(vf.EnvConfig):
+    agent: vf.AgentConfig = vf.AgentConfig()
+
+
+class TalkEnv(vf.Env[TalkConfig]):
+    async def run(self, task, agents):
+        data = task.data.model_copy(update={"prompt": None})  # the user opens
+        async with agents.agent.interaction(type(task)(data, task.config)) as talk:
+            answer = await talk.turn("first")
+            while not answer.terminated:
+                answer = await talk.turn("more")
+
+
+__all__""",
+).replace('"SumTaskset"]', '"SumTaskset", "TalkEnv"]')
+"""As above, with a user who asks for ever."""
+
+
 @pytest.fixture
 def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentConfig:
     (tmp_path / "sums_taskset.py").write_text(TASKSET)
@@ -60,6 +81,18 @@ def test_a_taskset_is_played_over_the_endpoint(pool: Pool, sums: EnvironmentConf
         assert (steps[0].messages, steps[0].failure) == (None, None)
         earned[number] = steps[0].rewards
     assert earned == {0: (1.0,), 1: (1.0,), 2: (0.0,)}
+
+
+def test_what_was_earned_until_max_turns_counts(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "talk_taskset.py").write_text(TALK)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = EnvironmentConfig(kind=EnvironmentKind.verifiers, path="talk-taskset", max_turns=2)
+    task = EpisodeTask(({"role": "user", "content": "?"},), {"index": 0})
+    start, steps = played(pool(settled(config)), task, ["5", "1", "7"])
+    assert (start.error, [step.error for step in steps]) == ("", ["", ""])
+    assert (steps[-1].finish, steps[-1].rewards) == ("length", (0.0, 1.0))
 
 
 def test_what_is_not_there_is_refused(sums: EnvironmentConfig) -> None:
