@@ -27,7 +27,7 @@ MAY_CHANGE = (
     "cluster", "eval", "telemetry", "log", "run.dir",
     "trainer.steps", "trainer.save_every", "trainer.keep_last", "trainer.resume",
     "trainer.max_bad_steps", "trainer.max_tokens_per_micro_batch", "trainer.chunk_tokens",
-    "trainer.activations", "trainer.fuse_updates", "trainer.layout",
+    "trainer.activations", "trainer.attention_cost", "trainer.fuse_updates", "trainer.layout",
     "critic.layout", "cost_critic.layout", "reward_model.layout", "model.attention",
     "rollout.layout", "rollout.max_running", "rollout.block_size", "rollout.kv_cache_tokens",
     "rollout.decode_steps", "rollout.speculate", "rollout.tail_tp",

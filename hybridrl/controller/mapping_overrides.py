@@ -16,6 +16,7 @@ SET = (
     *("cluster.ranks", "cluster.placement", "cluster.pools", "cluster.pool_of", "schedule"),
     *("cluster.rank_order", "rollout.layout.pp", "rollout.layout.tp", "trainer.activations"),
     *("trainer.max_tokens_per_micro_batch", "trainer.layout", "trainer.fuse_updates"),
+    "trainer.attention_cost",
     *(f"{key}.layout" for key in VALUE_MODELS.values()),
 )
 """Keys, and whole groups of keys, that the planner sets."""
@@ -29,7 +30,7 @@ def layout_key(role: str) -> str:
 def overrides(mapping: DeviceMapping) -> list[str]:
     """What `hybridrl train` takes to run the mapping, besides the recipe's own settings."""
     layouts = mapping.train.values()
-    settings = {
+    settings: dict[str, int | float | str] = {
         "cluster.ranks": sum(mapping.ranks.values()),
         **_placement(mapping),
         "rollout.layout.pp": mapping.gen.pp,
@@ -38,6 +39,8 @@ def overrides(mapping: DeviceMapping) -> list[str]:
         "trainer.activations": next(iter(layouts)).activations.value,
         "trainer.max_tokens_per_micro_batch": max(x.micro_batch_tokens for x in layouts),
     }
+    if next(iter(layouts)).attention_cost != 1:
+        settings["trainer.attention_cost"] = next(iter(layouts)).attention_cost
     if mapping.rank_order:
         settings["cluster.rank_order"] = _listed(mapping.rank_order)
     if len(mapping.train) > 1:
