@@ -4,22 +4,24 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from transformers import AutoConfig
 
 from hybridrl import cli
-from hybridrl.config import ConfigError, TinyModelConfig, compose
-from hybridrl.controller import mapping_command
+from hybridrl.config import Config, ConfigError, Device, TinyModelConfig, compose
+from hybridrl.controller import mapping_command, preflight
 from hybridrl.controller.preflight import prepare
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.planner.accelerators import ACCELERATORS, layer_roofline
-from hybridrl.planner.mapping import cluster_of
+from hybridrl.planner.mapping import DeviceMapping, cluster_of
 from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.planner.memory import GIB
 from hybridrl.planner.partitions import set_partitions
 from hybridrl.rewards.model import make_reward_model
 from hybridrl.telemetry.prediction import read_prediction
@@ -48,8 +50,15 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "reward")
 
 
+GPU_GIB = 4
+"""Of the planned clusters with GPUs; 2.8 GiB of them are left for others."""
+
+
 def _random_problem(draw: random.Random, reward_model: str) -> list[str]:
-    """A recipe, a tiny model and a cluster; a reward model or a verifier."""
+    """A recipe, a tiny model and a cluster; a reward model or a verifier.
+
+    Over slow links pipelines pay. Half of the clusters have GPUs, and refuse what does not fit.
+    """
     heads = draw.choice((2, 4, 8))
     problem = [
         f"recipe={draw.choice(('grpo', 'ppo', 'grpo', 'safe_rlhf'))}",
@@ -60,29 +69,72 @@ def _random_problem(draw: random.Random, reward_model: str) -> list[str]:
         f"--nodes={draw.choice((1, 2, 3))}",
         f"--gpus-per-node={draw.choice((1, 2, 4))}",
         f"--gpu={draw.choice(('h100', 'a100'))}",
-        "--number=2",
+        "--number=12",
         "--seconds=2",
     ]
     if draw.random() < 0.5:
         problem += ["reward=model", f"reward.model={reward_model}"]
+    if draw.random() < 0.5:
+        problem += [*SLOW_LINKS]
+    if draw.random() < 0.5:
+        problem += ["cluster.device=cuda", "cluster.memory_check=refuse", f"--gpu-gib={GPU_GIB}"]
     return problem
 
 
-def _passes_preflight(seed: int, directory: Path, reward_model: str) -> None:
-    """What `train` checks before it starts a rank; memory is that of the planned cluster."""
-    args = _random_problem(random.Random(seed), reward_model)
-    report = _plan(*TINY, *args)
-    own = [arg for arg in args if not arg.startswith("--")]
-    for number, overrides in enumerate(report.overrides):
-        run_dir = f"run.dir={directory / f'{seed}-{number}'}"
-        config = compose.check([*TINY, *own, *overrides, run_dir])
-        prepare(config)
+SLOW_LINKS = ("--node-gbs=0.01", "--network-gbs=0.01")
+FILLED = (
+    *("recipe=ppo", "model.tiny.num_layers=4", "model.tiny.num_heads=4"),
+    *("model.tiny.num_kv_heads=4", "model.tiny.hidden_size=256", "trainer.prompts_per_step=8"),
+    *("--nodes=1", "--gpus-per-node=2", "--number=12", "--seconds=20", *SLOW_LINKS),
+)
+"""Two models that fill each other's pipelines."""
+
+KINDS: dict[str, Callable[[DeviceMapping], bool]] = {
+    "pipeline": lambda mapping: any(layout.pp > 1 for layout in mapping.train.values()),
+    "pools": lambda mapping: len(mapping.pools) > 1,
+    "updates in one plan": lambda mapping: mapping.fuses,
+}
+"""What is to occur among the proposals."""
+
+
+def _planned_gpus(config: Config, asks_memory: bool = False) -> int | None:
+    """In place of `resolve_device`: a joined cluster that has what was planned."""
+    on_gpus = config.cluster.device is Device.cuda
+    config.resolve_device(config.cluster.ranks if on_gpus else 0, "the planned cluster")
+    return GPU_GIB * GIB if on_gpus and asks_memory else None
+
+
+def _pass_preflight(seeds: Iterable[int], directory: Path, reward_model: str) -> set[str]:
+    """What `train` checks before it starts a rank, of proposals; the kinds that they are of.
+
+    Of each problem the two best are checked, and the best of each kind.
+    """
+    seen = set[str]()
+    for seed in seeds:
+        args = _random_problem(random.Random(seed), reward_model)
+        args = [*FILLED] if seed % 10 == 5 else args
+        report = _plan(*TINY, *args)
+        own = [arg for arg in args if not arg.startswith("--")]
+        mappings = [one.mapping for one in report.result.best]
+        chosen = {*range(min(2, len(mappings)))}
+        for kind, is_of in KINDS.items():
+            first = next((n for n, mapping in enumerate(mappings) if is_of(mapping)), None)
+            if first is not None:
+                seen.add(kind)
+                chosen.add(first)
+        for number in sorted(chosen):
+            run_dir = f"run.dir={directory / f'{seed}-{number}'}"
+            config = compose.check([*TINY, *own, *report.overrides[number], run_dir])
+            with mock.patch.object(preflight, "resolve_device", _planned_gpus):
+                prepare(config)
+            assert config.trainer.fuses is mappings[number].fuses
+    return seen
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_overrides_pass_the_preflight(seed: int, tmp_path: Path, reward_model: str) -> None:
     """Of random models and clusters."""
-    _passes_preflight(seed, tmp_path, reward_model)
+    _pass_preflight([seed], tmp_path, reward_model)
 
 
 @pytest.mark.slow
@@ -90,9 +142,26 @@ def test_overrides_pass_the_preflight(seed: int, tmp_path: Path, reward_model: s
 def test_overrides_of_many_pass_the_preflight(
     first: int, tmp_path: Path, reward_model: str
 ) -> None:
-    """Of 200 random models and clusters."""
-    for seed in range(first, first + 20):
-        _passes_preflight(seed, tmp_path, reward_model)
+    """Of 200 models and clusters, most of them random; each twenty have every kind."""
+    seen = _pass_preflight(range(first, first + 20), tmp_path, reward_model)
+    assert seen == {*KINDS}
+
+
+def test_the_preflight_refuses_what_does_not_fit_the_planned_gpus(tmp_path: Path) -> None:
+    """So that it says something that proposals pass it: here GPUs have a MiB."""
+    gpus = ("cluster.device=cuda", "cluster.memory_check=refuse", "cluster.ranks=1")
+    config = compose.check([*TINY, *gpus, f"run.dir={tmp_path / 'run'}"])
+
+    def smaller(config: Config, asks_memory: bool = False) -> int:
+        _planned_gpus(config)
+        return 2**20
+
+    with (
+        mock.patch.object(preflight, "resolve_device", smaller),
+        pytest.raises(ConfigError) as error,
+    ):
+        prepare(config)
+    assert error.value.key == "cluster.memory_check"
 
 
 def test_ppo_has_fifteen_partitions(reward_model: str) -> None:
