@@ -116,7 +116,7 @@ def check_same_steps(one: Any, other: Any) -> None:
 
 @contextlib.contextmanager
 def processes_killed() -> Iterator[list[int]]:
-    """Kill environments' processes that have episodes, one at a time; gives the list of those."""
+    """Kill processes that have episodes, each after some turns more; gives the list of those."""
     pools, kills, draw, ended = list[EpisodePool](), list[int](), Random(0), threading.Event()
     start = EpisodePool.__init__
 
@@ -125,12 +125,15 @@ def processes_killed() -> Iterator[list[int]]:
         pools.append(self)
 
     def kill() -> None:
-        while not ended.wait(draw.uniform(0.2, 1.0)):
-            ready = [p for x in pools[-1:] for p in x._processes if p.ready and p.num_episodes]
-            for process in ready:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.popen.pid, signal.SIGKILL)
-                    kills.append(process.popen.pid)
+        num_turns = 5
+        while not ended.wait(draw.uniform(0.0, 0.1)):
+            for pool in pools[-1:]:
+                for process in pool._processes if pool.counts["turns"] >= num_turns else ():
+                    if process.num_episodes:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(process.popen.pid, signal.SIGKILL)
+                            kills.append(process.popen.pid)
+                            num_turns = pool.counts["turns"] + draw.randint(15, 30)
 
     killer = threading.Thread(target=kill)
     with pytest.MonkeyPatch.context() as patch:
