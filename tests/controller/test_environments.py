@@ -157,6 +157,7 @@ def test_a_run_over_the_endpoint_trains_on_the_same(
     """Samples, turns and rewards are those of the program that asks its model directly."""
     kept = [x for x in settings if not x.startswith("environment.path")]
     kept += ["trainer.steps=1", "recipe.skip_equal_groups=false"]
+    kept.append("deterministic=strict")  # else waits decide which rows decode together
     direct, served = (
         train_here(tmp_path / name, *kept, f"environment.path={HERE}:{name}")
         for name in ("talk", "served")
