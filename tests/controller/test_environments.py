@@ -151,6 +151,29 @@ def step_of(run: Path, step: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.layouts
+@pytest.mark.parametrize("on_host", [True, False])
+def test_what_conversations_did_is_measured(
+    train_here: Callable[..., Any], settings: list[str], tmp_path: Path, on_host: bool
+) -> None:
+    """Waits, failures, and the caches of samples that gave theirs up while they waited."""
+    short = ["rollout.kv_cache_tokens=64", *([] if on_host else ["rollout.kv_host_tokens=0"])]
+    run = train_here(
+        tmp_path / "run", *settings, *short, "cluster.ranks=1", "schedule=serial",
+        "trainer.steps=1", "~eval.sets.main", "+environment.params.sleep=0.1",
+    )  # fmt: skip
+    metrics = {name.removeprefix("environment/"): x for name, x in run.metrics[0].items()}
+    assert (metrics["moved_kv_tokens"] > 0) == on_host
+    assert on_host or metrics["recomputed_kv_tokens"] > 0
+    assert 0.01 < metrics["wait_p50_s"] < metrics["wait_p99_s"]
+    failed = [drop.text for drop in run.steps[0].dropped.values()]
+    assert failed.count("its episode has failed (error)") == metrics["failed/error"] > 0
+    assert metrics["failed"] == metrics["failed/error"]
+    assert [metrics[f"failed/{kind}"] for kind in ("timeout", "crash", "replay", "rewritten")] == (
+        [0.0] * 4
+    )
+
+
+@pytest.mark.layouts
 def test_a_run_over_the_endpoint_trains_on_the_same(
     train_here: Callable[..., Any], settings: list[str], tmp_path: Path
 ) -> None:

@@ -77,6 +77,9 @@ def test_runs_train_on_the_same(
     if "conversations" in name:  # whose tail follows their waits, too
         # A step of `partial` may train on pending samples alone.
         assert sum(line.get("environment/kept_kv_tokens", 0) for line in run.metrics) > 0
+        if "partial" in name:
+            for figure in ("samples/parked", "samples/resumed"):
+                assert sum(line[figure] for line in run.metrics) > 0
     else:
         assert all((line["migrated"] > 0) == (name == "fused") for line in run.metrics)
 

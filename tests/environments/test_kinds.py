@@ -114,6 +114,36 @@ def test_programs_are_run_and_what_they_print_is_told(jailed: EpisodePool) -> No
     assert (steps[-1].messages, steps[-1].failure) == (None, None)
 
 
+STAYS = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    while True:
+        open("/tmp/alive", "w").write(str(time.monotonic()))
+        time.sleep(0.01)
+while not os.path.exists("/tmp/alive"):
+    time.sleep(0.01)
+print("left one behind")
+"""
+LOOKS = """
+import time
+seen = open("/tmp/alive").read()
+time.sleep(0.3)
+print("alive" if open("/tmp/alive").read() != seen else "gone")
+"""
+
+
+def test_no_process_of_a_program_is_there_in_the_next_one(jailed: EpisodePool) -> None:
+    id = ("stays",)
+    assert jailed.start(id, asked("q")).result(60).failure is None
+    told = []
+    for program in (STAYS, LOOKS):
+        step = jailed.turn(id, _turn(program)).result(60)
+        told += [message["content"] for message in step.messages or ()]
+    assert told == ["left one behind\n", "gone\n"]
+    jailed.end(id)
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_programs_stay_in_the_jail(jailed: EpisodePool, name: str) -> None:
     id = (name,)

@@ -443,7 +443,11 @@ def test_every_rank_has_the_experts_of_all_layers(
 def talk(
     config: PretrainedConfig, weights: Weights, pp: int, tp: int, requests: list[Request]
 ) -> dict[str, Any]:
-    """Conversations: in a large and a small cache, on the move, guessed ahead; also strictly."""
+    """Conversations: in a large and a small cache, on the move, guessed ahead; also strictly.
+
+    In the small one they wait for replies and give blocks up, or decode all the time and are
+    preempted.
+    """
     longest = len(requests[-1].prompt_ids) + requests[0].sampling.max_new_tokens
     tight = {"kv_cache_tokens": longest + 30, "block_size": 1, "max_running": 3}
 
@@ -455,10 +459,11 @@ def talk(
 
     results = {}
     for strict in (False, True):
-        small = engine(deterministic=strict, **tight)
+        small, crowded = (engine(deterministic=strict, **tight) for _ in range(2))
         outputs = {
             "roomy": converse(engine(deterministic=strict), requests, ODD["vocab_size"], waits),
             "tight": converse(small, requests, ODD["vocab_size"], waits),
+            "crowded": converse(crowded, requests, ODD["vocab_size"]),
         }
         for with_kv in (False, True):
             both = engine(deterministic=strict), engine(deterministic=strict)
@@ -480,6 +485,7 @@ def talk(
             }
         stats = small.stats()
         results["given up", strict] = stats.moved_tokens, stats.recomputed_tokens
+        results["preempted", strict] = crowded.stats().num_preempted
     return results
 
 
@@ -498,6 +504,7 @@ def test_conversations(
     result, vocab = results[0], ODD["vocab_size"]
     for strict in (False, True):
         assert sum(result.pop(("given up", strict))) > 0
+        assert result.pop(("preempted", strict)) > 0
     engines = {strict: make_engine(model, deterministic=strict) for strict in (False, True)}
     alone = {
         strict: {

@@ -112,6 +112,22 @@ def test_few_rows_and_few_blocks(
         same(outputs, wanted)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_conversations_are_preempted(
+    deterministic: bool, model: PreTrainedModel, make_engine: Make
+) -> None:
+    """Turns are long and none is held, so that those that decode have to give way to each other."""
+    requests = conversations(8, max_turn_tokens=30, stop_token_ids=(3,))
+    wanted = converse(make_engine(model, deterministic=deterministic), requests, VOCAB, waits)
+    engine = make_engine(model, max_running=3, kv_cache_tokens=84, deterministic=deterministic)
+    outputs = converse(engine, requests, VOCAB)
+    assert engine.stats().num_preempted > 2
+    if deterministic:
+        assert outputs == wanted
+    else:
+        same(outputs, wanted)
+
+
 @pytest.mark.parametrize("copies", [True, False])
 def test_the_cache_is_released_while_all_wait(
     copies: bool, model: PreTrainedModel, make_engine: Make, monkeypatch: pytest.MonkeyPatch
