@@ -1,12 +1,17 @@
 """What `hybridrl plan auto` refuses or assumes, since its costs do not know it."""
 
 from collections.abc import Sequence
+from enum import Enum
 
-from hybridrl.config import ActivationMode, Config, ConfigError
+import yaml
+
+from hybridrl.config import ActivationMode, Config, ConfigError, FuseUpdates
+from hybridrl.config.schedule import SCHEDULES
 from hybridrl.controller.mapping_overrides import layout_key
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import GenerateStage, UpdateStage
 from hybridrl.planner.mapping import ACTOR, PlannedRole, SampleLength
+from hybridrl.telemetry.prediction import StepPrediction
 
 
 def check_planned_recipe(config: Config, graph: Graph) -> None:
@@ -43,9 +48,49 @@ def check_known_costs(
 
 def assumptions(config: Config) -> list[str]:
     """What the seconds of a mapping by hand assume."""
-    if config.trainer.activations is not ActivationMode.offload:
-        return []
-    return [
-        "trainer.activations=offload: its memory is that of the plan, its seconds are those of"
-        " keep, as if other layers hid all copies to the host"
-    ]
+    lines = []
+    if config.trainer.activations is ActivationMode.offload:
+        lines.append(
+            "trainer.activations=offload: its memory is that of the plan, its seconds are those of"
+            " keep, as if other layers hid all copies to the host"
+        )
+    off = {
+        "rollout.speculate": config.rollout.speculate,
+        "rollout.tail_tp": config.rollout.tail_tp,
+        "schedule.early_backward": getattr(config.schedule, "early_backward", "never"),
+    }
+    for key, setting in off.items():
+        value = setting if isinstance(setting, str) else setting.value
+        if value not in ("off", "never"):
+            lines.append(f"{key}={value}: the seconds are those without it")
+    kind = config.schedule.kind
+    if not SCHEDULES[kind].serial_batches:
+        lines.append(
+            f"schedule={kind.value}: its batches are not those of serial, a step's seconds"
+            " alone do not compare them"
+        )
+    return lines
+
+
+def differences(config: Config, prediction: StepPrediction) -> list[str]:
+    """Settings of the mapping that is predicted which a run does not have, as overrides."""
+    found = []
+    recipe = str(config.recipe.get("target", ""))
+    if prediction.recipe and prediction.recipe != recipe:
+        found.append(f"recipe={prediction.recipe.rpartition(':')[2]}")
+    for override in prediction.overrides:
+        key, _, text = override.partition("=")
+        value = config.schedule.kind if key == "schedule" else _setting(config, key)
+        wanted = yaml.safe_load(text)
+        if value is FuseUpdates.auto or (value == [] and wanted is None):
+            continue
+        if (value.value if isinstance(value, Enum) else value) != wanted:
+            found.append(override)
+    return found
+
+
+def _setting(config: Config, key: str) -> object:
+    value: object = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value

@@ -159,6 +159,8 @@ def run(
     from hybridrl.config import compose
 
     options, rest = read_options(args)
+    if "out" in options and not Path(options["out"]).parent.is_dir():
+        raise ConfigError("--out", options["out"], "a file in a directory that is there")
     compose.register()
     prices_one = "--price" in rest
     rest = [arg for arg in rest if arg not in _FLAGS]
@@ -484,8 +486,10 @@ def _price(problem: _Problem, options: Mapping[str, Any]) -> MappingReport:
     settings = []
     if len(mapping.train) > 1 and problem.config.trainer.fuse_updates is FuseUpdates.auto:
         settings.append(f"trainer.fuse_updates={config.trainer.fuse_updates.value}")
-    if "out" in options:
-        settings = _written(options["out"], problem, priced, settings)
+    if "out" in options:  # the file has the mapping, the command has it in its arguments
+        given = list(keys_set(problem.user_args))
+        written = _written(options["out"], problem, priced, [*given, *settings])
+        settings = written[len(given) :]
     source = problem.prices.costs.layer_costs.source
     assumed = assumptions(config)
     return MappingReport(result, [settings], [], problem.user_args, source, assumed)
@@ -536,9 +540,10 @@ def _written(
     source, samples = problem.prices.costs.layer_costs.source, problem.prices.samples
     tokens = fmean(sample.response for sample in samples)
     predicted = f"{path}.json"
+    recipe, own = str(problem.config.recipe.get("target", "")), overrides(one.mapping)
     settings = [*settings, f"telemetry.predicted={predicted}"]
     try:
-        write_json(Path(predicted), prediction(one, source, tokens).to_json())
+        write_json(Path(predicted), prediction(one, source, tokens, recipe, own).to_json())
         Path(path).write_text("".join(f"{setting}\n" for setting in settings))
     except OSError as error:
         raise ConfigError("--out", path, f"a file that can be written ({error.strerror})") from None

@@ -46,8 +46,8 @@ class MappingReport:
         ]
         if not result.is_complete and result.rest_s is not None:
             lines.append(
-                f"the search was not through: what is left takes {result.rest_s:.3g} s a step at"
-                " least; --seconds gives it longer"
+                f"the search was not through, it has replayed {result.num_replayed}: what is left"
+                f" takes {result.rest_s:.3g} s a step at least; --seconds gives it longer"
             )
         lines += [f"left out: {reason}" for reason in self.refused]
         lines += [f"assumed: {assumption}" for assumption in self.assumed]
@@ -107,13 +107,17 @@ def _axes_text(layout: TrainLayout) -> str:
     return (" ".join(sizes) or "whole") + order
 
 
-def prediction(one: PricedMapping, source: str, response_tokens: float) -> StepPrediction:
-    """What a run of the mapping compares its steps with."""
+def prediction(
+    one: PricedMapping, source: str, response_tokens: float, recipe: str, overrides: Sequence[str]
+) -> StepPrediction:
+    """What a run of the mapping, which has these `overrides`, compares its steps with."""
     return StepPrediction(
         source=source,
         mapping=describe(one),
         response_tokens=response_tokens,
         seconds={"step": one.seconds.step_s, **one.seconds.stages},
+        recipe=recipe,
+        overrides=tuple(overrides),
     )
 
 

@@ -50,7 +50,8 @@ def planned_roles(config: Config, graph: Graph, shapes: Shapes) -> list[PlannedR
         try:
             sizes = ModelShape.of_config(shape.to_dict())
         except ValueError as error:
-            raise ConfigError("plan", f"auto of {name}", f"a dense decoder: {error}") from None
+            key = "model" if name == ACTOR else name
+            raise ConfigError(key, shape.model_type, f"a dense decoder: {error}") from None
         stages = [s for s in graph.stages.values() if s.role == name]
         update = next((s for s in stages if isinstance(s, UpdateStage)), None)
         optim = config.trainer.optim

@@ -1,5 +1,6 @@
 """Everything that is checked and made before a run starts a process."""
 
+import logging
 import sys
 import traceback
 import typing
@@ -28,6 +29,7 @@ from hybridrl.config.compose import explain, unknown_key
 from hybridrl.config.dotted import load_function
 from hybridrl.controller.composite_reward import with_parts
 from hybridrl.controller.fused_updates import decide_fused_updates
+from hybridrl.controller.mapping_checks import differences
 from hybridrl.controller.memory_plan import check_memory, local_obstacle, unknown_room
 from hybridrl.controller.placement import check_placement
 from hybridrl.controller.preflight_environment import check_environment, openings, turn_template
@@ -49,6 +51,8 @@ from hybridrl.planner.emulation import check_emulation
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
 from hybridrl.telemetry.prediction import read_prediction
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,13 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
     check_optimizers(config, graph)
     config.telemetry.check_installed()
     if config.telemetry.predicted is not None:
-        read_prediction(config.telemetry.predicted)
+        others = differences(config, read_prediction(config.telemetry.predicted))
+        if others:
+            logger.warning(
+                "telemetry.predicted=%s is of another run: %s",
+                config.telemetry.predicted,
+                " ".join(others),
+            )
     check_environment(config, graph)
     if config.cluster.emulated:
         check_emulation(config, graph)

@@ -65,7 +65,7 @@ def run(args: Sequence[str]) -> tuple[list[str], MappingCosts]:
     texts = [arg.removeprefix("--out=") for arg in args if arg.startswith("--out=")]
     rest = [arg for arg in args if not arg.startswith("--out=")]
     if wrong := next((arg for arg in rest if arg.startswith("-")), None):
-        raise ConfigError("option", wrong, "key=value, or --out=FILE")
+        raise ConfigError("option", wrong, "key=value, --out=FILE, or --run=RUN with --costs=FILE")
     out = Path(texts[-1] if texts else OUT)
     check_out(out)
     config = compose.check(rest)
@@ -100,7 +100,8 @@ def calibrate(config: Config, shape: "PretrainedConfig") -> MappingCosts:
     try:
         ModelShape.of_config(shape.to_dict())
     except ValueError as error:
-        raise ConfigError("model.path", config.model.path, f"a dense decoder: {error}") from None
+        kind = shape.model_type
+        raise ConfigError("model", kind, f"a dense decoder: {error}") from None
     ranks = config.cluster.ranks
     with tempfile.TemporaryDirectory(prefix="hybridrl-calibrate") as folder_name:
         folder = Path(folder_name)

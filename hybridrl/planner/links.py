@@ -79,7 +79,7 @@ class LinkTable:
         seconds = _square(message_s, "message_s", size)
         for i, (row, own) in enumerate(zip(rates, seconds, strict=True)):
             for j in range(size):
-                if i != j and (row[j] <= 0 or own[j] < 0):
+                if i != j and not (0 < row[j] < math.inf and 0 <= own[j] < math.inf):
                     wanted = "wanted bytes_per_s above 0 and message_s of 0 or more"
                     raise ValueError(f"links: from {i} to {j}: {row[j]:g} and {own[j]:g}, {wanted}")
         return cls(rates, seconds)

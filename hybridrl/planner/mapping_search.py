@@ -161,10 +161,15 @@ class MappingSearch:
             candidate = queue[0]
             if len(best) == number and best[-1].seconds <= candidate.seconds * (1 + TOLERANCE):
                 break
-            # One at least is replayed, however slow the machine is.
-            if replayed and time.monotonic() - started > budget_s:
-                break
-            heapq.heappop(queue)
+            if time.monotonic() - started > budget_s:
+                if replayed:
+                    break
+                # One at least is replayed: that which is furthest.
+                candidate = max(queue, key=lambda one: (one.level, -one.seconds))
+                queue.remove(candidate)
+                heapq.heapify(queue)
+            else:
+                heapq.heappop(queue)
             if candidate.level and candidate.key in replayed:
                 continue
             try:

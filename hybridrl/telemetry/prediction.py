@@ -34,6 +34,10 @@ class StepPrediction:
     """Of a response, in the mean: of the lengths that the plan was made for."""
     seconds: Mapping[str, float]
     """Of the step (`step`), of each stage, and of the changes of phase, by their names."""
+    recipe: str = ""
+    """The recipe's function; empty where it is not known."""
+    overrides: tuple[str, ...] = ()
+    """The mapping as overrides of a run."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, which `of_json` takes back."""
@@ -46,11 +50,19 @@ class StepPrediction:
             seconds = {str(name): float(s) for name, s in values["seconds"].items()}
             tokens = float(values["response_tokens"])
             source, mapping = str(values["source"]), str(values["mapping"])
+            recipe, overrides = str(values.get("recipe", "")), values.get("overrides", ())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"no prediction of a step: {error!r}") from None
         if "step" not in seconds or not all(0 <= s < float("inf") for s in seconds.values()):
             raise ValueError("no prediction of a step: wanted seconds of `step` and of stages")
-        return cls(source=source, mapping=mapping, response_tokens=tokens, seconds=seconds)
+        return cls(
+            source=source,
+            mapping=mapping,
+            response_tokens=tokens,
+            seconds=seconds,
+            recipe=recipe,
+            overrides=tuple(map(str, overrides)),
+        )
 
 
 def read_prediction(path: str) -> StepPrediction:

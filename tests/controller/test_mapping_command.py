@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from hybridrl import cli
 from hybridrl.config import Config, ConfigError, Device, TinyModelConfig, compose
 from hybridrl.controller import mapping_command, preflight
+from hybridrl.controller.mapping_checks import differences
 from hybridrl.controller.preflight import prepare
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.planner.accelerators import ACCELERATORS, layer_roofline
@@ -243,6 +244,8 @@ BIG = ("model=llama3_70b", "cluster.device=cuda")
         ((*TINY, "--nodes=1", "trainer.layout.tp=2"), "trainer.layout.tp", "--price prices it"),
         ((*TINY, "--nodes=1", "actor.lora.rank=4"), "actor.lora.rank", "0 with plan auto"),
         ((*TINY, "--nodes=1", "--costs=/none.json"), "--costs", "plan calibrate"),
+        ((*TINY, "--nodes=1", "--out=/none/plan"), "--out", "a directory that is there"),
+        (("model=tiny_moe", "--nodes=1", "--gpus-per-node=2"), "model", "a dense decoder"),
     ],
 )
 def test_wrong_input_is_one_line(args: tuple[str, ...], key: str, message: str) -> None:
@@ -416,6 +419,32 @@ def test_the_command_prints_what_train_takes(
     assert config.telemetry.predicted == f"{out}.json"
     predicted = read_prediction(f"{out}.json")
     assert predicted.seconds["step"] == record["mappings"][0]["step_s"]
+
+
+def test_a_mapping_by_hand_is_written_as_it_is(tmp_path: Path) -> None:
+    """Its overrides, what was decided, and the prediction, which knows a run of another mapping."""
+    out = tmp_path / "by_hand"
+    mapping = ["cluster.ranks=2", "trainer.layout.pp=2", "critic.layout.pp=2"]
+    ppo = [*TINY, "recipe=ppo", "model.tiny.num_layers=4"]
+    options = ("--price", "--nodes=1", "--gpus-per-node=2", f"--out={out}")
+    report = _plan(*ppo, *mapping, *options)
+    written = out.read_text().splitlines()
+    (fuses,) = [line for line in written if line.startswith("trainer.fuse_updates=")]
+    assert written == [*mapping, fuses, f"telemetry.predicted={out}.json"]
+    command = report.remarks()[-1].split()
+    assert all(command.count(setting) == 1 for setting in written)
+    same = compose.check([*ppo, *written])
+    other = compose.check([*TINY, "cluster.ranks=2"])
+    predicted = read_prediction(f"{out}.json")
+    assert differences(same, predicted) == []
+    assert {"recipe=ppo", "trainer.layout.pp=2"} <= set(differences(other, predicted))
+
+
+def test_what_the_seconds_leave_out_is_said() -> None:
+    settings = ("rollout.speculate=4", "schedule=partial", "cluster.ranks=2")
+    lines = _plan(*TINY, *settings, "--price", "--nodes=1", "--gpus-per-node=2").remarks()
+    assumed = [line for line in lines if line.startswith("assumed: ")]
+    assert [line.split()[1] for line in assumed] == ["rollout.speculate=4:", "schedule=partial:"]
 
 
 def test_rows_are_evened_by_the_measured_cost_of_attention(tmp_path: Path) -> None:

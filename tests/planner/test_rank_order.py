@@ -1,6 +1,7 @@
 """Which worker gets which rank: against all orders, on nodes with slow links, and wrong tables."""
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -112,6 +113,7 @@ def test_a_link_is_that_of_the_workers() -> None:
         ({"bytes_per_s": [[1, 2], [3]]}, "bytes_per_s: wanted 2 rows of 2 numbers each"),
         ({"bytes_per_s": [[1, "x"], [1, 1]]}, "bytes_per_s: wanted numbers"),
         ({"bytes_per_s": [[0, 0], [1, 0]]}, "from 0 to 1: 0 and 0, wanted bytes_per_s above 0"),
+        ({"bytes_per_s": [[0, math.nan], [1, 0]]}, "from 0 to 1: nan and 0, wanted bytes_per_s"),
         ({"bytes_per_s": [[1, 1], [1, 1]], "message_s": [[0]]}, "message_s: wanted 2 rows"),
     ],
 )
