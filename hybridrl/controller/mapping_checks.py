@@ -74,10 +74,10 @@ def assumptions(config: Config) -> list[str]:
 
 def differences(config: Config, prediction: StepPrediction) -> list[str]:
     """Settings of the mapping that is predicted which a run does not have, as overrides."""
-    found = []
+    others = []
     recipe = str(config.recipe.get("target", ""))
     if prediction.recipe and prediction.recipe != recipe:
-        found.append(f"recipe={prediction.recipe.rpartition(':')[2]}")
+        others.append(f"recipe={prediction.recipe.rpartition(':')[2]}")
     for override in prediction.overrides:
         key, _, text = override.partition("=")
         value = config.schedule.kind if key == "schedule" else _setting(config, key)
@@ -85,8 +85,8 @@ def differences(config: Config, prediction: StepPrediction) -> list[str]:
         if value is FuseUpdates.auto or (value == [] and wanted is None):
             continue
         if (value.value if isinstance(value, Enum) else value) != wanted:
-            found.append(override)
-    return found
+            others.append(override)
+    return others
 
 
 def _setting(config: Config, key: str) -> object:

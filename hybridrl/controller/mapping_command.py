@@ -487,9 +487,9 @@ def _price(problem: _Problem, options: Mapping[str, Any]) -> MappingReport:
     if len(mapping.train) > 1 and problem.config.trainer.fuse_updates is FuseUpdates.auto:
         settings.append(f"trainer.fuse_updates={config.trainer.fuse_updates.value}")
     if "out" in options:  # the file has the mapping, the command has it in its arguments
-        given = list(keys_set(problem.user_args))
-        written = _written(options["out"], problem, priced, [*given, *settings])
-        settings = written[len(given) :]
+        by_hand = list(keys_set(problem.user_args))
+        written = _written(options["out"], problem, priced, [*by_hand, *settings])
+        settings = written[len(by_hand) :]
     source = problem.prices.costs.layer_costs.source
     assumed = assumptions(config)
     return MappingReport(result, [settings], [], problem.user_args, source, assumed)

@@ -255,6 +255,14 @@ def test_roles_that_do_not_fit_together_get_other_layouts(capacity: float, repli
     assert best.seconds.step_s <= _least_s(search) * (1 + TOLERANCE)
 
 
+def test_without_time_one_mapping_is_replayed() -> None:
+    """That which is furthest goes first then, so little more is priced."""
+    result = _copies(20.0).run(3, budget_s=0)
+    assert (len(result.best), result.num_replayed) == (1, 1)
+    assert result.num_priced <= 2
+    assert not result.is_complete
+
+
 def test_where_no_layouts_fit_together_the_phase_is_named() -> None:
     """Each role would fit alone."""
     with pytest.raises(DoesNotFit, match="in pool actor, phase train actor, needs"):
