@@ -24,6 +24,10 @@ TALKING = [
     "environment=function", f"environment.path={Path(__file__).parents[1] / 'talking.py'}:talk",
     "environment.max_turn_tokens=12", "+environment.params={turns: 4, ends: 0.2, fails: 0}",
 ]  # fmt: skip
+LONGER = [  # of which some are unfinished when a window of turns ends
+    *TALKING[:2], "environment.max_turn_tokens=4", "schedule.max_staleness=2",
+    "+environment.params={turns: 8, ends: 0.35, fails: 0}",
+]  # fmt: skip
 RUNS = {
     "native": [],
     "serial": ["rollout=vllm"],
@@ -34,8 +38,8 @@ RUNS = {
     "tp 2, adapters": ["rollout=vllm", "rollout.layout.tp=2", *ADAPTERS],
     "native, conversations": TALKING,
     "fused, conversations": ["rollout=vllm", *TALKING, *FUSED],
-    "native, partial conversations": [*TALKING, *PARTIAL],
-    "partial conversations": ["rollout=vllm", *TALKING, *PARTIAL],
+    "native, partial conversations": [*PARTIAL, *LONGER],
+    "partial conversations": ["rollout=vllm", *PARTIAL, *LONGER],
 }
 FIGURES = [f"mismatch/{name}" for name in ("mean", "max", "kl", "ess_token", "ess_sequence")]
 
