@@ -194,7 +194,7 @@ def _wide_allowed(config: PretrainedConfig, tp: int, width: int, ep: int) -> str
     for parameter in model_parameters(config):
         if parameter.blocks > 1 and not parameter.experts:
             return f"off: {parameter.name} has {parameter.blocks} blocks, whose parts are no view"
-    return _tp_allowed(config, tp * width, share_kv_heads=True, cut_experts=False)
+    return _tp_allowed(config, tp * width, share_kv_heads=True, cut_experts=False, wider_than=tp)
 
 
 def check_gen_layout(config: PretrainedConfig, pp: int, tp: int, ep: int = 1) -> None:
@@ -238,9 +238,12 @@ def _check(key: str, value: int, allowed: str | None) -> None:
 
 
 def _tp_allowed(
-    config: PretrainedConfig, tp: int, share_kv_heads: bool, cut_experts: bool
+    config: PretrainedConfig, tp: int, share_kv_heads: bool, cut_experts: bool, wider_than: int = 0
 ) -> str | None:
-    """The allowed values and the reason; None if `tp` is allowed."""
+    """The allowed values and the reason; None if `tp` is allowed.
+
+    With `wider_than` those that are several times as much.
+    """
     if tp == 1:
         return None
     plan = config.base_model_tp_plan or {}
@@ -255,8 +258,11 @@ def _tp_allowed(
     if reason is None:
         return None
     heads = range(1, config.num_attention_heads + 1)
-    choices = [str(n) for n in heads if not _tp_problem(config, n, share_kv_heads, widths)]
-    return f"one of {', '.join(choices)} ({reason})"
+    choices = [n for n in heads if not _tp_problem(config, n, share_kv_heads, widths)]
+    if wider_than:
+        wider = [str(n) for n in choices if n > wider_than and n % wider_than == 0]
+        return f"{', '.join(['off', *wider])} ({reason})"
+    return f"one of {', '.join(map(str, choices))} ({reason})"
 
 
 def _tp_problem(

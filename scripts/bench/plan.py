@@ -3,8 +3,10 @@
 `hybridrl plan calibrate` measures this machine once. Then updates of the same samples are measured
 under fsdp, replicas, tp, and pp with each schedule, in turns. The model is the tiny one, with more
 layers than calibration has seen. A line's value is the predicted seconds, its baseline the measured
-ones. Two more lines are the median and the worst error of all layouts. The last one says how much
-longer the layout with the least predicted seconds takes than the best one.
+ones. Two more lines are the median and the worst error of all layouts. Another one says how much
+longer the layout with the least predicted seconds takes than the best one. The lines `plan_run_*`
+are the same by costs that are scaled to the micro-batches of one layout, as those of a run
+(`hybridrl plan calibrate --run`).
 """
 
 import argparse
@@ -34,18 +36,30 @@ from hybridrl.config import (
     TrainLayoutConfig,
     compose,
 )
+from hybridrl.config.schedule import SerialScheduleConfig
 from hybridrl.doctor.calibrate import calibrate
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.models.shape import model_shape
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.pipelines.balance import balance
-from hybridrl.planner.mapping import PlannedRole, SampleLength, TrainLayout
+from hybridrl.pipelines.problem import PassKind
+from hybridrl.pipelines.recorded import RecordedPass
+from hybridrl.planner.mapping import (
+    ACTOR,
+    DeviceMapping,
+    GenLayout,
+    PlannedRole,
+    SampleLength,
+    TrainLayout,
+)
 from hybridrl.planner.mapping_costs import MappingCosts
 from hybridrl.planner.model_shape import ModelShape
+from hybridrl.planner.recorded_costs import scaled, scales_of
 
 RANKS, TOKENS = 2, 2048
 LAYERS = 8
+RECORDED = "fsdp_2"
 LAYOUTS = {
     "fsdp_2": TrainLayout(fsdp=2, micro_batch_tokens=TOKENS),
     "replicas_2": TrainLayout(replicas=2, micro_batch_tokens=TOKENS),
@@ -96,9 +110,14 @@ def measure(
             device=torch.device("cpu"),
         )
         sides[name] = partial(_seconds, engine, [sequences[i] for i in own])
+        if name == RECORDED:
+            clock = engine.clock
     seconds = take_turns(sides, rounds)
+    clock.enabled = True
+    for _ in range(3):
+        sides[RECORDED]()
     if rank == 0:
-        torch.save(seconds, out)
+        torch.save((seconds, [(each.kind.value, *each[1:]) for each in clock.take()]), out)
     dist.destroy_process_group()
 
 
@@ -115,8 +134,9 @@ def report(
     shape: ModelShape,
     samples: Sequence[SampleLength],
     measured: dict[str, list[float]],
+    prefix: str,
 ) -> None:
-    """A line for each layout, and those of all."""
+    """A line for each layout, and those of all; their names begin with `prefix`."""
     role = PlannedRole(name="actor", shape=shape, trained=True)
     predicted = {
         name: costs.update_s(role, layout, range(RANKS), samples)
@@ -125,7 +145,7 @@ def report(
     medians = {name: statistics.median(seconds) for name, seconds in measured.items()}
     for name, seconds in measured.items():
         same = [predicted[name]] * len(seconds)
-        show(line(f"plan_update_{name}", "s", "closer to 1", same, seconds))
+        show(line(f"{prefix}_{name}", "s", "closer to 1", same, seconds))
     errors = sorted(abs(predicted[name] / medians[name] - 1) for name in LAYOUTS)
     chosen = min(predicted, key=lambda name: predicted[name])
     best = min(medians, key=lambda name: medians[name])
@@ -138,7 +158,7 @@ def report(
         extra = {"chosen": chosen, "best": best} if name == "chosen_over_best" else {}
         show(
             {
-                "name": f"plan_update_{name}",
+                "name": f"{prefix}_{name}",
                 "value": round(value, 4),
                 "unit": "share",
                 "wanted": wanted,
@@ -146,6 +166,21 @@ def report(
                 **extra,
             }
         )
+
+
+def _scaled(costs: MappingCosts, shape: ModelShape, passes: Sequence[RecordedPass]) -> MappingCosts:
+    """By the passes of the recorded layout alone."""
+    roles = [PlannedRole(name=ACTOR, shape=shape, trained=True)]
+    mapping = DeviceMapping(
+        pools={ACTOR: (ACTOR,)},
+        ranks={ACTOR: RANKS},
+        train={ACTOR: LAYOUTS[RECORDED]},
+        gen=GenLayout(),
+        schedule=SerialScheduleConfig(),
+    )
+    scales = scales_of({ACTOR: passes}, None, costs, roles, mapping)
+    layers = scaled(costs.layer_costs, scales, None, "run")
+    return MappingCosts(layers, costs.cluster, costs.row_tokens)
 
 
 def _config() -> Config:
@@ -180,7 +215,12 @@ def main() -> None:
         out = str(folder / "times")
         spawn(measure, (str(folder / "store"), model, samples, args.rounds, out), nprocs=RANKS)
         shape = ModelShape.of_config(hf_config.to_dict())
-        report(costs, shape, samples, torch.load(out))
+        measured, passes = torch.load(out)
+        report(costs, shape, samples, measured, "plan_update")
+        of_run = _scaled(
+            costs, shape, [RecordedPass(PassKind(kind), *rest) for kind, *rest in passes]
+        )
+        report(of_run, shape, samples, measured, "plan_run")
 
 
 if __name__ == "__main__":
