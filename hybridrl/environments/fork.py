@@ -32,7 +32,7 @@ class ForkGuard:
         return value
 
 
-class GuardedSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+class GuardedSelector(selectors.DefaultSelector):
     """That of an event loop, which a child does not go on with, say after a callback forks."""
 
     def __init__(self, guard: ForkGuard) -> None:
