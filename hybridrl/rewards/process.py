@@ -163,11 +163,11 @@ def wait_for(processes: Sequence[Handle], wake: Connection | None, seconds: floa
     ready = wait([*owners, *([] if wake is None else [wake])], timeout)
     if wake is not None and wake in ready:
         wake.recv_bytes()
-    found = dict.fromkeys(owners[x] for x in ready if x is not wake)
-    for process in found:
+    heard = dict.fromkeys(owners[x] for x in ready if x is not wake)
+    for process in heard:
         if process.has_ended:
             process.hang_up()
-    return list(found)
+    return list(heard)
 
 
 def _handle_of(pid: int) -> int | None:
