@@ -359,7 +359,11 @@ class Episodes:
         task = conversation.item.prompt
         counts.failures[step.failure] += 1
         counts.first_failure = counts.first_failure or f"{step.error} (task {task[:60]!r})"
-        logger.debug("the episode of sample %s has failed: %s", id, step.error)
+        is_first = counts.failures[step.failure] == 1  # of its kind and step: the log stays short
+        level = logging.WARNING if is_first else logging.DEBUG
+        logger.log(
+            level, "the episode of sample %s has failed (%s): %s", id, step.failure, step.error
+        )
         nothing = EpisodeStep(None, failure=step.failure)
         # What the model has read is not what a client that rewrites it has seen.
         drops = self.config.environment.on_failure is OnFailure.drop or step.failure == "rewritten"

@@ -9,7 +9,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from hybridrl.flow.ledger import Drop, DropReason
-from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.flow.sample import ENVIRONMENT_FAILURE, Sample, SampleId
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.turns import order_to_json
 from hybridrl.layout.weight_switch import SwitchStats
@@ -192,6 +192,7 @@ class RunRecords:
                 "advantage": sample.scalars.get("advantage"),
                 **{name: sample.scalars.get(name) for name in others},
                 **_turns(texts[sample.id]),
+                **_failure(sample),
             }
             for sample in shown
         ]
@@ -200,6 +201,12 @@ class RunRecords:
 def _turns(texts: SampleTexts) -> dict[str, Any]:
     """The turns of a conversation."""
     return {"turns": [turn._asdict() for turn in texts.turns]} if texts.turns else {}
+
+
+def _failure(sample: Sample) -> dict[str, Any]:
+    """How a conversation's episode has failed, if it has."""
+    kind = sample.scalars.get(ENVIRONMENT_FAILURE)
+    return {} if kind is None else {"failure": kind}
 
 
 def judged(samples: Sequence[Sample]) -> list[str]:

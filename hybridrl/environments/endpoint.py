@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from hybridrl.config import ConfigError
-from hybridrl.environments.program import ROLES, Model, TurnLimit
+from hybridrl.environments.program import ROLES, Model, TurnLimit, check_text
 from hybridrl.environments.task import ChatMessage, ModelTurn
 from hybridrl.environments.tool_calls import ToolCall, find_calls
 
@@ -24,6 +24,12 @@ REFUSED = {
 }
 """Parameters that are refused, less these values, and what is allowed. Others, of sampling say, are
 passed over: the run's settings hold."""
+TYPES: dict[str, tuple[type, str]] = {
+    "model": (str, "a text"),
+    "stream": (bool, "true or false"),
+    "stream_options": (Mapping, "an object"),
+}
+"""Parameters that are read, besides messages and tools; null is as left out."""
 
 
 class Refusal(Exception):
@@ -101,7 +107,7 @@ class ChatEndpoint:
 
     def _model_of(self, request: web.Request) -> Model:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        if scheme != "Bearer" or key not in self._models:
+        if scheme.lower() != "bearer" or key not in self._models:
             raise Refusal(401, "no episode has this key")
         return self._models[key]
 
@@ -118,10 +124,14 @@ async def _streamed(request: web.Request, chunks: Iterable[Any]) -> web.StreamRe
 
 async def completion(model: Model, body: Any) -> dict[str, Any]:
     """The model's next turn after the messages of a request. Raises Refusal."""
-    if not isinstance(body, Mapping) or not isinstance(body.get("stream_options") or {}, Mapping):
+    if not isinstance(body, Mapping):
         raise Refusal(400, "the request is no object")
+    for name, (kind, wanted) in TYPES.items():
+        if not isinstance(body.get(name), kind | None):
+            raise Refusal(400, f"{name}={body[name]!r:.40}: wanted {wanted}")
     for name, (values, allowed) in REFUSED.items():
-        if body.get(name) not in values:
+        # The types too: True equals 1.
+        if not any(type(body.get(name)) is type(x) and body.get(name) == x for x in values):
             raise Refusal(400, f"{name}={body[name]!r:.40}: wanted {allowed}")
     messages, tools = read_messages(body.get("messages")), read_tools(body.get("tools"))
     if not model.messages:
@@ -214,6 +224,10 @@ def read_messages(value: Any) -> list[ChatMessage]:
             content = "".join(str(piece.get("text") or "") for piece in content)
         if not isinstance(content, str | None):
             raise Refusal(400, f"a message's content is {content!r:.40}, wanted a text")
+        try:
+            check_text(content or "")
+        except ValueError as error:
+            raise Refusal(400, str(error)) from None
         _check_calls(entry.get("tool_calls"))
         told = {key: value for key, value in entry.items() if value is not None}
         messages.append({**told, "content": content or ""})
@@ -229,7 +243,9 @@ def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
 
 def _check_calls(value: Any) -> None:
     """Raise Refusal where a message's calls of tools have no form."""
-    for call in value if isinstance(value, list) else [value] * (value is not None):
+    if not isinstance(value, list | None):
+        raise Refusal(400, f"tool_calls is {value!r:.40}, wanted a list of objects")
+    for call in value or ():
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             raise Refusal(400, f"tool_calls has {call!r:.40}, wanted objects with a function")

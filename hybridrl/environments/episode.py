@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from hybridrl.config import EnvironmentConfig
+from hybridrl.environments.fork import ForkGuard
 from hybridrl.environments.program import Model, Program, TurnLimit
 from hybridrl.environments.task import (
     ChatMessage,
@@ -38,11 +39,12 @@ class Marker:
     """Says whose code runs: the number of an episode, 0 for none, and since when.
 
     `tell(number, time)` is called before and after every step of a program's coroutine, and of the
-    tasks that it starts.
+    tasks that it starts. A child that such a step has forked ends with it.
     """
 
     def __init__(self, tell: Callable[[int, float], None]) -> None:
         self.tell = tell
+        self.guard = ForkGuard()
 
     def make_task(
         self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
@@ -50,17 +52,16 @@ class Marker:
         """The event loop's task factory."""
         context = options.get("context")
         number = _episode.get() if context is None else context.get(_episode, 0)
-        coroutine = _Marked(coroutine, number, self.tell) if number else coroutine
+        coroutine = _Marked(coroutine, number, self) if number else coroutine
         return asyncio.Task(coroutine, loop=loop, **options)
 
 
 class _Marked(Coroutine[Any, Any, Any]):
     """A coroutine each of whose steps is marked as an episode's."""
 
-    def __init__(
-        self, coroutine: Coroutine[Any, Any, Any], number: int, tell: Callable[[int, float], None]
-    ) -> None:
-        self._coroutine, self._number, self._tell = coroutine, number, tell
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], number: int, marker: Marker) -> None:
+        self._coroutine, self._number = coroutine, number
+        self._tell, self._guard = marker.tell, marker.guard
 
     def send(self, value: Any) -> Any:
         """One step."""
@@ -71,9 +72,10 @@ class _Marked(Coroutine[Any, Any, Any]):
         return self._step(self._coroutine.throw, *error)
 
     def _step(self, go: Callable[..., Any], *arguments: Any) -> Any:
+        self._guard.check()  # before a mark, which a child shares
         self._tell(self._number, time.monotonic())
         try:
-            return go(*arguments)
+            return self._guard.run(go, *arguments)
         except (SystemExit, KeyboardInterrupt) as error:  # they would end the loop
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         finally:

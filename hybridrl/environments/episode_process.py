@@ -1,10 +1,7 @@
 """A process of an environment, as the driver has it, and the episodes that it serves."""
 
 import contextlib
-import os
 import pickle
-import socket
-import subprocess
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError
@@ -29,6 +26,8 @@ LARGEST_ANSWER = 64 << 20
 """Bytes of one answer, which a replay may fill with all of an episode."""
 BUSY_S = 1.0
 """A process whose code runs so long without a pause gets no work: its time would count already."""
+FINISH_LOOK_S = 0.02
+"""Seconds between two looks at whether a process has ended that was asked to."""
 
 EpisodeId = tuple[Any, ...]
 """The identity of a sample: it keys the episode's random numbers."""
@@ -151,16 +150,15 @@ class EpisodeProcess(SandboxedProcess):
         self._outbox.put(None)
         self._sender.join(until - now)
         self.disconnect()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.popen.wait(max(0.0, until - time.monotonic()))
+        while not self.has_ended and time.monotonic() < until:
+            time.sleep(FINISH_LOOK_S)
         self.kill()
 
     def disconnect(self) -> None:
         """As the base class, once nothing is being sent any more."""
         if self.connection.closed:
             return
-        with socket.socket(fileno=os.dup(self.connection.fileno())) as same:
-            same.shutdown(socket.SHUT_RDWR)  # what is still being sent fails
+        self.hang_up()  # what is still being sent fails
         self._outbox.put(None)
         self._sender.join()
         super().disconnect()

@@ -11,6 +11,9 @@ from hybridrl.environments.task import ChatMessage, EpisodeTask, ModelTurn
 
 ROLES = ("system", "developer", "user", "tool")
 """Roles of what an environment writes; the model is the assistant."""
+LARGEST_REWARD = (2 - 2**-23) * 2.0**127
+"""The largest number of float32, in which ranks keep rewards: bounds those of an episode, summed
+without their signs."""
 
 Program = Callable[[EpisodeTask, "Model", Random], Awaitable[float | None]]
 """`await program(task, model, rng)` is an episode; a number that it returns is earned by the last
@@ -107,7 +110,9 @@ class Model:
         """Add to what the last turn has earned."""
         if not self.turns:
             raise ValueError("a reward before the first turn")
-        self.rewards[-1] += as_number(value)
+        number = as_number(value)
+        as_number(sum(map(abs, self.rewards)) + abs(number))  # whatever is summed, in any order
+        self.rewards[-1] += number
 
     def note(self, name: str, value: float | int | str) -> None:
         """Record a number or a short text of the episode: the sample's scalar `note/NAME`."""
@@ -133,16 +138,28 @@ def _checked(message: Any) -> ChatMessage:
     content = message.get("content")
     if not isinstance(content, str | None):
         raise TypeError(f"a message's content is {type(content).__name__}, wanted a text")
+    check_text(content or "")
     return {**message, "content": content or ""}
 
 
+def check_text(text: str) -> None:
+    """Raise ValueError where a text has a lone surrogate, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = f"{ord(text[error.start]):x}"
+        raise ValueError(f"a message has the lone surrogate \\u{code}, wanted UTF-8") from None
+
+
 def as_number(value: Any) -> float:
-    """A reward as a float; raises TypeError or ValueError if it is none."""
+    """A reward as a float that ranks can keep; raises TypeError or ValueError if it is none."""
     if not isinstance(value, int | float) and not hasattr(value, "__float__"):
         raise TypeError(f"the reward is {type(value).__name__}, wanted a number")
     number = float(value)
     if number - number != 0:
         raise ValueError(f"the reward is {number}, wanted a finite number")
+    if abs(number) > LARGEST_REWARD:
+        raise ValueError(f"the reward is {number:g}, wanted at most {LARGEST_REWARD:g} (float32)")
     return number
 
 

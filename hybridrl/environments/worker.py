@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import EnvironmentConfig
 from hybridrl.environments.episode import Episode, Marker
+from hybridrl.environments.fork import GuardedSelector
 from hybridrl.environments.load import load_environment
 from hybridrl.environments.mark import Mark
 from hybridrl.environments.program import Environment, Model
 from hybridrl.environments.task import ChatMessage, EpisodeTask, ModelTurn, PastTurn
 from hybridrl.rewards import jail
-from hybridrl.rewards.child import limit_process, start_failure
+from hybridrl.rewards.child import keep_from_children, limit_process, start_failure
 
 if TYPE_CHECKING:
     from hybridrl.environments.endpoint import ChatEndpoint
@@ -153,11 +154,11 @@ class Server:
 
 
 async def run(
-    connection: Connection, config: EnvironmentConfig, sources: Any, port: int, mark: Mark
+    connection: Connection, config: EnvironmentConfig, sources: Any, port: int, marker: Marker
 ) -> None:
     """Build the environment, report ready with its tools, and serve."""
     loop = asyncio.get_running_loop()
-    loop.set_task_factory(Marker(mark.tell).make_task)
+    loop.set_task_factory(marker.make_task)
     num_threads = min(MOST_THREADS, config.memory_mb // STACK_MB // 2)
     loop.set_default_executor(ThreadPoolExecutor(num_threads, "program"))
     try:
@@ -177,10 +178,17 @@ def main(descriptor: int, parent: int, mark: int) -> None:
     connection = Connection(descriptor)
     config, sources, paths, jail_kind, limits, port = connection.recv()
     limit_process(parent, config.memory_mb << 20)
+    keep_from_children(connection)
     threading.stack_size(STACK_MB << 20)
     sys.path[:] = paths  # a user's module is found as in the parent
     jail.configure(jail_kind, limits)
-    asyncio.run(run(connection, config, sources, port, Mark(mark)))
+    marker = Marker(Mark(mark).tell)
+
+    def make_loop() -> asyncio.AbstractEventLoop:
+        return asyncio.SelectorEventLoop(GuardedSelector(marker.guard))
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(run(connection, config, sources, port, marker))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import os
 import resource
 import signal
 import sys
+import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from hybridrl.config import ConfigError
@@ -32,6 +34,29 @@ def limit_process(parent: int, memory: int = MEMORY_LIMIT) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the call above
             os._exit(1)
+
+
+def keep_from_children(connection: Connection) -> None:
+    """Children do not have the connection to the parent, and die with this process (Linux).
+
+    The latter are those that the main thread forks. Its death is this process's; that of another
+    thread would kill its children early. The parent kills the others, while it lives.
+    """
+    os.set_inheritable(connection.fileno(), False)
+    owner, forks_main = os.getpid(), False
+
+    def before() -> None:
+        nonlocal forks_main
+        forks_main = threading.get_native_id() == owner
+
+    def in_child() -> None:
+        connection.close()
+        if sys.platform == "linux" and forks_main and os.getppid() == owner:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != owner:  # it died before the call above
+                os._exit(1)
+
+    os.register_at_fork(before=before, after_in_child=in_child)
 
 
 def start_failure(error: BaseException) -> list[str]:

@@ -8,12 +8,10 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection, wait
-from typing import cast
 
 from hybridrl.config import JailKind, JudgeConfig, RewardCall, RewardKind, SourceConfig
 from hybridrl.rewards.closing import Closing
-from hybridrl.rewards.process import JudgeProcess
+from hybridrl.rewards.process import JudgeProcess, wait_for
 from hybridrl.rewards.results import RewardResult, result_of
 from hybridrl.rewards.verifiers import RewardInput, make_verifier
 
@@ -124,11 +122,9 @@ class RewardPool(Closing):
 
     def _step(self, results: list[RewardResult | None], queue: deque[range]) -> None:
         """Wait for answers, deaths or the next time limit, and handle them."""
-        by_connection = {process.connection: process for process in self._processes}
         limit = min(process.deadline for process in self._processes) - time.monotonic()
-        timeout = None if limit == math.inf else max(0.0, limit)
-        for connection in wait(list(by_connection), timeout):
-            self._receive(by_connection[cast(Connection, connection)], results, queue)
+        for process in wait_for(self._processes, None, limit):
+            self._receive(process, results, queue)
         for process in list(self._processes):
             if time.monotonic() > process.deadline and not process.connection.poll():
                 message = f"no reward within {self.config.timeout_s} s"

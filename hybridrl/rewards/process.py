@@ -1,9 +1,11 @@
 """A process for untrusted code: how it is started, waited for, read and ended."""
 
+import contextlib
 import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,7 +31,8 @@ class SandboxedProcess:
 
     `name` says in errors what it is. Besides its connection it inherits the descriptors `shared`,
     whose numbers follow on its command line. `deadline` is the moment by which it must be ready;
-    whoever gives it work sets it anew.
+    whoever gives it work sets it anew. It is reaped by `kill` alone, so that its process group has
+    its number until then: its children die with it.
     """
 
     def __init__(
@@ -60,7 +63,33 @@ class SandboxedProcess:
             },
         )
         theirs.close()
+        self._handle = _handle_of(self.popen.pid)
         self.connection.send(settings)
+
+    @property
+    def waitables(self) -> list[Any]:
+        """What is ready once it has answered or died: its connection, and a handle of itself.
+
+        Children that it has forked may keep the connection open after its death.
+        """
+        return [self.connection, *([] if self._handle is None else [self._handle])]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has died; it is not reaped."""
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return (
+            self.popen.returncode is not None
+            or os.waitid(os.P_PID, self.popen.pid, options) is not None
+        )
+
+    def hang_up(self) -> None:
+        """Take no more answers: those that have come can be read, and then the end."""
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(self.connection.fileno())) as same,
+        ):
+            same.shutdown(socket.SHUT_RDWR)
 
     def set_ready(self) -> None:
         """Read its first answer; raises the error of a program that could not be built."""
@@ -83,7 +112,8 @@ class SandboxedProcess:
     def wait_ready(self) -> None:
         """Wait for it; raises as `set_ready`, and RuntimeError where it ends or takes too long."""
         try:
-            if not self.connection.poll(max(0.0, self.deadline - time.monotonic())):
+            wait(self.waitables, max(0.0, self.deadline - time.monotonic()))
+            if not self.connection.poll():
                 raise EOFError
             self.set_ready()
         except (EOFError, OSError) as error:
@@ -113,6 +143,9 @@ class SandboxedProcess:
             # The group still has its zombie leader, so its number cannot be another's.
             os.killpg(self.popen.pid, signal.SIGKILL)
         code = self.popen.wait()  # its own code if it had ended before
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
         self.disconnect()
         return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
@@ -120,17 +153,30 @@ class SandboxedProcess:
 Handle = TypeVar("Handle", bound=SandboxedProcess)
 
 
-def wait_for(processes: Sequence[Handle], wake: Connection, seconds: float) -> list[Handle]:
+def wait_for(processes: Sequence[Handle], wake: Connection | None, seconds: float) -> list[Handle]:
     """The processes that have answered or died, after at most so many seconds.
 
     A message to `wake` ends the wait; it is read.
     """
-    by_connection: dict[Any, Handle] = {process.connection: process for process in processes}
+    owners: dict[Any, Handle] = {x: process for process in processes for x in process.waitables}
     timeout = None if seconds == math.inf else max(0.0, seconds)
-    ready = wait([*by_connection, wake], timeout)
-    if wake in ready:
+    ready = wait([*owners, *([] if wake is None else [wake])], timeout)
+    if wake is not None and wake in ready:
         wake.recv_bytes()
-    return [by_connection[connection] for connection in ready if connection is not wake]
+    heard = dict.fromkeys(owners[x] for x in ready if x is not wake)
+    for process in heard:
+        if process.has_ended:
+            process.hang_up()
+    return list(heard)
+
+
+def _handle_of(pid: int) -> int | None:
+    """A descriptor that is ready once a process has ended; None where there is none (not Linux)."""
+    if sys.platform != "linux":
+        return None
+    with contextlib.suppress(OSError):
+        return os.pidfd_open(pid)
+    return None
 
 
 class JudgeProcess(SandboxedProcess):

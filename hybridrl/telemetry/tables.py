@@ -11,7 +11,7 @@ _MAX_SLICES = 4000
 _MAX_LANES = 66
 _MAX_SAMPLE_STEPS = 80
 _MAX_TEXT = 6000
-_FACTS = ("id", "set", "tokens", "finish", "advantage")
+_FACTS = ("id", "set", "tokens", "finish", "failure", "advantage")
 _OWN_TABLE = ("switch",)
 
 

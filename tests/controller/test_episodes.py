@@ -212,6 +212,21 @@ def test_the_share_that_fails_is_that_since_the_last_check(make: Make) -> None:
     assert episodes.metrics()["environment/episodes"] == 5
 
 
+def test_the_log_has_the_first_error_of_each_kind_and_step(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    episodes, ids = make("talk", "+environment.params.fails=x"), [SampleId(n) for n in range(4)]
+    episodes.start(ids, ITEM, 64)
+    caplog.set_level("INFO", "hybridrl.controller.episodes")
+    for number, id in enumerate(ids):
+        answered(episodes, id, "x")
+        if number == 2:
+            episodes.metrics()
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    told = "has failed (error): ValueError: nothing to say"
+    assert errors == [f"the episode of sample {id} {told}" for id in (ids[0], ids[3])]
+
+
 @pytest.mark.parametrize(
     ("program", "finish", "failure"),
     [("talk", "stop", "error"), ("rewrites", "abort", "rewritten")],

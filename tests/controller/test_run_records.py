@@ -129,6 +129,7 @@ def test_lines_of_samples_say_where_they_come_from_and_whether_they_are_used(
     tmp_path: Path,
 ) -> None:
     samples = [Sample(id=SampleId(position), rank=0) for position in (4, 5, 6)]
+    samples[1].scalars["environment_failure"] = "crash"
     dropped = {SampleId(5): Drop(DropReason.FILTER, "no spread")}
 
     def texts(by_rank: Mapping[int, list[SampleId]]) -> dict[SampleId, SampleTexts]:
@@ -145,6 +146,8 @@ def test_lines_of_samples_say_where_they_come_from_and_whether_they_are_used(
         records.record_samples(samples, texts, dropped)
         records.record_samples(samples, texts)
         records.record_evaluated("main", samples, texts)
+    failures = [line.get("failure") for line in read_lines(tmp_path / "samples.jsonl")]
+    assert failures == [None, "crash"] * 3
     columns = ("id", "source", "task", "drop_reason")
     lines = [{x: r[x] for x in columns if x in r} for r in read_lines(tmp_path / "samples.jsonl")]
     assert lines == [

@@ -217,9 +217,11 @@ def test_an_episode_of_a_client_ends_at_max_turns(make: Make, pool: Pool) -> Non
     assert len(steps) == 2
 
 
-async def answers(address: str, key: str, *bodies: Any) -> list[tuple[int, str]]:
+async def answers(
+    address: str, key: str, *bodies: Any, scheme: str = "Bearer"
+) -> list[tuple[int, str]]:
     got = []
-    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session:
+    async with aiohttp.ClientSession(headers={"Authorization": f"{scheme} {key}"}) as session:
         for body in bodies:
             data = body if isinstance(body, str) else json.dumps(body)
             async with session.post(f"{address}/chat/completions", data=data) as response:
@@ -238,16 +240,30 @@ def test_requests_that_are_refused(make: Make, pool: Pool) -> None:
     requests: dict[str, Any] = {
         "n=2: wanted 1: an episode is one conversation": {"messages": messages, "n": 2},
         "logprobs=True: wanted false": {"messages": messages, "logprobs": True},
-        "is no object": {"messages": messages, "stream": True, "stream_options": 1},
+        "n=True: wanted 1": {"messages": messages, "n": True},
+        "logprobs=0: wanted false": {"messages": messages, "logprobs": 0},
+        "stream='no': wanted true or false": {"messages": messages, "stream": "no"},
+        "stream=1: wanted true or false": {"messages": messages, "stream": 1},
+        "model={'a': 1}: wanted a text": {"messages": messages, "model": {"a": 1}},
+        "stream_options=1: wanted an object": {
+            "messages": messages,
+            "stream": True,
+            "stream_options": 1,
+        },
+        "stream_options=[1]: wanted an object": {"messages": messages, "stream_options": [1]},
         "messages is no list": {"messages": []},
         "is no message": {"messages": [{"role": "wizard"}]},
         "not text alone": {"messages": image},
         "content is 5, wanted a text": {"messages": [{"role": "user", "content": 5}]},
         "content is {}, wanted a text": {"messages": [{"role": "user", "content": {}}]},
+        "lone surrogate \\ud800": {"messages": [{"role": "user", "content": "a\ud800b"}]},
         "tools is 5, wanted a list of objects": {"messages": messages, "tools": 5},
         "tools is ['x'], wanted a list": {"messages": messages, "tools": ["x"]},
         "tool_calls has 'x', wanted objects": {"messages": call},
-        "tool_calls has 5, wanted": {"messages": [{**call[0], "tool_calls": 5}]},
+        "tool_calls is 5, wanted a list": {"messages": [{**call[0], "tool_calls": 5}]},
+        "tool_calls is {'function'": {
+            "messages": [{**messages[0], "tool_calls": {"function": {"name": "x"}}}]
+        },
         "tool_calls has {'function': 5}": {
             "messages": [{**call[0], "tool_calls": [{"function": 5}]}]
         },
@@ -261,6 +277,8 @@ def test_requests_that_are_refused(make: Make, pool: Pool) -> None:
     ):
         assert code == 400
         assert wanted in error
+    ((code, _),) = asyncio.run(answers(address, key, {"messages": messages}, scheme="bearer"))
+    assert code == 400  # for another call waits: the key is known
     ((code, error),) = asyncio.run(answers(address, "sk-other", {"messages": messages}))
     assert (code, error) == (401, "no episode has this key")
     episodes.end((0,))

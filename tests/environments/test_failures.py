@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from environment_pools import Make, Pool, played, task
 
-from hybridrl.environments import EpisodePool, EpisodeStart, EpisodeStep, ModelTurn
+from hybridrl.config import ConfigError
+from hybridrl.environments import EpisodePool, EpisodeStart, EpisodeStep, ModelTurn, Openings
 from hybridrl.environments import pool as pools
 from hybridrl.environments.episode_process import EpisodeProcess, ServedEpisode
 
@@ -156,6 +157,20 @@ async def queues(task, model, rng):
     with model.queued():
         pass
     await asyncio.sleep(1000)
+
+
+async def rich(task, model, rng):
+    """Earns the numbers of each turn's text."""
+    reply = task.messages
+    while True:
+        turn = await model.turn(reply)
+        for number in turn.text.split():
+            model.reward(float(number))
+        reply = "more"
+
+
+async def broken(task, model, rng):
+    await model.turn("a\\ud800b:")
 
 
 async def stubborn(task, model, rng):
@@ -374,6 +389,21 @@ def test_a_reply_of_a_megabyte_is_cut_before_it_is_sent(make: Make, pool: Pool) 
     assert message["content"] == "x" * 640
 
 
+@pytest.mark.parametrize(
+    "turns",
+    [["1e39"], ["-1e39"], ["1e308 1e308"], ["2e38 2e38"], ["2e38", "2e38"], ["2e38 -2e38"]],
+    ids=" then ".join,
+)
+def test_rewards_that_no_rank_can_keep_fail_their_episode(
+    make: Make, pool: Pool, turns: list[str]
+) -> None:
+    """Their sum is what the rank has, in float32."""
+    episodes = pool(make(PROGRAMS, "rich"))
+    _, steps = played(episodes, task("q"), ["1e38", *turns])
+    assert [step.failure for step in steps] == [None] * len(turns) + ["error"]
+    assert steps[-1].error.startswith("ValueError: the reward is")
+
+
 def test_a_replay_that_answers_otherwise_fails(make: Make, pool: Pool) -> None:
     episodes = pool(make(PROGRAMS, "fickle"))
     _, steps = played(episodes, task("q"), ["a", "b", "die"])
@@ -495,3 +525,12 @@ def test_processes_killed_at_random_change_nothing(make: Make, pool: Pool, seed:
     killer.join()
     assert results == expected
     assert kills
+
+
+def test_a_first_message_that_no_tokenizer_takes_is_refused(make: Make) -> None:
+    with (
+        Openings(make(PROGRAMS, "broken")) as opening,
+        pytest.raises(ConfigError, match=r"lone surrogate \\ud800, wanted UTF-8") as caught,
+    ):
+        opening([task("q")])
+    assert "\n" not in str(caught.value)

@@ -16,6 +16,12 @@ def test_held_out_samples_follow_those_of_the_step_before_them() -> None:
     assert labels == [f"{phase} step {step}" for step, phase in rows]
 
 
+def test_a_sample_says_how_its_episode_has_failed() -> None:
+    row = {"step": 1, "phase": "rl", "id": "0", "finish": "stop", "failure": "crash"}
+    ((step,), _) = samples(RunData(name="run", directory="run", samples=[row]))
+    assert step["rows"][0]["facts"] == {"id": "0", "finish": "stop", "failure": "crash"}
+
+
 def test_a_timeline_s_title_names_the_plan_that_the_step_took() -> None:
     """Where the schedule chooses one, and there is something to choose by."""
     spans = [
