@@ -64,11 +64,14 @@ def test_a_calibration(ranks: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--output=x"], "option=--output=x: wanted key=value, or --out=FILE"),
+        (
+            ["--output=x"],
+            "option=--output=x: wanted key=value, --out=FILE, or --run=RUN with --costs=FILE",
+        ),
         (["--out=no/such/x"], "--out=no/such/x: wanted a file in a directory that is there"),
         (
             ["cluster.device=cpu", "model.tiny.num_experts=4"],
-            "model.path=None: wanted a dense decoder: a mixture of experts",
+            "model=qwen3_moe: wanted a dense decoder: a mixture of experts",
         ),
     ],
 )
