@@ -60,10 +60,10 @@ class PassClock:
         timed, self._timed = self._timed, []
         starts, self._starts = self._starts, []
         seconds = [x for _, x in timed if isinstance(x, float)]
-        for start, (_, end) in zip(starts, timed, strict=False):
-            assert isinstance(end, torch.cuda.Event)
-            end.synchronize()
-            seconds.append(start.elapsed_time(end) / 1e3)
+        ends = [x for _, x in timed if not isinstance(x, float)]
+        if ends:
+            ends[-1].synchronize()
+        seconds += [a.elapsed_time(b) / 1e3 for a, b in zip(starts, ends, strict=True)]
         return tuple(
             each._replace(seconds=own) for (each, _), own in zip(timed, seconds, strict=True)
         )
