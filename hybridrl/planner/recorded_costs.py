@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 
 from hybridrl.config import ActivationMode, PipelineSchedule
 from hybridrl.flow.costs import Costs
-from hybridrl.pipelines.problem import PassKind
+from hybridrl.pipelines.problem import PassCosts, PassKind
 from hybridrl.pipelines.recorded import RecordedPass
 from hybridrl.planner.layer_costs import DecodeRates, LayerCosts, PassRates
 from hybridrl.planner.mapping import ACTOR, DeviceMapping, PlannedRole, TrainLayout
@@ -45,11 +45,11 @@ class CostScales:
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
-    """A recorded pass: what it took over what it should take, and how much that is in seconds."""
+class _Compared:
+    """Seconds of a recorded pass, and those that costs predict, which may be none."""
 
-    ratio: float
     seconds: float
+    predicted: float
 
 
 def scales_of(
@@ -65,9 +65,19 @@ def scales_of(
     another process slowed down do not count. What is not recorded has the scale 1.
     """
     trained = [role for role in roles if passes.get(role.name) and role.name in mapping.train]
-    forward = _median([s for role in trained for s in _forward(role, passes, costs, mapping)])
+    compared = [
+        (each.kind is PassKind.forward, own, again_s)
+        for role in trained
+        for each in passes[role.name]
+        for own, again_s in [_compared(each, role, costs, mapping)]
+    ]
+    forward = _median([own for is_forward, own, _ in compared if is_forward])
     backward = _median(
-        [s for role in trained for s in _backward(role, passes, costs, mapping, forward)]
+        [
+            replace(own, seconds=own.seconds - forward * again_s)
+            for is_forward, own, again_s in compared
+            if not is_forward
+        ]
     )
     decode = prefill = 1.0
     if decoding is not None:
@@ -109,74 +119,55 @@ def with_halves(
     over its share of a whole pass, as a median weighted by seconds. It is 1 without measurements.
     """
     layout = TrainLayout(pp=2, schedule=PipelineSchedule.zero_bubble)
-    shares: dict[PassKind, list[_Share]] = {kind: [] for kind in PassKind}
+    compared: dict[PassKind, list[_Compared]] = {kind: [] for kind in PassKind}
     for shape, each in in_halves:
         role = PlannedRole(name=ACTOR, shape=shape, trained=True)
         work = each.tokens, each.scored, each.pairs
         own = costs.row_passes(role, layout, range(2), *work)[each.chunk]
-        is_input = each.kind is PassKind.backward_input
-        predicted = own.backward_s if is_input else own.weights_s
-        shares[each.kind].append(_Share(each.seconds / predicted, predicted))
+        predicted = _predicted_s(each.kind, own)
+        compared[each.kind].append(_Compared(each.seconds, predicted))
     layers = replace(
         costs.layer_costs,
-        input_half=_median(shares[PassKind.backward_input]),
-        weights_half=_median(shares[PassKind.backward_weights]),
+        input_half=_median(compared[PassKind.backward_input]),
+        weights_half=_median(compared[PassKind.backward_weights]),
     )
     return MappingCosts(layers, costs.cluster, costs.row_tokens)
 
 
-def _forward(
-    role: PlannedRole,
-    passes: Mapping[str, Sequence[RecordedPass]],
-    costs: MappingCosts,
-    mapping: DeviceMapping,
-) -> list[_Share]:
+def _compared(
+    each: RecordedPass, role: PlannedRole, costs: MappingCosts, mapping: DeviceMapping
+) -> tuple[_Compared, float]:
+    """A pass, and the predicted seconds of the forward pass that it computes again."""
     layout, ranks = mapping.train[role.name], mapping.ranks_of(role.name)
-    shares = []
-    for each in passes[role.name]:
-        if each.kind is PassKind.forward:
-            work = each.tokens, each.scored, each.pairs
-            predicted = costs.row_passes(role, layout, ranks, *work)[each.chunk].forward_s
-            if predicted:
-                shares.append(_Share(each.seconds / predicted, predicted))
-    return shares
-
-
-def _backward(
-    role: PlannedRole,
-    passes: Mapping[str, Sequence[RecordedPass]],
-    costs: MappingCosts,
-    mapping: DeviceMapping,
-    forward: float,
-) -> list[_Share]:
-    """A pass that computes the forward pass again has that of the scale `forward` in it."""
-    layout, ranks = mapping.train[role.name], mapping.ranks_of(role.name)
+    work = each.tokens, each.scored, each.pairs
+    whole = costs.row_passes(role, layout, ranks, *work)[each.chunk]
     kept = replace(layout, activations=ActivationMode.keep)
-    shares = []
-    for each in passes[role.name]:
-        if each.kind is PassKind.forward:
-            continue
-        work = each.tokens, each.scored, each.pairs
-        whole = costs.row_passes(role, layout, ranks, *work)[each.chunk]
-        own = costs.row_passes(role, kept, ranks, *work)[each.chunk]
-        again_s = forward * (whole.backward_s - own.backward_s)
-        predicted = own.backward_s + own.weights_s
-        if each.kind is PassKind.backward_input:
-            predicted = own.backward_s
-        elif each.kind is PassKind.backward_weights:
-            predicted, again_s = own.weights_s, 0.0
-        if predicted:
-            shares.append(_Share((each.seconds - again_s) / predicted, predicted))
-    return shares
+    own = costs.row_passes(role, kept, ranks, *work)[each.chunk]
+    again_s = _predicted_s(each.kind, whole) - _predicted_s(each.kind, own)
+    return _Compared(each.seconds, _predicted_s(each.kind, own)), again_s
 
 
-def _median(shares: Sequence[_Share]) -> float:
-    """Weighted by seconds; 1 of none. Not below 0, which no cost is."""
-    left = sum(share.seconds for share in shares) / 2
-    for share in sorted(shares, key=lambda share: share.ratio):
-        left -= share.seconds
+def _predicted_s(kind: PassKind, costs: PassCosts) -> float:
+    """Of a pass that was timed; one backward pass has both halves where it is not in halves."""
+    match kind:
+        case PassKind.forward:
+            return costs.forward_s
+        case PassKind.backward:
+            return costs.backward_s + costs.weights_s
+        case PassKind.backward_input:
+            return costs.backward_s
+        case PassKind.backward_weights:
+            return costs.weights_s
+
+
+def _median(compared: Sequence[_Compared]) -> float:
+    """Of recorded over predicted seconds, weighted by the latter; 1 of none. Not below 0."""
+    known = [one for one in compared if one.predicted > 0]
+    left = sum(one.predicted for one in known) / 2
+    for one in sorted(known, key=lambda one: one.seconds / one.predicted):
+        left -= one.predicted
         if left <= 0:
-            return max(0.0, share.ratio)
+            return max(0.0, one.seconds / one.predicted)
     return 1.0
 
 

@@ -10,6 +10,7 @@ from hybridrl.flow.costs import Costs
 from hybridrl.pipelines.problem import PassKind
 from hybridrl.pipelines.recorded import RecordedPass
 from hybridrl.planner.accelerators import ACCELERATORS, layer_roofline
+from hybridrl.planner.layer_costs import PassRates
 from hybridrl.planner.mapping import (
     AT_ONCE,
     DeviceMapping,
@@ -20,7 +21,13 @@ from hybridrl.planner.mapping import (
 )
 from hybridrl.planner.mapping_costs import MappingCosts
 from hybridrl.planner.model_shape import ModelShape
-from hybridrl.planner.recorded_costs import CostScales, RecordedDecoding, scaled, scales_of
+from hybridrl.planner.recorded_costs import (
+    CostScales,
+    RecordedDecoding,
+    scaled,
+    scales_of,
+    with_halves,
+)
 
 SHAPE = ModelShape(8, 1024, 4096, 16, 4, 32_000)
 # Without traffic, which is not slower on the slower machine.
@@ -114,3 +121,29 @@ def test_decoding_and_calls() -> None:
 def test_nothing_recorded_changes_nothing() -> None:
     costs = MappingCosts(layer_roofline(ACCELERATORS["a100"]), CLUSTER)
     assert scales_of({}, None, costs, ROLES, _mapping(LAYOUTS[0])) == CostScales()
+
+
+@pytest.mark.parametrize("with_operations", [True, False])
+def test_halves_of_backward_passes(with_operations: bool) -> None:
+    """What each took over its share; a share that the costs do not know stays as it is."""
+    layers = layer_roofline(ACCELERATORS["a100"])
+    if not with_operations:  # a fit may find that elements explain all of a pass
+        layers = replace(layers, backward=PassRates(element_s=1e-12))
+    costs = MappingCosts(layers, CLUSTER)
+    layout = TrainLayout(pp=2, schedule=PipelineSchedule.zero_bubble)
+    in_halves = []
+    for row in ROWS:
+        for chunk, own in list(enumerate(costs.row_passes(ROLES[0], layout, range(2), *row)))[1:]:
+            for kind, seconds in (
+                (PassKind.backward_input, 1.1 * own.backward_s),
+                (PassKind.backward_weights, 1.3 * own.weights_s),
+            ):
+                in_halves.append((SHAPE, RecordedPass(kind, chunk, *row, seconds)))
+    result = with_halves(costs, in_halves)
+    assert result.layer_costs.input_half == pytest.approx(1.1)
+    wanted = 1.3 if with_operations else 1.0
+    assert result.layer_costs.weights_half == pytest.approx(wanted)
+    row = ROWS[1]
+    before, after = (c.row_passes(ROLES[0], layout, range(2), *row) for c in (costs, result))
+    assert after[1].weights_s == pytest.approx(wanted * before[1].weights_s)
+    assert (after[0], after[1].forward_s) == (before[0], before[1].forward_s)
