@@ -76,12 +76,11 @@ class SandboxedProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has died; it is not reaped."""
+        """Whether it has died; it is not reaped, but where the system cannot look only (macOS)."""
+        if self.popen.returncode is not None or not hasattr(os, "waitid"):
+            return self.popen.poll() is not None
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return (
-            self.popen.returncode is not None
-            or os.waitid(os.P_PID, self.popen.pid, options) is not None
-        )
+        return os.waitid(os.P_PID, self.popen.pid, options) is not None
 
     def hang_up(self) -> None:
         """Take no more answers: those that have come can be read, and then the end."""

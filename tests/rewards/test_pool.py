@@ -136,6 +136,17 @@ def test_a_process_that_died_while_idle_blames_nobody(rewards: RewardPool) -> No
     assert results[2].reward != pid
 
 
+def test_a_death_is_seen_without_pidfd_and_waitid(
+    config: RewardConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on macOS, by the end of the connection."""
+    monkeypatch.setattr(process, "_handle_of", lambda pid: None)
+    monkeypatch.delattr(os, "waitid")
+    with contextlib.closing(RewardPool(config)) as rewards:
+        results = rewards.score(inputs("a", "die", "bb"))
+    assert [result.status for result in results] == ["ok", "error", "ok"]
+
+
 def test_nothing_is_left_after_close(config: RewardConfig) -> None:
     before = children()
     rewards = RewardPool(config)
