@@ -8,6 +8,10 @@ from hybridrl.flow.migration import TailPlan
 _MOST = 8.0  # steps that count of a plan
 _DOUBT = 2.0  # steps of the plainest plan's error that a plan begins with
 _FADES = 0.95  # of what is known of a plan, at each step with another: it is tried again
+_TRIAL = (
+    0.1  # of its seconds: for a gain of less the plainest plan is taken once, to know its error
+)
+_ANY = "any plan"  # in a checkpoint, beside the plans
 
 
 @dataclass(slots=True)
@@ -17,6 +21,11 @@ class _Error:
     share: float = 0.0
     steps: float = 0.0
 
+    def saw(self, share: float) -> None:
+        """One more step."""
+        self.steps = min(_MOST, self.steps + 1)
+        self.share += (share - self.share) / self.steps
+
 
 class PlanErrors:
     """Seconds of steps beyond those predicted, by the name of their plan.
@@ -24,9 +33,10 @@ class PlanErrors:
     A model leaves things out: two ranks on one memory bus, smaller micro-batches, what a plan's
     calls cost beside decoding. They are not the same for all plans, so one that looks a few
     hundredths sooner may end later. To each plan's seconds is added what its steps have shown,
-    where that is more than with the plainest plan, which begins with none. So a plan is never
-    favored. One bad step says little, and what is known of a plan fades while others are taken. So
-    a plan that once looked bad is tried again.
+    where that is more than with the plainest plan. That one is taken once, where little is lost by
+    it: of plans that are never compared, each has the same error. So a plan is never favored. One
+    bad step says little, and what is known of a plan fades while others are taken. So a plan that
+    once looked bad is tried again.
 
     *Example.* `stay` is predicted at 1.00 s and took 1.10, `train early` at 0.95. Five steps of it
     took 1.14. Its error is (2 x 0.10 + 5 x 0.19) / 7 = 0.16, so `stay` is taken: 1.10 is less than
@@ -35,6 +45,7 @@ class PlanErrors:
 
     def __init__(self) -> None:
         self._errors: dict[str, _Error] = {}
+        self._any = _Error()  # of all plans' steps
 
     def saw(self, plans: Sequence[TailPlan], name: str, measured_s: float) -> None:
         """A step with the plan of this name took so long.
@@ -47,27 +58,33 @@ class PlanErrors:
         for other, error in self._errors.items():
             if other != name:
                 error.steps *= _FADES
-        error = self._errors.setdefault(name, _Error())
-        error.steps = min(_MOST, error.steps + 1)
         beyond = (measured_s - predicted_s) / plans[0].seconds
-        error.share += (beyond - error.share) / error.steps
+        self._any.saw(beyond)
+        self._errors.setdefault(name, _Error()).saw(beyond)
 
     def corrected(self, plans: Sequence[TailPlan]) -> list[TailPlan]:
         """The plans, of which the first is the plainest, with the seconds to be expected."""
-        plainest = self._errors.get(plans[0].name, _Error())
+        own = self._errors.get(plans[0].name)
+        # Not taken yet, it has the benefit: a model that says too much says it of this plan, too.
+        plainest = min(0.0, self._any.share) if own is None else own.share
         corrected = []
         for plan in plans:
-            share = plainest.share
-            if plan is not plans[0] and (own := self._errors.get(plan.name)) is not None:
-                beyond = (_DOUBT * share + own.steps * own.share) / (_DOUBT + own.steps)
+            share = plainest
+            if plan is plans[0] and own is None and self._any.steps >= _DOUBT:
+                share -= _TRIAL
+            elif plan is not plans[0] and (error := self._errors.get(plan.name)) is not None:
+                beyond = (_DOUBT * plainest + error.steps * error.share) / (_DOUBT + error.steps)
                 share = max(share, beyond)
             corrected.append(plan._replace(seconds=plan.seconds + share * plans[0].seconds))
         return corrected
 
     def state_dict(self) -> dict[str, list[float]]:
         """What is known, in plain JSON types."""
-        return {name: [error.share, error.steps] for name, error in self._errors.items()}
+        known = self._errors | {_ANY: self._any}
+        return {name: [error.share, error.steps] for name, error in known.items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Continue from a `state_dict`."""
-        self._errors = {name: _Error(share, steps) for name, (share, steps) in state.items()}
+        """Continue from a `state_dict`; an older one knows plans alone."""
+        known = {name: _Error(share, steps) for name, (share, steps) in state.items()}
+        self._any = known.pop(_ANY, _Error())
+        self._errors = known

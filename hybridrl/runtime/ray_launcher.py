@@ -43,8 +43,11 @@ class RayLauncher:
 
     def wait(self, references: Sequence[Any], timeout: float = POLL_S) -> list[Any]:
         """See `Launcher`."""
-        ready: list[Any] = self.ray.wait(list(references), num_returns=1, timeout=timeout)[0]
-        return ready
+        waited = list(references)
+        ready, others = self.ray.wait(waited, num_returns=1, timeout=timeout)
+        if ready and others:  # all that have ended: each look goes through all of `waited`
+            ready = self.ray.wait(waited, num_returns=len(waited), timeout=0)[0]
+        return list(ready)
 
     def get(self, reference: Any) -> Any:
         """See `Launcher`."""

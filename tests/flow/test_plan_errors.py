@@ -42,6 +42,16 @@ def test_one_bad_step_does_not_decide() -> None:
     assert chosen(errors) == "train early"
 
 
+def test_a_model_that_says_too_much_favors_no_plan() -> None:
+    """Both are sooner than it says, `stay` by more, which only its own steps can show."""
+    errors, taken = PlanErrors(), []
+    truth = {"stay": 0.90, "train early": 0.93}
+    for _ in range(40):
+        taken.append(chosen(errors))
+        errors.saw([STAY, EARLY], taken[-1], truth[taken[-1]])
+    assert taken[10:].count("train early") <= 4, taken
+
+
 def test_the_example_of_the_docstring() -> None:
     errors = PlanErrors()
     errors.saw([STAY, EARLY], "stay", 1.1)
