@@ -23,7 +23,7 @@ from hybridrl.planner.mapped_work import step_samples
 from hybridrl.planner.mapping import ACTOR, TrainLayout
 from hybridrl.planner.roofline_updates import roles_of, with_pipelines
 from hybridrl.planner.schedule import read_costs
-from hybridrl.planner.workload import Shape, Workload, read_workload
+from hybridrl.planner.workload import Shape, Workload, known_guesses, read_workload
 
 Read = TypeVar("Read")
 
@@ -96,8 +96,8 @@ def _drafting(config: Config, costs: Costs) -> Drafting | None:
     if accept is None and costs.drafting is not None:
         accept = costs.drafting.accept
     if accept is None:
-        allowed = f"lengths with accept=P, for rollout.speculate={rollout.speculate}"
-        raise ConfigError("cluster.lengths", config.cluster.lengths, allowed)
+        allowed = f"off, or {known_guesses('cluster.lengths', 'cluster.costs')}"
+        raise ConfigError("rollout.speculate", rollout.speculate, allowed)
     return Drafting(tokens=rollout.draft_length, accept=accept, pass_tokens=rollout.pass_tokens)
 
 

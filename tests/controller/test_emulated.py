@@ -261,7 +261,7 @@ def test_what_asks_for_a_model_is_refused(setting: str, allowed: str) -> None:
         ("cluster.turns=4", "cluster.turns=4: wanted turns=N,reply=TOKENS"),
         ('cluster.costs="gpu:model=8b,total=64"', "a roofline of 4 instances of 1"),
         ("recipe=ppo", "costs of stage values, or of its role critic"),
-        ("rollout.speculate=4", "wanted lengths with accept=P, for rollout.speculate=4"),
+        ("rollout.speculate=4", "rollout.speculate=4: wanted off, or accept=P in cluster.lengths"),
     ],
 )
 def test_costs_and_lengths_are_read_before_ranks_start(
