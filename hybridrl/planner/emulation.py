@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hybridrl.config import Config, ConfigError
+from hybridrl.config import Config, ConfigError, RolloutLayoutConfig, TrainLayoutConfig
 from hybridrl.flow.costs import Costs, Drafting
 from hybridrl.flow.graph import (
     ComputeStage,
@@ -119,12 +119,37 @@ def _costs(config: Config) -> Costs:
     return costs
 
 
+def _check_axes(config: Config) -> None:
+    """Raise `ConfigError` for axes that the models of a roofline cannot be split by."""
+    text, rollout = config.cluster.costs or "", config.rollout
+    if not text.startswith("gpu:"):
+        return
+    ranks = rollout.layout.ranks, config.ranks_of(ACTOR)
+    models = _of_key("cluster.costs", lambda: Roofline.of(text, *ranks)).trained
+    tail_tp = 1 if rollout.tail_tp in ("off", "auto") else int(rollout.tail_tp)
+    layouts: list[tuple[str, str, RolloutLayoutConfig | TrainLayoutConfig]] = [
+        (ACTOR, "rollout", rollout.layout),
+        (ACTOR, "trainer", config.trainer.layout),
+    ]
+    layouts += [(role, role, config.value_model_of(role).layout) for role in {*models} - {ACTOR}]
+    for role, name, layout in layouts:
+        model = models[role]
+        heads = f"a divisor of the {model.heads} attention heads of cluster.costs={text}"
+        if model.heads % layout.tp:
+            raise ConfigError(f"{name}.layout.tp", layout.tp, heads)
+        if layout.pp > model.layers:
+            allowed = f"at most the {model.layers} layers of cluster.costs={text}"
+            raise ConfigError(f"{name}.layout.pp", layout.pp, allowed)
+        if name == "rollout" and model.heads % tail_tp:
+            raise ConfigError("rollout.tail_tp", tail_tp, f"off, auto, or {heads}")
+
+
 def emulated_widths(config: Config) -> tuple[int, ...]:
     """Numbers of instances that may decode the tail as one.
 
     No model bounds them, but a wide instance is in one process.
     """
-    rollout, per_process = config.rollout, config.cluster.ranks_per_process
+    rollout, per_process = config.rollout, config.cluster.ranks_per_process or 0
     widths = rollout.widths(config.ranks_of("actor") // rollout.layout.ranks)
     return tuple(width for width in widths if per_process % (width * rollout.layout.ranks) == 0)
 
@@ -175,6 +200,7 @@ def check_emulation(config: Config, graph: Graph) -> None:
         cluster.costs = str(Path(cluster.costs).resolve())
     if cluster.lengths and Path(cluster.lengths).exists():
         cluster.lengths = str(Path(cluster.lengths).resolve())
+    _check_axes(config)
     costs = emulated_costs(config, graph)
     emulated_workload(config, group_size_of(graph))
     emulated_conversations(config)

@@ -243,6 +243,10 @@ def test_ranks_share_processes_of_ray(tmp_path: Path) -> None:
         ("cluster.device=cuda", "cluster.device=cuda: wanted auto or cpu"),
         ("reward=http", "reward"),
         ("rollout.layout.tp=4 cluster.ranks_per_process=2", "cluster.ranks_per_process=2"),
+        (
+            "rollout.tail_tp=4 schedule=fused cluster.ranks_per_process=2",
+            "cluster.ranks_per_process=2: wanted null, 0, or a multiple of rollout.tail_tp=4 x 1",
+        ),
         ("cluster.time_scale=0", "cluster.time_scale=0"),
         ("cluster=local cluster.lengths=lmsys", "cluster.lengths=lmsys: wanted cluster=emulated"),
     ],
@@ -251,6 +255,61 @@ def test_what_asks_for_a_model_is_refused(setting: str, allowed: str) -> None:
     with pytest.raises(ConfigError) as refused:
         configured(*setting.split(" "))
     assert allowed in str(refused.value)
+
+
+@pytest.mark.parametrize("per_process", ["null", "2"])
+@pytest.mark.parametrize(
+    ("setting", "allowed"),
+    [
+        ("rollout.layout.tp=3", "rollout.layout=1 x 3: wanted pp x tp that divides cluster.ranks"),
+        ("rollout.layout.pp=3", "rollout.layout=3 x 1: wanted pp x tp that divides cluster.ranks"),
+        ("rollout.layout.tp=2 rollout.tail_tp=3", "rollout.tail_tp=3: wanted off, auto, or a mult"),
+        ("rollout.tail_tp=8", "rollout.tail_tp=8: wanted off, auto, or at most 4: cluster.ranks=4"),
+        ("rollout.tail_tp=3 schedule=serial", "rollout.tail_tp=3: wanted off with schedule=serial"),
+        ("trainer.layout.tp=3", "trainer.layout=1 x 1 x ? x 3: wanted pp x replicas x fsdp x tp"),
+    ],
+)
+def test_a_wrong_layout_is_named_before_the_processes(
+    setting: str, allowed: str, per_process: str
+) -> None:
+    """Whatever `cluster.ranks_per_process` is, which these do not divide."""
+    settings = ["schedule=fused", f"cluster.ranks_per_process={per_process}", *setting.split(" ")]
+    with pytest.raises(ConfigError) as refused:
+        configured(*settings)
+    assert str(refused.value).startswith(allowed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ("", 32),
+        ("rollout.layout.tp=4", 32),
+        ("rollout.layout.tp=3", 30),
+        ("rollout.layout.tp=3 rollout.tail_tp=12", 24),
+        ("rollout.layout.tp=3 rollout.tail_tp=auto", 24),
+        ("rollout.layout.tp=48", 48),
+    ],
+)
+def test_a_process_has_whole_instances(settings: str, ranks: int) -> None:
+    own = ["cluster.ranks_per_process=null", "cluster.ranks=48", "schedule=fused"]
+    assert configured(*own, *settings.split()).cluster.ranks_per_process == ranks
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed"),
+    [
+        ("rollout.tail_tp=3", "rollout.tail_tp=3: wanted off, auto, or a divisor of the 32 atten"),
+        ("rollout.layout.tp=3", "rollout.layout.tp=3: wanted a divisor of the 32 attention heads"),
+        ("rollout.layout.pp=48", "rollout.layout.pp=48: wanted at most the 32 layers of cluster."),
+        ("trainer.layout.tp=3", "trainer.layout.tp=3: wanted a divisor of the 32 attention heads"),
+        ("critic.layout.pp=48 critic.layout.fsdp=1", "critic.layout.pp=48: wanted at most the 32 "),
+    ],
+)
+def test_axes_split_the_model_of_the_costs(settings: str, allowed: str, tmp_path: Path) -> None:
+    own = ["cluster.ranks=48", "schedule=fused", *PPO, f"run.dir={tmp_path}"]
+    with pytest.raises(ConfigError) as refused:
+        prepare(configured(*own, *settings.split()))
+    assert str(refused.value).startswith(allowed)
 
 
 @pytest.mark.parametrize(
