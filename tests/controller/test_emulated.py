@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,12 +14,14 @@ from typing import Any
 import pytest
 from script_modules import load_script
 
-from hybridrl.config import Config, ConfigError, compose
+from hybridrl.config import Config, ConfigError, TinyModelConfig, compose
 from hybridrl.controller import train as runs
 from hybridrl.controller.preflight import build_recipe, prepare
+from hybridrl.controller.replay import ReplayRequest, replay
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Sampling, Submit
 from hybridrl.flow.sample import SampleId
+from hybridrl.models.tiny import make_tiny_model
 from hybridrl.planner.emulation import (
     emulated_conversations,
     emulated_costs,
@@ -330,6 +333,46 @@ def test_costs_and_lengths_are_read_before_ranks_start(
     with pytest.raises(ConfigError) as refused:
         runs.train(configured(setting, *own, f"run.dir={tmp_path}"))
     assert allowed in str(refused.value)
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> list[Path]:
+    """Checkpoints of a run: one to resume from, and others that are known by name and place."""
+    run = tmp_path / "run"
+    make_tiny_model(run / "start", TinyModelConfig(), 0)
+    (run / "run.json").write_text("{}")
+    folders = [run / name for name in ("checkpoints/step_000040", "final", "warm_start", "mine")]
+    for folder in folders:
+        shutil.copytree(run / "start", folder)
+    (run / "mine" / "resume").mkdir()
+    return folders
+
+
+def test_checkpoints_of_a_run_are_refused(checkpoints: list[Path], tmp_path: Path) -> None:
+    """As the model of any role that the recipe has; a Hugging Face model is none."""
+    for checkpoint in checkpoints:
+        with pytest.raises(ConfigError, match=f"^model.path={checkpoint}: wanted a model that is"):
+            prepare(configured(f"model.path={checkpoint}", f"run.dir={tmp_path / 'own'}"))
+    for key in ("critic.path", "reward.model", "model.path"):
+        own = [*PPO, f"{key}={checkpoints[1]}", f"run.dir={tmp_path / 'own'}"]
+        with pytest.raises(ConfigError, match=f"^{key}=.*/final: wanted a model that is no check"):
+            prepare(configured(*own))
+    teacher = ["recipe=distill", f"teacher.path={checkpoints[0]}"]
+    with pytest.raises(ConfigError, match=r"^teacher.path=.*: wanted a model that is no check"):
+        prepare(configured(*teacher, f"run.dir={tmp_path / 'own'}"))
+    own = f"run.dir={tmp_path / 'own'}"
+    moved = tmp_path / "model"
+    shutil.copytree(checkpoints[1], moved)
+    for path in (tmp_path / "run" / "start", moved):
+        config = configured(f"model.path={path}", own, "rollout.max_new_tokens=24")
+        assert prepare(config).model_path == str(path)
+    assert not (tmp_path / "own" / "start").exists()
+
+
+def test_a_replay_is_refused(trained: Callable[..., Path]) -> None:
+    run = trained("schedule=serial", *GRPO)
+    with pytest.raises(ConfigError, match=f"^run={run}: wanted a run of ranks with a model"):
+        replay(ReplayRequest(run_dir=run, step=1))
 
 
 def test_evaluation_is_refused() -> None:
