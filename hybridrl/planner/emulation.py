@@ -6,7 +6,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hybridrl.config import Config, ConfigError, RolloutLayoutConfig, TrainLayoutConfig
+from hybridrl.config import (
+    Config,
+    ConfigError,
+    PackedScheduleConfig,
+    RolloutLayoutConfig,
+    TrainLayoutConfig,
+)
 from hybridrl.flow.costs import Costs, Drafting
 from hybridrl.flow.graph import (
     ComputeStage,
@@ -202,13 +208,25 @@ def check_emulation(config: Config, graph: Graph) -> None:
         cluster.lengths = str(Path(cluster.lengths).resolve())
     _check_axes(config)
     costs = emulated_costs(config, graph)
-    emulated_workload(config, group_size_of(graph))
+    _check_limit(config, emulated_workload(config, group_size_of(graph)))
     emulated_conversations(config)
     for stage in graph.stages.values():
         if is_pass(stage, config) and cost_name(costs, stage) is None:
             known = ", ".join(costs.token_s) or "none"
             allowed = f"costs of stage {stage.name}, or of its role {stage.role} (there: {known})"
             raise ConfigError("cluster.costs", cluster.costs, allowed)
+
+
+def _check_limit(config: Config, workload: Workload) -> None:
+    """Raise `ConfigError` for a limit of packed that no prompt's longest response keeps to."""
+    schedule = config.schedule
+    if not isinstance(schedule, PackedScheduleConfig) or schedule.limit_tokens is None:
+        return
+    whole = workload.cut_at(config.rollout.max_new_tokens)
+    shortest = min(max(group.lengths) for group in whole.groups)
+    if shortest > schedule.limit_tokens:
+        allowed = f"null, or {shortest} or more: no prompt of cluster.lengths has shorter responses"
+        raise ConfigError("schedule.limit_tokens", schedule.limit_tokens, allowed)
 
 
 def is_pass(stage: Stage, config: Config) -> bool:

@@ -323,6 +323,10 @@ def test_axes_split_the_model_of_the_costs(settings: str, allowed: str, tmp_path
         ("cluster.turns=4", "cluster.turns=4: wanted turns=N,reply=TOKENS"),
         ('cluster.costs="gpu:model=8b,total=64"', "a roofline of 4 instances of 1"),
         ("recipe=ppo", "costs of stage values, or of its role critic"),
+        (
+            'schedule=packed schedule.limit_tokens=9 cluster.lengths="lognormal:median=90,p99=99"',
+            "of cluster.lengths has shorter responses",
+        ),
         ("rollout.speculate=4", "rollout.speculate=4: wanted off, or accept=P in cluster.lengths"),
     ],
 )
@@ -331,7 +335,7 @@ def test_costs_and_lengths_are_read_before_ranks_start(
 ) -> None:
     own = [] if setting.startswith("recipe") else ["recipe.group_size=4"]
     with pytest.raises(ConfigError) as refused:
-        runs.train(configured(setting, *own, f"run.dir={tmp_path}"))
+        runs.train(configured(*setting.split(), *own, f"run.dir={tmp_path}"))
     assert allowed in str(refused.value)
 
 
