@@ -28,6 +28,7 @@ RESUME, STATE, FORMAT = "resume", "state.json", 1
 
 _SUM = ".crc32"  # written with a file by its rank, until the driver copies it to STATE
 _CHUNK = 2**24
+_ENDS = ("final", "warm_start")  # of phases; the other checkpoints are named by their step
 _NUMBER: tuple[type, ...] = (int, float)
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "files": dict, "sums": dict, "time": _NUMBER, "step": int, "phase": str, "settings": dict,
@@ -154,6 +155,13 @@ def search(run_dir: Path) -> tuple[list[Point], list[str]]:
     return sorted(points, key=lambda point: -float(point.state["time"])), wrong
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a run has written this folder: it has `resume/`, or its name and place are such."""
+    folder = folder.resolve()
+    named = folder.name in _ENDS or _step_of(folder) is not None
+    return (folder / RESUME).is_dir() or (named and (run_dir_of(folder) / "run.json").is_file())
+
+
 def forget_later(point: Point) -> None:
     """Delete the run's checkpoints after `point`: later steps, and the final ones.
 
@@ -174,7 +182,7 @@ def forget_later(point: Point) -> None:
 def _folders(run_dir: Path) -> Iterator[Path]:
     """Folders with the name of a checkpoint, and `resume/` in them; no copies of other names."""
     for resume in (*run_dir.glob(f"checkpoints/*/{RESUME}"), *run_dir.glob(f"*/{RESUME}")):
-        if resume.parent.name in ("final", "warm_start") or _step_of(resume.parent) is not None:
+        if resume.parent.name in _ENDS or _step_of(resume.parent) is not None:
             yield resume.parent
 
 

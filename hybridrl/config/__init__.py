@@ -20,7 +20,13 @@ from hybridrl.config.cluster import (
     PoolsConfig,
 )
 from hybridrl.config.data import CurriculumConfig, DataConfig, SourceConfig, SourceKind
-from hybridrl.config.emulated import WITHOUT_MODEL, check_judges, leave_out, settle_cluster
+from hybridrl.config.emulated import (
+    WITHOUT_MODEL,
+    check_judges,
+    leave_out,
+    settle_cluster,
+    settle_processes,
+)
 from hybridrl.config.endpoint import EndpointConfig
 from hybridrl.config.environment import (
     EnvironmentConfig,
@@ -223,6 +229,8 @@ class Config:
         self.trainer.layout.check(ranks, ranks_key=ranks_key)
         self.rollout.layout.check(ranks, ranks_key)
         self.rollout.check_tail_ranks(ranks, ranks_key)
+        if self.cluster.emulated:
+            settle_processes(self.cluster, self.rollout)
         self.actor.check(self.trainer.layout.tp)
         self._check_activations("trainer.layout", self.trainer.layout)
         self._check_chunks("trainer.layout", self.trainer.layout, "actor.lora", self.actor.lora)

@@ -215,8 +215,9 @@ class ClusterConfig:
     `turns=N,reply=TOKENS,wait=SECONDS`; null: a response is one turn."""
     time_scale: float = bounded(1.0, above=0)
     """Emulated: factor of all modeled seconds; below 1 a run is sooner through."""
-    ranks_per_process: int = bounded(32, least=0)
-    """Emulated: ranks that share a process of Ray; 0: all are in the driver's, without Ray."""
+    ranks_per_process: int | None = bounded(None, least=0)
+    """Emulated: ranks that share a process of Ray; 0: all are in the driver's, without Ray. Null:
+    32, or as many near that as are whole instances."""
     warn_s: int = bounded(120, least=1)
     """Slurm, with `requeue`: seconds before the time limit at which the run writes a checkpoint."""
 

@@ -13,22 +13,38 @@ from hybridrl.config.trainer import TrainerConfig, WarmStartConfig
 WITHOUT_MODEL = "with cluster=emulated, whose ranks hold no model"
 
 
+RANKS_PER_PROCESS = 32
+"""Ranks that share a process where the config does not say it, if whole instances make up as many.
+"""
+
+
 def settle_cluster(cluster: ClusterConfig, rollout: RolloutConfig) -> None:
-    """Fill in the device; raise ConfigError for ranks that cannot share processes."""
+    """Fill in the device; raise ConfigError for another engine than the native one."""
     if cluster.device is Device.cuda:
         raise ConfigError("cluster.device", "cuda", f"auto or cpu {WITHOUT_MODEL}")
     cluster.device = Device.cpu
-    layout, per_process = rollout.layout, cluster.ranks_per_process
-    if per_process % layout.ranks:
-        allowed = f"0, or a multiple of rollout.layout's {layout.pp} x {layout.tp}"
-        raise ConfigError("cluster.ranks_per_process", per_process, allowed)
-    if rollout.tail_tp.isdecimal():
-        wide = int(rollout.tail_tp) * layout.pp
-        if wide and per_process % wide:
-            allowed = f"0, or a multiple of rollout.tail_tp={rollout.tail_tp} x {layout.pp}"
-            raise ConfigError("cluster.ranks_per_process", per_process, allowed)
     if rollout.engine is not Engine.native:
         raise ConfigError("rollout.engine", rollout.engine.value, f"native {WITHOUT_MODEL}")
+
+
+def settle_processes(cluster: ClusterConfig, rollout: RolloutConfig) -> None:
+    """Fill in the ranks of a process; raise ConfigError for a number that cuts an instance.
+
+    Layout and width of the tail fit the ranks: the line then names the key that is wrong.
+    """
+    layout, unit = rollout.layout, rollout.layout.ranks
+    whole = f"rollout.layout's {layout.pp} x {layout.tp}"
+    if rollout.tail_tp not in ("off", "auto"):
+        unit = int(rollout.tail_tp) * layout.pp
+        whole = f"rollout.tail_tp={rollout.tail_tp} x {layout.pp}"
+    if cluster.ranks_per_process is None:
+        instances = max(1, RANKS_PER_PROCESS // unit)
+        if rollout.tail_tp == "auto":  # whose widths are doublings
+            instances = 2 ** (instances.bit_length() - 1)
+        cluster.ranks_per_process = instances * unit
+    if cluster.ranks_per_process % unit:
+        allowed = f"null, 0, or a multiple of {whole}"
+        raise ConfigError("cluster.ranks_per_process", cluster.ranks_per_process, allowed)
 
 
 def leave_out(

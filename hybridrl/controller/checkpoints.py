@@ -91,6 +91,9 @@ def find_origin(config: Config, reads: bool = False) -> Origin:
     wanted, own = config.trainer.resume, Path(config.run.dir)
     if not config.trainer.resumes:
         return Origin(settings)
+    if run_status(own).get("emulated"):
+        allowed = f"another run.dir: {own} has a run of emulated ranks, which leaves no checkpoint"
+        raise ConfigError("trainer.resume", wanted, allowed)
     points, damaged = _written_since(wanted, own)
     goes_back = wanted != "auto" and not points
     if goes_back:
@@ -139,17 +142,24 @@ def _named(path: str) -> tuple[list[Point], list[str]]:
     points, damaged = folder.search(Path(path))
     if not points and not damaged:
         allowed = "never, auto, a checkpoint with resume/ in it, or the directory of a run with one"
+        emulated = run_status(Path(path)).get("emulated")
+        allowed += " (this is of emulated ranks, which leave none)" if emulated else ""
         raise ConfigError("trainer.resume", path, allowed)
     return points, damaged
 
 
 def _check_unfinished(run_dir: Path, wanted: str) -> None:
     """A run that was cut short before its first checkpoint may start anew; a whole one stays."""
-    file = run_dir / "run.json"
-    status = parse(file.read_text()) if file.is_file() else None
-    if isinstance(status, dict) and status.get("state") == "finished":
+    if run_status(run_dir).get("state") == "finished":
         allowed = f"another run.dir: {run_dir} has a finished run without a checkpoint to continue"
         raise ConfigError("trainer.resume", wanted, allowed)
+
+
+def run_status(run_dir: Path) -> dict[str, Any]:
+    """What `run.json` says of the run in a directory; empty without one."""
+    file = run_dir / "run.json"
+    status = parse(file.read_text()) if file.is_file() else None
+    return status if isinstance(status, dict) else {}
 
 
 def settings_of(config: Config) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from hybridrl.controller.placement import check_placement
 from hybridrl.controller.preflight_environment import check_environment, openings, turn_template
 from hybridrl.controller.preflight_judges import IsRecorded, check_groups, check_rows, try_judges
 from hybridrl.controller.preflight_models import (
+    check_no_checkpoints,
     check_role_models,
     resolve_model_path,
     resolve_role_paths,
@@ -101,6 +102,7 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
             )
     check_environment(config, graph)
     if config.cluster.emulated:
+        check_no_checkpoints(config, graph)
         check_emulation(config, graph)
     else:
         try_judges(config, graph, is_recorded)

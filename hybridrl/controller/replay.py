@@ -18,7 +18,7 @@ from hybridrl.checkpoint.folder import Point
 from hybridrl.config import Config, ConfigError, DType, compose
 from hybridrl.config.stored_run import composed_run, overrides_of
 from hybridrl.controller import turn_orders
-from hybridrl.controller.checkpoints import Origin, changed_settings, settings_of
+from hybridrl.controller.checkpoints import Origin, changed_settings, run_status, settings_of
 from hybridrl.controller.inputs import changed_inputs, inputs_of
 from hybridrl.controller.preflight import PreparedRun, prepare
 from hybridrl.controller.recorded_samples import (
@@ -155,6 +155,9 @@ def replay(request: ReplayRequest) -> ReplayReport:
     own = request.directory or new_directory(run_dir, step)
     compose.register()
     _check_stage(request)
+    if run_status(run_dir).get("emulated"):
+        allowed = "a run of ranks with a model: there is nothing to make again on emulated ones"
+        raise ConfigError("run", run_dir, allowed)
     stored = compose_replay(request, own, (), writes=False)
     _check_step(request, stored)
     point = starting_point(request, stored)

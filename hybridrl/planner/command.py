@@ -25,7 +25,7 @@ from hybridrl.planner.schedule import (
     read_costs,
     what_if,
 )
-from hybridrl.planner.workload import LENGTHS, Shape, Workload, read_workload
+from hybridrl.planner.workload import LENGTHS, Shape, Workload, known_guesses, read_workload
 
 USAGE = f"""usage: hybridrl plan schedule --lengths=... [--costs=...] [OPTIONS]
        hybridrl plan schedule --paper
@@ -42,7 +42,7 @@ Replays response lengths under every schedule, in virtual time.
                      lengths are then the model's own tokens
   updates in a plan  --costs=gpu:model=13b,critic=13b,total=64,pp=4[,critic_pp=2][,tp=8]
                      [,mini_batches=8]: actor and critic in pipelines
-  speculation        --speculate=auto or a number of tokens; accept=P in --lengths
+  speculation        --speculate=auto or a number of tokens, with accept=P in --lengths
   schedule=partial   --over-provision, --max-staleness
   --paper            RLHFuse's setting instead, with its published figures
 
@@ -157,6 +157,9 @@ def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
         draft_tokens=_draft_tokens(texts["speculate"]),
         conversations=read_conversations(texts["turns"]) if texts["turns"] else None,
     )
+    if texts["speculate"] is not None and setting.drafting is None:
+        allowed = known_guesses("--lengths", "--costs")
+        raise ConfigError("--speculate", texts["speculate"], allowed)
     if (text := texts["costs"] or "").startswith("gpu:"):
         setting = _with_pipelines(setting, text)
     pass_tokens = max(setting.max_held, SPECULATED)  # the engine's bound

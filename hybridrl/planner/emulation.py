@@ -6,7 +6,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hybridrl.config import Config, ConfigError
+from hybridrl.config import (
+    Config,
+    ConfigError,
+    PackedScheduleConfig,
+    RolloutLayoutConfig,
+    TrainLayoutConfig,
+)
 from hybridrl.flow.costs import Costs, Drafting
 from hybridrl.flow.graph import (
     ComputeStage,
@@ -23,7 +29,7 @@ from hybridrl.planner.mapped_work import step_samples
 from hybridrl.planner.mapping import ACTOR, TrainLayout
 from hybridrl.planner.roofline_updates import roles_of, with_pipelines
 from hybridrl.planner.schedule import read_costs
-from hybridrl.planner.workload import Shape, Workload, read_workload
+from hybridrl.planner.workload import Shape, Workload, known_guesses, read_workload
 
 Read = TypeVar("Read")
 
@@ -96,8 +102,8 @@ def _drafting(config: Config, costs: Costs) -> Drafting | None:
     if accept is None and costs.drafting is not None:
         accept = costs.drafting.accept
     if accept is None:
-        allowed = f"lengths with accept=P, for rollout.speculate={rollout.speculate}"
-        raise ConfigError("cluster.lengths", config.cluster.lengths, allowed)
+        allowed = f"off, or {known_guesses('cluster.lengths', 'cluster.costs')}"
+        raise ConfigError("rollout.speculate", rollout.speculate, allowed)
     return Drafting(tokens=rollout.draft_length, accept=accept, pass_tokens=rollout.pass_tokens)
 
 
@@ -119,12 +125,37 @@ def _costs(config: Config) -> Costs:
     return costs
 
 
+def _check_axes(config: Config) -> None:
+    """Raise `ConfigError` for axes that the models of a roofline cannot be split by."""
+    text, rollout = config.cluster.costs or "", config.rollout
+    if not text.startswith("gpu:"):
+        return
+    ranks = rollout.layout.ranks, config.ranks_of(ACTOR)
+    models = _of_key("cluster.costs", lambda: Roofline.of(text, *ranks)).trained
+    tail_tp = 1 if rollout.tail_tp in ("off", "auto") else int(rollout.tail_tp)
+    layouts: list[tuple[str, str, RolloutLayoutConfig | TrainLayoutConfig]] = [
+        (ACTOR, "rollout", rollout.layout),
+        (ACTOR, "trainer", config.trainer.layout),
+    ]
+    layouts += [(role, role, config.value_model_of(role).layout) for role in {*models} - {ACTOR}]
+    for role, name, layout in layouts:
+        model = models[role]
+        heads = f"a divisor of the {model.heads} attention heads of cluster.costs={text}"
+        if model.heads % layout.tp:
+            raise ConfigError(f"{name}.layout.tp", layout.tp, heads)
+        if layout.pp > model.layers:
+            allowed = f"at most the {model.layers} layers of cluster.costs={text}"
+            raise ConfigError(f"{name}.layout.pp", layout.pp, allowed)
+        if name == "rollout" and model.heads % tail_tp:
+            raise ConfigError("rollout.tail_tp", tail_tp, f"off, auto, or {heads}")
+
+
 def emulated_widths(config: Config) -> tuple[int, ...]:
     """Numbers of instances that may decode the tail as one.
 
     No model bounds them, but a wide instance is in one process.
     """
-    rollout, per_process = config.rollout, config.cluster.ranks_per_process
+    rollout, per_process = config.rollout, config.cluster.ranks_per_process or 0
     widths = rollout.widths(config.ranks_of("actor") // rollout.layout.ranks)
     return tuple(width for width in widths if per_process % (width * rollout.layout.ranks) == 0)
 
@@ -175,14 +206,27 @@ def check_emulation(config: Config, graph: Graph) -> None:
         cluster.costs = str(Path(cluster.costs).resolve())
     if cluster.lengths and Path(cluster.lengths).exists():
         cluster.lengths = str(Path(cluster.lengths).resolve())
+    _check_axes(config)
     costs = emulated_costs(config, graph)
-    emulated_workload(config, group_size_of(graph))
+    _check_limit(config, emulated_workload(config, group_size_of(graph)))
     emulated_conversations(config)
     for stage in graph.stages.values():
         if is_pass(stage, config) and cost_name(costs, stage) is None:
             known = ", ".join(costs.token_s) or "none"
             allowed = f"costs of stage {stage.name}, or of its role {stage.role} (there: {known})"
             raise ConfigError("cluster.costs", cluster.costs, allowed)
+
+
+def _check_limit(config: Config, workload: Workload) -> None:
+    """Raise `ConfigError` for a limit of packed that no prompt's longest response keeps to."""
+    schedule = config.schedule
+    if not isinstance(schedule, PackedScheduleConfig) or schedule.limit_tokens is None:
+        return
+    whole = workload.cut_at(config.rollout.max_new_tokens)
+    shortest = min(max(group.lengths) for group in whole.groups)
+    if shortest > schedule.limit_tokens:
+        allowed = f"null, or {shortest} or more: no prompt of cluster.lengths has shorter responses"
+        raise ConfigError("schedule.limit_tokens", schedule.limit_tokens, allowed)
 
 
 def is_pass(stage: Stage, config: Config) -> bool:

@@ -17,6 +17,11 @@ LENGTHS = (
 )
 
 
+def known_guesses(lengths_key: str, costs_key: str) -> str:
+    """What says how many guesses are right, by the keys of lengths and costs."""
+    return f"accept=P in {lengths_key}, the share of right guesses, or {costs_key} of a run with it"
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """A prompt and the response tokens of its samples."""

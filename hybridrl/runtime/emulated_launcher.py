@@ -94,6 +94,7 @@ class EmulatedRayLauncher(RayLauncher):
         """See `Launcher`; of `args` the config counts."""
         config: Config = args[0]
         size, each = config.cluster.ranks, config.cluster.ranks_per_process
+        assert each, "ranks of the driver's process have no launcher of Ray"
         options = {
             "max_concurrency": _CALLS_AT_A_TIME,
             "runtime_env": {

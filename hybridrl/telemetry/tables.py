@@ -45,12 +45,19 @@ def last_timelines(run: RunData, count: int) -> list[dict[str, Any]]:
 def _step_label(run: RunData, key: StepKey) -> str:
     """The step, and the choices for its tail (`plan/CHOICE_chosen`), where the schedule has some.
 
-    Example: `step 12, migrate train early`.
+    Where others happened (`plan/CHOICE_happened`), these too. Examples: `step 12, migrate train
+    early`, `step 13, widen to 2 chosen, stay happened`.
     """
     names = [name for name, value in run.metrics.get(key, {}).items() if value == 1.0]
-    chosen = [name.removeprefix("plan/") for name in names if name.startswith("plan/")]
-    plans = [name.removesuffix("_chosen") for name in chosen if name.endswith("_chosen")]
-    return ", ".join([f"step {key.step}", *(plan.replace("_", " ") for plan in plans)])
+    plans = [name.removeprefix("plan/") for name in names if name.startswith("plan/")]
+    chosen, happened = (
+        [plan.removesuffix(end).replace("_", " ") for plan in plans if plan.endswith(end)]
+        for end in ("_chosen", "_happened")
+    )
+    if happened and {*happened} != {*chosen}:  # runs of old have no record of it
+        chosen = [f"{plan} chosen" for plan in chosen]
+        chosen += [f"{plan} happened" for plan in happened]
+    return ", ".join([f"step {key.step}", *chosen])
 
 
 def _steps_on_ranks(run: RunData) -> dict[StepKey, list[TraceSpan]]:

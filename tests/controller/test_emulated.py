@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,12 +14,14 @@ from typing import Any
 import pytest
 from script_modules import load_script
 
-from hybridrl.config import Config, ConfigError, compose
+from hybridrl.config import Config, ConfigError, TinyModelConfig, compose
 from hybridrl.controller import train as runs
 from hybridrl.controller.preflight import build_recipe, prepare
+from hybridrl.controller.replay import ReplayRequest, replay
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Sampling, Submit
 from hybridrl.flow.sample import SampleId
+from hybridrl.models.tiny import make_tiny_model
 from hybridrl.planner.emulation import (
     emulated_conversations,
     emulated_costs,
@@ -243,6 +246,10 @@ def test_ranks_share_processes_of_ray(tmp_path: Path) -> None:
         ("cluster.device=cuda", "cluster.device=cuda: wanted auto or cpu"),
         ("reward=http", "reward"),
         ("rollout.layout.tp=4 cluster.ranks_per_process=2", "cluster.ranks_per_process=2"),
+        (
+            "rollout.tail_tp=4 schedule=fused cluster.ranks_per_process=2",
+            "cluster.ranks_per_process=2: wanted null, 0, or a multiple of rollout.tail_tp=4 x 1",
+        ),
         ("cluster.time_scale=0", "cluster.time_scale=0"),
         ("cluster=local cluster.lengths=lmsys", "cluster.lengths=lmsys: wanted cluster=emulated"),
     ],
@@ -253,6 +260,61 @@ def test_what_asks_for_a_model_is_refused(setting: str, allowed: str) -> None:
     assert allowed in str(refused.value)
 
 
+@pytest.mark.parametrize("per_process", ["null", "2"])
+@pytest.mark.parametrize(
+    ("setting", "allowed"),
+    [
+        ("rollout.layout.tp=3", "rollout.layout=1 x 3: wanted pp x tp that divides cluster.ranks"),
+        ("rollout.layout.pp=3", "rollout.layout=3 x 1: wanted pp x tp that divides cluster.ranks"),
+        ("rollout.layout.tp=2 rollout.tail_tp=3", "rollout.tail_tp=3: wanted off, auto, or a mult"),
+        ("rollout.tail_tp=8", "rollout.tail_tp=8: wanted off, auto, or at most 4: cluster.ranks=4"),
+        ("rollout.tail_tp=3 schedule=serial", "rollout.tail_tp=3: wanted off with schedule=serial"),
+        ("trainer.layout.tp=3", "trainer.layout=1 x 1 x ? x 3: wanted pp x replicas x fsdp x tp"),
+    ],
+)
+def test_a_wrong_layout_is_named_before_the_processes(
+    setting: str, allowed: str, per_process: str
+) -> None:
+    """Whatever `cluster.ranks_per_process` is, which these do not divide."""
+    settings = ["schedule=fused", f"cluster.ranks_per_process={per_process}", *setting.split(" ")]
+    with pytest.raises(ConfigError) as refused:
+        configured(*settings)
+    assert str(refused.value).startswith(allowed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ("", 32),
+        ("rollout.layout.tp=4", 32),
+        ("rollout.layout.tp=3", 30),
+        ("rollout.layout.tp=3 rollout.tail_tp=12", 24),
+        ("rollout.layout.tp=3 rollout.tail_tp=auto", 24),
+        ("rollout.layout.tp=48", 48),
+    ],
+)
+def test_a_process_has_whole_instances(settings: str, ranks: int) -> None:
+    own = ["cluster.ranks_per_process=null", "cluster.ranks=48", "schedule=fused"]
+    assert configured(*own, *settings.split()).cluster.ranks_per_process == ranks
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed"),
+    [
+        ("rollout.tail_tp=3", "rollout.tail_tp=3: wanted off, auto, or a divisor of the 32 atten"),
+        ("rollout.layout.tp=3", "rollout.layout.tp=3: wanted a divisor of the 32 attention heads"),
+        ("rollout.layout.pp=48", "rollout.layout.pp=48: wanted at most the 32 layers of cluster."),
+        ("trainer.layout.tp=3", "trainer.layout.tp=3: wanted a divisor of the 32 attention heads"),
+        ("critic.layout.pp=48 critic.layout.fsdp=1", "critic.layout.pp=48: wanted at most the 32 "),
+    ],
+)
+def test_axes_split_the_model_of_the_costs(settings: str, allowed: str, tmp_path: Path) -> None:
+    own = ["cluster.ranks=48", "schedule=fused", *PPO, f"run.dir={tmp_path}"]
+    with pytest.raises(ConfigError) as refused:
+        prepare(configured(*own, *settings.split()))
+    assert str(refused.value).startswith(allowed)
+
+
 @pytest.mark.parametrize(
     ("setting", "allowed"),
     [
@@ -261,7 +323,11 @@ def test_what_asks_for_a_model_is_refused(setting: str, allowed: str) -> None:
         ("cluster.turns=4", "cluster.turns=4: wanted turns=N,reply=TOKENS"),
         ('cluster.costs="gpu:model=8b,total=64"', "a roofline of 4 instances of 1"),
         ("recipe=ppo", "costs of stage values, or of its role critic"),
-        ("rollout.speculate=4", "wanted lengths with accept=P, for rollout.speculate=4"),
+        (
+            'schedule=packed schedule.limit_tokens=9 cluster.lengths="lognormal:median=90,p99=99"',
+            "of cluster.lengths has shorter responses",
+        ),
+        ("rollout.speculate=4", "rollout.speculate=4: wanted off, or accept=P in cluster.lengths"),
     ],
 )
 def test_costs_and_lengths_are_read_before_ranks_start(
@@ -269,8 +335,48 @@ def test_costs_and_lengths_are_read_before_ranks_start(
 ) -> None:
     own = [] if setting.startswith("recipe") else ["recipe.group_size=4"]
     with pytest.raises(ConfigError) as refused:
-        runs.train(configured(setting, *own, f"run.dir={tmp_path}"))
+        runs.train(configured(*setting.split(), *own, f"run.dir={tmp_path}"))
     assert allowed in str(refused.value)
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> list[Path]:
+    """Checkpoints of a run: one to resume from, and others that are known by name and place."""
+    run = tmp_path / "run"
+    make_tiny_model(run / "start", TinyModelConfig(), 0)
+    (run / "run.json").write_text("{}")
+    folders = [run / name for name in ("checkpoints/step_000040", "final", "warm_start", "mine")]
+    for folder in folders:
+        shutil.copytree(run / "start", folder)
+    (run / "mine" / "resume").mkdir()
+    return folders
+
+
+def test_checkpoints_of_a_run_are_refused(checkpoints: list[Path], tmp_path: Path) -> None:
+    """As the model of any role that the recipe has; a Hugging Face model is none."""
+    for checkpoint in checkpoints:
+        with pytest.raises(ConfigError, match=f"^model.path={checkpoint}: wanted a model that is"):
+            prepare(configured(f"model.path={checkpoint}", f"run.dir={tmp_path / 'own'}"))
+    for key in ("critic.path", "reward.model", "model.path"):
+        own = [*PPO, f"{key}={checkpoints[1]}", f"run.dir={tmp_path / 'own'}"]
+        with pytest.raises(ConfigError, match=f"^{key}=.*/final: wanted a model that is no check"):
+            prepare(configured(*own))
+    teacher = ["recipe=distill", f"teacher.path={checkpoints[0]}"]
+    with pytest.raises(ConfigError, match=r"^teacher.path=.*: wanted a model that is no check"):
+        prepare(configured(*teacher, f"run.dir={tmp_path / 'own'}"))
+    own = f"run.dir={tmp_path / 'own'}"
+    moved = tmp_path / "model"
+    shutil.copytree(checkpoints[1], moved)
+    for path in (tmp_path / "run" / "start", moved):
+        config = configured(f"model.path={path}", own, "rollout.max_new_tokens=24")
+        assert prepare(config).model_path == str(path)
+    assert not (tmp_path / "own" / "start").exists()
+
+
+def test_a_replay_is_refused(trained: Callable[..., Path]) -> None:
+    run = trained("schedule=serial", *GRPO)
+    with pytest.raises(ConfigError, match=f"^run={run}: wanted a run of ranks with a model"):
+        replay(ReplayRequest(run_dir=run, step=1))
 
 
 def test_evaluation_is_refused() -> None:

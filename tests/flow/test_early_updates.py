@@ -314,6 +314,9 @@ def test_a_metric_says_which_plan_a_step_took(
     assert {key.removesuffix("_chosen") for key in chosen} == {
         key.removesuffix("_s") for key in metrics if key.startswith("plan/") and key[-2:] == "_s"
     }
+    happened = {key: value for key, value in metrics.items() if key.endswith("_happened")}
+    came_to = "train_early" if "train_early" in taken else "stay"  # one instance has the tail
+    assert happened == {f"plan/{one}_happened": float(one == came_to) for one in names}
 
 
 def test_a_sample_that_is_too_long_holds_up_none_behind_it(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hybridrl.config.loss import Loss
 from hybridrl.flow import Flow, SampleId, recipe
+from hybridrl.flow.costs import Costs
 from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.ledger import SampleStatus
@@ -317,6 +318,32 @@ test_trains_on_what_serial_trains_on = settings(max_examples=60)(cases(check))
 test_thousands_of_cases = pytest.mark.timeout(1200)(
     pytest.mark.slow(settings(max_examples=4000)(cases(check)))
 )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "happened"),
+    [([6], "stay"), ([6, 7, 8, 60], "widen_to_2")],
+    ids=["all end in one call", "a tail"],
+)
+def test_a_metric_says_what_became_of_the_plan(virtual_executor, lengths, happened):
+    """A quarter of a second has 25 steps: what ends within them leaves no tail that could widen."""
+    executor = virtual_executor(2, 0, of_id(lengths), widths=(2,))
+    flow = Flow()
+    schedule = make(
+        executor, scored(flow), threshold=None, must_widen=True, decode_steps=64, prompts=8
+    )
+    costs = Costs(step_s=0.01)
+    schedule.meter.costs = lambda: costs
+    first, second = (schedule.run_step(step).metrics for step in range(2))
+    assert not [key for key in first if key.startswith("plan/")]  # no lengths to choose by
+    plans = {key: value for key, value in second.items() if key.startswith("plan/")}
+    assert plans.pop("plan/widen_to_2_s") > 0
+    assert plans == {
+        "plan/widen_to_2_chosen": 1.0,
+        "plan/widen_to_2_happened": float(happened == "widen_to_2"),
+        f"plan/{happened}_happened": 1.0,
+    }
+    assert bool(second["samples/widened"]) == bool(executor.widened) == (happened != "stay")
 
 
 @pytest.mark.parametrize("wait", [16, 26])

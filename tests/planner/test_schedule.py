@@ -848,6 +848,8 @@ def test_options_come_before_what_was_recorded(tmp_path: Path) -> None:
         ("", "--lengths=: wanted a run's directory"),
         ("--lengths=lmsys --x=3", "option=--x=3: wanted one of --lengths"),
         ("--lengths=lmsys --speculate=0", "--speculate=0: wanted auto, or a number of tokens"),
+        ("--lengths=lmsys --speculate=4", "--speculate=4: wanted accept=P in --lengths, the share"),
+        ("--lengths=lmsys --speculate=auto", "--speculate=auto: wanted accept=P in --lengths"),
         ("--lengths=lmsys --steps=x", "--steps=x: wanted a whole number, 1 or more"),
         ("--lengths=lmsys --instances=0", "--instances=0: wanted a whole number, 1 or more"),
         ("--lengths=lmsys --verifier-s=-1", "--verifier-s=-1: wanted a number, 0 or more"),

@@ -40,3 +40,9 @@ def test_a_timeline_s_title_names_the_plan_that_the_step_took() -> None:
     assert [line["label"] for line in last_timelines(run, 2)] == [
         "step 3, migrate train early", "step 2, stay",
     ]  # fmt: skip
+    metrics[StepKey(2, "rl", 2)]["plan/stay_happened"] = 1.0  # runs of old have no record of it
+    happened = {"plan/migrate_train_early_happened": 0.0, "plan/migrate_happened": 1.0}
+    metrics[StepKey(3, "rl", 3)] |= happened
+    assert [line["label"] for line in last_timelines(run, 2)] == [
+        "step 3, migrate train early chosen, migrate happened", "step 2, stay",
+    ]  # fmt: skip

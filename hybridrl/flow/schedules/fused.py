@@ -29,6 +29,7 @@ from hybridrl.flow.plan_errors import PlanErrors
 from hybridrl.flow.schedules.base import Batch, Prompt, ScheduleParts, StepSettings
 from hybridrl.flow.schedules.generation_task import RoundLimits
 from hybridrl.flow.schedules.readiness import ReadyTracker, early_stages
+from hybridrl.flow.schedules.stoppable_round import StoppableRound
 from hybridrl.flow.schedules.streaming import StreamingSchedule
 
 logger = logging.getLogger(__name__)
@@ -165,6 +166,7 @@ class FusedSchedule(StreamingSchedule):
         self._submit(generation_round, tasks)
         generation_round.run()
         generation_round.check_restored()
+        self._record_plan(plan, generation_round)
         positions = list(dict.fromkeys(task.sample.id.prompt for task in tasks))
         streamed = self._end_round(generation_round, tracker, tasks, positions)
         if taken.early is None:  # its plan says nothing of the update
@@ -175,6 +177,21 @@ class FusedSchedule(StreamingSchedule):
         super()._update(stages, batch)
         if self._taken is not None:
             self._judge_plan(self._taken)
+
+    def _record_plan(self, plan: TailPlan, generation_round: StoppableRound) -> None:
+        """Record which choice the round came to: its tail may end before it is known to be one."""
+        if f"{_key(_name_of(plan))}_chosen" not in self._metrics:  # nothing to choose by yet
+            return
+        early = generation_round.early
+        happened = _what_happened(
+            widened_to=plan.migration.width if generation_round.tail.num_widened else 1,
+            migrated=generation_round.num_migrated > 0,
+            trained_early=early is not None and early.num_trained > 0,
+            overlapped=generation_round.num_overlapped > 0,
+        )
+        if happened != _name_of(plan):
+            logger.debug("the tail: %s was chosen, %s happened", _name_of(plan), happened)
+        self._metrics[f"{_key(happened)}_happened"] = 1.0
 
     def _judge_plan(self, taken: _TakenPlan) -> None:
         """Learn what its round, or its round and update, took beyond what the plan says."""
@@ -221,7 +238,8 @@ class FusedSchedule(StreamingSchedule):
         logger.debug("the tail: %s, of %s", chosen, [f"{p.name} {p.seconds:.4g}" for p in plans])
         for one in plans:
             self._metrics[f"{_key(one.name)}_s"] = one.seconds
-            self._metrics.setdefault(f"{_key(one.name)}_chosen", 0.0)
+            for what in ("chosen", "happened"):
+                self._metrics.setdefault(f"{_key(one.name)}_{what}", 0.0)
         self._metrics[f"{_key(chosen)}_chosen"] = 1.0
         if threshold is None or self._widths != (1,):
             self._metrics["samples/migration_threshold"] = float(plan.migration.threshold)
@@ -300,6 +318,16 @@ def _name_of(plan: TailPlan) -> str:
     if not plan.trains_early or plan.name.endswith("train early"):
         return plan.name
     return f"{plan.name}, train early" if plan.migration.moves else "train early"
+
+
+def _what_happened(
+    *, widened_to: int, migrated: bool, trained_early: bool, overlapped: bool
+) -> str:
+    """The choice that a round came to, under the names of `tail_plans`."""
+    moved = f"widen to {widened_to}" if widened_to > 1 else "migrate" if migrated else ""
+    if trained_early:
+        return f"{moved}, train early" if moved else "train early"
+    return moved or ("overlap" if overlapped else "stay")
 
 
 def _key(name: str) -> str:

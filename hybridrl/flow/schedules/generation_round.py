@@ -96,6 +96,7 @@ class GenerationRound:
         self.limits, self.decode_steps, self.migration_plan = limits, decode_steps, migration_plan
         self.turns, self.may_start = turns, may_start
         self.num_migrated = self.num_restarted = 0
+        self.num_overlapped = 0  # calls of forward passes that began while samples were made
         self._lost_tensors: dict[SampleId, frozenset[str]] = {}  # of samples that began anew
         self._alive = list(self.executor.instances)
         self._tasks: dict[SampleId, GenerationTask] = {}
@@ -282,12 +283,12 @@ class GenerationRound:
                 self._put_by(instance)
                 continue
             trains = self.early is not None and instance in self.early.training
-            sharers = len(self._alive)
-            if (
-                self.stages.start_waiting(instance, sharers, self._num_to_make > 0, trains)
-                or self._train_early(instance)
-            ):  # fmt: skip
-                self._in_flight[instance] = self.executor.clock.now()
+            sharers, decoding = len(self._alive), self._num_to_make > 0
+            if self.stages.start_waiting(instance, sharers, decoding, trains):
+                self.num_overlapped += decoding
+            elif not self._train_early(instance):
+                continue
+            self._in_flight[instance] = self.executor.clock.now()
 
     def _put_by(self, instance: int) -> None:
         """Park the samples of an instance, which all wait, if it has passes to run meanwhile."""
