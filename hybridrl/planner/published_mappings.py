@@ -10,9 +10,9 @@ micro-batches, and every role off the device that does not compute. No number is
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hybridrl.config import SerialScheduleConfig
+from hybridrl.config import ScheduleConfig, SerialScheduleConfig
 from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
 from hybridrl.planner.fitting_layouts import DoesNotFit
 from hybridrl.planner.mapping import ACTOR, GenLayout, PlannedRole, cluster_of
@@ -23,11 +23,13 @@ from hybridrl.planner.mapping_search import MappingResults, MappingSearch, Price
 from hybridrl.planner.memory import GIB
 from hybridrl.planner.model_shape import ModelShape
 from hybridrl.planner.search_space import Pools, SearchSpace
-from hybridrl.planner.workload import Group, Workload
+from hybridrl.planner.workload import Group, Shape, Workload, read_workload
 
 _PROMPTS, _PROMPT, _RESPONSE, _MINI_BATCHES = 1024, 1024, 1024, 8
 _PER_NODE, _CAPACITY = 8, 80 * GIB
 _RESERVED = round(0.04 * _CAPACITY)  # as `device_margin` leaves
+_WORKLOAD = Workload(tuple(Group(_PROMPT, (_RESPONSE,)) for _ in range(_PROMPTS)), _PROMPTS, 1)
+_SERIAL = (SerialScheduleConfig(),)
 
 # Llama 2 (arXiv 2307.09288) 70B; CodeLlama 34B (arXiv 2308.12950), by its config.json.
 _MODELS = {
@@ -140,9 +142,35 @@ def generate(model: str) -> GenerationCase:
     return GenerationCase(model, seconds, best, saved, PUBLISHED_TP[model])
 
 
-def all_placements(gpus: int) -> MappingResults:
-    """13B models under all 15 partitions into pools: what a search takes, in `seconds`."""
-    return _search("13b", "13b", gpus, None).run(1, budget_s=600.0)
+def all_placements(
+    gpus: int,
+    number: int = 1,
+    *,
+    schedules: Sequence[ScheduleConfig] = _SERIAL,
+    workload: Workload = _WORKLOAD,
+    fuses: bool = False,
+) -> MappingResults:
+    """13B models under all 15 partitions into pools: what a search takes, in `seconds`.
+
+    For the best `number` of mappings. `fuses` adds updates in one plan, with layouts that pay only
+    together.
+    """
+    search = _search("13b", "13b", gpus, None, schedules, workload, fuses=fuses)
+    return search.run(number, budget_s=600.0)
+
+
+def long_tailed() -> Workload:
+    """Of responses up to eight times the median."""
+    lengths = f"lognormal:median={_RESPONSE // 8},p99={_RESPONSE}"
+    shape = Shape(
+        prompts_per_step=_PROMPTS,
+        group_size=1,
+        num_steps=1,
+        prompt_tokens=_PROMPT,
+        max_tokens=_RESPONSE,
+    )
+    workload = read_workload(lengths, shape)
+    return replace(workload, groups=workload.groups[:_PROMPTS])
 
 
 def _best(actor: str, critic: str, gpus: int, allowed: Sequence[Pools]) -> PricedMapping | None:
@@ -153,7 +181,16 @@ def _best(actor: str, critic: str, gpus: int, allowed: Sequence[Pools]) -> Price
     return result.best[0] if result.best else None
 
 
-def _search(actor: str, critic: str, gpus: int, allowed: Sequence[Pools] | None) -> MappingSearch:
+def _search(
+    actor: str,
+    critic: str,
+    gpus: int,
+    allowed: Sequence[Pools] | None,
+    schedules: Sequence[ScheduleConfig] = _SERIAL,
+    workload: Workload = _WORKLOAD,
+    *,
+    fuses: bool = False,
+) -> MappingSearch:
     """Of the `allowed` placements; None: of all."""
     accelerator = ACCELERATORS["a100"]
     own, other = _MODELS[actor], _MODELS[critic]
@@ -178,7 +215,7 @@ def _search(actor: str, critic: str, gpus: int, allowed: Sequence[Pools] | None)
         MappingCosts(layer_roofline(accelerator), cluster),
         memory,
         roles,
-        Workload(tuple(Group(_PROMPT, (_RESPONSE,)) for _ in range(_PROMPTS)), _PROMPTS, 1),
+        workload,
         mini_batches=_MINI_BATCHES,
     )
 
@@ -191,8 +228,9 @@ def _search(actor: str, critic: str, gpus: int, allowed: Sequence[Pools] | None)
 
     space = SearchSpace(
         pools=pools,
-        schedules=(SerialScheduleConfig(),),
+        schedules=schedules,
         micro_batch_tokens=(4096, 8192, 16_384),
+        fuses=fuses,
     )
     return MappingSearch(roles, prices, memory, gpus, space)
 

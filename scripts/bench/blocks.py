@@ -6,12 +6,14 @@ answers with one line of JSON. It stops at the end of its stdin. While it waits 
 
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 _NO_FACTS: Mapping[str, float] = {}
@@ -112,3 +114,25 @@ class Side:
             self._log.seek(0)
             raise RuntimeError(f"{self.command} ended:\n{self._log.read()[-4000:]}")
         return json.loads(answer)
+
+
+def in_turns(
+    commands: Mapping[str, Sequence[str]], rounds: int, steps: int, warm_up: int | None = None
+) -> dict[str, list[dict[str, float]]]:
+    """Blocks of sides that run as these commands, the order drawn anew for every round.
+
+    All are alive at once. One block of each warms up, with `warm_up` steps where that is given.
+    """
+    draw = random.Random(0)
+    blocks: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
+    with ExitStack() as stack:
+        sides = {}
+        for name, command in commands.items():
+            sides[name] = Side(command, {"OMP_NUM_THREADS": "1"})
+            stack.callback(sides[name].close)
+        for i in range(rounds + 1):
+            for name in draw.sample(list(sides), len(sides)):
+                block = sides[name].block(steps if i else warm_up or steps)
+                if i:
+                    blocks[name].append(block)
+    return blocks

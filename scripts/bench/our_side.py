@@ -44,10 +44,16 @@ class TurnTaking(Telemetry):
 
 
 def take_turns(
-    configure: Callable[[Path], Config], blocks: Blocks, facts: Sequence[str] = ()
+    configure: Callable[[Path], Config],
+    blocks: Blocks,
+    facts: Sequence[str] = (),
+    kept: Path | None = None,
 ) -> None:
-    """Run blocks of steps until no more are asked for; `configure` gets the run's directory."""
-    run_dir = Path(tempfile.mkdtemp(prefix="bench"))
+    """Run blocks of steps until no more are asked for; `configure` gets the run's directory.
+
+    That is `kept`, or one that is removed.
+    """
+    run_dir = kept or Path(tempfile.mkdtemp(prefix="bench"))
     try:
         config = configure(run_dir)
         with (
@@ -64,7 +70,8 @@ def take_turns(
     except _Done:
         pass
     finally:
-        shutil.rmtree(run_dir)
+        if kept is None:
+            shutil.rmtree(run_dir)
 
 
 def main() -> None:

@@ -6,14 +6,12 @@ time. "The tail" in docs/benchmarks.md explains the figures, and what two cores 
 """
 
 import argparse
-import random
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean, median
 
-from blocks import Side
+from blocks import in_turns
 from fusion import WIDER, weights
 from lines import line, show
 
@@ -64,30 +62,10 @@ def compare(
     others = [name for name in names if name not in BASES]
     for i in range(0, max(1, len(others)), AT_ONCE):
         group = [*BASES, *others[i : i + AT_ONCE]]
-        blocks = in_turns(command, group, rounds, steps)
+        side = [sys.executable, str(HERE / "tail_side.py"), *command, "--settings", *COMMON]
+        blocks = in_turns({name: [*side, *SIDES[name]] for name in group}, rounds, steps)
         for name in group[len(BASES) * (i > 0) :]:
             show_side(roles, name, blocks, steps)
-
-
-def in_turns(
-    command: Sequence[str], names: Sequence[str], rounds: int, steps: int
-) -> dict[str, list[dict[str, float]]]:
-    """Blocks of the sides in turns, the order drawn anew each round; one of each warms up."""
-    draw = random.Random(0)
-    blocks: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    with ExitStack() as stack:
-        sides = {}
-        for name in names:
-            own = [sys.executable, str(HERE / "tail_side.py"), *command]
-            own += ["--settings", *COMMON, *SIDES[name]]
-            sides[name] = Side(own, {"OMP_NUM_THREADS": "1"})
-            stack.callback(sides[name].close)
-        for i in range(rounds + 1):
-            for name in draw.sample(names, len(names)):
-                block = sides[name].block(steps)
-                if i:
-                    blocks[name].append(block)
-    return blocks
 
 
 def show_side(roles: str, name: str, blocks: dict[str, list[dict[str, float]]], steps: int) -> None:

@@ -319,6 +319,28 @@ def test_what_train_refuses_has_no_price(args: tuple[str, ...], key: str, value:
     assert (error.value.key, str(error.value.value)) == (key, value)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("recipe=rloo", "schedule=partial"),
+        ("recipe=dapo", "schedule=packed"),
+        ("recipe=grpo", "recipe.old_log_probs=trainer", "schedule=partial"),
+        ("recipe=grpo", "schedule=packed", "schedule.limit_tokens=192"),
+    ],
+)
+def test_a_schedule_that_train_refuses_has_no_price(
+    settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    """With the same line."""
+    args = (*TINY, *settings, "cluster.ranks=2", f"run.dir={tmp_path}")
+    with pytest.raises(ConfigError, match=r"^schedule[.=]") as refused:
+        prepare(compose.check(args))
+    with pytest.raises(ConfigError) as error:
+        _plan(*args, "--nodes=1", "--gpus-per-node=2", "--price")
+    assert str(error.value) == str(refused.value)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(("tokens", "decided"), [(16_384, "always"), (256, "never")])
 def test_a_price_has_the_updates_that_a_run_has(tokens: int, decided: str) -> None:
     """With many rows one plan saves less than a run asks for; the command says it."""

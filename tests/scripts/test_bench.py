@@ -68,6 +68,17 @@ def test_sides_take_turns_and_the_first_round_is_left_out() -> None:
     assert measured["a"] == [3.0 * i + t.index("a") + 1 for i, t in enumerate(turns) if i]
 
 
+def test_sides_that_are_processes_take_turns() -> None:
+    """Each answers here with the blocks that it was asked for so far; the first one warms up."""
+    side = (
+        "import json, sys\nprint('true', flush=True)\nasked = []\nfor line in sys.stdin:\n"
+        "    asked.append(int(line))\n    print(json.dumps(asked), flush=True)"
+    )
+    command = [sys.executable, "-c", side]
+    blocks = load("blocks").in_turns({"a": command, "b": command}, rounds=2, steps=3, warm_up=5)
+    assert blocks == {name: [[5, 3], [5, 3, 3]] for name in "ab"}
+
+
 def test_figures_of_one_run_are_asked_for_together() -> None:
     run = load("run")
     assert run.commands(["samples_per_s_short"]) == [
