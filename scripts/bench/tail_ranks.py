@@ -1,7 +1,7 @@
 """The mechanisms of the tail on two real ranks: serial, fused, fused with each, and all.
 
 `make bench-tail-ranks`. The long-tailed task and the model of `make bench-fusion`. The sides are
-runs of their own that take turns, block by block; the others wait. Four are alive at a
+runs of their own that take turns, step by step; the others wait. Four are alive at a
 time. "The tail" in docs/benchmarks.md explains the figures, and what two cores allow.
 """
 
@@ -16,7 +16,7 @@ from fusion import WIDER, weights
 from lines import line, show
 
 HERE = Path(__file__).parent
-CYCLE = 4  # of schedule=packed: a block has whole cycles
+CYCLE = 4  # steps of schedule=packed: its block has whole cycles
 EARLY, WIDE, SPECULATE = (
     ("schedule.early_backward=auto",),
     ("rollout.tail_tp=2",),
@@ -28,8 +28,8 @@ SIDES: dict[str, tuple[str, ...]] = {
     "early": ("schedule=fused", *EARLY),
     "wide": ("schedule=fused", *WIDE),
     "speculate": ("schedule=fused", *SPECULATE),
-    "packed": ("schedule=packed",),
     "all": ("schedule=fused", *EARLY, "rollout.tail_tp=auto", *SPECULATE),  # where each pays
+    "packed": ("schedule=packed",),
 }
 BASES = ("serial", "fused")  # what the others are compared with, in the same rounds
 AT_ONCE = 2  # others in a group: seven runs alive take more than 24 GB
@@ -40,8 +40,7 @@ COMMON = ("trainer.layout.replicas=2",)
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, and compare all sides with and without forward passes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=CYCLE, help=f"of a block, of {CYCLE} each")
+    parser.add_argument("--rounds", type=int, default=6, help=f"of {CYCLE} steps of each side")
     parser.add_argument("--prompts", type=int, default=16, help="of a step; 8 samples each")
     parser.add_argument("--wider", type=int, default=WIDER, help="than the trained weights")
     parser.add_argument("--sides", default=",".join(SIDES))
@@ -52,18 +51,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     for roles in args.roles:
         command = [str(actor), "--prompts", str(args.prompts)]
         command += ["--judge", str(judge)] if roles == "models" else []
-        compare(roles, command, args.sides.split(","), args.rounds, args.steps)
+        compare(roles, command, args.sides.split(","), args.rounds)
 
 
-def compare(
-    roles: str, command: Sequence[str], names: Sequence[str], rounds: int, steps: int
-) -> None:
-    """The sides in groups that the memory holds, each with serial and fused; then their lines."""
+def compare(roles: str, command: Sequence[str], names: Sequence[str], rounds: int) -> None:
+    """The sides in groups that the memory holds, each with serial and fused; then their lines.
+
+    They take turns step by step, since what else the machine does changes within seconds.
+    """
     others = [name for name in names if name not in BASES]
     for i in range(0, max(1, len(others)), AT_ONCE):
         group = [*BASES, *others[i : i + AT_ONCE]]
         side = [sys.executable, str(HERE / "tail_side.py"), *command, "--settings", *COMMON]
-        blocks = in_turns({name: [*side, *SIDES[name]] for name in group}, rounds, steps)
+        steps = CYCLE if "packed" in group else 1
+        commands = {name: [*side, *SIDES[name]] for name in group}
+        blocks = in_turns(commands, rounds * CYCLE // steps, steps, warm_up=2 * CYCLE)
         for name in group[len(BASES) * (i > 0) :]:
             show_side(roles, name, blocks, steps)
 
@@ -80,10 +82,12 @@ def show_side(roles: str, name: str, blocks: dict[str, list[dict[str, float]]], 
     }
     fused = [1 / block["samples_per_s"] for block in blocks["fused"]]
     over = median(a / b for a, b in zip(ours, fused, strict=True))
+    of_totals = sum(ours) / sum(theirs)  # every step has as many samples
     show(
         line(
             f"tail_ranks_{roles}_{name}_vs_serial", "s per sample", "lower", ours, theirs,
-            over_fused=round(over, 3), steps_per_block=steps, **facts,
+            of_totals=round(of_totals, 3), over_fused=round(over, 3), steps_per_block=steps,
+            **facts,
         )
     )  # fmt: skip
 
