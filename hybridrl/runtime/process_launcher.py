@@ -136,20 +136,28 @@ class ProcessLauncher:
         return ProcessGroup(group.worker, [group.ranks[rank] for rank in ranks])
 
     def wait(self, references: Sequence[Call], timeout: float = POLL_S) -> list[Call]:
-        """See `Launcher`. Rank 0 computes in this call, after the others got their calls."""
+        """See `Launcher`. Rank 0 computes in this call, after the others got their calls.
+
+        Answers of the others come first: else they wait idle for as long as rank 0 has work.
+        """
+        self._receive(0)
         while not (ready := [call for call in references if call.done]):
             first = self._ranks[0]
             if isinstance(first, _DriverRank) and first.waiting:
                 first.step()
-            else:
-                working = [r for r in self._ranks if isinstance(r, _ChildRank) and r.waiting]
-                ready_pipes = wait([rank.answers for rank in working], timeout)
-                if not ready_pipes:
-                    return []
-                for rank in working:
-                    if rank.answers in ready_pipes:
-                        rank.receive()
+                self._receive(0)
+            elif not self._receive(timeout):
+                return []
         return ready
+
+    def _receive(self, timeout: float) -> bool:
+        """Take what the child processes have answered; whether one has within so many seconds."""
+        working = [r for r in self._ranks if isinstance(r, _ChildRank) and r.waiting]
+        ready_pipes = wait([rank.answers for rank in working], timeout)
+        for rank in working:
+            if rank.answers in ready_pipes:
+                rank.receive()
+        return bool(ready_pipes)
 
     def get(self, reference: Call) -> Any:
         """See `Launcher`."""

@@ -53,7 +53,9 @@ def test_a_run_is_a_source_of_costs(
     plain = MappingCosts.from_json(json.loads(base.read_text())).layer_costs
     assert costs.forward.flop_s > 10 * plain.forward.flop_s  # a core is no A100
     assert costs.decode.weight_byte_s > plain.decode.weight_byte_s
-    assert costs.call_s > 0
+    learned = run_costs.recorded_decoding(run_dir)
+    assert learned is not None
+    assert (costs.call_s, costs.round_trip_s) == (learned.costs.call_s, learned.costs.round_trip_s)
     assert costs.source.endswith("scaled to the run run")
 
     overrides = [*tiny_run[:-1], *ppo, "cluster.memory_check=warn"]

@@ -192,6 +192,22 @@ def fork_servers() -> list[int]:
     return pids
 
 
+def test_answers_of_others_are_seen_while_rank_0_has_work() -> None:
+    """It computes in this process, and others would wait for their next calls until it is done."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    config = ClusterConfig(kind=ClusterKind.processes, ranks=2)
+    with ProcessLauncher(config) as launcher:
+        group = launcher.start(Worker, Worker, 100)
+        (other,) = launcher.subgroup(group, [1]).add(1)
+        assert launcher._ranks[1].answers.poll(60)  # type: ignore[union-attr]
+        own = [call for _ in range(3) for call in launcher.subgroup(group, [0]).add(1)]
+        assert launcher.wait([*own, other]) == [other]
+        (another,) = launcher.subgroup(group, [1]).add(1)
+        assert launcher._ranks[1].answers.poll(60)  # type: ignore[union-attr]
+        launcher.get(own[2])
+        assert another.done
+
+
 def test_a_run_that_fails_leaves_the_fork_server_to_the_next() -> None:
     """It has imported the worker, which takes seconds."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
