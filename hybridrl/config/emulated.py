@@ -11,11 +11,7 @@ from hybridrl.config.run import KeptSamples, TelemetryConfig
 from hybridrl.config.trainer import TrainerConfig, WarmStartConfig
 
 WITHOUT_MODEL = "with cluster=emulated, whose ranks hold no model"
-
-
-RANKS_PER_PROCESS = 32
-"""Ranks that share a process where the config does not say it, if whole instances make up as many.
-"""
+_RANKS_PER_PROCESS = 32  # where the config does not say it, if whole instances make up as many
 
 
 def settle_cluster(cluster: ClusterConfig, rollout: RolloutConfig) -> None:
@@ -38,7 +34,7 @@ def settle_processes(cluster: ClusterConfig, rollout: RolloutConfig) -> None:
         unit = int(rollout.tail_tp) * layout.pp
         whole = f"rollout.tail_tp={rollout.tail_tp} x {layout.pp}"
     if cluster.ranks_per_process is None:
-        instances = max(1, RANKS_PER_PROCESS // unit)
+        instances = max(1, _RANKS_PER_PROCESS // unit)
         if rollout.tail_tp == "auto":  # whose widths are doublings
             instances = 2 ** (instances.bit_length() - 1)
         cluster.ranks_per_process = instances * unit
