@@ -26,6 +26,7 @@ from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.layout.switching import plan_switch
 from hybridrl.models.context import context_tokens
 from hybridrl.models.load import TORCH_DTYPES
+from hybridrl.models.shard import GenParallel
 from hybridrl.pipelines.balance import micro_batches
 from hybridrl.pipelines.problem import PassKind
 from hybridrl.pipelines.recorded import RecordedPass
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
 _REPEATS = 3
-_TP = 2  # of the passes whose all-reduces are measured
+_TP = 2  # of the passes and decode steps whose all-reduces are measured
 _PP, _CHUNKS = 2, 4  # of those in halves; a zero-bubble schedule has two chunks a rank
 _CPU_TOKENS = 2048  # of a row: more only takes longer
 _STEPS = 8  # of a timed call of the rollout engine
@@ -56,6 +57,7 @@ class RankTimes:
     in_halves: list[tuple[ModelShape, RecordedPass]] = field(default_factory=list)
     """Backward passes in halves, of a pipeline of two ranks."""
     decoding: list[TimedDecoding] = field(default_factory=list)
+    """By one rank, and by two under tensor parallelism."""
     switches: list[TimedSwitch] = field(default_factory=list)
     flops: float = 0.0
     """A second, of large products in the compute format."""
@@ -138,7 +140,7 @@ def measure_rank(
         gc.collect()
     dist.destroy_process_group()
     if size % _TP == 0:
-        kind = "nccl" if device.type == "cuda" else "gloo"
+        kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         rendezvous = f"file://{out / 'rendezvous'}"
         dist.init_process_group(kind, init_method=rendezvous, rank=rank, world_size=size)
         for path in alone:
@@ -179,7 +181,7 @@ def _measure_model(path: Path, config: Config, device: "torch.device", times: Ra
 
 
 def _measure_split(path: Path, config: Config, device: "torch.device", times: RankTimes) -> None:
-    """The same with the model on two ranks; each set of two has its own sequences."""
+    """The same with the model on two ranks; each set of two trains on its own sequences."""
     import torch.distributed as dist
 
     shape_config = AutoConfig.from_pretrained(path)
@@ -190,6 +192,7 @@ def _measure_split(path: Path, config: Config, device: "torch.device", times: Ra
     engine = TrainEngine(str(path), model=config.model, trainer=trainer, device=device)
     longest = context_tokens(shape_config)
     _measure_training(engine, shape, longest, times.split, shares=(1, 4), tp=_TP)
+    _measure_generation(engine, shape, config, longest, times, tp=_TP)
 
 
 def _measure_halves(path: Path, config: Config, device: "torch.device", times: RankTimes) -> None:
@@ -268,13 +271,24 @@ def _measure_training(
 
 
 def _measure_generation(
-    engine: TrainEngine, shape: ModelShape, config: Config, longest: int, times: RankTimes
+    engine: TrainEngine,
+    shape: ModelShape,
+    config: Config,
+    longest: int,
+    times: RankTimes,
+    tp: int = 1,
 ) -> None:
-    """Prompts, decode steps of a few and of many rows, and the weights' way to the engine."""
+    """Prompts, decode steps of a few and of many rows, and the weights' way to the engine.
+
+    The weights' way counts only on one rank alone.
+    """
     rollout = config.rollout
     budget = engine.trainer.max_tokens_per_micro_batch
     prompts = sorted({max(2, min(longest - 4 * _STEPS, budget // 4) // share) for share in (1, 8)})
     most = max(n for n in _ROWS if n <= rollout.max_running or n == 1)
+    stages = engine.dims.stage_of_layer(shape.layers)
+    plan = plan_switch(engine.parameters, engine.dims.axes, 1, tp, stage_of_layer=stages).plan
+    parallel = GenParallel.make(plan.dst.mesh, engine.device.type) if tp > 1 else GenParallel()
     native = NativeEngine(
         engine.model.config,
         dtype=TORCH_DTYPES[rollout.dtype],
@@ -283,43 +297,59 @@ def _measure_generation(
         block_size=rollout.block_size,
         kv_cache_tokens=0,
         max_sequence=prompts[-1] + 4 * _STEPS,
+        parallel=parallel,
     )
-    stages = engine.dims.stage_of_layer(shape.layers)
-    plan = plan_switch(engine.parameters, engine.dims.axes, 1, 1, stage_of_layer=stages).plan
+    switches = []
     for _ in range(1 + _REPEATS):
         with _clock(engine.device) as seconds:
             native.update_weights(plan, engine.named_shards())
-        times.switches.append(TimedSwitch(shape=shape, seconds=seconds[0]))
-    del times.switches[-1 - _REPEATS]
+        switches.append(TimedSwitch(shape=shape, seconds=seconds[0]))
+    if tp == 1:
+        times.switches.extend(switches[1:])
     for prompt in prompts:
         for rows in (n for n in _ROWS if n <= most):
-            _measure_rows(native, shape, prompt, rows, times)
+            _measure_rows(native, shape, prompt, rows, times.decoding)
 
 
 def _measure_rows(
-    engine: NativeEngine, shape: ModelShape, prompt: int, rows: int, times: RankTimes
+    engine: NativeEngine,
+    shape: ModelShape,
+    prompt: int,
+    rows: int,
+    decoding: list[TimedDecoding],
 ) -> None:
     """So many rows of a prompt each: their prefill with a step, then steps alone."""
     import torch
 
     device = engine.parameters()[next(iter(engine.parameters()))].device
-    ids = torch.randint(0, shape.vocabulary, (rows, prompt)).tolist()
-    params = SamplingParams(max_new_tokens=2 * _STEPS + 1)
-    engine.submit([Request(i, row, params, stream_key(0, i)) for i, row in enumerate(ids)])
+    tp = engine.parallel.tp
+    clock = _clock if tp == 1 else _wall_clock
+    same = torch.Generator().manual_seed(rows)  # on all ranks of the instance
+    ids = torch.randint(0, shape.vocabulary, (rows, prompt), generator=same).tolist()
+
+    def submit(tokens: int) -> None:
+        params = SamplingParams(max_new_tokens=tokens)
+        engine.submit([Request(i, row, params, stream_key(0, i)) for i, row in enumerate(ids)])
+
+    submit(1)  # warms up: memory of these sizes is new
+    while engine.stats().running or engine.stats().waiting:
+        engine.step()
+    submit(2 * _STEPS + 1)
     before = engine.stats()
-    with _clock(device) as first:
+    with clock(device) as first:
         engine.step()
     after = engine.stats()
     steps = []
     for _ in range(2):
         begun = engine.stats()
-        with _clock(device) as seconds:
+        with clock(device) as seconds:
             for _ in range(_STEPS):
                 engine.step()
         ended = engine.stats()
         steps.append(
             TimedDecoding(
                 shape=shape,
+                tp=tp,
                 steps=ended.decode_steps - begun.decode_steps,
                 rows=ended.decode_tokens - begun.decode_tokens,
                 cached=ended.cached_tokens - begun.cached_tokens,
@@ -328,12 +358,13 @@ def _measure_rows(
         )
     while engine.stats().running:
         engine.step()
-    times.decoding.extend(steps)
+    decoding.extend(steps)
     step_s = min(timed.seconds / timed.steps for timed in steps)
     filled = after.prefill_tokens - before.prefill_tokens
-    times.decoding.append(
+    decoding.append(
         TimedDecoding(
             shape=shape,
+            tp=tp,
             calls=after.prefill_calls - before.prefill_calls,
             prefill=filled,
             pairs=rows * prompt * (prompt - 1) // 2,

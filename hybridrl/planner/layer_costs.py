@@ -51,6 +51,12 @@ class DecodeRates:
     """An operation of a row."""
     logit_s: float = 0.0
     """An element of a row's logits."""
+    tp_reduce_s: float = 0.0
+    """An all-reduce of hidden states of two tp ranks, within a step."""
+    tp_byte_s: float = 0.0
+    """A byte of it. Where neither was measured, the cluster's links say what it takes."""
+    tp_step_s: float = 0.0
+    """What a step under tensor parallelism takes besides: its logits are gathered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,13 +47,14 @@ class TimedPass:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedDecoding:
-    """A few steps of a rollout engine on one rank, or the admission of prompts.
+    """A few steps of a rollout engine on `tp` ranks, or the admission of prompts.
 
     `rows` and `cached` tokens are summed over the steps. Prompts have `prefill` tokens, in `calls`
     passes.
     """
 
     shape: ModelShape
+    tp: int = 1
     steps: int = 0
     rows: int = 0
     cached: int = 0
@@ -85,16 +86,19 @@ def fit_layers(
 
     Updates and forward passes of at least two numbers of layers, and of two widths, tell most costs
     apart. `split` are those of two tp ranks together: what they take beyond a rank's own work is
-    that of their all-reduces. Raises ValueError without an update, a forward pass or a decode step.
+    that of their all-reduces. So it is with what `decoding` has of two tp ranks. Raises ValueError
+    without an update, a forward pass or a decode step.
     """
     if not any(p.trains for p in passes) or all(p.trains for p in passes):
         raise ValueError("layer costs need updates and forward passes")
-    if not any(timed.steps for timed in decoding):
+    alone = [timed for timed in decoding if timed.tp == 1]
+    if not any(timed.steps for timed in alone):
         raise ValueError("layer costs need decode steps")
     costs = _fit_passes(passes, source)
     if split:
         costs = _with_reduces(costs, split, itemsize)
-    rates, prefill = _fit_decoding(decoding, itemsize)
+    rates, prefill = _fit_decoding(alone, itemsize)
+    rates = _with_decode_reduces(rates, [x for x in decoding if x.tp > 1 and x.steps], itemsize)
     moved = [(1.0, itemsize * float(timed.shape.parameters)) for timed in switches]
     seconds = [timed.seconds for timed in switches]
     switch_s, switch_byte_s = _fit(moved, seconds) if switches else [0.0, 0.0]
@@ -235,17 +239,44 @@ def _fit_decoding(
     return rates, _rates(_fit(rows, [timed.seconds for timed in filled]))
 
 
+def _with_decode_reduces(
+    rates: DecodeRates, split: Sequence[TimedDecoding], itemsize: int
+) -> DecodeRates:
+    """With what all-reduces take within decode steps. They are small, and ranks wait in each."""
+    if not split:
+        return rates
+    own = (
+        rates.step_s,
+        rates.layer_s,
+        rates.weight_byte_s,
+        rates.cached_byte_s,
+        rates.row_s,
+        rates.flop_s,
+        rates.logit_s,
+    )
+    rows, seconds = [], []
+    for timed in split:
+        number, nbytes = 2 * timed.shape.layers, timed.shape.hidden * itemsize
+        steps = float(timed.steps)
+        rows.append([number * steps, float(number * nbytes * timed.rows), steps])
+        work_s = float(np.dot(own, _decode_work(timed, itemsize)))
+        seconds.append(max(0.0, timed.seconds - work_s))
+    reduce_s, byte_s, step_s = _fit(rows, seconds)
+    return replace(rates, tp_reduce_s=reduce_s, tp_byte_s=byte_s, tp_step_s=step_s)
+
+
 def _decode_work(timed: TimedDecoding, itemsize: int) -> list[float]:
-    shape, steps = timed.shape, float(timed.steps)
-    read = shape.layers * shape.layer_parameters + shape.head_parameters
+    """What the rates of steps, layers, weights, cache, rows, operations and logits count."""
+    shape, steps, tp = timed.shape, float(timed.steps), timed.tp
+    read = (shape.layers * shape.layer_parameters + shape.head_parameters) / tp
     return [
         steps,
         steps * shape.layers,
         steps * read * itemsize,
-        float(timed.cached) * shape.kv_elements * itemsize,
+        float(timed.cached) * shape.kv_elements * itemsize / tp,
         float(timed.rows),
         2.0 * read * timed.rows,
-        float(timed.rows) * shape.vocabulary,
+        float(timed.rows) * shape.vocabulary / tp,
     ]
 
 

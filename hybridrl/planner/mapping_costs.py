@@ -168,11 +168,12 @@ class MappingCosts:
         if layout.tp == 1:
             return LinearPass()
         costs, nbytes = self.layer_costs, shape.hidden * self.layer_costs.itemsize
+        measured = costs if isinstance(layout, TrainLayout) else costs.decode
         groups = [ranks[start : start + layout.tp] for start in range(0, len(ranks), layout.tp)]
         within = all(self.cluster.node(x[0]) == self.cluster.node(x[-1]) for x in groups)
-        if isinstance(layout, TrainLayout) and costs.tp_reduce_s + costs.tp_byte_s and within:
+        if measured.tp_reduce_s + measured.tp_byte_s and within:
             messages, parts = math.ceil(math.log2(layout.tp)), 2 * (layout.tp - 1) / layout.tp
-            return LinearPass(costs.tp_reduce_s * messages, costs.tp_byte_s * nbytes * parts)
+            return LinearPass(measured.tp_reduce_s * messages, measured.tp_byte_s * nbytes * parts)
         link = self.cluster.slowest(groups)
         call_s = link.all_reduce_s(0, layout.tp)
         return LinearPass(call_s, link.all_reduce_s(nbytes, layout.tp) - call_s)
@@ -447,6 +448,7 @@ class MappingCosts:
         if gen.pp > 1:
             send = self.cluster.link([ranks[0], ranks[gen.tp]]).send_s(0) * gen.pp
         step = decode.step_s * gen.pp + decode.layer_s * shape.layers + reduce.call_s + send
+        step += decode.tp_step_s * (gen.tp > 1)
         logit = decode.logit_s * shape.vocabulary
         row = decode.row_s + decode.flop_s * 2 * read / gen.tp + logit / gen.tp
         work = LayerWork.of(shape, gen.tp)

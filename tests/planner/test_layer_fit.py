@@ -1,5 +1,6 @@
 """A fit on the times of known costs: it predicts other sizes, lengths and layouts."""
 
+import itertools
 import random
 from dataclasses import replace
 from functools import partial
@@ -35,7 +36,7 @@ TRUTH = LayerCosts(
     head_backward=PassRates(flop_s=1e-10, element_s=4e-9),
     decode=DecodeRates(
         step_s=5e-4, layer_s=2e-4, weight_byte_s=1e-10, cached_byte_s=3e-10, row_s=1e-5,
-        flop_s=6e-11, logit_s=1e-9,
+        flop_s=6e-11, logit_s=1e-9, tp_reduce_s=2e-4, tp_byte_s=3e-9, tp_step_s=1e-3,
     ),
     prefill=PassRates(call_s=2e-4, flop_s=5e-11, element_s=5e-10, pair_s=1e-10),
     row_s=1e-3,
@@ -95,19 +96,19 @@ def measured(costs: LayerCosts, noise: float) -> LayerCosts:
                 both = number * (half.forward_s + half.backward_s)
                 both += known.step_s(role, halves, range(2))
                 split.append(timed(trains=True, seconds=slowed(both)))
-        instance = known.generation(role, GenLayout(), range(1))
-        for rows in (1, 8, 32):
-            for cached in (32, 256):
-                seconds = instance.decode(rows, 16, rows * cached)
-                decoding.append(
-                    TimedDecoding(
-                        shape=shape,
-                        steps=16,
-                        rows=16 * rows,
-                        cached=16 * rows * cached,
-                        seconds=slowed(seconds),
-                    )
+        for tp, rows, cached in itertools.product((1, 2), (1, 8, 32), (32, 256)):
+            instance = known.generation(role, GenLayout(tp=tp), range(tp))
+            seconds = instance.decode(rows, 16, rows * cached)
+            decoding.append(
+                TimedDecoding(
+                    shape=shape,
+                    tp=tp,
+                    steps=16,
+                    rows=16 * rows,
+                    cached=16 * rows * cached,
+                    seconds=slowed(seconds),
                 )
+            )
     about = {"source": "measured", "itemsize": 4, "overlaps": False}
     return fit_layers(passes, decoding, switches, split, **about)
 

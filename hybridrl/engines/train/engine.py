@@ -516,7 +516,7 @@ class TrainEngine(ModelShards):
             records = (s.routed_experts for s in pooled if s.routed_experts is not None)
             (total,) = self._reduce([sum(r.nbytes for r in records)], dist.ReduceOp.SUM)
             metrics["routed_experts_bytes"] = total / self._replica.size
-        if self.pipeline is not None or self.dims.token_parts > 1:
+        if self.pipeline is not None or self.dims.axes.tp > 1:
             real, computed = self._reduce([sums.real, sums.computed], dist.ReduceOp.SUM)
             metrics["padding_share"] = 1 - real / computed
         return metrics

@@ -26,6 +26,7 @@ from hybridrl.pipelines.balance import (
 )
 
 _WORK_UNIT = 1000  # operations: sums of a large model's would not fit into 64 bits
+_TP_SIZES = 32  # of rows under tensor parallelism, up to max_tokens: 3 % of padding at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +258,7 @@ class Replica:
         ranks = [self._num_ranks(micros, i) for i in range(len(micros.parts))]
         # Tokens of a rank.
         sizes = [max(1, -(-micros.tokens(i) // number)) for i, number in enumerate(ranks)]
-        sizes = [-(-size // multiple) * multiple for size in sizes]
+        sizes = [self._padded(size) for size in sizes]
         rows = []
         for number, (indices, size) in enumerate(zip(micros.parts, sizes, strict=True)):
             members = [micros.sequences[i] for i in indices]
@@ -278,6 +279,18 @@ class Replica:
         if not self.chunk_tokens:
             return rows
         return self._in_same_passes(rows, multiple, candidates)
+
+    def _padded(self, size: int) -> int:
+        """Tokens of a row with so many of a rank's own, with what fills it up.
+
+        A multiple of the token shards. Under tensor parallelism also one of few sizes: torch's
+        DTensors work out the sharding of each operation anew for each size that they have not seen.
+        """
+        parts = self.dims.token_parts
+        step = self.max_tokens // _TP_SIZES if self.dims.axes.tp > 1 else 1
+        least, most = (-(-tokens // parts) * parts for tokens in (size, max(size, self.max_tokens)))
+        step = max(1, step // parts) * parts
+        return min(-(-least // step) * step, most)
 
     def _in_same_passes(
         self, rows: list[PackedBatch], multiple: int, candidates: Candidates | None
