@@ -283,8 +283,8 @@ class Replica:
     def _padded(self, size: int) -> int:
         """Tokens of a row with so many of a rank's own, with what fills it up.
 
-        A multiple of the token shards. Under tensor parallelism also one of few sizes: torch's
-        DTensors work out the sharding of each operation anew for each size that they have not seen.
+        A multiple of the token shards. Under tensor parallelism also one of few sizes. For each new
+        one torch's DTensors work out the sharding of every operation anew.
         """
         parts = self.dims.token_parts
         step = self.max_tokens // _TP_SIZES if self.dims.axes.tp > 1 else 1
