@@ -57,7 +57,7 @@ class RankTimes:
     in_halves: list[tuple[ModelShape, RecordedPass]] = field(default_factory=list)
     """Backward passes in halves, of a pipeline of two ranks."""
     decoding: list[TimedDecoding] = field(default_factory=list)
-    """By one rank, and by two under tensor parallelism."""
+    """By one rank, by two under tensor parallelism, and by a pipeline of two."""
     switches: list[TimedSwitch] = field(default_factory=list)
     flops: float = 0.0
     """A second, of large products in the compute format."""
@@ -196,7 +196,7 @@ def _measure_split(path: Path, config: Config, device: "torch.device", times: Ra
 
 
 def _measure_halves(path: Path, config: Config, device: "torch.device", times: RankTimes) -> None:
-    """Updates of a zero-bubble pipeline on two ranks, each of whose passes is timed."""
+    """Updates of a zero-bubble pipeline on two ranks, each of whose passes is timed; decoding."""
     import torch
     import torch.distributed as dist
 
@@ -215,6 +215,7 @@ def _measure_halves(path: Path, config: Config, device: "torch.device", times: R
         passes = engine.clock.take()
         if repeat:
             times.in_halves.extend((shape, each) for each in passes if each.kind in _HALVES)
+    _measure_generation(engine, shape, config, context_tokens(engine.model.config), times, pp=_PP)
 
 
 def _measure_training(
@@ -276,6 +277,7 @@ def _measure_generation(
     config: Config,
     longest: int,
     times: RankTimes,
+    pp: int = 1,
     tp: int = 1,
 ) -> None:
     """Prompts, decode steps of a few and of many rows, and the weights' way to the engine.
@@ -287,8 +289,9 @@ def _measure_generation(
     prompts = sorted({max(2, min(longest - 4 * _STEPS, budget // 4) // share) for share in (1, 8)})
     most = max(n for n in _ROWS if n <= rollout.max_running or n == 1)
     stages = engine.dims.stage_of_layer(shape.layers)
-    plan = plan_switch(engine.parameters, engine.dims.axes, 1, tp, stage_of_layer=stages).plan
-    parallel = GenParallel.make(plan.dst.mesh, engine.device.type) if tp > 1 else GenParallel()
+    plan = plan_switch(engine.parameters, engine.dims.axes, pp, tp, stage_of_layer=stages).plan
+    alone = pp * tp == 1
+    parallel = GenParallel() if alone else GenParallel.make(plan.dst.mesh, engine.device.type)
     native = NativeEngine(
         engine.model.config,
         dtype=TORCH_DTYPES[rollout.dtype],
@@ -304,7 +307,7 @@ def _measure_generation(
         with _clock(engine.device) as seconds:
             native.update_weights(plan, engine.named_shards())
         switches.append(TimedSwitch(shape=shape, seconds=seconds[0]))
-    if tp == 1:
+    if alone:
         times.switches.extend(switches[1:])
     for prompt in prompts:
         for rows in (n for n in _ROWS if n <= most):
@@ -318,29 +321,35 @@ def _measure_rows(
     rows: int,
     decoding: list[TimedDecoding],
 ) -> None:
-    """So many rows of a prompt each: their prefill with a step, then steps alone."""
+    """So many rows of a prompt each: their prefill with a step, then steps alone.
+
+    As in a run prompts differ in length, and rows end one after the other: each time the engine
+    puts the keys and values of those that are left together anew.
+    """
     import torch
 
     device = engine.parameters()[next(iter(engine.parameters()))].device
-    tp = engine.parallel.tp
-    clock = _clock if tp == 1 else _wall_clock
+    pp, tp = engine.parallel.pp, engine.parallel.tp
+    clock = _clock if pp * tp == 1 else _wall_clock
     same = torch.Generator().manual_seed(rows)  # on all ranks of the instance
-    ids = torch.randint(0, shape.vocabulary, (rows, prompt), generator=same).tolist()
+    lengths = [max(2, prompt * (4 - i % 4) // 4) for i in range(rows)]
+    ids = [torch.randint(0, shape.vocabulary, (n,), generator=same).tolist() for n in lengths]
 
-    def submit(tokens: int) -> None:
-        params = SamplingParams(max_new_tokens=tokens)
-        engine.submit([Request(i, row, params, stream_key(0, i)) for i, row in enumerate(ids)])
+    def submit(most: int) -> None:
+        for i, prompt_ids in enumerate(ids):
+            params = SamplingParams(max_new_tokens=1 + most * (rows - i) // rows)
+            engine.submit([Request(i, prompt_ids, params, stream_key(0, i))])
 
-    submit(1)  # warms up: memory of these sizes is new
+    submit(0)  # warms up: memory of these sizes is new
     while engine.stats().running or engine.stats().waiting:
         engine.step()
-    submit(2 * _STEPS + 1)
+    submit(_REPEATS * _STEPS)
     before = engine.stats()
     with clock(device) as first:
         engine.step()
     after = engine.stats()
     steps = []
-    for _ in range(2):
+    for _ in range(_REPEATS):
         begun = engine.stats()
         with clock(device) as seconds:
             for _ in range(_STEPS):
@@ -349,6 +358,7 @@ def _measure_rows(
         steps.append(
             TimedDecoding(
                 shape=shape,
+                pp=pp,
                 tp=tp,
                 steps=ended.decode_steps - begun.decode_steps,
                 rows=ended.decode_tokens - begun.decode_tokens,
@@ -359,15 +369,16 @@ def _measure_rows(
     while engine.stats().running:
         engine.step()
     decoding.extend(steps)
-    step_s = min(timed.seconds / timed.steps for timed in steps)
+    step_s = steps[0].seconds / steps[0].steps
     filled = after.prefill_tokens - before.prefill_tokens
     decoding.append(
         TimedDecoding(
             shape=shape,
+            pp=pp,
             tp=tp,
-            calls=after.prefill_calls - before.prefill_calls,
+            admitted=rows,
             prefill=filled,
-            pairs=rows * prompt * (prompt - 1) // 2,
+            pairs=sum(length * (length - 1) // 2 for length in lengths),
             seconds=max(0.0, first[0] - step_s),
         )
     )

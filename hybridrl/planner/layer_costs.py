@@ -57,6 +57,8 @@ class DecodeRates:
     """A byte of it. Where neither was measured, the cluster's links say what it takes."""
     tp_step_s: float = 0.0
     """What a step under tensor parallelism takes besides: its logits are gathered."""
+    pp_send_s: float = 0.0
+    """A message from a pipeline stage to the next one, within a step; 0: as links say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,18 +47,19 @@ class TimedPass:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedDecoding:
-    """A few steps of a rollout engine on `tp` ranks, or the admission of prompts.
+    """A few steps of a rollout engine on `pp` x `tp` ranks, or the admission of prompts.
 
-    `rows` and `cached` tokens are summed over the steps. Prompts have `prefill` tokens, in `calls`
-    passes.
+    `rows` and `cached` tokens are summed over the steps. `admitted` requests have prompts of
+    `prefill` tokens together.
     """
 
     shape: ModelShape
+    pp: int = 1
     tp: int = 1
     steps: int = 0
     rows: int = 0
     cached: int = 0
-    calls: int = 0
+    admitted: int = 0
     prefill: int = 0
     pairs: int = 0
     seconds: float
@@ -86,19 +87,20 @@ def fit_layers(
 
     Updates and forward passes of at least two numbers of layers, and of two widths, tell most costs
     apart. `split` are those of two tp ranks together: what they take beyond a rank's own work is
-    that of their all-reduces. So it is with what `decoding` has of two tp ranks. Raises ValueError
-    without an update, a forward pass or a decode step.
+    that of their all-reduces. So it is with what `decoding` has of two ranks, under tp or pp.
+    Raises ValueError without an update, a forward pass or a decode step.
     """
     if not any(p.trains for p in passes) or all(p.trains for p in passes):
         raise ValueError("layer costs need updates and forward passes")
-    alone = [timed for timed in decoding if timed.tp == 1]
+    alone = [timed for timed in decoding if timed.pp * timed.tp == 1]
     if not any(timed.steps for timed in alone):
         raise ValueError("layer costs need decode steps")
     costs = _fit_passes(passes, source)
     if split:
         costs = _with_reduces(costs, split, itemsize)
     rates, prefill = _fit_decoding(alone, itemsize)
-    rates = _with_decode_reduces(rates, [x for x in decoding if x.tp > 1 and x.steps], itemsize)
+    together = [timed for timed in decoding if timed.pp * timed.tp > 1 and timed.steps]
+    rates = _with_decode_messages(rates, together, itemsize)
     moved = [(1.0, itemsize * float(timed.shape.parameters)) for timed in switches]
     seconds = [timed.seconds for timed in switches]
     switch_s, switch_byte_s = _fit(moved, seconds) if switches else [0.0, 0.0]
@@ -230,7 +232,7 @@ def _fit_decoding(
         layers = timed.shape.layers
         rows.append(
             [
-                float(layers * timed.calls),
+                float(layers * timed.admitted),
                 layers * work.flops * timed.prefill,
                 layers * work.elements * timed.prefill,
                 layers * work.pair_flops * timed.pairs,
@@ -239,12 +241,10 @@ def _fit_decoding(
     return rates, _rates(_fit(rows, [timed.seconds for timed in filled]))
 
 
-def _with_decode_reduces(
-    rates: DecodeRates, split: Sequence[TimedDecoding], itemsize: int
+def _with_decode_messages(
+    rates: DecodeRates, together: Sequence[TimedDecoding], itemsize: int
 ) -> DecodeRates:
-    """With what all-reduces take within decode steps. They are small, and ranks wait in each."""
-    if not split:
-        return rates
+    """With what messages take within decode steps. They are small, and ranks wait for each."""
     own = (
         rates.step_s,
         rates.layer_s,
@@ -254,29 +254,40 @@ def _with_decode_reduces(
         rates.flop_s,
         rates.logit_s,
     )
-    rows, seconds = [], []
-    for timed in split:
-        number, nbytes = 2 * timed.shape.layers, timed.shape.hidden * itemsize
-        steps = float(timed.steps)
-        rows.append([number * steps, float(number * nbytes * timed.rows), steps])
+    reduces, reduced_s, sends, sent_s = [], list[float](), [], list[float]()
+    for timed in together:
         work_s = float(np.dot(own, _decode_work(timed, itemsize)))
-        seconds.append(max(0.0, timed.seconds - work_s))
-    reduce_s, byte_s, step_s = _fit(rows, seconds)
-    return replace(rates, tp_reduce_s=reduce_s, tp_byte_s=byte_s, tp_step_s=step_s)
+        rest_s, steps = max(0.0, timed.seconds - work_s), float(timed.steps)
+        if timed.pp > 1:
+            sends.append([timed.pp * steps])
+            sent_s.append(rest_s)
+            continue
+        number, nbytes = 2 * timed.shape.layers, timed.shape.hidden * itemsize
+        reduces.append([number * steps, float(number * nbytes * timed.rows), steps])
+        reduced_s.append(rest_s)
+    if reduces:
+        reduce_s, byte_s, step_s = _fit(reduces, reduced_s)
+        rates = replace(rates, tp_reduce_s=reduce_s, tp_byte_s=byte_s, tp_step_s=step_s)
+    if sends:
+        rates = replace(rates, pp_send_s=_fit(sends, sent_s)[0])
+    return rates
 
 
 def _decode_work(timed: TimedDecoding, itemsize: int) -> list[float]:
-    """What the rates of steps, layers, weights, cache, rows, operations and logits count."""
-    shape, steps, tp = timed.shape, float(timed.steps), timed.tp
-    read = (shape.layers * shape.layer_parameters + shape.head_parameters) / tp
+    """What the rates of steps, layers, weights, cache, rows, operations and logits count.
+
+    Stages of a pipeline decode as many batches in turns, as `MappingCosts.generation` has it.
+    """
+    shape, steps, rows = timed.shape, float(timed.steps), timed.rows / timed.pp
+    read = (shape.layers * shape.layer_parameters + shape.head_parameters) / timed.tp
     return [
-        steps,
+        steps * timed.pp,
         steps * shape.layers,
         steps * read * itemsize,
-        float(timed.cached) * shape.kv_elements * itemsize / tp,
-        float(timed.rows),
-        2.0 * read * timed.rows,
-        float(timed.rows) * shape.vocabulary / tp,
+        float(timed.cached) * shape.kv_elements * itemsize / (timed.pp * timed.tp),
+        rows,
+        2.0 * read * rows,
+        rows * shape.vocabulary / timed.tp,
     ]
 
 

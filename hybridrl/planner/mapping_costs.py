@@ -446,7 +446,11 @@ class MappingCosts:
         read = shape.layers * shape.layer_parameters + shape.head_parameters
         send = 0.0
         if gen.pp > 1:
-            send = self.cluster.link([ranks[0], ranks[gen.tp]]).send_s(0) * gen.pp
+            two = ranks[0], ranks[gen.tp]
+            send = self.cluster.link(two).send_s(0)
+            if decode.pp_send_s and self.cluster.node(two[0]) == self.cluster.node(two[1]):
+                send = decode.pp_send_s
+            send *= gen.pp
         step = decode.step_s * gen.pp + decode.layer_s * shape.layers + reduce.call_s + send
         step += decode.tp_step_s * (gen.tp > 1)
         logit = decode.logit_s * shape.vocabulary

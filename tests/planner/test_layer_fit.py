@@ -37,6 +37,7 @@ TRUTH = LayerCosts(
     decode=DecodeRates(
         step_s=5e-4, layer_s=2e-4, weight_byte_s=1e-10, cached_byte_s=3e-10, row_s=1e-5,
         flop_s=6e-11, logit_s=1e-9, tp_reduce_s=2e-4, tp_byte_s=3e-9, tp_step_s=1e-3,
+        pp_send_s=6e-4,
     ),
     prefill=PassRates(call_s=2e-4, flop_s=5e-11, element_s=5e-10, pair_s=1e-10),
     row_s=1e-3,
@@ -96,12 +97,15 @@ def measured(costs: LayerCosts, noise: float) -> LayerCosts:
                 both = number * (half.forward_s + half.backward_s)
                 both += known.step_s(role, halves, range(2))
                 split.append(timed(trains=True, seconds=slowed(both)))
-        for tp, rows, cached in itertools.product((1, 2), (1, 8, 32), (32, 256)):
-            instance = known.generation(role, GenLayout(tp=tp), range(tp))
+        for (pp, tp), rows, cached in itertools.product(
+            ((1, 1), (1, 2), (2, 1)), (1, 8, 32), (32, 256)
+        ):
+            instance = known.generation(role, GenLayout(pp=pp, tp=tp), range(pp * tp))
             seconds = instance.decode(rows, 16, rows * cached)
             decoding.append(
                 TimedDecoding(
                     shape=shape,
+                    pp=pp,
                     tp=tp,
                     steps=16,
                     rows=16 * rows,
@@ -134,9 +138,9 @@ def test_a_fit_predicts_other_models(noise: float, allowed: float) -> None:
         args = role, layout, range(layout.ranks), samples
         assert fitted.update_s(*args) == pytest.approx(known.update_s(*args), rel=allowed)
         assert fitted.score_s(*args) == pytest.approx(known.score_s(*args), rel=allowed)
-    for tp in (1, 4):
+    for pp, tp in ((1, 1), (1, 4), (2, 2)):
         instance, wanted = (
-            costs.generation(role, GenLayout(tp=tp), range(4)) for costs in (fitted, known)
+            costs.generation(role, GenLayout(pp=pp, tp=tp), range(4)) for costs in (fitted, known)
         )
         for rows in (1, 20):
             assert instance.decode(rows, 1, 100 * rows) == pytest.approx(
