@@ -13,9 +13,9 @@ from hybridrl.telemetry.records import read_lines
 
 SEEDS = (0, 1, 2)
 RL_STEPS = {"demo": 40, "longtail": 120}  # longtail learns more slowly
-# Calls of a step each: else all responses of a few letters end in one, and no tail is left.
-SHORT_CALLS = ["schedule=fused", "rollout.decode_steps=1"]
-EARLY = [*SHORT_CALLS, "schedule.early_backward=auto", "trainer.layout.replicas=2"]
+# Short calls: else all responses of a few letters end in one, and no tail is left.
+DECODE_STEPS = {"demo": 1, "longtail": 8}
+EARLY = ["schedule=fused", "schedule.early_backward=auto", "trainer.layout.replicas=2"]
 WIDE = ["schedule.migration_threshold=32", "rollout.tail_tp=2"]
 WAYS = {
     "serial": [],
@@ -24,7 +24,7 @@ WAYS = {
     "packed": ["schedule=packed"],
     "early": EARLY,
     "speculate": ["rollout.speculate=4"],
-    "wide": [*SHORT_CALLS, *WIDE],
+    "wide": ["schedule=fused", *WIDE],
     "tail": [*EARLY, *WIDE, "rollout.speculate=auto"],
     "vllm": ["rollout=vllm"],
 }
@@ -79,6 +79,8 @@ def learn(run_dir: Path, task: str, way: str, seed: int) -> Learned:
         "eval.sets.main.every=null", "telemetry.loggers=[]", "telemetry.report=false",
         "telemetry.progress=false", f"run.seed={seed}", f"run.dir={run_dir}",
     ]  # fmt: skip
+    if way in ("early", "wide", "tail"):
+        overrides.append(f"rollout.decode_steps={DECODE_STEPS[task]}")
     settings = [*overrides, *TASKS[task], *WAYS[way]]
     command = [sys.executable, "-m", "hybridrl.cli", "train", *settings]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 USAGE = """usage: hybridrl plan calibrate [OVERRIDES] [--run=RUN] [--costs=FILE] [--out=FILE]
 
 Measures what a layer costs on this machine with the engines' own code, and the links between its
-ranks, in a minute or so. Writes costs.mapping.json, or FILE, for `hybridrl plan auto --costs=FILE`.
+ranks, in two minutes. Writes costs.mapping.json, or FILE, for `hybridrl plan auto --costs=FILE`.
 
   the model   as for a run; its widths and its family are measured, with few layers
   the ranks   cluster.ranks of this machine, all at work at once

@@ -7,9 +7,11 @@ each group. Weights stay as they are to the last bits, so all of them train on t
 `hybridrl plan auto --price` predicts each step for its own lengths.
 
 A line's value is the predicted seconds of a step, its baseline the measured ones. `over_first` is
-the measured ratio to the first mapping in the same rounds. Two more lines are the median and the
-worst error. The last one says how much longer the mapping with the least predicted seconds takes
-than the best one, by `over_first`.
+the measured ratio to the first mapping in the same rounds, `predicted_over_first` the predicted
+one. Both ratios have the machine as it was in these rounds, which the seconds do not where it has
+become slower since it was calibrated. Lines at the end are the median and the worst error, of
+seconds and of ratios. The last one says how much longer the mapping with the least predicted
+seconds takes than the best one, by `over_first`.
 """
 
 import argparse
@@ -121,21 +123,32 @@ def main() -> None:
 
 def compare(folder: Path, groups: Sequence[Sequence[str]], rounds: int, costs: Path) -> None:
     """A line for each mapping, and those of all; the first mapping counts in its first group."""
-    predicted, errors, over = dict[str, float](), dict[str, float](), dict[str, float]()
+    predicted, over = dict[str, float](), dict[str, float]()
+    errors, of_ratios = list[float](), list[float]()
     for number, names in enumerate(groups):
-        measured = measured_s(folder / str(number), names, rounds)
+        runs = folder / str(number)
+        measured = measured_s(runs, names, rounds)
+        first_s, _ = predicted_s(runs / FIRST, MAPPINGS[FIRST], costs)
         for name in names[number > 0 :]:
-            seconds, tokens = predicted_s(folder / str(number) / name, MAPPINGS[name], costs)
+            seconds, tokens = predicted_s(runs / name, MAPPINGS[name], costs)
             ratios = [a / b for a, b in zip(measured[name], measured[FIRST], strict=True)]
             predicted[name], over[name] = statistics.median(seconds), statistics.median(ratios)
-            about = {"over_first": round(over[name], 3), "response_tokens": tokens}
+            expected = statistics.median(a / b for a, b in zip(seconds, first_s, strict=True))
+            about = {
+                "over_first": round(over[name], 3),
+                "predicted_over_first": round(expected, 3),
+                "response_tokens": tokens,
+            }
             record = line(f"plan_step_{name}", "s", "closer to 1", seconds, measured[name], **about)
             show(record)
-            errors[name] = abs(record["ratio"] - 1)
+            errors.append(abs(record["ratio"] - 1))
+            of_ratios += [abs(expected / over[name] - 1)] if name != FIRST else []
     chosen, best = (min(x, key=lambda name: x[name]) for x in (predicted, over))
     figures = {
-        "median_error": (statistics.median(errors.values()), 0.05),
-        "worst_error": (max(errors.values()), 0.1),
+        "median_error": (statistics.median(errors), 0.05),
+        "worst_error": (max(errors), 0.1),
+        "median_error_of_ratios": (statistics.median(of_ratios or [0.0]), 0.05),
+        "worst_error_of_ratios": (max(of_ratios, default=0.0), 0.1),
         "chosen_over_best": (over[chosen] / over[best] - 1, 0.03),
     }
     for figure, (value, wanted) in figures.items():
