@@ -323,8 +323,8 @@ def _measure_rows(
 ) -> None:
     """So many rows of a prompt each: their prefill with a step, then steps alone.
 
-    As in a run prompts differ in length, and rows end one after the other: each time the engine
-    puts the keys and values of those that are left together anew.
+    As in a run prompts differ in length, and rows end one after the other. Each time the engine
+    gathers the keys and values of those that are left anew.
     """
     import torch
 
