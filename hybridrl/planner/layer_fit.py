@@ -73,6 +73,12 @@ class TimedSwitch:
     seconds: float
 
 
+_OWN_RATES = (
+    "step_s", "layer_s", "weight_byte_s", "cached_byte_s", "row_s", "flop_s", "logit_s",
+)  # fmt: skip
+"""Of `DecodeRates`, those of a rank's own work."""
+
+
 def fit_layers(
     passes: Sequence[TimedPass],
     decoding: Sequence[TimedDecoding],
@@ -213,16 +219,7 @@ def _fit_decoding(
     stepped = [timed for timed in decoding if timed.steps]
     works = [_decode_work(timed, itemsize) for timed in stepped]
     fitted = _fit(works, [timed.seconds for timed in stepped])
-    step_s, layer_s, byte_s, cached_s, row_s, flop_s, logit_s = fitted
-    rates = DecodeRates(
-        step_s=step_s,
-        layer_s=layer_s,
-        weight_byte_s=byte_s,
-        cached_byte_s=cached_s,
-        row_s=row_s,
-        flop_s=flop_s,
-        logit_s=logit_s,
-    )
+    rates = DecodeRates(**dict(zip(_OWN_RATES, fitted, strict=True)))
     filled = [timed for timed in decoding if timed.prefill and not timed.steps]
     if not filled:
         return rates, PassRates()
@@ -245,15 +242,7 @@ def _with_decode_messages(
     rates: DecodeRates, together: Sequence[TimedDecoding], itemsize: int
 ) -> DecodeRates:
     """With what messages take within decode steps. They are small, and ranks wait for each."""
-    own = (
-        rates.step_s,
-        rates.layer_s,
-        rates.weight_byte_s,
-        rates.cached_byte_s,
-        rates.row_s,
-        rates.flop_s,
-        rates.logit_s,
-    )
+    own = [getattr(rates, name) for name in _OWN_RATES]
     reduces, reduced_s, sends, sent_s = [], list[float](), [], list[float]()
     for timed in together:
         work_s = float(np.dot(own, _decode_work(timed, itemsize)))
@@ -274,7 +263,7 @@ def _with_decode_messages(
 
 
 def _decode_work(timed: TimedDecoding, itemsize: int) -> list[float]:
-    """What the rates of steps, layers, weights, cache, rows, operations and logits count.
+    """What `_OWN_RATES` count.
 
     Stages of a pipeline decode as many batches in turns, as `MappingCosts.generation` has it.
     """
