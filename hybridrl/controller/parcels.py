@@ -1,6 +1,6 @@
 """Which rank gets which samples, and the references to the parcels that hold them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from hybridrl.flow.sample import Sample
@@ -17,12 +17,3 @@ def by_rank(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
 def once(references: Iterable[Any]) -> tuple[Any, ...]:
     """Each reference once: a parcel has many samples."""
     return tuple({id(reference): reference for reference in references}.values())
-
-
-def add_exported(
-    parcels: dict[int, list[Any]], exported: Iterable[Mapping[int, Sequence[Any]]]
-) -> None:
-    """Add references that ranks have exported, by receiver."""
-    for by_receiver in exported:
-        for receiver, references in by_receiver.items():
-            parcels[receiver] += references

@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -11,7 +11,6 @@ from typing import Any
 
 from hybridrl.config import Config, RewardCall
 from hybridrl.controller.async_calls import (
-    Calling,
     EventCalls,
     Rounds,
     answers_of,
@@ -30,17 +29,17 @@ from hybridrl.controller.load_balance import (
     deal,
     joint_work,
 )
-from hybridrl.controller.parcels import add_exported, by_rank, once
+from hybridrl.controller.parcels import by_rank, once
 from hybridrl.controller.placement import pool_of, scope_of
 from hybridrl.controller.recorded_samples import RecordedSamples, load_recorded
 from hybridrl.controller.roles_together import fuses
+from hybridrl.controller.sample_moves import SampleMoves
 from hybridrl.controller.update_shares import update_shares
 from hybridrl.controller.worker_group import Pool, WorkerGroup
 from hybridrl.data.prompts import with_next_targets
 from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import (
     ENOUGH_TURNS,
-    Advanced,
     Command,
     Computed,
     EarlyTrained,
@@ -60,8 +59,6 @@ from hybridrl.layout.weight_switch import SwitchStats
 from hybridrl.rewards import RewardInput, RewardResult
 from hybridrl.rewards.results import scalars_of
 from hybridrl.system import signals
-from hybridrl.workers.base_worker import Published
-from hybridrl.workers.rank_calls import Reference
 from hybridrl.workers.training import UpdateShare
 
 logger = logging.getLogger(__name__)
@@ -110,8 +107,7 @@ class RayExecutor:
             rank: number for number, ranks in enumerate(group.instances) for rank in ranks
         }
         self._rounds = Rounds(group)
-        # Tensors of samples that can be fetched without their rank: references by field.
-        self._published: dict[SampleId, dict[str, Any]] = defaultdict(dict)
+        self._moves = SampleMoves(group)
         # Fields that each role outside of the actor's pool has made; its update may read them.
         self._fields_of_role: dict[str, set[str]] = defaultdict(set)
         # By update, samples whose gradient is on some instance, or on its way.
@@ -212,7 +208,7 @@ class RayExecutor:
         answers = [answer.event for answer in published]
         for answer in published:
             finished = answer.event.finished
-            self._note_published(answer, [f.id for f in finished], generated_tensors(finished))
+            self._moves.publish(answer, [f.id for f in finished], generated_tensors(finished))
         in_order = sorted((f for a in answers for f in a.finished), key=lambda f: f.id)
         self._fused_search.saw(in_order)
         parked = [
@@ -355,7 +351,7 @@ class RayExecutor:
         ranks = self._pool(stage).ranks
         receivers = [ranks[i] for i in deal(samples, len(ranks), work=self._work(stage))]
         fields = {name for name in stage.inputs if name in samples[0].tensors}
-        parcels = yield from self._export_copies(samples, receivers, fields)
+        parcels = yield from self._moves.copies(samples, receivers, fields)
         ids: dict[int, list[SampleId]] = {rank: [] for rank in ranks}
         for sample, rank in zip(samples, receivers, strict=True):
             ids[rank].append(sample.id)
@@ -367,47 +363,12 @@ class RayExecutor:
         )
         event = as_one([answer.event for answer in published])
         for answer in published:
-            self._note_published(answer, answer.event.ids, event.tensors)
+            self._moves.publish(answer, answer.event.ids, event.tensors)
         if event.tensors:
             assert stage.role is not None
             self._fields_of_role[stage.role].update(event.tensors)
-            field = event.tensors[0]
-            imports = {}
-            for rank, mine in by_rank(samples).items():
-                references = once(self._published[sample.id][field] for sample in mine)
-                ids_here = [sample.id for sample in mine]
-                imports[self.group.call_import_samples(rank, ids_here, references)] = rank
-            yield from answers_of(imports)
+            yield from self._moves.import_at_home(samples, event.tensors[0])
         return [event]
-
-    def _export_copies(
-        self, samples: Sequence[Sample], receivers: Sequence[int], fields: Collection[str]
-    ) -> Calling[dict[int, list[Any]]]:
-        """References to `fields` of samples that stay on their ranks, by receiver."""
-        parcels, moves = self._published_or_moves(samples, receivers, lambda sample: fields)
-        exported = yield from answers_of(self._export(moves, sorted(fields), keep=True))
-        add_exported(parcels, exported)
-        return parcels
-
-    def _published_or_moves(
-        self,
-        samples: Sequence[Sample],
-        receivers: Sequence[int],
-        fields_of: Callable[[Sample], Collection[str]],
-    ) -> tuple[dict[int, list[Any]], dict[int, dict[int, list[SampleId]]]]:
-        """References to published tensors, by receiver; moves of the rest, by sender and receiver.
-
-        A sample's fields are published all, or its rank exports them.
-        """
-        parcels: dict[int, list[Any]] = defaultdict(list)
-        moves: dict[int, dict[int, list[SampleId]]] = {}
-        for sample, receiver in zip(samples, receivers, strict=True):
-            known, wanted = self._published[sample.id], fields_of(sample)
-            if known.keys() >= set(wanted):
-                parcels[receiver] += [known[name] for name in sorted(wanted)]
-            else:
-                moves.setdefault(sample.rank, {}).setdefault(receiver, []).append(sample.id)
-        return parcels, moves
 
     def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
         """Export samples from elsewhere, each to one rank of the instance; then start.
@@ -424,7 +385,7 @@ class RayExecutor:
 
     def _infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> EventCalls:
         """One event for an instance: each rank has the results of its samples."""
-        arriving, parcels = yield from self._bring(instance, samples)
+        arriving, parcels = yield from self._moves.to_instance(instance, samples)
         calls = {}
         for rank in self.group.instances[instance]:
             mine = [sample.id for sample in samples if sample.rank == rank]
@@ -433,27 +394,8 @@ class RayExecutor:
             calls[call] = rank
         published = yield from answers_of(calls)
         for answer in published:
-            self._note_published(answer, answer.event.ids, answer.event.tensors)
+            self._moves.publish(answer, answer.event.ids, answer.event.tensors)
         return [as_one([answer.event for answer in published])]
-
-    def _bring(
-        self, instance: int, samples: Sequence[Sample]
-    ) -> Calling[tuple[dict[int, list[SampleId]], dict[int, list[Any]]]]:
-        """Have samples of other instances exported to an instance, whose ranks they get.
-
-        Gives by rank the samples that arrive, and the references to parcels that hold them.
-        """
-        ranks = self.group.instances[instance]
-        coming = [sample for sample in samples if sample.rank not in ranks]
-        receivers = [ranks[(s.id.prompt + s.id.k) % len(ranks)] for s in coming]
-        parcels, moves = self._published_or_moves(coming, receivers, lambda sample: sample.tensors)
-        arriving: dict[int, list[SampleId]] = defaultdict(list)
-        for sample, rank in zip(coming, receivers, strict=True):
-            arriving[rank].append(sample.id)
-            sample.rank = rank
-        exported = yield from answers_of(self._export(moves, None, keep=False))
-        add_exported(parcels, exported)
-        return arriving, parcels
 
     def train_early(self, stage: UpdateStage, instance: int, samples: Sequence[Sample]) -> None:
         """Export samples from elsewhere as for `infer`; then the instance trains on all of them."""
@@ -467,7 +409,7 @@ class RayExecutor:
         self, stage: UpdateStage, instance: int, samples: Sequence[Sample]
     ) -> EventCalls:
         """One event for an instance: each rank has the gradient of its samples."""
-        arriving, parcels = yield from self._bring(instance, samples)
+        arriving, parcels = yield from self._moves.to_instance(instance, samples)
         members = self.group.instances[instance]
         ranks = [sample.rank for sample in samples]
         shares = update_shares(stage, samples, ranks, members, self.config.trainer)
@@ -491,16 +433,6 @@ class RayExecutor:
     def _check_stop_requested(self) -> None:
         if self.may_abandon and signals.stop_requested():
             raise Abandoned
-
-    def _note_published(
-        self,
-        published: Published[Advanced] | Published[Computed],
-        ids: Sequence[SampleId],
-        fields: Sequence[str],
-    ) -> None:
-        if published.reference is not None:
-            for sample in ids:
-                self._published[sample] |= dict.fromkeys(fields, published.reference)
 
     def fuses(self, stages: Sequence[UpdateStage], stage: UpdateStage) -> bool:
         """Whether `stage` is trained in the pipeline plan of `stages`, other roles of its pool."""
@@ -534,7 +466,7 @@ class RayExecutor:
         if pool is self.group.home:
             move = self.config.strict
             ranks = assign_ranks(samples, len(pool.ranks), samples_per_row, move, work)
-            parcels = yield from self._move(samples, ranks)
+            parcels = yield from self._moves.to_ranks(samples, ranks)
         else:
             places = deal(samples, len(pool.ranks), samples_per_row, work)
             ranks = [pool.ranks[i] for i in places]
@@ -542,7 +474,7 @@ class RayExecutor:
             read = {LOSS_MASK, TRAINED}
             for stage in stages:
                 read |= {*stage.inputs, *self._fields_of_role[stage.role or ""]}
-            parcels = yield from self._export_copies(samples, ranks, common & read)
+            parcels = yield from self._moves.copies(samples, ranks, common & read)
         rank_of = {sample.id: rank for sample, rank in zip(samples, ranks, strict=True)}
         policies = self._fused_search.policies(stages[0].role or "")
         shares: dict[int, list[UpdateShare]] = {rank: [] for rank in pool.ranks}
@@ -559,41 +491,7 @@ class RayExecutor:
 
     def release(self, ids: Sequence[SampleId]) -> None:
         """Let the ranks forget samples."""
-        for sample in ids:
-            self._published.pop(sample, None)
+        self._moves.forget(ids)
         if self.episodes is not None:
             self.episodes.end(ids)
         self.group.release(tuple(ids))
-
-    def _move(
-        self, samples: Sequence[Sample], ranks: Sequence[int]
-    ) -> Calling[dict[int, list[Any]]]:
-        """Export samples to the ranks that train them; references by receiver.
-
-        A sample goes with all tensors that every sample has: another update may read others than
-        this one.
-        """
-        parcels: dict[int, list[Any]] = defaultdict(list)
-        moving = [(s, rank) for s, rank in zip(samples, ranks, strict=True) if s.rank != rank]
-        if moving:
-            common = set.intersection(*(sample.tensors for sample in samples))
-            moves: dict[int, dict[int, list[SampleId]]] = {}
-            for sample, receiver in sorted(moving, key=lambda pair: (pair[0].rank, pair[1])):
-                moves.setdefault(sample.rank, {}).setdefault(receiver, []).append(sample.id)
-                sample.rank = receiver
-                sample.tensors &= common
-            exported = yield from answers_of(self._export(moves, sorted(common), keep=False))
-            add_exported(parcels, exported)
-        return parcels
-
-    def _export(
-        self,
-        moves: Mapping[int, Mapping[int, Sequence[SampleId]]],
-        fields: Sequence[str] | None,
-        keep: bool,
-    ) -> dict[Reference[dict[int, list[Any]]], int]:
-        """A call to every rank that has samples to export; `moves` is by sender and receiver."""
-        return {
-            self.group.call_export_samples(sender, by_receiver, fields, keep): sender
-            for sender, by_receiver in moves.items()
-        }
