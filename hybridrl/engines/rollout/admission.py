@@ -6,213 +6,18 @@ calls.
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from hybridrl.engines.rollout.batch import DecodeBatch, Prefill
+from hybridrl.engines.rollout.batch import Prefill
+from hybridrl.engines.rollout.entries import Admitted, Entry, EntryStatus, Lane, Prefix
 from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import Request
-from hybridrl.engines.rollout.kept_groups import Ints, KeptGroups
+from hybridrl.engines.rollout.kept_groups import Ints
 from hybridrl.engines.rollout.kv_cache import BlockAllocator
-from hybridrl.engines.rollout.stage import Drawn
-from hybridrl.models.router_replay import Routing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionLimits:
-    """The largest requests of an engine; sequences are of prompt and response, in tokens.
-
-    `last_cached`: the cache must have room for the last token of a response, too.
-    """
-
-    vocab_size: int
-    max_sequence: int
-    block_size: int
-    num_blocks: int
-    last_cached: bool = False
-
-
-def check_positions(max_sequence: int, max_positions: int) -> None:
-    """Raise ValueError for sequences that have more tokens than the model has positions."""
-    if max_sequence > max_positions:
-        raise ValueError(
-            f"max_sequence={max_sequence}: the model's max_position_embeddings is {max_positions}"
-        )
-
-
-def check_requests(
-    requests: Sequence[Request], limits: AdmissionLimits, unfinished: Container[object]
-) -> None:
-    """Raise ValueError for a request that can never run or whose id is taken."""
-    seen: set[object] = set()
-    for request in requests:
-        _check(request, limits)
-        if request.id in seen or request.id in unfinished:
-            raise ValueError(f"request {request.id!r} is already in the engine")
-        seen.add(request.id)
-
-
-def _check(request: Request, limits: AdmissionLimits) -> None:
-    name, sampling = f"request {request.id!r}", request.sampling
-    if not request.prompt_ids:
-        raise ValueError(f"{name} has an empty prompt")
-    if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < limits.vocab_size:
-        raise ValueError(
-            f"{name} has token ids {min(request.prompt_ids)} to {max(request.prompt_ids)}; "
-            f"the model's vocabulary has 0 to {limits.vocab_size - 1}"
-        )
-    if len(request.response_ids) >= sampling.max_new_tokens and not request.is_held:
-        raise ValueError(
-            f"{name} has {len(request.response_ids)} response tokens already; "
-            f"rollout.max_new_tokens={sampling.max_new_tokens}"
-        )
-    total = len(request.prompt_ids) + sampling.max_new_tokens
-    reach = (
-        f"{name} may reach {total} tokens (prompt {len(request.prompt_ids)} + "
-        f"rollout.max_new_tokens={sampling.max_new_tokens}); "
-    )
-    if total > limits.max_sequence:
-        raise ValueError(f"{reach}the longest sequence is {limits.max_sequence}")
-    if -(-(total - (not limits.last_cached)) // limits.block_size) > limits.num_blocks:
-        cached = limits.num_blocks * limits.block_size
-        raise ValueError(f"{reach}rollout.kv_cache_tokens={cached} can never hold it")
-
-
-class EntryStatus(Enum):
-    """What an unfinished request does.
-
-    submit -> WAITING, or HELD where its turn has ended; WAITING -> admit -> RUNNING;
-    RUNNING -> grow, which preempts -> WAITING; RUNNING -> hold -> HELD -> answer -> WAITING.
-    """
-
-    WAITING = "waiting"  # in the queue
-    RUNNING = "running"  # in a lane
-    HELD = "held"  # its turn has ended
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """An unfinished request: `lane` and `slot` (its row in `tables`) while it runs.
-
-    Its `blocks` cache all tokens but the pending one while it runs, and else the first `kept` ones.
-    `lost` tokens were cached until it gave its blocks up, or they have `moved` to its request.
-    """
-
-    request: Request
-    order: int
-    blocks: list[int] = field(default_factory=list)
-    slot: int = -1
-    lane: "Lane | None" = None
-    status: EntryStatus = EntryStatus.WAITING
-    kept: int = 0
-    lost: int = 0
-    moved: bool = False
-
-    @property
-    def cached(self) -> int:
-        """Tokens whose keys and values are in the blocks."""
-        return self.length - 1 if self.status is EntryStatus.RUNNING else self.kept
-
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and response, the pending one included."""
-        return len(self.request.prompt_ids) + len(self.request.response_ids)
-
-    def tokens(self) -> list[int]:
-        """Prompt and response."""
-        return [*self.request.prompt_ids, *self.request.response_ids]
-
-
-@dataclass(slots=True, eq=False)
-class Lane:
-    """Running sequences that decode together; a pipeline has as many lanes as stages.
-
-    `drawn` holds the tokens of the last decode step until they are collected, and `routing` its
-    experts; until then no sequence joins or leaves. `batch` stays from step to step until one does.
-    `kept` are the rows' gathered keys and values, which stay longer.
-    """
-
-    index: int
-    entries: list[Entry] = field(default_factory=list)
-    batch: DecodeBatch | None = None
-    kept: KeptGroups | None = None
-    drawn: Drawn | None = None
-    routing: Routing | None = None
-
-    def end_batch(self) -> None:
-        """Drop the batch, before a sequence joins or leaves."""
-        assert self.drawn is None, "sampled tokens are in flight"
-        self.batch = None
-
-    def remove(self, leaving: Sequence[Entry], tables: Ints, keep: bool) -> None:
-        """Sequences leave; with `keep` all their tokens are in the cache then."""
-        self.end_batch()
-        for entry in leaving:
-            self.entries.remove(entry)
-        if self.kept is not None:
-            self.kept.remove([entry.slot for entry in leaving], tables, keep)
-
-    def flush(self, tables: Ints) -> None:
-        """Drop the batch and what it has gathered; all tokens are in the cache then."""
-        self.end_batch()
-        if self.kept is not None:
-            self.kept.flush(tables)
-        self.kept = None
-
-
-@dataclass(slots=True)
-class _Prefix:
-    """A shared prompt: `blocks` cache all but its last token, None while they are not computed.
-
-    The prefix holds its blocks while `users` unfinished requests name it. Sequences share the full
-    blocks and copy the last, partly filled one, since they write to it. `record` has the experts of
-    the cached tokens, once they are computed.
-    """
-
-    prompt_ids: list[int]
-    users: int = 0
-    blocks: list[int] | None = None
-    record: ExpertRecord = field(default_factory=ExpertRecord)
-
-    def release(self, allocator: BlockAllocator) -> None:
-        """Forget what is cached."""
-        allocator.release(self.blocks or [])
-        self.blocks, self.record = None, ExpertRecord()
-
-    def suits(self, record: ExpertRecord | None, whole: bool) -> bool:
-        """Whether a sequence with this record may read the cached tokens.
-
-        Parked sequences may have computed the prompt with other experts, under older weights. That
-        is seen where records are `whole`; else they share nothing that is cached already.
-        """
-        if not record or self.blocks is None:
-            return True
-        if not whole:
-            return False
-        tokens = len(self.prompt_ids) - 1
-        known = len(self.record) == tokens
-        return known and np.array_equal(self.record.whole(), record.rows(0, tokens))
-
-
-@dataclass(slots=True)
-class Admitted:
-    """The work that fills the cache for the admitted `entries`, in this order.
-
-    First `prefixes`, then block copies (`copies`: source, destination). Then the keys and values
-    that the requests of `restored` entries carry, then `prompts`, then the responses of `replayed`.
-    The records of `sharing` entries begin with that of their prefix.
-    """
-
-    entries: list[Entry] = field(default_factory=list)
-    prefixes: list[Prefill] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    prompts: list[Prefill] = field(default_factory=list)
-    replayed: list[Entry] = field(default_factory=list)
-    restored: list[Entry] = field(default_factory=list)
-    sharing: list[tuple[ExpertRecord, ExpertRecord]] = field(default_factory=list)
+from hybridrl.engines.rollout.request_limits import AdmissionLimits, check_requests
 
 
 class Admission:
@@ -266,7 +71,7 @@ class Admission:
         self._waiting: deque[Entry] = deque()
         self._held: dict[object, Entry] = {}  # the longest held first
         self._entries: dict[object, Entry] = {}
-        self._prefixes: dict[object, _Prefix] = {}
+        self._prefixes: dict[object, Prefix] = {}
 
     @property
     def num_running(self) -> int:
@@ -304,7 +109,7 @@ class Admission:
                 turns=list(request.turns),
             )
             if copied.prefix is not None:
-                prefix = self._prefixes.setdefault(copied.prefix, _Prefix(list(copied.prompt_ids)))
+                prefix = self._prefixes.setdefault(copied.prefix, Prefix(list(copied.prompt_ids)))
                 prefix.users += 1
             entry = Entry(copied, self._submitted)
             self._submitted += 1
@@ -484,7 +289,7 @@ class Admission:
             self._evict(entry)
         return True
 
-    def _share(self, entry: Entry, prefix: _Prefix, need: int, admitted: Admitted) -> int:
+    def _share(self, entry: Entry, prefix: Prefix, need: int, admitted: Admitted) -> int:
         """Allocate the blocks of an entry that shares a prefix; the tokens that this caches."""
         shared, record = len(prefix.prompt_ids) - 1, entry.request.routed_experts
         full, partly = divmod(shared, self._block_size)

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from hybridrl.engines.rollout.admission import Admitted, Entry, Lane
 from hybridrl.engines.rollout.batch import DecodeBatch, Prefill, prefill_batches
+from hybridrl.engines.rollout.entries import Admitted, Entry, Lane
 from hybridrl.engines.rollout.expert_record import ExpertRecord, ExpertRecorder, SequenceRows
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.kept_groups import Ints, KeptGroups, group_pages

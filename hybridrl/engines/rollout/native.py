@@ -16,9 +16,10 @@ import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config import SPECULATED, RouterReplay
-from hybridrl.engines.rollout.admission import Admission, Entry, Lane, check_positions
+from hybridrl.engines.rollout.admission import Admission
 from hybridrl.engines.rollout.batch import DecodeBatch, VerifyBatch
 from hybridrl.engines.rollout.cache_fill import CacheFiller
+from hybridrl.engines.rollout.entries import Entry, Lane
 from hybridrl.engines.rollout.expert_record import ExpertRecorder, SequenceRows
 from hybridrl.engines.rollout.interface import (
     KV,
@@ -32,6 +33,7 @@ from hybridrl.engines.rollout.kv_costs import KVCosts
 from hybridrl.engines.rollout.logit_edits import SeenTokens
 from hybridrl.engines.rollout.memory import native_cache
 from hybridrl.engines.rollout.random import UniformsOf, UniformTable
+from hybridrl.engines.rollout.request_limits import check_positions
 from hybridrl.engines.rollout.responses import (
     append_reply,
     append_token,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridrl.engines.rollout.admission import Admission, Entry, Lane
+from hybridrl.engines.rollout.admission import Admission
 from hybridrl.engines.rollout.batch import Prefill, VerifyBatch
 from hybridrl.engines.rollout.draft_lengths import (
     BestLength,
@@ -18,6 +18,7 @@ from hybridrl.engines.rollout.draft_lengths import (
     PromptGroup,
 )
 from hybridrl.engines.rollout.drafts import DraftSource, SeenTexts
+from hybridrl.engines.rollout.entries import Entry, Lane
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.responses import tokens_left
 from hybridrl.models.paged_attention import KVPool

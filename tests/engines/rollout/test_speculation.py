@@ -9,9 +9,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from hybridrl.config import RouterReplay
-from hybridrl.engines.rollout.admission import Entry
 from hybridrl.engines.rollout.draft_lengths import BestLength, FixedLength, PromptGroup
 from hybridrl.engines.rollout.drafts import DraftSource, SeenTexts
+from hybridrl.engines.rollout.entries import Entry
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.speculation import Guess, Speculation

@@ -18,11 +18,11 @@ from transformers import PretrainedConfig
 
 from hybridrl.config import RouterReplay
 from hybridrl.config.rollout import ENGINES, Engine
-from hybridrl.engines.rollout.admission import AdmissionLimits, check_positions, check_requests
 from hybridrl.engines.rollout.available import in_transformers_backend
 from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import EngineParts, HeldTurn, Output, Request, Stats
 from hybridrl.engines.rollout.memory import kv_bytes_per_token
+from hybridrl.engines.rollout.request_limits import AdmissionLimits, check_positions, check_requests
 from hybridrl.engines.rollout.responses import (
     append_reply,
     end_turn,

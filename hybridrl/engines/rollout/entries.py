@@ -1,0 +1,149 @@
+"""Unfinished requests of an engine, the lanes they decode in, and the prompts that they share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from hybridrl.engines.rollout.batch import DecodeBatch, Prefill
+from hybridrl.engines.rollout.expert_record import ExpertRecord
+from hybridrl.engines.rollout.interface import Request
+from hybridrl.engines.rollout.kept_groups import Ints, KeptGroups
+from hybridrl.engines.rollout.kv_cache import BlockAllocator
+from hybridrl.engines.rollout.stage import Drawn
+from hybridrl.models.router_replay import Routing
+
+
+class EntryStatus(Enum):
+    """What an unfinished request does.
+
+    submit -> WAITING, or HELD where its turn has ended; WAITING -> admit -> RUNNING;
+    RUNNING -> grow, which preempts -> WAITING; RUNNING -> hold -> HELD -> answer -> WAITING.
+    """
+
+    WAITING = "waiting"  # in the queue
+    RUNNING = "running"  # in a lane
+    HELD = "held"  # its turn has ended
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """An unfinished request: `lane` and `slot` (its row in `tables`) while it runs.
+
+    Its `blocks` cache all tokens but the pending one while it runs, and else the first `kept` ones.
+    `lost` tokens were cached until it gave its blocks up, or they have `moved` to its request.
+    """
+
+    request: Request
+    order: int
+    blocks: list[int] = field(default_factory=list)
+    slot: int = -1
+    lane: "Lane | None" = None
+    status: EntryStatus = EntryStatus.WAITING
+    kept: int = 0
+    lost: int = 0
+    moved: bool = False
+
+    @property
+    def cached(self) -> int:
+        """Tokens whose keys and values are in the blocks."""
+        return self.length - 1 if self.status is EntryStatus.RUNNING else self.kept
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response, the pending one included."""
+        return len(self.request.prompt_ids) + len(self.request.response_ids)
+
+    def tokens(self) -> list[int]:
+        """Prompt and response."""
+        return [*self.request.prompt_ids, *self.request.response_ids]
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """Running sequences that decode together; a pipeline has as many lanes as stages.
+
+    `drawn` holds the tokens of the last decode step until they are collected, and `routing` its
+    experts; until then no sequence joins or leaves. `batch` stays from step to step until one does.
+    `kept` are the rows' gathered keys and values, which stay longer.
+    """
+
+    index: int
+    entries: list[Entry] = field(default_factory=list)
+    batch: DecodeBatch | None = None
+    kept: KeptGroups | None = None
+    drawn: Drawn | None = None
+    routing: Routing | None = None
+
+    def end_batch(self) -> None:
+        """Drop the batch, before a sequence joins or leaves."""
+        assert self.drawn is None, "sampled tokens are in flight"
+        self.batch = None
+
+    def remove(self, leaving: Sequence[Entry], tables: Ints, keep: bool) -> None:
+        """Sequences leave; with `keep` all their tokens are in the cache then."""
+        self.end_batch()
+        for entry in leaving:
+            self.entries.remove(entry)
+        if self.kept is not None:
+            self.kept.remove([entry.slot for entry in leaving], tables, keep)
+
+    def flush(self, tables: Ints) -> None:
+        """Drop the batch and what it has gathered; all tokens are in the cache then."""
+        self.end_batch()
+        if self.kept is not None:
+            self.kept.flush(tables)
+        self.kept = None
+
+
+@dataclass(slots=True)
+class Prefix:
+    """A shared prompt: `blocks` cache all but its last token, None while they are not computed.
+
+    The prefix holds its blocks while `users` unfinished requests name it. Sequences share the full
+    blocks and copy the last, partly filled one, since they write to it. `record` has the experts of
+    the cached tokens, once they are computed.
+    """
+
+    prompt_ids: list[int]
+    users: int = 0
+    blocks: list[int] | None = None
+    record: ExpertRecord = field(default_factory=ExpertRecord)
+
+    def release(self, allocator: BlockAllocator) -> None:
+        """Forget what is cached."""
+        allocator.release(self.blocks or [])
+        self.blocks, self.record = None, ExpertRecord()
+
+    def suits(self, record: ExpertRecord | None, whole: bool) -> bool:
+        """Whether a sequence with this record may read the cached tokens.
+
+        Parked sequences may have computed the prompt with other experts, under older weights. That
+        is seen where records are `whole`; else they share nothing that is cached already.
+        """
+        if not record or self.blocks is None:
+            return True
+        if not whole:
+            return False
+        tokens = len(self.prompt_ids) - 1
+        known = len(self.record) == tokens
+        return known and np.array_equal(self.record.whole(), record.rows(0, tokens))
+
+
+@dataclass(slots=True)
+class Admitted:
+    """The work that fills the cache for the admitted `entries`, in this order.
+
+    First `prefixes`, then block copies (`copies`: source, destination). Then the keys and values
+    that the requests of `restored` entries carry, then `prompts`, then the responses of `replayed`.
+    The records of `sharing` entries begin with that of their prefix.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    prefixes: list[Prefill] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    prompts: list[Prefill] = field(default_factory=list)
+    replayed: list[Entry] = field(default_factory=list)
+    restored: list[Entry] = field(default_factory=list)
+    sharing: list[tuple[ExpertRecord, ExpertRecord]] = field(default_factory=list)
