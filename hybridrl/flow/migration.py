@@ -15,7 +15,8 @@ import numpy as np
 
 from hybridrl.flow.costs import Costs
 
-_EXACT = 64  # every threshold up to here is tried; above it 64 of each further factor of four
+_EXACT = 32  # every threshold up to here is tried; above it one in eight, and those near the best
+_NEAR = 16  # of those
 _ROUNDS = 4  # until rows and pace agree
 _LEAST_S = 1e-9  # of a token
 _WORTH = 0.01  # of the step: what a plan has to save over the plainest, since a model says it
@@ -248,12 +249,16 @@ class _FreeTime:
             return free
         ends = self.times[-1] + seconds.cumsum(axis=1)
         totals = self.totals[-1] + free.cumsum(axis=1)
-        usable = np.empty_like(free)
-        for row, (end, total) in enumerate(zip(ends, totals, strict=True)):
-            times = np.concatenate([self.times, end])
-            known = np.concatenate([self.totals, total])
-            at = np.concatenate([self.times[-1:], end]) - self.switch_s
-            usable[row] = np.diff(np.interp(at, times, known))
+        rows = np.arange(len(ends))[:, None]
+        times = np.concatenate([np.broadcast_to(self.times, (len(ends), len(self.times))), ends], 1)
+        known = np.concatenate(
+            [np.broadcast_to(self.totals, (len(ends), len(self.totals))), totals], 1
+        )
+        at = np.concatenate([np.broadcast_to(self.times[-1:], rows.shape), ends], 1) - self.switch_s
+        # One row after the other, so that one call interpolates all.
+        apart = rows * (times.max() + 1.0)
+        at, times = np.maximum(at, 0.0) + apart, times + apart
+        usable = np.diff(np.interp(at.ravel(), times.ravel(), known.ravel()).reshape(at.shape))
         self.times = np.concatenate([self.times, ends[0]])
         self.totals = np.concatenate([self.totals, totals[0]])
         return usable
@@ -273,19 +278,37 @@ def best_threshold(
     first, num = models[0], len(models[0].lengths)
     longest = first.prompt_tokens + max(max(model.lengths) for model in models)
     caps = _caps(first.costs.at_width(first.width), max_held, longest)
-    blocks, best, least = _blocks(num), NO_MIGRATION, np.inf
+    search = _ThresholdSearch(models)
     if threshold is not None:
-        blocks = [np.array([min(threshold, num - 1)])]
-    for tried in blocks:
-        pairs = np.stack(np.meshgrid(tried, caps, indexing="ij"), axis=-1).reshape(-1, 2)
-        each = [model.expected_seconds(pairs[:, 0], pairs[:, 1]) for model in models]
+        search.add(np.array([min(threshold, num - 1)]), caps)
+    else:
+        tried = _coarse(num)
+        for block in np.split(tried, np.searchsorted(tried, _EXACT * 4 ** np.arange(10), "right")):
+            search.add(block, caps)  # small thresholds look at little of the step
+        search.add(_near(tried, search.best.threshold), [search.best.cap])
+    best = search.best._replace(width=first.width)
+    return search.seconds, best if threshold is None else best._replace(threshold=threshold)
+
+
+@dataclass(slots=True)
+class _ThresholdSearch:
+    """The best threshold and cap of those tried, and the mean `seconds` of the steps with them."""
+
+    models: Sequence[StepModel]
+    seconds: float = np.inf
+    best: MigrationPlan = NO_MIGRATION
+
+    def add(self, thresholds: np.ndarray, caps: Sequence[int]) -> None:
+        """Try each of these with each cap."""
+        if not len(thresholds):
+            return
+        pairs = np.stack(np.meshgrid(thresholds, caps, indexing="ij"), axis=-1).reshape(-1, 2)
+        each = [model.expected_seconds(pairs[:, 0], pairs[:, 1]) for model in self.models]
         seconds = np.mean(each, axis=0)
         lowest = int(np.argmax(seconds <= seconds.min() * (1 + 1e-9)))
-        if seconds[lowest] < least * (1 - 1e-9):
-            least = float(seconds[lowest])
-            tried_threshold, cap = pairs[lowest].tolist()
-            best = MigrationPlan(tried_threshold, cap, first.width)
-    return least, best if threshold is None else best._replace(threshold=threshold)
+        if seconds[lowest] < self.seconds * (1 - 1e-9):
+            self.seconds = float(seconds[lowest])
+            self.best = MigrationPlan(*pairs[lowest].tolist())
 
 
 class TailPlan(NamedTuple):
@@ -379,14 +402,20 @@ def _caps(costs: Costs, max_held: int, tail_tokens: float) -> list[int]:
     return caps
 
 
-def _blocks(num: int) -> list[np.ndarray]:
-    """Thresholds to try, in blocks that look at ever more of the tail."""
-    blocks, low, high = [], 1, _EXACT
-    while low < num:
-        last = min(high, num - 1)
-        blocks.append(np.unique(np.linspace(low, last, min(_EXACT, last - low + 1)).astype(int)))
-        low, high = high + 1, 4 * high
-    return blocks
+def _coarse(num: int) -> np.ndarray:
+    """Thresholds below `num`: the small ones, then each an eighth above the one before."""
+    tried = [*range(1, min(_EXACT, num - 1) + 1)]
+    while tried[-1] < num - 1:
+        tried.append(min(num - 1, tried[-1] + tried[-1] // 8))
+    return np.array(tried)
+
+
+def _near(tried: np.ndarray, best: int) -> np.ndarray:
+    """Thresholds between the neighbors of the best one of those tried, without these."""
+    at = int(np.searchsorted(tried, best))
+    low, high = tried[max(0, at - 1)] + 1, tried[min(len(tried) - 1, at + 1)] - 1
+    near = np.unique(np.linspace(low, high, min(_NEAR, max(0, high - low + 1))).astype(int))
+    return near[near != best]
 
 
 def training_arrivals(
