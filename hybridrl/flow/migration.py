@@ -159,6 +159,10 @@ class StepModel:
             reached = done[num - tried - 1]
         reached = reached * course.going[np.minimum(num - tried, num - 1)]
         keepers = np.clip(-(-tried // most), 1, num_instances // self.width)
+        # Many come to the same, since what is left is known at the ends of calls.
+        same = tried * (num_instances + 1) + keepers
+        _, distinct, which = np.unique(same, return_index=True, return_inverse=True)
+        tried, keepers, reached = tried[distinct], keepers[distinct], reached[distinct]
         wide, free = self.costs.at_width(self.width), _FreeTime(self._way_to_training)
         # What comes before the first gathering is the same for all: [1, before] and [tried, after].
         start = num - max(1, int(tried.max()))
@@ -182,7 +186,7 @@ class StepModel:
             capacity = free.usable(seconds, seconds * idle)
             left = _left(left, work[span], capacity)
             taken = taken + seconds.sum(axis=1)
-        return np.where(fits, taken + left / num_instances, np.inf)
+        return np.where(fits, (taken + left / num_instances)[which], np.inf)
 
     @property
     def _way_to_training(self) -> float:
