@@ -16,7 +16,7 @@ import numpy as np
 from hybridrl.flow.costs import Costs
 
 _EXACT = 32  # every threshold up to here is tried; above it one in eight, and those near the best
-_NEAR = 16  # of those
+_NEAR = 64  # of those
 _ROUNDS = 4  # until rows and pace agree
 _LEAST_S = 1e-9  # of a token
 _WORTH = 0.01  # of the step: what a plan has to save over the plainest, since a model says it
@@ -310,9 +310,10 @@ class _ThresholdSearch:
         each = [model.expected_seconds(pairs[:, 0], pairs[:, 1]) for model in self.models]
         seconds = np.mean(each, axis=0)
         lowest = int(np.argmax(seconds <= seconds.min() * (1 + 1e-9)))
-        if seconds[lowest] < self.seconds * (1 - 1e-9):
-            self.seconds = float(seconds[lowest])
-            self.best = MigrationPlan(*pairs[lowest].tolist())
+        least, found = float(seconds[lowest]), MigrationPlan(*pairs[lowest].tolist())
+        is_equal = least <= self.seconds * (1 + 1e-9)
+        if least < self.seconds * (1 - 1e-9) or (is_equal and found < self.best):
+            self.seconds, self.best = least, found
 
 
 class TailPlan(NamedTuple):

@@ -253,6 +253,42 @@ def test_the_plan_for_a_thousand_samples_is_near_the_best_of_all() -> None:
     assert seconds <= min(every) * 1.01
 
 
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**32), width=st.sampled_from([1, 2]), trains=st.booleans())
+def test_the_plan_for_hundreds_of_samples_is_near_the_best_of_all(
+    seed: int, width: int, trains: bool
+) -> None:
+    """Of many not all are tried; calls and ways to training make steps in what they take."""
+    draw = random.Random(seed)
+    num, sigma = draw.choice([80, 200, 500]), draw.choice([0.3, 0.8, 1.2, 2.0])
+    lengths = sorted(round(draw.lognormvariate(5, sigma)) + 1 for _ in range(num))
+    costs = Costs(
+        step_s=0.01,
+        row_s=draw.choice([0, 1e-5, 3e-4, 1e-3]),
+        cached_token_s=draw.choice([0, 1e-7, 1e-6]),
+        prefill_token_s=1e-4,
+        call_s=draw.choice([0, 1e-3]),
+        kv_token_s=1e-5,
+        kv_call_s=1e-3,
+        wide_step_s={2: 0.006},
+    )
+    model = replace(
+        model_of(lengths, draw.choice([4, 16, 64]), costs, draw.choice([0, 1e-4, 1e-3]), 50),
+        call_steps=64,
+        call_s=draw.choice([0, 0.6]),
+        training=training_arrivals(lengths, lengths[7::8], 20.0) if trains else None,
+        switch_s=draw.choice([0, 2.0]),
+        width=width,
+    )
+    seconds, best = best_threshold([model], 64)
+    caps = [min(64, costs.at_width(width).flat_rows(cached_per_row=50 + lengths[-1]))]
+    while caps[-1] < 64:
+        caps.append(min(64, 2 * caps[-1]))
+    every = min(model.expected_seconds(range(1, num), [cap] * (num - 1)).min() for cap in caps)
+    assert seconds <= every * 1.005 or math.isinf(every)
+    assert best.width == width
+
+
 # -- training ------------------------------------------------------------------------------------
 
 

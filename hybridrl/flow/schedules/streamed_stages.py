@@ -102,7 +102,7 @@ class StreamedStages:
 
     def could_start(self, instance: int) -> bool:
         """Whether a forward pass waits that an instance may run while others decode."""
-        return self.overlaps and self._next_stage(instance, False) is not None
+        return self.overlaps and any(self._able(instance, name) for name in self._spare)
 
     def start_waiting(
         self, instance: int, num_instances: int, decoding: bool, trains: bool = False
@@ -112,10 +112,11 @@ class StreamedStages:
         `num_instances` share them, now or, while others are `decoding`, later. An instance that
         `trains` has no generation weights, so the actor's own passes are left to others.
         """
-        stage = self._next_stage(instance, trains) if self.overlaps or not decoding else None
-        if stage is None:
+        following = self._next_stage(instance, trains) if self.overlaps or not decoding else None
+        if following is None:
             return False
-        samples = self._chunk(instance, stage, num_instances, decoding)
+        stage, able = following
+        samples = self._chunk(instance, stage, able, num_instances, decoding)
         for sample in samples:
             del self._spare[stage.name][sample.id]
         self._begin(stage, samples)
@@ -189,31 +190,38 @@ class StreamedStages:
                 self._begin(stage, here)
                 self.executor.compute(stage, here)
 
-    def _next_stage(self, instance: int, trains: bool) -> Stage | None:
-        """The stage that an instance ran last, while there is some of it left; else the largest."""
-        able = {
-            name: waiting
-            for name in self._spare
-            if not (trains and self._stage(name).role == "actor")
-            and (waiting := self._able(instance, name))
-        }
+    def _next_stage(self, instance: int, trains: bool) -> tuple[Stage, list[Sample]] | None:
+        """The stage that an instance ran last, while there is some of it left; else the largest.
+
+        With the samples that the instance may take.
+        """
+        last, able = self._last_stage.get(instance), dict[str, list[Sample]]()
+        for name in sorted(self._spare, key=lambda name: name != last):
+            if trains and self._stage(name).role == "actor":
+                continue
+            if samples := self._able(instance, name):
+                if name == last:
+                    return self._stage(name), samples
+                able[name] = samples
         if not able:
             return None
-        last = self._last_stage.get(instance)
-        if last not in able:
-            last = max(able, key=lambda name: sum(sample.tokens for sample in able[name]))
-        return self._stage(last)
+        largest = max(able, key=lambda name: sum(sample.tokens for sample in able[name]))
+        return self._stage(largest), able[largest]
 
     def _chunk(
-        self, instance: int, stage: Stage, num_instances: int, decoding: bool
+        self,
+        instance: int,
+        stage: Stage,
+        able: Sequence[Sample],
+        num_instances: int,
+        decoding: bool,
     ) -> list[Sample]:
-        """One share of the samples that wait for `stage`, the instance's own samples first.
+        """One share of the `able` samples that wait for `stage`, the instance's own samples first.
 
         While others decode that is half of an instance's, but not so few tokens that the call
         itself counts. Afterwards instances have equal shares, of no fewer tokens than take as long
         as their call. The last one also takes what did not fit into the others'.
         """
-        able = self._able(instance, stage.name)
         waiting = sum(sample.tokens for sample in able)
         least = least_tokens(self.meter.costs(), stage.name, self.chunk_tokens)
         share = waiting / (2 * num_instances)
@@ -239,14 +247,16 @@ class StreamedStages:
 
     def _own_first(self, instance: int, samples: Sequence[Sample]) -> Iterator[Sample]:
         """The instance's own samples, then the others, the longest first."""
-        for own in (True, False):
-            some = [sample for sample in samples if self.is_on(sample, instance) is own]
+        own, others = list[Sample](), list[Sample]()
+        for sample in samples:
+            (own if self.is_on(sample, instance) else others).append(sample)
+        for some in (own, others):
             yield from sorted(some, key=lambda sample: (-sample.tokens, sample.id))
 
     def _able(self, instance: int, name: str) -> list[Sample]:
         """Samples that wait for a stage and are on the instance or free to move there."""
-        waiting = self._spare[name].values()
-        return [s for s in waiting if not self._busy[s.id] or self.is_on(s, instance)]
+        busy, waiting = self._busy, self._spare[name].values()
+        return [s for s in waiting if not busy[s.id] or self.is_on(s, instance)]
 
     def _begin(self, stage: Stage, samples: Sequence[Sample]) -> None:
         self.stamp(stage)
