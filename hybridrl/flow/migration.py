@@ -289,7 +289,8 @@ def best_threshold(
         tried = _coarse(num)
         for block in np.split(tried, np.searchsorted(tried, _EXACT * 4 ** np.arange(10), "right")):
             search.add(block, caps)  # small thresholds look at little of the step
-        search.add(_near(tried, search.best.threshold), [search.best.cap])
+        if search.best.threshold:  # else nothing has room
+            search.add(_near(tried, search.best.threshold), [search.best.cap])
     best = search.best._replace(width=first.width)
     return search.seconds, best if threshold is None else best._replace(threshold=threshold)
 
@@ -310,10 +311,10 @@ class _ThresholdSearch:
         each = [model.expected_seconds(pairs[:, 0], pairs[:, 1]) for model in self.models]
         seconds = np.mean(each, axis=0)
         lowest = int(np.argmax(seconds <= seconds.min() * (1 + 1e-9)))
-        least, found = float(seconds[lowest]), MigrationPlan(*pairs[lowest].tolist())
+        least, tried = float(seconds[lowest]), MigrationPlan(*pairs[lowest].tolist())
         is_equal = least <= self.seconds * (1 + 1e-9)
-        if least < self.seconds * (1 - 1e-9) or (is_equal and found < self.best):
-            self.seconds, self.best = least, found
+        if least < self.seconds * (1 - 1e-9) or (is_equal and tried < self.best):
+            self.seconds, self.best = least, tried
 
 
 class TailPlan(NamedTuple):
