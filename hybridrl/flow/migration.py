@@ -253,19 +253,20 @@ class _FreeTime:
             return free
         ends = self.times[-1] + seconds.cumsum(axis=1)
         totals = self.totals[-1] + free.cumsum(axis=1)
-        rows = np.arange(len(ends))[:, None]
-        times = np.concatenate([np.broadcast_to(self.times, (len(ends), len(self.times))), ends], 1)
-        known = np.concatenate(
-            [np.broadcast_to(self.totals, (len(ends), len(self.totals))), totals], 1
-        )
-        at = np.concatenate([np.broadcast_to(self.times[-1:], rows.shape), ends], 1) - self.switch_s
+        times, known = _behind(self.times, ends), _behind(self.totals, totals)
+        at = np.maximum(_behind(self.times[-1:], ends) - self.switch_s, 0.0)
         # One row after the other, so that one call interpolates all.
-        apart = rows * (times.max() + 1.0)
-        at, times = np.maximum(at, 0.0) + apart, times + apart
+        apart = np.arange(len(ends))[:, None] * (times.max() + 1.0)
+        at, times = at + apart, times + apart
         usable = np.diff(np.interp(at.ravel(), times.ravel(), known.ravel()).reshape(at.shape))
         self.times = np.concatenate([self.times, ends[0]])
         self.totals = np.concatenate([self.totals, totals[0]])
         return usable
+
+
+def _behind(first: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Each of `rows` [rows, n] behind `first` [m]: [rows, m + n]."""
+    return np.concatenate([np.broadcast_to(first, (len(rows), len(first))), rows], axis=1)
 
 
 def best_threshold(

@@ -255,8 +255,8 @@ class StreamedStages:
 
     def _able(self, instance: int, name: str) -> list[Sample]:
         """Samples that wait for a stage and are on the instance or free to move there."""
-        busy, waiting = self._busy, self._spare[name].values()
-        return [s for s in waiting if not busy[s.id] or self.is_on(s, instance)]
+        waiting = self._spare[name].values()
+        return [s for s in waiting if not self._busy[s.id] or self.is_on(s, instance)]
 
     def _begin(self, stage: Stage, samples: Sequence[Sample]) -> None:
         self.stamp(stage)
