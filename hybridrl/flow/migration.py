@@ -6,8 +6,10 @@ gathered batch slows the longest; too late and the freed instances have no time 
 instances decode the tail as one. All of these want the same ranks, so that a model compares them.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
@@ -15,8 +17,8 @@ import numpy as np
 
 from hybridrl.flow.costs import Costs
 
-_EXACT = 32  # every threshold up to here is tried; above it one in eight, and those near the best
-_NEAR = 64  # of those
+_EXACT = 32  # every threshold up to here is tried; above it some, and those near the best
+_NEAR = 64  # at most, of those near it
 _ROUNDS = 4  # until rows and pace agree
 _LEAST_S = 1e-9  # of a token
 _WORTH = 0.01  # of the step: what a plan has to save over the plainest, since a model says it
@@ -283,39 +285,40 @@ def best_threshold(
     first, num = models[0], len(models[0].lengths)
     longest = first.prompt_tokens + max(max(model.lengths) for model in models)
     caps = _caps(first.costs.at_width(first.width), max_held, longest)
-    search = _ThresholdSearch(models)
     if threshold is not None:
-        search.add(np.array([min(threshold, num - 1)]), caps)
-    else:
-        tried = _coarse(num)
-        for block in np.split(tried, np.searchsorted(tried, _EXACT * 4 ** np.arange(10), "right")):
-            search.add(block, caps)  # small thresholds look at little of the step
-        if search.best.threshold:  # else nothing has room
-            search.add(_near(tried, search.best.threshold), [search.best.cap])
-    best = search.best._replace(width=first.width)
-    return search.seconds, best if threshold is None else best._replace(threshold=threshold)
+        pairs = [(min(threshold, num - 1), cap) for cap in caps]
+        seconds, (_, cap) = _best(_mean_seconds(models, pairs))
+        return seconds, MigrationPlan(threshold, cap, first.width)
+    most_keepers = first.num_instances // first.width
+    pairs = [(tried, cap) for cap in caps for tried in _coarse(num, cap, most_keepers)]
+    known = _mean_seconds(models, pairs)
+    for cap in caps:
+        _, (tried, _) = _best({pair: known[pair] for pair in pairs if pair[1] == cap})
+        known |= _mean_seconds(models, [(near, cap) for near in _near(tried, num)])
+    seconds, best = _best(known)
+    return seconds, MigrationPlan(*best, first.width) if seconds < np.inf else NO_MIGRATION
 
 
-@dataclass(slots=True)
-class _ThresholdSearch:
-    """The best threshold and cap of those tried, and the mean `seconds` of the steps with them."""
+def _mean_seconds(
+    models: Sequence[StepModel], pairs: Sequence[tuple[int, int]]
+) -> dict[tuple[int, int], float]:
+    """Of steps with each threshold and cap of `pairs`."""
+    known = dict[tuple[int, int], float]()
+    ordered = sorted(pairs)
+    bounds = [bisect_right(ordered, (most, np.inf)) for most in (_EXACT * 4**n for n in range(8))]
+    for low, high in pairwise([0, *bounds]):  # small thresholds look at little of the step
+        if high > low:
+            tried, caps = np.array(ordered[low:high]).T
+            each = [model.expected_seconds(tried, caps) for model in models]
+            known.update(zip(ordered[low:high], np.mean(each, axis=0).tolist(), strict=True))
+    return known
 
-    models: Sequence[StepModel]
-    seconds: float = np.inf
-    best: MigrationPlan = NO_MIGRATION
 
-    def add(self, thresholds: np.ndarray, caps: Sequence[int]) -> None:
-        """Try each of these with each cap."""
-        if not len(thresholds):
-            return
-        pairs = np.stack(np.meshgrid(thresholds, caps, indexing="ij"), axis=-1).reshape(-1, 2)
-        each = [model.expected_seconds(pairs[:, 0], pairs[:, 1]) for model in self.models]
-        seconds = np.mean(each, axis=0)
-        lowest = int(np.argmax(seconds <= seconds.min() * (1 + 1e-9)))
-        least, tried = float(seconds[lowest]), MigrationPlan(*pairs[lowest].tolist())
-        is_equal = least <= self.seconds * (1 + 1e-9)
-        if least < self.seconds * (1 - 1e-9) or (is_equal and tried < self.best):
-            self.seconds, self.best = least, tried
+def _best(known: Mapping[tuple[int, int], float]) -> tuple[float, tuple[int, int]]:
+    """The least seconds, and with them the smallest threshold, then cap."""
+    enough = min(known.values()) * (1 + 1e-9)
+    pair = min(pair for pair, seconds in known.items() if seconds <= enough)
+    return known[pair], pair
 
 
 class TailPlan(NamedTuple):
@@ -409,20 +412,28 @@ def _caps(costs: Costs, max_held: int, tail_tokens: float) -> list[int]:
     return caps
 
 
-def _coarse(num: int) -> np.ndarray:
-    """Thresholds below `num`: the small ones, then each an eighth above the one before."""
-    tried = [*range(1, min(_EXACT, num - 1) + 1)]
-    while tried[-1] < num - 1:
-        tried.append(min(num - 1, tried[-1] + tried[-1] // 8))
-    return np.array(tried)
+def _coarse(num: int, cap: int, most_keepers: int) -> list[int]:
+    """Thresholds below `num`: the small ones, then each an eighth above the one before.
+
+    And those that fill so many keepers, since one more needs another instance.
+    """
+    most = min(most_keepers, (num - 1) // cap)
+    return sorted({*_ladder(num - 1), *(cap * keepers for keepers in _ladder(most))})
 
 
-def _near(tried: np.ndarray, best: int) -> np.ndarray:
-    """Thresholds between the neighbors of the best one of those tried, without these."""
-    at = int(np.searchsorted(tried, best))
-    low, high = tried[max(0, at - 1)] + 1, tried[min(len(tried) - 1, at + 1)] - 1
-    near = np.unique(np.linspace(low, high, min(_NEAR, max(0, high - low + 1))).astype(int))
-    return near[near != best]
+def _ladder(most: int) -> list[int]:
+    """From 1 to `most`: all small numbers, then each an eighth above the one before."""
+    steps = [*range(1, min(_EXACT, most) + 1)]
+    while steps and steps[-1] < most:
+        steps.append(min(most, steps[-1] + steps[-1] // 8))
+    return steps
+
+
+def _near(best: int, num: int) -> list[int]:
+    """Thresholds below `num` that differ from this one by up to an eighth, without it."""
+    low, high = best - best // 8, min(num - 1, best + best // 8)
+    near = np.linspace(low, high, min(_NEAR, high - low + 1)).astype(int)
+    return sorted({*near.tolist()} - {best})
 
 
 def training_arrivals(
