@@ -17,7 +17,7 @@ import numpy as np
 
 from hybridrl.flow.costs import Costs
 
-_EXACT = 32  # every threshold up to here is tried; above it some, and those near the best
+_EXACT = 64  # every threshold up to here is tried; above it some, and those near the best
 _NEAR = 64  # at most, of those near it
 _ROUNDS = 4  # until rows and pace agree
 _LEAST_S = 1e-9  # of a token
@@ -190,6 +190,11 @@ class StepModel:
             taken = taken + seconds.sum(axis=1)
         return np.where(fits, (taken + left / num_instances)[which], np.inf)
 
+    def leaving(self, most: np.ndarray) -> np.ndarray:
+        """For each of `most` the largest threshold at which no more samples are left."""
+        done, num = self._course().ends, len(self.lengths)
+        return num - 1 - np.searchsorted(done, done[num - most - 1], side="left")
+
     @property
     def _way_to_training(self) -> float:
         return 0.0 if self.training is None else self.switch_s + self.call_s / 2
@@ -289,8 +294,7 @@ def best_threshold(
         pairs = [(min(threshold, num - 1), cap) for cap in caps]
         seconds, (_, cap) = _best(_mean_seconds(models, pairs))
         return seconds, MigrationPlan(threshold, cap, first.width)
-    most_keepers = first.num_instances // first.width
-    pairs = [(tried, cap) for cap in caps for tried in _coarse(num, cap, most_keepers)]
+    pairs = [(tried, cap) for cap in caps for tried in _coarse(models, cap)]
     known = _mean_seconds(models, pairs)
     for cap in caps:
         _, (tried, _) = _best({pair: known[pair] for pair in pairs if pair[1] == cap})
@@ -412,13 +416,12 @@ def _caps(costs: Costs, max_held: int, tail_tokens: float) -> list[int]:
     return caps
 
 
-def _coarse(num: int, cap: int, most_keepers: int) -> list[int]:
-    """Thresholds below `num`: the small ones, then each an eighth above the one before.
-
-    And those that fill so many keepers, since one more needs another instance.
-    """
-    most = min(most_keepers, (num - 1) // cap)
-    return sorted({*_ladder(num - 1), *(cap * keepers for keepers in _ladder(most))})
+def _coarse(models: Sequence[StepModel], cap: int) -> list[int]:
+    """Thresholds: a ladder, and before and after each at which another instance is needed."""
+    most = len(models[0].lengths) - 1
+    instances = _ladder(min(models[0].num_instances // models[0].width, most // cap))
+    full = [n for model in models for n in model.leaving(cap * np.array(instances, int)).tolist()]
+    return sorted({*_ladder(most), *full, *(min(most, n + 1) for n in full)})
 
 
 def _ladder(most: int) -> list[int]:

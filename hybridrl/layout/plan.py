@@ -12,7 +12,7 @@ of copies, layers or ranks. Only the arrays of senders and receivers name ranks.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -168,7 +168,9 @@ def _transfers(src: Layout, dst: Layout, name: str) -> Iterator[Transfer]:
         )
     for cell, boxes in dst.cells(name).items():
         receivers = dst.ranks(name, cell)
-        coordinates = _coordinates(src.mesh_of(name), receivers)
+        coordinates = _at_holding_stage(
+            _coordinates(src.mesh_of(name), receivers), src.rules[name].stages
+        )
         covered = 0
         for held, cells in holders.items():
             overlaps = [o for a in boxes for b in held if (o := a.intersect(b)) is not None]
@@ -188,8 +190,8 @@ def _senders(
     """For each receiver the holder that is nearest to it in the source mesh.
 
     `cells` are the coordinates on the split axes that hold the same boxes, `receiver` the
-    receivers' coordinates in the parameter's source mesh. On all other axes sender and receiver
-    agree.
+    receivers' coordinates in the parameter's source mesh, at a stage that holds it. On all other
+    axes sender and receiver agree.
     """
     rule, mesh, receiver = src.rules[name], src.mesh_of(name), dict(receiver)
     axes = [split.axis for split in rule.splits]
@@ -201,11 +203,18 @@ def _senders(
         spread = (wanted * np.cumprod([1, *map(mesh.extent, axes[:-1])])).sum(1) % len(cells)
         chosen = options[np.where(same.any(1), same.argmax(1), spread)]
         receiver |= {axis: chosen[:, i] for i, axis in enumerate(axes)}
-    if "pp" in receiver:
-        stages = np.array(rule.stages)
-        held = np.isin(receiver["pp"], stages)
-        receiver["pp"] = np.where(held, receiver["pp"], stages[receiver["pp"] % len(stages)])
     return mesh.grid()[tuple(receiver[axis] for axis, _ in mesh.axes)]
+
+
+def _at_holding_stage(
+    coordinates: dict[str, np.ndarray], stages: Sequence[int]
+) -> dict[str, np.ndarray]:
+    """The same at the nearest pipeline stage that holds a parameter: their own, or any."""
+    if "pp" not in coordinates:
+        return coordinates
+    pp, holding = coordinates["pp"], np.array(stages)
+    nearest = np.where(np.isin(pp, holding), pp, holding[pp % len(holding)])
+    return coordinates | {"pp": nearest}
 
 
 def _coordinates(mesh: Mesh, ranks: np.ndarray) -> dict[str, np.ndarray]:

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from hybridrl.config import ActivationMode
+from hybridrl.config import ActivationMode, PipelineSchedule
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Scope
 from hybridrl.layout.grouping import TrainAxes
@@ -22,6 +22,7 @@ from hybridrl.pipelines.problem import (
 )
 from hybridrl.pipelines.standard import standard_plan
 from hybridrl.planner.chunk_layers import chunk_layers
+from hybridrl.planner.chunk_passes import ChunkPasses, ChunkSetting, chunk_passes
 from hybridrl.planner.dealt_rows import rows_of_ranks, sequence_cost
 from hybridrl.planner.layer_costs import LayerCosts, LayerWork, LinearPass
 from hybridrl.planner.layout_links import LayoutLinks
@@ -47,16 +48,14 @@ KEPT_PARAMETERS = 512 * 2**20
 """Models up to this size stay unsharded over an update: `engines.train.engine`."""
 MASTER = 4
 _MOMENTS = 2 * MASTER
-_HALF = 0.5  # of a backward pass's operations on matrices are for the weights
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Passes over one pipeline chunk, and the seconds of FSDP's traffic for each micro-batch."""
+class _Chunk(NamedTuple):
+    """A pipeline chunk: its passes, and the seconds of FSDP's traffic for each micro-batch."""
 
-    forward: LinearPass
-    backward: LinearPass
-    weights: LinearPass
+    passes: ChunkPasses
+    together: LinearPass
+    """All of them."""
     gather_s: float
     reduce_s: float
 
@@ -78,6 +77,9 @@ class MappingCosts:
         self._chunks = lru_cache(4096)(self._make_chunks)
         self._moved = lru_cache(4096)(self._switch_traffic_s)
         self._rows = lru_cache(4096)(self._longest_rows_s)
+        self._reduce = lru_cache(4096)(self._hidden_reduce)
+        self._passes = lru_cache(4096)(self._passes_at)
+        self._elements = lru_cache(4096)(_largest_stage)
 
     # Training
 
@@ -104,14 +106,15 @@ class MappingCosts:
         pairs: float,
     ) -> tuple[PassCosts, ...]:
         """The same of so many tokens, scored tokens and pairs."""
-        work = tokens, scored, pairs
-        return tuple(
-            PassCosts(
-                forward_s=self._together(chunk.forward(*work), chunk.gather_s),
-                backward_s=self._together(chunk.backward(*work), chunk.reduce_s),
-                weights_s=chunk.weights(*work) if layout.splits_backward else 0.0,
-            )
-            for chunk in self._chunks(role, layout, ranks)
+        sizes = layout.layers_of_chunks(role.shape.layers)
+        chunks = self._chunks(role, layout, ranks, sizes)
+        return tuple(self._chunk_passes(chunk, tokens, scored, pairs) for chunk in chunks)
+
+    def _chunk_passes(self, chunk: _Chunk, *work: float) -> PassCosts:
+        return PassCosts(
+            forward_s=self._together(chunk.passes.forward(*work), chunk.gather_s),
+            backward_s=self._together(chunk.passes.backward(*work), chunk.reduce_s),
+            weights_s=chunk.passes.weights(*work),
         )
 
     def _together(self, compute_s: float, traffic_s: float) -> float:
@@ -121,45 +124,33 @@ class MappingCosts:
         return compute_s + traffic_s
 
     def _make_chunks(
-        self, role: PlannedRole, layout: TrainLayout, ranks: range
+        self, role: PlannedRole, layout: TrainLayout, ranks: range, sizes: Sequence[int]
     ) -> tuple[_Chunk, ...]:
-        costs, shape, tp = self.layer_costs, role.shape, layout.tp
-        work = LayerWork.of(shape, tp, layout.sequence_parallel)
-        reduce = self._tp_reduce(shape, layout, ranks)
-        forward = LinearPass.of_layer(costs.forward, work) + reduce.times(2)
-        backward = LinearPass.of_layer(costs.backward, work) + reduce.times(2)
-        weights = LinearPass(0.0, _HALF * costs.backward.flop_s * work.flops)
-        inputs = (backward + weights.times(-1)).times(costs.input_half)
-        weights = weights.times(costs.weights_half)
-        if layout.activations is ActivationMode.recompute:
-            backward, inputs = backward + forward, inputs + forward
-        outputs = 1.0 if role.value_head else shape.vocabulary / tp
-        head_forward = LinearPass.of_head(costs.head_forward, shape.hidden, outputs)
-        head_backward = LinearPass.of_head(costs.head_backward, shape.hidden, outputs)
-        row = LinearPass(costs.row_s)
+        """Chunks of `sizes` layers."""
+        setting = ChunkSetting(
+            shape=role.shape,
+            value_head=role.value_head,
+            tp=layout.tp,
+            sequence_parallel=layout.sequence_parallel,
+            recomputes=layout.activations is ActivationMode.recompute,
+            splits_backward=layout.splits_backward,
+            reduce=self._tp_reduce(role.shape, layout, ranks),
+        )
         gather_s, reduce_s = self._layer_traffic(role, layout, ranks)
-        chunks = []
-        numbers = layout.layers_of_chunks(shape.layers)
-        for number, layers in enumerate(numbers):
-            is_first, is_last = number == 0, number == len(numbers) - 1
-            head = (head_backward + reduce).times(is_last)
-            halves = row + backward.times(layers) + head, LinearPass()
-            if layout.splits_backward and is_first:  # it has no gradient of its input
-                halves = halves[::-1]
-            elif layout.splits_backward:
-                halves = row + inputs.times(layers) + head, weights.times(layers)
-            chunks.append(
-                _Chunk(
-                    row
-                    + forward.times(layers)
-                    + head_forward.times(is_last)
-                    + reduce.times(is_first),  # of the embedding
-                    *halves,
-                    layers * gather_s,
-                    layers * (gather_s + reduce_s),
-                )
+        places = [(n, k == 0, k == len(sizes) - 1) for k, n in enumerate(sizes)]
+        each = {
+            place: _Chunk(
+                *self._passes(setting, *place),
+                place[0] * gather_s,
+                place[0] * (gather_s + reduce_s),
             )
-        return tuple(chunks)
+            for place in set(places)  # most are alike
+        }
+        return tuple(each[place] for place in places)
+
+    def _passes_at(self, setting: ChunkSetting, *place: Any) -> tuple[ChunkPasses, LinearPass]:
+        passes = chunk_passes(self.layer_costs, setting, *place)
+        return passes, passes.together
 
     def _tp_reduce(
         self, shape: ModelShape, layout: TrainLayout | GenLayout, ranks: range
@@ -167,16 +158,20 @@ class MappingCosts:
         """One all-reduce of hidden states among tp ranks; of two in a layer's forward pass."""
         if layout.tp == 1:
             return LinearPass()
-        costs, nbytes = self.layer_costs, shape.hidden * self.layer_costs.itemsize
-        measured = costs if isinstance(layout, TrainLayout) else costs.decode
-        groups = [ranks[start : start + layout.tp] for start in range(0, len(ranks), layout.tp)]
+        trains, ranks = isinstance(layout, TrainLayout), self.cluster.aligned(ranks)
+        return self._reduce(shape.hidden, layout.tp, trains, ranks)
+
+    def _hidden_reduce(self, hidden: int, tp: int, trains: bool, ranks: range) -> LinearPass:
+        costs, nbytes = self.layer_costs, hidden * self.layer_costs.itemsize
+        measured = costs if trains else costs.decode
+        groups = [ranks[start : start + tp] for start in range(0, len(ranks), tp)]
         within = all(self.cluster.node(x[0]) == self.cluster.node(x[-1]) for x in groups)
         if measured.tp_reduce_s + measured.tp_byte_s and within:
-            messages, parts = math.ceil(math.log2(layout.tp)), 2 * (layout.tp - 1) / layout.tp
+            messages, parts = math.ceil(math.log2(tp)), 2 * (tp - 1) / tp
             return LinearPass(measured.tp_reduce_s * messages, measured.tp_byte_s * nbytes * parts)
         link = self.cluster.slowest(groups)
-        call_s = link.all_reduce_s(0, layout.tp)
-        return LinearPass(call_s, link.all_reduce_s(nbytes, layout.tp) - call_s)
+        call_s = link.all_reduce_s(0, tp)
+        return LinearPass(call_s, link.all_reduce_s(nbytes, tp) - call_s)
 
     def _layer_traffic(
         self, role: PlannedRole, layout: TrainLayout, ranks: range
@@ -200,13 +195,15 @@ class MappingCosts:
 
         See `chunk_layers`; seconds are those of a micro-batch with a part of `totals`.
         """
+        if layout.pp == 1:
+            return ()
         rows = max(1.0, totals.tokens / layout.data_ranks / layout.micro_batch_tokens)
         row = [n / layout.data_ranks / rows for n in (totals.tokens, totals.scored, totals.pairs)]
 
         def of_chunks(layers: int) -> list[float]:
             """Of chunks with so many layers each."""
-            shape = replace(role.shape, layers=layers * layout.chunks)
-            passes = self.row_passes(replace(role, shape=shape), layout, ranks, *row)
+            chunks = self._chunks(role, layout, ranks, (layers,) * layout.chunks)
+            passes = [self._chunk_passes(chunk, *row) for chunk in chunks]
             return [each.forward_s + each.backward_s + each.weights_s for each in passes]
 
         one, two = of_chunks(1), of_chunks(2)
@@ -268,17 +265,12 @@ class MappingCosts:
             seconds += link.all_reduce_s(MASTER * elements / layout.fsdp, layout.replicas)
         return seconds
 
-    @staticmethod
-    def _stage_elements(shape: ModelShape, layout: TrainLayout, value_head: bool = False) -> float:
+    def _stage_elements(
+        self, shape: ModelShape, layout: TrainLayout, value_head: bool = False
+    ) -> float:
         """Parameters of the largest pipeline stage on a tp rank, not sharded by FSDP."""
-        elements = [0.0] * layout.pp
-        numbers = layout.layers_of_chunks(shape.layers)
-        for chunk, layers in enumerate(numbers):
-            stage = layout.stage_of_chunk(chunk)
-            is_tied = shape.tied and layout.pp == 1 and not value_head
-            ends = chunk == 0, chunk == len(numbers) - 1 and not (is_tied or value_head)
-            elements[stage] += layers * shape.layer_parameters + sum(ends) * shape.head_parameters
-        return max(elements) / layout.tp
+        chunks = layout.pp, layout.schedule, layout.chunk_layers
+        return self._elements(shape, value_head, *chunks) / layout.tp
 
     def optimizer_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
         """Of an optimizer step, with the clipping of gradients."""
@@ -368,10 +360,10 @@ class MappingCosts:
         if totals.longest > layout.micro_batch_tokens:
             rows = 1  # a long sample is a row by itself
         stages = [0.0] * layout.pp
-        for number, chunk in enumerate(self._chunks(role, layout, ranks)):
-            whole = chunk.forward + chunk.backward + chunk.weights.times(layout.splits_backward)
-            once = whole.call_s * (rows - 1)
-            stages[layout.stage_of_chunk(number)] += whole(tokens, scored, pairs) + once
+        sizes = layout.layers_of_chunks(role.shape.layers)
+        for number, chunk in enumerate(self._chunks(role, layout, ranks, sizes)):
+            once = chunk.together.call_s * (rows - 1)
+            stages[layout.stage_of_chunk(number)] += chunk.together(tokens, scored, pairs) + once
         work = sum(stages) / layout.pp if filled else max(stages)
         return work + self.step_s(role, layout, ranks)
 
@@ -581,3 +573,22 @@ class MappingCosts:
             ClusterShape.from_json(values["cluster"]),
             int(values.get("row_tokens", 8192)),
         )
+
+
+def _largest_stage(
+    shape: ModelShape,
+    value_head: bool,
+    pp: int,
+    schedule: PipelineSchedule,
+    chunk_layers: tuple[int, ...],
+) -> float:
+    """Parameters of the largest pipeline stage."""
+    layout = TrainLayout(pp=pp, schedule=schedule, chunk_layers=chunk_layers)
+    elements = [0.0] * pp
+    sizes = layout.layers_of_chunks(shape.layers)
+    for chunk, layers in enumerate(sizes):
+        is_tied = shape.tied and pp == 1 and not value_head
+        ends = chunk == 0, chunk == len(sizes) - 1 and not (is_tied or value_head)
+        parameters = layers * shape.layer_parameters + sum(ends) * shape.head_parameters
+        elements[layout.stage_of_chunk(chunk)] += parameters
+    return max(elements)

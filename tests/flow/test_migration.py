@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hybridrl.flow.costs import Costs, Drafting
@@ -253,6 +253,11 @@ def test_the_plan_for_a_thousand_samples_is_near_the_best_of_all() -> None:
     assert seconds <= min(every) * 1.01
 
 
+# Thresholds just before and after another instance is needed, which a ladder alone steps over.
+@example(seed=40538, width=1, trains=True)
+@example(seed=478, width=2, trains=False)
+@example(seed=100854, width=1, trains=False)
+@example(seed=100871, width=1, trains=True)
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**32), width=st.sampled_from([1, 2]), trains=st.booleans())
 def test_the_plan_for_hundreds_of_samples_is_near_the_best_of_all(

@@ -182,8 +182,10 @@ class StreamedStages:
         busy = {self.executor.pool(stage) for stage in stages if self._running[stage.name]}
         for stage in stages:
             waiting = self._pooled[stage.name]
+            if not waiting or self.executor.pool(stage) in busy:
+                continue
             here = [sample for id, sample in waiting.items() if id not in self._moving]
-            if here and self.executor.pool(stage) not in busy:
+            if here:
                 busy.add(self.executor.pool(stage))
                 for sample in here:
                     del waiting[sample.id]

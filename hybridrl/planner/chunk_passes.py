@@ -1,0 +1,63 @@
+"""Seconds of the passes over one pipeline chunk, tensor-parallel traffic included."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hybridrl.planner.layer_costs import LayerCosts, LayerWork, LinearPass
+from hybridrl.planner.model_shape import ModelShape
+
+_HALF = 0.5  # of a backward pass's operations on matrices are for the weights
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSetting:
+    """What passes over a chunk depend on, besides its layers and its place."""
+
+    shape: ModelShape
+    value_head: bool
+    tp: int
+    sequence_parallel: bool
+    recomputes: bool
+    """Whether a backward pass has a forward pass in it."""
+    splits_backward: bool
+    reduce: LinearPass
+    """An all-reduce of hidden states among tp ranks."""
+
+
+class ChunkPasses(NamedTuple):
+    """Passes of a micro-batch over a chunk; `weights` only where a backward pass has halves."""
+
+    forward: LinearPass
+    backward: LinearPass
+    weights: LinearPass
+
+    @property
+    def together(self) -> LinearPass:
+        """One after the other."""
+        return self.forward + self.backward + self.weights
+
+
+def chunk_passes(
+    costs: LayerCosts, setting: ChunkSetting, layers: int, is_first: bool, is_last: bool
+) -> ChunkPasses:
+    """Of a chunk with so many layers; the first one has the embedding, the last one the head."""
+    shape, tp, reduce = setting.shape, setting.tp, setting.reduce
+    work = LayerWork.of(shape, tp, setting.sequence_parallel)
+    forward = LinearPass.of_layer(costs.forward, work) + reduce.times(2)
+    backward = LinearPass.of_layer(costs.backward, work) + reduce.times(2)
+    weights = LinearPass(0.0, _HALF * costs.backward.flop_s * work.flops)
+    inputs = (backward + weights.times(-1)).times(costs.input_half)
+    weights = weights.times(costs.weights_half)
+    if setting.recomputes:
+        backward, inputs = backward + forward, inputs + forward
+    outputs = 1.0 if setting.value_head else shape.vocabulary / tp
+    head_forward = LinearPass.of_head(costs.head_forward, shape.hidden, outputs).times(is_last)
+    head = (LinearPass.of_head(costs.head_backward, shape.hidden, outputs) + reduce).times(is_last)
+    row = LinearPass(costs.row_s)
+    embedding = reduce.times(is_first)
+    halves = row + backward.times(layers) + head, LinearPass()
+    if setting.splits_backward and is_first:  # it has no gradient of its input
+        halves = halves[::-1]
+    elif setting.splits_backward:
+        halves = row + inputs.times(layers) + head, weights.times(layers)
+    return ChunkPasses(row + forward.times(layers) + head_forward + embedding, *halves)
