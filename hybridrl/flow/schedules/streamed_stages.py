@@ -11,6 +11,7 @@ from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StageSpan
 from hybridrl.flow.schedules.base import learn
 from hybridrl.flow.schedules.readiness import ReadyTracker
+from hybridrl.flow.schedules.waiting_samples import WaitingSamples
 
 
 class StreamedStages:
@@ -39,17 +40,21 @@ class StreamedStages:
     ) -> None:
         self.executor, self.tracker, self.meter = executor, tracker, meter
         self.chunk_tokens, self.overlaps = chunk_tokens, overlaps
-        self._spare: dict[str, dict[SampleId, Sample]] = {}  # waits for an instance
+        self._spare: dict[str, WaitingSamples] = {}  # for an instance
         self._pooled: dict[str, dict[SampleId, Sample]] = {}  # waits for the role's own pool
         self._running: dict[str, dict[SampleId, Sample]] = {}
         self._busy: dict[SampleId, int] = defaultdict(int)  # stages that keep a sample in place
+        self._kept_on: dict[SampleId, int] = {}  # where they do
         self._read: set[tuple[str, SampleId]] = set()  # stages that run, and let it move
         self._moving: set[SampleId] = set()  # on its way to a forward pass elsewhere
         self._last_stage: dict[int, str] = {}
         self._times: dict[str, list[float]] = {}
         for stage in tracker.computes:
-            waiting = self._pooled if executor.scope(stage) is Scope.POOL else self._spare
-            waiting[stage.name], self._running[stage.name] = {}, {}
+            if executor.scope(stage) is Scope.POOL:
+                self._pooled[stage.name] = {}
+            else:
+                self._spare[stage.name] = WaitingSamples()
+            self._running[stage.name] = {}
 
     @property
     def spans(self) -> list[StageSpan]:
@@ -87,9 +92,12 @@ class StreamedStages:
         for name, samples in starting.items():
             stage = self._stage(name)
             scope = self.executor.scope(stage)
-            if scope in (Scope.INSTANCE, Scope.POOL):
-                waiting = self._pooled if scope is Scope.POOL else self._spare
-                waiting[name] |= {sample.id: sample for sample in samples}
+            if scope is Scope.POOL:
+                self._pooled[name] |= {sample.id: sample for sample in samples}
+                continue
+            if scope is Scope.INSTANCE:
+                for sample in samples:
+                    self._spare[name].add(sample, self._kept_on.get(sample.id))
                 continue
             here = [sample for sample in samples if sample.id not in self._moving]
             if isinstance(stage, ComputeStage) and stage.whole_groups:
@@ -102,7 +110,7 @@ class StreamedStages:
 
     def could_start(self, instance: int) -> bool:
         """Whether a forward pass waits that an instance may run while others decode."""
-        return self.overlaps and any(self._able(instance, name) for name in self._spare)
+        return self.overlaps and any(waiting.able(instance) for waiting in self._spare.values())
 
     def start_waiting(
         self, instance: int, num_instances: int, decoding: bool, trains: bool = False
@@ -118,8 +126,8 @@ class StreamedStages:
         stage, able = following
         samples = self._chunk(instance, stage, able, num_instances, decoding)
         for sample in samples:
-            del self._spare[stage.name][sample.id]
-        self._begin(stage, samples)
+            self._spare[stage.name].remove(sample.id)
+        self._begin(stage, samples, instance)
         self._moving |= {sample.id for sample in samples if not self.is_on(sample, instance)}
         self._last_stage[instance] = stage.name
         self.executor.infer(stage, instance, samples)
@@ -144,13 +152,15 @@ class StreamedStages:
         for id in event.ids:
             if id in self._running[event.stage]:  # else it began anew, or the stage has ended
                 self._read.add((event.stage, id))
-                self._busy[id] -= 1
+                self._free(id)
         return dict.fromkeys(id.prompt for id in event.ids)
 
     def forget(self, sample: Sample) -> None:
         """Nothing waits for a sample or runs on it any more: it is gone."""
-        for waiting in (*self._spare.values(), *self._pooled.values()):
-            waiting.pop(sample.id, None)
+        for waiting in self._spare.values():
+            waiting.remove(sample.id)
+        for pooled in self._pooled.values():
+            pooled.pop(sample.id, None)
         for name, running in self._running.items():
             if running.pop(sample.id, None) is not None:
                 self._let_go(name, sample.id)
@@ -201,7 +211,7 @@ class StreamedStages:
         for name in sorted(self._spare, key=lambda name: name != last):
             if trains and self._stage(name).role == "actor":
                 continue
-            if samples := self._able(instance, name):
+            if samples := self._spare[name].able(instance):
                 if name == last:
                     return self._stage(name), samples
                 able[name] = samples
@@ -228,11 +238,8 @@ class StreamedStages:
         least = least_tokens(self.meter.costs(), stage.name, self.chunk_tokens)
         share = waiting / (2 * num_instances)
         if not decoding:
-            everywhere = sum(
-                sample.tokens
-                for samples in (self._spare[stage.name], self._running[stage.name])
-                for sample in samples.values()
-            )
+            running = sum(sample.tokens for sample in self._running[stage.name].values())
+            everywhere = running + self._spare[stage.name].tokens()
             share, least = everywhere / num_instances, least / 10
             if waiting < 1.5 * share:
                 share = waiting
@@ -255,23 +262,32 @@ class StreamedStages:
         for some in (own, others):
             yield from sorted(some, key=lambda sample: (-sample.tokens, sample.id))
 
-    def _able(self, instance: int, name: str) -> list[Sample]:
-        """Samples that wait for a stage and are on the instance or free to move there."""
-        waiting = self._spare[name].values()
-        return [s for s in waiting if not self._busy[s.id] or self.is_on(s, instance)]
-
-    def _begin(self, stage: Stage, samples: Sequence[Sample]) -> None:
+    def _begin(self, stage: Stage, samples: Sequence[Sample], instance: int | None = None) -> None:
+        """A stage begins on samples, which it keeps in place, or brings to an instance first."""
         self.stamp(stage)
         for sample in samples:
             self._running[stage.name][sample.id] = sample
             self._busy[sample.id] += 1
+            if self._busy[sample.id] == 1:
+                on = self.executor.instance_of(sample.rank) if instance is None else instance
+                self._kept_on[sample.id] = on
+                for waiting in self._spare.values():
+                    waiting.keep(sample.id, on)
 
     def _let_go(self, stage: str, id: SampleId) -> None:
         """A stage has ended on a sample."""
         if (stage, id) in self._read:
             self._read.remove((stage, id))
         else:
-            self._busy[id] -= 1
+            self._free(id)
+
+    def _free(self, id: SampleId) -> None:
+        """One stage less keeps a sample in place."""
+        self._busy[id] -= 1
+        if not self._busy[id]:
+            del self._kept_on[id]
+            for waiting in self._spare.values():
+                waiting.keep(id, None)
 
     def _stage(self, name: str) -> Stage:
         return self.tracker.graph.stages[name]
