@@ -189,7 +189,7 @@ def _senders(
 ) -> np.ndarray:
     """For each receiver the holder that is nearest to it in the source mesh.
 
-    `cells` are the coordinates on the split axes that hold the same boxes, `receiver` the
+    `cells` are the coordinates on the split axes that hold the same boxes. `receiver` are the
     receivers' coordinates in the parameter's source mesh, at a stage that holds it. On all other
     axes sender and receiver agree.
     """
