@@ -21,6 +21,11 @@ class LayoutLinks:
         # A search asks for the same ones again and again.
         self._slowest = lru_cache(4096)(self._slowest_along)
         self._matrix = lru_cache(4096)(self._hops)
+        self._among = lru_cache(4096)(cluster.link)
+
+    def among(self, ranks: range) -> LinkSpeed:
+        """The slowest link of a collective of all these ranks."""
+        return self._among(self.cluster.aligned(ranks))
 
     def along(self, layout: TrainLayout, ranks: range, axis: str) -> LinkSpeed:
         """The slowest link of a collective along an axis."""

@@ -275,7 +275,7 @@ class MappingCosts:
     def optimizer_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
         """Of an optimizer step, with the clipping of gradients."""
         elements = self._stage_elements(role.shape, layout, role.value_head) / layout.fsdp
-        norm = self.cluster.link(ranks).all_reduce_s(0, layout.ranks)
+        norm = self.links.among(ranks).all_reduce_s(0, layout.ranks)
         return self.layer_costs.optimizer_element_s * elements + norm
 
     def update_s(
