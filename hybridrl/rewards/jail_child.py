@@ -140,10 +140,17 @@ def enter_user_namespace(uid: int | None) -> None:
 
 def become_first_process() -> None:
     """Return in the first process of the new process namespace; this one waits for its end."""
+    reading, writing = os.pipe()
     first = os.fork()
     if not first:
+        os.close(writing)
         checked("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        # The namespace does not see the other process, whose end of the pipe closes with it.
+        if select.select([reading], [], [], 0)[0]:  # it died before the call above
+            os._exit(1)
+        os.close(reading)
         return
+    os.close(reading)
     os.closerange(0, 3)
     code = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
     os._exit(code if code >= 0 else 128 - code)
@@ -324,10 +331,11 @@ class ProgramRun:
         self.spec, self.status, self.is_check = spec, "", request["check"]
         # The other ends: of the program's input, outputs and report, and of the unit tests' text.
         pipes = [os.pipe() for _ in range(5)]
+        parent = os.getpid()
         self.process = os.fork()
         if not self.process:
             ends = [pipe[stream in (1, 2, 3)] for stream, pipe in enumerate(pipes)]
-            leave(become_program, program, request, ends, spec)
+            leave(become_program, program, request, ends, spec, parent)
         for stream, pipe in enumerate(pipes):
             os.close(pipe[stream in (1, 2, 3)])
         (_, stdin), (stdout, _), (stderr, _), (report, _), (_, self.check) = pipes
@@ -435,9 +443,9 @@ def reap() -> None:
             os.waitpid(-1, 0)
 
 
-def become_program(program: str, request: dict, ends: list[int], spec: dict) -> None:
+def become_program(program: str, request: dict, ends: list[int], spec: dict, parent: int) -> None:
     """In its process: run the program, then call its function or run its unit tests."""
-    checked("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent(parent)
     os.setpgid(0, 0)
     *streams, report, check = ends
     for stream, end in enumerate(streams):
