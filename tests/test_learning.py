@@ -20,7 +20,7 @@ EARLY = ["schedule=fused", "schedule.early_backward=auto", REPLICAS]
 WIDE = ["schedule.migration_threshold=32", "rollout.tail_tp=2"]
 WAYS = {
     "serial": [],
-    "serial, two replicas": [REPLICAS],
+    "serial_two_replicas": [REPLICAS],
     "fused": ["schedule=fused"],
     "partial": ["schedule=partial"],
     "packed": ["schedule=packed"],
@@ -117,7 +117,7 @@ def test_all_learn_as_serial_and_native_do(
     over the ways. Each accuracy is itself a share of 1024 held-out words, with a standard error of
     at most 0.016: no smaller spread is taken.
     """
-    base = {way: "serial, two replicas" if REPLICAS in WAYS[way] else "serial" for way in ways}
+    base = {way: "serial_two_replicas" if REPLICAS in WAYS[way] else "serial" for way in ways}
     runs: dict[str, list[Learned]] = {}
     for way in (*dict.fromkeys(base.values()), *ways):
         runs[way] = [learn(tmp_path / f"{way}{seed}", task, way, seed) for seed in SEEDS]

@@ -148,8 +148,10 @@ class MappingCosts:
         }
         return tuple(each[place] for place in places)
 
-    def _passes_at(self, setting: ChunkSetting, *place: Any) -> tuple[ChunkPasses, LinearPass]:
-        passes = chunk_passes(self.layer_costs, setting, *place)
+    def _passes_at(
+        self, setting: ChunkSetting, layers: int, is_first: bool, is_last: bool
+    ) -> tuple[ChunkPasses, LinearPass]:
+        passes = chunk_passes(self.layer_costs, setting, layers, is_first, is_last)
         return passes, passes.together
 
     def _tp_reduce(
