@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--per-process", type=int, default=0, help="ranks; 0: without Ray")
     parser.add_argument("--planned", action="store_true", help="only in virtual time")
     args = parser.parse_args(argv)
+    if args.sides and not {"serial", "fused"} <= {*args.sides.split(",")} <= {*SIDES}:
+        parser.error(f"--sides {args.sides}: wanted serial, fused and others of {', '.join(SIDES)}")
     for name in args.cases.split(","):
         case = by_name[name]
         recipes = args.recipes.split(",") if args.recipes else [*case.sides]
