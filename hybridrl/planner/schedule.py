@@ -318,6 +318,26 @@ def replay(setting: Setting, config: ScheduleConfig, skip: int = 1) -> Outcome:
 
     The mean step is that after the first `skip`, if there are more.
     """
+    replayed = replay_steps(setting, config)
+    steady = replayed[skip:] or replayed
+    chosen = None
+    if config.entry.migrates_tail:
+        chosen = config.fixed_threshold
+        if chosen is None:
+            chosen = round(fmean(step["threshold"] for step, _ in steady))
+    means = {key: fmean(step[key] for step, _ in steady) for key in steady[0][0]}
+    del means["threshold"]
+    names = dict.fromkeys(name for _, stages in steady for name in stages)  # some in some steps
+    stages = {name: fmean(stages.get(name, 0.0) for _, stages in steady) for name in names}
+    return Outcome(
+        schedule=config.kind.value, mechanisms="", threshold=chosen, stages=stages, **means
+    )
+
+
+def replay_steps(
+    setting: Setting, config: ScheduleConfig
+) -> list[tuple[dict[str, float], Mapping[str, float]]]:
+    """Of each step what an `Outcome` has the means of, and the seconds of its stages."""
     executor = SimulatedExecutor(
         setting.costs,
         setting.num_instances,
@@ -332,27 +352,15 @@ def replay(setting: Setting, config: ScheduleConfig, skip: int = 1) -> Outcome:
         conversations=setting.conversations,
     )
     schedule = schedule_class(config).build(_parts(setting, executor), config)
-    steps, stages = [], []
+    steps = list[tuple[dict[str, float], Mapping[str, float]]]()
     for step in range(1, setting.workload.num_steps + 1):
         start = executor.clock.now()
         executor.slices.clear()
         result = schedule.run_step(step)
-        stages.append(result.seconds_by_stage)
-        steps.append(_measure(setting, executor, result, executor.clock.now() - start))
-    steady = steps[skip:] or steps
-    chosen = None
-    if config.entry.migrates_tail:
-        chosen = config.fixed_threshold
-        if chosen is None:
-            chosen = round(fmean(step["threshold"] for step in steady))
+        measured = _measure(setting, executor, result, executor.clock.now() - start)
+        steps.append((measured, result.seconds_by_stage))
     logger.debug("replayed %d steps of %s", len(steps), config.kind.value)
-    means = {key: fmean(step[key] for step in steady) for key in steps[0] if key != "threshold"}
-    of_steady = stages[skip:] or stages
-    names = dict.fromkeys(name for step in of_steady for name in step)  # early backward, in some
-    mean_stages = {name: fmean(step.get(name, 0.0) for step in of_steady) for name in names}
-    return Outcome(
-        schedule=config.kind.value, mechanisms="", threshold=chosen, stages=mean_stages, **means
-    )
+    return steps
 
 
 def _measure(

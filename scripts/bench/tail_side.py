@@ -12,6 +12,7 @@ FACTS = (
     "generate_s",
     "samples/trained_early",
     "samples/migrated",
+    "samples/widened",
     "samples/draft_acceptance",
 )
 

@@ -57,6 +57,11 @@ class ReadyTracker:
         self._expected: dict[str, dict[int, list[Sample]]] = {stage.name: {} for stage in makers}
         self._chosen: dict[str, dict[int, list[Sample]]] = {s.name: {} for s in self._choosers}
         self._grouped: dict[str, set[int]] = {stage.name: set() for stage in self._by_group}
+        self._gates = {
+            name: gate_of(graph, stage)
+            for name, stage in graph.stages.items()
+            if not isinstance(stage, PromptsStage)
+        }
 
     def expect(self, maker: Stage, group: list[Sample]) -> None:
         """`maker` makes these samples, all of one prompt, in training order."""
@@ -108,7 +113,7 @@ class ReadyTracker:
         One of whole groups is given all of the prompt's samples, or none.
         """
         for stage in self.computes:
-            gate = gate_of(self.graph, stage)
+            gate = self._gates[stage.name]
             if gate in self._expected:
                 came = [s for s in self._expected[gate].get(prompt, ()) if self._entered(s)]
             else:
@@ -155,7 +160,7 @@ class ReadyTracker:
 
     def left(self, name: str, prompt: int) -> list[Sample] | None:
         """The samples that have left the gate of stage `name`; None if they are not known yet."""
-        gate = gate_of(self.graph, self.graph.stages[name])
+        gate = self._gates[name]
         if gate not in self._expected:
             return self._chosen[gate].get(prompt)
         group = self._expected[gate].get(prompt, [])

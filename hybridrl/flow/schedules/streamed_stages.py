@@ -252,6 +252,8 @@ class StreamedStages:
                 continue
             wanted -= sample.tokens
             chosen.append(sample)
+            if wanted <= 0:
+                break
         return chosen
 
     def _own_first(self, instance: int, samples: Sequence[Sample]) -> Iterator[Sample]:
