@@ -19,6 +19,7 @@ from hybridrl.telemetry.log import command_log
 from hybridrl.telemetry.records import plain
 
 Action = Callable[[Config], dict[str, Any]]
+_WIDEST_TABLE = 1000  # columns of text
 """A run, from its config to the result that is printed."""
 
 USAGE = """usage: hybridrl COMMAND [OVERRIDES]
@@ -350,7 +351,8 @@ def _print_table(lines: Sequence[tuple[str, ...]], remarks: Sequence[str]) -> No
     for line in lines[1:]:
         table.add_row(*line)
     console = Console(highlight=False, soft_wrap=True)
-    console.width = max(100, console.width)  # without a terminal it takes 80
+    # A file has all of a line, a narrow terminal the start of each column.
+    console.width = max(100, console.width) if console.is_terminal else _WIDEST_TABLE
     console.print(table)
     for remark in remarks:
         console.print(remark, markup=False)

@@ -68,6 +68,11 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_a_table_that_goes_to_a_file_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    cli._print_table([("mapping", "seconds"), ("x" * 300, "1.25")], [])
+    assert capsys.readouterr().out.splitlines()[1].split() == ["x" * 300, "1.25"]
+
+
 def test_what_replay_prints_is_no_markup(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -248,7 +248,8 @@ class Config:
             raise ConfigError("deterministic", self.deterministic.value, f"off {using}")
         of_strict = f"off with deterministic={self.deterministic.value}"
         if self.strict and self.rollout.draft_length != 0:
-            raise ConfigError("rollout.speculate", self.rollout.speculate, of_strict)
+            allowed = f"{of_strict}: passes over several tokens differ in their last bits"
+            raise ConfigError("rollout.speculate", self.rollout.speculate, allowed)
         if self.rollout.tail_tp != "off":
             if not self.schedule.entry.migrates_tail:
                 tails = " or ".join(k.value for k, e in SCHEDULES.items() if e.migrates_tail)

@@ -159,10 +159,11 @@ class RolloutConfig(SamplingConfig):
         if self.draft_length == 0:
             return
         if not self.features.speculates:
-            allowed = f"off with rollout.engine={self.engine.value}"
+            own = "which draws by no random numbers of a sample's own"
+            allowed = f"off with rollout.engine={self.engine.value}, {own}"
             raise ConfigError("rollout.speculate", self.speculate, allowed)
         if self.layout.pp > 1:
-            allowed = f"off with rollout.layout.pp={self.layout.pp}"
+            allowed = f"off with rollout.layout.pp={self.layout.pp}: a row has one token at a time"
             raise ConfigError("rollout.speculate", self.speculate, allowed)
 
     def _check_tail_tp(self) -> None:

@@ -218,14 +218,18 @@ def check_emulation(config: Config, graph: Graph) -> None:
 
 
 def _check_limit(config: Config, workload: Workload) -> None:
-    """Raise `ConfigError` for a limit of packed that no prompt's longest response keeps to."""
+    """Raise `ConfigError` for a limit of packed that no prompt keeps to, or every one."""
     schedule = config.schedule
     if not isinstance(schedule, PackedScheduleConfig) or schedule.limit_tokens is None:
         return
     whole = workload.cut_at(config.rollout.max_new_tokens)
-    shortest = min(max(group.lengths) for group in whole.groups)
-    if shortest > schedule.limit_tokens:
-        allowed = f"null, or {shortest} or more: no prompt of cluster.lengths has shorter responses"
+    longest = [max(group.lengths) for group in whole.groups]  # of each prompt
+    least, most = min(longest), max(longest)
+    if not least <= schedule.limit_tokens < most:
+        of = "the longest responses of prompts of cluster.lengths"
+        allowed = f"null, or {least} or more and below {most}, {of}"
+        if least == most:
+            allowed = f"null: the longest response of every prompt of cluster.lengths has {most}"
         raise ConfigError("schedule.limit_tokens", schedule.limit_tokens, allowed)
 
 

@@ -111,7 +111,7 @@ def place(actor: str, critic: str, gpus: int, published: str) -> PlacementCase:
 
 
 def place_any(actor: str, critic: str, gpus: int, published: str) -> PlacementCase:
-    """All partitions into two pools and fewer, named by their sets."""
+    """One pool, the split, and the critic alone, which is published as the best."""
     pair = PLACEMENTS["split"]
     alone = {"actor": ("actor", "reference", "reward"), "critic": ("critic",)}
     named = {"colocate": PLACEMENTS["colocate"], "split": pair, "critic alone": alone}

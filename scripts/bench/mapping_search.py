@@ -1,6 +1,7 @@
 """Seconds of the mapping search on HybridFlow's setting: PPO of 13B models, all 15 placements.
 
-A line's value is what the search for the ten best takes on one core, as `hybridrl plan auto` does.
+A line's value is what the search for the ten best takes on one core. `hybridrl plan auto` searches
+in the same way, but counts activations on torch's own layers first, which takes seconds more.
 Its baseline is what is wanted: a minute for 128 GPUs, five for 1,024 (published: up to half an
 hour, arXiv 2409.19256, section 8). A search ends after ten minutes. `complete` says whether it was
 through, `rest` is the least bound of what is left, over the last result.

@@ -135,6 +135,28 @@ def test_lengths_are_those_of_the_workload(trained: Callable[..., Path]) -> None
         assert tokens == wanted
 
 
+RECORDED = Path(__file__).parents[1] / "planner" / "recorded_run"
+
+
+def test_a_recorded_run_gives_costs_and_lengths(trained: Callable[..., Path]) -> None:
+    """Prompts come in its order, eight samples each; decode steps take what they took there."""
+    of_run = (f"cluster.costs={RECORDED}", f"cluster.lengths={RECORDED}", "recipe.group_size=8")
+    run = trained("schedule=fused", *of_run, "recipe.kl_coef=0.1", "cluster.time_scale=0.1")
+    recorded = [n for line in read_lines(RECORDED / "lengths.jsonl") for n in line["lengths"]]
+    by_prompt = lengths_by_prompt(run)
+    assert len(by_prompt) == 18
+    for prompt, tokens in by_prompt.items():
+        assert tokens == recorded[8 * prompt : 8 * prompt + 8]
+    config = configured(*of_run, "recipe.kl_coef=0.1")
+    costs = emulated_costs(config, build_recipe(config.recipe))
+    measured = json.loads((RECORDED / "costs.json").read_text())["costs"]
+    assert (costs.step_s, costs.row_s) == (measured["step_s"], measured["row_s"])
+    lines = read_lines(run / "metrics.jsonl")
+    decoding = sum(line["generate_s"] for line in lines)
+    longest = sum(max(line["lengths"]) for line in read_lines(run / "lengths.jsonl"))
+    assert decoding >= 0.1 * longest * measured["step_s"]
+
+
 TURNS = ('cluster.turns="turns=4,reply=32,wait=2"',)
 
 
@@ -325,7 +347,12 @@ def test_axes_split_the_model_of_the_costs(settings: str, allowed: str, tmp_path
         ("recipe=ppo", "costs of stage values, or of its role critic"),
         (
             'schedule=packed schedule.limit_tokens=9 cluster.lengths="lognormal:median=90,p99=99"',
-            "of cluster.lengths has shorter responses",
+            "the longest responses of prompts of cluster.lengths",
+        ),
+        (
+            "schedule=packed schedule.limit_tokens=99 "
+            'cluster.lengths="lognormal:median=9,sigma=1,max=99"',
+            "below 99, the longest responses of prompts of cluster.lengths",
         ),
         ("rollout.speculate=4", "rollout.speculate=4: wanted off, or accept=P in cluster.lengths"),
     ],

@@ -23,6 +23,8 @@ from hybridrl.config import (
     Deterministic,
     Device,
     DType,
+    EarlyBackward,
+    FusedScheduleConfig,
     LoraConfig,
     MemoryCheck,
     OptimName,
@@ -115,6 +117,18 @@ def test_muon_has_one_moment_of_the_matrices_of_layers() -> None:
     parameters = model_parameters(shape)
     matrices = sum(torch.Size(p.shape).numel() for p in parameters if "_proj" in p.name)
     assert before - _train_actor(config).sizes["moments"] == 4 * matrices // 4
+
+
+def test_early_backward_keeps_a_rank_s_share_of_gradients_between_calls() -> None:
+    """On two replicas of two ranks: float32, of half of the parameters."""
+    config, shape = _config(), _shape()
+    config.trainer.layout = TrainLayoutConfig(replicas=2, fsdp=2)
+    config.schedule = FusedScheduleConfig()
+    assert "early gradients" not in _train_actor(config).sizes
+    config.schedule = FusedScheduleConfig(early_backward=EarlyBackward.auto)
+    parameters = sum(torch.Size(p.shape).numel() for p in model_parameters(shape))
+    early = _train_actor(config).sizes["early gradients"]
+    assert early == pytest.approx(4 * parameters / 2, rel=1e-3)
 
 
 def test_roles_of_the_recipe_have_their_phases() -> None:
