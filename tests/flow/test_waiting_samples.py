@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules.waiting_samples import WaitingSamples
 
-SAMPLES = [Sample(id=SampleId(n), prompt_tokens=n) for n in range(4)]
+SAMPLES = [Sample(id=SampleId(n), prompt_tokens=1 + n // 2, rank=n % 3) for n in range(6)]
 
 
 @given(
@@ -21,20 +21,23 @@ SAMPLES = [Sample(id=SampleId(n), prompt_tokens=n) for n in range(4)]
 def test_an_instance_gets_what_is_free_and_what_is_kept_on_it(
     steps: list[tuple[str, Sample, int | None]],
 ) -> None:
-    waiting, kept_on = WaitingSamples(), dict[SampleId, int | None]()
+    """Its own first, then the others; each the longest first, of equal ones the first."""
+    waiting, kept_on = WaitingSamples(lambda sample: sample.rank), dict[SampleId, int | None]()
     for step, sample, instance in steps:
-        if step == "add" and sample.id not in kept_on:
+        if step == "add":
             waiting.add(sample, instance)
             kept_on[sample.id] = instance
         elif step == "remove":
             gone = waiting.remove(sample.id)
-            assert (gone is None) == (sample.id not in kept_on)
+            assert gone == (sample if sample.id in kept_on else None)
             kept_on.pop(sample.id, None)
         elif step == "keep":
             waiting.keep(sample.id, instance)
             kept_on |= {sample.id: instance} if sample.id in kept_on else {}
         assert bool(waiting) == bool(kept_on)
-        assert waiting.tokens() == sum(id.prompt for id in kept_on)
+        assert waiting.tokens() == sum(s.tokens for s in SAMPLES if s.id in kept_on)
         for one in (0, 1):
-            able = [id for id, place in kept_on.items() if place in (None, one)]
-            assert sorted(s.id for s in waiting.able(one)) == sorted(able)
+            able = [s for s in SAMPLES if kept_on.get(s.id, -1) in (None, one)]
+            able.sort(key=lambda s: (kept_on[s.id] is None and s.rank != one, -s.tokens, s.id))
+            assert [*waiting.able(one)] == able
+            assert waiting.able_tokens(one) == sum(s.tokens for s in able)

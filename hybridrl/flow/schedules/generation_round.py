@@ -274,7 +274,8 @@ class GenerationRound:
         return [prompt for prompt in touched if self.may_start(prompt)]
 
     def _use_spare(self) -> None:
-        """Let every instance that holds no sample run forward passes that wait."""
+        """Let every instance that holds no sample run forward passes that wait, or train."""
+        nothing = set[bool]()  # where one that trains finds no groups, or one that does not yet
         for instance in self._alive:
             joins = instance in self.tail.wide_of
             if joins or instance in self._in_flight:
@@ -286,7 +287,8 @@ class GenerationRound:
             sharers, decoding = len(self._alive), self._num_to_make > 0
             if self.stages.start_waiting(instance, sharers, decoding, trains):
                 self.num_overlapped += decoding
-            elif not self._train_early(instance):
+            elif trains in nothing or not self._train_early(instance):
+                nothing.add(trains)
                 continue
             self._in_flight[instance] = self.executor.clock.now()
 

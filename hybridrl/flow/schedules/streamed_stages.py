@@ -1,7 +1,7 @@
 """Stages that run on finished samples while others are generated."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from hybridrl.flow.costs import CostMeter, Costs
 from hybridrl.flow.executor import Computed, Executor, SamplesRead, Scope
@@ -53,7 +53,7 @@ class StreamedStages:
             if executor.scope(stage) is Scope.POOL:
                 self._pooled[stage.name] = {}
             else:
-                self._spare[stage.name] = WaitingSamples()
+                self._spare[stage.name] = WaitingSamples(self._instance_of)
             self._running[stage.name] = {}
 
     @property
@@ -110,7 +110,7 @@ class StreamedStages:
 
     def could_start(self, instance: int) -> bool:
         """Whether a forward pass waits that an instance may run while others decode."""
-        return self.overlaps and any(waiting.able(instance) for waiting in self._spare.values())
+        return self.overlaps and any(w.able_tokens(instance) for w in self._spare.values())
 
     def start_waiting(
         self, instance: int, num_instances: int, decoding: bool, trains: bool = False
@@ -120,11 +120,10 @@ class StreamedStages:
         `num_instances` share them, now or, while others are `decoding`, later. An instance that
         `trains` has no generation weights, so the actor's own passes are left to others.
         """
-        following = self._next_stage(instance, trains) if self.overlaps or not decoding else None
-        if following is None:
+        stage = self._next_stage(instance, trains) if self.overlaps or not decoding else None
+        if stage is None:
             return False
-        stage, able = following
-        samples = self._chunk(instance, stage, able, num_instances, decoding)
+        samples = self._chunk(instance, stage, num_instances, decoding)
         for sample in samples:
             self._spare[stage.name].remove(sample.id)
         self._begin(stage, samples, instance)
@@ -168,7 +167,10 @@ class StreamedStages:
 
     def is_on(self, sample: Sample, instance: int) -> bool:
         """Whether a sample's tensors are on a rank of an instance."""
-        return self.executor.instance_of(sample.rank) == instance
+        return self._instance_of(sample) == instance
+
+    def _instance_of(self, sample: Sample) -> int:
+        return self.executor.instance_of(sample.rank)
 
     def may_move(self, sample: Sample) -> bool:
         """Whether no stage runs on a sample, and it is not on its way."""
@@ -202,50 +204,41 @@ class StreamedStages:
                 self._begin(stage, here)
                 self.executor.compute(stage, here)
 
-    def _next_stage(self, instance: int, trains: bool) -> tuple[Stage, list[Sample]] | None:
-        """The stage that an instance ran last, while there is some of it left; else the largest.
-
-        With the samples that the instance may take.
-        """
-        last, able = self._last_stage.get(instance), dict[str, list[Sample]]()
-        for name in sorted(self._spare, key=lambda name: name != last):
-            if trains and self._stage(name).role == "actor":
-                continue
-            if samples := self._spare[name].able(instance):
-                if name == last:
-                    return self._stage(name), samples
-                able[name] = samples
+    def _next_stage(self, instance: int, trains: bool) -> Stage | None:
+        """The stage that an instance ran last, while there is some of it left; else the largest."""
+        able = {
+            name: tokens
+            for name, waiting in self._spare.items()
+            if (tokens := waiting.able_tokens(instance))
+            and not (trains and self._stage(name).role == "actor")
+        }
         if not able:
             return None
-        largest = max(able, key=lambda name: sum(sample.tokens for sample in able[name]))
-        return self._stage(largest), able[largest]
+        last = self._last_stage.get(instance)
+        return self._stage(last if last in able else max(able, key=lambda name: able[name]))
 
     def _chunk(
-        self,
-        instance: int,
-        stage: Stage,
-        able: Sequence[Sample],
-        num_instances: int,
-        decoding: bool,
+        self, instance: int, stage: Stage, num_instances: int, decoding: bool
     ) -> list[Sample]:
-        """One share of the `able` samples that wait for `stage`, the instance's own samples first.
+        """One share of the samples that wait for `stage`, the instance's own samples first.
 
         While others decode that is half of an instance's, but not so few tokens that the call
         itself counts. Afterwards instances have equal shares, of no fewer tokens than take as long
         as their call. The last one also takes what did not fit into the others'.
         """
-        waiting = sum(sample.tokens for sample in able)
+        spare = self._spare[stage.name]
+        waiting = spare.able_tokens(instance)
         least = least_tokens(self.meter.costs(), stage.name, self.chunk_tokens)
         share = waiting / (2 * num_instances)
         if not decoding:
             running = sum(sample.tokens for sample in self._running[stage.name].values())
-            everywhere = running + self._spare[stage.name].tokens()
+            everywhere = running + spare.tokens()
             share, least = everywhere / num_instances, least / 10
             if waiting < 1.5 * share:
                 share = waiting
         wanted = max(least, min(self.chunk_tokens, share))
         chosen: list[Sample] = []
-        for sample in self._own_first(instance, able):
+        for sample in spare.able(instance):
             if chosen and sample.tokens > wanted:
                 if decoding:
                     break
@@ -255,14 +248,6 @@ class StreamedStages:
             if wanted <= 0:
                 break
         return chosen
-
-    def _own_first(self, instance: int, samples: Sequence[Sample]) -> Iterator[Sample]:
-        """The instance's own samples, then the others, the longest first."""
-        own, others = list[Sample](), list[Sample]()
-        for sample in samples:
-            (own if self.is_on(sample, instance) else others).append(sample)
-        for some in (own, others):
-            yield from sorted(some, key=lambda sample: (-sample.tokens, sample.id))
 
     def _begin(self, stage: Stage, samples: Sequence[Sample], instance: int | None = None) -> None:
         """A stage begins on samples, which it keeps in place, or brings to an instance first."""

@@ -1,7 +1,7 @@
 """Groups that are trained while others are still generated."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import EarlyTrained
@@ -123,21 +123,33 @@ class StreamedUpdate:
         left_s: Callable[[], float] | None,
     ) -> list[Sample]:
         """Whole samples of at most a chunk's tokens together, the instance's own first."""
-        able = [s for s in self._waiting.values() if self.stages.may_move(s)]
-        if not able:
+        if not self._waiting:
             return []
         affordable = self._affordable(instance, num_rows, progress, width, left_s)
-        if affordable is not None:
-            able = [s for s in able if s.tokens <= affordable]
+        able = [
+            sample
+            for sample in self._waiting.values()
+            if (affordable is None or sample.tokens <= affordable) and self.stages.may_move(sample)
+        ]
         chosen: list[Sample] = []
-        for sample in sorted(able, key=lambda s: (not self.stages.is_on(s, instance), s.id)):
+        for sample in self._own_first(instance, able):
             if not chosen:  # it may be longer than a micro-batch
                 wanted: float = max(self.chunk_tokens, sample.tokens)
                 wanted = wanted if affordable is None else min(wanted, affordable)
             if sample.tokens <= wanted:  # else a shorter one behind it may still fit
                 chosen.append(sample)
                 wanted -= sample.tokens
+                if wanted <= 0:
+                    break
         return chosen
+
+    def _own_first(self, instance: int, samples: Iterable[Sample]) -> Iterator[Sample]:
+        """The instance's own samples, then the others; each by their ids."""
+        own, others = list[Sample](), list[Sample]()
+        for sample in samples:
+            (own if self.stages.is_on(sample, instance) else others).append(sample)
+        for some in (own, others):
+            yield from sorted(some, key=lambda sample: sample.id)
 
     def _affordable(
         self,

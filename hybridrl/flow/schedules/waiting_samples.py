@@ -1,6 +1,9 @@
 """Samples that wait for a forward pass on an instance, by who may take them."""
 
-from collections import defaultdict
+import heapq
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 
 from hybridrl.flow.sample import Sample, SampleId
 
@@ -9,26 +12,41 @@ class WaitingSamples:
     """Those of one stage: free for every instance, or for one alone, on which they are kept.
 
     On hundreds of GPUs as many instances look for work at each event. So none looks at samples that
-    are kept elsewhere.
+    are kept elsewhere, or at more than it takes.
+
+    `instance_of` gives the instance on which a sample is. A sample does not leave it while it waits
+    but for the one that keeps it.
     """
 
-    def __init__(self) -> None:
-        self._kept_on: dict[SampleId, int | None] = {}
-        self._samples: dict[int | None, dict[SampleId, Sample]] = defaultdict(dict)
+    def __init__(self, instance_of: Callable[[Sample], int]) -> None:
+        self.instance_of = instance_of
+        self._waiting: dict[SampleId, tuple[Sample, bool, int]] = {}  # is it free, and where
+        self._free: dict[int, list[Sample]] = defaultdict(list)  # by instance, the longest first
+        self._kept: dict[int, list[Sample]] = defaultdict(list)
+        self._free_tokens = 0
+        self._kept_tokens = Counter[int]()
 
     def __bool__(self) -> bool:
-        return bool(self._kept_on)
+        return bool(self._waiting)
 
     def add(self, sample: Sample, instance: int | None) -> None:
-        """It waits from now on, for `instance` alone; None: for any."""
-        self._kept_on[sample.id] = instance
-        self._samples[instance][sample.id] = sample
+        """It waits from now on, for `instance` alone; None: for any. It may wait already."""
+        self.remove(sample.id)
+        free = instance is None
+        place = self.instance_of(sample) if instance is None else instance
+        self._waiting[sample.id] = sample, free, place
+        insort((self._free if free else self._kept)[place], sample, key=_longest_first)
+        self._count(sample.tokens, free, place)
 
     def remove(self, id: SampleId) -> Sample | None:
         """It waits no more; None if it did not."""
-        if id not in self._kept_on:
+        if id not in self._waiting:
             return None
-        return self._samples[self._kept_on.pop(id)].pop(id)
+        sample, free, place = self._waiting.pop(id)
+        samples = (self._free if free else self._kept)[place]
+        del samples[bisect_left(samples, _longest_first(sample), key=_longest_first)]
+        self._count(-sample.tokens, free, place)
+        return sample
 
     def keep(self, id: SampleId, instance: int | None) -> None:
         """From now on `instance` alone may take a sample, if it waits; None: any."""
@@ -36,10 +54,27 @@ class WaitingSamples:
         if sample is not None:
             self.add(sample, instance)
 
-    def able(self, instance: int) -> list[Sample]:
-        """Those that an instance may take."""
-        return [*self._samples[None].values(), *self._samples[instance].values()]
+    def able(self, instance: int) -> Iterator[Sample]:
+        """Those that an instance may take: its own first, then the others, the longest first."""
+        own = self._free.get(instance, ()), self._kept.get(instance, ())
+        yield from heapq.merge(*own, key=_longest_first)
+        others = (samples for place, samples in self._free.items() if place != instance)
+        yield from heapq.merge(*others, key=_longest_first)
+
+    def able_tokens(self, instance: int) -> int:
+        """Tokens of those that an instance may take; 0 where there are none."""
+        return self._free_tokens + self._kept_tokens[instance]
 
     def tokens(self) -> int:
         """Tokens of all that wait."""
-        return sum(s.tokens for samples in self._samples.values() for s in samples.values())
+        return self._free_tokens + self._kept_tokens.total()
+
+    def _count(self, tokens: int, free: bool, place: int) -> None:
+        if free:
+            self._free_tokens += tokens
+        else:
+            self._kept_tokens[place] += tokens
+
+
+def _longest_first(sample: Sample) -> tuple[int, SampleId]:
+    return -sample.tokens, sample.id
