@@ -42,6 +42,9 @@ BACKWARD = Reversed(pp=2, fsdp=1)
 BACK_AND_FORTH = Reversed(pp=2, fsdp=1, schedule=PipelineSchedule.zero_bubble)
 BACK_IN_TURNS = Reversed(pp=2, fsdp=1, schedule=PipelineSchedule.interleaved)
 FAR_BACK = Reversed(pp=4, fsdp=1)
+BACK_SHARDED = Reversed(pp=2, fsdp=2)
+BACK_SPLIT = Reversed(pp=2, fsdp=1, tp=2)
+BACK_TWICE = Reversed(pp=2, replicas=2, fsdp=1)
 
 
 class AdvantageLoss(Loss):
@@ -161,6 +164,8 @@ def test_it_goes_on_as_if_it_had_not_ended(ranks, make_source, tmp_path) -> None
         (FORWARD, (BACKWARD, BACK_IN_TURNS)),
         (BACK_AND_FORTH, (BACK_AND_FORTH, FORWARD)),
         (FAR_BACK, (FAR_BACK, BACK_AND_FORTH)),
+        (BACK_SHARDED, (BACK_SHARDED, BACK_SPLIT, REPLICAS)),
+        (BACK_TWICE, (BACK_SHARDED, FSDP)),
     ],
 )
 def test_so_does_a_reversed_pipeline(ranks, make_source, tmp_path, first, then) -> None:
