@@ -45,9 +45,12 @@ class MappingReport:
             f" {result.num_replayed} replayed in {result.seconds:.0f} s; seconds by {self.source}",
         ]
         if not result.is_complete and result.rest_s is not None:
+            left = f"what is left takes {result.rest_s:.3g} s a step at least"
+            if not result.rest_s:
+                left = "it has not looked at all placements"
             lines.append(
-                f"the search was not through, it has replayed {result.num_replayed}: what is left"
-                f" takes {result.rest_s:.3g} s a step at least; --seconds gives it longer"
+                f"the search was not through, it has replayed {result.num_replayed}: {left};"
+                " --seconds gives it longer"
             )
         lines += [f"left out: {reason}" for reason in self.refused]
         lines += [f"assumed: {assumption}" for assumption in self.assumed]

@@ -83,7 +83,7 @@ class MappingResults:
     is_complete: bool
     """Whether nothing that is left could be better than the last of the best, by `TOLERANCE`."""
     rest_s: float | None
-    """The least bound of what is left; None where nothing is."""
+    """The least bound of what is left; None where nothing is, 0 where some has none yet."""
 
 
 @dataclass(order=True, slots=True)
@@ -146,10 +146,16 @@ class MappingSearch:
     ) -> MappingResults:
         """The best `number` of mappings, the best first, or what `budget_s` seconds are enough for.
 
-        Raises DoesNotFit where a role fits nowhere, or no mapping does.
+        Half of them at most are for bounds of placements, the colocated one first. Raises
+        DoesNotFit where a role fits nowhere, or no mapping does.
         """
         started = time.monotonic()
-        queue = list(self._frames())
+        frames, queue = self._frames(), list[_Candidate]()
+        for frame in frames:
+            queue.append(frame)
+            if time.monotonic() - started > budget_s / 2:
+                break
+        all_bounded = next(frames, None) is None
         if not queue:
             raise self._obstacle()
         heapq.heapify(queue)
@@ -187,7 +193,10 @@ class MappingSearch:
             on_progress(counts[3], counts[1])
         if not best:
             raise unfit or self._obstacle()
-        least = queue[0].seconds * (1 + TOLERANCE) if queue else float("inf")
+        rest_s = queue[0].seconds if queue else None
+        if not all_bounded:
+            rest_s = 0.0
+        least = float("inf") if rest_s is None else rest_s * (1 + TOLERANCE)
         settled = sum(one.seconds <= least for one in best)
         return MappingResults(
             best=[self._result(one) for one in best],
@@ -195,8 +204,8 @@ class MappingSearch:
             num_priced=counts[2],
             num_replayed=counts[3],
             seconds=time.monotonic() - started,
-            is_complete=not queue or settled == number,
-            rest_s=queue[0].seconds if queue else None,
+            is_complete=rest_s is None or settled == number,
+            rest_s=rest_s,
         )
 
     def price(

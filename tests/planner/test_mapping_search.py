@@ -263,6 +263,15 @@ def test_without_time_one_mapping_is_replayed() -> None:
     assert not result.is_complete
 
 
+def test_without_time_the_first_placement_is_bounded_alone() -> None:
+    """All roles in one pool. Of the others nothing is known, so they may take no time."""
+    search = _search(_roles(SMALL, SMALL, ("actor", "critic", "reference")), 2)
+    result = search.run(3, budget_s=0)
+    assert [[*one.mapping.pools] for one in result.best] == [["actor"]]
+    assert (result.is_complete, result.rest_s) == (False, 0.0)
+    assert search.run(3).is_complete
+
+
 def test_where_no_layouts_fit_together_the_phase_is_named() -> None:
     """Each role would fit alone."""
     with pytest.raises(DoesNotFit, match="in pool actor, phase train actor, needs"):
