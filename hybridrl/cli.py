@@ -19,8 +19,8 @@ from hybridrl.telemetry.log import command_log
 from hybridrl.telemetry.records import plain
 
 Action = Callable[[Config], dict[str, Any]]
-_WIDEST_TABLE = 1000  # columns of text
 """A run, from its config to the result that is printed."""
+_WIDEST_TABLE = 1000  # columns of text
 
 USAGE = """usage: hybridrl COMMAND [OVERRIDES]
 
