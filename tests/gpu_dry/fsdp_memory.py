@@ -93,6 +93,14 @@ CASES = {
         prompts=16, held=3, micro_batch_tokens=8192, layout={"replicas": 4}
     ),
     "fsdp 16, tp 4": UpdateCase(prompts=6, held=1, micro_batch_tokens=8192, layout={"tp": 4}),
+    "fsdp 32, pp 2": UpdateCase(prompts=28, held=4, micro_batch_tokens=4096, layout={"pp": 2}),
+    "fsdp 16, pp 2, tp 2, recompute": UpdateCase(
+        prompts=14,
+        held=2,
+        micro_batch_tokens=4096,
+        layout={"pp": 2, "tp": 2},
+        activations="recompute",
+    ),
     "fsdp 16, tp 4, sequence parallel, recompute": UpdateCase(
         prompts=14,
         held=2,
@@ -129,11 +137,21 @@ def _of_update(plan: MemoryPlan) -> int:
 
 
 def counted(case: UpdateCase, config: Config, device: FakeDevice) -> dict[str, int]:
-    """The peaks of an update, in bytes, of torch's tracker and of the dry runs'; its rows."""
+    """The peaks of an update, in bytes, of the first rank of the pipeline stage that has most.
+
+    They are of torch's tracker and of the dry runs'. With them are the update's rows.
+    """
+    pp = config.trainer.layout.pp
+    stages = [of_rank(stage * RANKS // pp, case, config, device) for stage in range(pp)]
+    return max(stages, key=lambda figures: figures["counted"])
+
+
+def of_rank(rank: int, case: UpdateCase, config: Config, device: FakeDevice) -> dict[str, int]:
+    """Those of one rank."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         path = write_model(Path(folder), MODEL, None)
-        cuda = stack.enter_context(joined(0, RANKS, strict=False))
+        cuda = stack.enter_context(joined(rank, RANKS, strict=False))
         stack.enter_context(weights_without_values(device))
         stack.enter_context(kernels(device, flash=True))
         # Backward on this thread, as the fake device has no thread of its own.

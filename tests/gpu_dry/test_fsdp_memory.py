@@ -15,6 +15,8 @@ CASES = {
     "fsdp 64, recompute": 1,
     "replicas 4, fsdp 16": 1,
     "fsdp 16, tp 4": 1,
+    "fsdp 32, pp 2": 4,
+    "fsdp 16, pp 2, tp 2, recompute": 4,
     "fsdp 16, tp 4, sequence parallel, recompute": 1,
 }
 """Rows of the update under each layout."""

@@ -295,9 +295,9 @@ def _apply_fsdp(
     settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
-        # A backward pass in halves looks for weights in the graph of the forward pass, before
-        # backward gathers them: weights that were resharded in between would get no gradient.
-        "reshard_after_forward": not keep_unsharded and not dims.zigzag,
+        # A pipeline keeps them: each of its rows would gather them anew. A backward pass in halves
+        # needs that, since it looks for weights in the graph of the forward pass.
+        "reshard_after_forward": not keep_unsharded,
         "shard_placement_fn": placement,
     }
     if sum(p.numel() for p in root.parameters()) > ONE_GROUP_PARAMETERS:

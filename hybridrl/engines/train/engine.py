@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 KEEP_UNSHARDED_PARAMETERS = 512 * 2**20
 """Up to this size weights and gradients stay unsharded from the first micro-batch to the last (at
 most 4 GiB a rank). So an update has one all-gather and one reduce-scatter. In a pipeline that is so
-for gradients of any size.
+for models of any size.
 """
 
 
@@ -128,7 +128,8 @@ class TrainEngine(ModelShards):
         shape = attention_shape(self.model.config)
         self.attention = choose_attention(model.attention, device, compute, shape)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
-        self._keep_unsharded = self.num_parameters <= KEEP_UNSHARDED_PARAMETERS
+        is_small = self.num_parameters <= KEEP_UNSHARDED_PARAMETERS
+        self._keep_unsharded = is_small or self.dims.axes.pp > 1
         self.lora = lora if lora is not None and lora.rank else None
         self.adapter_config: Any = None
         """peft's, of a model with adapters."""
