@@ -335,13 +335,14 @@ class PackedSchedule(StreamingSchedule):
 
         A conversation may also have reached its number of turns, which is an end of its own.
         """
+        scalars = task.sample.scalars
+        cut = scalars.get(OUT_OF_TOKENS) if task.converses else scalars["finish"] == "length"
+        if not cut:
+            return False
         own = self._sampling(task.stage)
         assert own is not None
         assert task.sampling is not None
-        limited = task.sampling.max_new_tokens < own.max_new_tokens
-        scalars = task.sample.scalars
-        cut = scalars.get(OUT_OF_TOKENS) if task.converses else scalars["finish"] == "length"
-        return limited and bool(cut)
+        return task.sampling.max_new_tokens < own.max_new_tokens
 
     def _is_sure(self, packing: _Packing, position: int) -> bool:
         """Whether a taken prompt fits, and all its samples are there: a death may have some."""
