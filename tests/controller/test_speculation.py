@@ -28,3 +28,15 @@ def test_steps_are_those_without_drafts(
     assert all("samples/drafted_tokens" not in line for line in plain.metrics)
     if speculate != "auto":  # it may find that guesses cost more than they save
         assert sum(line["samples/drafted_tokens"] for line in drafted.metrics) > 0
+    assert not counts_of(plain, 1)
+    for line in drafted.metrics[:-1]:  # the last step's name is on those of the evaluation, too
+        counts = counts_of(drafted, line["step"])
+        assert sum(right for right, _ in counts) == line.get("samples/accepted_tokens", 0)
+        assert sum(tried for _, tried in counts) == line.get("samples/drafted_tokens", 0)
+
+
+def counts_of(run: Any, step: int) -> list[tuple[int, int]]:
+    """Right guesses and all of each of a step's calls that the trace names `verify 5/8`."""
+    names = [s.name for s in run.spans if s.step == step and s.name.startswith("verify ")]
+    counts = [name.removeprefix("verify ").split("/") for name in names]
+    return [(int(right), int(tried)) for right, tried in counts]
