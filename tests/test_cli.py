@@ -539,7 +539,7 @@ def test_a_dry_run_checks_all_and_starts_nothing(
     out, _ = capfd.readouterr()
     assert json.loads(out) == {
         "dry_run": True, "runs": 1, "ranks": 2, "pools": {"actor": 2}, "device": "cpu",
-        "schedule": "serial",
+        "schedule": "serial", "fused_updates": False,
     }  # fmt: skip
     assert sorted(files.rglob("*")) == before
     assert running_children() <= children

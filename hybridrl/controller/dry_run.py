@@ -60,6 +60,7 @@ def dry_run(configs: Sequence[Config]) -> dict[str, Any]:
         "pools": pools,
         "device": first.cluster.device.value,
         "schedule": first.schedule.kind.value,
+        "fused_updates": first.trainer.fuses,
     }
 
 

@@ -270,6 +270,7 @@ class Telemetry:
         for old in sorted(self.run_dir.glob("environment*")):
             old.rename(self.run_dir / f"earlier-{old.stat().st_mtime:.0f}-{old.name}")
         self._environment, patches = capture()
+        self._environment |= {"emulated": True} if self._emulated else {}
         for name, text in patches.items():
             write_atomic(self.run_dir / name, text)
         write_json(self.run_dir / "environment.json", self._environment)

@@ -214,7 +214,7 @@ def test_all_that_is_written_says_emulated(trained: Callable[..., Path], tmp_pat
     from hybridrl.telemetry.trace import read_trace
 
     run = trained("schedule=serial", *GRPO)
-    for file in ("run.json", "costs.json"):
+    for file in ("run.json", "environment.json", "costs.json"):
         assert json.loads((run / file).read_text())["emulated"] is True
     assert all(line["emulated"] == 1.0 for line in read_lines(run / "metrics.jsonl"))
     assert "emulated: 4 ranks" in (run / "events.jsonl").read_text()

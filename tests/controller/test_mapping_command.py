@@ -105,8 +105,10 @@ def _planned_gpus(config: Config, asks_memory: bool = False) -> int | None:
     return GPU_GIB * GIB if on_gpus and asks_memory else None
 
 
-def _pass_preflight(problems: Iterable[Sequence[str]], directory: Path) -> set[str]:
-    """What `train` checks before it starts a rank, of proposals; the kinds that they are of.
+def _pass_dry_run(
+    problems: Iterable[Sequence[str]], directory: Path, capsys: pytest.CaptureFixture[str]
+) -> set[str]:
+    """What `train --dry-run` says of proposals; the kinds that they are of.
 
     Of each problem the two best are checked, and the best of each kind.
     """
@@ -123,28 +125,33 @@ def _pass_preflight(problems: Iterable[Sequence[str]], directory: Path) -> set[s
                 chosen.add(first)
         for number in sorted(chosen):
             run_dir = f"run.dir={directory / f'{index}-{number}'}"
-            config = compose.check([*TINY, *own, *report.overrides[number], run_dir])
+            capsys.readouterr()
             with mock.patch.object(preflight, "resolve_device", _planned_gpus):
-                prepare(config)
-            assert config.trainer.fuses is mappings[number].fuses
+                cli.main(["train", "--dry-run", *TINY, *own, *report.overrides[number], run_dir])
+            said, mapping = json.loads(capsys.readouterr().out), mappings[number]
+            assert said["pools"] == {pool: mapping.ranks[pool] for pool in mapping.pools}
+            assert said["schedule"] == mapping.schedule.kind.value
+            assert said["fused_updates"] is mapping.fuses
     return seen
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_overrides_pass_the_preflight(seed: int, tmp_path: Path, reward_model: str) -> None:
+def test_overrides_pass_the_dry_run(
+    seed: int, tmp_path: Path, reward_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of random models and clusters."""
-    _pass_preflight([_random_problem(random.Random(seed), reward_model)], tmp_path)
+    _pass_dry_run([_random_problem(random.Random(seed), reward_model)], tmp_path, capsys)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 200, 20))
-def test_overrides_of_many_pass_the_preflight(
-    first: int, tmp_path: Path, reward_model: str
+def test_overrides_of_many_pass_the_dry_run(
+    first: int, tmp_path: Path, reward_model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of 200 random models and clusters; each twenty, and one by hand, have every kind."""
     seeds = range(first, first + 20)
     problems = [_random_problem(random.Random(seed), reward_model) for seed in seeds]
-    assert _pass_preflight([*problems, FILLED], tmp_path) == {*KINDS}
+    assert _pass_dry_run([*problems, FILLED], tmp_path, capsys) == {*KINDS}
 
 
 def test_the_preflight_refuses_what_does_not_fit_the_planned_gpus(tmp_path: Path) -> None:
