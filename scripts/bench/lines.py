@@ -4,10 +4,12 @@ import json
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+Side = TypeVar("Side")
 
 
-def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def take_turns(sides: Mapping[Side, Callable[[], float]], rounds: int) -> dict[Side, list[float]]:
     """Measurements of every side, one a round; the order is drawn anew for every round.
 
     In a fixed order each side would always suffer the after-effects of the one before. A first
@@ -15,7 +17,7 @@ def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
     """
     draw = random.Random(0)
     names = list(sides)
-    measured: dict[str, list[float]] = {name: [] for name in names}
+    measured: dict[Side, list[float]] = {name: [] for name in names}
     for i in range(rounds + 1):
         for name in draw.sample(names, len(names)):
             value = sides[name]()

@@ -6,7 +6,9 @@ layers than calibration has seen. A line's value is the predicted seconds, its b
 ones. Two more lines are the median and the worst error of all layouts. Another one says how much
 longer the layout with the least predicted seconds takes than the best one. The lines `plan_run_*`
 are the same by costs that are scaled to the micro-batches of one layout, as those of a run
-(`hybridrl plan calibrate --run`).
+(`hybridrl plan calibrate --run`). In the same turns a model of twice the width is measured. The
+lines `plan_wide_*` are its predictions by the calibration. Those of `plan_size_*` are by the costs
+that were scaled to the other model: how well one size predicts another.
 """
 
 import argparse
@@ -16,8 +18,9 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -58,8 +61,15 @@ from hybridrl.planner.model_shape import ModelShape
 from hybridrl.planner.recorded_costs import scaled, scales_of
 
 RANKS, TOKENS = 2, 2048
-LAYERS = 8
-RECORDED = "fsdp_2"
+DEEP, WIDE = "deep", "wide"
+MODELS = {
+    DEEP: TinyModelConfig(num_layers=8),
+    WIDE: TinyModelConfig(
+        hidden_size=384, intermediate_size=1024, num_heads=12, num_kv_heads=4, num_layers=4
+    ),
+}
+"""Calibration sees the width of `deep` and half of it, and 1 to 4 layers."""
+RECORDED = (DEEP, "fsdp_2")
 LAYOUTS = {
     "fsdp_2": TrainLayout(fsdp=2, micro_batch_tokens=TOKENS),
     "replicas_2": TrainLayout(replicas=2, micro_batch_tokens=TOKENS),
@@ -81,9 +91,14 @@ def samples_of(number: int, longest: int) -> list[SampleLength]:
 
 
 def measure(
-    rank: int, store: str, model: str, samples: Sequence[SampleLength], rounds: int, out: str
+    rank: int,
+    store: str,
+    models: Mapping[str, str],
+    samples: Sequence[SampleLength],
+    rounds: int,
+    out: str,
 ) -> None:
-    """One rank: all layouts in turns; rank 0 writes the seconds of each."""
+    """One rank: all layouts of all models in turns; rank 0 writes the seconds of each."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     torch.manual_seed(0)
@@ -92,10 +107,10 @@ def measure(
         TrainSequence(tokens, sample.response) for tokens, sample in zip(ids, samples, strict=True)
     ]
     own = balance([sample.tokens for sample in samples], RANKS)[rank]
-    sides: dict[str, Callable[[], float]] = {}
-    for name, layout in LAYOUTS.items():
+    sides: dict[tuple[str, str], Callable[[], float]] = {}
+    for (model, path), (name, layout) in product(models.items(), LAYOUTS.items()):
         engine = TrainEngine(
-            model,
+            path,
             model=ModelConfig(),
             trainer=TrainerConfig(
                 max_tokens_per_micro_batch=layout.micro_batch_tokens,
@@ -109,8 +124,8 @@ def measure(
             ),
             device=torch.device("cpu"),
         )
-        sides[name] = partial(_seconds, engine, [sequences[i] for i in own])
-        if name == RECORDED:
+        sides[model, name] = partial(_seconds, engine, [sequences[i] for i in own])
+        if (model, name) == RECORDED:
             clock = engine.clock
     seconds = take_turns(sides, rounds)
     clock.enabled = True
@@ -169,12 +184,12 @@ def report(
 
 
 def _scaled(costs: MappingCosts, shape: ModelShape, passes: Sequence[RecordedPass]) -> MappingCosts:
-    """By the passes of the recorded layout alone."""
+    """By the passes of the recorded model and layout alone."""
     roles = [PlannedRole(name=ACTOR, shape=shape, trained=True)]
     mapping = DeviceMapping(
         pools={ACTOR: (ACTOR,)},
         ranks={ACTOR: RANKS},
-        train={ACTOR: LAYOUTS[RECORDED]},
+        train={ACTOR: LAYOUTS[RECORDED[1]]},
         gen=GenLayout(),
         schedule=SerialScheduleConfig(),
     )
@@ -208,19 +223,27 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
         costs = calibrate(config, model_shape(config.model))
-        model = str(folder / "model")
-        make_tiny_model(model, TinyModelConfig(num_layers=LAYERS), seed=0)
-        hf_config = AutoConfig.from_pretrained(model)
-        samples = samples_of(args.samples, hf_config.max_position_embeddings)
+        models = {name: str(folder / name) for name in MODELS}
+        for name, tiny in MODELS.items():
+            make_tiny_model(models[name], tiny, seed=0)
+        samples = samples_of(args.samples, min(tiny.max_positions for tiny in MODELS.values()))
         out = str(folder / "times")
-        spawn(measure, (str(folder / "store"), model, samples, args.rounds, out), nprocs=RANKS)
-        shape = ModelShape.of_config(hf_config.to_dict())
-        measured, passes = torch.load(out)
-        report(costs, shape, samples, measured, "plan_update")
-        of_run = _scaled(
-            costs, shape, [RecordedPass(PassKind(kind), *rest) for kind, *rest in passes]
-        )
-        report(of_run, shape, samples, measured, "plan_run")
+        spawn(measure, (str(folder / "store"), models, samples, args.rounds, out), nprocs=RANKS)
+        seconds, passes = torch.load(out)
+        shapes = {
+            name: ModelShape.of_config(AutoConfig.from_pretrained(path).to_dict())
+            for name, path in models.items()
+        }
+    recorded = [RecordedPass(PassKind(kind), *rest) for kind, *rest in passes]
+    of_run = _scaled(costs, shapes[DEEP], recorded)
+    for prefix, of_costs, model in (
+        ("plan_update", costs, DEEP),
+        ("plan_run", of_run, DEEP),
+        ("plan_wide", costs, WIDE),
+        ("plan_size", of_run, WIDE),
+    ):
+        measured = {name: seconds[model, name] for name in LAYOUTS}
+        report(of_costs, shapes[model], samples, measured, prefix)
 
 
 if __name__ == "__main__":
