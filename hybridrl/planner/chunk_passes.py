@@ -1,9 +1,11 @@
-"""Seconds of the passes over one pipeline chunk, tensor-parallel traffic included."""
+"""Pipeline chunks: seconds of the passes over one, with tensor-parallel traffic; parameters."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hybridrl.config import PipelineSchedule
 from hybridrl.planner.layer_costs import LayerCosts, LayerWork, LinearPass
+from hybridrl.planner.mapping import TrainLayout
 from hybridrl.planner.model_shape import ModelShape
 
 _HALF = 0.5  # of a backward pass's operations on matrices are for the weights
@@ -61,3 +63,22 @@ def chunk_passes(
     elif setting.splits_backward:
         halves = row + inputs.times(layers) + head, weights.times(layers)
     return ChunkPasses(row + forward.times(layers) + head_forward + embedding, *halves)
+
+
+def largest_stage(
+    shape: ModelShape,
+    value_head: bool,
+    pp: int,
+    schedule: PipelineSchedule,
+    chunk_layers: tuple[int, ...],
+) -> float:
+    """Parameters of the largest pipeline stage."""
+    layout = TrainLayout(pp=pp, schedule=schedule, chunk_layers=chunk_layers)
+    elements = [0.0] * pp
+    sizes = layout.layers_of_chunks(shape.layers)
+    for chunk, layers in enumerate(sizes):
+        is_tied = shape.tied and pp == 1 and not value_head
+        ends = chunk == 0, chunk == len(sizes) - 1 and not (is_tied or value_head)
+        parameters = layers * shape.layer_parameters + sum(ends) * shape.head_parameters
+        elements[layout.stage_of_chunk(chunk)] += parameters
+    return max(elements)

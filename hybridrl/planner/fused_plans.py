@@ -160,4 +160,5 @@ def shared_score_s(
 ) -> float:
     """Of one forward-only stage of each role on these samples, in one plan."""
     problem = shared_problem(costs, roles, layouts, ranks, samples, trains=False)
-    return len(roles) * costs.layer_costs.pass_s + OVER_BOUND * lower_bound(problem)
+    once = sum(costs.pass_s(role, layouts[role.name], ranks) for role in roles)
+    return once + OVER_BOUND * lower_bound(problem)

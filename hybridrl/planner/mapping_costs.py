@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from hybridrl.config import ActivationMode, PipelineSchedule
+from hybridrl.config import ActivationMode
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Scope
 from hybridrl.layout.grouping import TrainAxes
@@ -22,7 +22,12 @@ from hybridrl.pipelines.problem import (
 )
 from hybridrl.pipelines.standard import standard_plan
 from hybridrl.planner.chunk_layers import chunk_layers
-from hybridrl.planner.chunk_passes import ChunkPasses, ChunkSetting, chunk_passes
+from hybridrl.planner.chunk_passes import (
+    ChunkPasses,
+    ChunkSetting,
+    chunk_passes,
+    largest_stage,
+)
 from hybridrl.planner.dealt_rows import rows_of_ranks, sequence_cost
 from hybridrl.planner.layer_costs import LayerCosts, LayerWork, LinearPass
 from hybridrl.planner.layout_links import LayoutLinks
@@ -45,7 +50,7 @@ RowsOfRank = Sequence[SampleLengths]
 """Micro-batches."""
 
 KEPT_PARAMETERS = 512 * 2**20
-"""Models up to this size stay unsharded over an update: `engines.train.engine`."""
+"""Models up to this size stay unsharded over an update, and all in pipelines: `TrainEngine`."""
 MASTER = 4
 _MOMENTS = 2 * MASTER
 
@@ -79,7 +84,7 @@ class MappingCosts:
         self._rows = lru_cache(4096)(self._longest_rows_s)
         self._reduce = lru_cache(4096)(self._hidden_reduce)
         self._passes = lru_cache(4096)(self._passes_at)
-        self._elements = lru_cache(4096)(_largest_stage)
+        self._elements = lru_cache(4096)(largest_stage)
 
     # Training
 
@@ -258,14 +263,21 @@ class MappingCosts:
         costs = self.layer_costs
         elements = self._stage_elements(role.shape, layout, role.value_head)
         seconds = costs.gradient_element_s * elements
-        if layout.fsdp > 1 and self._stays_whole(role, layout):
-            link = self.links.along(layout, ranks, "fsdp")
-            seconds += link.gather_s(costs.itemsize * elements, layout.fsdp)
-            seconds += link.gather_s(MASTER * elements, layout.fsdp)
+        seconds += self._over_fsdp_s(role, layout, ranks, costs.itemsize, MASTER)
         if layout.replicas > 1:
             link = self.links.along(layout, ranks, "replicas")
             seconds += link.all_reduce_s(MASTER * elements / layout.fsdp, layout.replicas)
         return seconds
+
+    def _over_fsdp_s(
+        self, role: PlannedRole, layout: TrainLayout, ranks: range, *sizes: int
+    ) -> float:
+        """Of `sizes` bytes of each weight, where all are gathered once, not by layer and row."""
+        if layout.fsdp == 1 or not self._stays_whole(role, layout):
+            return 0.0
+        elements = self._stage_elements(role.shape, layout, role.value_head)
+        link = self.links.along(layout, ranks, "fsdp")
+        return sum(link.gather_s(size * elements, layout.fsdp) for size in sizes)
 
     def _stage_elements(
         self, shape: ModelShape, layout: TrainLayout, value_head: bool = False
@@ -386,7 +398,13 @@ class MappingCosts:
             return 0.0
         if isinstance(layout, GenLayout):
             layout = TrainLayout(pp=layout.pp, tp=layout.tp, micro_batch_tokens=self.row_tokens)
-        return self.layer_costs.pass_s + self._rows_s(role, layout, ranks, samples, trains=False)
+        once = self.pass_s(role, layout, ranks)
+        return once + self._rows_s(role, layout, ranks, samples, trains=False)
+
+    def pass_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
+        """Of what comes once in a forward-only stage, besides its rows."""
+        costs = self.layer_costs
+        return costs.pass_s + self._over_fsdp_s(role, layout, ranks, costs.itemsize)
 
     # Between phases
 
@@ -575,22 +593,3 @@ class MappingCosts:
             ClusterShape.from_json(values["cluster"]),
             int(values.get("row_tokens", 8192)),
         )
-
-
-def _largest_stage(
-    shape: ModelShape,
-    value_head: bool,
-    pp: int,
-    schedule: PipelineSchedule,
-    chunk_layers: tuple[int, ...],
-) -> float:
-    """Parameters of the largest pipeline stage."""
-    layout = TrainLayout(pp=pp, schedule=schedule, chunk_layers=chunk_layers)
-    elements = [0.0] * pp
-    sizes = layout.layers_of_chunks(shape.layers)
-    for chunk, layers in enumerate(sizes):
-        is_tied = shape.tied and pp == 1 and not value_head
-        ends = chunk == 0, chunk == len(sizes) - 1 and not (is_tied or value_head)
-        parameters = layers * shape.layer_parameters + sum(ends) * shape.head_parameters
-        elements[layout.stage_of_chunk(chunk)] += parameters
-    return max(elements)

@@ -31,7 +31,7 @@ from hybridrl.planner.train_memory import (
 )
 
 KEPT_PARAMETERS = 512 * 2**20
-"""Models up to this size stay unsharded over an update: `engines/train/engine.py`."""
+"""Models up to this size stay unsharded over an update, and all in pipelines: `TrainEngine`."""
 ONE_GROUP_PARAMETERS = 32 * 2**20
 """Models up to this size are one group of FSDP: `engines/train/build.py`."""
 _PREFILL_TOKENS = 4096  # `engines/rollout/batch.py`

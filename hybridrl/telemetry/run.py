@@ -54,7 +54,7 @@ class Telemetry:
         emulated: bool = False,
     ) -> None:
         """Loggers show `settings`, by dotted key, with the run. Of a run on an `emulated` device
-        `run.json` and every line of metrics say so.
+        `run.json`, `environment.json` and every line of metrics say so.
         """
         self._emulated = emulated
         self.run_dir, self._resume_sizes = Path(run_dir), resume_sizes

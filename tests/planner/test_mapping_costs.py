@@ -80,6 +80,11 @@ def test_traffic_by_hand() -> None:
     rate = 0.7 * min(450e9, 8 * 50e9)
     wanted = 4 * 5e-6 + 15 / 16 * 2 * nbytes / rate
     assert copies - alone == pytest.approx(wanted, rel=1e-9)
+    # A pipeline gathers a stage once for scores: half of the layers, and embedding or head.
+    once = COSTS.pass_s(ACTOR, TrainLayout(pp=2, fsdp=8), range(16)) - COSTS.layer_costs.pass_s
+    stage = 16 * 218_103_808 + 128_256 * 4096
+    assert once == pytest.approx(3 * 5e-6 + 7 / 8 * 2 * stage / (0.7 * 450e9), rel=1e-9)
+    assert COSTS.pass_s(ACTOR, TrainLayout(fsdp=16), range(16)) == COSTS.layer_costs.pass_s
     # Every other rank of a node is a member: four links.
     group = [*range(0, 16, 2)]
     assert COSTS.cluster.link(group).bytes_per_s == pytest.approx(0.7 * 4 * 50e9)

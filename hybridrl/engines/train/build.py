@@ -287,6 +287,7 @@ def _apply_fsdp(
     experts: FSDPMeshInfo | None,
 ) -> None:
     """Shard a chunk over the ranks of its replica: a group a layer, or one where it is small."""
+    assert keep_unsharded or dims.num_chunks == 1
     mesh = dims.mesh["replica", "fsdp"] if dims.axes.replicas > 1 else dims.mesh["fsdp"]
 
     def placement(parameter: nn.Parameter) -> ShardPlacement:
@@ -296,7 +297,7 @@ def _apply_fsdp(
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
         # A pipeline keeps them: each of its rows would gather them anew. A backward pass in halves
-        # needs that, since it looks for weights in the graph of the forward pass.
+        # looks for weights in the graph of the forward pass: others would get no gradient.
         "reshard_after_forward": not keep_unsharded,
         "shard_placement_fn": placement,
     }

@@ -129,7 +129,8 @@ class TrainEngine(ModelShards):
         self.attention = choose_attention(model.attention, device, compute, shape)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         is_small = self.num_parameters <= KEEP_UNSHARDED_PARAMETERS
-        self._keep_unsharded = is_small or self.dims.axes.pp > 1
+        self.keep_unsharded = is_small or self.dims.axes.pp > 1
+        """Whether weights stay gathered from the first micro-batch of an update to the last."""
         self.lora = lora if lora is not None and lora.rank else None
         self.adapter_config: Any = None
         """peft's, of a model with adapters."""
@@ -149,7 +150,7 @@ class TrainEngine(ModelShards):
                 temperature=temperature,
                 compute=compute,
                 activations=trainer.activations,
-                keep_unsharded=self._keep_unsharded,
+                keep_unsharded=self.keep_unsharded,
                 gen_tp=gen_tp,
                 gen_ep=gen_ep,
             )
@@ -229,7 +230,7 @@ class TrainEngine(ModelShards):
             "trained_parameters": self.num_trained,
             "attention": self.attention.value,
             "fsdp_groups": len(fsdp_modules(self.roots)),
-            "fsdp_keep_unsharded": self._keep_unsharded,
+            "fsdp_keep_unsharded": self.keep_unsharded,
         }
 
     def reset_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
@@ -529,7 +530,7 @@ class TrainEngine(ModelShards):
             self.pipeline.train(batches, finish, all_reduce)
             return
         (root,) = self.roots
-        train_rows(root, batches, finish, self._keep_unsharded, self.clock, all_reduce)
+        train_rows(root, batches, finish, self.keep_unsharded, self.clock, all_reduce)
 
     def _step(
         self, sums: dict[str, torch.Tensor], lr_scale: float, factor: float

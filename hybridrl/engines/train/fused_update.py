@@ -341,6 +341,11 @@ def _check(engine: TrainEngine, first: TrainEngine) -> None:
     for key, value in (("cp", engine.dims.config.cp), ("ep", axes.ep)):
         if value > 1:
             raise ValueError(f"layout.{key}={value}: models that train together have {key} 1")
+    if not engine.keep_unsharded:
+        raise ValueError(
+            f"{engine.num_parameters} parameters without a pipeline: FSDP would gather their layers"
+            " one by one, and models that train together are gathered whole"
+        )
     if engine.trainer.chunk_tokens:
         raise ValueError(
             f"trainer.chunk_tokens={engine.trainer.chunk_tokens}: models that train together have 0"

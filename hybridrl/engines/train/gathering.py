@@ -16,7 +16,7 @@ def fsdp_modules(roots: Sequence[nn.Module]) -> list[FSDPModule]:
 def keep_unreduced(roots: Sequence[nn.Module]) -> None:
     """From now on gradients are summed whole on each rank, until `reduce_gradients`.
 
-    Weights that a backward pass gathers stay until the layer's next forward pass.
+    Gathered weights stay until then, too.
     """
     for module in fsdp_modules(roots):
         module.set_is_last_backward(False)
@@ -48,13 +48,10 @@ def reduce_gradients(root: nn.Module, all_reduce: bool = True) -> None:
 def gathered(roots: Sequence[nn.Module], trains: bool) -> Iterator[None]:
     """Weights of all chunks gathered within the body, which may run passes in any order.
 
-    After it they are sharded, and gradients of what `trains` reduced. Collective.
+    They are of engines that keep them so from forward to backward (`keep_unsharded`). After it they
+    are sharded, and gradients of what `trains` reduced. Collective.
     """
     modules = fsdp_modules(roots)
-    param_groups = [g for m in modules for g in fully_shard.state(m)._fsdp_param_groups]  # type: ignore[attr-defined]
-    after_forward = [group.post_forward_mesh_info for group in param_groups]
-    for group in param_groups:
-        group.post_forward_mesh_info = None  # no resharding between forward and backward
     if trains:
         keep_unreduced(roots)
     for module in modules:
@@ -62,7 +59,5 @@ def gathered(roots: Sequence[nn.Module], trains: bool) -> Iterator[None]:
     yield
     for root in roots if trains else ():
         reduce_gradients(root)
-    for group, info in zip(param_groups, after_forward, strict=True):
-        group.post_forward_mesh_info = info
     for module in modules if not trains else ():
         module.reshard()

@@ -184,9 +184,13 @@ def test_rows_in_chunks(ranks, model_dir, sequences):
 
 
 @pytest.mark.layouts
-def test_a_large_model(fresh_ranks, model_dir, sequences):
-    """Weights are gathered layer by layer, and each row's gradients are summed at once."""
-    common = str(model_dir), (2, 2, 1), ["grpo"], sequences
+@pytest.mark.parametrize("layout", [(2, 2, 1), (2, 1, 1, 2)], ids=str)
+def test_a_large_model(fresh_ranks, model_dir, sequences, layout):
+    """Weights are gathered layer by layer, and each row's gradients are summed at once.
+
+    In a pipeline they are those of all rows.
+    """
+    common = str(model_dir), layout, ["grpo"], sequences
     check(fresh_ranks(4, large, *common, EARLY))
 
 

@@ -12,6 +12,7 @@ from small_engines import SIZES, make_engine, set_head
 from surrogate_loss import Surrogate
 
 from hybridrl.algorithms.critic import ValueLoss
+from hybridrl.engines.train import build
 from hybridrl.engines.train.fused_update import FusedUpdate, UpdateInputs
 from hybridrl.pipelines.evaluation import evaluate
 from hybridrl.pipelines.policies import draw_policy
@@ -195,6 +196,20 @@ def test_a_searched_plan_interleaves_the_models(ranks, path, sequences):
 )
 def test_four_ranks(ranks, path, sequences, actor, critic, settings):
     check(ranks, 4, path, sequences, actor, critic, **settings)
+
+
+def train_each_by_layer(*args):
+    """`train_each` with a group of FSDP for each layer."""
+    build.ONE_GROUP_PARAMETERS = 0
+    return train_each(*args)
+
+
+@pytest.mark.layouts
+def test_groups_of_layers(fresh_ranks, path, sequences):
+    layout = (2, 1, 2, 1)
+    results = fresh_ranks(4, train_each_by_layer, path, sequences, layout, layout, {})
+    separate, together, _ = zip(*results, strict=True)
+    compare(together, separate, even=True)
 
 
 @pytest.mark.slow

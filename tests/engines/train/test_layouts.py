@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from dtensor_layouts import layout_of
 from surrogate_loss import Surrogate
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config import (
@@ -293,7 +295,10 @@ def test_chunks_of_any_layers(ranks, wanted, layout, schedule, chunk_layers):
 
 
 def large_steps(paths, *args):
-    """`steps` with the settings of large models: FSDP groups per layer, resharded in between."""
+    """`steps` with the settings of large models: FSDP groups per layer, resharded in between.
+
+    A pipeline gathers them in the first forward pass, and keeps them.
+    """
     build.ONE_GROUP_PARAMETERS = engine_module.KEEP_UNSHARDED_PARAMETERS = 0
     return steps(paths, *args)
 
@@ -302,14 +307,46 @@ def large_steps(paths, *args):
 @pytest.mark.parametrize("layout", [(2, 1, 1, 1), (2, 1, 2, 1)], ids=str)
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved", "zero_bubble"])
 def test_schedules_of_a_large_model(fresh_ranks, wanted, schedule, layout):
-    """Weights that are resharded after forward get their gradients, too.
-
-    With fsdp 2 they are gathered layer by layer within the lists of passes.
-    """
+    """With fsdp 2 weights are gathered layer by layer within the lists of passes."""
     path, sequences, want = wanted("qwen3", False)
     args = ([path], sequences, layout, schedule, 1, 30)
     results = fresh_ranks(math.prod(layout), large_steps, *args)
     check([result for (result,) in results], want, path)
+
+
+def gathers(path, sequences, schedule):
+    """Times that each FSDP group of a large model gathers: for scores, and for an update."""
+    build.ONE_GROUP_PARAMETERS = engine_module.KEEP_UNSHARDED_PARAMETERS = 0
+    layout = TrainLayoutConfig(pp=2, fsdp=2, schedule=PipelineSchedule[schedule])
+    trainer = TrainerConfig(max_tokens_per_micro_batch=30, layout=layout)
+    engine = TrainEngine(path, model=ModelConfig(), trainer=trainer, device=torch.device("cpu"))
+    modules = [m for root in engine.roots for m in root.modules() if isinstance(m, FSDPModule)]
+    groups = [g for m in modules for g in fully_shard.state(m)._fsdp_param_groups]
+    counts = dict.fromkeys(groups, 0)
+
+    def counted(group, *args, **kwargs):
+        if not (group.is_unsharded or group._all_gather_result is not None):
+            counts[group] += 1
+        return unshard(group, *args, **kwargs)
+
+    unshard, FSDPParamGroup.unshard = FSDPParamGroup.unshard, counted
+    mine, results = sequences[dist.get_rank() :: 4], []
+    for call in (engine.log_probs, lambda own: engine.update(own, Surrogate())):
+        call(mine)
+        results.append(list(counts.values()))
+        counts.update(dict.fromkeys(groups, 0))
+        assert all(group.is_sharded for group in groups)
+    return results
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved", "zero_bubble"])
+def test_a_pipeline_gathers_once(fresh_ranks, wanted, schedule):
+    """Not for each micro-batch, and it shards its weights after each call."""
+    path, sequences, _ = wanted("qwen3", False)
+    for of_scores, of_update in fresh_ranks(4, gathers, path, sequences, schedule):
+        assert len(of_update) > 1
+        assert {*of_scores, *of_update} == {1}
 
 
 @pytest.mark.layouts
@@ -500,6 +537,7 @@ def test_chunks_in_pipelines(
 def test_chunks_of_a_large_model(fresh_ranks, wanted):
     """Ranks with fewer chunks make empty passes, since all of them gather each layer's weights."""
     path, sequences, want = wanted("qwen3", True)
-    for layout, most, chunk in [((1, 1, 2, 1), 5, 3), ((2, 1, 1, 1), 4, 4)]:
+    for layout, most, chunk in [((1, 1, 2, 1), 5, 3), ((2, 1, 1, 1), 4, 4), ((2, 1, 2, 1), 4, 4)]:
         args = ([path], sequences, layout, "one_f_one_b", 1, most, False, False, 1, chunk)
-        check([result for (result,) in fresh_ranks(2, large_steps, *args)], want, path)
+        results = fresh_ranks(math.prod(layout), large_steps, *args)
+        check([result for (result,) in results], want, path)

@@ -48,7 +48,7 @@ def make(path, layout=(1, 1, 1), lora=LORA, dtype=DType.float32, lr=0.05, **opti
     pp, fsdp, tp = layout
     sequence, schedule = options.pop("sequence", False), options.pop("schedule", "one_f_one_b")
     chunk = options.pop("chunk", 0)
-    if large := options.pop("large", False):  # as large models are: groups per layer, resharded
+    if large := options.pop("large", False):  # groups per layer; without a pipeline resharded
         build.ONE_GROUP_PARAMETERS = engine_module.KEEP_UNSHARDED_PARAMETERS = 0
     return TrainEngine(
         str(path),
@@ -169,6 +169,7 @@ LAYOUTS = [
     ("mistral", (1, 2, 1), {"chunk": 5}),
     ("qwen3", (1, 1, 1), {"chunk": 5, "lora": MLP, "large": True}),
     ("qwen3", (2, 1, 1), {"chunk": 8, "lora": MLP, "schedule": "interleaved"}),
+    ("llama", (2, 2, 1), {"large": True}),
 ]
 SLOW = [
     ("qwen3", (2, 1, 1), {}),
@@ -179,7 +180,6 @@ SLOW = [
     ("gemma3_text", (1, 2, 2), {"sequence": True}),
     ("mistral", (1, 4, 1), {}),
     ("qwen3", (1, 2, 1), {"large": True}),
-    ("llama", (2, 2, 1), {"large": True}),
 ]
 
 
