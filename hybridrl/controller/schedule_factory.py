@@ -1,7 +1,8 @@
 """The schedule that a config asks for."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from hybridrl.config import Config, ScheduleConfig, ScheduleKind
@@ -21,6 +22,7 @@ from hybridrl.flow.schedules.base import (
     StepSettings,
     schedule_class,
 )
+from hybridrl.planner.emulation import emulated_workload, group_size_of
 
 
 def sampling_of(
@@ -65,7 +67,7 @@ def make_schedule(
         ),
         max_held=config.samples_held,
         chunk_tokens=config.trainer.max_tokens_per_micro_batch,
-        key_of=key_of,
+        key_of=_emulated_key(config, graph) if config.cluster.emulated else key_of,
         exports_kv=rollout.features.exports_kv,
         num_steps=num_steps,
         early=early or EarlySettings(),
@@ -91,3 +93,14 @@ def replay_setting(config: Config, executor: Executor, graph: Graph) -> dict[str
 def key_of(item: Item) -> PromptKey:
     """The prompt as a length ranker may know it."""
     return PromptKey((item.source, item.prompt), item.source, item.prompt_ids)
+
+
+def _emulated_key(config: Config, graph: Graph) -> Callable[[Item], PromptKey]:
+    """A prompt as a length ranker may know it: no length follows from its text.
+
+    It has as many tokens as prompts of `cluster.lengths` have on average. So a run knows of prompts
+    what its plan knows, and packs the same ones.
+    """
+    groups = emulated_workload(config, group_size_of(graph)).groups
+    ids = range(round(fmean(group.prompt_tokens for group in groups)))
+    return lambda item: PromptKey((item.source, item.prompt), item.source, ids)

@@ -22,6 +22,7 @@ from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Sampling, Submit
 from hybridrl.flow.sample import SampleId
 from hybridrl.models.tiny import make_tiny_model
+from hybridrl.planner import schedule as what_if
 from hybridrl.planner.emulation import (
     emulated_conversations,
     emulated_costs,
@@ -133,6 +134,31 @@ def test_lengths_are_those_of_the_workload(trained: Callable[..., Path]) -> None
     for prompt, tokens in lengths_by_prompt(trained("schedule=serial", *GRPO)).items():
         wanted = [min(2000, workload.length_of(SampleId(prompt, k=k))) for k in range(4)]
         assert tokens == wanted
+
+
+def test_the_plan_packs_the_same_prompts(
+    trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step by step: what a length ranker knows of prompts is the same."""
+    lengths = 'cluster.lengths="lognormal:median=200,p99=2000,alike=0.5"'
+    settings = ("schedule=packed", *GRPO, lengths, "trainer.steps=12")
+    trains = [
+        sorted({*line["prompts"]}) for line in read_lines(trained(*settings) / "lengths.jsonl")
+    ]
+    planned = list[list[int]]()
+
+    def note(setting: Any, executor: Any, result: Any, seconds: float) -> dict[str, float]:
+        planned.append(sorted({sample.id.prompt for sample in result.samples}))
+        return {}
+
+    monkeypatch.setattr(what_if, "_measure", note)
+    config = configured(*settings)
+    config.resolve_device(0, "this machine")
+    steps = load_script("bench/emulated_steps.py")
+    what_if.replay_steps(steps.setting_of(config, ("reference",)), config.schedule)
+    assert trains == planned
+    in_order = [[*range(6 * step, 6 * step + 6)] for step in range(12)]
+    assert trains != in_order  # some were put off
 
 
 RECORDED = Path(__file__).parents[1] / "planner" / "recorded_run"
