@@ -19,6 +19,7 @@ from hybridrl.controller.memory_plan import gpu_room, local_room, plan_run, unkn
 from hybridrl.controller.roles_together import roles_together
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import GenerateStage
+from hybridrl.layout.fsdp_groups import stays_unsharded
 from hybridrl.planner.emulation import emulated_costs
 
 if TYPE_CHECKING:
@@ -65,7 +66,6 @@ def decide_fused_updates(
 
 def _obstacle(config: Config, roles: Sequence[str], shape: "PretrainedConfig") -> str | None:
     """Why these roles cannot train together; None where they can."""
-    from hybridrl.engines.train.engine import KEEP_UNSHARDED_PARAMETERS
     from hybridrl.models.parallel import model_parameters
 
     if config.trainer.chunk_tokens:
@@ -85,7 +85,7 @@ def _obstacle(config: Config, roles: Sequence[str], shape: "PretrainedConfig") -
             continue
         parameters = model_parameters(_shape_of(config, role, shape), role != "actor")
         size = sum(math.prod(parameter.shape) for parameter in parameters)
-        if layout.pp == 1 and size > KEEP_UNSHARDED_PARAMETERS:
+        if not stays_unsharded(size, layout.pp):
             return f"all weights are gathered at once; wanted {place}.layout.pp above 1"
     return None
 

@@ -18,8 +18,7 @@ from hybridrl.config import (
 )
 from hybridrl.controller.memory_inputs import PackedRow, attention_of, has_triton, itemsize_of
 from hybridrl.controller.pipeline_sizes import zero_bubble_update
-from hybridrl.engines.train.build import ONE_GROUP_PARAMETERS
-from hybridrl.engines.train.engine import KEEP_UNSHARDED_PARAMETERS
+from hybridrl.layout.fsdp_groups import is_one_group, stays_unsharded
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layout import Layout, stages_of_layers
 from hybridrl.layout.owners import matrices_of, owner_layouts
@@ -75,7 +74,7 @@ def train_sizes(
     saved = max(_saved(placed, p.name, itemsize_of(config), frozen, added) for p in parameters)
     muon = _muon_elements(placed, names if optim.name is OptimName.muon else [])
     early = config.schedule.trains_early and layout.replicas > 1 and not classifier
-    stays_whole = total <= KEEP_UNSHARDED_PARAMETERS or layout.pp > 1
+    stays_whole = stays_unsharded(total, layout.pp)
     earlier = not row.number or (early and not stays_whole)
     sizes = []
     for stage in range(layout.pp):
@@ -162,7 +161,7 @@ def _on_stage(
         size = sum(box.size for box in placed.local(parameter.name, rank))
         if not size:
             continue
-        in_root = parameter.layer < 0 or total <= ONE_GROUP_PARAMETERS
+        in_root = parameter.layer < 0 or is_one_group(total)
         group = root if in_root else layers.setdefault(parameter.layer, {})
         group[parameter.name] = size
     return [root, *layers.values()]

@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from hybridrl.layout.fsdp_groups import stays_unsharded
 from hybridrl.pipelines.evaluation import lower_bound
 from hybridrl.pipelines.problem import PipelinedModel, PipelineProblem
 from hybridrl.planner.mapping import PlannedRole, TrainLayout
-from hybridrl.planner.mapping_costs import KEPT_PARAMETERS, MappingCosts, SampleLengths
+from hybridrl.planner.mapping_costs import MappingCosts, SampleLengths
 
 Layouts = Mapping[str, TrainLayout]
 """By role."""
@@ -31,11 +32,8 @@ def can_share_a_plan(roles: Sequence[PlannedRole], layouts: Layouts) -> bool:
     own = [layouts[role.name] for role in roles]
     if len(roles) < 2 or len({layout.tp for layout in own}) > 1:
         return False
-    gathers_all = [
-        layout.pp == 1 and role.shape.parameters > KEPT_PARAMETERS
-        for role, layout in zip(roles, own, strict=True)
-    ]
-    return any(layout.pp > 1 for layout in own) and not any(gathers_all)
+    kept = [stays_unsharded(r.shape.parameters, x.pp) for r, x in zip(roles, own, strict=True)]
+    return any(layout.pp > 1 for layout in own) and all(kept)
 
 
 def shared_problem(

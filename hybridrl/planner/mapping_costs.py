@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from hybridrl.config import ActivationMode
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Scope
+from hybridrl.layout.fsdp_groups import stays_unsharded
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.switching import plan_switch
 from hybridrl.pipelines.balance import balance
@@ -49,8 +50,6 @@ SampleLengths = Sequence[SampleLength]
 RowsOfRank = Sequence[SampleLengths]
 """Micro-batches."""
 
-KEPT_PARAMETERS = 512 * 2**20
-"""Models up to this size stay unsharded over an update, and all in pipelines: `TrainEngine`."""
 MASTER = 4
 _MOMENTS = 2 * MASTER
 
@@ -184,16 +183,12 @@ class MappingCosts:
         self, role: PlannedRole, layout: TrainLayout, ranks: range
     ) -> tuple[float, float]:
         """Of a layer that is gathered for each micro-batch, and its gradients reduced."""
-        if layout.fsdp == 1 or self._stays_whole(role, layout):
+        if layout.fsdp == 1 or stays_unsharded(role.shape.parameters, layout.pp):
             return 0.0, 0.0
         link = self.links.along(layout, ranks, "fsdp")
         elements = role.shape.layer_parameters / layout.tp
         gather = link.gather_s(self.layer_costs.itemsize * elements, layout.fsdp)
         return gather, link.gather_s(MASTER * elements, layout.fsdp)
-
-    @staticmethod
-    def _stays_whole(role: PlannedRole, layout: TrainLayout) -> bool:
-        return role.shape.parameters <= KEPT_PARAMETERS or layout.pp > 1
 
     def balanced_layers(
         self, role: PlannedRole, layout: TrainLayout, ranks: range, totals: SampleTotals
@@ -273,7 +268,7 @@ class MappingCosts:
         self, role: PlannedRole, layout: TrainLayout, ranks: range, *sizes: int
     ) -> float:
         """Of `sizes` bytes of each weight, where all are gathered once, not by layer and row."""
-        if layout.fsdp == 1 or not self._stays_whole(role, layout):
+        if layout.fsdp == 1 or not stays_unsharded(role.shape.parameters, layout.pp):
             return 0.0
         elements = self._stage_elements(role.shape, layout, role.value_head)
         link = self.links.along(layout, ranks, "fsdp")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hybridrl.config import ActivationMode, OptimName
+from hybridrl.layout.fsdp_groups import is_one_group, stays_unsharded
 from hybridrl.pipelines.standard import least_micro_batches
 from hybridrl.planner.generation_memory import NativeSizes
 from hybridrl.planner.mapping import (
@@ -30,10 +31,6 @@ from hybridrl.planner.train_memory import (
     rows_in_flight,
 )
 
-KEPT_PARAMETERS = 512 * 2**20
-"""Models up to this size stay unsharded over an update, and all in pipelines: `TrainEngine`."""
-ONE_GROUP_PARAMETERS = 32 * 2**20
-"""Models up to this size are one group of FSDP: `engines/train/build.py`."""
 _PREFILL_TOKENS = 4096  # `engines/rollout/batch.py`
 _LOGITS_COPIES, _PLAIN_COPIES = 8, 3  # `engines/rollout/memory.py`
 
@@ -168,8 +165,7 @@ class MappingMemory:
         is_tied = shape.tied and layout.pp == 1 and not role.value_head
         root = max(head, embedding) if is_tied else head + embedding
         root += 2 * shape.hidden * is_last
-        in_one_group = shape.parameters <= ONE_GROUP_PARAMETERS
-        if in_one_group:
+        if is_one_group(shape.parameters):
             root, layer = root + sum(own) * layer, 0
         tokens, scored, number = self._row(layout)
         in_flight = rows_in_flight(layout.pp, layout.schedule, stage, number)
@@ -194,7 +190,7 @@ class MappingMemory:
             itemsize=self.itemsize,
             fsdp=layout.fsdp,
             tp=tp,
-            keep_unsharded=shape.parameters <= KEPT_PARAMETERS or layout.pp > 1,
+            keep_unsharded=stays_unsharded(shape.parameters, layout.pp),
             head=head,
             several_rows=number != 1,
             earlier_gradients=not number or number > in_flight,

@@ -8,7 +8,7 @@ from hybridrl.config import ActivationMode, OptimName, PipelineSchedule
 SMALL = "qwen3_1.7b"
 ABOVE_LIMIT = 5, 6
 """Layers of the small model whose gradients are sharded as the whole model's are: it has more than
-`KEEP_UNSHARDED_PARAMETERS`."""
+`KEPT_PARAMETERS`."""
 
 CASES: dict[str, Case] = {
     "1.7b on 1": Case(model=SMALL, layers=ABOVE_LIMIT, critic=True),

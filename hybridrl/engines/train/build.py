@@ -49,9 +49,6 @@ logger = logging.getLogger(__name__)
 
 ShardPlacement = Shard | ShardPlacementResult
 
-ONE_GROUP_PARAMETERS = 32 * 2**20
-"""Up to this size a chunk is one FSDP group: hooks per layer cost more than they hide."""
-
 
 @dataclass(frozen=True)
 class TrainDims:
@@ -160,6 +157,7 @@ def build(
     compute: torch.dtype,
     activations: ActivationMode,
     keep_unsharded: bool,
+    one_group: bool,
     gen_tp: int = 1,
     gen_ep: int = 1,
 ) -> Parts:
@@ -193,7 +191,7 @@ def build(
         by_name |= {name: ShardPlacementResult(shards[name], experts) for name in own}
     placements = {id(p): by_name[name] for chunk in chunks for name, p in chunk.named_parameters()}
     for root in roots:
-        _apply_fsdp(root, dims, compute, keep_unsharded, placements, experts)
+        _apply_fsdp(root, dims, compute, keep_unsharded, one_group, placements, experts)
     logger.debug("the model is cut into %d chunks and sharded", dims.num_chunks)
     return Parts(parameters, adapters, layout, chunks, roots)
 
@@ -283,10 +281,11 @@ def _apply_fsdp(
     dims: TrainDims,
     compute: torch.dtype,
     keep_unsharded: bool,
+    one_group: bool,
     placements: dict[int, ShardPlacement],
     experts: FSDPMeshInfo | None,
 ) -> None:
-    """Shard a chunk over the ranks of its replica: a group a layer, or one where it is small."""
+    """Shard a chunk over the ranks of its replica: a group a layer, or one."""
     assert keep_unsharded or dims.num_chunks == 1
     mesh = dims.mesh["replica", "fsdp"] if dims.axes.replicas > 1 else dims.mesh["fsdp"]
 
@@ -301,7 +300,7 @@ def _apply_fsdp(
         "reshard_after_forward": not keep_unsharded,
         "shard_placement_fn": placement,
     }
-    if sum(p.numel() for p in root.parameters()) > ONE_GROUP_PARAMETERS:
+    if not one_group:
         for layer in decoder_layers(root.model):
             fully_shard(layer, **settings)
     fully_shard(root, **settings)

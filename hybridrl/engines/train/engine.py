@@ -49,6 +49,7 @@ from hybridrl.engines.train.update_sums import (
     row_loss,
 )
 from hybridrl.engines.train.weights import ModelShards
+from hybridrl.layout.fsdp_groups import is_one_group, stays_unsharded
 from hybridrl.layout.process_groups import warm_up
 from hybridrl.models.adapters import add_adapters
 from hybridrl.models.attention_shape import attention_shape
@@ -67,12 +68,6 @@ from hybridrl.models.stored_weights import StoredWeights
 from hybridrl.pipelines.balance import SequenceCost
 
 logger = logging.getLogger(__name__)
-
-KEEP_UNSHARDED_PARAMETERS = 512 * 2**20
-"""Up to this size weights and gradients stay unsharded from the first micro-batch to the last (at
-most 4 GiB a rank). So an update has one all-gather and one reduce-scatter. In a pipeline that is so
-for models of any size.
-"""
 
 
 class TrainEngine(ModelShards):
@@ -128,8 +123,7 @@ class TrainEngine(ModelShards):
         shape = attention_shape(self.model.config)
         self.attention = choose_attention(model.attention, device, compute, shape)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
-        is_small = self.num_parameters <= KEEP_UNSHARDED_PARAMETERS
-        self.keep_unsharded = is_small or self.dims.axes.pp > 1
+        self.keep_unsharded = stays_unsharded(self.num_parameters, self.dims.axes.pp)
         """Whether weights stay gathered from the first micro-batch of an update to the last."""
         self.lora = lora if lora is not None and lora.rank else None
         self.adapter_config: Any = None
@@ -151,6 +145,7 @@ class TrainEngine(ModelShards):
                 compute=compute,
                 activations=trainer.activations,
                 keep_unsharded=self.keep_unsharded,
+                one_group=is_one_group(self.num_parameters),
                 gen_tp=gen_tp,
                 gen_ep=gen_ep,
             )

@@ -17,10 +17,11 @@ from hybridrl.config import (
     TrainerConfig,
     TrainLayoutConfig,
 )
-from hybridrl.engines.train import activation_offload, build
-from hybridrl.engines.train import engine as engine_module
+from hybridrl.engines.train import activation_offload
 from hybridrl.engines.train.activation_offload import ActivationOffload
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.layout import fsdp_groups
+from hybridrl.layout.fsdp_groups import KEPT_PARAMETERS, ONE_GROUP_PARAMETERS
 
 pytestmark = pytest.mark.layouts
 
@@ -59,12 +60,8 @@ def both(path, sequences, layout, lora, large, most=30, chunk=0):
     """The update with activations kept and offloaded; `large` as large models are sharded."""
     with (
         patch.object(activation_offload, "LEAST_BYTES", 64),
-        patch.object(build, "ONE_GROUP_PARAMETERS", 0 if large else build.ONE_GROUP_PARAMETERS),
-        patch.object(
-            engine_module,
-            "KEEP_UNSHARDED_PARAMETERS",
-            0 if large else engine_module.KEEP_UNSHARDED_PARAMETERS,
-        ),
+        patch.object(fsdp_groups, "ONE_GROUP_PARAMETERS", 0 if large else ONE_GROUP_PARAMETERS),
+        patch.object(fsdp_groups, "KEPT_PARAMETERS", 0 if large else KEPT_PARAMETERS),
     ):
         modes = ActivationMode.keep, ActivationMode.offload
         args = (layout, lora, most, chunk)

@@ -11,10 +11,9 @@ from hybridrl.algorithms.losses import ClippedLoss, ReinforceLoss
 from hybridrl.algorithms.sequence_losses import GMPOLoss, GSPOLoss
 from hybridrl.config import LoraConfig, ModelConfig, OptimConfig, TrainerConfig, TrainLayoutConfig
 from hybridrl.config.loss import Loss
-from hybridrl.engines.train import build
-from hybridrl.engines.train import engine as engine_module
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.layout import fsdp_groups
 
 LOSSES: dict[str, Loss] = {
     "grpo": ClippedLoss(),
@@ -114,7 +113,7 @@ def both(
 
 def large(*args: Any) -> list[dict[str, Any]]:
     """`both` with the settings of large models: FSDP groups per layer."""
-    build.ONE_GROUP_PARAMETERS = engine_module.KEEP_UNSHARDED_PARAMETERS = 0
+    fsdp_groups.ONE_GROUP_PARAMETERS = fsdp_groups.KEPT_PARAMETERS = 0
     return both(*args)
 
 

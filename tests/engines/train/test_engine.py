@@ -16,9 +16,8 @@ from hybridrl.config import (
     OptimConfig,
     TrainerConfig,
 )
-from hybridrl.engines.train import build
-from hybridrl.engines.train import engine as engine_module
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.layout import fsdp_groups
 
 TEMPERATURE = 0.7
 CLOSE = {"rtol": 0, "atol": 1e-5}
@@ -150,9 +149,9 @@ def test_sliding_window(ranks, tiny, sequences, padded_log_probs, family):
 
 def per_layer_update(path, shares, loss, keep_unsharded):
     """The settings of large models on a small one."""
-    build.ONE_GROUP_PARAMETERS = 0
+    fsdp_groups.ONE_GROUP_PARAMETERS = 0
     if not keep_unsharded:
-        engine_module.KEEP_UNSHARDED_PARAMETERS = 0
+        fsdp_groups.KEPT_PARAMETERS = 0
     results = {}
     for activations in ActivationMode:
         engine = make_engine(path, max_tokens=20, activations=activations)

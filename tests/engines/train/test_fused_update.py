@@ -12,8 +12,8 @@ from small_engines import SIZES, make_engine, set_head
 from surrogate_loss import Surrogate
 
 from hybridrl.algorithms.critic import ValueLoss
-from hybridrl.engines.train import build
 from hybridrl.engines.train.fused_update import FusedUpdate, UpdateInputs
+from hybridrl.layout import fsdp_groups
 from hybridrl.pipelines.evaluation import evaluate
 from hybridrl.pipelines.policies import draw_policy
 from hybridrl.pipelines.problem import PipelineProblem
@@ -200,7 +200,7 @@ def test_four_ranks(ranks, path, sequences, actor, critic, settings):
 
 def train_each_by_layer(*args):
     """`train_each` with a group of FSDP for each layer."""
-    build.ONE_GROUP_PARAMETERS = 0
+    fsdp_groups.ONE_GROUP_PARAMETERS = 0
     return train_each(*args)
 
 

@@ -21,9 +21,8 @@ from hybridrl.config import (
     TrainLayoutConfig,
 )
 from hybridrl.config.layout import Grouping
-from hybridrl.engines.train import build
-from hybridrl.engines.train import engine as engine_module
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.layout import fsdp_groups
 from hybridrl.models.flops import ForwardFlops
 
 TEMPERATURE = 0.7
@@ -299,7 +298,7 @@ def large_steps(paths, *args):
 
     A pipeline gathers them in the first forward pass, and keeps them.
     """
-    build.ONE_GROUP_PARAMETERS = engine_module.KEEP_UNSHARDED_PARAMETERS = 0
+    fsdp_groups.ONE_GROUP_PARAMETERS = fsdp_groups.KEPT_PARAMETERS = 0
     return steps(paths, *args)
 
 
@@ -316,7 +315,9 @@ def test_schedules_of_a_large_model(fresh_ranks, wanted, schedule, layout):
 
 def gathers(path, sequences, schedule):
     """Times that each FSDP group of a large model gathers: for scores, and for an update."""
-    build.ONE_GROUP_PARAMETERS = engine_module.KEEP_UNSHARDED_PARAMETERS = 0
+    whole = AutoModelForCausalLM.from_pretrained(path).num_parameters()
+    fsdp_groups.ONE_GROUP_PARAMETERS = whole - 1  # more than a chunk has
+    fsdp_groups.KEPT_PARAMETERS = 0
     layout = TrainLayoutConfig(pp=2, fsdp=2, schedule=PipelineSchedule[schedule])
     trainer = TrainerConfig(max_tokens_per_micro_batch=30, layout=layout)
     engine = TrainEngine(path, model=ModelConfig(), trainer=trainer, device=torch.device("cpu"))
@@ -342,7 +343,10 @@ def gathers(path, sequences, schedule):
 @pytest.mark.layouts
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved", "zero_bubble"])
 def test_a_pipeline_gathers_once(fresh_ranks, wanted, schedule):
-    """Not for each micro-batch, and it shards its weights after each call."""
+    """Not for each micro-batch, and it shards its weights after each call.
+
+    Groups are of layers, since the whole model's size decides.
+    """
     path, sequences, _ = wanted("qwen3", False)
     for of_scores, of_update in fresh_ranks(4, gathers, path, sequences, schedule):
         assert len(of_update) > 1

@@ -22,9 +22,8 @@ from hybridrl.config import (
     TrainerConfig,
     TrainLayoutConfig,
 )
-from hybridrl.engines.train import build
-from hybridrl.engines.train import engine as engine_module
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.layout import fsdp_groups
 
 TEMPERATURE = 0.7
 LORA = LoraConfig(rank=3, alpha=6)  # a rank that no number of ranks divides
@@ -49,7 +48,7 @@ def make(path, layout=(1, 1, 1), lora=LORA, dtype=DType.float32, lr=0.05, **opti
     sequence, schedule = options.pop("sequence", False), options.pop("schedule", "one_f_one_b")
     chunk = options.pop("chunk", 0)
     if large := options.pop("large", False):  # groups per layer; without a pipeline resharded
-        build.ONE_GROUP_PARAMETERS = engine_module.KEEP_UNSHARDED_PARAMETERS = 0
+        fsdp_groups.ONE_GROUP_PARAMETERS = fsdp_groups.KEPT_PARAMETERS = 0
     return TrainEngine(
         str(path),
         model=ModelConfig(compute_dtype=dtype),
