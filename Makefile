@@ -129,7 +129,7 @@ test-gpu: $(BIN)/.dev  ## tests that need a CUDA device
 	$(PYTEST) -q -m gpu
 
 gpu-dry: $(BIN)/.dev  ## the CUDA branches on fake GPUs, at 1, 8 and 64 ranks; needs g++
-	$(PYTEST) -q -m gpu_dry tests/gpu_dry tests/test_nccl_runs.py tests/scripts
+	$(PYTEST) -q -m gpu_dry tests/gpu_dry tests/scripts
 
 gpu-dry-full: $(BIN)/.dev  ## every model of it at its whole depth, against the same table
 	$(PYTEST) -q -m gpu_dry_full tests/gpu_dry

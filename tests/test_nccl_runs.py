@@ -224,11 +224,11 @@ LONG = (pytest.mark.slow, pytest.mark.timeout(3600))
     [
         (plans, 2),
         (plans, 3),
-        pytest.param(plans, 4, marks=pytest.mark.gpu_dry),
+        (plans, 4),
         (vllm_plans, 2),
         (vllm_plans, 3),
         (expert_plans, 2),
-        pytest.param(vllm_plans, 4, marks=pytest.mark.gpu_dry),
+        (vllm_plans, 4),
         pytest.param(expert_plans, 4, marks=LONG),
         pytest.param(plans, 6, marks=LONG),
         pytest.param(plans, 8, marks=LONG),

@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hybridrl.config import Config, EnvironmentConfig, ScheduleKind, compose
 from hybridrl.config.environment import EnvironmentKind
@@ -35,6 +34,7 @@ LENGTHS = "lognormal:median=128,sigma=0.5"
 """Of responses whose passes are to be hidden."""
 LIMIT_S = 2.0
 """Of a turn."""
+WALK = Path(__file__).with_name("walk.py")
 
 
 def driver_s(turns: int) -> float:
@@ -99,7 +99,7 @@ def _passes_s(spans: Sequence[TraceSpan]) -> tuple[float, float]:
 def start_s() -> float:
     """Wall seconds until a process of environments answers."""
     start = time.perf_counter()
-    pool = _pool("walk", 1)
+    pool = _pool(1)
     try:
         pool.start((-1,), _task()).result()
         return time.perf_counter() - start
@@ -108,7 +108,7 @@ def start_s() -> float:
 
 
 def _pool_s(turns: int, episodes: int = 64) -> float:
-    pool = _pool("walk", turns)
+    pool = _pool(turns)
     try:
         pool.start((-1,), _task()).result()  # the processes are there
         start = time.process_time()
@@ -123,7 +123,7 @@ def _pool_s(turns: int, episodes: int = 64) -> float:
 
 def hung_s(hangs: bool, episodes: int = 32, turns: int = 4) -> float:
     """Wall seconds of episodes in one process, whose first one hangs in its second turn."""
-    pool = _pool("walk", turns)
+    pool = _pool(turns)
     try:
         pool.start((-1,), _task()).result()
         start = time.perf_counter()
@@ -140,10 +140,10 @@ def hung_s(hangs: bool, episodes: int = 32, turns: int = 4) -> float:
         pool.close()
 
 
-def _pool(program: str, turns: int) -> EpisodePool:
+def _pool(turns: int) -> EpisodePool:
     config = EnvironmentConfig(
         kind=EnvironmentKind.function,
-        path=f"{__file__}:{program}",
+        path=f"{WALK}:walk",
         max_turns=turns + 1,
         turn_timeout_s=LIMIT_S,
         num_processes=1,
@@ -154,12 +154,3 @@ def _pool(program: str, turns: int) -> EpisodePool:
 
 def _task() -> EpisodeTask:
     return EpisodeTask(({"role": "user", "content": "?"},), {"question": "?"}, source="s")
-
-
-async def walk(task: EpisodeTask, model: Any, rng: Any) -> float:
-    """Answers at once; a turn that says so has it hang."""
-    turn = await model.turn(task.messages)
-    while True:
-        if turn.text == "hang":
-            time.sleep(3600)
-        turn = await model.turn("on")

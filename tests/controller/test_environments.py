@@ -36,7 +36,7 @@ def settings(tiny_run: list[str]) -> list[str]:
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("schedule", ["fused", "packed"])
+@pytest.mark.parametrize("schedule", ["fused", pytest.param("packed", marks=pytest.mark.slow)])
 def test_every_schedule_trains_on_the_conversations_of_serial(
     train_here: Callable[..., Any],
     settings: list[str],
@@ -253,6 +253,7 @@ def test_a_partial_run_that_ends_in_mid_conversation_goes_on_as_if_it_had_not(
 
 
 @pytest.mark.layouts
+@pytest.mark.slow  # two minutes
 def test_a_run_that_does_not_wait_is_repeated_from_its_record(
     train_here: Callable[..., Any], settings: list[str], tmp_path: Path
 ) -> None:

@@ -176,10 +176,7 @@ def test_a_fused_run_trains_as_one_that_is_not(
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(
-    ("recipe", "more"),
-    [("ppo", []), pytest.param("safe_rlhf", SAFE, marks=pytest.mark.layouts)],
-)
+@pytest.mark.parametrize(("recipe", "more"), [("ppo", []), ("safe_rlhf", SAFE)])
 def test_so_does_one_on_ray(
     train: Callable[..., Any],
     tiny_run: list[str],
