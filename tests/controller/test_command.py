@@ -52,7 +52,7 @@ def test_two_runs_are_equal_bit_for_bit_and_need_no_network(
             f"run.dir={name}",
         ]
         run = command(*tiny_run, *settings, prefix=prefix)
-        code, out, err = run.end(timeout=400)
+        code, out, err = run.end(timeout=150)
         assert code == 0, err
         assert json.loads(out.splitlines()[-1])["run"] == str(tmp_path / name)
         shown = ("starting ", "warm start", "rl ", "step ")  # progress, and no library's warnings

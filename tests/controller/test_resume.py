@@ -184,7 +184,7 @@ def test_on_other_ranks(
 
 
 def final_of(run: Any) -> None:
-    code, _, err = run.end(timeout=400)
+    code, _, err = run.end(timeout=200)
     assert code == 0, err
     assert run.left == []
 

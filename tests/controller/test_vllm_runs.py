@@ -186,7 +186,7 @@ def test_an_engine_that_raises_is_told(
     recipe = f"recipe={{target: '{user_code}:engineless'}}"
     settings = ["rollout=vllm", HEADS, "cluster.ranks=2", "trainer.steps=3", *layout, recipe]
     run = command(*(s for s in tiny_run if not s.startswith("recipe")), *settings, "run.dir=failed")
-    code, out, err = run.end(timeout=400)
+    code, out, err = run.end(timeout=150)
     assert (code, out, run.left) == (1, "", [])
     assert "Traceback" not in err
     line = err.splitlines()[-1]
