@@ -160,6 +160,9 @@ class ClusterConfig:
     the node's memory, within 80 % of what is free in /dev/shm."""
     threads_per_rank: int = bounded(0, least=0)
     """CPU threads of one rank; 0: the node's cores by the node's GPUs, or 1 on CPUs."""
+    rank_in_driver: bool = True
+    """Under `cluster=processes` rank 0 is the driver itself, which `breakpoint()` stops. While it
+    computes, the driver answers no other rank; false makes it a child process, as others are."""
     address: str | None = None
     """A running Ray cluster to join; null starts one for the run and ends it with it."""
     start_timeout_s: float = bounded(120.0, above=0)

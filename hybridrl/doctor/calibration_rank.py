@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import torch
 
 _REPEATS = 3
+_REPEATS_TOGETHER = 9  # of decode steps in which ranks wait for each other: other work delays all
 _TP = 2  # of the passes and decode steps whose all-reduces are measured
 _PP, _CHUNKS = 2, 4  # of those in halves; a zero-bubble schedule has two chunks a rank
 _CPU_TOKENS = 2048  # of a row: more only takes longer
@@ -286,11 +287,13 @@ def _measure_generation(
     """
     rollout = config.rollout
     budget = engine.trainer.max_tokens_per_micro_batch
-    prompts = sorted({max(2, min(longest - 4 * _STEPS, budget // 4) // share) for share in (1, 8)})
+    alone = pp * tp == 1
+    repeats = _REPEATS if alone or longest < 4 * _REPEATS_TOGETHER * _STEPS else _REPEATS_TOGETHER
+    room = (1 + repeats) * _STEPS
+    prompts = sorted({max(2, min(longest - room, budget // 4) // share) for share in (1, 8)})
     most = max(n for n in _ROWS if n <= rollout.max_running or n == 1)
     stages = engine.dims.stage_of_layer(shape.layers)
     plan = plan_switch(engine.parameters, engine.dims.axes, pp, tp, stage_of_layer=stages).plan
-    alone = pp * tp == 1
     parallel = GenParallel() if alone else GenParallel.make(plan.dst.mesh, engine.device.type)
     native = NativeEngine(
         engine.model.config,
@@ -299,7 +302,7 @@ def _measure_generation(
         max_running=most,
         block_size=rollout.block_size,
         kv_cache_tokens=0,
-        max_sequence=prompts[-1] + 4 * _STEPS,
+        max_sequence=prompts[-1] + room,
         parallel=parallel,
     )
     switches = []
@@ -311,7 +314,7 @@ def _measure_generation(
         times.switches.extend(switches[1:])
     for prompt in prompts:
         for rows in (n for n in _ROWS if n <= most):
-            _measure_rows(native, shape, prompt, rows, times.decoding)
+            _measure_rows(native, shape, prompt, rows, repeats, times.decoding)
 
 
 def _measure_rows(
@@ -319,6 +322,7 @@ def _measure_rows(
     shape: ModelShape,
     prompt: int,
     rows: int,
+    repeats: int,
     decoding: list[TimedDecoding],
 ) -> None:
     """So many rows of a prompt each: their prefill with a step, then steps alone.
@@ -343,13 +347,13 @@ def _measure_rows(
     submit(0)  # warms up: memory of these sizes is new
     while engine.stats().running or engine.stats().waiting:
         engine.step()
-    submit(_REPEATS * _STEPS)
+    submit(repeats * _STEPS)
     before = engine.stats()
     with clock(device) as first:
         engine.step()
     after = engine.stats()
     steps = []
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         begun = engine.stats()
         with clock(device) as seconds:
             for _ in range(_STEPS):

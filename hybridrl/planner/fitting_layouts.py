@@ -21,7 +21,11 @@ class DoesNotFit(Exception):
         """Of bytes by owner on a rank that has `available`."""
         missing = total(sizes) - available
         if missing <= 0:  # only where not all roles may share all ranks
-            return cls("no placement that is allowed leaves each role the ranks that hold it")
+            return cls(
+                "no placement that is allowed leaves each role the ranks that hold it: on all of"
+                f" them, {role} {where} needs {total(sizes) / GIB:.1f} GiB of"
+                f" {available / GIB:.1f} on a rank, the most of all roles"
+            )
         owner = max(sizes, key=lambda name: sizes[name])
         return cls(
             f"{role} {where} needs {total(sizes) / GIB:.1f} GiB on a rank, {missing / GIB:.1f} GiB"

@@ -149,13 +149,15 @@ def all_placements(
     schedules: Sequence[ScheduleConfig] = _SERIAL,
     workload: Workload = _WORKLOAD,
     fuses: bool = False,
+    placement: str | None = None,
 ) -> MappingResults:
     """13B models under all 15 partitions into pools: what a search takes, in `seconds`.
 
     For the best `number` of mappings. `fuses` adds updates in one plan, with layouts that pay only
-    together.
+    together. `placement` is one of `PLACEMENTS` in place of all.
     """
-    search = _search("13b", "13b", gpus, None, schedules, workload, fuses=fuses)
+    allowed = None if placement is None else [PLACEMENTS[placement]]
+    search = _search("13b", "13b", gpus, allowed, schedules, workload, fuses=fuses)
     return search.run(number, budget_s=600.0)
 
 

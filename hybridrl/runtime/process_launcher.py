@@ -1,7 +1,8 @@
 """Ranks without Ray, for debugging: rank 0 is this process, the others are its children.
 
-So `breakpoint()` in rank 0 stops at this terminal, and a profiler sees one process. Not supported:
-several nodes, and concurrent methods of a rank (they run one after the other).
+So `breakpoint()` in rank 0 stops at this terminal, and a profiler sees one process. With
+`cluster.rank_in_driver=false` rank 0 is a child, too. Not supported: several nodes, and concurrent
+methods of a rank (they run one after the other).
 """
 
 import contextlib
@@ -118,17 +119,19 @@ class ProcessLauncher:
         # Forked by a server that has only imported the worker: no rank repeats the import.
         size, context = self.config.ranks, multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*FORK_SERVER_IMPORTS, worker.__module__])
-        self._forking = size > 1
-        if size > 1:
+        children = range(int(self.config.rank_in_driver), size)
+        self._forking = bool(children)
+        if children:
             _start_fork_server()
-        for rank in range(1, size):
+        for rank in children:
             pickled_worker = _pickled(partial(make, rank, size, *args))
             self._ranks.append(_ChildRank(context, rank, pickled_worker))
         self._forking = False  # each rank has told its process id: the server has nothing to do
-        own = self.config.worker_of_rank.index(0)
-        with as_rank(own):
-            self._ranks.insert(0, _DriverRank(make(0, size, *args), own))
-        logger.debug("%d ranks have been started, the first in this process", size)
+        if self.config.rank_in_driver:
+            own = self.config.worker_of_rank.index(0)
+            with as_rank(own):
+                self._ranks.insert(0, _DriverRank(make(0, size, *args), own))
+        logger.debug("%d ranks have been started, %d in child processes", size, len(children))
         return ProcessGroup(worker, self._ranks)
 
     def subgroup(self, group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:

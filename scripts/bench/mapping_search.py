@@ -10,6 +10,9 @@ through, `rest` is the least bound of what is left, over the last result.
 - `fused_long_tailed`: `fused` beside `serial`, responses up to eight times the median;
 - `joint`: as `serial`, with updates in one plan and layouts that pay only together;
 - `all`: `fused` beside `serial`, long-tailed, with updates in one plan.
+
+The others are not among the default cases: `fused_split`, `fused_standalone` and `fused_colocate`
+are one placement each, with the paper's lengths, under `fused` alone.
 """
 
 import argparse
@@ -19,7 +22,7 @@ from typing import Any
 from lines import line, show
 
 from hybridrl.config import FusedScheduleConfig, SerialScheduleConfig
-from hybridrl.planner.published_mappings import all_placements, long_tailed
+from hybridrl.planner.published_mappings import PLACEMENTS, all_placements, long_tailed
 
 WANTED = {128: 60.0, 1024: 300.0}
 LONG_TAILED: Mapping[str, Any] = {
@@ -32,6 +35,10 @@ CASES: dict[str, Mapping[str, Any]] = {
     "joint": {"fuses": True},
     "all": {**LONG_TAILED, "fuses": True},
 }
+MORE_CASES: dict[str, Mapping[str, Any]] = {
+    f"fused_{name}": {"schedules": (FusedScheduleConfig(),), "placement": name}
+    for name in PLACEMENTS
+}
 
 
 def main() -> None:
@@ -40,12 +47,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gpus", type=int, nargs="*", choices=WANTED, default=list(WANTED))
-    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="*", choices=CASES | MORE_CASES, default=list(CASES))
     parser.add_argument("--number", type=int, default=10, help="of mappings to find")
     args = parser.parse_args()
     for gpus in args.gpus:
         for case in args.cases:
-            result = all_placements(gpus, args.number, **CASES[case])
+            result = all_placements(gpus, args.number, **(CASES | MORE_CASES)[case])
             best, last = result.best[0], result.best[-1].seconds.step_s
             about = {
                 "number": args.number,

@@ -38,7 +38,8 @@ RUN = (
     *("cluster.threads_per_rank=1", "cluster.memory_check=warn", "warm_start.steps=0"),
 )
 QUIET = (
-    *("cluster=processes", "telemetry.loggers=[]", "telemetry.report=false"),
+    *("cluster=processes", "cluster.rank_in_driver=false"),
+    *("telemetry.loggers=[]", "telemetry.report=false"),
     *("telemetry.progress=false", "eval.sets.main.every=null", "eval.sets.main.num_prompts=2"),
     *("trainer.steps=1000000", "trainer.optim.lr=1e-9", "critic.optim.lr=1e-9"),
 )

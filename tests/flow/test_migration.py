@@ -333,6 +333,25 @@ def test_training_waits_for_the_longest_of_its_group() -> None:
 # -- the choice ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("train_s", "expected"),
+    [
+        (10.0, {"stay": 45.0, "train early": 42.5, "widen to 2": 35.2}),
+        (60.0, {"stay": 70.0, "train early": 55.0, "widen to 2": 60.2}),
+    ],
+)
+def test_the_example_of_the_docs(train_s: float, expected: dict[str, float]) -> None:
+    """docs/schedules.md, Choosing."""
+    lengths = [2, 2, 4, 40]
+    costs = Costs(step_s=1.0, wide_step_s={2: 0.7}, kv_call_s=1.0, prefill_token_s=1.0)
+    training = training_arrivals(lengths, [2, 40], train_s)
+    model = model_of(lengths, 2, costs, 0.0, training=training, switch_s=4.0)
+    plans = {plan.name: plan for plan in tail_plans([model], 8, stay_call_steps=0, widths=(1, 2))}
+    assert {name: plans[name].seconds for name in expected} == pytest.approx(expected)
+    best = best_plan([*plans.values()]).name
+    assert best == min(expected, key=lambda name: expected[name])
+
+
 def test_one_extraordinary_step_does_not_decide_for_all() -> None:
     """Moving takes 4 s. In three steps of four it saves 1 s, in the other one 14 s."""
     costs = Costs(step_s=1.0, wide_step_s={2: 0.5}, kv_call_s=4.0, prefill_token_s=1.0)

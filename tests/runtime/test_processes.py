@@ -52,7 +52,7 @@ def numbers(run_dir: Path) -> list[dict[str, Any]]:
         {
             key: value
             for key, value in line.items()
-            if not key.endswith("_s") and key not in ("time", "bubble_share")
+            if not key.endswith("_s") and key not in ("time", "bubble_share", "mfu")
         }
         for line in read_lines(run_dir / "metrics.jsonl")
     ]
@@ -94,10 +94,13 @@ def test_two_ranks_do_what_ray_does(
     tiny_run: list[str],
     tmp_path: Path,
 ) -> None:
+    """The first in this process, or both in others."""
     two = [*tiny_run, *SHORT, "cluster.ranks=2"]
     train(tmp_path / "ray", *two)
-    controller_train.train(make_config("cluster=processes", *two, f"run.dir={tmp_path / 'plain'}"))
-    compare(tmp_path / "ray", tmp_path / "plain")
+    for name, own in (("plain", []), ("children", ["cluster.rank_in_driver=false"])):
+        settings = ["cluster=processes", *two, *own, f"run.dir={tmp_path / name}"]
+        controller_train.train(make_config(*settings))
+        compare(tmp_path / "ray", tmp_path / name)
 
 
 @pytest.mark.slow
@@ -145,17 +148,18 @@ class Worker:
         return bytes(2**24)
 
 
-def test_calls_reach_their_ranks() -> None:
+@pytest.mark.parametrize("in_driver", [True, False])
+def test_calls_reach_their_ranks(in_driver: bool) -> None:
     """Also with many large answers under way, and after one has failed."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import tests
-    config = ClusterConfig(kind=ClusterKind.processes, ranks=3)
+    config = ClusterConfig(kind=ClusterKind.processes, ranks=3, rank_in_driver=in_driver)
     with ProcessLauncher(config) as launcher:
         group = launcher.start(Worker, Worker, 100)
         many = [call for _ in range(8) for call in group.fail(["", "", ""])]
         answers = [launcher.get(call) for call in group.add(5)]
         assert [value for value, _ in answers] == [100, 105, 110]
         pids = [pid for _, pid in answers]
-        assert pids[0] == os.getpid()
+        assert (pids[0] == os.getpid()) == in_driver
         assert len(set(pids)) == 3
         assert [len(launcher.get(call)) for call in many] == [2**22] * 24
         (some,) = launcher.subgroup(group, [2]).add(7)
@@ -176,7 +180,7 @@ def test_calls_reach_their_ranks() -> None:
         with pytest.raises(CallFailed) as failed:
             launcher.get(group.fail(["", "", "die"])[2])
         assert failed.value.died
-    for pid in pids[1:]:
+    for pid in pids[int(in_driver) :]:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 

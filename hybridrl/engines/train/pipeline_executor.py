@@ -2,8 +2,8 @@
 
 Messages between two ranks go out in the order of the sender's list, which the receiver knows, too.
 There is a process group for each direction, since NCCL keeps the order of all messages between two
-ranks of a group. So what is sent never waits for what is received. Rows have their own length: both
-ends know it, so no row is padded.
+ranks of a group. So what is sent never waits for what is received. Rows have their own length,
+which both ends know: no row is padded to another's.
 
 Gradients of a model alone are reduced after a chunk's last pass: ranks of one FSDP group have one
 list. Where their lists differ, FSDP's collectives would deadlock within them. So weights of several
