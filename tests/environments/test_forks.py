@@ -13,9 +13,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def note(name):
+def note(name, pid=None):
     with open(HERE / name, "a") as file:
-        file.write(f"{os.getpid()}\\n")
+        file.write(f"{pid or os.getpid()}\\n")
 
 
 def fork(how):
@@ -23,11 +23,10 @@ def fork(how):
     if how == "system":  # which closes no descriptors
         os.system(f"sleep 60 & echo $! >> {HERE}/children")
     elif how == "subprocess":
-        child = subprocess.Popen(["sleep", "60"], close_fds=False)
-        with open(HERE / "children", "a") as file:
-            file.write(f"{child.pid}\\n")
-    elif os.fork() == 0:
-        note("children")
+        note("children", subprocess.Popen(["sleep", "60"], close_fds=False).pid)
+    elif child := os.fork():
+        note("children", child)  # it may be killed before it could
+    else:
         time.sleep(60)
         os._exit(0)
 
