@@ -223,7 +223,9 @@ def check_run_dir(config: Config) -> None:
     metrics = Path(config.run.dir) / "metrics.jsonl"
     there = metrics.is_file() and metrics.stat().st_size > 0  # a run that did not get far has none
     if there and not config.trainer.resumes:
-        allowed = "a directory without a run, or trainer.resume=auto to continue it"
+        allowed = "a directory without a run"
+        if not config.cluster.emulated:
+            allowed += ", or trainer.resume=auto to continue it"
         raise ConfigError("run.dir", config.run.dir, allowed)
 
 

@@ -321,6 +321,7 @@ def _allowed(message: str) -> str:
         ("is not a ListConfig", "a list: [a,b]"),
         ("is not a subclass of", "settings, each as key.name=value"),
         ("is not Optional", "a value, which null is not"),
+        ("is not a valid bool", "true or false"),
     ):
         if words in message:
             return allowed

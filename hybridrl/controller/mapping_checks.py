@@ -46,6 +46,15 @@ def check_known_costs(
         raise ConfigError("trainer.chunk_tokens", chunk, allowed)
 
 
+def cut_lengths(config: Config, samples: Sequence[SampleLength]) -> list[str]:
+    """That responses end at the run's limit, where a tenth and more of them do."""
+    limit = config.rollout.max_new_tokens
+    share = sum(sample.response >= limit for sample in samples) / max(1, len(samples))
+    if share < 0.1:
+        return []
+    return [f"rollout.max_new_tokens={limit}: {share:.0%} of the responses end there"]
+
+
 def assumptions(config: Config) -> list[str]:
     """What the seconds of a mapping by hand assume."""
     lines = []

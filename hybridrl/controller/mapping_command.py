@@ -20,6 +20,7 @@ from hybridrl.controller.mapping_checks import (
     assumptions,
     check_known_costs,
     check_planned_recipe,
+    cut_lengths,
 )
 from hybridrl.controller.mapping_overrides import (
     keys_set,
@@ -95,7 +96,8 @@ schedule, for the least seconds of a step. The last line is the best mapping as 
   --out=FILE         writes the overrides of the best mapping, one a line, and its seconds to
                      FILE.json: the report of a run with them shows predicted beside measured
 
-  hybridrl plan auto recipe=ppo model=llama3_8b --nodes=4 --lengths=lmsys"""
+  hybridrl plan auto recipe=ppo model=llama3_8b rollout.max_new_tokens=2048 --nodes=4 \\
+    --lengths=lmsys"""
 
 _NUMBERS = {
     "nodes": 1.0,
@@ -174,6 +176,10 @@ def run(
         user_args = [arg for arg in rest if not arg.startswith("cluster.ranks=")]
         rest = [*rest, f"cluster.ranks={cluster.ranks}"]
     config = compose.check(rest)
+    if config.cluster.emulated:
+        raise ConfigError(
+            "cluster", "emulated", "local or slurm: a mapping is of ranks with models"
+        )
     with command_log(config.log.level):
         problem = _problem(config, cluster, options, user_args)
         if prices_one:
@@ -456,8 +462,11 @@ def _search(
     if "out" in options:
         settings[0] = _written(options["out"], problem, best[0], settings[0])
     source = problem.prices.costs.layer_costs.source
-    result = replace(result, best=best)
-    return MappingReport(result, settings, refused, problem.user_args, source)
+    result, assumed = (
+        replace(result, best=best),
+        cut_lengths(problem.config, problem.prices.samples),
+    )
+    return MappingReport(result, settings, refused, problem.user_args, source, assumed)
 
 
 def _price(problem: _Problem, options: Mapping[str, Any]) -> MappingReport:
@@ -491,7 +500,7 @@ def _price(problem: _Problem, options: Mapping[str, Any]) -> MappingReport:
         written = _written(options["out"], problem, priced, [*by_hand, *settings])
         settings = written[len(by_hand) :]
     source = problem.prices.costs.layer_costs.source
-    assumed = assumptions(config)
+    assumed = [*assumptions(config), *cut_lengths(config, problem.prices.samples)]
     return MappingReport(result, [settings], [], problem.user_args, source, assumed)
 
 

@@ -23,7 +23,7 @@ class MappingReport:
     source: str
     """Where the seconds come from."""
     assumed: Sequence[str] = ()
-    """What they assume of a mapping by hand."""
+    """What they assume of the lengths, and of a mapping by hand."""
 
     def table(self) -> list[tuple[str, ...]]:
         """A header, then a line for each mapping."""

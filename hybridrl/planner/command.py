@@ -298,7 +298,9 @@ def remarks(setting: Setting, outcomes: Sequence[Outcome], measured: Measured | 
         right = f"{setting.drafting.accept:.3g} of them right"
         lines.append(f"speculation: {each} a row and pass, {right}")
     if not setting.widths:
-        lines.append("wide tail: not shown; no run of these costs has decoded a tail on several")
+        unknown = "no run of these costs has decoded a tail on several instances as one"
+        of_roofline = "no doubling of its tp divides the heads and is within a node"
+        lines.append(f"wide tail: not shown; {unknown}, or, of a roofline, {of_roofline}")
     if measured:
         lines.append(
             f"the run took {measured.step_s:.4g} s a step, the median of {measured.num_steps}"

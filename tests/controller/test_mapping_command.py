@@ -249,6 +249,7 @@ BIG = ("model=llama3_70b", "cluster.device=cuda")
         ((*TINY, "--nodes=1", "--gpus=8"), "option", "--gpus-per-node"),
         ((*TINY, "--nodes=1", "trainer.layout.tp=2"), "trainer.layout.tp", "--price prices it"),
         ((*TINY, "--nodes=1", "actor.lora.rank=4"), "actor.lora.rank", "0 with plan auto"),
+        ((*TINY, "--nodes=1", "cluster=emulated"), "cluster", "local or slurm: a mapping is of"),
         ((*TINY, "--nodes=1", "--costs=/none.json"), "--costs", "plan calibrate"),
         ((*TINY, "--nodes=1", "--out=/none/plan"), "--out", "a directory that is there"),
         (("model=tiny_moe", "--nodes=1", "--gpus-per-node=2"), "model", "a dense decoder"),
@@ -261,6 +262,16 @@ def test_wrong_input_is_one_line(args: tuple[str, ...], key: str, message: str) 
     assert error.value.key == key
     assert message in error.value.allowed
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("limit", "told"), [(192, False), (24, True)])
+def test_lengths_that_the_limit_cuts_are_told(limit: int, told: bool) -> None:
+    """A tenth of the responses and more: half of them have more than 60 tokens."""
+    few = (*TINY, f"rollout.max_new_tokens={limit}", "--nodes=1", "--gpus-per-node=1", "--number=1")
+    remarks = _plan("recipe=grpo", *few).remarks()
+    cut = [line for line in remarks if line.startswith(f"assumed: rollout.max_new_tokens={limit}:")]
+    assert len(cut) == told
+    assert all(line.endswith("% of the responses end there") for line in cut)
 
 
 def test_a_reward_model_that_does_not_fit_is_named(tmp_path: Path) -> None:
