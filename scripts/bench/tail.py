@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.sides and not {"serial", "fused"} <= {*args.sides.split(",")} <= {*SIDES}:
         parser.error(f"--sides {args.sides}: wanted serial, fused and others of {', '.join(SIDES)}")
+    for key, known in (("cases", by_name), ("recipes", RECIPES)):
+        if wrong := [x for x in (getattr(args, key) or "").split(",") if x and x not in known]:
+            parser.error(f"--{key} {wrong[0]}: wanted some of {', '.join(known)}")
     for name in args.cases.split(","):
         case = by_name[name]
         recipes = args.recipes.split(",") if args.recipes else [*case.sides]
