@@ -462,10 +462,8 @@ def _search(
     if "out" in options:
         settings[0] = _written(options["out"], problem, best[0], settings[0])
     source = problem.prices.costs.layer_costs.source
-    result, assumed = (
-        replace(result, best=best),
-        cut_lengths(problem.config, problem.prices.samples),
-    )
+    result = replace(result, best=best)
+    assumed = cut_lengths(problem.config, problem.prices.samples)
     return MappingReport(result, settings, refused, problem.user_args, source, assumed)
 
 
