@@ -21,7 +21,7 @@ from hybridrl.config.compose import check, parse_arguments, register, resolve_ar
 from hybridrl.config.dotted import load_function
 from hybridrl.config.recipe_folder import new_recipe
 from hybridrl.controller.preflight import build_recipe
-from hybridrl.data.sources import rows
+from hybridrl.data.sources import records
 from hybridrl.environments import EpisodeTask, ModelTurn
 from hybridrl.environments.load import load_environment
 from hybridrl.environments.program import Model
@@ -142,6 +142,6 @@ def test_the_reward_and_the_generator_run() -> None:
     jail.configure(JailKind.auto, JailLimits())
     (example,) = (row[2] for row in ROWS if row[0] == "data generator")
     source = composed(example).data.sources["main"]
-    loaded = list(itertools.islice(rows("data.sources.main", source, 0, 8), 8))
-    assert all({"question", "answer"} <= row.keys() for row in loaded)
+    loaded = list(itertools.islice(records("data.sources.main", source, 0, 8), 8))
+    assert all({"question", "answer"} <= record.row.keys() for record in loaded)
     assert len(loaded) == 8

@@ -15,7 +15,7 @@ class SourceKind(Enum):
     """Readers of a source."""
 
     reasoning_gym = "reasoning_gym"
-    jsonl = "jsonl"
+    jsonl = "jsonl"  # or one array of objects
     csv = "csv"  # with a header; all values are text
     parquet = "parquet"
     huggingface = "huggingface"
@@ -28,19 +28,20 @@ class SourceConfig:
 
     kind: SourceKind = SourceKind.reasoning_gym
     """Its reader."""
-    name: str = MISSING
+    name: Any = MISSING
     """reasoning_gym: the dataset's name; function: `package.module:name` or `/path/file.py:name`;
-    otherwise a path, or a dataset's hub name."""
+    huggingface: a folder, or a dataset's hub name. The other kinds: a file, a pattern with `*`, a
+    folder, or a list of these. Names of files may end with .gz, .zst, .bz2 or .lz4."""
     params: dict[str, Any] = field(default_factory=dict)
     """reasoning_gym, function: its parameters; huggingface: keywords of `load_dataset`."""
     split: str = "train"
     """huggingface: which split."""
     prompt_column: str = "prompt"
     """jsonl, csv, parquet, huggingface: the column with the question (text, or a list of
-    messages)."""
+    messages). In all names of columns a dot leads into a field: `reward_model.ground_truth`."""
     answer_column: str | None = "answer"
-    """jsonl, csv, parquet, huggingface: the column with the expected answer; null where the rows
-    have none, as a judge that grades responses needs none."""
+    """jsonl, csv, parquet, huggingface: the column with the expected answer. A list has several
+    right ones. Null: the rows have none, as a judge that grades responses needs none."""
     messages_column: str | None = None
     """jsonl, parquet, huggingface: the column with whole conversations, lists of messages, in place
     of prompt and answer. Supervised training learns the assistant's turns; the prompt is all before
@@ -113,8 +114,9 @@ class DataConfig:
     keep: str | None = None
     """Regular expression; only items whose whole prompt matches it are used."""
     max_prompt_tokens: int = bounded(256, least=1, allowed="a whole number of 1 or more")
-    """A longer prompt is an error, unless `skip_long_prompts`."""
+    """A longer prompt is an error, unless `skip_unusable_rows`."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Which prompts rest, by their solve rate."""
-    skip_long_prompts: bool = False
-    """Leave prompts that are too long out (their number is reported) instead of stopping."""
+    skip_unusable_rows: bool = False
+    """Leave rows out that cannot be used, and report their number, instead of stopping. A prompt is
+    empty or too long, or a response goes beyond the model's context."""

@@ -1,7 +1,6 @@
 """A judge behind HTTP: its address, the requests and the replies."""
 
 import re
-import string
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -9,6 +8,7 @@ from urllib.parse import urlsplit
 from hybridrl.config.bounds import bounded
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.patterns import compiled
+from hybridrl.config.row_fields import names_in
 
 RUBRIC = """You grade the response to a task.
 
@@ -140,7 +140,7 @@ class EndpointConfig:
     def _check_template(self, key: str, whole_groups: bool) -> None:
         needed = "responses" if whole_groups else "response"
         try:
-            named = template_fields(self.rubric(whole_groups))
+            named = names_in(self.rubric(whole_groups))
         except ValueError as error:
             allowed = f"a format string; a literal brace is {{{{ or }}}} ({error})"
             raise ConfigError(key, self.template, allowed) from None
@@ -153,9 +153,3 @@ def _without_user(url: str) -> str:
     before, at, host = url.rpartition("@")
     scheme, slashes, _ = before.partition("://")
     return f"{scheme if slashes else ''}{slashes}***{at}{host}" if at else url
-
-
-def template_fields(template: str) -> set[str]:
-    """The names in a format string, without what follows a dot or bracket; raises ValueError."""
-    names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-    return {re.split(r"[.\[]", name)[0] for name in names}

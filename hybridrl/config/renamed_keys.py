@@ -4,6 +4,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 RENAMED_KEYS = {
+    "data.skip_long_prompts": "data.skip_unusable_rows",
     "eval.every": "eval.sets.main.every",
     "eval.num_prompts": "eval.sets.main.num_prompts",
     "eval.num_samples": "eval.sets.main.num_samples",

@@ -42,6 +42,7 @@ from hybridrl.controller.preflight_models import (
     scores_with_copies,
 )
 from hybridrl.data import Data, Item, load_data, load_eval_set
+from hybridrl.data.prompts import RowUses
 from hybridrl.data.turns import TurnTemplate
 from hybridrl.engines.rollout.available import engine_checks
 from hybridrl.environments import Openings
@@ -295,7 +296,13 @@ def _load(
     _check_sampling(config, graph, tokenizer, model.vocab_size)
     with openings(config) as opening:
         context = context_tokens(model)
-        data, eval_items = _load_items(config, tokenizer, context, graph.columns, opening)
+        uses = RowUses(
+            graph.columns,
+            targets=graph.trains_targets or config.warm_start_steps > 0,
+            generates=graph.generates,
+        )
+        size = model.vocab_size
+        data, eval_items = _load_items(config, tokenizer, context, size, uses, opening)
         turns = turn_template(config, tokenizer, opening) if opening is not None else None
     _check_kv_cache(config, [data.train, *eval_items.values()])
     if not config.cluster.emulated:
@@ -357,7 +364,8 @@ def _load_items(
     config: Config,
     tokenizer: Any,
     max_context: int,
-    columns: Sequence[str],
+    vocab_size: int,
+    uses: RowUses,
     opening: Openings | None,
 ) -> tuple[Data, dict[str, list[Item]]]:
     """Training's items, without any that an evaluation set has; the sets' items by name."""
@@ -370,6 +378,7 @@ def _load_items(
             tokenizer,
             max_context=max_context,
             max_new_tokens=settings.max_new_tokens or new,
+            vocab_size=vocab_size,
             opening=opening,
         )
         for name, settings in config.eval.sets.items()
@@ -380,7 +389,8 @@ def _load_items(
         tokenizer,
         max_context=max_context,
         max_new_tokens=new,
-        columns=columns,
+        uses=uses,
+        vocab_size=vocab_size,
         reserved={item.identity for items in sets.values() for item in items},
         opening=opening,
     )

@@ -21,12 +21,13 @@ class Place:
     key: str
     """The config key of its source, with the setting that names the column."""
     column: str
-    row: int
-    """Counted from 1."""
+    where: str
+    """`row 3 of part-2.jsonl`; empty for what is no row's."""
 
     def refuse(self, allowed: str) -> ConfigError:
         """The refusal of the value: what is `allowed`."""
-        return ConfigError(self.key, self.column, f"{allowed} (row {self.row})")
+        at = f" ({self.where})" if self.where else ""
+        return ConfigError(self.key, self.column, f"{allowed}{at}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ class ChatTemplate:
 def _no_tools(place: Place) -> str:
     return (
         f"a model whose chat template takes tools, or rows without any: {place.key} has some"
-        f" (row {place.row})"
+        f" ({place.where})"
     )
 
 

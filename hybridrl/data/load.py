@@ -1,5 +1,6 @@
 """Training and held-out items of a run, and the stream of prompts."""
 
+import hashlib
 import itertools
 import logging
 import random
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import ConfigError, DataConfig, EvalSetConfig
 from hybridrl.config.patterns import compiled
-from hybridrl.data.prompts import Ids, Item, Opening, make_items
-from hybridrl.data.sources import GENERATED, rows
+from hybridrl.data.limits import RowLimits
+from hybridrl.data.prompts import Item, Opening, RowUses, make_items
+from hybridrl.data.records import SourceRecord
+from hybridrl.data.sources import GENERATED, records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,16 +32,13 @@ class Data:
     eval: list[Item]
     weights: dict[str, float]
     """Share of every source in the mixture; they sum to 1."""
-    skipped: int
-    """Number of prompts dropped as too long (`data.skip_long_prompts`)."""
+    dropped: dict[str, int]
+    """Number of rows left out by why they cannot be used (`data.skip_unusable_rows`)."""
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt with its target: supervised training's longest sequence."""
-        return max(
-            len(item.prompt_ids) + max(map(len, (item.target_ids, *item.columns.values())))
-            for item in self.train
-        )
+        return max(item.tokens for item in self.train)
 
 
 def load_data(
@@ -47,25 +47,26 @@ def load_data(
     *,
     max_context: int,
     max_new_tokens: int,
-    columns: Sequence[str] = (),
+    uses: RowUses = RowUses(),  # noqa: B008 (frozen)
+    vocab_size: int | None = None,
     reserved: Collection[str] = (),
     opening: Opening | None = None,
 ) -> Data:
-    """Items of all sources, each prompt once (of conversations each whole one), split into training
-    and held-out items.
+    """Items of all sources, split into training and held-out items.
 
     `max_context` is the longest sequence of the model and `max_new_tokens` the longest response,
-    both in tokens. `columns` hold responses besides the answer (`Flow.targets`). Items whose
-    identity is `reserved`, for separate evaluation sets, are left out. `opening` is that of the
-    environment. Sources contribute held-out items in proportion to their weights, and generated
-    sources the `data.size` training items likewise (fewer if a source lacks different prompts,
-    which is logged). Raises ConfigError, with the key to change.
+    both in tokens; `vocab_size` is the number of rows of its embedding. `uses` says what the recipe
+    does with a row: where prompts generate, each prompt is there once. Items whose identity is
+    `reserved`, for separate evaluation sets, are left out. `opening` is that of the environment.
+    Sources contribute held-out items in proportion to their weights, and generated sources the
+    `data.size` training items likewise (fewer if a source lacks different prompts, which is
+    logged). Raises ConfigError, with the key to change.
     """
     if not config.sources:
         raise ConfigError("data.sources", {}, "at least one source")
     weights = _weights(config)
-    collector = _Collector(config, tokenizer, max_new_tokens, max_context, columns, opening)
-    collector.seen.update(reserved)
+    limits = RowLimits(config, max_context, max_new_tokens, vocab_size)
+    collector = _Collector(config, tokenizer, limits, uses, opening, frozenset(reserved))
     # sizes of the held-out and the training part of each source
     generated = {
         name: weights[name] for name, source in config.sources.items() if source.kind in GENERATED
@@ -80,8 +81,11 @@ def load_data(
         _check_task_column(config, name, items)
         held_out += items[: eval_sizes[name]]
         train += items[eval_sizes[name] :]
+    if collector.dropped:
+        counts = ", ".join(f"{number} with {why}" for why, number in collector.dropped.items())
+        log.warning("data.skip_unusable_rows: %s left out", counts)
     _warn_of_unknown_characters(train, tokenizer)
-    return Data(train, held_out, weights, collector.skipped)
+    return Data(train, held_out, weights, dict(collector.dropped))
 
 
 def load_eval_set(
@@ -92,6 +96,7 @@ def load_eval_set(
     *,
     max_context: int,
     max_new_tokens: int,
+    vocab_size: int | None = None,
     opening: Opening | None = None,
 ) -> list[Item]:
     """Items of an evaluation set that has its own source, each once as in `load_data`.
@@ -106,7 +111,9 @@ def load_eval_set(
         config, sources={key: source}, keep=None, prompt_template=template, answer_template="",
         privileged_template=None,
     )  # fmt: skip
-    collector = _Collector(of_set, tokenizer, max_new_tokens, max_context, (), opening)
+    uses = RowUses(targets=False)
+    limits = RowLimits(of_set, max_context, max_new_tokens, vocab_size)
+    collector = _Collector(of_set, tokenizer, limits, uses, opening)
     size = settings.num_prompts or (config.eval_size if source.kind in GENERATED else None)
     try:
         items = collector.load(key, f"{key}.source", size)
@@ -151,36 +158,30 @@ def _check_task_column(config: DataConfig, name: str, items: Sequence[Item]) -> 
 
 
 class _Collector:
-    """Collects items with distinct prompts over all sources; counts the long ones it drops."""
+    """Collects the items of all sources that can be used; counts what it leaves out, by why."""
 
     def __init__(
         self,
         config: DataConfig,
         tokenizer: "PreTrainedTokenizerBase",
-        max_new_tokens: int,
-        max_context: int,
-        columns: Sequence[str],
+        limits: RowLimits,
+        uses: RowUses,
         opening: Opening | None,
+        reserved: frozenset[str] = frozenset(),
     ) -> None:
-        self.config, self.opening = config, opening
-        self.tokenizer = tokenizer
-        self.longest = min(config.max_prompt_tokens, max_context - max_new_tokens)
-        if self.longest < 1:
-            allowed = f"less than the context, {max_context} tokens"
-            raise ConfigError("rollout.max_new_tokens", max_new_tokens, allowed)
-        self.max_context = max_context
-        self.columns = columns
+        self.config, self.tokenizer, self.opening = config, tokenizer, opening
+        self.limits, self.uses, self.reserved = limits, uses, reserved
         self.keep = compiled("data.keep", config.keep or ".*", re.DOTALL)
-        self.seen: set[str] = set()
-        self.skipped = 0
-        self._conversations: set[tuple[str, Ids]] = set()
+        self.dropped: Counter[str] = Counter()
+        self._seen: set[str] = set()
+        self._twice: Counter[str] = Counter()
 
     def collect(self, name: str, num_eval: int, num_train: int | None) -> list[Item]:
         """Items of the source `name`, the held-out ones first; `num_train` None takes all."""
         wanted = None if num_train is None else num_eval + num_train
         items = self.load(name, f"data.sources.{name}", wanted)
         if wanted is None:  # a file may be sorted
-            random.Random(f"{self.config.seed}/{name}").shuffle(items)
+            items = sorted(items, key=lambda item: _draw_of(item, self.config.seed))
         items = self._separate(name, items, num_eval)
         if len(items) <= num_eval:
             raise ConfigError(
@@ -200,9 +201,10 @@ class _Collector:
     def _separate(self, name: str, items: list[Item], num_eval: int) -> list[Item]:
         """The items in an order in which no prompt of the first `num_eval` comes again.
 
-        Conversations may share their first turns. Those that do not are held out first.
+        Where prompts do not generate, several rows may share one. Those that do not are held out
+        first.
         """
-        if self.config.sources[name].messages_column is None:
+        if self.uses.generates:
             return items
         counts = Counter(item.prompt for item in items)
         items = sorted(items, key=lambda item: counts[item.prompt])
@@ -211,93 +213,69 @@ class _Collector:
         train = [item for item in rest if item.prompt not in prompts]
         if len(train) < len(rest):
             log.warning(
-                "data.sources.%s: %d conversations begin as one that is held out, and are left out",
-                name, len(rest) - len(train),
+                "data.sources.%s: %d rows have the prompt of one that is held out, and are left "
+                "out", name, len(rest) - len(train),
             )  # fmt: skip
         return held_out + train
 
     def load(self, name: str, key: str, wanted: int | None) -> list[Item]:
         """The first `wanted` items of the source `name`, whose place is `key`; None takes all."""
         source = self.config.sources[name]
-        stream = rows(key, source, self.config.seed, wanted or 0)
-        if wanted is None or source.kind not in GENERATED:
-            return self._accept(self._items(name, list(stream)))[:wanted]
-        return self._draw(name, stream, wanted)
+        stream = records(key, source, self.config.seed, wanted or 0)
+        if wanted is not None and source.kind in GENERATED:
+            return self._draw(name, stream, wanted)
+        items = self._accept(self._items(name, list(stream)))[:wanted]
+        if self._twice[name]:
+            log.warning(
+                "%s: %d rows ask what an earlier row asks, and are left out: a prompt that "
+                "generates is there once", key, self._twice[name],
+            )  # fmt: skip
+        return items
 
-    def _items(self, name: str, rows: list[dict]) -> list[Item]:
-        return make_items(name, rows, self.config, self.tokenizer, self.columns, self.opening)
+    def _items(self, name: str, read: list[SourceRecord]) -> list[Item]:
+        return make_items(name, read, self.config, self.tokenizer, self.uses, self.opening)
 
-    def _draw(self, name: str, stream: Iterator[dict], wanted: int) -> list[Item]:
+    def _draw(self, name: str, stream: Iterator[SourceRecord], wanted: int) -> list[Item]:
         """Up to `wanted` items; stops when a round of drawing yields almost nothing new."""
         items: list[Item] = []
         while len(items) < wanted:
             chunk = list(itertools.islice(stream, max(wanted - len(items), 64)))
-            skipped = self.skipped
+            dropped = self.dropped.total()
             new = self._accept(self._items(name, chunk))
             items += new
-            if len(new) + (self.skipped - skipped) < max(1, len(chunk) // 50) or (
-                self.skipped > 10 * wanted
+            if len(new) + (self.dropped.total() - dropped) < max(1, len(chunk) // 50) or (
+                self.dropped.total() > 10 * wanted
             ):
                 break
         return items[:wanted]
 
     def _accept(self, items: list[Item]) -> list[Item]:
-        """Those that are new and short enough.
+        """The items that can be used; where prompts generate, those with a new prompt.
 
-        A prompt is new that no item before has; in games, which share theirs, a row. Conversations
-        may share their first turns: new prompts are those that no other source has, with a target
-        that is new for the prompt.
+        In games, which share their prompts, a row is new.
         """
         accepted = []
-        of_others = frozenset(self.seen)
         for item in items:
-            is_conversation = self.config.sources[item.source].messages_column is not None
-            conversation = (item.prompt, item.target_ids)
-            seen = item.identity in (of_others if is_conversation else self.seen)
-            if seen or conversation in self._conversations:
+            if item.identity in self.reserved or not self.keep.fullmatch(item.prompt):
                 continue
-            if not self.keep.fullmatch(item.prompt):
+            if self.uses.generates and item.identity in self._seen:
+                self._twice[item.source] += 1
                 continue
-            self.seen.add(item.identity)
-            if is_conversation:
-                self._conversations.add(conversation)
-            if max(len(item.prompt_ids), len(item.privileged_ids)) > self.longest:
-                if not self.config.skip_long_prompts:
-                    raise self._too_long(item)
-                self.skipped += 1
-                continue
-            if is_conversation and not self._fits(item):
-                continue
-            accepted.append(item)
+            self._seen.add(item.identity)
+            unusable = self.limits.obstacle(item)
+            if unusable is None:
+                accepted.append(item)
+            elif self.config.skip_unusable_rows and unusable.may_be_skipped:
+                self.dropped[unusable.reason] += 1
+            else:
+                raise unusable.error
         return accepted
 
-    def _fits(self, item: Item) -> bool:
-        """Whether a whole conversation fits the context; counts or refuses one that does not."""
-        tokens = len(item.prompt_ids) + len(item.target_ids)
-        if tokens <= self.max_context:
-            return True
-        if not self.config.skip_long_prompts:
-            allowed = (
-                f"true: {item.source} has a conversation of {tokens} tokens, of which the model's "
-                f"context holds {self.max_context}: {item.prompt[:80]!r}"
-            )
-            raise ConfigError("data.skip_long_prompts", False, allowed)
-        self.skipped += 1
-        return False
 
-    def _too_long(self, item: Item) -> ConfigError:
-        tokens = max(len(item.prompt_ids), len(item.privileged_ids))
-        limit = f"(or data.skip_long_prompts=true): {item.source} has {item.prompt[:80]!r}"
-        if tokens > self.config.max_prompt_tokens:
-            return ConfigError(
-                "data.max_prompt_tokens", self.config.max_prompt_tokens, f"{tokens} or more {limit}"
-            )
-        return ConfigError(
-            "rollout.max_new_tokens",
-            self.max_context - self.longest,
-            f"at most {self.max_context - tokens}, the model's context of {self.max_context} less "
-            f"a prompt of {tokens} tokens {limit}",
-        )
+def _draw_of(item: Item, seed: int) -> bytes:
+    """What orders the rows of a file: a hash, so that further rows leave the order as it is."""
+    text = f"{seed}\0{item.source}\0{item.prompt}\0{item.answer}\0{item.columns}"
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _warn_of_unknown_characters(

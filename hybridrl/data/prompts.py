@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybridrl.config import ConfigError, DataConfig
+from hybridrl.config.row_fields import field_of, fill, text_of
 from hybridrl.data.chat import (
     ChatTemplate,
     Place,
@@ -14,6 +15,7 @@ from hybridrl.data.chat import (
     read_prompt,
     read_tools,
 )
+from hybridrl.data.records import SourceRecord, answer_texts
 from hybridrl.environments.task import ChatMessage, EpisodeTask
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ class Item:
     prompt_ids: tuple[int, ...]
     """Its tokens."""
     answer: str
-    """The expected answer of the source; empty if it has none."""
+    """The text of the expected answer, the first where there are several; empty without one."""
     target_ids: tuple[int, ...]
     """Tokens of the filled answer template and the token that ends a response (supervised)."""
     source: str
@@ -49,6 +51,18 @@ class Item:
 
     task: EpisodeTask | None = field(default=None, repr=False)
     """What its episodes start from, where an environment answers the model."""
+    answers: tuple[str, ...] = field(default=(), repr=False)
+    """The texts of all right answers; none where no text follows from `expected`."""
+    expected: Any = field(default=None, repr=False)
+    """The answer's column as the source has it, where it is a list or a struct. Judges of the
+    user's get it in place of a text."""
+    place: str = field(default="", compare=False, repr=False)
+    """Where its row stands, for messages: `row 3 of part-2.jsonl`."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its longest trained sequence: the prompt and a target, or another response."""
+        return len(self.prompt_ids) + max(map(len, (self.target_ids, *self.columns.values())))
 
     @property
     def identity(self) -> str:
@@ -59,6 +73,18 @@ class Item:
         """Tokens of a column, None for the target, and which of them are to be trained."""
         ids = self.target_ids if column is None else self.columns[column]
         return ids, self.masks.get(column or "", (True,) * len(ids))
+
+
+@dataclass(frozen=True, slots=True)
+class RowUses:
+    """What a recipe does with the rows of a dataset."""
+
+    columns: tuple[str, ...] = ()
+    """The columns that hold a response to train on (`Flow.targets`)."""
+    targets: bool = True
+    """Whether it trains on the filled answer template, in a warm start, too."""
+    generates: bool = True
+    """Whether prompts generate; each prompt is drawn once then."""
 
 
 class Opening(Protocol):
@@ -78,7 +104,7 @@ def with_next_targets(items: Sequence[Item]) -> list[Item]:
     They are cut where a prompt with another's response would be longer than all of `items` with
     their own.
     """
-    longest = max((len(item.prompt_ids) + _longest_response(item) for item in items), default=0)
+    longest = max((item.tokens for item in items), default=0)
     joined = []
     for item, other in zip(items, [*items[1:], *items[:1]], strict=True):
         room = longest - len(item.prompt_ids)
@@ -87,10 +113,6 @@ def with_next_targets(items: Sequence[Item]) -> list[Item]:
         target = other.target_ids[:room]
         joined.append(replace(item, target_ids=target, columns=columns, masks=masks))
     return joined
-
-
-def _longest_response(item: Item) -> int:
-    return max(map(len, (item.target_ids, *item.columns.values())))
 
 
 def end_token_id(tokenizer: "PreTrainedTokenizerBase", chat: bool) -> int:
@@ -102,7 +124,7 @@ def end_token_id(tokenizer: "PreTrainedTokenizerBase", chat: bool) -> int:
     eos = tokenizer.eos_token_id
     if chat:
         messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
-        text = ChatTemplate(tokenizer).text(messages, Place("data.chat", "true", 0))
+        text = ChatTemplate(tokenizer).text(messages, Place("data.chat", "true", ""))
         after = tokenizer(text[text.rindex("A") + 1 :].strip(), add_special_tokens=False)
         if after["input_ids"] and after["input_ids"][0] in tokenizer.all_special_ids:
             return int(after["input_ids"][0])
@@ -113,32 +135,33 @@ def end_token_id(tokenizer: "PreTrainedTokenizerBase", chat: bool) -> int:
 
 def make_items(
     source: str,
-    rows: Sequence[Mapping[str, Any]],
+    records: Sequence[SourceRecord],
     config: DataConfig,
     tokenizer: Any,
-    columns: Sequence[str] = (),
+    uses: RowUses = RowUses(),
     opening: Opening | None = None,
 ) -> list[Item]:
-    """Items of `rows`, in order: templates filled, one tokenizer call for all prompts.
+    """Items of `records`, in order: templates filled, one tokenizer call for all prompts.
 
-    `columns` hold a response each: a text, or a list of messages. With an `opening` a row's prompt
-    is what its environment says first. Raises ConfigError if a row lacks a column or a field of a
-    template, if its messages cannot be read, or without a chat template.
+    The columns of `uses` hold a response each: a text, or a list of messages. Where targets are not
+    used, the answer template is not filled. With an `opening` a row's prompt is what its
+    environment says first. Raises ConfigError if a row lacks a column or a field of a template, if
+    its messages cannot be read, or without a chat template.
     """
-    if not rows:
+    if not records:
         return []
     reader = _ChatReader(source, config, tokenizer) if config.chat else None
     if config.sources[source].messages_column is not None:
         if reader is None:
             raise ConfigError("data.chat", False, f"true, since {source} has conversations")
         if opening:
-            place = _place(source, config, "messages_column", 1)
+            place = _place(source, config, "messages_column", records[0])
             raise ConfigError(place.key, place.column, "null, with an environment")
-        return [reader.conversation(row, number) for number, row in enumerate(rows, 1)]
+        return [reader.conversation(record) for record in records]
     end = end_token_id(tokenizer, config.chat)
 
     def filled(key: str, template: str) -> list[list[ChatMessage]]:
-        return [_prompt(source, x, config, n, key, template) for n, x in enumerate(rows, 1)]
+        return [_prompt(source, record, config, key, template) for record in records]
 
     def rendered(prompts: Sequence[list[ChatMessage]]) -> tuple[list[str], list[Ids]]:
         """Texts and tokens of prompts."""
@@ -146,8 +169,8 @@ def make_items(
         if opening:
             texts = ["".join(message["content"] for message in prompt) for prompt in prompts]
         if reader:
-            pairs = enumerate(zip(rows, prompts, strict=True), 1)
-            texts = [reader.prompt(row, prompt, number) for number, (row, prompt) in pairs]
+            pairs = zip(records, prompts, strict=True)
+            texts = [reader.prompt(record, prompt) for record, prompt in pairs]
         # A chat template writes its own special tokens.
         encoded = tokenizer(texts, add_special_tokens=not config.chat, verbose=False)["input_ids"]
         if not config.chat:  # tokenizers that close every text would end the response here
@@ -155,40 +178,64 @@ def make_items(
             encoded = [ids[:-1] if ids and ids[-1] == eos else ids for ids in encoded]
         return texts, [tuple(ids) for ids in encoded]
 
-    def ended(responses: list[str]) -> list[tuple[int, ...]]:
+    def ended(responses: list[str]) -> list[Ids]:
         ids = tokenizer(responses, add_special_tokens=False, verbose=False)["input_ids"]
         return [(*response, end) for response in ids]
 
     prompts = filled("data.prompt_template", config.prompt_template)
-    tasks: list[EpisodeTask | None] = [None] * len(rows)
+    tasks: list[EpisodeTask | None] = [None] * len(records)
     if opening:
-        pairs = zip(rows, prompts, strict=True)
-        episodes = [EpisodeTask(tuple(x), dict(row), _answer(row), source) for row, x in pairs]
+        pairs = zip(records, prompts, strict=True)
+        episodes = [
+            EpisodeTask(
+                tuple(prompt), record.item, first_answer(record), source,
+                answers=right_answers(record), expected=record.struct,
+            )
+            for record, prompt in pairs
+        ]  # fmt: skip
         firsts = opening(episodes)
         prompts = [list(first) for first in firsts]
         tasks = [replace(x, opening=tuple(y)) for x, y in zip(episodes, firsts, strict=True)]
         if reader:
             reader.tools = list(opening.tools)
     texts, encoded = rendered(prompts)
-    privileged: list[Ids] = [()] * len(rows)
+    privileged: list[Ids] = [()] * len(records)
     if config.privileged_template is not None:
         _, privileged = rendered(filled("data.privileged_template", config.privileged_template))
-    targets = [_fill("data.answer_template", config.answer_template, row) for row in rows]
-    target_ids = ended(targets)
+    target_ids: list[Ids] = [()] * len(records)
+    if uses.targets:
+        template = config.answer_template
+        target_ids = ended([_fill("data.answer_template", template, r) for r in records])
     others = {
-        name: ended([_response(source, row, name, config) for row in rows]) for name in columns
+        name: ended([_response(source, record, name, config) for record in records])
+        for name in uses.columns
     }
     # items
     items = []
-    for number, (row, text, ids) in enumerate(zip(rows, texts, encoded, strict=True)):
-        target, with_more = target_ids[number], privileged[number]
+    for number, (record, text, ids) in enumerate(zip(records, texts, encoded, strict=True)):
         of_columns = {name: responses[number] for name, responses in others.items()}
-        values = (_answer(row), target, source, dict(row), of_columns, with_more)
-        item = Item(text, ids, *values, task=tasks[number])
-        items.append(
-            reader.with_turns(item, prompts[number], columns, number + 1) if reader else item
-        )
+        item = Item(
+            text, ids, first_answer(record), target_ids[number], source, record.item, of_columns,
+            privileged[number], task=tasks[number], answers=right_answers(record),
+            expected=record.struct, place=record.place,
+        )  # fmt: skip
+        if reader:
+            item = reader.with_turns(item, record, prompts[number], uses.columns)
+        items.append(item)
     return items
+
+
+def right_answers(record: SourceRecord) -> tuple[str, ...]:
+    """The texts of a record's right answers; none where no text follows from what it has."""
+    try:
+        return answer_texts(record.expected)
+    except (TypeError, ValueError):
+        return ()
+
+
+def first_answer(record: SourceRecord) -> str:
+    """The text of a record's answer, the first one of several; empty without one."""
+    return next(iter(right_answers(record)), "")
 
 
 class _ChatReader:
@@ -197,25 +244,25 @@ class _ChatReader:
     def __init__(self, source: str, config: DataConfig, tokenizer: Any) -> None:
         self.source, self.config = source, config
         self.tools: list[dict[str, Any]] = []
-        """Those of the environment, for every row."""
+        """The tools of the environment, for every row."""
         self.template = ChatTemplate(tokenizer)
         self.end = end_token_id(tokenizer, True)
 
-    def prompt(self, row: Mapping[str, Any], messages: list[ChatMessage], number: int) -> str:
+    def prompt(self, record: SourceRecord, messages: list[ChatMessage]) -> str:
         """The text of a row's prompt, up to where the assistant begins to write."""
-        place = _place(self.source, self.config, "prompt_column", number)
-        return self.template.text(messages, place, self._tools(row, number), prompt=True)
+        place = _place(self.source, self.config, "prompt_column", record)
+        return self.template.text(messages, place, self._tools(record), prompt=True)
 
-    def conversation(self, row: Mapping[str, Any], number: int) -> Item:
+    def conversation(self, record: SourceRecord) -> Item:
         """A whole conversation: its target is all from the assistant's first turn on."""
-        place = _place(self.source, self.config, "messages_column", number)
-        messages = _with_system(self.config, read_messages(row["question"], place))
+        place = _place(self.source, self.config, "messages_column", record)
+        messages = _with_system(self.config, read_messages(record.question, place))
         if not has_assistant(messages):
             raise place.refuse("conversations with a turn of the assistant's")
         first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
         if not first:
             raise place.refuse("conversations that the assistant does not begin")
-        tools = self._tools(row, number)
+        tools = self._tools(record)
         whole = self.template.conversation(messages, place, tools, self.end).cut()
         start = whole.start
         mask = whole.written[start:]
@@ -223,7 +270,7 @@ class _ChatReader:
         privileged: Ids = ()
         if self.config.privileged_template is not None:
             asked = _filled(
-                messages[:first], {**row, "answer": answer}, "data.privileged_template",
+                messages[:first], replace(record, expected=answer), "data.privileged_template",
                 self.config.privileged_template,
             )  # fmt: skip
             text = self.template.text(asked, place, tools, prompt=True)
@@ -234,21 +281,23 @@ class _ChatReader:
             answer,
             whole.ids[start:],
             self.source,
-            dict(row),
+            record.item,
             privileged_ids=privileged,
             masks={} if all(mask) else {"": mask},
+            answers=(answer,),
+            place=record.place,
         )
 
     def with_turns(
-        self, item: Item, prompt: list[ChatMessage], columns: Sequence[str], number: int
+        self, item: Item, record: SourceRecord, prompt: list[ChatMessage], columns: Sequence[str]
     ) -> Item:
         """The item with those responses replaced that are several messages."""
         for name in columns:
-            value = item.item[name]
+            value = field_of(record.item, name)
             if isinstance(value, str):
                 continue
-            place = _place(self.source, self.config, name, number)
-            turns = _after_prompt(read_messages(value, place), item.item["question"], place)
+            place = _place(self.source, self.config, name, record)
+            turns = _after_prompt(read_messages(value, place), record.question, place)
             if not turns or any(turns[i]["role"] != "assistant" for i in (0, -1)):
                 raise place.refuse(
                     "messages that begin and end with the assistant's, after the row's prompt or"
@@ -256,8 +305,8 @@ class _ChatReader:
                 )
             if len(turns) == 1 and not turns[0].get("tool_calls"):
                 continue
-            tools = self._tools(item.item, number)
             messages = [*prompt, *turns]
+            tools = self._tools(record)
             whole = self.template.conversation(messages, place, tools, self.end, len(prompt)).cut()
             start = whole.start
             if whole.ids[:start] != item.prompt_ids:
@@ -267,26 +316,27 @@ class _ChatReader:
             item = replace(item, columns={**item.columns, name: ids}, masks=masks)
         return item
 
-    def _tools(self, row: Mapping[str, Any], number: int) -> list[dict[str, Any]] | None:
+    def _tools(self, record: SourceRecord) -> list[dict[str, Any]] | None:
         column = self.config.sources[self.source].tools_column
         if self.tools or column is None:
             return self.tools or None
-        return read_tools(row[column], _place(self.source, self.config, "tools_column", number))
+        place = _place(self.source, self.config, "tools_column", record)
+        return read_tools(field_of(record.row, column), place)
 
 
-def _place(source: str, config: DataConfig, setting: str, number: int) -> Place:
+def _place(source: str, config: DataConfig, setting: str, record: SourceRecord) -> Place:
     """A setting of a source that names a column, or a column that the recipe reads."""
     key = f"{source}.source" if source.startswith("eval.sets.") else f"data.sources.{source}"
     if setting.endswith("_column"):
         column = str(getattr(config.sources[source], setting))
-        return Place(f"{key}.{setting}", column, number)
-    return Place(key, setting, number)
+        return Place(f"{key}.{setting}", column, record.place)
+    return Place(key, setting, record.place)
 
 
 def _after_prompt(turns: list[ChatMessage], question: Any, place: Place) -> list[ChatMessage]:
     """A response's own messages: in some datasets they begin with the prompt's.
 
-    Those may have a system message before them, which the `question` lacks.
+    A system message may stand before them that the `question` lacks.
     """
     asked: list[ChatMessage] = [{"role": "user", "content": question}]
     if not isinstance(question, str):
@@ -301,26 +351,30 @@ def _spoken(messages: Sequence[ChatMessage]) -> list[tuple[Any, ...]]:
 
 
 def _prompt(
-    source: str, row: Mapping[str, Any], config: DataConfig, number: int, key: str, template: str
+    source: str, record: SourceRecord, config: DataConfig, key: str, template: str
 ) -> list[ChatMessage]:
     """The messages of one row, the last one's content filled into the `template` at `key`."""
-    question = row["question"]
-    messages: list[ChatMessage] = [{"role": "user", "content": question}]
-    if not isinstance(question, str):
+    question, place = record.question, _place(source, config, "prompt_column", record)
+    if isinstance(question, list | tuple):
         if not config.chat:
             raise ConfigError("data.chat", False, f"true, since {source} has lists of messages")
-        messages = read_prompt(question, _place(source, config, "prompt_column", number))
-    return _with_system(config, _filled(messages, row, key, template))
+        messages = read_prompt(question, place)
+    else:
+        try:
+            messages = [{"role": "user", "content": text_of(question)}]
+        except TypeError as error:
+            raise place.refuse(f"a text, or a list of messages: {error}") from None
+    return _with_system(config, _filled(messages, record, key, template))
 
 
 def _filled(
-    messages: list[ChatMessage], row: Mapping[str, Any], key: str, template: str
+    messages: list[ChatMessage], record: SourceRecord, key: str, template: str
 ) -> list[ChatMessage]:
     """Messages with the content of the last one, where it is the user's, filled into a template."""
     *before, last = messages
     if last["role"] != "user":
         return messages
-    content = _fill(key, template, {**row, "question": last["content"]})
+    content = _fill(key, template, replace(record, question=last["content"]))
     return [*before, {**last, "content": content}]
 
 
@@ -331,35 +385,40 @@ def _with_system(config: DataConfig, messages: list[ChatMessage]) -> list[ChatMe
     return [{"role": "system", "content": config.system_prompt}, *messages]
 
 
-def _response(source: str, row: Mapping[str, Any], column: str, config: DataConfig) -> str:
+def _response(source: str, record: SourceRecord, column: str, config: DataConfig) -> str:
     """The text of a column that holds a response, or the last of its messages."""
-    response = row.get(column)
+    try:
+        response = field_of(record.item, column)
+    except KeyError:
+        response = None
     if isinstance(response, Sequence) and response and isinstance(response[-1], Mapping):
         if not config.chat and [m.get("role") for m in response].count("assistant") > 1:
             allowed = f"true, since {source} has responses of several turns ({column})"
             raise ConfigError("data.chat", False, allowed)
         response = content_text(response[-1].get("content") or "")
     if not isinstance(response, str):
-        allowed = f"rows whose {column!r} is a response, a text or messages, as the recipe wants"
-        raise ConfigError(f"data.sources.{source}", sorted(row), allowed)
+        allowed = (
+            f"rows whose {column!r} is a response, a text or messages, as the recipe wants"
+            f" ({record.place})"
+        )
+        raise ConfigError(f"data.sources.{source}", sorted(record.row), allowed)
     return response
 
 
-def _fill(key: str, template: str, row: Mapping[str, Any]) -> str:
-    """`template` with the row's fields; metadata's fields may be named without `metadata`."""
-    metadata = row.get("metadata")
-    fields = {**metadata, **row} if isinstance(metadata, Mapping) else row
-    fields = {**fields, "answer": _answer(row)}
+def _fill(key: str, template: str, record: SourceRecord) -> str:
+    """`template` with the fields of a record; raises ConfigError."""
+    fields = record.fields()
+    if texts := right_answers(record):
+        fields["answer"] = texts[0]
     try:
-        return template.format_map(fields)
-    except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            key,
-            template,
-            f"fields among {', '.join(sorted(map(str, fields)))}; {{{{ and }}}} for braces "
-            f"({type(error).__name__}: {error})",
-        ) from error
-
-
-def _answer(row: Mapping[str, Any]) -> str:
-    return "" if row["answer"] is None else str(row["answer"])
+        return fill(template, fields)
+    except TypeError as error:
+        allowed = f"fields that are text or numbers ({record.place}: {error}; a dot leads into it)"
+        raise ConfigError(key, template, allowed) from error
+    except (KeyError, ValueError, IndexError, AttributeError) as error:
+        known = ", ".join(sorted(map(str, fields)))
+        allowed = (
+            f"fields among {known}; {{{{ and }}}} for braces "
+            f"({record.place}: {type(error).__name__}: {error})"
+        )
+        raise ConfigError(key, template, allowed) from error

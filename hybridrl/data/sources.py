@@ -1,14 +1,15 @@
-"""Sources of questions: each yields rows, plain dicts with `question` and `answer`.
+"""Sources of questions: each yields records.
 
 Generated sources (reasoning_gym, function) are endless: rows are drawn until there are enough
 distinct prompts. File sources (jsonl, csv, parquet, huggingface) yield all their rows.
 """
 
-import csv
 import difflib
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,26 +17,47 @@ from hybridrl.config import ConfigError, SourceConfig, SourceKind
 from hybridrl.config.dotted import load_function
 from hybridrl.config.patterns import compiled, last_match
 from hybridrl.config.reasoning import import_reasoning_gym
+from hybridrl.config.row_fields import field_of, text_of
+from hybridrl.data.files import READERS, Row, read_files
+from hybridrl.data.records import SourceRecord
 
-Row = dict[str, Any]
 
-GENERATED = frozenset({SourceKind.reasoning_gym, SourceKind.function})
-
-
-def rows(key: str, source: SourceConfig, seed: int, chunk: int) -> Iterator[Row]:
-    """Every row of `source`; `key` is its config key, for error messages.
+def records(key: str, source: SourceConfig, seed: int, chunk: int) -> Iterator[SourceRecord]:
+    """Every record of `source`; `key` is its config key, for error messages.
 
     `chunk` is the number of rows of a generated source per call. Raises ConfigError for a missing
-    name, parameter, file or column.
+    name, parameter, file or column. So does half a surrogate pair in a text, which no tokenizer
+    takes.
     """
-    if source.kind is SourceKind.reasoning_gym:
-        return _reasoning_gym(key, source, seed, chunk)
-    if source.kind is SourceKind.function:
-        return _function(key, source, seed)
-    return _with_columns(key, source, READERS[source.kind](key, source))
+    read: Iterator[SourceRecord]
+    if source.kind in GENERATED:
+        rows = _GENERATORS[source.kind](key, source, seed, chunk)
+        read = itertools.starmap(_generated, enumerate(rows, 1))
+    elif source.kind is SourceKind.huggingface:
+        read = _of_columns(key, source, _huggingface(key, source))
+    else:
+        read = _of_columns(key, source, read_files(key, source))
+    for record in read:
+        _check_text(key, source, record)
+        yield record
+
+
+def _generated(number: int, row: Row) -> SourceRecord:
+    return SourceRecord(row, row["question"], row["answer"], f"row {number}")
+
+
+def _check_text(key: str, source: SourceConfig, record: SourceRecord) -> None:
+    """Raise ConfigError for a lone surrogate anywhere in a row."""
+    try:
+        json.dumps(record.row, ensure_ascii=False, skipkeys=True, default=str).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        allowed = f"rows of text in Unicode ({record.place} has {half}, half of a surrogate pair)"
+        raise ConfigError(f"{key}.name", source.name, allowed) from None
 
 
 def _reasoning_gym(key: str, source: SourceConfig, seed: int, chunk: int) -> Iterator[Row]:
+    _one_name(key, source)
     first = source.params.get("seed", seed)
     params = {k: v for k, v in source.params.items() if k != "seed"}
     bare = SourceConfig(kind=source.kind, name=source.name, params=params)
@@ -83,8 +105,9 @@ def _reasoning_gym_dataset(key: str, source: SourceConfig, seed: int, size: int)
         ) from error
 
 
-def _function(key: str, source: SourceConfig, seed: int) -> Iterator[Row]:
-    make = cast(Callable[..., Iterable[Row]], load_function(f"{key}.name", source.name))
+def _function(key: str, source: SourceConfig, seed: int, chunk: int) -> Iterator[Row]:
+    name = _one_name(key, source)
+    make = cast(Callable[..., Iterable[Row]], load_function(f"{key}.name", name))
     try:
         for row in make(**{"seed": seed, **source.params}):
             missing = [name for name in ("question", "answer") if name not in row]
@@ -103,124 +126,107 @@ def _function(key: str, source: SourceConfig, seed: int) -> Iterator[Row]:
         ) from error
 
 
-def _with_columns(key: str, source: SourceConfig, read: Iterable[Row]) -> Iterator[Row]:
-    number, pattern = 0, None
+_GENERATORS: dict[SourceKind, Callable[[str, SourceConfig, int, int], Iterator[Row]]] = {
+    SourceKind.reasoning_gym: _reasoning_gym,
+    SourceKind.function: _function,
+}
+GENERATED = frozenset(_GENERATORS)
+
+
+def _of_columns(
+    key: str, source: SourceConfig, read: Iterable[tuple[str, Row]]
+) -> Iterator[SourceRecord]:
+    """Records of rows by the columns that the source names; each row comes with its place."""
+    pattern = None
     if source.answer_pattern is not None:
         pattern = compiled(f"{key}.answer_pattern", source.answer_pattern)
-    columns: tuple[str, ...] = ("prompt_column", "answer_column")
-    if source.messages_column is not None:
-        columns = ("messages_column",)
-    if source.tools_column is not None:
-        columns = (*columns, "tools_column")
-    for number, row in enumerate(read, 1):
-        for column in columns:
-            name = getattr(source, column)
-            if name is None:
-                continue
-            if name not in row:
-                allowed = "one of " + ", ".join(sorted(row))
-                if column == "answer_column":
-                    allowed += ", or null where no judge reads one"
-                raise ConfigError(f"{key}.{column}", name, allowed)
-            if row[name] is None and column != "tools_column":
-                allowed = f"a column with a value in every row (row {number} has none)"
-                raise ConfigError(f"{key}.{column}", name, allowed)
+    place = ""
+    for place, row in read:
+        columns = _Columns(key, source, row, place)
+        if source.tools_column is not None:
+            columns.value("tools_column", may_be_null=True)
         if source.messages_column is not None:  # `hybridrl.data.prompts` splits them
-            yield {**row, "question": row[source.messages_column], "answer": None}
+            yield SourceRecord(row, columns.value("messages_column"), None, place)
             continue
-        answer = "" if source.answer_column is None else row[source.answer_column]
-        if pattern is not None and (answer := last_match(pattern, str(answer))) is None:
-            allowed = f"an expression that every answer matches (that of row {number} does not)"
-            raise ConfigError(f"{key}.answer_pattern", source.answer_pattern, allowed)
-        yield {**row, "question": row[source.prompt_column], "answer": answer}
-    if number == 0:
+        expected = None
+        if source.answer_column is not None:
+            expected = columns.value("answer_column")
+        if pattern is not None:
+            expected = columns.matched(pattern, expected)
+        yield SourceRecord(row, columns.value("prompt_column"), expected, place)
+    if not place:
         raise ConfigError(f"{key}.name", source.name, "at least one row (there is none)")
 
 
-def _jsonl(key: str, source: SourceConfig) -> Iterator[Row]:
-    with _existing(key, source).open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise ConfigError(
-                    f"{key}.name", source.name, f"one JSON object a line (line {number}: {error})"
-                ) from error
-            if not isinstance(row, dict):
-                raise ConfigError(
-                    f"{key}.name", source.name, f"one JSON object a line (line {number} has none)"
-                )
-            yield row
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The columns of one row that a source names."""
+
+    key: str
+    source: SourceConfig
+    row: Row
+    place: str
+
+    def value(self, setting: str, *, may_be_null: bool = False) -> Any:
+        """The value at the dotted name that is the source's `setting`; raises ConfigError."""
+        name = getattr(self.source, setting)
+        try:
+            value = field_of(self.row, name)
+        except KeyError as error:
+            allowed = f"one of {', '.join(sorted(self.row))}; a dot leads into a field"
+            if setting == "answer_column":
+                allowed += "; or null where no judge reads one"
+            missing = f" ({self.place} has no {error.args[0]!r})"
+            raise ConfigError(f"{self.key}.{setting}", name, allowed + missing) from None
+        if value is None and not may_be_null:
+            allowed = f"a column with a value in every row ({self.place} has none)"
+            raise ConfigError(f"{self.key}.{setting}", name, allowed)
+        return value
+
+    def matched(self, pattern: re.Pattern[str], expected: Any) -> str:
+        """The part of the answer that `answer_pattern` takes; raises ConfigError."""
+        allowed = f"an expression that every answer matches (that of {self.place} does not)"
+        try:
+            answer = last_match(pattern, text_of(expected))
+        except TypeError as error:
+            answer, allowed = None, f"null, or answers that are text ({self.place}: {error})"
+        if answer is None:
+            raise ConfigError(f"{self.key}.answer_pattern", pattern.pattern, allowed)
+        return answer
 
 
-def _csv(key: str, source: SourceConfig) -> Iterator[Row]:
-    path = _existing(key, source)
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:  # as spreadsheets write it
-            reader = csv.DictReader(file, strict=True)
-            for row in reader:
-                if None in row or None in row.values():
-                    wanted = f"{len(reader.fieldnames or ())} values a line"
-                    raise csv.Error(f"line {reader.line_num} has not the header's {wanted}")
-                yield dict(row)
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{key}.name", source.name, f"CSV with a header, in UTF-8 ({_one_line(error)})"
-        ) from error
-
-
-def _parquet(key: str, source: SourceConfig) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    path = _existing(key, source)
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{key}.name", source.name, f"parquet ({_one_line(error)})") from error
-    return iter(table.to_pylist())
-
-
-def _huggingface(key: str, source: SourceConfig) -> Iterator[Row]:
+def _huggingface(key: str, source: SourceConfig) -> Iterator[tuple[str, Row]]:
     import datasets
 
+    name = _one_name(key, source)
     try:
-        if (Path(source.name) / "dataset_dict.json").exists():
-            splits = datasets.load_from_disk(source.name)
+        if (Path(name) / "dataset_dict.json").exists():
+            splits = datasets.load_from_disk(name)
             if source.split not in splits:
                 raise ConfigError(f"{key}.split", source.split, sorted(splits))
             read = splits[source.split]
-        elif (Path(source.name) / "state.json").exists():
-            read = datasets.load_from_disk(source.name)
+        elif (Path(name) / "state.json").exists():
+            read = datasets.load_from_disk(name)
         else:
-            read = datasets.load_dataset(source.name, split=source.split, **source.params)
+            read = datasets.load_dataset(name, split=source.split, **source.params)
     except ConfigError:
         raise
     # load_dataset raises many kinds, from its network stack as well; each means the same here.
     except Exception as error:
         raise ConfigError(
             f"{key}.name",
-            source.name,
+            name,
             f"a dataset of split {source.split} that opens ({_one_line(error)})",
         ) from error
-    return iter(read)
+    return ((f"row {number}", row) for number, row in enumerate(read, 1))
 
 
-READERS: dict[SourceKind, Callable[[str, SourceConfig], Iterator[Row]]] = {
-    SourceKind.jsonl: _jsonl,
-    SourceKind.csv: _csv,
-    SourceKind.parquet: _parquet,
-    SourceKind.huggingface: _huggingface,
-}
-
-
-def _existing(key: str, source: SourceConfig) -> Path:
-    path = Path(source.name).expanduser()
-    if not source.name or not path.exists():
-        raise ConfigError(f"{key}.name", source.name, f"a {source.kind.value} file that exists")
-    return path
+def _one_name(key: str, source: SourceConfig) -> str:
+    """The name of a source that has one; raises ConfigError for a list or nothing."""
+    if not isinstance(source.name, str) or not source.name:
+        allowed = f"one name: only {', '.join(kind.value for kind in READERS)} take several"
+        raise ConfigError(f"{key}.name", source.name, allowed)
+    return source.name
 
 
 def _one_line(error: BaseException) -> str:

@@ -34,8 +34,11 @@ def retry(config: EnvironmentConfig, sources: Mapping[str, SourceConfig]) -> Env
         best = 0.0
         while True:
             turn = await model.turn(reply)
-            row = task.row
-            score, _ = verify(RewardInput(task.question, turn.text, task.answer, row, task.source))
+            reward_input = RewardInput(
+                task.question, turn.text, task.answer, task.row, task.source,
+                answers=task.answers, expected=task.expected,
+            )  # fmt: skip
+            score, _ = verify(reward_input)
             model.reward(max(0.0, score - best))
             best = max(best, score)
             if score >= params["enough"]:

@@ -27,6 +27,10 @@ class EpisodeTask:
     source: str = ""
     opening: tuple[ChatMessage, ...] | None = None
     """The first messages, once they are known: every episode must begin with them."""
+    answers: tuple[str, ...] = ()
+    """The texts of all right answers, where there are several."""
+    expected: Any = None
+    """The answer's column as the source has it, where it is a list or a struct."""
 
     @property
     def question(self) -> str:

@@ -248,6 +248,16 @@ class Graph:
         answers = (s for s in self.stages.values() if isinstance(s, AnswersStage))
         return tuple(dict.fromkeys(s.column for s in answers if s.column))
 
+    @property
+    def trains_targets(self) -> bool:
+        """Whether the dataset's own targets, its filled answer template, are responses."""
+        return any(isinstance(s, AnswersStage) and not s.column for s in self.stages.values())
+
+    @property
+    def generates(self) -> bool:
+        """Whether any sample is generated."""
+        return any(isinstance(stage, GenerateStage) for stage in self.stages.values())
+
     def add(self, stage: Stage) -> None:
         """Append a stage; raises `ValueError` when its name is taken."""
         if stage.name in self.stages:

@@ -187,18 +187,18 @@ def _same_number(a: str, b: str) -> bool:
         return False
 
 
-def check_tests(role: str, rows: Iterable[tuple[SourceConfig, str, Mapping[str, Any]]]) -> None:
+def check_tests(
+    role: str, rows: Iterable[tuple[SourceConfig, str, str, Mapping[str, Any]]]
+) -> None:
     """Raise ConfigError for the first row without tests.
 
-    `rows` come with their source and its name.
+    `rows` come with their source, its name and where they stand in it.
     """
-    for source, name, row in rows:
+    for source, name, where, row in rows:
         try:
             parse_tests(row)
         except ValueError as error:
-            question = str(row.get("question", ""))[:60]
-            allowed = (
-                f"a column with tests in every row, for {role}.kind=code ({error}: {question!r})"
-            )
+            at = f"{where}: {str(row.get('question', ''))[:60]!r}"
+            allowed = f"a column with tests in every row, for {role}.kind=code ({error}; {at})"
             place = f"{name}.source" if name.startswith("eval.sets.") else f"data.sources.{name}"
             raise ConfigError(f"{place}.answer_column", source.answer_column, allowed) from None

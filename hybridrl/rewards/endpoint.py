@@ -24,6 +24,7 @@ import aiohttp
 from hybridrl.config import ConfigError, JudgeConfig, RewardCall, RewardKind
 from hybridrl.config.endpoint import GROUP_SCORE, NUMBER, SCORE, SCORE_FIELDS
 from hybridrl.config.patterns import compiled
+from hybridrl.config.row_fields import fill
 from hybridrl.rewards.cpu_limit import cpu_limit
 from hybridrl.rewards.reply_file import ReplyFile
 from hybridrl.rewards.request_slots import RequestSlots
@@ -137,13 +138,13 @@ class Endpoint:
     ) -> dict[str, Any]:
         item, settings = items[0], self.settings
         responses = "\n\n".join(f"{i}.\n{text or ''}" for i, text in enumerate(texts, 1))
-        fields = {**item.item, "prompt": item.prompt}
-        fields["answer"] = item.answer or "(none)"
+        fields = {**item.item, "prompt": item.prompt, "row": item.item}
+        fields["answer"] = " or ".join(item.right_answers) or "(none)"
         fields["question"] = _plain(fields.get("question", item.prompt))
         fields |= {"response": texts[0] or "", "responses": responses}
         try:
-            content = settings.rubric(self._whole_groups).format_map(fields)
-        except (KeyError, IndexError, AttributeError, ValueError, TypeError) as error:
+            content = fill(settings.rubric(self._whole_groups), fields)
+        except (KeyError, ValueError, TypeError) as error:
             raise EndpointError(f"the template does not fit the row ({error})") from None
         return {
             "model": settings.model,
@@ -156,7 +157,7 @@ class Endpoint:
         self, items: Sequence[RewardInput], texts: Sequence[str | None]
     ) -> dict[str, Any]:
         item = items[0]
-        body = {"prompt": item.prompt, "answer": item.answer, "item": dict(item.item)}
+        body = {"prompt": item.prompt, "answer": item.told_answer, "item": dict(item.item)}
         if self._whole_groups:
             body["responses"] = [text or "" for text in texts]
         else:

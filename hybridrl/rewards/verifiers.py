@@ -30,13 +30,27 @@ class RewardInput:
     response: str
     """The model's text."""
     answer: str
-    """The expected answer."""
+    """The text of the expected answer, the first of several; empty without one."""
     item: Mapping[str, Any] = field(default_factory=dict)
     """The source's row."""
     source: str = ""
     """Name of the source in `data.sources`."""
     earned: float | None = None
     """What the turns of a conversation have earned, in sum."""
+    answers: tuple[str, ...] = ()
+    """The texts of all right answers, where there are several."""
+    expected: Any = None
+    """The answer's column as the source has it, where it is no text or number."""
+
+    @property
+    def right_answers(self) -> tuple[str, ...]:
+        """The texts of all right answers."""
+        return self.answers or (self.answer,)
+
+    @property
+    def told_answer(self) -> Any:
+        """The answer for a judge of the user's: its text, or the list or struct of the row."""
+        return self.answer if self.expected is None else self.expected
 
 
 MAX_TEXT = 4096
@@ -101,7 +115,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 def of_sample(item: RewardInput, text: str) -> dict[str, Any]:
     """The arguments of a user's function of one response."""
     row = dict(item.item)
-    return {"prompt": item.prompt, "response": text, "answer": item.answer, "item": row}
+    return {"prompt": item.prompt, "response": text, "answer": item.told_answer, "item": row}
 
 
 def of_several(items: Sequence[RewardInput], texts: Sequence[str | None]) -> dict[str, Any]:
@@ -112,7 +126,7 @@ def of_several(items: Sequence[RewardInput], texts: Sequence[str | None]) -> dic
     return {
         "prompts": [item.prompt for item in items],
         "responses": [text or "" for text in texts],
-        "answers": [item.answer for item in items],
+        "answers": [item.told_answer for item in items],
         "items": [dict(item.item) for item in items],
     }
 
@@ -147,7 +161,7 @@ def as_reward(value: object) -> float:
 
 
 def _exact(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
-    return lambda item, text: float(text == item.answer)
+    return lambda item, text: float(text in item.right_answers)
 
 
 def _regex(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
@@ -155,9 +169,14 @@ def _regex(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
         raise ConfigError("reward.pattern", None, "a regular expression, for reward.kind=regex")
     pattern = config.pattern
     compiled("reward.pattern", pattern.replace("{answer}", "answer"))
-    return lambda item, text: float(
-        re.fullmatch(pattern.replace("{answer}", re.escape(item.answer)), text) is not None
-    )
+    named = "{answer}" in pattern
+
+    def judge(item: RewardInput, text: str) -> float:
+        answers = item.right_answers if named else ("",)
+        expressions = (pattern.replace("{answer}", re.escape(answer)) for answer in answers)
+        return float(any(re.fullmatch(expression, text) for expression in expressions))
+
+    return judge
 
 
 def _math(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
@@ -176,7 +195,10 @@ def _math(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
 
     def judge(item: RewardInput, text: str) -> float:
         parsed = parse(text, parsing_timeout=None)
-        return float(verify(expected(item.answer), parsed, timeout_seconds=None))
+        right = (
+            verify(expected(each), parsed, timeout_seconds=None) for each in item.right_answers
+        )
+        return float(any(right))
 
     return judge
 
@@ -206,7 +228,11 @@ def _function(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verif
 
 def _code(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
     choose(config.jail)  # raises where none works
-    return lambda item, text: judge_program(text, item.item, config)
+
+    def judge(item: RewardInput, text: str) -> float:
+        return judge_program(text, {**item.item, "answer": item.told_answer}, config)
+
+    return judge
 
 
 def _environment(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:

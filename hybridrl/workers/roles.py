@@ -61,6 +61,8 @@ def reward_inputs(
             answer=sample.item.answer,
             item=sample.item.item,
             source=sample.item.source,
+            answers=sample.item.answers,
+            expected=sample.item.expected,
         )
         for sample, text in zip(samples, texts, strict=True)
     ]
@@ -82,6 +84,8 @@ def _conversation_input(sample: StoredSample, tokenizer: PreTrainedTokenizerBase
         item={**sample.item.item, "conversation": messages},
         source=sample.item.source,
         earned=_earned(sample),
+        answers=sample.item.answers,
+        expected=sample.item.expected,
     )
 
 

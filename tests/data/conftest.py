@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybridrl.config import DataConfig, SourceConfig
 from hybridrl.data import Data, load_data
+from hybridrl.data.prompts import RowUses
 from hybridrl.models.tiny import make_char_tokenizer
 
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
@@ -38,8 +39,10 @@ def load(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Data]:
         max_context = remaining.pop("max_context", 1024)
         max_new_tokens = remaining.pop("max_new_tokens", 24)
         used = remaining.pop("tokenizer", tokenizer)
-        chosen = {key: remaining.pop(key, ()) for key in ("columns", "reserved")}
-        chosen |= {"opening": remaining.pop("opening", None)}
+        uses = {name: remaining.pop(name) for name in ("columns", "targets", "generates")
+                if name in remaining}  # fmt: skip
+        chosen = {"uses": RowUses(**uses), "reserved": remaining.pop("reserved", ())}
+        chosen |= {key: remaining.pop(key, None) for key in ("opening", "vocab_size")}
         if source is not None:
             remaining["sources"] = {"s": source}
         config = DataConfig(**{"size": 50, "eval_size": 10, **remaining})

@@ -222,9 +222,10 @@ def test_conversations_that_begin_alike_are_all_there(
     own = [{"messages": conversation(n)} for n in range(3)]
     settings: dict[str, Any] = {"tokenizer": tokenizer_of(BARE), "chat": True}
     rows_of_both = source(jsonl([*alike, *own]), tools_column=None)
+    settings |= {"generates": False}
     data = load(rows_of_both, eval_size=2, **settings)
     assert {item.answer for item in data.train} >= {f"I am {n}." for n in range(8)}
-    assert (len(data.train), len(data.eval)) == (9, 2)
+    assert (len(data.train), len(data.eval)) == (10, 2)  # a row that is there twice counts twice
     assert not caplog.messages
     with pytest.raises(ConfigError, match=r"eval_size=4: wanted fewer held-out items"):
         load(rows_of_both, eval_size=4, **settings)
@@ -329,7 +330,9 @@ def test_conversations_beyond_the_context(load: Load, jsonl: Any) -> None:
     settings: dict[str, Any] = {"tokenizer": tokenizer_of(BARE), "chat": True, "eval_size": 1}
     long = rows(6)
     long[3]["messages"] = [*conversation(3)[:3], {"role": "assistant", "content": "x" * 900}]
-    with pytest.raises(ConfigError, match=r"skip_long_prompts=False: wanted true: s has a conver"):
+    with pytest.raises(
+        ConfigError, match=r"skip_unusable_rows=False: wanted true: s has a prompt and response of"
+    ):
         load(source(jsonl(long)), **settings)
-    data = load(source(jsonl(long)), skip_long_prompts=True, **settings)
-    assert (len(data.train), data.skipped) == (4, 1)
+    data = load(source(jsonl(long)), skip_unusable_rows=True, **settings)
+    assert (len(data.train), data.dropped) == (4, {"a response beyond the context": 1})

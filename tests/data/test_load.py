@@ -206,18 +206,18 @@ def test_a_long_prompt_is_an_error_or_skipped(load: Load, jsonl: Any) -> None:
         load(source, max_context=50, max_new_tokens=20)
     with pytest.raises(ConfigError, match=r"rollout\.max_new_tokens=50: wanted less than"):
         load(source, max_context=50, max_new_tokens=50)
-    data = load(source, max_prompt_tokens=30, skip_long_prompts=True)
-    assert data.skipped == 10
+    data = load(source, max_prompt_tokens=30, skip_unusable_rows=True)
+    assert data.dropped == {"a prompt that is too long": 10}
     assert len(data.train) + len(data.eval) == 30
     assert max(len(i.prompt_ids) for i in data.train + data.eval) == 30
 
 
 def test_skipping_in_a_generated_source_draws_more(load: Load) -> None:
-    data = load(WORDS, max_prompt_tokens=6, skip_long_prompts=True, **SPELL)
+    data = load(WORDS, max_prompt_tokens=6, skip_unusable_rows=True, **SPELL)
     assert (len(data.train), len(data.eval)) == (50, 10)
-    assert data.skipped > 0
+    assert data.dropped["a prompt that is too long"] > 0
     with pytest.raises(ConfigError, match=r"data\.eval_size"):
-        load(WORDS, max_prompt_tokens=2, skip_long_prompts=True, **SPELL)
+        load(WORDS, max_prompt_tokens=2, skip_unusable_rows=True, **SPELL)
 
 
 def test_a_mixture_shares_sizes_by_weight(load: Load, jsonl: Any) -> None:

@@ -164,7 +164,10 @@ def test_a_row_without_tests_is_refused_before_a_run() -> None:
     bad = {"question": "2+2", "answer": "4"}
 
     def data(*rows: dict[str, Any], source: str = "mine") -> Any:
-        return [SimpleNamespace(source=source, item=row) for row in rows]
+        told = [{"answer": "", "answers": ("x",), "expected": row["answer"], "place": "row 2"}
+                for row in rows]  # fmt: skip
+        pairs = zip(rows, told, strict=True)
+        return [SimpleNamespace(source=source, item=row, **more) for row, more in pairs]
 
     check_rows(settings, graph, data(good, bad))
     settings.reward = RewardConfig(kind=RewardKind.code)
@@ -173,7 +176,7 @@ def test_a_row_without_tests_is_refused_before_a_run() -> None:
         check_rows(settings, graph, data(good, bad))
     assert str(caught.value) == (
         "data.sources.mine.answer_column=answer: wanted a column with tests in every row, "
-        "for reward.kind=code (unit tests without assert, or of unittest: '2+2')"
+        "for reward.kind=code (unit tests without assert, or of unittest; row 2: '2+2')"
     )
     # of an evaluation set with prompts of its own, and one whose own judge reads no tests
     own = SourceConfig(name="own.jsonl")
@@ -197,14 +200,14 @@ def test_the_pool_judges_programs_and_says_where_they_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "hybridrl.rewards")
-    row = {"answer": {"inputs": ["1 2\n"], "outputs": ["3\n"]}}
+    tests = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
     responses = [f"```python\n{ADD}```", ADD, "print(4)", "words", "while True: pass"]
     settings = config(limits=JailLimits(seconds=2.0), timeout_s=30.0)
     with RewardPool(settings) as pool:
-        results = pool.score([RewardInput("", text, "", row) for text in responses])
+        results = pool.score([RewardInput("", text, "", expected=tests) for text in responses])
         assert [result.reward for result in results] == [1.0, 1.0, 0.0, 0.0, 0.0]
         assert {result.status for result in results} == {"ok"}
-        (broken,) = pool.score([RewardInput("", ADD, "", {"answer": []})])
+        (broken,) = pool.score([RewardInput("", ADD, "", expected=[])])
     assert (broken.reward, broken.status) == (0.0, "error")
     assert "no tests" in broken.message
     assert any("no jail: limits alone" in line for line in caplog.messages)

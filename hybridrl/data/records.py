@@ -1,0 +1,72 @@
+"""Records of a source: the user's row, what it asks, and its right answers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hybridrl.config.row_fields import WrittenNumber, kind_of, text_of
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRecord:
+    """One record of a source, as it was read."""
+
+    row: dict[str, Any]
+    """The user's own columns, as they are."""
+    question: Any
+    """The prompt's column: a text, or a list of messages."""
+    expected: Any
+    """The answer's column as the source has it; None without one."""
+    place: str
+    """Where it stands, for messages: `row 3 of part-2.jsonl`."""
+
+    @property
+    def struct(self) -> Any:
+        """The answer where it is a list or a struct; None where it is a text, a number or null."""
+        return self.expected if isinstance(self.expected, Mapping | list | tuple) else None
+
+    @property
+    def item(self) -> dict[str, Any]:
+        """The row for judges, with `question` and `answer` where the user has no such columns."""
+        answer = "" if self.expected is None else self.expected
+        return {"question": self.question, "answer": answer, **self.row}
+
+    def fields(self) -> dict[str, Any]:
+        """What a template may name; the user's own `question` and `answer` are `row.question`.
+
+        The fields of a column `metadata` may be named without it.
+        """
+        metadata = self.row.get("metadata")
+        inner = metadata if isinstance(metadata, Mapping) else {}
+        answer = "" if self.expected is None else self.expected
+        own = {"question": self.question, "answer": answer, "row": self.row}
+        return {**inner, **self.row, **own}
+
+
+def answer_texts(value: Any) -> tuple[str, ...]:
+    """The texts of all right answers; none for null.
+
+    A list has several. verl's `reward_model` has its `ground_truth`, and `{"target": ...}` what is
+    in it. A whole number with a decimal point is right with and without it. Raises TypeError for a
+    value that no text follows from, ValueError for an empty list.
+    """
+    if value is None:
+        return ()
+    if isinstance(value, Mapping):
+        if "ground_truth" in value:
+            return answer_texts(value["ground_truth"])
+        if value.keys() == {"target"}:
+            return answer_texts(value["target"])
+        raise TypeError(f"{kind_of(value)} is no answer")
+    if isinstance(value, list | tuple):
+        if not value:
+            raise ValueError("an empty list has no right answer")
+        nested = [each for each in value if each is None or isinstance(each, list | tuple)]
+        if nested:
+            raise TypeError(f"a list with {kind_of(nested[0])} in it is no list of answers")
+        return tuple(dict.fromkeys(text for each in value for text in answer_texts(each)))
+    texts = [text_of(value)]
+    if isinstance(value, float) and value.is_integer():
+        whole = text_of(float(value))
+        texts.append(whole if isinstance(value, WrittenNumber) else f"{whole}.0")
+    return tuple(dict.fromkeys(texts))
