@@ -5,6 +5,7 @@ They run in sandboxed processes (see `hybridrl.rewards.pool`); nothing here impo
 
 import functools
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -189,18 +190,27 @@ def _math(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
 
     @functools.lru_cache(maxsize=4096)
     def expected(answer: str) -> Any:
-        # LaTeX without delimiters would be parsed as text, and yield a stray number.
-        undelimited = "\\" in answer and "$" not in answer and "\\boxed" not in answer
-        return parse(f"${answer}$" if undelimited else answer, parsing_timeout=None)
+        return parse(_boxed(answer), parsing_timeout=None)
 
     def judge(item: RewardInput, text: str) -> float:
-        parsed = parse(text, parsing_timeout=None)
-        right = (
-            verify(expected(each), parsed, timeout_seconds=None) for each in item.right_answers
-        )
-        return float(any(right))
+        forms = [text]
+        if not _DELIMITED.search(text):
+            # An answer alone reads as one. Words may be prose, which is searched for its answer.
+            forms = [_boxed(text), text] if _WORD.search(text) else [_boxed(text)]
+        parsed = [parse(form, parsing_timeout=None) for form in forms]
+        pairs = itertools.product(map(expected, item.right_answers), parsed)
+        return float(any(verify(*pair, timeout_seconds=None) for pair in pairs))
 
     return judge
+
+
+_DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
+_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
+
+
+def _boxed(answer: str) -> str:
+    """An answer as math-verify reads one, whatever its text looks like: `(1,2)`, `A`, `x^2+1`."""
+    return answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"
 
 
 def _dataset(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
