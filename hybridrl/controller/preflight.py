@@ -105,12 +105,13 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
     if config.cluster.emulated:
         check_no_checkpoints(config, graph)
         check_emulation(config, graph)
-    else:
-        try_judges(config, graph, is_recorded)
     _writable(run_dir)
     model_path = _model_path(config, run_dir)
     data, eval_items, turns = _load(config, model_path, graph)
-    check_rows(config, graph, [*data.train, *data.eval, *chain(*eval_items.values())])
+    items = [*data.train, *data.eval, *chain(*eval_items.values())]
+    check_rows(config, graph, items)
+    if not config.cluster.emulated:
+        try_judges(config, graph, items, is_recorded)
     check_schedule(config.schedule, graph)
     decide_fused_updates(config, graph, load_config(model_path), gpu_memory)
     if not config.cluster.emulated:  # its accelerators are not here

@@ -1,6 +1,8 @@
 """Checks of a run's judges before it starts a process."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from hybridrl.config import (
     Config,
@@ -10,12 +12,22 @@ from hybridrl.config import (
     RewardKind,
     SourceConfig,
 )
-from hybridrl.config.row_fields import field_of, names_in, text_of
+from hybridrl.config.row_fields import field_of, fill, names_in, text_of
 from hybridrl.controller.preflight_models import judges_of
 from hybridrl.data import Item
-from hybridrl.data.records import answer_texts
+from hybridrl.data.records import SourceRecord, answer_texts
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import ComputeStage, SourceStage, Stage, StageMethod
+
+if TYPE_CHECKING:
+    from hybridrl.rewards import RewardInput, RewardResult
+
+log = logging.getLogger(__name__)
+
+_TRIED = (RewardKind.exact, RewardKind.regex, RewardKind.math, RewardKind.dataset,
+          RewardKind.function)  # fmt: skip
+"""Judges that are tried on rows' own answers: an answer is no program, and no endpoint is asked."""
+_TRIED_ROWS = 8
 
 _KNOWN = {"prompt", "question", "answer", "response", "responses"}
 """Fields of a rubric that are no columns."""
@@ -25,10 +37,18 @@ IsRecorded = Callable[[Stage], bool]
 """Whether every score of a judge's stage is recorded, so that the judge is not asked."""
 
 
-def try_judges(config: Config, graph: Graph, is_recorded: IsRecorded | None = None) -> None:
-    """Start every judge once; fills in which of them wait. Raises ConfigError.
+def try_judges(
+    config: Config,
+    graph: Graph,
+    items: Sequence[Item] = (),
+    is_recorded: IsRecorded | None = None,
+) -> None:
+    """Start every judge once, and try it on some of `items`; fills in which of them wait.
 
-    With `is_recorded`, of a replay, only those that its steps ask: it evaluates nothing.
+    A verifier or function is given rows' own answers, an endpoint or a model nothing. Raises
+    ConfigError for a judge that cannot be built, or fails on one of them. A judge that gives its
+    best value to none of them is named in a warning. With `is_recorded`, of a replay, only those
+    are started that its steps ask: it evaluates nothing.
     """
     from hybridrl.rewards import validate_reward
 
@@ -38,10 +58,87 @@ def try_judges(config: Config, graph: Graph, is_recorded: IsRecorded | None = No
         asked = {stage.role for stage in scores if not is_recorded(stage)}
         roles = [role for role in roles if role in asked]
     for role in roles:
-        judge = config.judge_of(role)
-        waits = validate_reward(judge, config.sources_of(role), role)
+        judge, sources = config.judge_of(role), config.sources_of(role)
+        tried = _own_answers(config, judge, [item for item in items if item.source in sources])
+        trial = validate_reward(judge, sources, role, [reward_input for _, reward_input in tried])
         if judge.kind is RewardKind.function:
-            judge.waits = waits
+            judge.waits = trial.waits
+        _check_trial(role, judge, tried, trial.results)
+
+
+def _own_answers(
+    config: Config, judge: JudgeConfig, items: Sequence[Item]
+) -> list[tuple[Item, "RewardInput"]]:
+    """Responses to try a judge on: rows' own answers, and for a function an empty one to each."""
+    from hybridrl.rewards import RewardInput
+
+    if judge.kind not in _TRIED:
+        return []
+    by_source: dict[str, list[Item]] = {}
+    for item in items:
+        by_source.setdefault(item.source, []).append(item)
+    each = -(-_TRIED_ROWS // max(1, len(by_source)))
+    tried = []
+    for item in (item for of_source in by_source.values() for item in of_source[:each]):
+        texts = [_target_of(config, item)] if item.answers else []
+        if judge.kind is RewardKind.function:
+            texts.append("")
+        for text in texts:
+            row = dict(item.item)
+            if config.environment.is_on:
+                row["conversation"] = [{"role": "assistant", "content": text}]
+            reward_input = RewardInput(
+                item.prompt, text, item.answer, row, item.source,
+                answers=item.answers, expected=item.expected,
+            )  # fmt: skip
+            tried.append((item, reward_input))
+    return tried
+
+
+def _target_of(config: Config, item: Item) -> str:
+    """The text of an item's own answer, as `data.answer_template` writes it."""
+    record = SourceRecord(item.item, item.item.get("question"), item.answer, item.place)
+    try:
+        return fill(config.data.answer_template, record.fields())
+    except (KeyError, TypeError, ValueError):  # a template of another source's columns
+        return item.answer
+
+
+def _check_trial(
+    role: str,
+    judge: JudgeConfig,
+    tried: Sequence[tuple[Item, "RewardInput"]],
+    results: Sequence["RewardResult"],
+) -> None:
+    """Raise for a judge that failed in its trial; warn of one that can tell nothing apart."""
+    from hybridrl.rewards.verifiers import make_selector
+
+    own: list[float] = []
+    empty: list[float] = []
+    for (item, reward_input), result in zip(tried, results, strict=True):
+        if result.status != "ok":
+            is_function = judge.kind is RewardKind.function
+            key, value = ("function", judge.function) if is_function else ("kind", judge.kind.value)
+            text = f"the response {reward_input.response[:60]!r} to {item.source}, {item.place}"
+            allowed = f"a judge of the rows: it failed on {text} ({result.message})"
+            if result.status == "error":
+                raise ConfigError(f"{role}.{key}", value, allowed)
+            log.warning("%s.%s=%s: %s", role, key, value, allowed)
+        elif not reward_input.response:
+            empty.append(result.reward)
+        elif make_selector(judge)(reward_input.response) is not None:
+            own.append(result.reward)
+    if judge.kind is RewardKind.function:
+        blind = bool(own) and own == empty[: len(own)]
+    else:
+        blind = bool(own) and max(own) < 1.0
+    if blind:
+        log.warning(
+            "%s.kind=%s gives none of %d rows' own answers its best value (%s, %s got %g): do the "
+            "answers' column, data.answer_template and the judge fit each other?",
+            role, judge.kind.value, len(own), tried[0][0].place,
+            repr(tried[0][1].response[:60]), own[0],
+        )  # fmt: skip
 
 
 def check_groups(graph: Graph) -> None:

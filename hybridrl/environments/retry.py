@@ -11,7 +11,8 @@ from hybridrl.config.bounds import check_values
 from hybridrl.environments.arguments import PARAMS, read_params
 from hybridrl.environments.program import Environment, Model
 from hybridrl.environments.task import EpisodeTask
-from hybridrl.rewards.verifiers import RewardInput, make_verifier
+from hybridrl.rewards.results import RewardInput
+from hybridrl.rewards.verifiers import make_verifier
 
 DEFAULTS: dict[str, Any] = {
     "judge": {"kind": "dataset"},

@@ -6,8 +6,7 @@ model must be).
 """
 
 from hybridrl.rewards.pool import RewardPool
-from hybridrl.rewards.results import RewardResult
+from hybridrl.rewards.results import RewardInput, RewardResult
 from hybridrl.rewards.validate import validate_reward
-from hybridrl.rewards.verifiers import RewardInput
 
 __all__ = ["RewardInput", "RewardPool", "RewardResult", "validate_reward"]

@@ -28,8 +28,7 @@ from hybridrl.config.row_fields import fill
 from hybridrl.rewards.cpu_limit import cpu_limit
 from hybridrl.rewards.reply_file import ReplyFile
 from hybridrl.rewards.request_slots import RequestSlots
-from hybridrl.rewards.results import BudgetSpent, EndpointError, EndpointTimeout
-from hybridrl.rewards.verifiers import RewardInput
+from hybridrl.rewards.results import BudgetSpent, EndpointError, EndpointTimeout, RewardInput
 
 MAX_BACKOFF_S = 60.0
 MAX_RETRY_AFTER_S = 600.0

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from hybridrl.config import JailKind, JudgeConfig, RewardCall, RewardKind, SourceConfig
 from hybridrl.rewards.closing import Closing
 from hybridrl.rewards.process import JudgeProcess, wait_for
-from hybridrl.rewards.results import RewardResult, result_of
-from hybridrl.rewards.verifiers import RewardInput, make_verifier
+from hybridrl.rewards.results import RewardInput, RewardResult, result_of
+from hybridrl.rewards.verifiers import make_verifier
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
-"""The result of judging one response, why there is none, and its form between processes."""
+"""A response to judge, the result, why there is none, and their form between processes."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 JudgeAnswer = list[Any]
@@ -25,6 +25,38 @@ class EndpointTimeout(EndpointError):
 
 class BudgetSpent(RuntimeError):
     """`endpoint.budget` does not allow the request that is due."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardInput:
+    """One response to judge."""
+
+    prompt: str
+    """The text that the model read."""
+    response: str
+    """The model's text."""
+    answer: str
+    """The text of the expected answer, the first of several; empty without one."""
+    item: Mapping[str, Any] = field(default_factory=dict)
+    """The source's row."""
+    source: str = ""
+    """Name of the source in `data.sources`."""
+    earned: float | None = None
+    """What the turns of a conversation have earned, in sum."""
+    answers: tuple[str, ...] = ()
+    """The texts of all right answers, where there are several."""
+    expected: Any = None
+    """The answer's column as the source has it, where it is no text or number."""
+
+    @property
+    def right_answers(self) -> tuple[str, ...]:
+        """The texts of all right answers."""
+        return self.answers or (self.answer,)
+
+    @property
+    def told_answer(self) -> Any:
+        """The answer for a judge of the user's: its text, or the list or struct of the row."""
+        return self.answer if self.expected is None else self.expected
 
 
 @dataclass(frozen=True, slots=True)

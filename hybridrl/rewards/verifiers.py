@@ -4,58 +4,18 @@ They run in sandboxed processes (see `hybridrl.rewards.pool`); nothing here impo
 """
 
 import functools
-import inspect
 import itertools
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from numbers import Real
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybridrl.config import ConfigError, JudgeConfig, RewardKind, SourceConfig, SourceKind
-from hybridrl.config.dotted import load_function
 from hybridrl.config.patterns import compiled, last_match
 from hybridrl.config.reasoning import import_reasoning_gym
 from hybridrl.rewards.code import judge_program, program_in
+from hybridrl.rewards.functions import MAX_TEXT, as_reward, user_function
 from hybridrl.rewards.jail import choose
-from hybridrl.rewards.results import JudgeAnswer, failure
-
-
-@dataclass(frozen=True, slots=True)
-class RewardInput:
-    """One response to judge."""
-
-    prompt: str
-    """The text that the model read."""
-    response: str
-    """The model's text."""
-    answer: str
-    """The text of the expected answer, the first of several; empty without one."""
-    item: Mapping[str, Any] = field(default_factory=dict)
-    """The source's row."""
-    source: str = ""
-    """Name of the source in `data.sources`."""
-    earned: float | None = None
-    """What the turns of a conversation have earned, in sum."""
-    answers: tuple[str, ...] = ()
-    """The texts of all right answers, where there are several."""
-    expected: Any = None
-    """The answer's column as the source has it, where it is no text or number."""
-
-    @property
-    def right_answers(self) -> tuple[str, ...]:
-        """The texts of all right answers."""
-        return self.answers or (self.answer,)
-
-    @property
-    def told_answer(self) -> Any:
-        """The answer for a judge of the user's: its text, or the list or struct of the row."""
-        return self.answer if self.expected is None else self.expected
-
-
-MAX_TEXT = 4096
-"""Characters of a judged text in a result; longer ones are cut."""
+from hybridrl.rewards.results import RewardInput
 
 Verify = Callable[[RewardInput, str], float]
 """Reward of an input whose judged text is the second argument."""
@@ -89,76 +49,6 @@ def make_selector(config: JudgeConfig) -> Callable[[str], str | None]:
     if config.extract is not None:
         return functools.partial(last_match, compiled("reward.extract", config.extract))
     return program_in if config.kind is RewardKind.code else str
-
-
-def user_function(config: JudgeConfig) -> Callable[..., Any]:
-    """The function of kind=function; raises ConfigError where there is none, or it must wait."""
-    if config.function is None:
-        raise ConfigError("reward.function", None, "a dotted path, for reward.kind=function")
-    function = _loaded(config.function)
-    if config.waits is False and is_async(function):
-        allowed = f"true or null: {config.function} is async"
-        raise ConfigError("reward.waits", config.waits, allowed)
-    return function
-
-
-@functools.cache  # its module runs once
-def _loaded(path: str) -> Callable[..., Any]:
-    return load_function("reward.function", path)
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling `function` gives something to await."""
-    called = getattr(function, "__call__", None)  # noqa: B004 (of an object, its method)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
-
-
-def of_sample(item: RewardInput, text: str) -> dict[str, Any]:
-    """The arguments of a user's function of one response."""
-    row = dict(item.item)
-    return {"prompt": item.prompt, "response": text, "answer": item.told_answer, "item": row}
-
-
-def of_several(items: Sequence[RewardInput], texts: Sequence[str | None]) -> dict[str, Any]:
-    """The arguments of a user's function of several; one without a text to judge has an empty one.
-
-    It scores 0 in `answers_of`.
-    """
-    return {
-        "prompts": [item.prompt for item in items],
-        "responses": [text or "" for text in texts],
-        "answers": [item.told_answer for item in items],
-        "items": [dict(item.item) for item in items],
-    }
-
-
-def answers_of(values: Any, texts: Sequence[str | None]) -> list[JudgeAnswer]:
-    """The answers to several responses from what a user's function returned."""
-    if not hasattr(values, "__len__") or isinstance(values, str | bytes | Mapping):
-        raise TypeError(f"the function returned {type(values).__name__}, wanted a list of numbers")
-    if len(values) != len(texts):
-        raise ValueError(f"the function returned {len(values)} rewards for {len(texts)} responses")
-    return [answer_of(value, text) for value, text in zip(values, texts, strict=True)]
-
-
-def answer_of(value: Any, text: str | None) -> JudgeAnswer:
-    """The answer to a response from the value of its judge."""
-    if text is None:
-        return [0.0, None, ""]
-    try:
-        return [as_reward(value), None, text[:MAX_TEXT]]
-    except (TypeError, ValueError) as error:
-        return failure(error)
-
-
-def as_reward(value: object) -> float:
-    """`value` as a finite float; raises TypeError or ValueError if it is none."""
-    if not isinstance(value, Real):
-        raise TypeError(f"the reward is {type(value).__name__}, wanted a number")
-    reward = float(value)
-    if not math.isfinite(reward):
-        raise ValueError(f"the reward is {reward}, wanted a finite number")
-    return reward
 
 
 def _exact(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
@@ -232,8 +122,13 @@ def _dataset(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify
 
 def _function(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
     function = user_function(config)
-    # `as_reward` checks the user's value.
-    return lambda item, text: function(**of_sample(item, text))
+
+    def judge(item: RewardInput, text: str) -> float:
+        returned = function.function(**function.arguments([item], [text]))
+        (value,) = function.values(returned, 1)
+        return as_reward(value)
+
+    return judge
 
 
 def _code(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:

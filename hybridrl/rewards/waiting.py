@@ -15,8 +15,7 @@ from typing import Any
 
 from hybridrl.config import JudgeConfig, SourceConfig
 from hybridrl.rewards.process import JudgeProcess, wait_for
-from hybridrl.rewards.results import BudgetSpent, RewardResult, failure, result_of
-from hybridrl.rewards.verifiers import RewardInput
+from hybridrl.rewards.results import BudgetSpent, RewardInput, RewardResult, failure, result_of
 from hybridrl.rewards.waiting_worker import BUDGET_SPENT
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ from hybridrl.config import JudgeConfig, RewardCall, RewardKind, SourceConfig
 from hybridrl.rewards import jail
 from hybridrl.rewards.child import limit_process, start_failure
 from hybridrl.rewards.cpu_limit import cpu_limit
+from hybridrl.rewards.functions import answer_of, is_async, user_function
 from hybridrl.rewards.results import (
     TIMEOUT,
     BudgetSpent,
@@ -25,18 +26,10 @@ from hybridrl.rewards.results import (
     EndpointTimeout,
     JudgeAnswer,
     JudgeTimeout,
+    RewardInput,
     failure,
 )
-from hybridrl.rewards.verifiers import (
-    RewardInput,
-    answer_of,
-    answers_of,
-    is_async,
-    make_selector,
-    of_sample,
-    of_several,
-    user_function,
-)
+from hybridrl.rewards.verifiers import make_selector
 from hybridrl.rewards.worker import jail_of, waits
 
 if TYPE_CHECKING:
@@ -67,18 +60,17 @@ def endpoint_judge(config: JudgeConfig, endpoint: "Endpoint") -> JudgeUnit:
 def function_judge(config: JudgeConfig) -> JudgeUnit:
     """Judges by a user's function, within `timeout_s`."""
     function, select = user_function(config), make_selector(config)
-    call = function if is_async(function) else in_thread(function)
+    call = function.function if is_async(function.function) else in_thread(function.function)
 
     async def judge(unit: Unit) -> list[JudgeAnswer]:
         with cpu_limit(config.timeout_s):
             texts = [select(item.response) for item in unit]
         try:
             async with asyncio.timeout(config.timeout_s) as limit:
-                if config.call is not RewardCall.sample:
-                    return answers_of(await call(**of_several(unit, texts)), texts)
-                (item,), (text,) = unit, texts
-                value = 0.0 if text is None else await call(**of_sample(item, text))
-                return [answer_of(value, text)]
+                if config.call is RewardCall.sample and texts == [None]:
+                    return [answer_of(0.0, None)]
+                arguments = function.arguments(unit, [text or "" for text in texts])
+                return function.answers(await call(**arguments), texts)
         except TimeoutError as error:
             if limit.expired():
                 raise JudgeTimeout from error

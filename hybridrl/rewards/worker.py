@@ -19,16 +19,9 @@ from hybridrl.config import (
 )
 from hybridrl.rewards import jail
 from hybridrl.rewards.child import limit_process, start_failure
-from hybridrl.rewards.results import JudgeAnswer, failure
-from hybridrl.rewards.verifiers import (
-    RewardInput,
-    answers_of,
-    is_async,
-    make_selector,
-    make_verifier,
-    of_several,
-    user_function,
-)
+from hybridrl.rewards.functions import is_async, user_function
+from hybridrl.rewards.results import JudgeAnswer, RewardInput, failure
+from hybridrl.rewards.verifiers import make_selector, make_verifier
 
 
 def make_judge(
@@ -40,7 +33,8 @@ def make_judge(
 
         def judge_batch(items: Sequence[RewardInput]) -> list[JudgeAnswer]:
             texts = [select(item.response) for item in items]
-            return answers_of(function(**of_several(items, texts)), texts)
+            arguments = function.arguments(items, [text or "" for text in texts])
+            return function.answers(function.function(**arguments), texts)
 
         return judge_batch
     verify = make_verifier(config, sources)
@@ -100,7 +94,7 @@ def jail_of(config: JudgeConfig) -> str:
 def waits(config: JudgeConfig) -> bool:
     """Whether the verifier waits for something else than a core of this machine."""
     if config.waits is None and config.kind is RewardKind.function:
-        return is_async(user_function(config))
+        return is_async(user_function(config).function)
     return bool(config.waits)
 
 

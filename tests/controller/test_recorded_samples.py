@@ -63,9 +63,9 @@ def test_judges_that_are_not_asked_are_not_tried(
         f"run.dir={tmp_path}",
     )
     graph = build_recipe(config.recipe)
-    try_judges(config, graph, lambda stage: True)
+    try_judges(config, graph, (), lambda stage: True)
     with pytest.raises(ConfigError, match="an endpoint that answers"):
-        try_judges(config, graph, lambda stage: False)
+        try_judges(config, graph, (), lambda stage: False)
 
 
 def test_the_newest_batch_with_the_runs_settings(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 from hybridrl.config import ConfigError, DataConfig, EvalSetConfig, SourceConfig, SourceKind
 from hybridrl.config.compose import check, register
 from hybridrl.data import Data, Item, load_eval_set, mixture_parts
-from hybridrl.rewards.verifiers import RewardInput, make_verifier
+from hybridrl.rewards.results import RewardInput
+from hybridrl.rewards.verifiers import make_verifier
 
 ROOT = Path(__file__).parents[2]
 PAPERS: dict[str, tuple[dict[str, Any], str, str]] = {

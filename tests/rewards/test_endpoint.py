@@ -342,7 +342,7 @@ def test_an_expression_that_backtracks_for_ever_ends(where: str) -> None:
 
 def test_an_endpoint_is_tried_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with StubJudge() as stub:
-        assert not validate_reward(config_of(stub))
+        assert not validate_reward(config_of(stub)).waits
         assert asyncio.run(probed(config_of(stub, "http")))  # its 405 is an answer, too
         with pytest.raises(
             ConfigError, match=r"^cost\.endpoint\.key_env=NO_KEY: wanted a variable"

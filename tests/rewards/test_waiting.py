@@ -196,10 +196,10 @@ def test_a_batch_function_on_a_rank(make: Make) -> None:
 
 
 def test_which_functions_wait_is_found_out(make: Make) -> None:
-    assert validate_reward(make("score"))
+    assert validate_reward(make("score")).waits
     assert waits(make("blocking", waits=True))
     assert not waits(make("blocking"))
-    assert not validate_reward(make("ranks", call=RewardCall.group))
+    assert not validate_reward(make("ranks", call=RewardCall.group)).waits
     with pytest.raises(ConfigError, match=r"^cost\.waits=False: wanted true or null: .* is async"):
         validate_reward(make("score", waits=False), role="cost")
 
