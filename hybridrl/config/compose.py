@@ -36,6 +36,15 @@ from hybridrl.config.schedule import SCHEDULES, ScheduleConfig, owners
 
 _BELOW_SET = re.compile(r"(?P<set>\+{0,2}eval\.sets\.\w+)\.(?P<names>(reward|source)(\.\w+)*)")
 
+_TEXTS = {
+    "answer_template", "bad_words", "privileged_template", "prompt_template", "stop",
+    "system_prompt", "template",
+}  # fmt: skip
+"""Names of the keys whose texts a model reads or writes; others, as paths and expressions, have
+backslashes with another meaning."""
+_ESCAPE = re.compile(r"\\(\\[nrt])|\\([nrt])")
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
+
 
 @functools.cache
 def register() -> None:
@@ -63,11 +72,12 @@ def register() -> None:
 
 
 def resolve_arguments(args: Sequence[str]) -> list[str]:
-    """The arguments in the form that Hydra takes.
+    r"""The arguments in the form that Hydra takes.
 
     `recipe=PATH` becomes `recipe=NAME`, after the folder has been made known. A key of an
     evaluation set's own judge or source becomes a mapping of the set. Hydra cannot set a key below
-    one that is null.
+    one that is null. In a text for the model, `\n`, `\r` and `\t` become what they stand for; `\\n`
+    stays a backslash and an n.
     """
     arguments = []
     for arg in args:
@@ -77,11 +87,25 @@ def resolve_arguments(args: Sequence[str]) -> list[str]:
             add_recipe(name, node)
             arg = f"recipe={name}"
         key, assigns, value = arg.partition("=")
+        if assigns and key.rpartition(".")[2] in _TEXTS:
+            value = _with_breaks(value)
+            arg = f"{key}={value}"
         if assigns and value != "null" and (below := _BELOW_SET.fullmatch(key)):
             names = below["names"].split(".")
             arg = f"{below['set']}={'{' + ': {'.join(names)}: {value}{'}' * len(names)}"
         arguments.append(arg)
     return arguments
+
+
+def _with_breaks(value: str) -> str:
+    """An argument's value with the characters that its escapes stand for.
+
+    Hydra takes a line break within quotes alone.
+    """
+    text = _ESCAPE.sub(lambda match: match[1] or _ESCAPED[match[2]], value)
+    if text != value and text[:1] not in ("'", '"', "[", "{"):
+        return "'" + text.replace("'", "\\'") + "'"
+    return text
 
 
 def check_command_line(args: Sequence[str]) -> Config | None:

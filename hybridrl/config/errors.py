@@ -19,7 +19,8 @@ class ConfigError(ValueError):
         super().__init__(key, value, self.allowed)
 
     def __str__(self) -> str:
-        return f"{self.key}={self.value}: wanted {self.allowed}"
+        value = str(self.value).replace("\n", "\\n").replace("\r", "\\r")
+        return f"{self.key}={value}: wanted {self.allowed}"
 
 
 class RenamedKeyError(ConfigError):

@@ -1,0 +1,35 @@
+"""Line breaks in texts on a command line."""
+
+import pytest
+
+from hybridrl.config import compose
+
+BASE = ["experiment=spell_tiny"]
+compose.register()
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        (r'rollout.stop=["\n\n","END"]', ["\n\n", "END"]),
+        (r"rollout.stop=['\t', 'a\\nb']", ["\t", r"a\nb"]),
+        (r"eval.sets.main.prompt_template='{question}\n'", "{question}\n"),
+        (r"data.prompt_template='Q: {question}\nA:'", "Q: {question}\nA:"),
+        (r'data.answer_template=" {answer}\\n"', " {answer}\\n"),
+        (r"data.system_prompt=Be brief.\nAnd it's right.", "Be brief.\nAnd it's right."),
+        ("data.system_prompt='two\nlines'", "two\nlines"),
+        (r"reward.extract='#(\d+)\n'", r"#(\d+)\n"),  # an expression has escapes of its own
+        (r"data.keep='\\nabla'", r"\\nabla"),
+    ],
+)
+def test_escapes_mean_what_they_do_in_yaml(argument: str, value: object) -> None:
+    config = compose.check(compose.resolve_arguments([*BASE, argument]))
+    for name in argument.partition("=")[0].split("."):
+        config = config[name] if isinstance(config, dict) else getattr(config, name)
+    assert config == value
+
+
+def test_a_refused_text_stays_one_line() -> None:
+    with pytest.raises(compose.ConfigError) as caught:
+        compose.check(compose.resolve_arguments([*BASE, r"eval.sets.main.stop=['\n']"]))
+    assert str(caught.value).startswith(r"eval.sets.main.stop=['\n']: wanted a known key")
