@@ -346,10 +346,11 @@ def _allowed(message: str) -> str:
         ("is not a subclass of", "settings, each as key.name=value"),
         ("is not Optional", "a value, which null is not"),
         ("is not a valid bool", "true or false"),
+        ("Cannot convert", "one text, neither a list nor settings"),
     ):
         if words in message:
             return allowed
-    return message
+    return f"a value of the key's type ({message})"
 
 
 def _keys_of(path: str, wrong: str, overrides: Sequence[str]) -> list[str]:
