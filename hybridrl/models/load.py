@@ -117,12 +117,12 @@ def _empty(
         setattr(model.config, name, value)
     fill_buffers(model, torch.device("cpu"))
     if model.can_generate():
-        model.generation_config = _generation_config(path)
+        model.generation_config = generation_config(path)
     return prepare_training(model)
 
 
-def _generation_config(path: str) -> GenerationConfig:
-    """That of the directory or hub's model; where it has none, what `config.json` says of it."""
+def generation_config(path: str) -> GenerationConfig:
+    """The file of a directory or a hub's model; without one what `config.json` says of it."""
     local = Path(path).exists()
     try:
         return GenerationConfig.from_pretrained(path, local_files_only=local)

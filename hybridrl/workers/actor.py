@@ -39,6 +39,7 @@ from hybridrl.layout.switching import Switch, plan_switch
 from hybridrl.layout.weight_switch import SwitchStats, WeightSwitch, gather_groups
 from hybridrl.models.adapters import pair_of
 from hybridrl.models.buffers import copy_buffers
+from hybridrl.models.ends import end_token_ids
 from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.models.shard import GenParallel
 from hybridrl.workers.answers import ActorDescription
@@ -128,7 +129,9 @@ class Actor:
             stop_strings(tokenizer, stop),
         )
         self._tokenizer = tokenizer
-        self.sampling = SamplingTexts(tokenizer, config.data.chat, stop)
+        self.sampling = SamplingTexts(
+            tokenizer, config.data.chat, stop, end_token_ids(model_path, model_config)
+        )
         self.rollout.sleep()
         self.generating_version = NO_VERSION
         self.averages: dict[str, MovingAverage] = {}

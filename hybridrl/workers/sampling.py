@@ -14,10 +14,17 @@ from hybridrl.flow.executor import Sampling
 class SamplingTexts:
     """What the run's tokenizer makes of the texts in `Sampling`."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: bool, stop: Sequence[str]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat: bool,
+        stop: Sequence[str],
+        ends: Iterable[int] = (),
+    ) -> None:
+        """`ends` are those of the model's files; the tokenizer's and template's come with them."""
         self._tokenizer = tokenizer
         self._stop_ids = named_token_ids(tokenizer, stop)
-        self._end_ids = {tokenizer.eos_token_id, end_token_id(tokenizer, chat)} - {None}
+        self._end_ids = {tokenizer.eos_token_id, end_token_id(tokenizer, chat), *ends} - {None}
         self._params: dict[Sampling, SamplingParams] = {}
 
     def params(self, sampling: Sampling) -> SamplingParams:
