@@ -27,11 +27,23 @@ from hybridrl.layout.box import Box
 from hybridrl.layout.local import LocalTensor
 from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.parallel import meta_model
+from hybridrl.models.stages import head_name
 from hybridrl.models.stored_tensor import InFile, NotBySlices, ReadWhole, StoredTensor, Zeros
 from hybridrl.models.weight_files import first_few, open_file, weight_files
 
 Source = tuple[str, str]
 """The pattern of a conversion that a stored tensor's name has, and that name."""
+
+
+_OLD_BUFFERS = (
+    r"rotary_emb\.inv_freq$",
+    r"(^|\.)position_ids$",
+    r"\.masked_bias$",
+    r"\.attn\.bias$",
+)
+"""Buffers that older versions of transformers stored."""
+_COMPARED = 1 << 24
+"""Elements of a tensor that are compared at a time."""
 
 
 class StoredWeights:
@@ -192,6 +204,46 @@ class StoredWeights:
         if missing:
             self._refuse(f"complete weights; missing: {first_few(sorted(missing))}")
 
+    def check_left_out(self) -> None:
+        """Raise ConfigError for a stored tensor that is read nowhere and is not known as harmless.
+
+        Harmless are those that transformers ignores, a causal model's head below a value model, and
+        a tied weight that equals its pair. transformers loads a pair that differs as two weights,
+        whatever the config says.
+        """
+        model = self._model
+        converted = conversions(model, self._stored).values()
+        used = {name for _, sources in converted for _, name in sources}
+        ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS}
+        if head_name(model) == "score":
+            ignored.add(r"^lm_head\.")
+        patterns = [re.compile(pattern) for pattern in ignored]
+        unused = self._stored.keys() - used
+        left = [name for name in unused if not any(pattern.search(name) for pattern in patterns)]
+        if left:
+            known = "the weights of the config's model alone; it has no use for"
+            self._refuse(f"{known} {first_few(sorted(left))}")
+        for name, source in model.all_tied_weights_keys.items():
+            if name in self._tensors and source in self._tensors and not self._equal(name, source):
+                allowed = (
+                    f"equal {name} and {source}, which tie_word_embeddings=true makes one, or "
+                    "false in config.json"
+                )
+                self._refuse(allowed)
+
+    def _equal(self, name: str, other: str) -> bool:
+        """Whether two stored tensors of one shape are equal, read a few rows at a time."""
+        one, two = self._tensors[name], self._tensors[other]
+        rows = max(1, _COMPARED // max(1, one.shape[1:].numel()))
+        for start in range(0, one.shape[0], rows):
+            box = Box.whole(one.shape).narrow(0, start, min(start + rows, one.shape[0]))
+            parts = [torch.empty(box.shape) for _ in range(2)]
+            for part, stored in zip(parts, (one, two), strict=True):
+                stored.copy_to(part, box)
+            if not torch.equal(*parts):
+                return False
+        return True
+
     def _refuse(self, allowed: str) -> None:
         self._files.close()
         raise ConfigError(self.key, self.path, allowed)
@@ -205,10 +257,13 @@ def check_stored(
     zeros: Collection[str] = (),
     key: str = "model.path",
 ) -> None:
-    """Raise as `StoredWeights` does, for a directory; ranks fetch a hub's model and check it."""
+    """Raise as `StoredWeights` does, for a directory, and where a tensor of it would be left out.
+
+    Ranks fetch a hub's model and check it.
+    """
     if Path(path).is_dir():
-        with StoredWeights(path, config, classifier=classifier, zeros=zeros, key=key):
-            pass
+        with StoredWeights(path, config, classifier=classifier, zeros=zeros, key=key) as weights:
+            weights.check_left_out()
 
 
 def conversions(

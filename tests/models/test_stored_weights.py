@@ -18,7 +18,7 @@ from hybridrl.layout.local import LocalTensor
 from hybridrl.models import stored_weights
 from hybridrl.models.shrink import shrink
 from hybridrl.models.stored_tensor import InFile, ReadWhole, StoredTensor
-from hybridrl.models.stored_weights import StoredWeights
+from hybridrl.models.stored_weights import StoredWeights, check_stored
 from hybridrl.models.weight_files import check_files
 
 FAMILIES = (
@@ -58,6 +58,7 @@ def test_every_box_is_what_transformers_reads(family: str, tmp_path: Path) -> No
         for name, tensor in {**dict(model.named_parameters()), **buffers}.items():
             assert torch.equal(read(weights, name, tensor), tensor), name
             assert not isinstance(weights._tensor(name), ReadWhole), "read by slices"
+        weights.check_left_out()
             for _ in range(8):
                 ends = [sorted(draw.sample(range(size + 1), 2)) for size in tensor.shape]
                 box = (
@@ -172,6 +173,49 @@ def test_a_tied_weight_under_its_other_name(tmp_path: Path) -> None:
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight, embedding)
     with StoredWeights(str(tmp_path), model.config) as weights:
         assert torch.equal(read(weights, "model.embed_tokens.weight", embedding), embedding)
+
+
+def _stored(folder: Path, **more: torch.Tensor) -> None:
+    """One file with the model's tensors and `more`; dots are written as two underscores."""
+    tensors = {n: x for f in folder.glob("*.safetensors") for n, x in load_file(f).items()}
+    for file in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
+        file.unlink()
+    tensors |= {name.replace("__", "."): value for name, value in more.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_what_no_parameter_is_made_of_is_refused(tmp_path: Path) -> None:
+    """But for what transformers ignores, and a causal model's head below a value model."""
+    model = write("llama", tmp_path)
+    _stored(tmp_path, model__rotary_emb__inv_freq=torch.ones(4))
+    check_stored(str(tmp_path), model.config)
+    check_stored(str(tmp_path), model.config, classifier=True, zeros=["score.weight"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(4)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    unused = r"has no use for model\.layers\.0\.self_attn\.q_proj\.bias"
+    with pytest.raises(ConfigError, match=unused):
+        check_stored(str(tmp_path), model.config)
+
+
+def test_a_tied_head_that_differs_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    """transformers loads both, untied: it would be another model."""
+    monkeypatch.setattr(stored_weights, "_COMPARED", 64)
+    model = write("qwen3", tmp_path, tie_word_embeddings=True)
+    embedding = model.model.embed_tokens.weight.detach()
+    folder = tmp_path / "equal"
+    model.save_pretrained(folder, max_shard_size="60KB")
+    _stored(folder, lm_head__weight=embedding.clone())
+    check_stored(str(folder), model.config)
+    other = embedding.clone()
+    other[-1, -1] += 1
+    tensors = load_file(folder / "model.safetensors") | {"lm_head.weight": other}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(theirs.lm_head.weight, other)
+    assert torch.equal(theirs.model.embed_tokens.weight, embedding)
+    with pytest.raises(ConfigError, match=r"equal lm_head.weight and model.embed_tokens.weight"):
+        check_stored(str(folder), model.config)
 
 
 def _shard_gone(folder: Path) -> None:
