@@ -13,7 +13,7 @@ import torch
 from hybridrl.algorithms import KL_ESTIMATORS, NORMALIZATIONS, resolve
 from hybridrl.algorithms.corrections import Correction, StepScale, step_scale
 from hybridrl.algorithms.kl import MAX_LOG_RATIO
-from hybridrl.config import bounded
+from hybridrl.config import ConfigError, bounded
 from hybridrl.config.bounds import check_bounds
 from hybridrl.config.loss import Loss
 
@@ -122,6 +122,14 @@ class ClippedLoss(PolicyLoss):
     clip_low: float = bounded(0.2, least=0, most=1)
     clip_high: float = bounded(0.2, least=0)
     dual_clip: float | None = bounded(None, above=1)
+
+    def __post_init__(self) -> None:
+        PolicyLoss.__post_init__(self)
+        if self.clip_low == self.clip_high == 0:
+            allowed = (
+                "above 0, or recipe.clip_low above 0: a ratio that may not move is not trained"
+            )
+            raise ConfigError("recipe.clip_high", self.clip_high, allowed)
 
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
         """Clipped surrogate [tokens] against `old_log_probs`."""

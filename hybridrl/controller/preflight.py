@@ -33,7 +33,13 @@ from hybridrl.controller.mapping_checks import differences
 from hybridrl.controller.memory_plan import check_memory, local_obstacle, unknown_room
 from hybridrl.controller.placement import check_placement
 from hybridrl.controller.preflight_environment import check_environment, openings, turn_template
-from hybridrl.controller.preflight_judges import IsRecorded, check_groups, check_rows, try_judges
+from hybridrl.controller.preflight_judges import (
+    IsRecorded,
+    check_groups,
+    check_rows,
+    try_judges,
+    warn_of_lone_samples,
+)
 from hybridrl.controller.preflight_models import (
     check_no_checkpoints,
     check_role_models,
@@ -126,6 +132,7 @@ def check_recipe(config: Config, graph: Graph) -> None:
     _check_curriculum(config, graph)
     _check_privileged(config, graph)
     check_groups(graph)
+    warn_of_lone_samples(config, graph)
 
 
 def check_optimizers(config: Config, graph: Graph) -> None:

@@ -17,7 +17,7 @@ from hybridrl.controller.preflight_models import judges_of
 from hybridrl.data import Item
 from hybridrl.data.records import SourceRecord, answer_texts
 from hybridrl.flow import Graph
-from hybridrl.flow.graph import ComputeStage, SourceStage, Stage, StageMethod
+from hybridrl.flow.graph import ByBatchStage, ComputeStage, SourceStage, Stage, StageMethod
 
 if TYPE_CHECKING:
     from hybridrl.rewards import RewardInput, RewardResult
@@ -145,12 +145,29 @@ def check_groups(graph: Graph) -> None:
     """Raise for a judge of whole groups that would see one response at a time in training."""
     for stage in graph.stages.values():
         if isinstance(stage, ComputeStage) and stage.whole_groups:
-            maker: Stage = stage
-            while not isinstance(maker, SourceStage):
-                maker = graph.stages[maker.upstream[0]]
+            maker = _maker_of(graph, stage)
             if maker.num_samples == 1:
                 allowed = f"sample: the recipe has one response a prompt in stage {maker.name!r}"
                 raise ConfigError(f"{stage.role}.call", RewardCall.group.value, allowed)
+
+
+def _maker_of(graph: Graph, stage: Stage) -> SourceStage:
+    """The stage that makes the samples of another one."""
+    while not isinstance(stage, SourceStage):
+        stage = graph.stages[stage.upstream[0]]
+    return stage
+
+
+def warn_of_lone_samples(config: Config, graph: Graph) -> None:
+    """Say where a step has one sample and its recipe compares the samples of a step."""
+    for stage in graph.stages.values():
+        if not isinstance(stage, ByBatchStage) or config.trainer.prompts_per_step > 1:
+            continue
+        if _maker_of(graph, stage).num_samples == 1:
+            log.warning(
+                "trainer.prompts_per_step=1: stage %r compares the samples of a step, of which "
+                "there is one: it may learn nothing", stage.name,
+            )  # fmt: skip
 
 
 def check_rows(config: Config, graph: Graph, items: Sequence[Item]) -> None:

@@ -13,7 +13,7 @@ from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_p
 class CISPOConfig(RolloutCorrection):
     """Settings of CISPO."""
 
-    group_size: int = bounded(8, least=1)
+    group_size: int = bounded(8, least=2)
     """Samples per prompt."""
     clip_low: float = bounded(1.0, least=0, most=1)
     """The weight is at least 1 - clip_low; 1 is no bound, as in the paper."""

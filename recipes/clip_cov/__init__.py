@@ -17,7 +17,7 @@ from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_p
 class ClipCovConfig(RolloutCorrection):
     """Settings of Clip-Cov."""
 
-    group_size: int = bounded(8, least=1)
+    group_size: int = bounded(8, least=2)
     """Samples per prompt."""
     clip_low: float = bounded(0.2, least=0, most=1)
     """The ratio is clipped below at 1 - clip_low."""

@@ -14,7 +14,7 @@ from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_p
 class DAPOConfig(RolloutCorrection):
     """Settings of DAPO."""
 
-    group_size: int = bounded(8, least=1)
+    group_size: int = bounded(8, least=2)
     """Samples per prompt; the paper takes 16."""
     max_rounds: int = bounded(10, least=1)
     """Rounds of prompts that a step may ask for, until it has trainer.prompts_per_step groups whose

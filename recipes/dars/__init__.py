@@ -28,7 +28,7 @@ _BUDGETS = {
 class DARSConfig(RolloutCorrection):
     """Settings of DARS."""
 
-    group_size: int = bounded(8, least=1)
+    group_size: int = bounded(8, least=2)
     """Samples per prompt in the first stage."""
     rebalancing: Rebalancing = Rebalancing.equal_treatment
     """equal_treatment or hardness_weighted."""

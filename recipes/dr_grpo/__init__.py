@@ -13,7 +13,7 @@ from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_p
 class DrGRPOConfig(RolloutCorrection):
     """Settings of Dr.GRPO."""
 
-    group_size: int = bounded(8, least=1)
+    group_size: int = bounded(8, least=2)
     """Samples per prompt."""
     clip_low: float = bounded(0.2, least=0, most=1)
     """The ratio is clipped below at 1 - clip_low."""

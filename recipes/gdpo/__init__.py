@@ -13,7 +13,7 @@ from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_p
 class GDPOConfig(RolloutCorrection):
     """Settings of GDPO."""
 
-    group_size: int = bounded(8, least=1)
+    group_size: int = bounded(8, least=2)
     """Samples per prompt."""
     parts: dict[str, RewardPartConfig] = field(default_factory=dict)
     """The rewards by name, of which each has a weight: reward.parts. None: the reward alone."""

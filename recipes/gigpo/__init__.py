@@ -14,7 +14,7 @@ from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_p
 class GiGPOConfig(RolloutCorrection):
     """Settings of GiGPO (arXiv 2505.10978)."""
 
-    group_size: int = bounded(8, least=1)
+    group_size: int = bounded(8, least=2)
     """Conversations per prompt."""
     turn_weight: float = bounded(1.0, least=0)
     """Weight of the turns' advantages beside that of the conversation; 0 is GRPO."""

@@ -14,7 +14,7 @@ from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_p
 class GMPOConfig(RolloutCorrection):
     """Settings of GMPO."""
 
-    group_size: int = bounded(8, least=1)
+    group_size: int = bounded(8, least=2)
     """Samples per prompt."""
     clip_low: float = bounded(0.4, least=0)
     """A token's log-ratio is clipped below at -clip_low."""

@@ -24,7 +24,7 @@ class Baseline(Enum):
 class GRPOConfig(RolloutCorrection):
     """Settings of GRPO; the defaults are DAPO's token mean without a KL term."""
 
-    group_size: int = bounded(8, least=1)
+    group_size: int = bounded(8, least=2)
     """Samples per prompt."""
     baseline: Baseline = Baseline.mean
     """The baseline of rewards: mean, or minimum_variance (VCPO, arXiv 2602.17616)."""

@@ -14,7 +14,7 @@ from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_p
 class GSPOConfig(RolloutCorrection):
     """Settings of GSPO."""
 
-    group_size: int = bounded(8, least=1)
+    group_size: int = bounded(8, least=2)
     """Samples per prompt."""
     clip_low: float = bounded(3e-4, least=0, most=1)
     """The ratio, a mean over tokens, is clipped below at 1 - clip_low."""

@@ -15,7 +15,7 @@ from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_p
 class KLCovConfig(RolloutCorrection):
     """Settings of KL-Cov."""
 
-    group_size: int = bounded(8, least=1)
+    group_size: int = bounded(8, least=2)
     """Samples per prompt."""
     cov_ratio: float = bounded(2e-4, above=0, most=1)
     """The share of the batch's tokens that is held, one token at least."""

@@ -13,7 +13,7 @@ from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_p
 class MaxRLConfig(RolloutCorrection):
     """Settings of MaxRL."""
 
-    group_size: int = bounded(8, least=1)
+    group_size: int = bounded(8, least=2)
     """Samples per prompt. The series of log p is followed up to one term less."""
     clip_low: float = bounded(0.2, least=0, most=1)
     """The ratio is clipped below at 1 - clip_low."""

@@ -11,7 +11,7 @@ from hybridrl.flow import Flow, recipe
 class OPOConfig:
     """Settings of OPO."""
 
-    group_size: int = bounded(8, least=1)
+    group_size: int = bounded(8, least=2)
     """Samples per prompt."""
 
 

@@ -15,7 +15,7 @@ from hybridrl.recipes.reference import add_reference
 class RLOOConfig:
     """Settings of RLOO."""
 
-    group_size: int = bounded(4, least=1)
+    group_size: int = bounded(4, least=2)
     """Samples per prompt."""
     kl_coef: float = bounded(0.0, least=0)
     """The penalty, in reward, of a nat of log p / p_reference of the response; the paper has

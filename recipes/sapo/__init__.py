@@ -14,7 +14,7 @@ from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_p
 class SAPOConfig(RolloutCorrection):
     """Settings of SAPO."""
 
-    group_size: int = bounded(8, least=1)
+    group_size: int = bounded(8, least=2)
     """Samples per prompt."""
     tau_pos: float = bounded(1.0, above=0)
     """How soon the gate closes on good responses; larger is sooner."""

@@ -15,7 +15,7 @@ from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_p
 class TTRLConfig(RolloutCorrection):
     """Settings of TTRL, and of ETTRL's reshaping."""
 
-    group_size: int = bounded(16, least=1)
+    group_size: int = bounded(16, least=2)
     """Samples per prompt, which vote and are trained on; the paper takes 64 votes."""
     entropy_reshaping: bool = False
     """Give less weight to responses that the policy was unsure of (ETTRL, arXiv 2508.11356)."""

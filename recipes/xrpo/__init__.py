@@ -16,7 +16,7 @@ from hybridrl.recipes.rollout_correction import RolloutCorrection, add_old_log_p
 class XRPOConfig(RolloutCorrection):
     """Settings of XRPO."""
 
-    group_size: int = bounded(4, least=1)
+    group_size: int = bounded(4, least=2)
     """Samples of every prompt before any is preferred."""
     rounds: int = bounded(2, least=0)
     """How often more of the budget is dealt, by the rewards until then."""
