@@ -126,9 +126,7 @@ class ClippedLoss(PolicyLoss):
     def __post_init__(self) -> None:
         PolicyLoss.__post_init__(self)
         if self.clip_low == self.clip_high == 0:
-            allowed = (
-                "above 0, or recipe.clip_low above 0: a ratio that may not move is not trained"
-            )
+            allowed = "above 0, or clip_low above 0: a ratio that may not move teaches nothing"
             raise ConfigError("recipe.clip_high", self.clip_high, allowed)
 
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:

@@ -1,0 +1,93 @@
+"""Settings under which a run would train on nothing, and judges that tell nothing apart."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import hybridrl.recipes
+from hybridrl.config import ConfigError, RewardConfig, RewardKind
+from hybridrl.controller.preflight import build_recipe
+from hybridrl.controller.preflight_judges import try_judges, warn_of_lone_samples
+from hybridrl.data import Item
+
+FOLDERS = [path.parent for path in Path(hybridrl.recipes.__path__[0]).glob("*/config.yaml")]
+GROUPED = sorted(f.name for f in FOLDERS if "group_size: int" in (f / "__init__.py").read_text())
+
+
+def built(name: str, **settings: Any) -> Any:
+    return build_recipe({"target": f"hybridrl.recipes.{name}:{name}", **settings})
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_group_of_one_has_no_baseline(name: str) -> None:
+    assert built(name).stages
+    with pytest.raises(ConfigError, match=r"recipe\.group_size=1: wanted 2 or more"):
+        built(name, group_size=1)
+
+
+def test_there_are_recipes_with_groups() -> None:
+    assert {"grpo", "rloo", "dapo", "gspo"} <= set(GROUPED)
+
+
+def test_a_ratio_that_may_not_move() -> None:
+    with pytest.raises(ConfigError, match=r"recipe\.clip_high=0\.0: wanted above 0, or clip_low"):
+        built("grpo", clip_low=0.0, clip_high=0.0)
+    assert built("grpo", clip_low=0.0).stages
+
+
+def test_statistics_of_one_sample_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    graph = built("reinforce_pp", num_samples=1)
+    for prompts, lines in ((2, 0), (1, 1)):
+        config: Any = SimpleNamespace(trainer=SimpleNamespace(prompts_per_step=prompts))
+        with caplog.at_level(logging.WARNING):
+            warn_of_lone_samples(config, graph)
+        assert len(caplog.messages) == lines
+    assert "of which there is one" in caplog.text
+
+
+def items(answers: list[str]) -> list[Item]:
+    return [
+        Item(f"{n}?", (1,), answer, (2,), "main", {"question": f"{n}?", "answer": answer},
+             answers=(answer,), place=f"row {n}")
+        for n, answer in enumerate(answers, 1)
+    ]  # fmt: skip
+
+
+def tried(make_config: Any, judge: RewardConfig, template: str = "{answer}", n: int = 3) -> None:
+    config = make_config("data=jsonl", "data.sources.main.name=mine.jsonl")
+    config.reward, config.data.answer_template = judge, template
+    try_judges(config, built("grpo"), items([str(k) for k in range(n)]))
+
+
+def test_a_judge_that_likes_no_answer_is_named(
+    make_config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def right(response, answer): return 0.5 * (response == f'#{answer}')\n"
+        "def blind(response): return 1.0\n"
+        "def none(solution_str, ground_truth): return None\n"
+    )
+
+    def function(name: str) -> RewardConfig:
+        return RewardConfig(kind=RewardKind.function, function=f"{file}:{name}")
+
+    with caplog.at_level(logging.WARNING):
+        tried(make_config, RewardConfig(kind=RewardKind.exact))
+        tried(make_config, RewardConfig(kind=RewardKind.exact, extract="#(.*)"), "so #{answer}")
+        tried(make_config, RewardConfig(kind=RewardKind.exact, extract="#(.*)"))  # cannot tell
+        tried(make_config, function("right"), "#{answer}")
+        assert not caplog.messages
+        tried(make_config, RewardConfig(kind=RewardKind.exact), "#{answer}")
+        assert "reward.kind=exact gives none of 3 rows' own answers its best value" in caplog.text
+        assert "row 1, '#0' got 0" in caplog.text
+        caplog.clear()
+        tried(make_config, function("blind"))
+        assert "reward.kind=function gives none of 3 rows' own answers" in caplog.text
+    with pytest.raises(
+        ConfigError, match=r"reward\.function=.*row 1 \(TypeError: the reward is None"
+    ):
+        tried(make_config, function("none"))
