@@ -1,8 +1,9 @@
 """Lists of messages through a tokenizer's chat template: roles, tools, who wrote which token."""
 
+import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,9 +133,39 @@ class ChatTemplate:
 
     def _render(self, messages: Any, tools: Any, prompt: bool) -> str:
         text: str = self.tokenizer.apply_chat_template(
-            list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
+            self._as_wanted(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
         )
         return text
+
+    def _as_wanted(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Messages whose calls have arguments in the form that the template writes out.
+
+        In datasets they are an object, or its JSON: both mean the same.
+        """
+        if not any(message.get("tool_calls") for message in messages):
+            return list(messages)
+        form = json.dumps if self.wants_text else _parsed
+        return [with_arguments(message, form) for message in messages]
+
+    @functools.cached_property
+    def wants_text(self) -> bool:
+        """Whether the template wants the arguments of a call as JSON, and would misprint an object.
+
+        It is asked with a short conversation: DeepSeek's joins them to a text.
+        """
+        call = {"type": "function", "id": "call00001", "function": {"name": "f"}}
+        answer = {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": "A"}
+        texts = []
+        for arguments in ({"xKEYx": "xVALUEx"}, '{"xKEYx": "xVALUEx"}'):
+            call["function"] = {"name": "f", "arguments": arguments}
+            turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+            messages = [{"role": "user", "content": "Q"}, turn, answer]
+            try:
+                texts.append(self.tokenizer.apply_chat_template(messages, tokenize=False))
+            except Exception:  # templates raise their errors in jinja's classes
+                texts.append("")
+        as_object, as_text = texts
+        return "xVALUEx" in as_text and ("xVALUEx" not in as_object or "'xKEYx'" in as_object)
 
     def conversation(
         self,
@@ -180,7 +211,10 @@ class ChatTemplate:
     ) -> Segments:
         self.text(messages, place, tools)  # for its refusals
         encoded = self.tokenizer.apply_chat_template(
-            list(messages), tools=tools, return_dict=True, return_assistant_tokens_mask=True
+            self._as_wanted(messages),
+            tools=tools,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
         written = tuple(map(bool, encoded["assistant_masks"]))
         if not any(written):
@@ -191,6 +225,32 @@ class ChatTemplate:
         """The tokens of a text of this template, which has its own special tokens."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
+
+
+def with_arguments(message: ChatMessage, form: Callable[[Any], Any]) -> ChatMessage:
+    """The message with the arguments of its calls in another form."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    changed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and "arguments" in function:
+            arguments = form(_parsed(function["arguments"]))
+            call = {**call, "function": {**function, "arguments": arguments}}
+        changed.append(call)
+    return {**message, "tool_calls": changed}
+
+
+def _parsed(arguments: Any) -> Any:
+    """Arguments as an object, where they are one or its JSON."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
 def _no_tools(place: Place) -> str:

@@ -106,6 +106,41 @@ def test_the_mask_is_that_of_transformers(load: Load, jsonl: Any) -> None:
     assert [x.response(None) for x in theirs_too] == [x.response(None) for x in ours]
 
 
+ARGUMENTS = {
+    "as JSON": ("{{ call.function.arguments | tojson }}", '{"a": 1, "b": "x"}'),
+    "of text": ("{{ '<' + call.function.arguments + '>' }}", '<{"a": 1, "b": "x"}>'),
+    "printed": ("{{ call.function.arguments }}", '{"a": 1, "b": "x"}'),
+    "by name": (
+        "{% for k, v in call.function.arguments.items() %}{{ k }}={{ v }},{% endfor %}", "a=1,b=x,"
+    ),
+    "either": (
+        "{{ call.function.arguments if call.function.arguments is string else "
+        "call.function.arguments | tojson }}", '{"a": 1, "b": "x"}'
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ARGUMENTS)
+def test_arguments_of_calls_mean_the_same_as_an_object_and_as_json(
+    load: Load, jsonl: Any, form: str
+) -> None:
+    """Datasets have both, and each template writes out one of them."""
+    written_out, expected = ARGUMENTS[form]
+    template = BARE.replace("{{ call.function.name }}", written_out)
+    tokenizer = tokenizer_of(template)
+    arguments: dict[str, Any] = {"a": 1, "b": "x"}
+    texts = set()
+    for value in (arguments, json.dumps(arguments)):
+        call = {"type": "function", "function": {"name": "add", "arguments": value}}
+        turns = [[*conversation(n)] for n in range(6)]
+        for messages in turns:
+            messages[1] = {**messages[1], "tool_calls": [call]}
+        name = jsonl([{"messages": messages, "tools": None} for messages in turns])
+        data = load(source(name), tokenizer=tokenizer, chat=True, eval_size=1, generates=False)
+        texts.add(tuple(sorted(written(item, tokenizer)[1][0] for item in data.train)))
+    assert texts == {(f"[{expected}]{END}",) * 5}
+
+
 @pytest.mark.parametrize("kind", ["parquet", "huggingface"])
 def test_columns_of_structs_have_null_fields(
     load: Load, jsonl: Any, tmp_path: Path, kind: str
