@@ -39,6 +39,8 @@ _PLAIN = {FakeTensor, torch.Tensor, torch.nn.Parameter}
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 """Fake ones take any dtypes."""
+ATTENTION = ("attention", "attention_backward", "_varlen_attn", "_varlen_attn_backward")
+"""The fake kernels of `world`, and the operators of torch's `varlen_attn`."""
 _VIEWS = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "set_", "is_pinned"}
 
 
@@ -57,6 +59,11 @@ class Counts:
     syncs: Counter[str] = field(default_factory=Counter)
     peak: int = 0
     by_name: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def attention(self) -> int:
+        """Calls of attention over a packed row, or a block of it, forward and backward."""
+        return sum(self.by_name[name] for name in ATTENTION)
 
     def summary(self) -> dict[str, Any]:
         """As JSON, without the kernels' names and the memory."""
