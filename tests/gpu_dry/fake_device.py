@@ -7,7 +7,7 @@ shapes, dtypes and devices and counted. What the host reads from the device:
   makes them, and get plausible values (`FakeDevice.integer`, 0.5, True). Some functions need
   another number in a list (`FakeDevice.answers`);
 - `if tensor:`, `nonzero`, an index by a mask and other operations whose shape depends on values
-  raise.
+  raise. So does what torch refuses under `deterministic=strict` (`refused`).
 
 Large copies to the host stay fake, so that offloaded weights take no memory.
 """
@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gpu_dry.refused import refusal
 from gpu_dry.shortcuts import DEVICE, FakePeakMemory, FakeResults, fake_view, no_compiler
 
 ROOT = Path(__file__).parents[2]
@@ -152,6 +153,10 @@ class FakeDevice(TorchDispatchMode):
             return args[0]
         if name in ("_to_copy", "copy_"):
             return self._copy(func, name, args, kwargs)
+        if refused := refusal(func, name, args, kwargs):
+            raise RuntimeError(
+                f"{caller()}: {refused} ({name}) does not have a deterministic implementation"
+            )
         if name in _PRODUCTS:
             dtypes = {x.dtype for x in args if isinstance(x, torch.Tensor)}
             assert len(dtypes) == 1, f"{caller()}: {name} of {dtypes}"

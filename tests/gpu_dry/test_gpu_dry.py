@@ -9,6 +9,7 @@ import pytest
 from gpu_dry.case import MIXED
 from gpu_dry.cases import CASES, OTHER_RANKS
 from gpu_dry.processes import missed_by_tests, run_processes
+from gpu_dry.refused import COMPUTED, REFUSED, refused_by_torchs_page
 from gpu_dry.tables import (
     BY_DRIVER,
     COUNTS,
@@ -175,6 +176,10 @@ def test_lines_that_ordinary_tests_run_are_run_by_them(tmp_path: Path) -> None:
         ("varlen_attn in float32", "AssertionError"),
         ("varlen_attn without grouped heads", "ValueError"),
         ("a mask of another dtype", "AssertionError"),
+        ("bincount with weights", "RuntimeError"),
+        ("a histogram of floats", "RuntimeError"),
+        ("a median with indices", "RuntimeError"),
+        ("a product by index", "RuntimeError"),
     ],
 )
 def test_a_mistake_raises(results: dict[str, Any], mistake: str, error: str) -> None:
@@ -192,6 +197,12 @@ def test_a_row_of_mixed_lengths_is_one_call_of_attention(results: dict[str, Any]
         assert calls["8b on 1, varlen attention"][phase] == passes, phase
         assert calls["8b on 1, torch attention"][phase] == passes * lengths, phase
     assert lengths > 2
+
+
+def test_torchs_page_names_what_a_fake_gpu_refuses() -> None:
+    """Under `deterministic=strict`: a function that a newer torch adds is a decision."""
+    assert refused_by_torchs_page() == REFUSED.keys()
+    assert COMPUTED.keys() <= REFUSED.keys()
 
 
 def test_the_memory_plan_is_within_five_percent_of_the_peaks(results: dict[str, Any]) -> None:

@@ -44,11 +44,13 @@ def joined(rank: int, size: int, strict: bool) -> Iterator[torch.device]:
 
     def fake(backend: str, **settings: Any) -> None:
         assert backend == "cpu:gloo,cuda:nccl", backend
+        assert torch.are_deterministic_algorithms_enabled() == strict, "NCCL's groups read it"
         join("fake", **settings | {"store": FakeStore()})
 
     with mock.patch.object(dist, "init_process_group", fake):
-        device = join_group(rank, size, None, "127.0.0.1", ClusterConfig(device=Device.cuda))
-        prepare_gpu(device, num_threads=1, strict=strict)
+        cluster = ClusterConfig(device=Device.cuda)
+        device = join_group(rank, size, None, "127.0.0.1", cluster, strict)
+        prepare_gpu(device, num_threads=1)
     try:
         with (
             mock.patch.object(process_groups, "_meet", return_value=None),
