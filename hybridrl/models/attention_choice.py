@@ -1,8 +1,8 @@
 """Which implementation attends the packed rows of training and scoring, and why the others cannot.
 
-On a GPU `auto` takes the first of `OBSTACLES` that can compute the model, and torch's
-`scaled_dot_product_attention` where none can. Both of them run FlashAttention 2 with one call a
-layer, whatever the lengths of the sequences.
+On a GPU `auto` takes the first of `OBSTACLES` that can compute the model. Each of these runs
+FlashAttention 2, with one call a layer whatever the lengths of the sequences. Where none can, it is
+torch's `scaled_dot_product_attention`.
 """
 
 import logging
@@ -68,9 +68,8 @@ def _kernel_obstacle(
 ) -> str | None:
     """Return what FlashAttention 2 refuses, whoever has built it."""
     if dtype not in FLASH_DTYPES:
-        return (
-            f"FlashAttention computes in bfloat16 and float16, not {str(dtype).partition('.')[2]}"
-        )
+        name = str(dtype).removeprefix("torch.")
+        return f"FlashAttention computes in bfloat16 and float16, not {name}"
     if shape.head_size not in FLASH_HEAD_SIZES:
         return f"FlashAttention takes heads of 8 to 256 in steps of 8, not {shape.head_size}"
     if shape.sinks:
@@ -99,7 +98,7 @@ def first_without(obstacles: Mapping[Attention, str | None]) -> tuple[Attention,
 
     Example: flash-attn that is not installed gives varlen, since "flash-attn cannot be imported".
     """
-    reasons = []
+    reasons: list[str] = []
     for attention, obstacle in obstacles.items():
         if obstacle is None:
             return attention, "; ".join(reasons)

@@ -313,12 +313,12 @@ def _variable_length(
         scaling = size**-0.5 if scaling is None else scaling
         width = max(size, value_size)
         query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-    row = tuple(x.transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
     if packing.implementation is Attention.flash:
-        out = _flash(*row, packing, scaling, window, softcap)
+        out = _flash(q, k, v, packing, scaling, window, softcap)
     else:
         assert softcap is None, "varlen_attn has no capped scores"
-        out = _varlen(*row, packing, scaling, window)
+        out = _varlen(q, k, v, packing, scaling, window)
     return out if size == value_size else out[..., :value_size]
 
 
