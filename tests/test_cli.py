@@ -438,7 +438,7 @@ WRONG = [
     ("rollout=vllm rollout.block_size=16", "rollout.block_size=16: wanted a multiple of 32 with"),
     (
         "model.attention=flash",
-        "model.attention=flash: wanted torch or auto: flash-attn needs a GPU, and the ranks are",
+        "model.attention=flash: wanted torch or auto: flash needs a GPU, and the ranks are",
     ),
     ("rollout.engine=vllm", "rollout.block_size=16: wanted a multiple of 32 with rollout.engine=v"),
     ("rollout=vllm deterministic=strict", "deterministic=strict: wanted off with rollout.engine="),
@@ -722,11 +722,11 @@ WRONG_LAYOUTS = [
     ("memory --gpu-gib=80 cluster.device=cpu", "--gpu-gib=80: wanted cluster.device=cuda with it"),
     (
         "memory model.attention=flash cluster.device=cpu",
-        "model.attention=flash: wanted torch or auto: flash-attn needs a GPU, and the ranks are",
+        "model.attention=flash: wanted torch or auto: flash needs a GPU, and the ranks are",
     ),
     (
         "memory model.attention=flash model.compute_dtype=float32",
-        "model.attention=flash: wanted torch or auto: flash-attn computes in bfloat16 and float16",
+        "model.attention=flash: wanted torch or auto: FlashAttention computes in bfloat16",
     ),
     ("layout --gpu-gib=1", "--gpu-gib=1: wanted more than the 2.8 GiB that are left for others"),
     ("schedule --lengths=none", "--lengths=none: wanted a run's directory, FILE.jsonl"),

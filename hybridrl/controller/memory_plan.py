@@ -132,37 +132,35 @@ def _advised(plan: MemoryPlan, config: Config, pool: str) -> MemoryPlan:
 
 def assumed_attention(config: Config, shape: "PretrainedConfig") -> tuple[Attention, str]:
     """The attention of ranks like this process, and why; of a GPU where this node has one."""
-    from hybridrl.models.attention_shape import attention_shape
-    from hybridrl.models.load import TORCH_DTYPES
-    from hybridrl.models.packed_attention import flash_obstacle
+    from hybridrl.models.attention_choice import OBSTACLES, first_without
 
     wanted = config.model.attention
     if config.cluster.device is Device.cpu:
         return Attention.torch, "on CPUs"
     if wanted is not Attention.auto:
         return wanted, f"by model.attention={wanted.value}"
-    dtype = TORCH_DTYPES[config.model.compute_dtype]
-    if obstacle := flash_obstacle(dtype, attention_shape(shape)):
-        return Attention.torch, f"as ranks like this node would choose: {obstacle}"
-    if obstacle := local_obstacle(config, shape):
-        elsewhere = "model.attention=flash plans for ranks that have it"
-        return Attention.torch, f"as ranks like this node would choose: {obstacle}; {elsewhere}"
-    return Attention.flash, "which this node has; model.attention=torch plans without"
+    obstacles = {kind: local_obstacle(kind, config, shape) for kind in OBSTACLES}
+    chosen, reason = first_without(obstacles)
+    if chosen is Attention.flash:
+        return chosen, "which this node has; model.attention=varlen plans without"
+    return chosen, f"as ranks like this node would choose: {reason}"
 
 
-def local_obstacle(config: Config, shape: "PretrainedConfig") -> str | None:
-    """Why a process like this one cannot use flash-attn, on the node's GPU where it has one."""
+def local_obstacle(kind: Attention, config: Config, shape: "PretrainedConfig") -> str | None:
+    """Why a process like this one cannot attend so, on the node's GPU where it has one."""
     import torch
 
+    from hybridrl.models.attention_choice import OBSTACLES, flash_import_obstacle
     from hybridrl.models.attention_shape import attention_shape
     from hybridrl.models.load import TORCH_DTYPES
-    from hybridrl.models.packed_attention import flash_import_obstacle, flash_obstacle
     from hybridrl.system.devices import local_gpus
 
-    if not local_gpus():
-        return flash_import_obstacle()
+    device = torch.device("cuda") if local_gpus() else None
     dtype = TORCH_DTYPES[config.model.compute_dtype]
-    return flash_obstacle(dtype, attention_shape(shape), torch.device("cuda"))
+    obstacle = OBSTACLES[kind](dtype, attention_shape(shape), device)
+    if obstacle is None and device is None and kind is Attention.flash:
+        return flash_import_obstacle()
+    return obstacle
 
 
 def check_memory(
@@ -197,9 +195,9 @@ def check_memory(
 
 def with_flash(config: Config, shape: "PretrainedConfig") -> Config:
     """With the attention that takes least, where it is not set: no run is refused for the other."""
+    from hybridrl.models.attention_choice import flash_obstacle
     from hybridrl.models.attention_shape import attention_shape
     from hybridrl.models.load import TORCH_DTYPES
-    from hybridrl.models.packed_attention import flash_obstacle
 
     dtype = TORCH_DTYPES[config.model.compute_dtype]
     is_set = config.model.attention is not Attention.auto

@@ -34,7 +34,8 @@ generation.
   in training    trainer.layout.pp, .replicas, .fsdp, .tp, .ep, .ep_grouping, .cp, .schedule;
                  trainer.activations, .chunk_tokens, .optim.name
   in generation  rollout.layout.pp, .tp, .ep, .grouping, .bucket_mb; rollout=vllm
-  attention      model.attention=flash plans with flash-attn, =torch without (auto: as on this node)
+  attention      model.attention=flash or varlen plans with FlashAttention, =torch without (auto: as
+                 on this node)
 
   hybridrl plan layout model=llama3_70b cluster.ranks=128 trainer.layout.pp=8 \\
       trainer.layout.fsdp=8 trainer.layout.tp=2 rollout.layout.tp=8

@@ -17,7 +17,6 @@ from omegaconf.errors import OmegaConfBaseException
 from hybridrl.config import (
     VALUE_MODELS,
     WARM_START,
-    Attention,
     Config,
     ConfigError,
     Device,
@@ -393,23 +392,24 @@ def _load_items(
 
 
 def check_attention(config: Config, model: Any, local: bool = False) -> None:
-    """Raise for flash-attn by name that cannot attend with this model, or has no GPU.
+    """Raise for an attention by name that cannot compute this model, or has no GPU.
 
     With `local`, GPUs and packages of ranks are those of this node, and count too.
     """
+    from hybridrl.models.attention_choice import OBSTACLES
     from hybridrl.models.attention_shape import attention_shape
     from hybridrl.models.load import TORCH_DTYPES
-    from hybridrl.models.packed_attention import flash_obstacle
 
-    if config.model.attention is Attention.flash:
+    wanted = config.model.attention
+    if of_wanted := OBSTACLES.get(wanted):
         dtype = TORCH_DTYPES[config.model.compute_dtype]
-        obstacle = flash_obstacle(dtype, attention_shape(model))
+        obstacle = of_wanted(dtype, attention_shape(model), None)
         if config.cluster.device is Device.cpu:
-            obstacle = "flash-attn needs a GPU, and the ranks are on CPUs"
+            obstacle = f"{wanted.value} needs a GPU, and the ranks are on CPUs"
         elif local:
-            obstacle = obstacle or local_obstacle(config, model)
+            obstacle = obstacle or local_obstacle(wanted, config, model)
         if obstacle:
-            raise ConfigError("model.attention", "flash", f"torch or auto: {obstacle}")
+            raise ConfigError("model.attention", wanted.value, f"torch or auto: {obstacle}")
 
 
 def _check_gen_order(config: Config) -> None:

@@ -232,7 +232,7 @@ def _attend(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """The tensors of one sequence's attention, [1, tokens, heads, dim]; keys may be more."""
-    if attention is Attention.flash:
+    if attention is not Attention.torch:
         out: torch.Tensor = _FusedAttention.apply(*(x.transpose(1, 2) for x in (query, key, value)))
         return out
     if query.shape[1] > key.shape[1]:

@@ -141,7 +141,7 @@ class RunPlan:
 
     pools: Mapping[str, MemoryPlan]
     attention: str
-    """`flash` or `torch`, in training and scoring."""
+    """A value of `model.attention` besides auto, in training and scoring."""
     reason: str
     """Why."""
     node_host: int = 0
@@ -165,8 +165,7 @@ class RunPlan:
             rows += plan.rows()
         if self.node_host:
             rows.append(("a node's host", _gib(self.node_host), "of all its ranks, at most"))
-        owner = "flash-attn" if self.attention == "flash" else self.attention
-        return [*rows, ("", "", f"attention: {owner}'s, {self.reason}")]
+        return [*rows, ("", "", f"attention: {self.attention}, {self.reason}")]
 
     def verdict(self) -> str:
         """That of the run, or of the pools: those that it does not fit in, or else all."""

@@ -153,10 +153,11 @@ class BaseWorker:
         cluster = self.config.cluster
         torch.set_num_threads(cluster.threads_per_rank or 1)
         store = self._store or open_store(host, port, listens=False)
-        self.device = join_group(self.rank, self.size, store, host, cluster)
+        strict = self.config.strict
+        self.device = join_group(self.rank, self.size, store, host, cluster, strict)
         warm_up([dist.group.WORLD], self.device)
         if self.device.type == "cuda":
-            prepare_gpu(self.device, cluster.threads_per_rank, self.config.strict)
+            prepare_gpu(self.device, cluster.threads_per_rank)
         self.tokenizer = AutoTokenizer.from_pretrained(self.model_path)
         peak = self._measure_peak()
         return ProcessDescription(

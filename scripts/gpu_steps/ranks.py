@@ -52,7 +52,7 @@ def _joined(rank: int, size: int, store: Any, settings: Settings) -> Iterator[to
     kind = Device(settings.device)
     device: torch.device = join_group(rank, size, store, _HOST, ClusterConfig(device=kind))
     if kind is Device.cuda:
-        prepare_gpu(device, num_threads=0, strict=False)
+        prepare_gpu(device, num_threads=0)
     else:
         torch.set_num_threads(1)  # as a run's ranks on CPUs
     try:

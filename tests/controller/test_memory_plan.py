@@ -421,9 +421,10 @@ def test_a_pool_that_is_too_small_is_named(tmp_path: Path) -> None:
     ("attention", "importable", "chosen", "reason"),
     [
         (Attention.flash, False, Attention.flash, "by model.attention=flash"),
+        (Attention.varlen, True, Attention.varlen, "by model.attention=varlen"),
         (Attention.torch, True, Attention.torch, "by model.attention=torch"),
         (Attention.auto, True, Attention.flash, "which this node has"),
-        (Attention.auto, False, Attention.torch, "cannot be imported"),
+        (Attention.auto, False, Attention.varlen, "flash-attn cannot be imported"),
     ],
 )
 def test_the_plan_says_which_attention_it_assumes(
@@ -441,8 +442,7 @@ def test_the_plan_says_which_attention_it_assumes(
     assert (assumed, reason in why) == (chosen, True), why
     plan = plan_run(config, _graph(), _shape(), ROOM)
     assert plan.record()["attention"] == chosen.value
-    owner = "flash-attn" if chosen is Attention.flash else "torch"
-    assert plan.rows()[-1][2] == f"attention: {owner}'s, {why}"
+    assert plan.rows()[-1][2] == f"attention: {chosen.value}, {why}"
     assert config.model.attention is attention, "the config is the caller's"
 
 
@@ -465,25 +465,49 @@ def test_flash_attn_by_name_is_refused_where_this_node_lacks_it(
         check_attention(config, _shape(), local=True)
 
 
-def test_a_format_that_flash_attn_lacks_is_planned_with_torch(
+def test_varlen_attn_by_name_is_refused_where_it_lacks_what_the_model_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", mock.Mock())
+    """Or where this node's torch has no such kernel; a plan for other machines takes it."""
     config = _config()
-    config.model.compute_dtype = DType.float32
-    assumed, why = assumed_attention(config, _shape())
+    config.model.attention = Attention.varlen
+    capped = AutoConfig.for_model("gemma2")
+    with pytest.raises(ConfigError, match=r"^model\.attention=varlen: .* no capped scores"):
+        check_attention(config, capped)
+    check_attention(config, _shape())
+    monkeypatch.setattr("hybridrl.system.devices.local_gpus", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match="which this torch is built without"):
+        check_attention(config, _shape(), local=True)
+    config.cluster.device = Device.cpu
+    with pytest.raises(ConfigError, match="varlen needs a GPU, and the ranks are on CPUs"):
+        check_attention(config, _shape())
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "reason"),
+    [("llama", DType.float32, "not float32"), ("gemma2", DType.bfloat16, "no capped scores")],
+)
+def test_what_the_kernels_lack_is_planned_with_torch(
+    model: str, dtype: DType, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    config = _config()
+    config.model.compute_dtype = dtype
+    assumed, why = assumed_attention(config, AutoConfig.for_model(model))
     assert assumed is Attention.torch
-    assert "not float32" in why
+    assert reason in why
 
 
 def test_attention_of_torch_keeps_more() -> None:
     """It repeats the heads of keys and values that query heads share."""
     totals = {}
-    for attention in (Attention.flash, Attention.torch):
+    for attention in (Attention.flash, Attention.varlen, Attention.torch):
         config = _config()
         config.model.attention = attention
         totals[attention] = _train_actor(config).sizes["activations"]
-    assert totals[Attention.torch] > totals[Attention.flash]
+    assert totals[Attention.torch] > totals[Attention.varlen]
+    assert totals[Attention.varlen] == totals[Attention.flash], "their kernels are the same"
 
 
 def test_the_masks_of_long_prompts_count() -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from gpu_dry.case import Case
-from hybridrl.config import ActivationMode, OptimName, PipelineSchedule
+from hybridrl.config import ActivationMode, Attention, OptimName, PipelineSchedule
 
 SMALL = "qwen3_1.7b"
 ABOVE_LIMIT = 5, 6
@@ -14,10 +14,18 @@ CASES: dict[str, Case] = {
     "1.7b on 1": Case(model=SMALL, layers=ABOVE_LIMIT, critic=True),
     "1.7b on 8": Case(model=SMALL, layers=ABOVE_LIMIT, ranks=8, rank=3),
     "8b on 1, strict": Case(model="qwen3_8b", layers=(2, 3), strict=True),
-    "8b on 1, torch attention": Case(
+    "8b on 1, varlen attention": Case(
         model="qwen3_8b",
         layers=(2, 3),
         flash=False,
+        mixed=True,
+        activations=ActivationMode.recompute,
+    ),
+    "8b on 1, torch attention": Case(
+        model="qwen3_8b",
+        layers=(2, 3),
+        attention=Attention.torch,
+        mixed=True,
         activations=ActivationMode.recompute,
     ),
     "8b on 8": Case(

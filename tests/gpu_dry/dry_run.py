@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from gpu_dry.case import ROWS, SAMPLES, Case, prompt_lengths
+from gpu_dry.case import ROWS, Case, prompt_lengths
 from gpu_dry.fake_device import Counts, FakeDevice
 from gpu_dry.fake_files import files_without_values
 from gpu_dry.planned import planned
@@ -208,9 +208,7 @@ class DryRun:
         with self.phase("values"):
             score([critic.scoring(ComputeStage(name="values", outputs=("values",)), ids)], None)
         for id in ids:
-            self.store[id].tensors["returns"] = torch.ones(
-                self.case.sample_tokens - self.case.prompt_tokens
-            )
+            self.store[id].tensors["returns"] = torch.ones(self.store[id].response_tokens)
         stage = UpdateStage(
             name="update critic", loss=ValueLoss(), fields={"returns": "returns"}, role="critic"
         )
@@ -222,12 +220,13 @@ class DryRun:
 
     def _samples(self) -> tuple[SampleId, ...]:
         """Finished samples in the store."""
-        ids = tuple(SampleId(i, k=1) for i in range(SAMPLES))
-        tokens, prompt = self.case.sample_tokens, self.case.prompt_tokens
+        lengths = self.case.samples
+        ids = tuple(SampleId(i, k=1) for i in range(len(lengths)))
         names = ["log_probs"]
         if self.case.only_trains:  # nothing scores
             names += ["old_log_probs", "reference_log_probs"]
-        for id in ids:
+        for id, tokens in zip(ids, lengths, strict=True):
+            prompt = tokens // 4
             tensors = {"tokens": torch.full((tokens,), 3)}
             tensors |= {name: torch.zeros(tokens - prompt) for name in names}
             self.store.add(id, StoredSample(tokens - prompt, _item(prompt), tensors))
@@ -242,13 +241,14 @@ def run_case(case: Case, device: FakeDevice) -> dict[str, Any]:
     """The layers of the case's model, and what every phase of the whole model does.
 
     `memory` has the peak of each phase beside the memory plan's, in bytes, at the first depth.
+    `attention` has the calls of each phase for each of that depth's layers.
     """
     first = run_depth(case, case.layers and case.layers[0], device)
     if case.layers is None or case.only_trains:
         return first
     second = run_depth(case, case.layers[1], device, measured=False)
     whole = multiplied(first, second, case.layers, num_layers(case.model))
-    return whole | {"memory": first["memory"]}
+    return whole | {name: first[name] for name in ("memory", "attention")}
 
 
 def run_depth(
@@ -267,7 +267,9 @@ def run_depth(
     phases = {name: counts.summary() for name, counts in run.counts.items()}
     peaks = {name: counts.peak for name, counts in run.counts.items()} | run.loads
     memory = {name: [peaks[name], size] for name, size in sizes.items() if name in peaks}
-    return {"layers": shape.num_hidden_layers, "phases": phases, "memory": memory}
+    depth = shape.num_hidden_layers
+    attention = {name: counts.attention / depth for name, counts in run.counts.items()}
+    return {"layers": depth, "phases": phases, "memory": memory, "attention": attention}
 
 
 def _run(case: Case, path: Path, device: FakeDevice, measured: bool) -> DryRun:

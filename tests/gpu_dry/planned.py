@@ -11,7 +11,6 @@ from gpu_dry.case import (
     prompt_lengths,
 )
 from hybridrl.config import (
-    Attention,
     Config,
     RewardKind,
     RolloutLayoutConfig,
@@ -41,7 +40,7 @@ def planned(case: Case, config: Config, shape: PretrainedConfig, gen_stage: int)
     recipe = "hybridrl.recipes.ppo:ppo" if case.critic else "hybridrl.recipes.grpo:grpo"
     graph = build_recipe({"target": recipe, "kl_coef": 0.1})
     config.reward.kind = RewardKind.model
-    config.model.attention = Attention.flash if case.flash else Attention.torch
+    config.model.attention = case.chosen_attention
     inputs = LongestInputs.of(config, graph)
     if not case.only_trains:
         # Rows that decode together are padded to the longest, which has its first tokens.

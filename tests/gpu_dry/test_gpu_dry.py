@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from gpu_dry.case import MIXED
 from gpu_dry.cases import CASES, OTHER_RANKS
 from gpu_dry.processes import missed_by_tests, run_processes
+from gpu_dry.refused import COMPUTED, REFUSED, refused_by_torchs_page
 from gpu_dry.tables import (
     BY_DRIVER,
     COUNTS,
@@ -37,6 +39,7 @@ HALVES = (
         "1.7b on 1",
         "8b on 8, adapters",
         "8b on 1, strict",
+        "8b on 1, varlen attention",
         "8b on 1, torch attention",
         "32b on 64, adapters",
         "8b on 8, offload and muon",
@@ -54,6 +57,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {
         "cases": {**first["cases"], **second["cases"]},
         "memory": {**first["memory"], **second["memory"]},
+        "attention": {**first["attention"], **second["attention"]},
         "all": set(first["all"]),
         "provoked": first["provoked"],
         "missed": [line for line in first["missed"] if line in second["missed"]],
@@ -169,12 +173,36 @@ def test_lines_that_ordinary_tests_run_are_run_by_them(tmp_path: Path) -> None:
         ("index by a mask", "DynamicOutputShapeException"),
         ("numpy", "HiddenSync"),
         ("flash-attn in float32", "AssertionError"),
+        ("varlen_attn in float32", "AssertionError"),
+        ("varlen_attn without grouped heads", "ValueError"),
         ("a mask of another dtype", "AssertionError"),
+        ("bincount with weights", "RuntimeError"),
+        ("a histogram of floats", "RuntimeError"),
+        ("a median with indices", "RuntimeError"),
+        ("a product by index", "RuntimeError"),
     ],
 )
 def test_a_mistake_raises(results: dict[str, Any], mistake: str, error: str) -> None:
     """Or a dry run would be green whatever the code did."""
     assert results["provoked"][mistake] == error
+
+
+def test_a_row_of_mixed_lengths_is_one_call_of_attention(results: dict[str, Any]) -> None:
+    """Each layer makes one in a forward pass; an update has two of these and a backward pass.
+
+    This is without flash-attn. torch's `scaled_dot_product_attention` makes one for each length.
+    """
+    calls, lengths = results["attention"], len(set(MIXED))
+    for phase, passes in {"reference": 1, "old policy": 1, "judge": 1, "update": 3}.items():
+        assert calls["8b on 1, varlen attention"][phase] == passes, phase
+        assert calls["8b on 1, torch attention"][phase] == passes * lengths, phase
+    assert lengths > 2
+
+
+def test_torchs_page_names_what_a_fake_gpu_refuses() -> None:
+    """Under `deterministic=strict`: a function that a newer torch adds is a decision."""
+    assert refused_by_torchs_page() == REFUSED.keys()
+    assert COMPUTED.keys() <= REFUSED.keys()
 
 
 def test_the_memory_plan_is_within_five_percent_of_the_peaks(results: dict[str, Any]) -> None:

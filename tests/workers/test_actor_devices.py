@@ -47,9 +47,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU")
     store = open_store(HOST, 0, listens=True)
-    own = join_group(0, 1, store, HOST, ClusterConfig(device=Device(request.param)))
+    cluster = ClusterConfig(device=Device(request.param))
+    own = join_group(0, 1, store, HOST, cluster, strict=True)
     if request.param == "cuda":
-        prepare_gpu(own, num_threads=0, strict=True)
+        prepare_gpu(own, num_threads=0)
     yield own
     torch.use_deterministic_algorithms(False)
     dist.destroy_process_group()

@@ -22,11 +22,12 @@ from hybridrl.engines.train.interface import TrainSequence, last_position
 from hybridrl.engines.train.packed import PackedBatch, keep_experts, pack
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
 from hybridrl.kernels.token_logits import top_log_probs
+from hybridrl.models.attention_choice import choose_attention
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.load import check_supported
 from hybridrl.models.local_weights import load_buffers, load_local, take_local
 from hybridrl.models.logits import logits_transform
-from hybridrl.models.packed_attention import NAME, choose_attention
+from hybridrl.models.packed_attention import NAME
 from hybridrl.models.router_replay import KEYWORD, ExpertShape
 from hybridrl.models.shard import GenParallel, StageLink, local_model
 from hybridrl.pipelines.balance import micro_batches

@@ -52,6 +52,7 @@ from hybridrl.engines.train.weights import ModelShards
 from hybridrl.layout.fsdp_groups import is_one_group, stays_unsharded
 from hybridrl.layout.process_groups import warm_up
 from hybridrl.models.adapters import add_adapters
+from hybridrl.models.attention_choice import choose_attention
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import routing_biases
@@ -62,7 +63,7 @@ from hybridrl.models.load import (
     empty_causal_lm,
     empty_value_model,
 )
-from hybridrl.models.packed_attention import NAME, choose_attention
+from hybridrl.models.packed_attention import NAME
 from hybridrl.models.router_replay import ExpertShape, enable_replay
 from hybridrl.models.stored_weights import StoredWeights
 from hybridrl.pipelines.balance import SequenceCost
