@@ -233,7 +233,7 @@ def _layer(
         attention=attention_of(config, shape),
         tp=layout.tp,
         sequence_parallel=layout.sequence_parallel,
-        checkpointing=config.trainer.activations is ActivationMode.recompute,
+        mode=config.trainer.activations,
         lora=lora,
         fused_dropout=config.cluster.device is Device.cuda,
         cp=row.ranks,

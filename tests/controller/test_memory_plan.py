@@ -158,10 +158,12 @@ def test_activations_are_counted_in_every_family(family: str) -> None:
     hidden = 512 * 256 * 2
     assert long.kept > 10 * hidden, "inputs of the products, of both norms and of attention"
     assert long.kept == pytest.approx(2 * short.kept, rel=0.01)
-    checkpointed = layer_activations(shape, 512, checkpointing=True, **sizes)
+    checkpointed = layer_activations(shape, 512, mode=ActivationMode.recompute, **sizes)
     assert checkpointed.kept == hidden, "its input alone"
     more = 0 if family == "olmo2" else hidden  # whose products need the input, too
     assert checkpointed.backward == pytest.approx(long.backward + more, rel=0.01)
+    selective = layer_activations(shape, 512, mode=ActivationMode.selective, **sizes)
+    assert checkpointed.kept < selective.kept < 0.6 * long.kept
     lora = layer_activations(shape, 512, lora=LoraConfig(rank=4), **sizes)
     assert lora.kept < long.kept, "frozen weights need no inputs for their gradients"
     halves = layer_activations(shape, 512, tp=2, **sizes)
