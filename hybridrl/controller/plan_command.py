@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hybridrl.config import ClusterKind, Config, ConfigError, Device
+from hybridrl.config import ActivationMode, ClusterKind, Config, ConfigError, Device
 from hybridrl.controller import memory_plan
+from hybridrl.controller.activation_choice import choose_activations, line_of
 from hybridrl.controller.node_crossing import crossing_warnings
 from hybridrl.controller.placement import check_placement
 from hybridrl.controller.preflight import build_recipe, check_attention
@@ -169,7 +170,12 @@ def _plan_memory(config: Config, gpu_gib: float) -> "RunPlan":
             raise ConfigError(_GIB, f"{gpu_gib:g}", allowed)
     else:
         room = memory_plan.local_room(config)
-    return memory_plan.plan_run(config, graph, shape, room)
+    if config.trainer.activations is not ActivationMode.auto:
+        return memory_plan.plan_run(config, graph, shape, room)
+    mode, reason = choose_activations(config, graph, shape, room)
+    config.trainer.activations = mode
+    plan = memory_plan.plan_run(config, graph, shape, room)
+    return replace(plan, activations=line_of(mode, reason))
 
 
 def _checked_shape(config: Config) -> "PretrainedConfig":
