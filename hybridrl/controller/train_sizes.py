@@ -94,6 +94,7 @@ def train_sizes(
                 root=_gathered(placed, on_stage[0]),
                 trained_layer=_gathered(placed, trained[heaviest]) * in_layers,
                 trained_root=_gathered(placed, trained[0]),
+                reduced_layer=sum(trained[heaviest].values()) * in_layers,
                 largest=max(math.prod(placed.shapes[n]) for group in on_stage for n in group),
                 read=_read(placed, parameters, stage),
                 itemsize=itemsize_of(config),

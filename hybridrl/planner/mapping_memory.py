@@ -199,6 +199,7 @@ class MappingMemory:
             root=root,
             trained_layer=layer,
             trained_root=root,
+            reduced_layer=layer // layout.fsdp,
             largest=largest,
             read=-(-(root + sum(own) * layer) // layout.fsdp),
             itemsize=self.itemsize,

@@ -24,6 +24,7 @@ SIZES = TrainSizes(
     root=1000,
     trained_layer=100,
     trained_root=1000,
+    reduced_layer=50,
     largest=500,
     read=900,
     itemsize=2,
@@ -152,7 +153,7 @@ def test_moments_of_eight_bits_have_a_scale_for_each_block() -> None:
 
 
 def test_adapters_leave_the_weights_in_the_compute_format() -> None:
-    sizes = replace(SIZES, trained=6, frozen=594, trained_layer=10, trained_root=0, head=0)
+    sizes = replace(SIZES, trained=6, frozen=594, trained_layer=10, trained_root=0, reduced_layer=5, head=0)
     assert sizes.state == {
         "float32 weights": 4 * 6,
         "frozen weights": 2 * 594,
