@@ -61,7 +61,8 @@ def choose_activations(
         if needed <= available:
             reason = reason or f"which needs {sizes}"
             break
-        reason = f"since {mode.value} needs {sizes}"
+        if mode is not CHOICES[-1]:
+            reason = f"since {mode.value} needs {sizes}"
     return chosen, reason
 
 

@@ -112,14 +112,12 @@ def _more_sharing(place: str, layout: TrainLayoutConfig) -> list[str]:
 
 def _less_of_layers(config: Config) -> list[str]:
     """What keeps fewer activations than the run's mode, most of them first."""
-    less = {
-        ActivationMode.keep: "selective, recompute or offload",
-        ActivationMode.selective: "recompute or offload",
-    }
-    modes = less.get(config.trainer.activations)
-    if modes and _splits_backward(config):
-        modes = "offload"
-    return [f"trainer.activations={modes}"] if modes else []
+    mode, modes = config.trainer.activations, "recompute or offload"
+    if mode in (ActivationMode.recompute, ActivationMode.offload):
+        return []
+    if mode is not ActivationMode.selective:
+        modes = f"selective, {modes}"
+    return [f"trainer.activations={'offload' if _splits_backward(config) else modes}"]
 
 
 def _may_chunk(config: Config) -> bool:
