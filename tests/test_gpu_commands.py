@@ -20,8 +20,8 @@ LONG = {"rollout.max_new_tokens": "4096", "data.max_prompt_tokens": "1024"}
 
 
 def gpu_commands() -> dict[str, str]:
-    """Arguments of the commands for models of real size, and their pages."""
-    found = {}
+    """The arguments of commands for models of real size, and their pages."""
+    arguments = {}
     for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))):
         for block in BLOCK.findall(page.read_text().replace("\\\n", " ")):
             for text in COMMAND.findall(block):
@@ -31,8 +31,8 @@ def gpu_commands() -> dict[str, str]:
                     for word in words
                 )
                 if "..." not in words and (of_real_size or "cluster.gpus_per_node=8" in words):
-                    found[" ".join(words)] = page.name
-    return found
+                    arguments[" ".join(words)] = page.name
+    return arguments
 
 
 COMMANDS = gpu_commands()

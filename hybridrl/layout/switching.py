@@ -81,11 +81,11 @@ def plan_switch(
 ) -> Switch:
     """Plan the switch; `auto` keeps generation's groups within nodes, then moves the fewest bytes.
 
-    `nodes` has the node of each rank; without it all are on one. Of the orders whose tp groups span
-    the fewest nodes, and then their instances, `auto` takes the one that moves the fewest bytes
-    between nodes, and then in all: a group that spans nodes sends over slow links at each layer of
-    each decode step, the switch once. See `gen_layout` for `gen_ep` and `vocab_multiple`. With
-    `ascending` the ranks of every pp and tp group must ascend, for engines whose groups follow
+    `nodes` has the node of each rank; without it all are on one. A group that spans nodes uses slow
+    links at each layer of each decode step, the switch once a step. So `auto` takes orders whose tp
+    groups span the fewest nodes, and then their instances. Of these it takes the one that moves the
+    fewest bytes between nodes, and then in all. See `gen_layout` for `gen_ep` and `vocab_multiple`.
+    With `ascending` the ranks of every pp and tp group must ascend, for engines whose groups follow
     global ranks. Raises ConfigError for another `grouping`.
     """
     num_layers = 1 + max(parameter.layer for parameter in parameters)

@@ -88,8 +88,8 @@ def each_mode(path, sequences, layout, lora, large, most=30, chunk=0):
 def check_alike(results, lora=None):
     """Alike bit for bit; no product twice, all norms twice.
 
-    The input of a checkpointed first layer gets a gradient, with frozen weights too: one of each of
-    q, k, v and their adapters, a row.
+    The input of a checkpointed first layer gets a gradient, with frozen weights too. In each row
+    these are six products: of q, k, v and their adapters.
     """
     for kept, selective, recomputed in results:
         for other in (selective, recomputed):
