@@ -88,11 +88,10 @@ def _without_a_plan(config: Config) -> str | None:
     """Why activations are kept whatever their size; None where a plan decides."""
     if config.cluster.emulated:
         return "since emulated ranks have none"
-    if config.cluster.device is Device.cpu:
-        return "as on all CPUs, whose ranks share a node's memory"
     layouts = {"trainer": config.trainer.layout}
     layouts |= {place: config.value_model_of(role).layout for role, place in VALUE_MODELS.items()}
     for place, layout in layouts.items():
         if layout.splits_backward:
             return f"since {place}.layout.schedule={layout.schedule.value} recomputes none"
-    return None
+    on_cpus = "as on all CPUs, whose ranks share a node's memory"
+    return on_cpus if config.cluster.device is Device.cpu else None
