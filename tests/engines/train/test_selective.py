@@ -174,3 +174,12 @@ def test_bytes_that_are_kept(tiny):
     products = 4 * tokens * features * config.num_hidden_layers
     assert kept[ActivationMode.selective] - kept[ActivationMode.recompute] == products
     assert kept[ActivationMode.selective] < 0.7 * kept[ActivationMode.keep]
+
+
+def test_the_operations_that_are_kept_are_torchs():
+    """Those of flash-attn are held to its sources: tests/contracts/test_flash_attn.py."""
+    import torch.nn.attention.varlen
+
+    for name in KEPT:
+        room, operation = name.split("::")
+        assert room == "flash_attn" or hasattr(getattr(torch.ops, room), operation), name
