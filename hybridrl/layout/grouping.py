@@ -96,8 +96,8 @@ def _node_strided(
 ) -> list[Position]:
     """The places of `vanilla`, node by node, dealt among the ranks of each node.
 
-    Where its node has one left, a rank takes a place with the stage and the tp rank that `strided`
-    gives it: there its training shard is needed. Others take what is left.
+    A rank takes a place with the stage and the tp rank that `strided` gives it, where its node has
+    one left. There its training shard is needed. Others take what is left.
     """
     by_node: dict[Hashable, list[int]] = defaultdict(list)
     for rank, node in enumerate(nodes):
