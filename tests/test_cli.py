@@ -286,7 +286,7 @@ WRONG = [
     ),
     (
         "trainer.activations=recompute trainer.layout.pp=2 trainer.layout.schedule=zero_bubble",
-        "trainer.activations=recompute: wanted keep or offload with trainer.layout.schedule=zero_b",
+        "trainer.activations=recompute: wanted auto, keep or offload with trainer.layout.schedule",
     ),
     ("trainer.layout.ep=2", "trainer.layout.ep=2: wanted 1 (model type qwen3 has no experts)"),
     (
@@ -419,7 +419,7 @@ WRONG = [
     ),
     (
         "trainer.activations=half",
-        "trainer.activations=half: wanted one of keep, recompute, offload",
+        "trainer.activations=half: wanted one of auto, keep, selective, recompute, offload",
     ),
     ("recipe=grpo recipe.normalise=token", "recipe.normalise=token: renamed, now recipe.normalize"),
     ("recipe=rm +recipe.centre=1", "recipe.centre=1: renamed, now recipe.center"),

@@ -31,8 +31,10 @@ class Grouping(Enum):
     """Every rank generates with its training shard (HybridFlow)."""
     vanilla = "vanilla"
     """Ranks in their own order, as in the baseline HybridFlow-V and in vLLM."""
+    node_strided = "node_strided"
+    """Each node's ranks have the places of `vanilla`, dealt among them as `strided` would."""
     auto = "auto"
-    """The one of these that moves the fewest bytes."""
+    """The one of these whose groups span the fewest nodes, then the one of fewest bytes."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -26,6 +26,7 @@ from hybridrl.config import (
 from hybridrl.config.bounds import check_finite, check_values
 from hybridrl.config.compose import explain, unknown_key
 from hybridrl.config.dotted import load_function
+from hybridrl.controller.activation_choice import decide_activations
 from hybridrl.controller.composite_reward import with_parts
 from hybridrl.controller.fused_updates import decide_fused_updates
 from hybridrl.controller.mapping_checks import differences
@@ -110,7 +111,9 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
     data, eval_items, turns = _load(config, model_path, graph)
     check_rows(config, graph, [*data.train, *data.eval, *chain(*eval_items.values())])
     check_schedule(config.schedule, graph)
-    decide_fused_updates(config, graph, load_config(model_path), gpu_memory)
+    shape = load_config(model_path)
+    decide_activations(config, graph, shape, gpu_memory)
+    decide_fused_updates(config, graph, shape, gpu_memory)
     if not config.cluster.emulated:  # its accelerators are not here
         check_memory(config, graph, model_path, gpu_memory)
     return PreparedRun(model_path, data, eval_items, graph, warm_start, turns)

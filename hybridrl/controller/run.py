@@ -96,7 +96,8 @@ class Run:
             self.records.on_memory,
             self.records.on_passes,
         )
-        telemetry.event("ranks", **self.group.setup()[0].record())
+        decided = {"activations": config.trainer.activations.value}
+        telemetry.event("ranks", **self.group.setup()[0].record(), **decided)
         telemetry.nodes([asdict(info) for info in self.group.nodes()])
         telemetry.inputs(inputs.result())
         # the model of emulated ranks is not the one that is here

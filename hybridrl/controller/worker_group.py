@@ -216,7 +216,8 @@ class WorkerGroup:
         ]
         self.wide = {n: r for a in answers if a.actor for n, r in sorted(a.actor.wide.items())}
         node_of = [process.node for process in processes]
-        instances = self.instances, [*self.wide.values()]
+        peers = {a.actor.instance: a.actor.peers for a in answers if a.actor}
+        instances = [*peers.values()], [*self.wide.values()]
         for line in crossing_warnings(self.config, node_of, self.home.ranks, *instances):
             logger.warning("%s", line)
         if self.config.rollout.tail_tp != "off" and not self.wide:

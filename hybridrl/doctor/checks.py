@@ -319,7 +319,8 @@ def _links(facts: Facts, needs: Needs) -> Iterator[Finding]:
             f"two all-reduces a layer cross nodes: {2 * needs.layers * latency * 1e3:.2g} ms of"
             " every token's decoding, at this latency"
         )
-        fix = "tp within a node, and pp or fsdp across: trainer.layout, rollout.layout"
+        fix = f"trainer.layout.tp and rollout.layout.tp of at most {needs.ranks_per_node}"
+        fix += ", with pp or fsdp across nodes"
         yield Finding(Severity.WARNING, what, why, fix)
 
 

@@ -39,7 +39,12 @@ class LayerBytes(Protocol):
     """Bytes of activations on one of `tp` ranks, besides weights."""
 
     def layer(
-        self, role: PlannedRole, tokens: int, tp: int, sequence_parallel: bool, recompute: bool
+        self,
+        role: PlannedRole,
+        tokens: int,
+        tp: int,
+        sequence_parallel: bool,
+        mode: ActivationMode,
     ) -> ActivationSizes:
         """Of a decoder layer over a row, from forward to backward."""
         ...
@@ -71,7 +76,12 @@ class DenseLayerBytes:
     """Logits of such a chunk, at most."""
 
     def layer(
-        self, role: PlannedRole, tokens: int, tp: int, sequence_parallel: bool, recompute: bool
+        self,
+        role: PlannedRole,
+        tokens: int,
+        tp: int,
+        sequence_parallel: bool,
+        mode: ActivationMode,
     ) -> ActivationSizes:
         """See `LayerBytes`."""
         shape = role.shape
@@ -85,10 +95,14 @@ class DenseLayerBytes:
         within = tokens * (4 * shape.ffn // tp + 2 * shape.hidden) + matrix
         parts = tp if sequence_parallel else 1
         peak = tokens * kept + max(within, tokens * 11 * shape.hidden // parts + 3 * matrix)
-        if recompute:
-            own = 2 * shape.hidden // parts
-            return ActivationSizes(tokens * own, peak + tokens * own)
-        return ActivationSizes(tokens * kept, peak)
+        if not mode.recomputes:
+            return ActivationSizes(tokens * kept, peak)
+        own = 2 * shape.hidden // parts
+        peak += tokens * own
+        if mode is ActivationMode.selective:  # products and attention; o's and down's are whole
+            own += 4 * shape.hidden + 4 * (shape.ffn + features + shape.heads) // tp
+            peak += tokens * 2 * shape.hidden  # backward needs no result of down
+        return ActivationSizes(tokens * own, peak)
 
     def head(self, role: PlannedRole, scored: int, tp: int) -> ActivationSizes:
         """See `LayerBytes`."""
@@ -171,8 +185,8 @@ class MappingMemory:
         in_flight = rows_in_flight(layout.pp, layout.schedule, stage, number)
         if layout.zigzag:  # and one between the halves of its backward pass
             in_flight += 1
-        recompute = layout.activations is ActivationMode.recompute
-        activations = self.layer_bytes.layer(role, tokens, tp, layout.sequence_parallel, recompute)
+        setting = tokens, tp, layout.sequence_parallel, layout.activations
+        activations = self.layer_bytes.layer(role, *setting)
         widest = max(shape.ffn, shape.heads * shape.features) * shape.hidden
         largest = max(shape.head_parameters, widest)
         split = tp > 1 and layout.fsdp > 1
@@ -185,6 +199,7 @@ class MappingMemory:
             root=root,
             trained_layer=layer,
             trained_root=root,
+            reduced_layer=layer // layout.fsdp,
             largest=largest,
             read=-(-(root + sum(own) * layer) // layout.fsdp),
             itemsize=self.itemsize,

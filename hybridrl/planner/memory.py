@@ -146,6 +146,8 @@ class RunPlan:
     """Why."""
     node_host: int = 0
     """Bytes that all ranks of a node on GPUs have in its memory, of the node that has most."""
+    activations: str = ""
+    """What `trainer.activations=auto` is here, and why."""
 
     @property
     def fits(self) -> bool:
@@ -165,6 +167,8 @@ class RunPlan:
             rows += plan.rows()
         if self.node_host:
             rows.append(("a node's host", _gib(self.node_host), "of all its ranks, at most"))
+        if self.activations:
+            rows.append(("", "", self.activations))
         return [*rows, ("", "", f"attention: {self.attention}, {self.reason}")]
 
     def verdict(self) -> str:
@@ -179,7 +183,8 @@ class RunPlan:
         records = {name: plan.record() for name, plan in self.pools.items()}
         plans = {"pools": records} if len(records) > 1 else next(iter(records.values()))
         ends = {"attention": self.attention, "fits": self.fits, "node_host": self.node_host}
-        return plans | ends
+        auto = {"activations": self.activations} if self.activations else {}
+        return plans | ends | auto
 
 
 def plan_memory(run: PoolSizes, device: str, capacity: int, reserved: int) -> MemoryPlan:

@@ -72,6 +72,8 @@ class TrainSizes:
     root: int
     trained_layer: int
     trained_root: int
+    reduced_layer: int
+    """Elements of the layer's gradients once they are reduced: of a rank's shards."""
     largest: int
     read: int
     itemsize: int
@@ -189,7 +191,7 @@ class TrainSizes:
         kept = (min(2, left) if self.offloads else left) - 1
         activations = kept * layer.kept + layer.backward + self.itemsize * self.head
         sizes = self._forward_ends(self._gathered(min(2, left)), activations - self.ends.kept)
-        sizes["gradients"] += gradients + gradients // self.fsdp
+        sizes["gradients"] += gradients + MASTER * self.reduced_layer
         return sizes
 
     def _kept_layers(self, offloading: int) -> float:
@@ -241,7 +243,7 @@ class TrainSizes:
     def _backward_ends(self) -> dict[str, int]:
         copied, own = MASTER * self.trained_root, self.itemsize * self.trained_root
         previous = MASTER * self.trained_layer
-        reduced = MASTER * self.layers * self.trained_layer // self.fsdp
+        reduced = MASTER * self.layers * self.reduced_layer
         if self.earlier_gradients and not self.keep_unsharded:
             reduced += copied // self.fsdp  # those of the rows before
         if self.keep_unsharded and self.several_rows:  # sums, which are reduced one by one

@@ -90,7 +90,9 @@ class Actor:
         tokenizer: PreTrainedTokenizerBase,
         store: SampleStore,
         device: torch.device,
+        nodes: Sequence[str] = (),
     ) -> None:
+        """`nodes` has the node of each rank; without it all are on one."""
         self.config, self.store, self.device = config, store, device
         rollout = config.rollout
         self.train_engine = TrainEngine(
@@ -105,7 +107,7 @@ class Actor:
             seed=config.run.seed,
         )
         model_config = AutoConfig.from_pretrained(model_path)
-        self.switch_plan = self._plan_switch(model_config.num_hidden_layers)
+        self.switch_plan = self._plan_switch(model_config.num_hidden_layers, nodes)
         mesh = self.switch_plan.plan.dst.mesh
         self.instance = mesh.coordinates(dist.get_rank())["instance"]
         # The ranks of this instance, of which each keeps a share of the finished samples.
@@ -134,7 +136,7 @@ class Actor:
         self.averages: dict[str, MovingAverage] = {}
         self._items: dict[SampleId, tuple[Item, tuple[TokenSpan, ...]]] = {}
 
-    def _plan_switch(self, num_layers: int) -> Switch:
+    def _plan_switch(self, num_layers: int, nodes: Sequence[str]) -> Switch:
         """Plan the weight switch."""
         rollout, engine = self.config.rollout, self.train_engine
         return plan_switch(
@@ -147,6 +149,7 @@ class Actor:
             gen_ep=rollout.layout.ep,
             vocab_multiple=rollout.features.vocab_multiple,
             ascending=rollout.features.ascending,
+            nodes=nodes,
         )
 
     def _load_base(self) -> AdapterSwitch | None:
@@ -240,6 +243,7 @@ class Actor:
             gen_layout=dict(self.switch_plan.plan.dst.mesh.axes),
             gen_grouping=self.switch_plan.grouping.value,
             instance=self.instance,
+            peers=self._own_peers,
             wide={number: share.peers for number, share in self.wide.items()},
         )
 

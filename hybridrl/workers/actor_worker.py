@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hybridrl.checkpoint import distributed
 from hybridrl.config import Config, KeptSamples
@@ -81,7 +82,9 @@ class ActorWorker(BaseWorker):
         process = self._join(host, port)
         with self._span("load"):
             model = (self.config, self.model_path, self.tokenizer, self.store, self.device)
-            self.actor = actor = Actor(*model)
+            nodes = [process.node] * self.size
+            dist.all_gather_object(nodes, process.node)
+            self.actor = actor = Actor(*model, nodes)
             self.residency = DeviceResidency(self.device, self._on_reading, actor.rollout)
             self.build = ActorRoleFactory(*model, actor, self.residency)
             self.trained["actor"] = actor

@@ -169,6 +169,7 @@ class EmulatedWorker:
             gen_layout={"pp": layout.pp, "tp": layout.tp},
             gen_grouping="emulated",
             instance=self._number,
+            peers=list(self.instance.ranks),
             wide={number: list(wide.ranks) for number, wide in self.wide.items()},
         )
         return _at_once(RankDescription(process=process, actor=actor))

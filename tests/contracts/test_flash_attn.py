@@ -13,6 +13,7 @@ from hybridrl.config import Attention
 from hybridrl.models import packed_attention
 from hybridrl.models.attention_choice import FLASH_CAPABILITY, FLASH_DTYPES, FLASH_HEAD_SIZES
 from hybridrl.models.packed_attention import make_packing
+from hybridrl.models.recomputation import KEPT
 
 pytestmark = pytest.mark.contracts
 
@@ -88,3 +89,11 @@ def test_its_backward_can_be_deterministic(checks: dict[str, str]) -> None:
     """Else it adds the queries' gradients atomically."""
     assert "const bool deterministic" in checks["mha_varlen_bwd"]
     assert "if (!deterministic)" in checks["mha_varlen_bwd"]
+
+
+def test_its_forward_pass_is_an_operation_that_selective_recomputation_keeps(
+    flash_attn: Sources,
+) -> None:
+    source = (flash_attn.root / "flash_attn/flash_attn_interface.py").read_text()
+    operations = set(re.findall(r'custom_op_wrapper\(\s*"(flash_attn::\w+)"', source))
+    assert operations & KEPT == {"flash_attn::_flash_attn_varlen_forward"}

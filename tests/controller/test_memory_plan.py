@@ -158,10 +158,12 @@ def test_activations_are_counted_in_every_family(family: str) -> None:
     hidden = 512 * 256 * 2
     assert long.kept > 10 * hidden, "inputs of the products, of both norms and of attention"
     assert long.kept == pytest.approx(2 * short.kept, rel=0.01)
-    checkpointed = layer_activations(shape, 512, checkpointing=True, **sizes)
+    checkpointed = layer_activations(shape, 512, mode=ActivationMode.recompute, **sizes)
     assert checkpointed.kept == hidden, "its input alone"
     more = 0 if family == "olmo2" else hidden  # whose products need the input, too
     assert checkpointed.backward == pytest.approx(long.backward + more, rel=0.01)
+    selective = layer_activations(shape, 512, mode=ActivationMode.selective, **sizes)
+    assert checkpointed.kept < selective.kept < 0.6 * long.kept
     lora = layer_activations(shape, 512, lora=LoraConfig(rank=4), **sizes)
     assert lora.kept < long.kept, "frozen weights need no inputs for their gradients"
     halves = layer_activations(shape, 512, tp=2, **sizes)
@@ -539,7 +541,8 @@ def test_advice_names_a_setting_once() -> None:
 
 def test_advice_leaves_out_what_is_set() -> None:
     assert _advice("train actor", "activations") == (
-        "trainer.activations=recompute or offload; a smaller trainer.max_tokens_per_micro_batch"
+        "trainer.activations=selective, recompute or offload; "
+        "a smaller trainer.max_tokens_per_micro_batch"
     )
     recomputing = {"trainer__activations": ActivationMode.recompute}
     assert _advice("train actor", "activations", **recomputing) == (
@@ -620,7 +623,7 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     """Qwen3 8B on eight GPUs of 79 GiB: 12 bytes a parameter over eight ranks, 2 in generation."""
     plan = ["plan", "memory", "model=qwen3_8b", "cluster.ranks=8", "--gpu-gib=79"]
     plan += ["rollout.max_new_tokens=4096", "model.attention=flash"]
-    cli.main(plan)
+    cli.main([*plan, "trainer.activations=keep"])
     *table, last = capfd.readouterr().out.splitlines()
     record = json.loads(last)
     assert record["phases"]["train actor"]["moments"] == pytest.approx(8.19e9, rel=0.01)
@@ -630,8 +633,14 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert record["totals"]["train actor"] > record["capacity"]
     assert record["fits"] is False
     assert "does not fit" in "".join(table)
-    cli.main([*plan, "trainer.activations=recompute"])
-    assert json.loads(capfd.readouterr().out.splitlines()[-1])["fits"] is True
+    needed = record["totals"]["train actor"] / GIB
+    cli.main(plan)
+    *table, last = capfd.readouterr().out.splitlines()
+    record = json.loads(last)
+    assert record["fits"] is True
+    line = f"trainer.activations=auto: selective, since keep needs {needed:.1f} of 75.8 GiB"
+    assert record["activations"] == line
+    assert line in " ".join(" ".join(table).split())
 
 
 def test_the_command_takes_the_gib_of_a_gpu_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
@@ -656,10 +665,10 @@ def test_the_command_plans_the_engine_that_runs(capfd: pytest.CaptureFixture[str
 
 
 def test_the_command_shows_each_pool(capfd: pytest.CaptureFixture[str]) -> None:
-    split = ["cluster.placement=split", "cluster.pools.critic=2", "recipe=ppo"]
+    split = ["cluster.placement=split", "cluster.pools.critic=1", "recipe=ppo"]
     cli.main(["plan", "memory", "model=qwen3_8b", "cluster.ranks=8", "--gpu-gib=80", *split])
     *table, last = capfd.readouterr().out.splitlines()
     assert [line.split()[1] for line in table if line.startswith("pool ")] == ["actor", "critic"]
     record = json.loads(last)
     assert "train critic" in record["pools"]["critic"]["phases"]
-    assert record["fits"] is False, "two ranks are too few for twelve bytes a parameter"
+    assert record["fits"] is False, "one rank is too few for twelve bytes a parameter"

@@ -121,6 +121,37 @@ CASES: dict[str, Case] = {
         sample_tokens=2048,
         only_trains=True,
     ),
+    # Activations that are recomputed in part: alone, with torch's attention and under tp.
+    "8b on 8, selective": Case(
+        model="qwen3_8b",
+        layers=(6, 7),
+        ranks=8,
+        rank=3,
+        activations=ActivationMode.selective,
+        sample_tokens=4096,
+        flash=False,
+        only_trains=True,
+    ),
+    "8b on 8, selective and tp": Case(
+        model="qwen3_8b",
+        layers=(6, 7),
+        ranks=8,
+        rank=3,
+        train={"tp": 2, "sequence_parallel": True},
+        activations=ActivationMode.selective,
+        sample_tokens=4096,
+        only_trains=True,
+    ),
+    "30b-a3b on 8, selective": Case(
+        model="qwen3_30b_a3b",
+        layers=(2, 3),
+        ranks=8,
+        rank=3,
+        train={"ep": 4},
+        activations=ActivationMode.selective,
+        sample_tokens=2048,
+        only_trains=True,
+    ),
 }
 """Run by `make gpu-dry`."""
 

@@ -24,6 +24,7 @@ SIZES = TrainSizes(
     root=1000,
     trained_layer=100,
     trained_root=1000,
+    reduced_layer=50,
     largest=500,
     read=900,
     itemsize=2,
@@ -83,7 +84,7 @@ def test_training_when_the_backward_pass_ends() -> None:
     reduced = 4 * 2 * 100 // 2
     copied = 2 * 1000 + 4 * 1000
     assert sizes.update() == {"gradients": reduced + copied}
-    alone = replace(sizes, fsdp=1)  # the copy, and the sum of one rank
+    alone = replace(sizes, fsdp=1, reduced_layer=100)  # the copy, and the sum of one rank
     assert alone.update() == {"gradients": 4 * 2 * 100 + 4 * 1000 + 4 * 1000}
 
 
@@ -152,7 +153,9 @@ def test_moments_of_eight_bits_have_a_scale_for_each_block() -> None:
 
 
 def test_adapters_leave_the_weights_in_the_compute_format() -> None:
-    sizes = replace(SIZES, trained=6, frozen=594, trained_layer=10, trained_root=0, head=0)
+    sizes = replace(
+        SIZES, trained=6, frozen=594, trained_layer=10, trained_root=0, reduced_layer=5, head=0
+    )
     assert sizes.state == {
         "float32 weights": 4 * 6,
         "frozen weights": 2 * 594,

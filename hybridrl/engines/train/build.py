@@ -41,6 +41,7 @@ from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.expert_parallel import apply_expert_parallel, experts_of
 from hybridrl.models.local_weights import fill_parameters
 from hybridrl.models.parallel import check_train_layout, model_parameters
+from hybridrl.models.recomputation import recompute_layers
 from hybridrl.models.stages import Chunk, cut, head_name, hollow, whole
 from hybridrl.models.stored_weights import StoredWeights
 from hybridrl.models.tensor_parallel import apply_tensor_parallel, pad_vocabulary
@@ -258,15 +259,16 @@ def _apply_ep(
 
 
 def _apply_activations(chunks: Sequence[Chunk], mode: ActivationMode, device: torch.device) -> None:
-    """Recompute each layer's activations in the backward pass, or bring them back from the host."""
-    if mode is ActivationMode.keep:
-        return
+    """Recompute each layer's activations in the backward pass, or bring them back from the host.
+
+    `auto` that no memory plan has decided keeps them.
+    """
     offload = ActivationOffload(device) if mode is ActivationMode.offload else None
     for chunk in chunks:
         if offload is not None:
             offload.apply(decoder_layers(chunk.model))
-        else:
-            chunk.model.gradient_checkpointing_enable({"use_reentrant": False})
+        elif mode.recomputes:
+            recompute_layers(chunk.model, mode)
 
 
 def _wrap(chunks: Sequence[Chunk], dims: TrainDims, temperature: float) -> list[PackedModel]:
