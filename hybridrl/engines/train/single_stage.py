@@ -23,10 +23,10 @@ def train_rows(
 ) -> None:
     """Forward and backward of one row after another; `finish` gives a row's loss by its number.
 
-    Gradients are summed over replicas after the last row alone: before it FSDP keeps the sharded
-    sums of this replica, which take the memory of the gradients that they become. Without
-    `all_reduce` it keeps them after the last row, too, until it next sums over replicas. With
-    `keep_unsharded` gradients are not even sharded before the last row.
+    Gradients are summed over replicas after the last row alone. Before it FSDP keeps this replica's
+    sharded sums, in the memory of the gradients that they become. Without `all_reduce` it keeps
+    them after the last row, too, until it next sums over replicas. With `keep_unsharded` gradients
+    are not even sharded before the last row.
     """
     assert isinstance(root, FSDPModule)
 
