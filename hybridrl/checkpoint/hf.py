@@ -77,7 +77,11 @@ def _save_hf(
                 temporary.mkdir(parents=True)
         with _on_all_ranks(path):
             tensors = _gathered(engine, shares, buffers, compute)
-            adapters = engine.gather(dict.fromkeys(engine.adapter_names(), 0), torch.float32)
+            adapters = {
+                name: tensor.to("cpu")
+                for adapter in engine.adapter_names()
+                for name, tensor in engine.gather({adapter: 0}, torch.float32).items()
+            }
             try:
                 for share in [share for share in shares if share.writer == dist.get_rank()]:
                     write_share(temporary, hub, share, tensors)
@@ -200,12 +204,11 @@ def write_index(directory: Path, shares: Sequence[WeightShare]) -> None:
 
 def _write_adapter(directory: Path, config: Any, weights: Mapping[str, torch.Tensor]) -> None:
     """Write as `PeftModel.save_pretrained` does; a value head is trained and saved in full."""
-    tensors = {name: tensor.to("cpu").contiguous() for name, tensor in weights.items()}
-    heads = [name.rpartition(".")[0] for name in tensors if ".lora_" not in name]
+    heads = [name.rpartition(".")[0] for name in weights if ".lora_" not in name]
     config = copy.copy(config)
     config.modules_to_save, config.inference_mode = heads or None, True
     config.save_pretrained(directory)
-    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    named = {f"base_model.model.{name}": tensor for name, tensor in weights.items()}
     save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 

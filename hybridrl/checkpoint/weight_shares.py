@@ -4,9 +4,8 @@ Invariants, asserted by the tests:
 1. every tensor of the checkpoint is in exactly one file, and every file has one writer;
 2. tensors that are converted together have one writer;
 3. the ranks of a pipeline stage write its tensors, unless the whole model fits into one file;
-   no writer has more than the mean of its stage's and one largest conversion;
-4. no file is larger than the bound, unless it has a single tensor;
-5. all ranks compute the same shares.
+4. no writer has more than the mean of its stage and one largest conversion;
+5. no file is larger than the bound, unless it has a single tensor.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

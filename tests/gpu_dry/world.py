@@ -32,6 +32,7 @@ from hybridrl.models.parallel import model_parameters
 from hybridrl.models.tiny import make_char_tokenizer
 from hybridrl.system.devices import prepare_gpu
 from hybridrl.system.rendezvous import join_group
+from hybridrl.system.shared_memory import SharedMemory
 from hybridrl.workers.actor import ENGINE_GAPS
 
 
@@ -51,6 +52,8 @@ def joined(rank: int, size: int, strict: bool) -> Iterator[torch.device]:
         with (
             mock.patch.object(process_groups, "_meet", return_value=None),
             mock.patch.object(dist, "all_gather_object", _all_gather_object),
+            # The other ranks of the node are no processes; and the weights have no values.
+            mock.patch.object(SharedMemory, "create", side_effect=OSError("a dry run")),
             mock.patch.object(dist, "broadcast_object_list", _broadcast_object_list),
             mock.patch.object(pipeline_executor, "dist", _Messages()),
         ):
