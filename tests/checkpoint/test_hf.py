@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hybridrl.checkpoint import hf
+from hybridrl.checkpoint.weight_shares import WeightShare
 from hybridrl.config import (
     DType,
     LoraConfig,
@@ -193,6 +194,11 @@ def test_an_error_of_one_writer_is_that_of_all(fresh_ranks, ranks, source, tmp_p
         assert str(target) in error
     assert [file.name for file in target.parent.iterdir()] == ["step_1"]
     assert torch.equal(logits(target), logits(source))
+
+
+def test_a_rank_that_does_not_see_the_directory_says_so(tmp_path):
+    with pytest.raises(OSError, match="rank 3 does not see"):
+        hf.write_share(tmp_path / "here", None, WeightShare(3, (), ()), [])
 
 
 def _save_until_killed(source, target):

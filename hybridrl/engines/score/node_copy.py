@@ -63,6 +63,10 @@ def keep_once(parameters: Sequence[nn.Parameter], shards: Hashable) -> NodeCopy 
 def _once(
     parameters: Sequence[nn.Parameter], load: Callable[[], None] | None, shards: Hashable
 ) -> NodeCopy | None:
+    if not dist.is_initialized():  # a process alone
+        if load is not None:
+            load()
+        return None
     keys = _gathered((node_key(), shards))
     rank = dist.get_rank()
     sharers = [other for other, key in enumerate(keys) if key == keys[rank]]
