@@ -32,7 +32,7 @@ from hybridrl.models.parallel import model_parameters
 from hybridrl.models.tiny import make_char_tokenizer
 from hybridrl.system.devices import prepare_gpu
 from hybridrl.system.rendezvous import join_group
-from hybridrl.system.shared_memory import SharedMemory
+from hybridrl.engines.score.shared_memory import SharedMemory
 from hybridrl.workers.actor import ENGINE_GAPS
 
 

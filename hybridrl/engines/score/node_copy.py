@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hybridrl.system.shared_memory import MemoryAddress, SharedMemory, node_key
+from hybridrl.engines.score.shared_memory import MemoryAddress, SharedMemory, node_key
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ def load_once(
     """Fill `parameters` by `load` on one rank of a node for the same `shards`; others share them.
 
     Collective over all ranks; `shards` is equal for those with the same. Returns the copy in host
-    memory. It is None for a rank that has called `load` itself and shares nothing: no other rank of
-    its node has its shards, or a log line says why. Ranks with the same shards raise the same error
-    of `load`.
+    memory. It is None for a rank that has called `load` itself and shares nothing. Then no other
+    rank of its node has its shards, or a log line says why. Ranks with the same shards raise the
+    same error of `load`.
     """
     return _once(parameters, load, shards)
 

@@ -19,7 +19,7 @@ from hybridrl.engines.score import node_copy
 from hybridrl.engines.score.engine import ScoreEngine, Weights
 from hybridrl.layout.mesh import gen_mesh
 from hybridrl.models.shard import GenParallel
-from hybridrl.system.shared_memory import MemoryAddress, SharedMemory, node_key
+from hybridrl.engines.score.shared_memory import MemoryAddress, SharedMemory, node_key
 
 CPU = torch.device("cpu")
 
@@ -52,17 +52,17 @@ def make(path, tp=1):
 
 def shared_maps():
     """Inode and kB by kind of the shared memory that this process maps."""
-    found, current = [], None
+    maps, current = [], None
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
             current = None
             if "memfd:hybridrl" in line:
                 current = {"inode": int(line.split()[4])}
-                found.append(current)
+                maps.append(current)
         elif current is not None and line.endswith("kB"):
             kind, size, _ = line.split()
             current[kind.rstrip(":")] = int(size)
-    return found
+    return maps
 
 
 def load_and_write(path, tp, sequences):
@@ -103,20 +103,20 @@ def counted(function, calls):
     return call
 
 
-def check(results, parts):
-    """`parts` has the number of the part of each rank."""
+def check(results, shards):
+    """`shards` has a number for each rank, equal for those with the same shards."""
     inodes = {}
-    for rank, (own, part) in enumerate(zip(results, parts, strict=True)):
-        assert own["loads"] == (parts.index(part) == rank), "one rank reads each part"
+    for rank, (own, shard) in enumerate(zip(results, shards, strict=True)):
+        assert own["loads"] == (shards.index(shard) == rank), "one rank reads each shard"
         assert own["equal"]
         (memory,) = own["maps"]
-        assert inodes.setdefault(part, memory["inode"]) == memory["inode"], "the same pages"
+        assert inodes.setdefault(shard, memory["inode"]) == memory["inode"], "the same pages"
         assert memory["Size"] * 1024 >= own["size"]
         assert memory["Rss"] * 1024 >= own["size"] // 2, "they have been read"
         assert memory["Pss"] < 0.75 * memory["Rss"], "by several processes"
         assert not memory["Anonymous"], "and written by none"
         assert own["same after"] == (rank > 0), "what a rank writes stays its own"
-    assert len(set(inodes.values())) == len(set(parts))
+    assert len(set(inodes.values())) == len(set(shards))
     assert results[0]["maps after"][0]["Anonymous"] * 1024 >= results[0]["size"] // 2
 
 
