@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from gpu_dry.fake_device import ROOT, FakeDevice
 from hybridrl.config import ClusterConfig, Device, TinyModelConfig
+from hybridrl.engines.score.shared_memory import SharedMemory
 from hybridrl.engines.train import pipeline_executor
 from hybridrl.layout import process_groups
 from hybridrl.models import stored_weights
@@ -32,7 +33,6 @@ from hybridrl.models.parallel import model_parameters
 from hybridrl.models.tiny import make_char_tokenizer
 from hybridrl.system.devices import prepare_gpu
 from hybridrl.system.rendezvous import join_group
-from hybridrl.engines.score.shared_memory import SharedMemory
 from hybridrl.workers.actor import ENGINE_GAPS
 
 

@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3For
 from hybridrl.config import ConfigError
 from hybridrl.engines.score import node_copy
 from hybridrl.engines.score.engine import ScoreEngine, Weights
+from hybridrl.engines.score.shared_memory import MemoryAddress, SharedMemory, node_key
 from hybridrl.layout.mesh import gen_mesh
 from hybridrl.models.shard import GenParallel
-from hybridrl.engines.score.shared_memory import MemoryAddress, SharedMemory, node_key
 
 CPU = torch.device("cpu")
 
@@ -276,3 +276,21 @@ def test_memory_of_another_process_is_recognized():
     assert shared[:2] == b"ab"
     with pytest.raises(FileNotFoundError):
         SharedMemory.open(address)
+
+
+def test_pinned_memory_is_unpinned_once():
+    """In one process, which a dry run's probes can watch."""
+    driver, memory = Driver(), SharedMemory.create(4096)
+    parameter = torch.nn.Parameter(torch.zeros(3, 5), requires_grad=False)
+    with (
+        patch.object(node_copy, "_on_cpu", lambda _: False),
+        patch.object(torch.cuda, "cudart", lambda: driver),
+        patch.object(torch.cuda, "synchronize") as synchronize,
+    ):
+        copy = node_copy._take(memory, [parameter])
+        assert [tensor.shape for tensor in copy.tensors] == [parameter.shape]
+        copy.release()
+        copy.release()
+    assert [address for address, _, _ in driver.pinned] == driver.unpinned
+    synchronize.assert_called_once()
+    memory.close()
