@@ -22,7 +22,7 @@ from hybridrl.config import (
 from hybridrl.controller.placement import HOME
 from hybridrl.controller.roles_together import roles_together
 from hybridrl.flow import Graph
-from hybridrl.planner.memory import MemoryPlan, PoolSizes, RunPlan, plan_memory
+from hybridrl.planner.memory import SCORING, MemoryPlan, PoolSizes, RunPlan, plan_memory
 from hybridrl.planner.memory_advice import advice
 from hybridrl.planner.train_memory import TrainSizes
 
@@ -70,18 +70,26 @@ def plan_run(
         sizes = _pool_sizes(config, graph, shape, pool, inputs, stages)
         plan = plan_memory(sizes, config.cluster.device.value, room.capacity, room.reserved)
         pools[pool] = _advised(plan, config, pool)
-    return RunPlan(pools, attention.value, reason, _node_host(config, pools))
+    return RunPlan(pools, attention.value, reason, _node_host(config, graph, pools))
 
 
-def _node_host(config: Config, pools: Mapping[str, MemoryPlan]) -> int:
-    """Bytes that the ranks of one node have in its memory, of the node that has most."""
-    cluster = config.cluster
+def _node_host(config: Config, graph: Graph, pools: Mapping[str, MemoryPlan]) -> int:
+    """Bytes that the ranks of one node have in its memory, of the node that has most.
+
+    Its ranks with the same shards of frozen weights share them (`engines.score.node_copy`), unless
+    a role that only scores is a moving average. An instance has each shard once.
+    """
+    cluster, layout = config.cluster, config.rollout.layout
     per_node = -(-cluster.ranks // cluster.nodes)
+    changes = any(copy.update == "ewma" for copy in graph.copies.values())
     nodes = Counter[int]()
     for pool, ranks in cluster.pool_ranks.items():
-        own = sum(pools[pool].on_host.values())
-        for rank in ranks:
-            nodes[cluster.worker_of_rank[rank] // per_node] += own
+        sizes = pools[pool].on_host
+        frozen = 0 if changes else sizes.get(SCORING, 0)
+        by_node = Counter(cluster.worker_of_rank[rank] // per_node for rank in ranks)
+        for node, number in by_node.items():
+            nodes[node] += (sum(sizes.values()) - frozen) * number
+            nodes[node] += frozen * min(number, layout.pp * layout.tp)
     return max(nodes.values())
 
 

@@ -25,6 +25,9 @@ import numpy as np
 from hybridrl.layout.box import Box
 from hybridrl.layout.plan import ParameterClass, Plan
 
+BUCKET_BYTES = 16 * 2**20
+"""Default size of a bucket; two are in flight."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:

@@ -14,15 +14,13 @@ from hybridrl.layout.layout import Layout
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.process_groups import shared_group
+from hybridrl.layout.transfer_rounds import BUCKET_BYTES as BUCKET_BYTES
 from hybridrl.layout.transfer_rounds import Exchange, Gather, Piece, gather_ranks, transfer_rounds
 
 logger = logging.getLogger(__name__)
 
 # torch 2.13 renamed it and warns under the old name, which older versions alone know.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-BUCKET_BYTES = 16 * 2**20
-"""Default size of a bucket; two are in flight."""
 
 Tensors = Mapping[str, torch.Tensor]
 

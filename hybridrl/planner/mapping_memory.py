@@ -11,6 +11,7 @@ from typing import Protocol
 
 from hybridrl.config import ActivationMode, OptimName
 from hybridrl.layout.fsdp_groups import is_one_group, stays_unsharded
+from hybridrl.layout.transfer_rounds import BUCKET_BYTES
 from hybridrl.pipelines.standard import least_micro_batches
 from hybridrl.planner.generation_memory import NativeSizes
 from hybridrl.planner.mapping import (
@@ -189,7 +190,7 @@ class MappingMemory:
         activations = self.layer_bytes.layer(role, *setting)
         widest = max(shape.ffn, shape.heads * shape.features) * shape.hidden
         largest = max(shape.head_parameters, widest)
-        split = tp > 1 and layout.fsdp > 1
+        bucket = min(BUCKET_BYTES, round(self.itemsize * shape.parameters))
         matrices = sum(own) * shape.layer_parameters if role.optim is OptimName.muon else 0
         return TrainSizes(
             trained=-(-(root + sum(own) * layer) // layout.fsdp),
@@ -214,7 +215,7 @@ class MappingMemory:
             embedding=embedding * tp if tp > 1 else 0,
             in_flight=in_flight,
             received=self._received(role.shape, layout, stage, tokens, in_flight),
-            saved=MASTER * (largest + largest // tp * split),
+            saved=max(self.itemsize * largest, bucket) + 2 * bucket,
             moment=EIGHT_BIT_MOMENT if role.optim is OptimName.adamw8bit else MASTER,
             matrices=-(-matrices // (tp * layout.fsdp)),
             owned_matrices=max(-(-matrices // (tp * layout.data_ranks)), widest) if matrices else 0,

@@ -27,6 +27,7 @@ from hybridrl.planner.train_memory import MASTER, TrainSizes
 GIB = 2**30
 TOGETHER = "together"
 WAITING = "keys and values of waiting conversations"
+SCORING = "scoring weights"
 FILE = 2
 """Bytes of a parameter in a file of bfloat16 weights."""
 LEFT_FOR = {
@@ -207,7 +208,7 @@ def plan_memory(run: PoolSizes, device: str, capacity: int, reserved: int) -> Me
             _phase(name, stays, weights, sizes, waiting) for name, sizes in gen.phases(left).items()
         ]
     for role, scorer in run.scoring.items():
-        own = {} if stays else {"scoring weights": scorer.weights}
+        own = {} if stays else {SCORING: scorer.weights}
         row = {"activations": scorer.activations}
         phases.append(_phase(f"score {role}", stays, weights, own, row))
     for role, trained in run.trained.items():
@@ -229,7 +230,7 @@ def _stays(run: PoolSizes) -> dict[str, int]:
     stays: dict[str, int] = {}
     for sizes in run.trained.values():
         stays = _sum(stays, sizes.state)
-    return _sum(stays, {"scoring weights": sum(s.weights for s in run.scoring.values())})
+    return _sum(stays, {SCORING: sum(s.weights for s in run.scoring.values())})
 
 
 def _loading(run: PoolSizes, device: str) -> dict[str, dict[str, int]]:

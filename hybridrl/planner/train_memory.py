@@ -112,7 +112,7 @@ class TrainSizes:
     """Bytes that a pipeline has received: inputs of rows in flight, besides one, and what is on its
     way: a row, and a gradient."""
     saved: int = 0
-    """Bytes of the parameter that takes most while it is gathered whole, for a checkpoint."""
+    """Bytes of what a rank gathers at a time for a checkpoint: a parameter, and two buckets."""
     zero_bubble: ZeroBubbleUpdate | None = None
     """The rows of the update, on a stage of such a pipeline."""
     early: bool = False

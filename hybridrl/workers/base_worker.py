@@ -230,8 +230,8 @@ class BaseWorker:
     def save(self, path: str, resume: str | None = None) -> Reply[dict[str, Progress]]:
         """Write the actor as a Hugging Face directory; every other trained role as one inside it.
 
-        Rank 0 writes, all ranks gather. Into `resume` all ranks write the state that training
-        resumes from, a folder for each role. Answers with each role's progress.
+        All ranks write (`checkpoint.hf`). Into `resume` they write the state that training resumes
+        from, a folder for each role. Answers with each role's progress.
         """
         progress = {}
         self._finish_records()

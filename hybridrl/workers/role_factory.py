@@ -116,6 +116,7 @@ class RoleFactory:
         )
         if present is not None:
             scorer.engine.take_weights(present)
+            scorer.engine.keep_once()
         scorer.offload()
         return scorer
 
@@ -172,6 +173,7 @@ class ActorRoleFactory(RoleFactory):
             self.residency.activate(scorer)
             self.actor.copy_weights(scorer.parameters(), self.config.model.compute_dtype)
             self.actor.copy_biases(scorer.engine.model)
+            scorer.engine.keep_once()
             self.residency.activate(None)
         return scorer
 

@@ -51,6 +51,7 @@ from hybridrl.controller.memory_plan import (
 )
 from hybridrl.controller.preflight import build_recipe, check_attention, prepare
 from hybridrl.flow import Graph
+from hybridrl.flow.graph import Copy
 from hybridrl.models.activations import layer_activations, prefill_activations
 from hybridrl.models.parallel import model_parameters
 from hybridrl.models.tiny import make_tiny_model
@@ -672,3 +673,26 @@ def test_the_command_shows_each_pool(capfd: pytest.CaptureFixture[str]) -> None:
     record = json.loads(last)
     assert "train critic" in record["pools"]["critic"]["phases"]
     assert record["fits"] is False, "one rank is too few for twelve bytes a parameter"
+
+
+def test_a_node_has_frozen_weights_once_for_each_shard() -> None:
+    """Instances of two ranks: a node of eight has four, and one copy of each half."""
+
+    def node_host(ranks: int, nodes: int, tp: int, update: str = "frozen") -> int:
+        config, graph = _config(ranks=ranks), _graph()
+        config.cluster.nodes, config.rollout.layout.tp = nodes, tp
+        if update != "frozen":
+            graph.copies["average"] = Copy("average", "actor", "ewma", 0.9)
+        run = plan_run(config, graph, _shape(), ROOM)
+        (plan,) = run.pools.values()
+        frozen = plan.on_host["scoring weights"]
+        per_node = ranks // nodes
+        others = run.node_host - (sum(plan.on_host.values()) - frozen) * per_node
+        assert others % frozen == 0
+        return others // frozen
+
+    assert node_host(8, 1, 2) == 2
+    assert node_host(16, 2, 2) == 2
+    assert node_host(8, 1, 1) == 1
+    assert node_host(8, 4, 4) == 2, "two ranks a node hold two of the four shards"
+    assert node_host(8, 1, 2, "ewma") == 8, "averages change, and are not shared"

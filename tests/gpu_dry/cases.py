@@ -47,6 +47,16 @@ CASES: dict[str, Case] = {
         activations=ActivationMode.offload,
         optim=OptimName.muon,
     ),
+    # Two micro-batches an update.
+    "8b on 8, replicas": Case(
+        model="qwen3_8b",
+        layers=(2, 3),
+        ranks=8,
+        rank=3,
+        train={"replicas": 2},
+        gen={"tp": 2},
+        sample_tokens=4096,
+    ),
     "8b on 8, adapters": Case(model="qwen3_8b", layers=(2, 3), ranks=8, lora=16, critic=True),
     "8b on 8, zero bubble": Case(
         model="qwen3_8b",

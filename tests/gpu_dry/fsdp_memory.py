@@ -92,6 +92,9 @@ CASES = {
     "replicas 4, fsdp 16": UpdateCase(
         prompts=16, held=3, micro_batch_tokens=8192, layout={"replicas": 4}
     ),
+    "replicas 4, fsdp 16, two micro-batches": UpdateCase(
+        prompts=24, held=4, micro_batch_tokens=4096, layout={"replicas": 4}
+    ),
     "fsdp 16, tp 4": UpdateCase(prompts=6, held=1, micro_batch_tokens=8192, layout={"tp": 4}),
     "fsdp 32, pp 2": UpdateCase(prompts=28, held=4, micro_batch_tokens=4096, layout={"pp": 2}),
     "fsdp 16, pp 2, tp 2, recompute": UpdateCase(

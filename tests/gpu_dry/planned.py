@@ -5,7 +5,6 @@ from transformers import PretrainedConfig
 from gpu_dry.case import (
     MICRO_BATCH_TOKENS,
     ROWS,
-    SAMPLE_TOKENS,
     SAMPLES,
     Case,
     prompt_lengths,
@@ -45,7 +44,7 @@ def planned(case: Case, config: Config, shape: PretrainedConfig, gen_stage: int)
     if not case.only_trains:
         # Rows that decode together are padded to the longest, which has its first tokens.
         inputs = LongestInputs(
-            row=lambda layout, ranks: _longest_row(layout, case.strict),
+            row=lambda layout, ranks: _longest_row(layout, case),
             prompt=max(prompt_lengths()),
             copied=(1 if case.strict else ROWS) * (max(prompt_lengths()) + 1),
         )
@@ -55,12 +54,12 @@ def planned(case: Case, config: Config, shape: PretrainedConfig, gen_stage: int)
     return {phase: sizes[name] for phase, name in PLANNED.items() if name in sizes}
 
 
-def _longest_row(layout: TrainLayoutConfig | RolloutLayoutConfig, strict: bool) -> PackedRow:
+def _longest_row(layout: TrainLayoutConfig | RolloutLayoutConfig, case: Case) -> PackedRow:
     """The rows of an update, or of scoring, over the samples that the ranks of a replica share."""
-    tokens = SAMPLES * layout.pp * layout.tp * SAMPLE_TOKENS
+    tokens = SAMPLES * layout.pp * layout.tp * case.sample_tokens
     rows = max(1, -(-tokens // MICRO_BATCH_TOKENS))
     if isinstance(layout, RolloutLayoutConfig):
-        tokens = SAMPLE_TOKENS if strict else min(tokens, MICRO_BATCH_TOKENS)
+        tokens = case.sample_tokens if case.strict else min(tokens, MICRO_BATCH_TOKENS)
         rows = 1
     scored = tokens * 3 // 4  # of a sample the rest is the prompt
     return PackedRow(tokens // rows, scored // rows, rows)

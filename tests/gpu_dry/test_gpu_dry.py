@@ -44,6 +44,7 @@ HALVES = (
         "32b on 64, adapters",
         "8b on 8, offload and muon",
         "8b on 8, cp",
+        "8b on 8, replicas",
         "30b-a3b on 8, ep",
     ),
 )

@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from gpu_dry.fake_device import ROOT, FakeDevice
 from hybridrl.config import ClusterConfig, Device, TinyModelConfig
+from hybridrl.engines.score.shared_memory import SharedMemory
 from hybridrl.engines.train import pipeline_executor
 from hybridrl.layout import process_groups
 from hybridrl.models import stored_weights
@@ -56,6 +57,8 @@ def joined(rank: int, size: int, strict: bool) -> Iterator[torch.device]:
         with (
             mock.patch.object(process_groups, "_meet", return_value=None),
             mock.patch.object(dist, "all_gather_object", _all_gather_object),
+            # The other ranks of the node are no processes; and the weights have no values.
+            mock.patch.object(SharedMemory, "create", side_effect=OSError("a dry run")),
             mock.patch.object(dist, "broadcast_object_list", _broadcast_object_list),
             mock.patch.object(pipeline_executor, "dist", _Messages()),
         ):

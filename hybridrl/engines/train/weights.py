@@ -12,8 +12,10 @@ from hybridrl.config import LoraConfig
 from hybridrl.engines.train.build import Parts, TrainDims
 from hybridrl.layout.box import Box
 from hybridrl.layout.layout import Layout
-from hybridrl.layout.owners import matrices_of, restricted
+from hybridrl.layout.owners import matrices_of, on_owners, restricted
 from hybridrl.layout.parameters import Parameter
+from hybridrl.layout.plan import plan
+from hybridrl.layout.weight_switch import WeightSwitch
 from hybridrl.models.adapters import pair_of
 from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.load import SCORE
@@ -81,14 +83,39 @@ class ModelShards:
         for parameter in self.parameters:
             yield parameter.name, self._full_tensor(parameter, shards, device or self.device)
 
-    def adapter_weights(
-        self, device: torch.device | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The trained tensors of a model with adapters, as `weights` yields; of others none."""
-        shards = self.named_shards()
+    def adapter_names(self) -> list[str]:
+        """Adapters, and a value head that is trained in full with them; of other models none."""
         heads = [p for p in self.parameters if self.lora is not None and p.name == SCORE]
-        for parameter in (*self.adapters, *heads):
-            yield parameter.name, self._full_tensor(parameter, shards, device or self.device)
+        return [parameter.name for parameter in (*self.adapters, *heads)]
+
+    @torch.no_grad()
+    def gather(self, owners: Mapping[str, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The parameters that this rank owns in full, in `owners`' order, adapters merged.
+
+        `owners` has the rank that gets each of some parameters; no other rank gets it, nor a buffer
+        of it. They are where the shards are, in `dtype`; of a model with adapters in float32. All
+        ranks call it together, with the same `owners`.
+        """
+        if not owners:
+            return {}
+        pairs, scaling = {}, 0.0
+        if self.lora is not None:
+            dtype, scaling = torch.float32, self.lora.scaling  # the owner rounds the sum once
+            pairs = {n: pair for n in owners if (pair := pair_of(n))[0] in self.layout.rules}
+        wanted = {**owners, **{x: owners[name] for name, pair in pairs.items() for x in pair}}
+        rank, shards, layout = dist.get_rank(), self.named_shards(), self.layout
+        whole = {
+            name: torch.empty(layout.shapes[name], dtype=dtype, device=self.shards_device())
+            for name, owner in wanted.items()
+            if owner == rank
+        }
+        there = plan(restricted(layout, wanted), on_owners(layout, wanted))
+        own_shards = {name: shards[name] for name in wanted if name in shards}
+        WeightSwitch(there, rank, dtype).switch(own_shards, whole, waits=False)
+        for name, (a, b) in pairs.items():
+            if name in whole:
+                whole[name].addmm_(whole[b], whole[a], alpha=scaling)
+        return {name: whole[name] for name in owners if name in whole}
 
     def shards_device(self) -> torch.device:
         """Where the shards are: this rank's device, or the CPU while they are offloaded."""
