@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from hybridrl.engines.rollout.device_copies import Array, upload
 from hybridrl.engines.rollout.interface import SamplingParams
 from hybridrl.engines.rollout.logit_edits import LogitEdits
 
@@ -35,19 +37,46 @@ class SamplingBatch:
         cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device
     ) -> "SamplingBatch":
         """The rows of `params`, as tensors on `device`."""
-        greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
-        top_k = torch.tensor([p.top_k or vocab_size for p in params], device=device)
-        top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
+        columns: dict[str, Array] = {
+            "temperature": np.array([p.temperature or 1.0 for p in params], np.float32)
+        }
+        if any(p.temperature == 0 for p in params):
+            columns["greedy"] = np.array([p.temperature == 0 for p in params])
+        if any(0 < p.top_k < vocab_size for p in params):
+            columns["top_k"] = np.array([p.top_k or vocab_size for p in params], np.int64)
+        if any(p.top_p < 1 for p in params):
+            columns["top_p"] = np.array([p.top_p for p in params], np.float64)
+        if any(p.min_p > 0 for p in params):
+            columns["min_p"] = np.array([p.min_p for p in params], np.float32)
+        sent = upload(columns, device)
         return cls(
-            temperature=torch.tensor([p.temperature or 1.0 for p in params], device=device),
+            temperature=sent["temperature"],
             plain=all(p.temperature in (0, 1) for p in params),
-            greedy=greedy if any(p.temperature == 0 for p in params) else None,
-            top_k=top_k if any(0 < p.top_k < vocab_size for p in params) else None,
-            top_p=top_p if any(p.top_p < 1 for p in params) else None,
-            min_p=torch.tensor([p.min_p for p in params], device=device)
-            if any(p.min_p > 0 for p in params)
-            else None,
+            greedy=sent.get("greedy"),
+            top_k=sent.get("top_k"),
+            top_p=sent.get("top_p"),
+            min_p=sent.get("min_p"),
             edits=LogitEdits(params, device) if any(p.edits_logits for p in params) else None,
+        )
+
+    @classmethod
+    def alike(
+        cls, params: SamplingParams, rows: int, vocab_size: int, device: torch.device
+    ) -> "SamplingBatch":
+        """As `of`, for `rows` rows of the same `params`, which the device fills in itself."""
+        assert not params.edits_logits
+        temperature, narrow = params.temperature, 0 < params.top_k < vocab_size
+
+        def column(value: float, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((rows,), value, dtype=dtype, device=device)
+
+        return cls(
+            temperature=column(temperature or 1.0, torch.float32),
+            plain=temperature in (0, 1),
+            greedy=column(True, torch.bool) if temperature == 0 else None,
+            top_k=column(params.top_k, torch.int64) if narrow else None,
+            top_p=column(params.top_p, torch.float64) if params.top_p < 1 else None,
+            min_p=column(params.min_p, torch.float32) if params.min_p > 0 else None,
         )
 
 
