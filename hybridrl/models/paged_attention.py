@@ -22,6 +22,11 @@ Places = tuple[torch.Tensor, torch.Tensor]
 """Of tokens in the cache: their blocks [tokens] and their offsets [tokens] in those."""
 
 
+def reads_whole_pages(device: torch.device) -> bool:
+    """Whether attention on the device reads keys page by page; a CPU computes only what counts."""
+    return device.type != "cpu"
+
+
 class KVPool:
     """Keys and values of all layers: `blocks` [layers, blocks, 2, kv_heads, block_size, head_dim].
 
@@ -46,9 +51,10 @@ class KVPool:
     ) -> None:
         """`lender` is a pool whose memory this one shares; else it takes some of its own."""
         self.block_size, self.kv_heads, self.head_dim = block_size, kv_heads, head_dim
-        self._whole_pages = device.type != "cpu"
+        self._whole_pages = reads_whole_pages(device)
         copied = 1 if self._whole_pages else 0
         shape = (layers + copied, blocks, 2, kv_heads, block_size, head_dim)
+        self._memory: torch.Tensor
         # Zeros, since masked positions are multiplied by 0 and uninitialized memory may be NaN.
         if lender is not None:
             self._memory = lender._memory.view(-1)[: prod(shape)].view(shape)

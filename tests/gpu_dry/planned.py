@@ -4,7 +4,6 @@ from transformers import PretrainedConfig
 
 from gpu_dry.case import (
     MICRO_BATCH_TOKENS,
-    SAMPLE_TOKENS,
     SAMPLES,
     Case,
     prompt_lengths,
@@ -44,7 +43,7 @@ def planned(case: Case, config: Config, shape: PretrainedConfig, gen_stage: int)
     inputs = LongestInputs.of(config, graph)
     if not case.only_trains:
         inputs = LongestInputs(
-            row=lambda layout, ranks: _longest_row(layout, case.strict),
+            row=lambda layout, ranks: _longest_row(layout, case),
             prompt=max(prompt_lengths()),
         )
     stage = case.rank // (case.ranks // config.trainer.layout.pp)
@@ -53,12 +52,12 @@ def planned(case: Case, config: Config, shape: PretrainedConfig, gen_stage: int)
     return {phase: sizes[name] for phase, name in PLANNED.items() if name in sizes}
 
 
-def _longest_row(layout: TrainLayoutConfig | RolloutLayoutConfig, strict: bool) -> PackedRow:
+def _longest_row(layout: TrainLayoutConfig | RolloutLayoutConfig, case: Case) -> PackedRow:
     """The rows of an update, or of scoring, over the samples that the ranks of a replica share."""
-    tokens = SAMPLES * layout.pp * layout.tp * SAMPLE_TOKENS
+    tokens = SAMPLES * layout.pp * layout.tp * case.sample_tokens
     rows = max(1, -(-tokens // MICRO_BATCH_TOKENS))
     if isinstance(layout, RolloutLayoutConfig):
-        tokens = SAMPLE_TOKENS if strict else min(tokens, MICRO_BATCH_TOKENS)
+        tokens = case.sample_tokens if case.strict else min(tokens, MICRO_BATCH_TOKENS)
         rows = 1
     scored = tokens * 3 // 4  # of a sample the rest is the prompt
     return PackedRow(tokens // rows, scored // rows, rows)

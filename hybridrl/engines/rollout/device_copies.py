@@ -24,18 +24,32 @@ def upload(arrays: Mapping[str, Array], device: torch.device) -> dict[str, torch
     """
     if device.type == "cpu":
         return {n: torch.from_numpy(np.ascontiguousarray(array)) for n, array in arrays.items()}
-    sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays.values()]
-    packed = np.empty(sum(sizes), np.uint8)
-    for array, size, stop in zip(arrays.values(), sizes, accumulate(sizes), strict=True):
-        start = stop - size
+    # torch gives pinned memory to others only once the copies from it are done.
+    packed = torch.from_numpy(pack(arrays)).pin_memory()
+    return unpack(packed.to(device, non_blocking=True), arrays)
+
+
+def pack(arrays: Mapping[str, Array]) -> npt.NDArray[np.uint8]:
+    """All bytes of the arrays, in one array."""
+    sizes = _sizes(arrays)
+    packed = np.zeros(sum(sizes), np.uint8)
+    for array, start in zip(arrays.values(), accumulate([0, *sizes[:-1]]), strict=True):
         own = np.ascontiguousarray(array).reshape(-1)
         packed[start : start + array.nbytes] = own.view(np.uint8)
-    # torch gives pinned memory to others only once the copies from it are done.
-    together = torch.from_numpy(packed).pin_memory().to(device, non_blocking=True)
+    return packed
+
+
+def unpack(packed: torch.Tensor, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+    """Views of `packed` bytes that have the shapes and types of the arrays."""
+    parts = packed.split(_sizes(arrays))
     return {
         name: part[: array.nbytes].view(_dtype(array)).view(array.shape)
-        for (name, array), part in zip(arrays.items(), together.split(sizes), strict=True)
+        for (name, array), part in zip(arrays.items(), parts, strict=True)
     }
+
+
+def _sizes(arrays: Mapping[str, Array]) -> list[int]:
+    return [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays.values()]
 
 
 def _dtype(array: Array) -> torch.dtype:
