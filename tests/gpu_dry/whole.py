@@ -42,7 +42,9 @@ def multiplied(few: Figures, more: Figures, depths: tuple[int, int], layers: int
             figures[f"{key}_per_layer"] = round((b[key] - a[key]) / (deep - shallow), 2)
         functions = sorted({*a["syncs"], *b["syncs"]})
         figures["syncs"] = {
-            function: whole(*(x["syncs"].get(function, 0) for x in (a, b)), f"{name}, {function}")
+            function: whole(
+                a["syncs"].get(function, 0), b["syncs"].get(function, 0), f"{name}, {function}"
+            )
             for function in functions
         }
         phases[name] = figures
