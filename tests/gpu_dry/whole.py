@@ -22,8 +22,8 @@ ADAPTER_TENSORS = 7 * 2 * 3
 def multiplied(few: Figures, more: Figures, depths: tuple[int, int], layers: int) -> Figures:
     """The figures of `layers` layers, on the line through those of two depths.
 
-    A figure that comes out negative does not follow from the depth: the second model has found
-    something that the first one left in the process.
+    A negative figure does not follow from the depth. The second model has then found something that
+    the first one left in the process.
     """
     shallow, deep = depths
     steps = (layers - shallow) / (deep - shallow)

@@ -165,7 +165,7 @@ def prefill_batches(
     jobs = sorted(jobs, key=lambda job: -len(job.tokens))
     pending: list[Sequence[Prefill]] = []
     for start, stop in split([len(job.tokens) for job in jobs], _GROUP_TOKENS[device.type]):
-        for group in _parts(jobs[start:stop], pool):
+        for group in _within_limits(jobs[start:stop], pool):
             used = sum(len(other) * len(other[0].tokens) for other in pending)
             if pending and used + len(group) * len(group[0].tokens) > PREFILL_TOKENS:
                 yield _prefill_pass(pending, pool, device)
@@ -175,7 +175,7 @@ def prefill_batches(
         yield _prefill_pass(pending, pool, device)
 
 
-def _parts(jobs: Sequence[Prefill], pool: KVPool) -> Iterator[Sequence[Prefill]]:
+def _within_limits(jobs: Sequence[Prefill], pool: KVPool) -> Iterator[Sequence[Prefill]]:
     """Jobs in parts that a pass can compute, and whose keys can be read at once."""
     start, most = 0, max(1, PREFILL_TOKENS // len(jobs[0].tokens))
     while start < len(jobs):
@@ -224,7 +224,7 @@ class VerifyBatch:
         jobs = [job for _, _, job in rows]
         sizes = [len(job.tokens) for job in jobs]
         cuts = split(sizes, _GROUP_TOKENS[device.type])
-        groups = [part for start, stop in cuts for part in _parts(jobs[start:stop], pool)]
+        groups = [group for start, stop in cuts for group in _within_limits(jobs[start:stop], pool)]
         # A group's rows are as wide as its first.
         widths = [len(group[0].tokens) for group in groups for _ in group]
         begins = np.cumsum([0, *widths[:-1]])

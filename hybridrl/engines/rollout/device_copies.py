@@ -41,10 +41,10 @@ def pack(arrays: Mapping[str, Array]) -> npt.NDArray[np.uint8]:
 
 def unpack(packed: torch.Tensor, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
     """Views of `packed` bytes that have the shapes and types of the arrays."""
-    parts = packed.split(_sizes(arrays))
+    pieces = packed.split(_sizes(arrays))
     return {
-        name: part[: array.nbytes].view(_dtype(array)).view(array.shape)
-        for (name, array), part in zip(arrays.items(), parts, strict=True)
+        name: piece[: array.nbytes].view(_dtype(array)).view(array.shape)
+        for (name, array), piece in zip(arrays.items(), pieces, strict=True)
     }
 
 

@@ -2,8 +2,8 @@
 
 Each stage sends hidden states to the next as soon as they are computed; the last stage sends
 sampled tokens to all others. Sends do not block, so a stage computes while its messages are in
-flight. One tensor-parallel rank samples and sends the tokens to the others, so that all agree: on
-GPUs from device to device, where they feed the next step.
+flight. One tensor-parallel rank samples and sends the tokens to the others, so that all agree. On
+GPUs they go from device to device, where they feed the next step.
 """
 
 import itertools
