@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 Sizes = Mapping[str, int]
 
+_COPIED = "copied keys and values"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationSizes:
@@ -58,11 +60,11 @@ class NativeSizes(GenerationSizes):
     """The native engine: its cache takes what is left, up to `most` tokens."""
 
     gathered: int
-    """Keys and values of a token in one layer, which decoding copies."""
+    """Keys and values of a token that attention copies: of a layer, or of all that a CPU keeps."""
     sampling: int
     """Of `logits`, what the run's way of sampling takes."""
     copied: int = 0
-    """Tokens whose keys and values a decode step copies; 0: those of the whole cache."""
+    """On CPUs, tokens whose keys and values a decode step copies; 0: those of the whole cache."""
     conversations: int = 0
     """Tokens of all conversations that an instance may have, each at full length."""
     host_tokens: int | None = None
@@ -81,7 +83,7 @@ class NativeSizes(GenerationSizes):
             "generation weights": self.weights,
             "buckets": self.buckets,
             "KV cache": self.longest * self.token,
-            "copied keys and values": self.longest * self.gathered,
+            _COPIED: self.longest * self.gathered,
             "logits": self.logits,
             "activations": self.prefill,
         }
@@ -92,16 +94,22 @@ class NativeSizes(GenerationSizes):
         most = cache if self.host_tokens is None else self.host_tokens
         return self.token * min(most, max(0, self.conversations - cache))
 
+    def at_start(self, left: int | None) -> Sizes:
+        """See `GenerationSizes`; on a GPU the cache comes with memory for what attention copies."""
+        cache = GenerationSizes.at_start(self, left)
+        if left is None:
+            return cache
+        return {**cache, _COPIED: self.cache_tokens(left) * self.gathered}
+
     def phases(self, left: int | None) -> dict[str, Sizes]:
         """Prompts are read, then tokens decode.
 
         A decode step copies one layer's keys and values after the other, then it samples.
         """
-        cache = self.at_start(left)
+        cache, decoding = self.at_start(left), {"logits": self.sampling}
         copied = (self.copied or self.cache_tokens(left)) * self.gathered
-        decoding = {"logits": self.sampling}
-        if copied > self.sampling:
-            decoding = {"copied keys and values": copied}
+        if left is None and copied > self.sampling:
+            decoding = {_COPIED: copied}
         return {
             "prefill": {**cache, "activations": self.prefill},
             "decode": {**cache, **decoding},

@@ -102,6 +102,16 @@ CASES: dict[str, Case] = {
         gen={"tp": 8},
         activations=ActivationMode.recompute,
     ),
+    # Each rank of generation has whole experts.
+    "30b-a3b on 8": Case(
+        model="qwen3_30b_a3b",
+        layers=(2, 3),
+        ranks=8,
+        rank=3,
+        train={"ep": 4},
+        gen={"tp": 4, "ep": 4},
+        sample_tokens=2048,
+    ),
     # Rows as the plan of a run chooses them: shared, in chunks, and of a whole micro-batch.
     "8b on 8, cp": Case(
         model="qwen3_8b",

@@ -4,7 +4,6 @@ from transformers import PretrainedConfig
 
 from gpu_dry.case import (
     MICRO_BATCH_TOKENS,
-    ROWS,
     SAMPLES,
     Case,
     prompt_lengths,
@@ -42,11 +41,9 @@ def planned(case: Case, config: Config, shape: PretrainedConfig, gen_stage: int)
     config.model.attention = case.chosen_attention
     inputs = LongestInputs.of(config, graph)
     if not case.only_trains:
-        # Rows that decode together are padded to the longest, which has its first tokens.
         inputs = LongestInputs(
             row=lambda layout, ranks: _longest_row(layout, case),
             prompt=max(prompt_lengths()),
-            copied=(1 if case.strict else ROWS) * (max(prompt_lengths()) + 1),
         )
     stage = case.rank // (case.ranks // config.trainer.layout.pp)
     run = plan_run(config, graph, shape, Room(80 * 2**30, 0), inputs, (stage, gen_stage))

@@ -21,7 +21,7 @@ from gpu_dry.tables import (
     count_changes,
     memory_changes,
 )
-from gpu_dry.whole import OVER_LIMIT, differences
+from gpu_dry.whole import OVER_LIMIT, differences, multiplied
 
 pytestmark = [pytest.mark.gpu_dry, pytest.mark.timeout(1800)]
 
@@ -34,6 +34,7 @@ HALVES = (
         "32b on 64, zero bubble",
         "8b on 8",
         "8b on 8, chunks",
+        "30b-a3b on 8",
     ),
     (
         "1.7b on 1",
@@ -83,6 +84,23 @@ def test_the_tables_have_the_cases_that_are_cut() -> None:
     assert json.loads(COUNTS.read_text()).keys() == counted
 
 
+def test_no_count_of_the_tables_is_negative() -> None:
+    for case, figures in json.loads(COUNTS.read_text()).items():
+        for phase, counts in figures["phases"].items():
+            numbers = [counts["kernels"], counts["collectives"], *counts["syncs"].values()]
+            assert min(numbers) >= 0, (case, phase, counts)
+
+
+def test_what_only_the_first_model_of_a_process_does_is_no_figure_of_a_whole_one() -> None:
+    def figures(uploads: int) -> dict[str, Any]:
+        return {"phases": {"decode": {"kernels": 9, "collectives": 0, "syncs": {"f": uploads}}}}
+
+    whole = multiplied(figures(4), figures(4), (2, 3), 28)
+    assert whole["phases"]["decode"]["syncs"] == {"f": 4}
+    with pytest.raises(AssertionError, match="decode, f: 4 and 0 of two depths give -100"):
+        multiplied(figures(4), figures(0), (2, 3), 28)
+
+
 def test_another_figure_of_a_phase_is_a_difference() -> None:
     def figures(kernels: int, syncs: dict[str, int]) -> dict[str, Any]:
         return {"kernels": kernels, "collectives": 7, "syncs": syncs}
@@ -128,7 +146,7 @@ def test_only_saved_adapters_may_wait_for_each_tensor(
     assert bool(differences(case, first, second)) is differs
 
 
-@pytest.mark.parametrize("name", ["8b on 1, torch attention", "8b on 8"])
+@pytest.mark.parametrize("name", ["8b on 1, torch attention", "8b on 8", "30b-a3b on 8"])
 def test_syncs_of_a_decode_step_do_not_grow_with_the_model(
     results: dict[str, Any], name: str
 ) -> None:

@@ -20,23 +20,31 @@ ADAPTER_TENSORS = 7 * 2 * 3
 
 
 def multiplied(few: Figures, more: Figures, depths: tuple[int, int], layers: int) -> Figures:
-    """The figures of `layers` layers, on the line through those of two depths."""
+    """The figures of `layers` layers, on the line through those of two depths.
+
+    A negative figure does not follow from the depth. The second model has then found something that
+    the first one left in the process.
+    """
     shallow, deep = depths
     steps = (layers - shallow) / (deep - shallow)
 
-    def whole(first: int, second: int) -> int:
-        return round(first + steps * (second - first))
+    def whole(first: int, second: int, what: str) -> int:
+        number = round(first + steps * (second - first))
+        assert number >= 0, f"{what}: {first} and {second} of two depths give {number}"
+        return number
 
     phases = {}
     for name, a in few["phases"].items():
         b = more["phases"][name]
         figures: Figures = {}
         for key in ("kernels", "collectives"):
-            figures[key] = whole(a[key], b[key])
+            figures[key] = whole(a[key], b[key], f"{name}, {key}")
             figures[f"{key}_per_layer"] = round((b[key] - a[key]) / (deep - shallow), 2)
         functions = sorted({*a["syncs"], *b["syncs"]})
         figures["syncs"] = {
-            function: whole(a["syncs"].get(function, 0), b["syncs"].get(function, 0))
+            function: whole(
+                a["syncs"].get(function, 0), b["syncs"].get(function, 0), f"{name}, {function}"
+            )
             for function in functions
         }
         phases[name] = figures

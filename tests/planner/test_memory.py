@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from hybridrl.planner.generation_memory import NativeSizes, VLLMSizes
 from hybridrl.planner.memory import (
     WAITING,
@@ -173,9 +175,10 @@ def test_gpus_offload_what_a_phase_does_not_need() -> None:
         "generation weights": 2400,
         "buckets": 200,
     }
-    cache = {"generation weights": 2400, "KV cache": 1600}
+    cache = {"generation weights": 2400, "KV cache": 1600, "copied keys and values": 800}
+    assert sizes["load rollout engine"] == cache
     assert sizes["prefill"] == {**cache, "activations": 700}
-    assert sizes["decode"] == {**cache, "copied keys and values": 800}
+    assert sizes["decode"] == {**cache, "logits": 200}
     assert sizes["score reference"] == {
         "generation weights": 2400,
         "scoring weights": 2400,
@@ -207,11 +210,17 @@ def test_cpus_keep_everything() -> None:
     assert plan.cache_tokens == 160
 
 
-def test_a_decode_step_copies_keys_then_samples() -> None:
+@pytest.mark.parametrize(
+    ("copied", "name", "size"), [(0, "copied keys and values", 800), (30, "logits", 200)]
+)
+def test_on_a_cpu_a_decode_step_copies_keys_then_samples(copied: int, name: str, size: int) -> None:
     """One after the other: the larger of both counts."""
-    few = replace(RUN, generation=replace(GENERATION, copied=30))
-    (decode,) = (p for p in _plan(few).phases if p.name == "decode")
-    assert decode.sizes == {"generation weights": 2400, "KV cache": 1600, "logits": 200}
+    run = replace(RUN, generation=replace(GENERATION, copied=copied))
+    plan = plan_memory(run, "cpu", capacity=10**9, reserved=0)
+    (decode,) = (p for p in plan.phases if p.name == "decode")
+    assert {n: decode.sizes.get(n) for n in ("logits", "copied keys and values")} == {
+        "logits": None, "copied keys and values": None, name: size
+    }  # fmt: skip
 
 
 def _plan(run: PoolSizes, room: int = 400_000) -> MemoryPlan:

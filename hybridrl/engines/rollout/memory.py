@@ -138,7 +138,7 @@ def sampling_bytes(rollout: RolloutConfig, vocab_size: int) -> int:
 def native_cache(parts: EngineParts) -> int:
     """Tokens of the native engine's KV cache on a GPU, the same on all ranks of an instance.
 
-    Attention copies the keys and values of one layer at a time.
+    The cache comes with memory for what attention copies: the keys and values of one layer.
     """
     config, rollout = parts.model_config, parts.rollout
     prefill, logits = native_step_bytes(
