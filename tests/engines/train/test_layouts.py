@@ -22,6 +22,7 @@ from hybridrl.config import (
 )
 from hybridrl.config.layout import Grouping
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.engines.train.fsdp_versions import parameter_groups
 from hybridrl.layout import fsdp_groups
 from hybridrl.models.flops import ForwardFlops
 
@@ -322,7 +323,7 @@ def gathers(path, sequences, schedule):
     trainer = TrainerConfig(max_tokens_per_micro_batch=30, layout=layout)
     engine = TrainEngine(path, model=ModelConfig(), trainer=trainer, device=torch.device("cpu"))
     modules = [m for root in engine.roots for m in root.modules() if isinstance(m, FSDPModule)]
-    groups = [g for m in modules for g in fully_shard.state(m)._fsdp_param_groups]
+    groups = [g for m in modules for g in parameter_groups(fully_shard.state(m))]
     counts = dict.fromkeys(groups, 0)
 
     def counted(group, *args, **kwargs):
