@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridrl.system.compiler import compiler_fault
 from hybridrl.system.nvidia_smi import Gpu, read_gpus
 
 # Packages whose versions must agree between the nodes of a run.
@@ -69,6 +70,8 @@ class NodeInfo:
     """Gbit/s of each active InfiniBand (or RoCE) port."""
     gpu_fault: str = ""
     """How `nvidia-smi` fails."""
+    compiler_fault: str = ""
+    """Why Triton cannot build the launcher of a kernel."""
 
     @property
     def usable_cpus(self) -> float:
@@ -135,6 +138,7 @@ def read_node_info() -> NodeInfo:
         open_files=_hard_limit(resource.RLIMIT_NOFILE),
         gpus=gpus,
         gpu_fault=gpu_fault,
+        compiler_fault=compiler_fault(),
         networks=dict(_networks(Path("/sys/class/net"))),
         infiniband=dict(_infiniband(Path("/sys/class/infiniband"))),
     )

@@ -1,5 +1,7 @@
 """Layouts that a model takes, and those that it is refused, with what is allowed."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import (
@@ -83,6 +85,19 @@ def test_training_refuses(config: PretrainedConfig, layout: dict, message: str) 
     with pytest.raises(ConfigError) as error:
         check_train_layout(config, TrainLayoutConfig(**layout))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("version", "halves"), [("2.12.1+cu130", False), ("2.13.0", True)])
+def test_backward_passes_in_halves_need_a_torch_that_computes_them(
+    version: str, halves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    sizes = SIZES | {"num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2}
+    config, kind = Qwen3Config(**sizes), PipelineSchedule.zero_bubble
+    refused = pytest.raises(ConfigError, match="schedule=zero_bubble: wanted one_f_one_b or inter")
+    with nullcontext() if halves else refused:
+        check_train_layout(config, TrainLayoutConfig(pp=2, schedule=kind))
+    check_train_layout(config, TrainLayoutConfig(schedule=kind))  # without a pipeline it is none
 
 
 @pytest.mark.parametrize(

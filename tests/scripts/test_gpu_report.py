@@ -30,7 +30,7 @@ STEP: dict[str, Any] = {
 """A whole step of a report."""
 MACHINE: dict[str, Any] = {
     "host": "a", "gpus": [], "cpus": 2, "cpu": "a CPU", "versions": {"torch": "2"},
-    "python": "3.11", "cuda": None,
+    "python": "3.11", "cuda": None, "compiler": "",
 }  # fmt: skip
 SETTINGS: dict[str, Any] = {"device": "cpu", "model": "tiny", "gpus": 0, "gpu_memory": 0}
 
@@ -46,7 +46,7 @@ def run(out: Path, *options: str, **environment: str) -> subprocess.CompletedPro
 def steps(out: Path) -> dict[str, Any]:
     """The steps of the JSON, by name, their shape checked."""
     report = json.loads((out / "report.json").read_text())
-    assert report.keys() == {"source", "commit", "device", "model", "machine", "steps"}
+    assert report.keys() == {"source", "commit", "device", "model", "machine", "steps", "estimates"}
     assert report["machine"]["versions"]["torch"]
     for step in report["steps"].values():
         assert step.keys() == {
