@@ -21,7 +21,7 @@ PARTS = ("report", "demo", "large")
 _WORDS = 2000
 _SHOWN = (
     "step", "step_s", "tokens_per_s", "generate_s", "update_actor_s", "to_generate_s", "to_train_s",
-    "reward", "grad_norm",
+    "response_tokens_mean", "reward_mean", "grad_norm",
 )  # fmt: skip
 
 
@@ -52,11 +52,11 @@ def keep(work: Path, out: Path) -> None:
 def _keep(work: Path, out: Path) -> None:
     for name in ("report.json", "report.txt"):
         _copy(work / "report" / name, out / name)
-    parts = {name: _part(work, name) for name in PARTS}
+    outcomes = {name: _outcome(work, name) for name in PARTS}
     for name in PARTS[1:]:
         _copy(work / "runs" / name / "metrics.jsonl", out / f"{name}.jsonl")
-    _replace(out / "first_run.json", json.dumps(parts, indent=1) + "\n")
-    _replace(out / "first_run.txt", "\n".join(_lines(parts)) + "\n")
+    _replace(out / "first_run.json", json.dumps(outcomes, indent=1) + "\n")
+    _replace(out / "first_run.txt", "\n".join(_lines(outcomes)) + "\n")
     new = out / "logs.tgz.new"
     with tarfile.open(new, "w:gz") as archive:
         for path in _logs(work):
@@ -64,22 +64,22 @@ def _keep(work: Path, out: Path) -> None:
     os.replace(new, out / "logs.tgz")
 
 
-def _part(work: Path, name: str) -> dict[str, Any]:
+def _outcome(work: Path, name: str) -> dict[str, Any]:
     """The state of a part, its seconds, and the metrics of its steps."""
     ended, log = work / "parts" / f"{name}.ended", work / "parts" / f"{name}.log"
     if not log.is_file():
         return {"state": "not begun"}
-    part: dict[str, Any] = {"state": "running"}
+    outcome: dict[str, Any] = {"state": "running"}
     if ended.is_file():
         code, seconds = map(int, ended.read_text().split())
         state = "done" if code == 0 else "out of time" if code in (124, 137) else "failed"
-        part = {"state": state, "seconds": seconds}
+        outcome = {"state": state, "seconds": seconds}
         if code:
             lines = log.read_text(errors="replace").strip().splitlines()
-            part["reason"] = lines[-1] if lines else f"exit code {code}"
+            outcome["reason"] = lines[-1] if lines else f"exit code {code}"
     if name != "report":
-        part["steps"] = list(_steps(work / "runs" / name / "metrics.jsonl"))
-    return part
+        outcome["steps"] = list(_steps(work / "runs" / name / "metrics.jsonl"))
+    return outcome
 
 
 def _steps(metrics: Path) -> Iterator[dict[str, Any]]:
@@ -100,12 +100,12 @@ def _json(line: str) -> object:
         return None
 
 
-def _lines(parts: dict[str, dict[str, Any]]) -> Iterator[str]:
-    for name, part in parts.items():
-        seconds = f" in {part['seconds']} s" if "seconds" in part else ""
-        reason = f": {part['reason']}" if "reason" in part else ""
-        yield f"{name}: {part['state']}{seconds}{reason}"
-        for step in part.get("steps", ()):
+def _lines(outcomes: dict[str, dict[str, Any]]) -> Iterator[str]:
+    for name, outcome in outcomes.items():
+        seconds = f" in {outcome['seconds']} s" if "seconds" in outcome else ""
+        reason = f": {outcome['reason']}" if "reason" in outcome else ""
+        yield f"{name}: {outcome['state']}{seconds}{reason}"
+        for step in outcome.get("steps", ()):
             yield "  " + "  ".join(f"{key} {_short(value)}" for key, value in step.items())
 
 

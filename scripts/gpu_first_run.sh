@@ -66,7 +66,7 @@ ln -sfn "$root"/hybridrl/* "$root"/{conf,recipes,kernels} "$work/site/hybridrl/"
 for wheel in "$root"/.whl/*.whl; do
     [ ! -e "$wheel" ] || "$python" -m zipfile -e "$wheel" "$work/site"
 done
-export PYTHONPATH=$work/site HF_HUB_OFFLINE=1
+export PYTHONPATH=$work/site PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1 # the working directory may be the tree
 if ! "$python" -c 'import hydra, omegaconf' 2>/dev/null; then
     echo "hydra-core and omegaconf are missing: first, with a network, make gpu-first-run-wheels" >&2
     exit 1

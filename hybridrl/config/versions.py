@@ -31,8 +31,8 @@ def untried(versions: Mapping[str, str]) -> Iterator[str]:
 
 def installed() -> dict[str, str]:
     """Return the installed versions of the packages of `TRIED`."""
-    found = {}
+    versions = {}
     for package in TRIED:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            versions[package] = importlib.metadata.version(package)
+    return versions

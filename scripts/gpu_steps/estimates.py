@@ -101,8 +101,8 @@ def is_comparable(report: dict[str, Any]) -> bool:
 def _compared(steps: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for (step, name), estimate in ESTIMATES.items():
         figures = steps.get(step, {}).get("figures", ())
-        found = [x["value"] for x in figures if x["name"] == name and "value" in x]
-        measured = found[0] if found else None
+        values = [x["value"] for x in figures if x["name"] == name and "value" in x]
+        measured = values[0] if values else None
         yield {
             "step": step,
             "figure": name,

@@ -72,10 +72,12 @@ def test_the_first_run(tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir()} == FILES
     assert sum(path.stat().st_size for path in out.iterdir()) < 8 * 2**20
     check_report(json.loads((out / "report.json").read_text()))
-    parts = json.loads((out / "first_run.json").read_text())
-    assert {name: part["state"] for name, part in parts.items()} == dict.fromkeys(parts, "done")
-    for name, tokens in (("demo", 1), ("large", 32)):
-        check_training(parts[name]["steps"], work / "runs" / name, tokens)
+    outcomes = json.loads((out / "first_run.json").read_text())
+    assert [*outcomes] == ["report", "demo", "large"]
+    assert {outcome["state"] for outcome in outcomes.values()} == {"done"}
+    for name in ("demo", "large"):
+        check_training(outcomes[name]["steps"], work / "runs" / name)
+    assert max(step["response_tokens_mean"] for step in outcomes["large"]["steps"]) > 8
     assert "demo: done" in (out / "first_run.txt").read_text()
     with tarfile.open(out / "logs.tgz") as archive:
         names = archive.getnames()
@@ -102,13 +104,10 @@ def check_report(report: dict[str, Any]) -> None:
     assert 0 < gaps["mismatch_mean"] <= gaps["mismatch_max"] < 0.1  # bfloat16 has 8 bits
 
 
-def check_training(steps: list[dict[str, Any]], run: Path, tokens: float) -> None:
+def check_training(steps: list[dict[str, Any]], run: Path) -> None:
     """Three steps, each with a gradient, have moved the weights."""
-    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert len({step["step"] for step in steps}) == len(steps) == 3
     assert all(step["grad_norm"] > 0 and step["tokens_per_s"] > 0 for step in steps)
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    lengths = [line["response_tokens"] for line in metrics if "response_tokens" in line]
-    assert max(lengths) >= tokens
     before, after = (load_file(run / name / "model.safetensors") for name in ("start", "final"))
     moved = [name for name, tensor in after.items() if not tensor.equal(before[name])]
     assert moved == [*after]
