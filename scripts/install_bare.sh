@@ -17,7 +17,7 @@ pip_install filelock typing-extensions "setuptools<82" sympy networkx jinja2 fss
 packages=$("$bare/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 folder=$packages/nvidia/cu13/lib
 for name in $(LC_ALL=C readelf -d "$packages"/torch/lib/*.so |
-    sed -n 's/.*NEEDED.*\[\(lib\(cu\|nccl\|nvshmem\)[^]]*\)\]/\1/p' | sort -u); do
+    sed -n 's/.*NEEDED.*\[\(lib\(cu\|nccl\|nv\)[^]]*\)\]/\1/p' | sort -u); do
     [ -e "$folder/$name" ] || gcc -shared -x c /dev/null -Wl,-soname,"$name" -o "$folder/$name"
 done
 echo 'import os, sys; sys.setdlopenflags(os.RTLD_LAZY)' >"$packages/lazy.pth"

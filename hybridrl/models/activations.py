@@ -31,6 +31,7 @@ from hybridrl.models.counted_modules import (
     split_tokens,
 )
 from hybridrl.models.expert_parallel import experts_of
+from hybridrl.models.layer_checkpoint import checkpoint_layers
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.paged_attention import PagedGroup
 from hybridrl.models.parallel import cuts_heads, head_size, kv_heads_of_rank
@@ -192,7 +193,7 @@ def _trained_layer(
             if isinstance(module, nn.Dropout):
                 model.set_submodule(name, FusedDropout(module.p))
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(decoder_layers(model))
     layer: Any = decoder_layers(model.train())[0]
     width = model.config.hidden_size
     hidden = torch.empty(1, tokens, width, dtype=model.dtype, device="meta")

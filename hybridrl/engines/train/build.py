@@ -33,6 +33,7 @@ from hybridrl.layout.process_groups import axis_group, device_mesh, warm_up
 from hybridrl.models.adapters import adapter_parameters
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.expert_parallel import apply_expert_parallel, experts_of
+from hybridrl.models.layer_checkpoint import checkpoint_layers
 from hybridrl.models.local_weights import fill_parameters
 from hybridrl.models.parallel import check_train_layout, model_parameters
 from hybridrl.models.stages import Chunk, cut, head_name, hollow, whole
@@ -263,7 +264,7 @@ def _apply_activations(chunks: Sequence[Chunk], mode: ActivationMode, device: to
         if offload is not None:
             offload.apply(decoder_layers(chunk.model))
         else:
-            chunk.model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(decoder_layers(chunk.model))
 
 
 def _wrap(chunks: Sequence[Chunk], dims: TrainDims, temperature: float) -> list[PackedModel]:
