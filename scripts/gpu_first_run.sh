@@ -85,9 +85,9 @@ large=(hidden_size=1536 intermediate_size=8960 num_layers=28 num_heads=12 num_kv
     max_positions=2048)
 tokens=512
 if [ "$device" = cpu ]; then # the same steps, in a size for two cores
-    large=(hidden_size=96 intermediate_size=256 num_layers=4 num_heads=4 num_kv_heads=2 head_dim=24
-        max_positions=512)
-    tokens=64
+    large=(hidden_size=64 intermediate_size=128 num_layers=2 num_heads=2 num_kv_heads=1 head_dim=32
+        max_positions=256)
+    tokens=48
 fi
 # Rewards of a model that has learned nothing must differ: the share of its characters that differ.
 run large 100 warm_start.steps=0 "rollout.max_new_tokens=$tokens" reward=function \
