@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,4 +138,5 @@ def _replace(file: Path, text: str) -> None:
 
 if __name__ == "__main__":
     command, *paths = sys.argv[1:]
-    {"words": write_words, "keep": keep}[command](*map(Path, paths))
+    commands: dict[str, Callable[..., None]] = {"words": write_words, "keep": keep}
+    commands[command](*map(Path, paths))

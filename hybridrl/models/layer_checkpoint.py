@@ -22,7 +22,7 @@ def checkpoint_layers(layers: Iterable[nn.Module], **settings: Any) -> None:
 def _checkpointed(layer_class: Any, settings: dict[str, Any]) -> type[nn.Module]:
     """The class of a layer, whose calls are checkpointed: torch looks there for `__call__`."""
 
-    class Checkpointed(layer_class):  # type: ignore[misc]
+    class Checkpointed(layer_class):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             compute = super().__call__
             if not self.training or not torch.is_grad_enabled():

@@ -164,9 +164,9 @@ def check_train_layout(
 
 
 def computes_halves() -> bool:
-    """Return whether this torch computes the two halves of a backward pass right.
+    """Return whether this torch computes the two halves of a backward pass.
 
-    Until 2.12 `torch.distributed.pipelining` fails at a module of FSDP, or counts gradients twice.
+    Until 2.12 `torch.autograd.grad` fails at the nodes that FSDP adds.
     """
     return release_of(torch.__version__) >= (2, 13)
 

@@ -12,18 +12,16 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import Shard
 
-try:
-    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
-except ImportError:  # torch 2.11
-    ShardPlacementResult = None
+ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)  # not in 2.11
 
 
 def parameter_groups(state: Any) -> Sequence[Any]:
     """Return the groups of parameters that FSDP gathers for a module, by the module's state."""
-    if ShardPlacementResult is not None:
+    if hasattr(state, "_fsdp_param_groups"):
         groups: Sequence[Any] = state._fsdp_param_groups
         return groups
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
