@@ -15,7 +15,7 @@ import pytest
 from hydra._internal.hydra import Hydra
 
 from hybridrl import cli
-from hybridrl.config import compose
+from hybridrl.config import compose, versions
 from hybridrl.config.stored_run import composed_run
 from hybridrl.engines.rollout import available
 
@@ -567,6 +567,40 @@ def test_a_dry_run_refuses_what_the_run_would(
     assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"hybridrl: {line}")
     assert sorted(files.rglob("*")) == before
+
+
+def test_a_gpu_without_a_c_compiler_is_refused(
+    files: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton would look for one at the first loss, minutes later."""
+    monkeypatch.setattr("hybridrl.runtime.devices.local_gpus", lambda: 1)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    before = sorted(files.rglob("*"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--dry-run", "cluster=processes", "run.dir=out"])
+    out, err = capfd.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert err == (
+        "hybridrl: cluster.device=cuda: wanted a C compiler for Triton's kernels"
+        " (no gcc or clang is on PATH, and CC is not set), or cpu\n"
+    )
+    assert sorted(files.rglob("*")) == before
+
+
+def test_versions_that_nobody_tried_are_named_once(
+    files: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A warning of the driver's; the run goes on."""
+    monkeypatch.setitem(versions.TRIED, "torch", ("1.0.0", "1.2.3"))
+    cli.main(["train", "--dry-run", "cluster.ranks=2", "run.dir=out"])
+    assert json.loads(capfd.readouterr().out)["ranks"] == 2
+    torch = f"torch {importlib.metadata.version('torch')}"
+    lines = [record.getMessage() for record in caplog.records if "tried" in record.getMessage()]
+    assert lines == [f"{torch} is newer than what was tried: 1.0.0 to 1.2.3"]
 
 
 @pytest.mark.parametrize("there", [None, "runs", "runs/mine"])

@@ -26,6 +26,7 @@ from hybridrl.config import (
 from hybridrl.config.bounds import check_finite, check_values
 from hybridrl.config.compose import explain, unknown_key
 from hybridrl.config.dotted import load_function
+from hybridrl.config.versions import installed, untried
 from hybridrl.controller.activation_choice import decide_activations
 from hybridrl.controller.composite_reward import with_parts
 from hybridrl.controller.fused_updates import decide_fused_updates
@@ -51,6 +52,7 @@ from hybridrl.flow.schedules.base import schedule_class
 from hybridrl.planner.emulation import check_emulation
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
+from hybridrl.system.compiler import compiler_fault
 from hybridrl.telemetry.prediction import read_prediction
 
 logger = logging.getLogger(__name__)
@@ -85,7 +87,10 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
     warm_start = None
     if config.warm_start_steps:
         warm_start = _once(build_recipe({"target": WARM_START}))
+    for line in untried(installed()):
+        logger.warning("%s", line)
     gpu_memory = resolve_device(config, asks_memory=True)
+    check_compiler(config)
     check_ranks(config.cluster)
     check_placement(config, graph)
     check_recipe(config, graph)
@@ -117,6 +122,16 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
     if not config.cluster.emulated:  # its accelerators are not here
         check_memory(config, graph, model_path, gpu_memory)
     return PreparedRun(model_path, data, eval_items, graph, warm_start, turns)
+
+
+def check_compiler(config: Config) -> None:
+    """Raise for a run on GPUs of this machine, which has no C compiler for Triton's kernels."""
+    cluster = config.cluster
+    if cluster.device is not Device.cuda or cluster.address is not None or cluster.emulated:
+        return
+    if fault := compiler_fault():
+        allowed = f"a C compiler for Triton's kernels ({fault}), or cpu"
+        raise ConfigError("cluster.device", cluster.device.value, allowed)
 
 
 def check_recipe(config: Config, graph: Graph) -> None:

@@ -11,6 +11,8 @@ from torch.utils.checkpoint import (
 from transformers import PreTrainedModel
 
 from hybridrl.config import ActivationMode
+from hybridrl.models.blocks import decoder_layers
+from hybridrl.models.layer_checkpoint import checkpoint_layers
 
 COUNTED_ATTENTION = "hybridrl::counted_attention"
 """The operation that stands for a fused attention kernel where no kernel runs."""
@@ -43,10 +45,8 @@ def recompute_layers(model: PreTrainedModel, mode: ActivationMode) -> None:
     products of matrices and of attention, and computes norms, activation functions and rotations
     again (Korthikanti et al., arXiv 2205.05198, keep and recompute by cost as well).
     """
-    settings: dict[str, Any] = {"use_reentrant": False}
-    if mode is ActivationMode.selective:
-        settings["context_fn"] = _contexts
-    model.gradient_checkpointing_enable(settings)
+    settings = {"context_fn": _contexts} if mode is ActivationMode.selective else {}
+    checkpoint_layers(decoder_layers(model), **settings)
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

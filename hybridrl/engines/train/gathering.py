@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from hybridrl.engines.train.fsdp_versions import parameter_groups
+
 
 def fsdp_modules(roots: Sequence[nn.Module]) -> list[FSDPModule]:
     """Every FSDP group of the chunks."""
@@ -39,7 +41,7 @@ def reduce_gradients(root: nn.Module, all_reduce: bool = True) -> None:
     root.set_requires_all_reduce(all_reduce)
     state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
     for own in state._state_ctx.all_states:
-        for group in own._fsdp_param_groups:
+        for group in parameter_groups(own):
             group.post_backward()
     state._root_post_backward_final_callback()
 
