@@ -135,7 +135,8 @@ def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
     )
     itemsize = config.rollout.dtype.itemsize
     seconds = time.perf_counter() - started
-    return report(switch, itemsize, round(gen.bucket_mb * 2**20), gpus_per_node, seconds)
+    bucket = gen.bucket_bytes(config.cluster.device.value)
+    return report(switch, itemsize, bucket, gpus_per_node, seconds)
 
 
 def _plan_memory(config: Config, gpu_gib: float) -> "RunPlan":
