@@ -55,19 +55,19 @@ class Box:
         dim = next(dim for dim, extent in enumerate(self.shape) if extent > 1)
         row, low = self.size // self.shape[dim], self.start[dim]
 
-        def part(index: int, start: int, stop: int) -> Iterator[Box]:
+        def inside(index: int, start: int, stop: int) -> Iterator[Box]:
             return self.narrow(dim, low + index, low + index + 1).run(start, stop)
 
         first, last = -(-start // row), stop // row  # whole rows
         if first > last:
-            yield from part(last, start % row, stop % row)
+            yield from inside(last, start % row, stop % row)
             return
         if start % row:
-            yield from part(first - 1, start % row, row)
+            yield from inside(first - 1, start % row, row)
         if first < last:
             yield self.narrow(dim, low + first, low + last)
         if stop % row:
-            yield from part(last, 0, stop % row)
+            yield from inside(last, 0, stop % row)
 
     def slices(self, origin: "Box | None" = None) -> tuple[slice, ...]:
         """Index of the box in a tensor that holds `origin` (by default, the whole tensor)."""

@@ -1,7 +1,7 @@
 """Copies between tensors of a rank and the row of a bucket, many in one call.
 
 A call of torch takes longer than most boxes do. So boxes at equal distances, both in the tensor and
-in the row, are copied as one (`joined`), such as the parts of a norm that come from all ranks. All
+in the row, are copied as one (`joined`). Such are the parts of a norm that come from all ranks. All
 that is contiguous goes into one call (`copy_all`).
 """
 

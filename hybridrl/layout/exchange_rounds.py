@@ -79,9 +79,9 @@ def exchange_rounds(
     most = min(_SMALL_BOX, room // _PARTS)
     small = [c for c in classes if c.sizes.max(initial=0) <= most]
     large = [c for c in classes if c.sizes.max(initial=0) > most]
-    for part in (small, large):
-        links = _connected_links(_summed(part, num_ranks), num_ranks, rank)
-        sends, receives = _own_pieces(part, rank)
+    for alike in (small, large):
+        links = _connected_links(_summed(alike, num_ranks), num_ranks, rank)
+        sends, receives = _own_pieces(alike, rank)
         for group, rounds, grain in _groups(links, num_ranks, room):
             yield from _rounds_of(group, rank, rounds, grain, sends, receives)
 
@@ -150,8 +150,8 @@ def _groups(links: np.ndarray, num_ranks: int, room: int) -> Iterator[tuple[np.n
 def _windows(links: np.ndarray, num_ranks: int) -> Iterator[np.ndarray]:
     """Links in groups in which no rank has more than `MOST_MESSAGES`.
 
-    Where one has more in all, a group has the links from each rank to the next 128, say: a distance
-    occurs once among the messages that a rank sends, and once among those it receives.
+    Where one has more in all, the first group has the links from each rank to the next 128, say. A
+    distance occurs once among what a rank sends, and once among what it receives.
     """
     most = MOST_MESSAGES // 2
     if _most(links[:, 0], num_ranks) <= most and _most(links[:, 1], num_ranks) <= most:

@@ -28,7 +28,7 @@ def portions(pieces: Sequence[Piece], count: int, grain: int = 1) -> list[tuple[
     ends = list(accumulate(piece.box.size for piece in pieces))
     total = ends[-1] if ends else 0
     cuts = [_cut(pieces, ends, number * total // count, grain) for number in range(count)]
-    return [tuple(_between(pieces, *part)) for part in pairwise([*cuts, (len(pieces), 0)])]
+    return [tuple(_between(pieces, *places)) for places in pairwise([*cuts, (len(pieces), 0)])]
 
 
 _Place = tuple[int, int]

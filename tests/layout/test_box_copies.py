@@ -80,8 +80,8 @@ def test_a_gap_ends_what_is_joined() -> None:
     row, tensors = torch.randn(900), {"w": torch.zeros(16)}
     copy_all((box.in_tensor(tensors), box.in_row(row)) for box in joined(boxes))
     for number in range(8):
-        part = tensors["w"][2 * number : 2 * number + 2]
-        assert torch.equal(part, row[100 * number :][:2] if number != 2 else torch.zeros(2))
+        filled = tensors["w"][2 * number : 2 * number + 2]
+        assert torch.equal(filled, row[100 * number :][:2] if number != 2 else torch.zeros(2))
 
 
 def test_boxes_at_unequal_distances_stay_apart() -> None:

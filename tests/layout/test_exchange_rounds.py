@@ -103,12 +103,14 @@ def check_elements(by_rank: list[list[Exchange]], classes: list[ClassLinks]) -> 
             wanted.update(
                 (sender, receiver, name, i) for name in c.names for i in indices(c.boxes[box])
             )
-    found: Counter[Any] = Counter()
+    received_elements: Counter[Any] = Counter()
     for receiver, rounds in enumerate(by_rank):
         for message in (message for exchange in rounds for message in exchange.receives):
             for piece in message.pieces:
-                found.update((message.peer, receiver, piece.name, i) for i in indices(piece.box))
-    assert found == wanted
+                received_elements.update(
+                    (message.peer, receiver, piece.name, i) for i in indices(piece.box)
+                )
+    assert received_elements == wanted
 
 
 def indices(box: Box) -> list[tuple[int, ...]]:
