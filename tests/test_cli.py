@@ -149,7 +149,7 @@ WRONG = [
     ("run.seed=-1", "run.seed=-1: wanted 0 or more"),
     ("rollout.kv_cache_tokens=10", "rollout.kv_cache_tokens=10: wanted 0, or at least "),
     ("rollout.stop=5", "rollout.stop=5: wanted a list: [a,b]"),
-    ("rollout.layout.bucket_mb=0.01", "rollout.layout.bucket_mb=0.01: wanted 0.1 to 1e6"),
+    ("rollout.layout.bucket_mb=0.01", "rollout.layout.bucket_mb=0.01: wanted 0.1 to 1e6, or null"),
     ("rollout.layout.bucket_mb=nan", "rollout.layout.bucket_mb=nan: wanted a finite number"),
     (
         "data=jsonl data.sources.main.name=none.jsonl",

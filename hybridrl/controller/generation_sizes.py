@@ -72,7 +72,7 @@ def generation_sizes(
         "token": token,
         "prefill": prefill,
         "logits": logits,
-        "buckets": 2 * round(rollout.layout.bucket_mb * 2**20),
+        "buckets": 2 * rollout.layout.bucket_bytes(config.cluster.device.value),
         "longest": longest,
         "most": rollout.max_running * longest,
         "wanted": rollout.kv_cache_tokens,

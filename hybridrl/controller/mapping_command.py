@@ -313,7 +313,7 @@ def _problem(
             samples=config.trainer.prompts_per_step * workload.group_size,
             mini_batches=config.trainer.mini_batches,
             max_running=config.rollout.max_running,
-            bucket_bytes=2 * round(config.rollout.layout.bucket_mb * 2**20),
+            bucket_bytes=2 * config.rollout.layout.bucket_bytes(config.cluster.device.value),
         ),
         capacity=room.capacity,
         reserved=room.reserved,

@@ -148,8 +148,9 @@ def _plan_layout(config: Config, gpus_per_node: int) -> "tuple[LayoutReport, lis
     itemsize = config.rollout.dtype.itemsize
     seconds = time.perf_counter() - started
     instances = switch.plan.dst.mesh.grid().reshape(-1, gen.ranks).tolist()
+    bucket = gen.bucket_bytes(config.cluster.device.value)
     return (
-        report(switch, itemsize, round(gen.bucket_mb * 2**20), gpus_per_node, seconds),
+        report(switch, itemsize, bucket, gpus_per_node, seconds),
         crossing_warnings(config, nodes, range(len(nodes)), instances),
     )
 

@@ -131,7 +131,7 @@ class StepLimits:
     """Of a step."""
     mini_batches: int = 1
     max_running: int = 256
-    bucket_bytes: int = 2 * 16 * 2**20
+    bucket_bytes: int = 2 * 128 * 2**20
     """Both buckets of the weight switch."""
 
     @property

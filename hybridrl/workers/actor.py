@@ -36,7 +36,7 @@ from hybridrl.layout.parameters import gen_layout, train_layout
 from hybridrl.layout.plan import Plan, plan
 from hybridrl.layout.process_groups import warm_up
 from hybridrl.layout.switching import Switch, plan_switch
-from hybridrl.layout.weight_switch import SwitchStats, WeightSwitch, gather_groups
+from hybridrl.layout.weight_switch import SwitchStats, WeightSwitch, connect_peers, gather_groups
 from hybridrl.models.adapters import pair_of
 from hybridrl.models.buffers import copy_buffers
 from hybridrl.models.load import TORCH_DTYPES
@@ -117,6 +117,8 @@ class Actor:
         self._joined: WideShare | None = None
         # Before the rollout engine takes the memory that communicators leave.
         warm_up(gather_groups(self.switch_plan.plan, dist.get_rank()), device)
+        if device.type == "cuda":  # gloo connects all ranks when a group is made
+            connect_peers(self.switch_plan.plan, device)
         self.adapters = self._load_base()
         self.train_engine.offload()
         stop = config.stop_texts
@@ -169,7 +171,7 @@ class Actor:
         src = train_layout(engine.adapters, engine.dims.axes, stages, gen_tp)
         dst = gen_layout(engine.adapters, base.dst.mesh, layers)
         pairs = {name: pair for name in base.src.shapes if (pair := pair_of(name))[0] in src.shapes}
-        bucket = round(self.config.rollout.layout.bucket_mb * 2**20)
+        bucket = self.config.rollout.layout.bucket_bytes(self.device.type)
         return AdapterSwitch(
             base, plan(src, dst), pairs, engine.lora.scaling, dist.get_rank(), dtype, bucket
         )

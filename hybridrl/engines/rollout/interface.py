@@ -255,7 +255,7 @@ class EngineParts:
     @property
     def bucket_bytes(self) -> int:
         """Size of a bucket of the weight switch."""
-        return round(self.rollout.layout.bucket_mb * 2**20)
+        return self.rollout.layout.bucket_bytes(self.device.type)
 
 
 class RolloutEngine(Protocol):
