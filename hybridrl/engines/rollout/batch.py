@@ -46,7 +46,7 @@ class DecodeBatch:
         self.slots: Ints = np.array([slot for _, slot, _ in rows])
         self.positions: Ints = np.array([length - 1 for _, _, length in rows])
         self.counts: Ints = np.array([len(request.response_ids) for request in self.requests])
-        self.sampling = _sampling([r.sampling for r in self.requests], vocab_size, device)
+        self.sampling = sampling_batch([r.sampling for r in self.requests], vocab_size, device)
         self._device, self._kept = device, kept
         self._cuts: list[tuple[int, int]] = []
         if kept is None:
@@ -179,11 +179,11 @@ class VerifyBatch:
             slots=np.array([slot for _, slot, _ in rows])[which],
             counts=num_before[which] + inner,
             starts=np.cumsum([0, *sizes[:-1]]).tolist(),
-            sampling=_sampling([r.sampling for r in requests], vocab_size, device),
+            sampling=sampling_batch([r.sampling for r in requests], vocab_size, device),
         )
 
 
-def _sampling(
+def sampling_batch(
     params: Sequence[SamplingParams], vocab_size: int, device: torch.device
 ) -> SamplingBatch:
     """The batch of these parameters; those of rows that are alike are made once."""

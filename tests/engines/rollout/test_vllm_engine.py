@@ -704,7 +704,11 @@ def own_requests(temperature: float) -> list[Request]:
 
 def by_own_sampler(directory: str) -> dict[float, dict[object, list[int]]]:
     """Tokens of vLLM with its own sampler, whose noise alone is replaced: by a stream's uniform."""
-    engine, _ = started(directory, 1, 1, own_arguments={"logits_processors": []})
+    engine, _ = started(directory, 1, 1)
+    engine._core.step_fn = engine._core.step
+    processors = engine._worker.model_runner.input_batch.logitsprocs.non_argmax_invariant
+    (ours,) = (p for p in processors if isinstance(p, engine._sampling.StreamSampler))
+    processors.remove(ours)
     from vllm.v1.sample.ops import topk_topp_sampler
 
     drawn: list[Any] = []  # the stream, then a token for each
