@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -334,6 +334,8 @@ def test_a_step_has_the_tokens_of_its_offline_engine(
 ) -> None:
     """An engine that is made as ours is would have 2,048."""
     contexts = SimpleNamespace(LLM_CLASS="offline", OPENAI_API_SERVER="server")
+    for package in ("vllm", "vllm.usage"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
     module = SimpleNamespace(UsageContext=contexts)
     monkeypatch.setitem(sys.modules, "vllm.usage.usage_lib", module)
     platform = SimpleNamespace(
@@ -350,7 +352,11 @@ def test_a_step_has_the_tokens_of_its_offline_engine(
     )
     by_context, _ = defaults(None, 1)
     assert by_context["offline"] == vllm_batched_tokens(memory) == tokens
-    assert vllm.signature(f"{ENGINE}.from_engine_args").parameters["usage_context"].default
+    ours = ast.unparse(vllm.find(f"{ENGINE}.from_engine_args"))
+    assert "usage_context: UsageContext=UsageContext.ENGINE_CONTEXT" in ours
+    assert "ENGINE_CONTEXT" not in ast.unparse(
+        vllm.find("vllm.engine.arg_utils:EngineArgs.get_batch_defaults")
+    )
     config = vllm.find("vllm.config.scheduler:SchedulerConfig")
     assert "DEFAULT_MAX_NUM_BATCHED_TOKENS: ClassVar[int] = 2048" in ast.unparse(config)
 

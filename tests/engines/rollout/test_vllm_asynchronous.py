@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from answered_turns import converse, converse_on_the_move
-from test_vllm_engine import (
+from transformers import PreTrainedModel
+from vllm_asynchronous import asynchronous, late_draws
+from vllm_engines import (
     ODD,
     STOPS,
     VOCAB,
@@ -27,8 +29,6 @@ from test_vllm_engine import (
     tuned,
     waits,
 )
-from transformers import PreTrainedModel
-from vllm_asynchronous import asynchronous, late_draws
 
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.vllm.engine import VLLMEngine
@@ -157,7 +157,8 @@ def check(directory: str, plain: dict[str, Any], ahead: dict[str, Any]) -> None:
 
 @pytest.fixture
 def directory(make_model: Callable[..., PreTrainedModel], tmp_path: Path) -> str:
-    make_model("qwen3", **ODD).save_pretrained(tmp_path / "qwen3")
+    alike = {"use_sliding_window": False, "layer_types": ["full_attention"] * 3}
+    make_model("qwen3", **ODD, **alike).save_pretrained(tmp_path / "qwen3")
     return str(tmp_path / "qwen3")
 
 
