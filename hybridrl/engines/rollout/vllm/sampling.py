@@ -173,7 +173,8 @@ class StreamSampler(LogitsProcessor):
         counts = rows.starts + in_vllm
         uniforms = torch.from_numpy(self._uniforms.draw(rows.requests, rows.slots, counts))
         if self._device.type == "cuda":
-            uniforms = uniforms.pin_memory()  # else the host would wait for the model
+            # Else the host would wait for the model.
+            uniforms = uniforms.pin_memory()
         edits, edited = rows.sampling.edits, None
         if edits is not None:
             edited = edits.apply(logits, rows.requests, rows.slots, counts, self._seen)
