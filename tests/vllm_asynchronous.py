@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hybridrl.engines.rollout.vllm.engine import VLLMEngine
-from hybridrl.engines.rollout.vllm.steps import Drawn, StepQueue
+from hybridrl.engines.rollout.vllm.steps import BatchDraws, StepQueue
 
 
 class _Nothing:
@@ -79,7 +79,7 @@ def late_draws(engine: VLLMEngine) -> list[int]:
             batch = queue._batches.pop()
             late = torch.full_like(batch.drawn.log_probs, torch.nan)
             result = _Late(batch.result, (batch.drawn.log_probs, late))
-            drawn = Drawn(batch.drawn.numbers, late)
+            drawn = BatchDraws(batch.drawn.numbers, late)
             queue._batches.append(replace(batch, result=result, drawn=drawn))
             computing.append(len(queue._batches) - 1)
         return begun

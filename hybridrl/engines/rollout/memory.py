@@ -142,8 +142,8 @@ def sampling_bytes(rollout: RolloutConfig, vocab_size: int) -> int:
 def vllm_batched_tokens(total: int, own: Mapping[str, Any] = MappingProxyType({})) -> int:
     """Tokens of a step of vLLM at most, on a GPU of `total` bytes; `own` is `rollout.vllm`.
 
-    They are those of vLLM's `LLM`. An engine that is made as ours is would have 2,048, and read
-    the prompts of a training step in four to eight times as many passes.
+    They are those of vLLM's `LLM`. An engine that is made as ours is would have 2,048. It would
+    read the prompts of a training step in four to eight times as many passes.
     """
     tokens = own.get("max_num_batched_tokens")
     if isinstance(tokens, int):

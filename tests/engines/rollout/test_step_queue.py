@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridrl.engines.rollout.interface import SamplingParams
-from hybridrl.engines.rollout.vllm.steps import Drawn, StepQueue, reads_tokens
+from hybridrl.engines.rollout.vllm.steps import BatchDraws, StepQueue, reads_tokens
 
 
 class Core:
@@ -43,8 +43,8 @@ class Core:
         self.log.append(f"read {scheduled.number}")
         return {0: SimpleNamespace(outputs=[scheduled.number])}
 
-    def take(self) -> Drawn:
-        return Drawn({}, torch.tensor([float(self.number)]))
+    def take(self) -> BatchDraws:
+        return BatchDraws({}, torch.tensor([float(self.number)]))
 
 
 def done(value: Any) -> "Future[Any]":

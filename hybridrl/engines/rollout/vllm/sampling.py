@@ -5,8 +5,8 @@ processor samples the tokens as the native engine does: the uniform of (stream, 
 the cumulative distribution. It leaves vLLM one choice a row. The log-probabilities are those of the
 same logits and temperature, before penalties, top-k and the like, as in the native engine.
 
-A draw needs no earlier token, only how many there are. So nothing waits for the device: tokens stay
-there, log-probabilities are on the host once vLLM has the step's tokens there, and vLLM may
+A draw needs no earlier token, only how many there are. So nothing waits for the device. Tokens stay
+there; log-probabilities are on the host once vLLM has the step's tokens there. And vLLM may
 schedule a step before the last one is read (`vllm.steps`). Penalties and bad words of several
 tokens are the exception (`reads_tokens`).
 
@@ -31,7 +31,7 @@ from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.logit_edits import SeenTokens
 from hybridrl.engines.rollout.random import UniformTable
 from hybridrl.engines.rollout.sampling import SamplingBatch, sample
-from hybridrl.engines.rollout.vllm.steps import Drawn
+from hybridrl.engines.rollout.vllm.steps import BatchDraws
 
 __all__ = [
     "DRAWS",
@@ -85,7 +85,7 @@ class StreamSampler(LogitsProcessor):
         self._uniforms = UniformTable(slots)
         self._seen = SeenTokens(slots, device)
         self._rows: _Rows | None = None
-        self._drawn: Drawn | None = None
+        self._drawn: BatchDraws | None = None
         # NCCL allocates at the first broadcast. vLLM measures its memory after this.
         get_tp_group().broadcast(torch.zeros(1, device=device))
 
@@ -134,10 +134,10 @@ class StreamSampler(LogitsProcessor):
         rows = self._rows = self._rows or self._gather(*logits.shape)
         tokens, log_probs = self._draw(logits, rows)
         # vLLM copies the tokens after this, and waits for them before it reads the step.
-        self._drawn = Drawn(rows.numbers, log_probs.to("cpu", non_blocking=True))
+        self._drawn = BatchDraws(rows.numbers, log_probs.to("cpu", non_blocking=True))
         return logits.scatter_(1, tokens[:, None], torch.inf)
 
-    def take(self) -> Drawn:
+    def take(self) -> BatchDraws:
         """The draws of the last batch."""
         drawn, self._drawn = self._drawn, None
         assert drawn is not None, "vLLM has sampled without the logits processor"

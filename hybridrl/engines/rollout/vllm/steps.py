@@ -21,7 +21,7 @@ from hybridrl.engines.rollout.interface import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class BatchDraws:
     """The draws of a batch: each request's row in it, and `log_probs` [rows].
 
     Those are in host memory once the batch is read.
@@ -34,7 +34,7 @@ class Drawn:
 class Sampler(Protocol):
     """What draws the tokens of a batch."""
 
-    def take(self) -> Drawn:
+    def take(self) -> BatchDraws:
         """The draws of the last batch."""
         ...
 
@@ -43,7 +43,7 @@ class Sampler(Protocol):
 class _Batch:
     scheduled: Any  # vLLM's SchedulerOutput
     result: "Future[Any]"  # of vLLM's ModelRunnerOutput
-    drawn: Drawn
+    drawn: BatchDraws
 
 
 class StepQueue:
@@ -67,7 +67,7 @@ class StepQueue:
         self._batches: deque[_Batch] = deque()
         self._steps_left: int | None = None
         self.num_reading = 0
-        self.drawn = Drawn({}, torch.empty(0))
+        self.drawn = BatchDraws({}, torch.empty(0))
 
     def begin_call(self, num_steps: int | None) -> None:
         """A call of so many steps begins, which counts tokens; None: it does not."""
