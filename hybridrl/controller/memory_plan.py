@@ -67,7 +67,7 @@ def plan_run(
     config.model = replace(config.model, attention=attention)
     pools = {}
     for pool in config.cluster.pool_ranks:
-        sizes = _pool_sizes(config, graph, shape, pool, inputs, stages)
+        sizes = _pool_sizes(config, graph, shape, pool, inputs, stages, room.capacity)
         plan = plan_memory(sizes, config.cluster.device.value, room.capacity, room.reserved)
         pools[pool] = _advised(plan, config, pool)
     return RunPlan(pools, attention.value, reason, _node_host(config, graph, pools))
@@ -100,6 +100,7 @@ def _pool_sizes(
     pool: str,
     inputs: "LongestInputs",
     stages: tuple[int, int] | None,
+    capacity: int,
 ) -> PoolSizes:
     """The models on a rank of the pool."""
     from hybridrl.controller.generation_sizes import (
@@ -111,7 +112,7 @@ def _pool_sizes(
     train_stage, gen_stage = stages or (None, None)
     trained, from_actor, generation = {}, set(), None
     if pool == HOME:
-        generation = generation_sizes(config, graph, shape, inputs, gen_stage)
+        generation = generation_sizes(config, graph, shape, inputs, gen_stage, capacity)
         layout, optim = config.trainer.layout, config.trainer.optim
         rows = _rows(config, pool, layout, inputs)
         args = shape, layout, config.actor.lora, optim

@@ -665,6 +665,30 @@ def test_the_command_plans_the_engine_that_runs(capfd: pytest.CaptureFixture[str
     assert tokens["cache_tokens"] == 100_000
 
 
+@pytest.mark.parametrize(
+    ("settings", "step_tokens"),
+    [
+        (["--gpu-gib=80"], 16384),
+        (["--gpu-gib=40"], 8192),
+        (["--gpu-gib=80", "+rollout.vllm.max_num_batched_tokens=2048"], 2048),
+    ],
+)
+def test_vllm_computes_a_step_of_many_tokens(
+    capfd: pytest.CaptureFixture[str], settings: list[str], step_tokens: int
+) -> None:
+    """Its activations count, and the cache has what they leave. Few samples, so logits are less."""
+    cli.main([
+        "plan", "memory", "model=qwen3_8b", "cluster.ranks=8", "rollout=vllm",
+        "rollout.layout.tp=2", "rollout.max_running=4", *settings,
+    ])  # fmt: skip
+    record = json.loads(capfd.readouterr().out.splitlines()[-1])
+    share = record["phases"]["generate"]["KV cache and arrays of vLLM"]
+    activations = share - record["cache_tokens"] * 36 * 2 * 4 * 128 * 2
+    # Of a layer's arrays gate, up and their products are the largest; then there is its input.
+    largest = (4 * 12288 // 2 + 2 * 4096) * 2
+    assert 0.9 < activations / (step_tokens * largest) < 1.3
+
+
 def test_the_command_shows_each_pool(capfd: pytest.CaptureFixture[str]) -> None:
     split = ["cluster.placement=split", "cluster.pools.critic=1", "recipe=ppo"]
     cli.main(["plan", "memory", "model=qwen3_8b", "cluster.ranks=8", "--gpu-gib=80", *split])

@@ -59,7 +59,7 @@ class DecodeBatch:
         self.slots: Ints = np.array([slot for _, slot, _ in rows])
         self.positions: Ints = np.array([length - 1 for _, _, length in rows])
         self.counts: Ints = np.array([len(request.response_ids) for request in self.requests])
-        self.sampling = _sampling([r.sampling for r in self.requests], vocab_size, device)
+        self.sampling = sampling_batch([r.sampling for r in self.requests], vocab_size, device)
         self._device, self._kept = device, kept
         self._cuts: list[tuple[int, int]] = []
         if kept is None:
@@ -245,11 +245,11 @@ class VerifyBatch:
             slots=slots,
             counts=counts,
             starts=np.cumsum([0, *sizes[:-1]]).tolist(),
-            sampling=_sampling([r.sampling for r in requests], vocab_size, device),
+            sampling=sampling_batch([r.sampling for r in requests], vocab_size, device),
         )
 
 
-def _sampling(
+def sampling_batch(
     params: Sequence[SamplingParams], vocab_size: int, device: torch.device
 ) -> SamplingBatch:
     """The batch of these parameters; rows that are alike need nothing from the host."""
