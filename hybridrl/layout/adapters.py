@@ -120,7 +120,8 @@ class AdapterSwitch:
             tensor = tensors[name]
             if name in self.pairs:
                 a, b = (adapters[adapter].float() for adapter in self.pairs[name])
-                weight = base.to(tensor.device, torch.float32)
+                # Converted on the device: in one call the host would convert, and wait.
+                weight = base.to(tensor.device, non_blocking=True).float()
                 tensor.copy_(torch.addmm(weight, b, a, alpha=self.scaling))
             else:
                 tensor.copy_(base, non_blocking=True)

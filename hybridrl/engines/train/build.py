@@ -24,6 +24,7 @@ from hybridrl.engines.train.activation_offload import ActivationOffload
 from hybridrl.engines.train.gathering import fsdp_modules
 from hybridrl.engines.train.packed import PackedModel
 from hybridrl.engines.train.pipeline import StageModel
+from hybridrl.engines.train.state_memory import StateMemory
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layout import Layout, chunk_bounds, rank_of_chunk, stages_of_layers
 from hybridrl.layout.mesh import Mesh
@@ -196,17 +197,12 @@ def build(
     return Parts(parameters, adapters, layout, chunks, roots)
 
 
-def load(parts: Parts, weights: StoredWeights, device: torch.device) -> None:
-    """Give the parameters that are on the meta device memory on `device`, and this rank's boxes.
+def load(parts: Parts, weights: StoredWeights, memory: StateMemory) -> None:
+    """Give the parameters `memory` on the rank's device, and this rank's boxes of the weights.
 
-    Others, which are adapters, stay.
+    Those that have values, which are adapters, keep them.
     """
-
-    def allocated(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-
-    for root in parts.roots:
-        root._apply(allocated)  # as `to_empty`, but buffers have values
+    memory.allocate_weights(parts.roots)
     for chunk in parts.chunks:
         fill_parameters(weights, chunk.named_parameters(), parts.layout, dist.get_rank())
 
