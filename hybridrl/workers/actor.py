@@ -46,6 +46,7 @@ from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.generation import make_rollout_engine
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.sampling import SamplingTexts, stop_strings
+from hybridrl.workers.staying_roles import ALL_LEAVE, StayingRoles
 from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
 from hybridrl.workers.training import (
     RoleScoring,
@@ -90,7 +91,9 @@ class Actor:
         tokenizer: PreTrainedTokenizerBase,
         store: SampleStore,
         device: torch.device,
+        staying: StayingRoles = ALL_LEAVE,
     ) -> None:
+        """Of the roles that are `staying` on the device this may be one."""
         self.config, self.store, self.device = config, store, device
         rollout = config.rollout
         self.train_engine = TrainEngine(
@@ -116,6 +119,8 @@ class Actor:
         # Before the rollout engine takes the memory that communicators leave.
         warm_up(gather_groups(self.switch_plan.plan, dist.get_rank()), device)
         self.adapters = self._load_base()
+        memory = self.train_engine.memory
+        memory.stays = "actor" in staying.names
         self.train_engine.offload()
         stop = config.stop_texts
         self.rollout = make_rollout_engine(
@@ -126,6 +131,8 @@ class Actor:
             self.parallel,
             device,
             stop_strings(tokenizer, stop),
+            # What is there already, its weights, is seen in use.
+            max(0, staying.reserved_bytes - memory.nbytes * memory.stays),
         )
         self._tokenizer = tokenizer
         self.sampling = SamplingTexts(tokenizer, config.data.chat, stop)

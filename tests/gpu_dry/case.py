@@ -64,6 +64,8 @@ class Case:
     """Of samples that are scored and trained."""
     chunk_tokens: int = 0
     """`trainer.chunk_tokens`."""
+    staying: tuple[str, ...] = ()
+    """Trained roles that are never offloaded."""
     only_trains: bool = False
     """Whether the actor is built and trained at the first depth, and nothing else is run.
 

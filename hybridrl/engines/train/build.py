@@ -197,14 +197,16 @@ def build(
     return Parts(parameters, adapters, layout, chunks, roots)
 
 
-def load(parts: Parts, weights: StoredWeights, memory: StateMemory) -> None:
-    """Give the parameters `memory` on the rank's device, and this rank's boxes of the weights.
+def load(parts: Parts, weights: StoredWeights, device: torch.device) -> StateMemory:
+    """Give the parameters memory on `device`, and this rank's boxes of the weights.
 
     Those that have values, which are adapters, keep them.
     """
+    memory = StateMemory(device)
     memory.allocate_weights(parts.roots)
     for chunk in parts.chunks:
         fill_parameters(weights, chunk.named_parameters(), parts.layout, dist.get_rank())
+    return memory
 
 
 def _cut_into_chunks(model: PreTrainedModel, dims: TrainDims) -> list[Chunk]:

@@ -41,7 +41,6 @@ from hybridrl.engines.train.pipeline_executor import PipelineGroups
 from hybridrl.engines.train.replica import MicroBatches, Replica
 from hybridrl.engines.train.scored_rows import ScoredRows
 from hybridrl.engines.train.single_stage import score_rows, train_rows
-from hybridrl.engines.train.state_memory import StateMemory
 from hybridrl.engines.train.update_sums import (
     PreparedUpdate,
     UpdateSums,
@@ -150,8 +149,7 @@ class TrainEngine(ModelShards):
                 gen_tp=gen_tp,
                 gen_ep=gen_ep,
             )
-            memory = StateMemory(device)
-            load(parts, weights, memory)
+            memory = load(parts, weights, device)
         super().__init__(parts, self.dims, device, self.lora, memory)
         self._dropouts = self._disable_dropout()
         layers = self.model.config.num_hidden_layers

@@ -8,8 +8,8 @@ import torch
 def pinned_bytes(size: int, device: torch.device) -> torch.Tensor:
     """Zeros [size] uint8 in host memory, pinned for `device`; ordinary memory where it is a CPU.
 
-    Ordinary memory is registered with CUDA. torch's allocator of pinned memory would round the size
-    up to a power of two: 12 GB would take 16.
+    Ordinary memory is registered with CUDA. The allocator of pinned memory in torch would round the
+    size up to a power of two. Then 12 GB would take 16.
     """
     memory = torch.zeros(size, dtype=torch.uint8)
     if device.type == "cuda" and size:

@@ -6,9 +6,9 @@ host memory, which is made once. Each block is one copy, on a stream beside the 
     copy stream  | weights and moments leave  |          | weights come | moments come       |
     computation  | switch of the weights      | generate |              | forward, backward  | step
 
-So no copy makes the host wait. The stream that computes waits for a copy where it needs the bytes:
-for those that leave when their memory is given up, for weights that come before the first pass, for
-moments that come before the optimizer's step.
+So no copy makes the host wait. The stream that computes waits for a copy where it needs the bytes.
+What leaves is waited for when its memory is given up. Weights that come are waited for before the
+first pass, moments before the optimizer's step.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -62,8 +62,8 @@ class CopyStream:
             torch.cuda.current_stream(self._device).wait_event(copied)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+@dataclass(slots=True)
+class BlockView:
     """The bytes of a block from `start` on, as the tensor that `owner` has as `name`."""
 
     owner: Any
@@ -71,10 +71,25 @@ class Place:
     dtype: torch.dtype
     shape: Sequence[int]
     start: int
+    _twin: DTensor | None = None
 
     def take(self, memory: torch.Tensor) -> None:
         """Let the owner have the bytes of `memory` [bytes]."""
-        setattr(self.owner, self.name, _view(memory, self.dtype, self.shape, self.start))
+        setattr(self.owner, self.name, _cut(memory, self.dtype, self.shape, self.start))
+
+    def move(self, memory: torch.Tensor) -> None:
+        """As `take`, where the memory is another device's than before.
+
+        A DTensor has its device apart from its shard. So it changes places with a twin of the other
+        device, as in `Module.to`; the object stays the same.
+        """
+        if isinstance(self.owner, DTensor):
+            view = _cut(memory, self.dtype, self.shape, self.start)
+            if self._twin is None:
+                self._twin = _like(self.owner, view)
+            torch.utils.swap_tensors(self.owner, self._twin)
+            self._twin._local_tensor = view  # else it would hold the memory that is given up
+        self.take(memory)
 
 
 class Block:
@@ -86,7 +101,7 @@ class Block:
     on device | leave | on host   | as `send`; the device's memory is given up
     on host   | come  | on device | a copy from the mirror begins
 
-    Invariant: owners of `places` have views of the memory of the present state. So what is
+    Invariant: owners of `views` have views of the memory of the present state. So what is
     offloaded can be read and filled in host memory, once `settle` has been called.
     """
 
@@ -94,7 +109,7 @@ class Block:
         self, size: int, device: torch.device, copies: CopyStream, on_host: bool = False
     ) -> None:
         """`size` bytes, all 0, for the `device`; they begin there or `on_host`."""
-        self.places: list[Place] = []
+        self.views: list[BlockView] = []
         self.size, self.on_host = size, on_host
         self._device, self._copies = device, copies
         self._mirror = pinned_bytes(size, device) if on_host else None
@@ -110,11 +125,11 @@ class Block:
         assert self._memory is not None
         return self._memory
 
-    def add(self, *places: Place) -> None:
+    def add(self, *views: BlockView) -> None:
         """Let further owners have parts of the block."""
-        self.places += places
-        for place in places:
-            place.take(self.memory)
+        self.views += views
+        for view in views:
+            view.take(self.memory)
 
     def changed(self) -> None:
         """Say that the tensors have been written: the mirror is not equal from now on."""
@@ -153,15 +168,20 @@ class Block:
 
     def settle(self) -> None:
         """Let the tensors be read: by the device's work from now on, or by the host at once."""
-        if self.on_host and self._copied is not None:
-            self._copied.synchronize()
-        elif not self.on_host:
+        if self.on_host:
+            self.finish()
+        else:
             self.wait()
+
+    def finish(self) -> None:
+        """Wait on the host for the last copy, which reads or writes the mirror."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def _move(self, memory: torch.Tensor) -> None:
         self._memory = memory
-        for place in self.places:
-            place.take(memory)
+        for view in self.views:
+            view.move(memory)
 
 
 class StateMemory:
@@ -207,14 +227,14 @@ class StateMemory:
             blocks.append(block)
             for p, start in zip(own, starts, strict=True):
                 local = p.sharded_param.to_local()
-                views[id(p.sharded_param)] = _view(block.memory, local.dtype, local.shape, start)
+                views[id(p.sharded_param)] = _cut(block.memory, local.dtype, local.shape, start)
                 placed.append((block, p, start))
         _materialize(roots, views, self.device)
         for block, p, start in placed:
             local = p.sharded_param.to_local()
             block.add(
-                Place(p.sharded_param, "_local_tensor", local.dtype, local.shape, start),
-                Place(p, "_sharded_param_data", local.dtype, (_padded(p),), start),
+                BlockView(p.sharded_param, "_local_tensor", local.dtype, local.shape, start),
+                BlockView(p, "_sharded_param_data", local.dtype, (_padded(p),), start),
             )
 
     @torch.no_grad()
@@ -242,8 +262,8 @@ class StateMemory:
                     state["step"] = torch.full((), steps, dtype=torch.float32, device=self.device)
             else:
                 for owner, name, tensor in _leaves(state.values()):
-                    place = Place(owner, name, tensor.dtype, tensor.shape, next(left))
-                    block.add(place)
+                    view = BlockView(owner, name, tensor.dtype, tensor.shape, next(left))
+                    block.add(view)
                     getattr(owner, name).copy_(tensor)
             optimizer.state[parameter] = state
         self._moments.append(block)
@@ -251,7 +271,7 @@ class StateMemory:
     def drop_moments(self) -> None:
         """Forget the moments, once no copy reads or writes them."""
         for block in self._moments:
-            block.settle()
+            block.finish()
         self._moments = []
 
     # Moves
@@ -313,7 +333,7 @@ def _layout(sizes: Iterable[int]) -> tuple[list[int], int]:
     return starts, size
 
 
-def _view(
+def _cut(
     memory: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], start: int
 ) -> torch.Tensor:
     return memory[start : start + dtype.itemsize * prod(shape)].view(dtype).view(tuple(shape))
@@ -322,6 +342,14 @@ def _view(
 def _padded(parameter: Any) -> int:
     """Elements of an FSDP parameter's shard with the padding that its gathering wants."""
     return prod(parameter.padded_sharded_param_size)
+
+
+def _like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor with another shard; a parameter if `tensor` is one."""
+    like = DTensor(local, tensor._spec, requires_grad=False)
+    if not isinstance(tensor, nn.Parameter):
+        return like
+    return nn.Parameter(like, requires_grad=tensor.requires_grad)  # type: ignore[return-value]
 
 
 def _materialize(
@@ -359,9 +387,9 @@ def _moment(block: Block, parameter: nn.Parameter, start: int) -> DTensor:
     """A moment of a parameter in the layout of the parameter."""
     assert isinstance(parameter, DTensor)
     local = parameter.to_local()
-    memory = _view(block.memory, local.dtype, local.shape, start)
+    memory = _cut(block.memory, local.dtype, local.shape, start)
     moment = DTensor(memory, parameter._spec, requires_grad=False)
-    block.add(Place(moment, "_local_tensor", local.dtype, local.shape, start))
+    block.add(BlockView(moment, "_local_tensor", local.dtype, local.shape, start))
     return moment
 
 
@@ -373,8 +401,8 @@ def _leaves(tensors: Iterable[Any]) -> Iterator[tuple[Any, str, torch.Tensor]]:
         assert is_traceable_wrapper_subclass(tensor), "moments are of sharded parameters"
         names, _ = tensor.__tensor_flatten__()
         for name in names:
-            part = getattr(tensor, name)
-            if is_traceable_wrapper_subclass(part):
-                yield from _leaves([part])
+            inner = getattr(tensor, name)
+            if is_traceable_wrapper_subclass(inner):
+                yield from _leaves([inner])
             else:
-                yield tensor, name, part
+                yield tensor, name, inner
