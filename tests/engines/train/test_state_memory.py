@@ -225,3 +225,126 @@ def test_two_roles_are_the_same_bit_for_bit(ranks, tiny, sequences, together: bo
     for one, other in zip(stayed, moved, strict=True):
         for state, same in zip(one, other, strict=True):
             assert all(torch.equal(tensor, same[key]) for key, tensor in state.items())
+
+
+def write_away(path: str, folder: Any, sequences: Any, late: bool) -> Any:
+    """Checkpoints written and read, and weights replaced, while the state is on the host."""
+    mine = sequences[dist.get_rank() :: dist.get_world_size()]
+    case = CASES["adamw"]
+    found = {}
+    with moving(late):
+        engine = make(path, case)
+        engine.update(mine, Surrogate())
+        before = state_of(engine)
+        engine.start_offload()
+        engine.offload()
+        distributed.save(folder, engine, {})
+        found["saved"] = distributed.progress_of(engine)
+        found["on host"] = state_of(engine)
+        engine.onload()
+        engine.update(mine, Surrogate())
+        engine.offload()
+        found["updated"] = state_of(engine)
+        # Read while it is away, then while it is here.
+        for here in (False, True):
+            if here:
+                engine.onload()
+                engine.update(mine, Surrogate())
+            distributed.load(folder, engine, found["saved"], {})
+            engine.offload()
+            engine.onload()
+            found["read here" if here else "read away"] = state_of(engine)
+        engine.take_weights([(name, torch.full(x, 0.5)) for name, x in engine.shapes().items()])
+        engine.offload()
+        engine.onload()
+        taken = [t.full_tensor() for t in engine.named_shards().values()]
+        assert all(bool((t == 0.5).all()) for t in taken)
+        engine.reset_optimizer(engine.optim, 9)
+        engine.offload()
+        assert not engine.memory._moments
+        engine.onload()
+        engine.update(mine, Surrogate())
+        assert len(engine.memory._moments) == 1
+    return before, found
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["copied at once", "copied late"])
+def test_state_is_saved_and_replaced_wherever_it_is(
+    ranks, tiny, sequences, tmp_path, late: bool
+) -> None:
+    for before, found in ranks(2, write_away, tiny("qwen3"), tmp_path / "state", sequences, late):
+        for name in ("on host", "read away", "read here"):
+            assert before.keys() == found[name].keys()
+            for key, tensor in before.items():
+                assert torch.equal(tensor, found[name][key]), (name, key)
+        assert not all(torch.equal(x, found["updated"][key]) for key, x in before.items())
+
+
+def stay(path: str, sequences: Any) -> Any:
+    """A step of a role that stays; the copies made, and where its state is."""
+    mine = sequences[dist.get_rank() :: dist.get_world_size()]
+    with moving(late=True) as copies:
+        engine = make(path, CASES["adamw"])
+        engine.memory.stays = True
+        engine.update(mine, Surrogate())
+        engine.start_offload()
+        engine.offload()
+        engine.onload_weights()
+        engine.offload()
+        engine.onload()
+        return list(copies), [block.on_host for block in engine.memory._all()]
+
+
+def test_what_stays_is_not_copied(ranks, tiny, sequences) -> None:
+    for copies, on_host in ranks(2, stay, tiny("qwen3"), sequences):
+        assert copies == []
+        assert on_host == [False, False]
+
+
+class Stream:
+    """Writes down what a stream is asked for."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self.log.append(f"{self.name} records")
+        return "the copy"
+
+    def __enter__(self) -> None:
+        self.log.append(f"on {self.name}")
+
+    def __exit__(self, *_: object) -> None:
+        self.log.append("on main")
+
+
+class Memory:
+    """Writes down a copy."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def copy_(self, source: "Memory", non_blocking: bool = False) -> None:
+        self.log.append("copies" if non_blocking else "copies while the host waits")
+
+
+def test_a_copy_follows_the_work_before_it_and_precedes_what_waits(monkeypatch) -> None:
+    """On the streams of CUDA, which are not here."""
+    log: list[str] = []
+    main, side = Stream("main", log), Stream("side", log)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    copies = CopyStream(torch.device("cuda"))
+    copied = copies.copy(Memory(log), Memory(log))  # type: ignore[arg-type]
+    copies.wait(copied)
+    assert log == [
+        "side waits for main", "on side", "copies", "side records", "on main",
+        "main waits for the copy",
+    ]  # fmt: skip
