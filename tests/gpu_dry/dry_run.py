@@ -94,6 +94,9 @@ class DryRun:
             self.roles = ActorRoleFactory(
                 self.config, self.path, self.tokenizer, self.store, self.cuda, actor, self.residency
             )
+        if self.case.staying:
+            with self.phase("moments of a resumed run"):  # or the plan has more than there is
+                actor.train_engine.resume(0, 0, moments=True)
 
     def _generate(self) -> None:
         """Switch, prefill, two decode steps, a sample parked with its cache and resumed."""
