@@ -47,6 +47,7 @@ from hybridrl.controller.memory_plan import (
     check_memory,
     local_room,
     plan_run,
+    sizes_of_run,
     unknown_room,
 )
 from hybridrl.controller.preflight import build_recipe, check_attention, prepare
@@ -54,7 +55,7 @@ from hybridrl.flow import Graph
 from hybridrl.models.activations import layer_activations, prefill_activations
 from hybridrl.models.parallel import model_parameters
 from hybridrl.models.tiny import make_tiny_model
-from hybridrl.planner.memory import MemoryPhase, MemoryPlan
+from hybridrl.planner.memory import MemoryPhase, MemoryPlan, plan_memory
 from hybridrl.planner.memory_advice import advice
 from hybridrl.planner.train_memory import CHUNK_KEYS
 from hybridrl.runtime.ray_cluster import check_ranks
@@ -643,3 +644,38 @@ def test_the_command_shows_each_pool(capfd: pytest.CaptureFixture[str]) -> None:
     record = json.loads(last)
     assert "train critic" in record["pools"]["critic"]["phases"]
     assert record["fits"] is False, "two ranks are too few for twelve bytes a parameter"
+
+
+def test_ranks_on_gpus_get_the_sizes_of_the_plan(tmp_path: Path) -> None:
+    """By which they decide as it does; ranks on CPUs, and models without a plan, need none."""
+    config, graph = _config(), _graph("ppo")
+    path = str(tmp_path / "model")
+    _shape().save_pretrained(path)
+    sizes = sizes_of_run(config, graph, path)
+    assert sizes.keys() == {"actor"}
+    planned = plan_memory(sizes["actor"], "cuda", ROOM.capacity, ROOM.reserved)
+    assert planned.phases == _plan(config, graph).phases
+    assert planned.staying.keys() == {"actor", "critic"}
+    with mock.patch.object(memory_plan, "_sizes", side_effect=RuntimeError("no meta kernel")):
+        assert sizes_of_run(config, graph, path) == {}
+    assert sizes_of_run(_config(Device.cpu), graph, path) == {}
+
+
+@pytest.mark.parametrize("new_tokens", [2048, 4096])
+@pytest.mark.parametrize(
+    ("model", "ranks", "gib"), [("qwen3_1.7b", 1, 19.2), ("qwen3_8b", 8, 11.4)]
+)
+def test_usual_runs_offload_nothing(
+    capfd: pytest.CaptureFixture[str], model: str, ranks: int, gib: float, new_tokens: int
+) -> None:
+    """On GPUs of 80 GiB: the state stays, and the KV cache has more than half of it alone."""
+    command = ["plan", "memory", f"model={model}", f"cluster.ranks={ranks}", "--gpu-gib=80"]
+    command += [f"rollout.max_new_tokens={new_tokens}", "trainer.activations=recompute"]
+    cli.main(command)
+    record = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert record["staying"]["actor"] / GIB == pytest.approx(gib, rel=0.01)
+    assert record["fits"]
+    assert record["on_host"] == {}
+    sizes = record["phases"]["decode"]
+    alone = record["capacity"] - record["reserved"] - sizes["generation weights"]
+    assert sizes["KV cache"] > alone / 2

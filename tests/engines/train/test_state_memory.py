@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from surrogate_loss import Surrogate
+from torch.cuda import _pin_memory_utils
 
 from hybridrl.algorithms.critic import ValueLoss
 from hybridrl.checkpoint import distributed
@@ -27,6 +28,7 @@ from hybridrl.config import (
 from hybridrl.engines.train import state_memory
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.fused_update import FusedUpdate, UpdateInputs
+from hybridrl.engines.train.pinned import pinned_bytes
 from hybridrl.engines.train.state_memory import Block, CopyStream
 
 CPU = torch.device("cpu")
@@ -348,3 +350,19 @@ def test_a_copy_follows_the_work_before_it_and_precedes_what_waits(monkeypatch) 
         "side waits for main", "on side", "copies", "side records", "on main",
         "main waits for the copy",
     ]  # fmt: skip
+
+
+def test_a_mirror_is_registered_once_and_given_back(monkeypatch) -> None:
+    """With CUDA, which is not here; a CPU's is ordinary memory."""
+    pinned: list[tuple[int, int]] = []
+    monkeypatch.setattr(_pin_memory_utils, "pin_memory", lambda *args: pinned.append(args))
+    monkeypatch.setattr(_pin_memory_utils, "unpin_memory", lambda at: pinned.append((at, 0)))
+    assert pinned_bytes(100, CPU).tolist() == [0] * 100
+    assert pinned == []
+    memory = pinned_bytes(100, torch.device("cuda"))
+    address = memory.data_ptr()
+    view = memory[:4].view(torch.float32)
+    del memory
+    assert pinned == [(address, 100)]  # a view keeps it
+    del view
+    assert pinned == [(address, 100), (address, 0)]
