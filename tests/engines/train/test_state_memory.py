@@ -233,7 +233,7 @@ def write_away(path: str, folder: Any, sequences: Any, late: bool) -> Any:
     """Checkpoints written and read, and weights replaced, while the state is on the host."""
     mine = sequences[dist.get_rank() :: dist.get_world_size()]
     case = CASES["adamw"]
-    found = {}
+    states: dict[str, Any] = {}
     with moving(late):
         engine = make(path, case)
         engine.update(mine, Surrogate())
@@ -241,21 +241,21 @@ def write_away(path: str, folder: Any, sequences: Any, late: bool) -> Any:
         engine.start_offload()
         engine.offload()
         distributed.save(folder, engine, {})
-        found["saved"] = distributed.progress_of(engine)
-        found["on host"] = state_of(engine)
+        progress = distributed.progress_of(engine)
+        states["on host"] = state_of(engine)
         engine.onload()
         engine.update(mine, Surrogate())
         engine.offload()
-        found["updated"] = state_of(engine)
+        states["updated"] = state_of(engine)
         # Read while it is away, then while it is here.
         for here in (False, True):
             if here:
                 engine.onload()
                 engine.update(mine, Surrogate())
-            distributed.load(folder, engine, found["saved"], {})
+            distributed.load(folder, engine, progress, {})
             engine.offload()
             engine.onload()
-            found["read here" if here else "read away"] = state_of(engine)
+            states["read here" if here else "read away"] = state_of(engine)
         engine.take_weights([(name, torch.full(x, 0.5)) for name, x in engine.shapes().items()])
         engine.offload()
         engine.onload()
@@ -267,19 +267,19 @@ def write_away(path: str, folder: Any, sequences: Any, late: bool) -> Any:
         engine.onload()
         engine.update(mine, Surrogate())
         assert len(engine.memory._moments) == 1
-    return before, found
+    return before, states
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["copied at once", "copied late"])
 def test_state_is_saved_and_replaced_wherever_it_is(
     ranks, tiny, sequences, tmp_path, late: bool
 ) -> None:
-    for before, found in ranks(2, write_away, tiny("qwen3"), tmp_path / "state", sequences, late):
+    for before, states in ranks(2, write_away, tiny("qwen3"), tmp_path / "state", sequences, late):
         for name in ("on host", "read away", "read here"):
-            assert before.keys() == found[name].keys()
+            assert before.keys() == states[name].keys()
             for key, tensor in before.items():
-                assert torch.equal(tensor, found[name][key]), (name, key)
-        assert not all(torch.equal(x, found["updated"][key]) for key, x in before.items())
+                assert torch.equal(tensor, states[name][key]), (name, key)
+        assert not all(torch.equal(x, states["updated"][key]) for key, x in before.items())
 
 
 def stay(path: str, sequences: Any) -> Any:
@@ -326,13 +326,13 @@ class Stream:
         self.log.append("on main")
 
 
-class Memory:
+class CopiedTensor:
     """Writes down a copy."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
 
-    def copy_(self, source: "Memory", non_blocking: bool = False) -> None:
+    def copy_(self, source: "CopiedTensor", non_blocking: bool = False) -> None:
         self.log.append("copies" if non_blocking else "copies while the host waits")
 
 
@@ -344,7 +344,7 @@ def test_a_copy_follows_the_work_before_it_and_precedes_what_waits(monkeypatch) 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     copies = CopyStream(torch.device("cuda"))
-    copied = copies.copy(Memory(log), Memory(log))  # type: ignore[arg-type]
+    copied = copies.copy(CopiedTensor(log), CopiedTensor(log))  # type: ignore[arg-type]
     copies.wait(copied)
     assert log == [
         "side waits for main", "on side", "copies", "side records", "on main",
