@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,25 +53,64 @@ def plan_run(
     room: Room,
     inputs: "LongestInputs | None" = None,
     stages: tuple[int, int] | None = None,
+    staying: Sequence[str] | None = None,
 ) -> RunPlan:
     """The plan of the rank of each pool that has most, for an actor of this `shape`.
 
     The device and the layouts of the config are known. A role's model is as large as the actor's
     unless its directory says otherwise. `inputs` is what a rank computes at once, `stages` its
-    pipeline stages in training and in generation; by default those that need most.
+    pipeline stages in training and in generation; by default those that need most. Trained roles
+    that are `staying` are never offloaded; by default those for which there is room.
     """
     from hybridrl.controller.memory_inputs import LongestInputs
 
     inputs = inputs or LongestInputs.of(config, graph)
     attention, reason = assumed_attention(config, shape)
-    config = copy.copy(config)
-    config.model = replace(config.model, attention=attention)
     pools = {}
-    for pool in config.cluster.pool_ranks:
-        sizes = _pool_sizes(config, graph, shape, pool, inputs, stages, room.capacity)
+    sizes_of_pools = _sizes(config, graph, shape, inputs, attention, stages, room.capacity)
+    for pool, sizes in sizes_of_pools.items():
+        sizes = replace(sizes, staying=staying)
         plan = plan_memory(sizes, config.cluster.device.value, room.capacity, room.reserved)
         pools[pool] = _advised(plan, config, pool)
     return RunPlan(pools, attention.value, reason, _node_host(config, graph, pools))
+
+
+def sizes_of_run(config: Config, graph: Graph, model_path: str) -> dict[str, PoolSizes]:
+    """What a rank of each pool on GPUs holds, by which it decides what stays on its device.
+
+    Ranks know the memory of their own devices. Empty on CPUs, and for a model that has no plan.
+    """
+    from hybridrl.controller.memory_inputs import LongestInputs
+    from hybridrl.models.load import load_config
+
+    if config.cluster.device is not Device.cuda or config.cluster.emulated:
+        return {}
+    try:
+        shape, inputs = load_config(model_path), LongestInputs.of(config, graph)
+        return _sizes(config, graph, shape, inputs, assumed_attention(config, shape)[0])
+    except RuntimeError:  # `check_memory` has said that there is no plan
+        return {}
+
+
+def _sizes(
+    config: Config,
+    graph: Graph,
+    shape: "PretrainedConfig",
+    inputs: "LongestInputs",
+    attention: Attention,
+    stages: tuple[int, int] | None = None,
+    capacity: int = sys.maxsize,
+) -> dict[str, PoolSizes]:
+    """The models on a rank of each pool, under this attention.
+
+    vLLM computes more tokens a step on a large GPU: by default what it needs on the largest.
+    """
+    config = copy.copy(config)
+    config.model = replace(config.model, attention=attention)
+    pools = config.cluster.pool_ranks
+    return {
+        pool: _pool_sizes(config, graph, shape, pool, inputs, stages, capacity) for pool in pools
+    }
 
 
 def _node_host(config: Config, graph: Graph, pools: Mapping[str, MemoryPlan]) -> int:

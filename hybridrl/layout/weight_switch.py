@@ -186,7 +186,8 @@ class WeightSwitch:
         else:
             self._copy_kept(source, destination, stats)
         if waits and device.type == "cuda":
-            torch.cuda.synchronize(device)  # so that `seconds` counts work, not launches
+            # So that `seconds` counts work, not launches: its own, and not what leaves meanwhile.
+            torch.cuda.current_stream(device).synchronize()
         stats.seconds = time.perf_counter() - begun
         logger.debug(
             "weights have moved: %d bytes received, %.3f s", stats.bytes_received, stats.seconds

@@ -37,6 +37,24 @@ class GenerationSizes:
         """Tokens of the KV cache where weights and buckets leave `left` bytes; None: no limit."""
         raise NotImplementedError
 
+    def fits(self, left: int) -> int:
+        """Tokens for which the KV cache has room there, however few."""
+        raise NotImplementedError
+
+    def serves(self, left: int, alone: int) -> bool:
+        """Whether a KV cache in `left` bytes is worth what has taken the others of `alone` bytes.
+
+        It has the tokens that the config asks for. If it asks for none, it has at least half of
+        those that it would have alone. A full sample fits in any case.
+        """
+        half = -(-self.cache_tokens(alone) // 2)
+        return self.fits(left) >= max(self.longest, self.wanted or half)
+
+    @property
+    def idle(self) -> int:
+        """Bytes that are free besides weights and cache while nothing decodes."""
+        return 0
+
     def at_start(self, left: int | None) -> Sizes:
         """Besides the weights, once the engine is built."""
         return {"KV cache": self.cache_tokens(left) * self.token}
@@ -74,8 +92,16 @@ class NativeSizes(GenerationSizes):
         """See `GenerationSizes`; a full sample at least."""
         if left is None:
             return self.wanted or self.most
-        fits = max(left - self.logits - self.prefill, 0) // (self.token + self.gathered)
-        return self.wanted or max(self.longest, min(self.most, fits))
+        return self.wanted or max(self.longest, min(self.most, self.fits(left)))
+
+    def fits(self, left: int) -> int:
+        """See `GenerationSizes`."""
+        return max(left - self.idle, 0) // (self.token + self.gathered)
+
+    @property
+    def idle(self) -> int:
+        """See `GenerationSizes`."""
+        return self.logits + self.prefill
 
     def of_one_sample(self) -> Sizes:
         """What an instance that holds a full sample takes at least."""
@@ -128,7 +154,11 @@ class VLLMSizes(GenerationSizes):
         """
         if left is None:
             return self.wanted or self.most
-        return self.wanted or max(self.longest, (left - self._peak) // self.token)
+        return self.wanted or max(self.longest, self.fits(left))
+
+    def fits(self, left: int) -> int:
+        """See `GenerationSizes`."""
+        return max(left - self._peak, 0) // self.token
 
     def at_start(self, left: int | None) -> Sizes:
         """See `GenerationSizes`. With `wanted` the cache has that size, else vLLM chooses it."""

@@ -19,6 +19,7 @@ EIGHT_BIT_MOMENT = 1 + 4 / 256
 """Bytes of an element of a moment of 8 bits, with a scale for each block of 256."""
 CHUNK_KEYS = "keys and values of chunks"
 EARLY = "early gradients"
+MOMENTS = "moments"
 
 
 def rows_in_flight(pp: int, schedule: PipelineSchedule, stage: int, rows: int) -> float:
@@ -124,7 +125,7 @@ class TrainSizes:
         return {
             "float32 weights": MASTER * self.trained,
             "frozen weights": self.itemsize * self.frozen,
-            "moments": round(2 * self.moment * self.trained) - MASTER * self.matrices,
+            MOMENTS: round(2 * self.moment * self.trained) - MASTER * self.matrices,
         }
 
     def update(self) -> dict[str, int]:

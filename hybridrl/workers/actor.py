@@ -46,6 +46,7 @@ from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.generation import make_rollout_engine
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.sampling import SamplingTexts, stop_strings
+from hybridrl.workers.staying_roles import ALL_LEAVE, StayingRoles
 from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
 from hybridrl.workers.training import (
     RoleScoring,
@@ -90,9 +91,13 @@ class Actor:
         tokenizer: PreTrainedTokenizerBase,
         store: SampleStore,
         device: torch.device,
+        staying: StayingRoles = ALL_LEAVE,
         nodes: Sequence[str] = (),
     ) -> None:
-        """`nodes` has the node of each rank; without it all are on one."""
+        """Of the roles that are `staying` on the device this may be one.
+
+        `nodes` has the node of each rank; without it all are on one.
+        """
         self.config, self.store, self.device = config, store, device
         rollout = config.rollout
         self.train_engine = TrainEngine(
@@ -120,6 +125,8 @@ class Actor:
         if device.type == "cuda":  # gloo connects all ranks when a group is made
             connect_peers(self.switch_plan.plan, device)
         self.adapters = self._load_base()
+        memory = self.train_engine.memory
+        memory.stays = "actor" in staying.names
         self.train_engine.offload()
         stop = config.stop_texts
         self.rollout = make_rollout_engine(
@@ -130,6 +137,8 @@ class Actor:
             self.parallel,
             device,
             stop_strings(tokenizer, stop),
+            # What is there already, its weights, is seen in use.
+            max(0, staying.reserved_bytes - memory.nbytes * memory.stays),
         )
         self._tokenizer = tokenizer
         self.sampling = SamplingTexts(tokenizer, config.data.chat, stop)

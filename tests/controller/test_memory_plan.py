@@ -47,6 +47,7 @@ from hybridrl.controller.memory_plan import (
     check_memory,
     local_room,
     plan_run,
+    sizes_of_run,
     unknown_room,
 )
 from hybridrl.controller.preflight import build_recipe, check_attention, prepare
@@ -55,7 +56,7 @@ from hybridrl.flow.graph import Copy
 from hybridrl.models.activations import layer_activations, prefill_activations
 from hybridrl.models.parallel import model_parameters
 from hybridrl.models.tiny import make_tiny_model
-from hybridrl.planner.memory import MemoryPhase, MemoryPlan
+from hybridrl.planner.memory import MemoryPhase, MemoryPlan, plan_memory
 from hybridrl.planner.memory_advice import advice
 from hybridrl.planner.train_memory import CHUNK_KEYS
 from hybridrl.runtime.ray_cluster import check_ranks
@@ -657,8 +658,12 @@ def test_the_command_plans_the_engine_that_runs(capfd: pytest.CaptureFixture[str
     cli.main(["plan", "memory", *cluster, "rollout=vllm"])
     record = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert "decode" not in record["phases"]
-    left = record["capacity"] - record["reserved"] - 2 * 16 * 2**20
-    assert record["totals"]["generate"] == record["totals"]["load rollout engine"] == left
+    left = record["capacity"] - record["reserved"] - 2 * 128 * 2**20
+    # And a parameter that is saved meanwhile: the actor stays, its moments come with an update.
+    left -= record["phases"]["save actor"]["parameter being saved"]
+    assert record["totals"]["generate"] == left
+    moments = record["phases"]["train actor"]["moments"]
+    assert record["totals"]["load rollout engine"] == left - moments
     cli.main(["plan", "memory", *cluster, "rollout=vllm", "rollout.kv_cache_tokens=100000"])
     tokens = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert tokens["phases"]["generate"]["KV cache"] == 100_000 * 36 * 2 * 4 * 128 * 2
@@ -720,3 +725,38 @@ def test_a_node_has_frozen_weights_once_for_each_shard() -> None:
     assert node_host(8, 1, 1) == 1
     assert node_host(8, 4, 4) == 2, "two ranks a node hold two of the four shards"
     assert node_host(8, 1, 2, "ewma") == 8, "averages change, and are not shared"
+
+
+def test_ranks_on_gpus_get_the_sizes_of_the_plan(tmp_path: Path) -> None:
+    """By which they decide as it does; ranks on CPUs, and models without a plan, need none."""
+    config, graph = _config(), _graph("ppo")
+    path = str(tmp_path / "model")
+    _shape().save_pretrained(path)
+    sizes = sizes_of_run(config, graph, path)
+    assert sizes.keys() == {"actor"}
+    planned = plan_memory(sizes["actor"], "cuda", ROOM.capacity, ROOM.reserved)
+    assert planned.phases == _plan(config, graph).phases
+    assert planned.staying.keys() == {"actor", "critic"}
+    with mock.patch.object(memory_plan, "_sizes", side_effect=RuntimeError("no meta kernel")):
+        assert sizes_of_run(config, graph, path) == {}
+    assert sizes_of_run(_config(Device.cpu), graph, path) == {}
+
+
+@pytest.mark.parametrize("new_tokens", [2048, 4096])
+@pytest.mark.parametrize(
+    ("model", "ranks", "gib"), [("qwen3_1.7b", 1, 19.2), ("qwen3_8b", 8, 11.4)]
+)
+def test_usual_runs_offload_nothing(
+    capfd: pytest.CaptureFixture[str], model: str, ranks: int, gib: float, new_tokens: int
+) -> None:
+    """On GPUs of 80 GiB: the state stays, and the KV cache has more than half of it alone."""
+    command = ["plan", "memory", f"model={model}", f"cluster.ranks={ranks}", "--gpu-gib=80"]
+    command += [f"rollout.max_new_tokens={new_tokens}", "trainer.activations=recompute"]
+    cli.main(command)
+    record = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert record["staying"]["actor"] / GIB == pytest.approx(gib, rel=0.01)
+    assert record["fits"]
+    assert record["on_host"] == {}
+    sizes = record["phases"]["decode"]
+    alone = record["capacity"] - record["reserved"] - sizes["generation weights"]
+    assert sizes["KV cache"] > alone / 2

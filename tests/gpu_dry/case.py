@@ -71,6 +71,8 @@ class Case:
     """Whether as many tokens are those of `MIXED` samples, each of another length."""
     chunk_tokens: int = 0
     """`trainer.chunk_tokens`."""
+    staying: tuple[str, ...] = ()
+    """Trained roles that are never offloaded."""
     only_trains: bool = False
     """Whether the actor is built and trained at the first depth, and nothing else is run.
 

@@ -12,7 +12,7 @@ ABOVE_LIMIT = 5, 6
 
 CASES: dict[str, Case] = {
     "1.7b on 1": Case(model=SMALL, layers=ABOVE_LIMIT, critic=True),
-    "1.7b on 8": Case(model=SMALL, layers=ABOVE_LIMIT, ranks=8, rank=3),
+    "1.7b on 8": Case(model=SMALL, layers=ABOVE_LIMIT, ranks=8, rank=3, staying=("actor",)),
     "8b on 1, strict": Case(model="qwen3_8b", layers=(2, 3), strict=True),
     "8b on 1, varlen attention": Case(
         model="qwen3_8b",

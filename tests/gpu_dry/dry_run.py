@@ -15,12 +15,20 @@ from gpu_dry.fake_device import Counts, FakeDevice
 from gpu_dry.fake_files import files_without_values
 from gpu_dry.planned import planned
 from gpu_dry.whole import multiplied
-from gpu_dry.world import joined, kernels, num_layers, weights_without_values, write_model
+from gpu_dry.world import (
+    joined,
+    kernels,
+    mirrors_without_values,
+    num_layers,
+    weights_without_values,
+    write_model,
+)
 from hybridrl.algorithms.critic import ValueLoss
 from hybridrl.algorithms.losses import ClippedLoss
 from hybridrl.checkpoint import distributed
 from hybridrl.checkpoint.hf import save_hf
 from hybridrl.data import Item
+from hybridrl.engines.train.adamw import local_shard
 from hybridrl.flow.executor import Park, Parked, Resume, Sampling, Submit
 from hybridrl.flow.graph import ComputeStage, UpdateStage
 from hybridrl.flow.sample import SampleId
@@ -29,6 +37,7 @@ from hybridrl.workers.actor import Actor
 from hybridrl.workers.device_residency import DeviceResidency
 from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.role_factory import ActorRoleFactory
+from hybridrl.workers.staying_roles import StayingRoles
 from hybridrl.workers.store import SampleStore, StoredSample
 from hybridrl.workers.training import UpdateShare, score, train
 
@@ -77,13 +86,17 @@ class DryRun:
     def _build(self) -> None:
         """The actor with its rollout engine, and the factory of the other roles."""
         with self.phase("build"):
+            staying = StayingRoles(self.case.staying)
             actor = self.actor = Actor(
-                self.config, self.path, self.tokenizer, self.store, self.cuda
+                self.config, self.path, self.tokenizer, self.store, self.cuda, staying
             )
             self.residency = DeviceResidency(self.cuda, lambda reading: None, actor.rollout)
             self.roles = ActorRoleFactory(
                 self.config, self.path, self.tokenizer, self.store, self.cuda, actor, self.residency
             )
+        if self.case.staying:
+            with self.phase("moments of a resumed run"):  # or the plan has more than there is
+                actor.train_engine.resume(0, 0, moments=True)
 
     def _generate(self) -> None:
         """Switch, prefill, two decode steps, a sample parked with its cache and resumed."""
@@ -144,10 +157,6 @@ class DryRun:
             dtype = self.config.model.compute_dtype
             save_hf(self.actor.train_engine, self.folder / "hf", self.tokenizer, dtype)
             distributed.save(self.folder / "resume", self.actor.train_engine, self._averages())
-        with self.phase("offload"):
-            self.residency.activate(None)
-        tensors = list(self.actor.train_engine.trained_parameters())
-        assert {x.device.type for x in tensors} == {"cpu"}, "offloaded weights are on the host"
         actor = self.actor
         with (
             self.phase("switch after updates"),
@@ -155,6 +164,14 @@ class DryRun:
         ):
             actor.switch_weights(woken)
         self.residency.enter_training()
+        with self.phase("onload with moments"):
+            self.residency.activate(actor.train_engine)
+        with self.phase("offload"):
+            self.residency.activate(None)
+        shards = actor.train_engine.named_shards().values()
+        place = "cuda" if "actor" in self.case.staying else "cpu"
+        devices = {shard.to_local().device.type for shard in shards}
+        assert devices == {place}, "offloaded weights are on the host, others on the device"
 
     def _update(self, ids: tuple[SampleId, ...]) -> None:
         self.residency.enter_training()
@@ -191,7 +208,8 @@ class DryRun:
                 self.actor.copy_weights(reference.parameters(), dtype, self.average.shards)
         self.residency.activate(engine)
         state = [x for states in engine.optimizer.state.values() for x in states.values()]
-        assert {x.device.type for x in state} == {"cuda"}, "the optimizer is with its weights"
+        devices = {local_shard(x).device.type for x in state}
+        assert devices == {"cuda"}, "the optimizer is with its weights"
         self.residency.activate(None)
 
     def _averages(self) -> distributed.NamedTensors:
@@ -203,7 +221,7 @@ class DryRun:
         """Values, and two optimizer steps of a value model that starts as the actor."""
         weights = self.actor.train_engine.weights()
         with self.phase("build critic"):
-            critic = self.roles.value_model("critic", weights)
+            critic = self.roles.value_model("critic", weights, stays="critic" in self.case.staying)
         self.residency.activate(critic.train_engine)
         with self.phase("values"):
             score([critic.scoring(ComputeStage(name="values", outputs=("values",)), ids)], None)
@@ -278,6 +296,7 @@ def _run(case: Case, path: Path, device: FakeDevice, measured: bool) -> DryRun:
         cuda = stack.enter_context(joined(case.rank, case.ranks, case.strict))
         for surroundings in (
             weights_without_values(device),
+            mirrors_without_values(device),
             files_without_values(device),
             kernels(device, case.flash),
         ):

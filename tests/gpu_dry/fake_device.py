@@ -52,12 +52,14 @@ class Counts:
     `kernels` are operations dispatched on the device besides views and allocations. `collectives`
     are calls of process groups with tensors on the device. `syncs` are waits of the host, by
     function and kind: `read` (device to host), `upload` (pageable host memory to device), `wait`.
-    `peak` is the most bytes on the device.
+    `copies` are those between host and device that the host does not wait for, by function: `out`
+    and `in`. `peak` is the most bytes on the device.
     """
 
     kernels: int = 0
     collectives: int = 0
     syncs: Counter[str] = field(default_factory=Counter)
+    copies: Counter[str] = field(default_factory=Counter)
     peak: int = 0
     by_name: Counter[str] = field(default_factory=Counter)
 
@@ -67,10 +69,12 @@ class Counts:
         return sum(self.by_name[name] for name in ATTENTION)
 
     def summary(self) -> dict[str, Any]:
-        """As JSON, without the kernels' names and the memory."""
+        """As JSON, without the kernels' names and the memory; `copies` where there are any."""
         figures = asdict(self)
         del figures["by_name"], figures["peak"]
-        return figures | {"syncs": dict(sorted(self.syncs.items()))}
+        del figures["copies"]
+        copies = {"copies": dict(sorted(self.copies.items()))} if self.copies else {}
+        return figures | {"syncs": dict(sorted(self.syncs.items()))} | copies
 
 
 class HiddenSync(RuntimeError):
@@ -190,6 +194,8 @@ class FakeDevice(TorchDispatchMode):
             return out
         if waits:
             self.sync("read" if to == "cpu" else "upload")
+        else:
+            self.counts.copies[f"{caller()}: {'out' if to == 'cpu' else 'in'}"] += 1
         if to == "cpu" and name == "copy_" and not isinstance(args[0], FakeTensor):
             return args[0].fill_(self.plausible(args[0].dtype))
         if to == "cpu" and name == "_to_copy" and source.numel() <= READABLE:

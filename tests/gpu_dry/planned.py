@@ -46,7 +46,8 @@ def planned(case: Case, config: Config, shape: PretrainedConfig, gen_stage: int)
             prompt=max(prompt_lengths()),
         )
     stage = case.rank // (case.ranks // config.trainer.layout.pp)
-    run = plan_run(config, graph, shape, Room(80 * 2**30, 0), inputs, (stage, gen_stage))
+    room, stages = Room(80 * 2**30, 0), (stage, gen_stage)
+    run = plan_run(config, graph, shape, room, inputs, stages, case.staying)
     sizes = {phase.name: phase.total for phase in run.pools["actor"].phases}
     return {phase: sizes[name] for phase, name in PLANNED.items() if name in sizes}
 

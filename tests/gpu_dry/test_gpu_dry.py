@@ -25,6 +25,7 @@ from gpu_dry.whole import OVER_LIMIT, differences, multiplied
 
 pytestmark = [pytest.mark.gpu_dry, pytest.mark.timeout(1800)]
 
+STATE = "hybridrl/engines/train/state_memory.py"
 HALVES = (
     (
         "8b on 8, zero bubble",
@@ -154,6 +155,31 @@ def test_syncs_of_a_decode_step_do_not_grow_with_the_model(
     cases = results["cases"]
     syncs = cases["1.7b on 1"]["phases"]["decode"]["syncs"]
     assert sum(cases[name]["phases"]["decode"]["syncs"].values()) <= sum(syncs.values())
+
+
+def test_a_step_copies_the_state_in_few_pieces(results: dict[str, Any]) -> None:
+    """Trained weights and moments out and in, with adapters what is frozen in; none is waited for.
+
+    What stays is not copied.
+    """
+    step, leaves = ("switch after updates", "onload with moments"), 0
+    for name, figures in results["cases"].items():
+        counted = [figures["phases"][phase] for phase in step]
+        copies = sum(n for x in counted for f, n in x.get("copies", {}).items() if STATE in f)
+        frozen = "adapters" in name
+        assert copies == (0 if CASES[name].staying else 4 + frozen), name
+        assert not [f for x in counted for f in x["syncs"] if STATE in f], name
+        leaves += copies > 0
+    assert leaves > 1
+
+
+def test_the_adapters_switch_waits_once(results: dict[str, Any]) -> None:
+    """When all is launched; weights below adapters come from pinned memory."""
+    for name, figures in results["cases"].items():
+        syncs = figures["phases"]["switch after updates"]["syncs"]
+        waits = {f: n for f, n in syncs.items() if f.startswith("hybridrl/layout/")}
+        place = "adapters" if "adapters" in name else "weight_switch"
+        assert waits == {f"hybridrl/layout/{place}.py switch: wait": 1}, name
 
 
 def test_lines_for_a_gpu_that_no_case_runs_are_listed_with_a_reason(

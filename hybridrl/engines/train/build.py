@@ -18,6 +18,7 @@ from hybridrl.engines.train.fsdp_versions import Sharding
 from hybridrl.engines.train.gathering import fsdp_modules
 from hybridrl.engines.train.packed import PackedModel
 from hybridrl.engines.train.pipeline import StageModel
+from hybridrl.engines.train.state_memory import StateMemory
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layout import Layout, chunk_bounds, rank_of_chunk, stages_of_layers
 from hybridrl.layout.mesh import Mesh
@@ -197,19 +198,16 @@ def build(
     return Parts(parameters, adapters, layout, chunks, roots)
 
 
-def load(parts: Parts, weights: StoredWeights, device: torch.device) -> None:
-    """Give the parameters that are on the meta device memory on `device`, and this rank's boxes.
+def load(parts: Parts, weights: StoredWeights, device: torch.device) -> StateMemory:
+    """Give the parameters memory on `device`, and this rank's boxes of the weights.
 
-    Others, which are adapters, stay.
+    Those that have values, which are adapters, keep them.
     """
-
-    def allocated(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-
-    for root in parts.roots:
-        root._apply(allocated)  # as `to_empty`, but buffers have values
+    memory = StateMemory(device)
+    memory.allocate_weights(parts.roots)
     for chunk in parts.chunks:
         fill_parameters(weights, chunk.named_parameters(), parts.layout, dist.get_rank())
+    return memory
 
 
 def _cut_into_chunks(model: PreTrainedModel, dims: TrainDims) -> list[Chunk]:

@@ -15,6 +15,18 @@ def fsdp_modules(roots: Sequence[nn.Module]) -> list[FSDPModule]:
     return [m for root in roots for m in root.modules() if isinstance(m, FSDPModule)]
 
 
+def fsdp_parameters(roots: Sequence[nn.Module]) -> list[Any]:
+    """FSDP's own object of every parameter of the chunks, tied ones once."""
+    parameters = []
+    for module in fsdp_modules(roots):
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch 2.11 has one or none
+            groups = [g for g in (state._fsdp_param_group,) if g is not None]
+        parameters += [parameter for group in groups for parameter in group.fsdp_params]
+    return parameters
+
+
 def keep_unreduced(roots: Sequence[nn.Module]) -> None:
     """From now on gradients are summed whole on each rank, until `reduce_gradients`.
 
