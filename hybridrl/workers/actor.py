@@ -14,7 +14,6 @@ from hybridrl.data import Item
 from hybridrl.engines.rollout.interface import HeldTurn, Output, Request, RolloutEngine
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.engines.train.engine import TrainEngine
-from hybridrl.engines.train.fused_update import ScoreInputs
 from hybridrl.flow.executor import (
     ENOUGH_TURNS,
     Answer,
@@ -44,7 +43,6 @@ from hybridrl.models.shard import GenParallel
 from hybridrl.workers.answers import ActorDescription
 from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.generation import make_rollout_engine
-from hybridrl.workers.roles import Scalars
 from hybridrl.workers.sampling import SamplingTexts, stop_strings
 from hybridrl.workers.staying_roles import ALL_LEAVE, StayingRoles
 from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
@@ -54,7 +52,7 @@ from hybridrl.workers.training import (
     UpdateShare,
     UpdateSteps,
     accumulate,
-    sequence_of,
+    log_probs_stage,
 )
 from hybridrl.workers.turns import (
     CONVERSATION_TENSORS,
@@ -571,30 +569,3 @@ def _sampled(sample: StoredSample, version: int, present: int) -> SampleFields:
         return {}
     name = "rollout_log_probs" if version == present else "stale_log_probs"
     return {name: sample.tensors["log_probs"]}
-
-
-def log_probs_stage(
-    engine: TrainEngine,
-    store: SampleStore,
-    stage: Stage,
-    ids: Sequence[SampleId],
-    replay: RouterReplay,
-) -> RoleScoring:
-    """Log-probabilities of a train engine, stored as the stage's output field.
-
-    Under `RouterReplay.trainer` the pass records experts, which are stored as well.
-    """
-    (name,) = stage.outputs
-    records = replay is RouterReplay.trainer
-    samples = [store[id] for id in ids]
-    sequences = [sequence_of(sample, replays=replay is RouterReplay.rollout) for sample in samples]
-
-    def keep(scored: Sequence[torch.Tensor]) -> tuple[Scalars, tuple[str, ...]]:
-        for sample, sequence, log_probs in zip(samples, sequences, scored, strict=True):
-            sample.tensors[name] = log_probs
-            if records and sequence.routed_experts is not None:
-                sample.tensors[ROUTED_EXPERTS] = sequence.routed_experts
-        return {}, (name, ROUTED_EXPERTS) if records else (name,)
-
-    inputs = ScoreInputs(sequences=sequences, records_experts=records)
-    return RoleScoring(engine=engine, inputs=inputs, keep=keep)
