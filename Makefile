@@ -107,6 +107,20 @@ test-agents: $(BIN)/.dev .cache/agents/bin/.installed .cache/verifiers/bin/.inst
 	.cache/agents/bin/python -m pytest -q -m agents tests/environments
 	.cache/verifiers/bin/python -m pytest -q -m verifiers tests/environments
 
+# As rented GPU machines are: the oldest torch, the newest transformers, and nothing else.
+.cache/bare/bin/.installed: scripts/constraints-bare.txt scripts/install_bare.sh
+	@scripts/install_bare.sh .cache/bare "$(PYTHON)"
+	@touch $@
+
+# Pure Python, so they run on every machine: what hybridrl's command line needs besides.
+.whl/.made: scripts/constraints-bare.txt
+	@$(or $(PYTHON),python3) -m pip wheel -q --no-deps -c scripts/constraints-bare.txt -w .whl \
+		hydra-core omegaconf antlr4-python3-runtime
+	@touch $@
+
+test-bare: $(BIN)/.dev .cache/bare/bin/.installed .whl/.made  ## the first run of a GPU, on a CPU: torch 2.11, the newest transformers, no other package
+	$(PYTEST) -q -m bare tests/scripts/test_bare.py
+
 test-models: $(BIN)/.dev  ## every model family against transformers, the table of docs/models.md
 	$(PYTEST) -q -m models
 
@@ -137,6 +151,11 @@ gpu-dry-full: $(BIN)/.dev  ## every model of it at its whole depth, against the 
 # On a bare machine, without .venv, by the Python that has torch.
 gpu-report:  ## measure this machine's GPUs: one table, one JSON, ten minutes
 	@$(or $(wildcard $(BIN)/python),python3) scripts/gpu_report.py $(ARGS)
+
+gpu-first-run-wheels: .whl/.made  ## what gpu-first-run needs on a machine without a network, into .whl
+
+gpu-first-run:  ## the report and two short trainings on this machine's GPU, in ten minutes (ARGS="--device cpu")
+	@PYTHON=$(or $(wildcard $(BIN)/python),python3) scripts/gpu_first_run.sh $(ARGS)
 
 test-vllm: $(BIN)/.dev $(BIN)/.vllm  ## tests that need vLLM
 	$(PYTEST) -q -m "vllm and not slow" $(call MARKED,vllm)
@@ -242,4 +261,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-tools train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-agents test-loggers test-models test-nccl test-pages test-plan test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-turns bench-moe bench-placement bench-long bench-driver bench-tail bench-tail-ranks bench-fused-update bench-plan bench-plan-steps bench-plan-search bench-vllm
+.PHONY: help curves cut-off install train train-tools train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-agents test-bare test-loggers test-models test-nccl test-pages test-plan test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report gpu-first-run gpu-first-run-wheels install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-turns bench-moe bench-placement bench-long bench-driver bench-tail bench-tail-ranks bench-fused-update bench-plan bench-plan-steps bench-plan-search bench-vllm

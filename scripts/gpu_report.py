@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gpu_steps import ROOT
+from gpu_steps.estimates import compared
 from gpu_steps.figures import replace_file
 from gpu_steps.report_shape import are_steps
 from gpu_steps.steps import DEVICES, MODELS, STEPS, Settings
@@ -321,7 +322,9 @@ def run_steps(
         limit = min(STEPS[name].limit_s, options.limit, left)
         step = measure(name, settings, options, limit, host)
         report["steps"][name] = step
+        report["estimates"] = compared(report)
         replace_file(options.out / "report.json", json.dumps(report, indent=1))
+        replace_file(options.out / "report.txt", table(report))
         reason = f": {step['reason']}" if step["reason"] else ""
         yield f"{name}: {step['status']} in {step['seconds']} s{reason}"
 
@@ -347,7 +350,7 @@ def main() -> None:
     for line in run_steps(options, settings, report, machine["host"]):
         print(line, flush=True)
     text = table(report)
-    (options.out / "report.txt").write_text(text)
+    replace_file(options.out / "report.txt", text)
     print(f"\n{text}\n{options.out / 'report.json'}")
     sys.exit(any(step["status"] == "failed" for step in report["steps"].values()))
 

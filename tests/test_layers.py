@@ -154,6 +154,7 @@ def is_pure_layout(path: Path) -> bool:
     """The planning half of layout: pure data, without torch."""
     return path.parent.name == "layout" and path.name not in (
         "weight_switch.py",
+        "box_copies.py",
         "process_groups.py",
         "layerwise.py",
         "adapters.py",

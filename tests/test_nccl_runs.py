@@ -46,7 +46,7 @@ from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.process_groups import warm_up
 from hybridrl.layout.switching import plan_switch
-from hybridrl.layout.weight_switch import WeightSwitch, gather_groups
+from hybridrl.layout.weight_switch import WeightSwitch, connect_peers, gather_groups
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.workers.actor_worker import ActorWorker
 
@@ -127,6 +127,7 @@ def heads_for(num_ranks: int) -> int:
 def warm(plan: Plan) -> None:
     warm_up([dist.group.WORLD], CPU)
     warm_up(gather_groups(plan, dist.get_rank()), CPU)
+    connect_peers(plan, CPU)
 
 
 def switch_twice(plan: Plan, bucket_bytes: int) -> None:

@@ -114,6 +114,7 @@ def average_shards(kept: Mapping[str, torch.Tensor], role: str) -> NamedTensors:
 
 def _tensors(engine: TrainEngine) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """Names and tensors of what is trained; several if a rank has copies of a tied parameter."""
+    engine.memory.settle()
     parameters_by_name: dict[str, list[torch.nn.Parameter]] = {}
     for chunk in engine.chunks:
         for name, parameter in chunk.named_parameters():

@@ -1,4 +1,4 @@
-"""Writes a model as a Hugging Face directory, atomically."""
+"""Writes a model as a Hugging Face directory, atomically, by all ranks."""
 
 import copy
 import errno
@@ -7,9 +7,9 @@ import json
 import logging
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,21 +19,25 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridrl.checkpoint.folder import replace
+from hybridrl.checkpoint.weight_shares import Conversion, WeightShare, weight_shares
 from hybridrl.config import DType
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.layout.layout import Layout
+from hybridrl.layout.process_groups import warm_up
+from hybridrl.layout.transfer_rounds import BUCKET_BYTES
 from hybridrl.models.hub_names import HubNames
 from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.models.parallel import meta_model
 from hybridrl.models.stages import head_name
+from hybridrl.models.weight_files import INDEX
 from hybridrl.telemetry.log import logged
 
 logger = logging.getLogger(__name__)
 
-Adapter = tuple[Any, Iterable[tuple[str, torch.Tensor]]]
-"""peft's config of a model's adapters, and its trained tensors, by plain names."""
-
-MAX_SHARD_BYTES = 4 * 2**30
-"""Bytes of one weight file; the writer holds at most one in memory."""
+MAX_FILE_BYTES = 4 * 2**30
+"""Bytes of one weight file; its writer holds at most one in memory."""
+LEAST_SHARE_BYTES = 2**30
+"""A rank writes as much, or nothing: hundreds of small files are slow to open."""
 
 
 def save_hf(
@@ -48,10 +52,11 @@ def save_hf(
     others. Adapters are merged, and also written to `adapter/`, for peft
     (`PeftModel.from_pretrained(base, path / "adapter")`).
 
-    All ranks call it; rank 0 writes, and parameters are gathered one by one. Those of an engine
-    that is offloaded stay in host memory: the rollout engine may have the device. An existing
-    checkpoint is replaced at the end, by a rename. Raises OSError, on all ranks, that names the
-    path.
+    All ranks call it, and all nodes share the directory. A model above `MAX_FILE_BYTES` is written
+    by all ranks, each with its share of the weights (`checkpoint.weight_shares`); a smaller one by
+    rank 0, to one file. A parameter goes to its writer alone. Where the engine is offloaded, it
+    stays in host memory: the rollout engine may have the device. An existing checkpoint is replaced
+    at the end, by a rename. Raises OSError, on all ranks, that names the path.
     """
     with logged(logger, f"export to {path}"):
         _save_hf(engine, path, tokenizer, dtype)
@@ -60,141 +65,154 @@ def save_hf(
 def _save_hf(
     engine: TrainEngine, path: Path, tokenizer: PreTrainedTokenizerBase | None, dtype: DType
 ) -> None:
-    device, error = engine.shards_device(), None
-    weights, adapters = engine.weights(device), engine.adapter_weights(device)
-    buffers = engine.buffers()
-    adapter = None if engine.adapter_config is None else (engine.adapter_config, adapters)
-    if dist.get_rank() == 0:
-        try:
-            compute = TORCH_DTYPES[dtype]
-            shapes = engine.shapes()
-            write_hf(path, engine.model, weights, shapes, compute, tokenizer, adapter, buffers)
-        except OSError as caught:
-            error = caught
-    # The other ranks, and rank 0 after an error, must join the collectives; nothing is kept.
-    deque(itertools.chain(weights, adapters), maxlen=0)
-    errors = [error]
-    dist.broadcast_object_list(errors, src=0)
-    if errors[0] is not None:
-        raise errors[0]
-
-
-def write_hf(
-    path: Path,
-    model: PreTrainedModel,
-    weights: Iterable[tuple[str, torch.Tensor]],
-    shapes: Mapping[str, torch.Size],
-    dtype: torch.dtype,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    adapter: Adapter | None = None,
-    buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
-    """Write `weights` in `dtype` with the model's config and the tokenizer.
-
-    Names and shapes are those of the family's hub checkpoints (`models.hub_names`).
-    The `adapter`, merged into the weights, is also written to a separate directory, in float32. In
-    the same directory transformers would add it to the weights.
-
-    `weights` yields every parameter of `shapes` once, in its order; `buffers` keep their dtype. A
-    hidden directory in the same parent replaces `path` once it is complete; an earlier checkpoint
-    at `path` stays until then. Raises OSError with the path if anything cannot be written, and
-    removes the hidden directory.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
+    warm_up([dist.group.WORLD], engine.device)  # under NCCL no message may be its first operation
+    temporary, compute = path.with_name(f".{path.name}.tmp"), TORCH_DTYPES[dtype]
+    first, buffers = dist.get_rank() == 0, engine.buffers()
+    hub = HubNames(meta_model(engine.model.config, classifier=head_name(engine.model) == "score"))
+    shares = shares_of(hub, engine.shapes(), buffers, engine.layout, compute)
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed while it wrote
-        temporary.mkdir(parents=True)
-        _write_weights(temporary, model, weights, shapes, dtype, buffers, max_shard_bytes)
-        _write_config(temporary, model, dtype)
-        if adapter is not None:
-            _write_adapter(temporary / "adapter", *adapter)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
-        replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        # safetensors reports a full disk as its own error
-        code = getattr(error, "errno", None) or errno.EIO
-        raise OSError(code, f"the checkpoint could not be written: {error}", str(path)) from error
+        with _on_all_ranks(path):
+            if first:
+                shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+                temporary.mkdir(parents=True)
+        with _on_all_ranks(path):
+            tensors = _gathered(engine, shares, buffers, compute)
+            adapters = {
+                name: tensor.to("cpu")
+                for adapter in engine.adapter_names()
+                for name, tensor in engine.gather({adapter: 0}, torch.float32).items()
+            }
+            try:
+                for share in [share for share in shares if share.writer == dist.get_rank()]:
+                    write_share(temporary, hub, share, tensors)
+            finally:  # the others join the collectives, also after an error
+                deque(tensors, maxlen=0)
+        with _on_all_ranks(path):
+            if first:
+                write_index(temporary, shares)
+                write_config(temporary, engine.model, compute)
+                if engine.adapter_config is not None:
+                    _write_adapter(temporary / "adapter", engine.adapter_config, adapters)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(temporary)
+                replace(temporary, path)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if first:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_weights(
-    directory: Path,
-    model: PreTrainedModel,
-    weights: Iterable[tuple[str, torch.Tensor]],
+@contextmanager
+def _on_all_ranks(path: Path) -> Iterator[None]:
+    """Wait until the body has ended on all ranks; raise an error of one of them on all."""
+    error: OSError | None = None
+    try:
+        yield
+    except (OSError, SafetensorError) as caught:
+        # safetensors reports a full disk as its own error
+        code = getattr(caught, "errno", None) or errno.EIO
+        error = OSError(code, f"the checkpoint could not be written: {caught}", str(path))
+    errors: list[OSError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def shares_of(
+    hub: HubNames,
     shapes: Mapping[str, torch.Size],
-    dtype: torch.dtype,
     buffers: Mapping[str, torch.Tensor],
-    max_bytes: int,
-) -> None:
-    hub = HubNames(meta_model(model.config, classifier=head_name(model) == "score"))
-    names = [*shapes, *buffers]
+    layout: Layout,
+    dtype: torch.dtype,
+) -> list[WeightShare]:
+    """What each rank of `layout` writes of parameters in `dtype` and of buffers, as they are.
 
-    # The file of each tensor, from their shapes.
+    Every rank has the buffers; those of the first pipeline stage write them.
+    """
     empty = [
         (name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in shapes.items()
     ]
     empty += [(name, buffer.to("meta")) for name, buffer in buffers.items()]
-    shards = _shards(hub.converted(names, empty), max_bytes)
-
-    # The tensors, one file after the other.
-    on_host = itertools.chain(_on_host(weights, dtype), buffers.items())
-    stream = hub.converted(names, on_host)
-    files: dict[str, str] = {}
-    total = 0
-    for number, wanted in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        file = "model.safetensors" if len(shards) == 1 else file
-        tensors = {
-            name: tensor.contiguous() for name, tensor in itertools.islice(stream, len(wanted))
-        }
-        assert list(tensors) == wanted, "weights and shapes differ in order"
-        total += sum(tensor.nbytes for tensor in tensors.values())
-        files |= dict.fromkeys(tensors, file)
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": files}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    conversions = [
+        Conversion(
+            tuple(names),
+            {name: tensor.nbytes for name, tensor in results.items()},
+            next((layout.rules[name].stages[0] for name in names if name in shapes), 0),
+        )
+        for names, results in hub.conversions([*shapes, *buffers], empty)
+    ]
+    return weight_shares(
+        conversions,
+        layout.mesh.grid().reshape(layout.mesh.extent("pp"), -1).tolist(),
+        most=MAX_FILE_BYTES,
+        least=LEAST_SHARE_BYTES,
+        turn=BUCKET_BYTES,
+    )
 
 
-def _on_host(
-    weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+def _gathered(
+    engine: TrainEngine,
+    shares: Sequence[WeightShare],
+    buffers: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in weights:
-        on_host = tensor.to("cpu", dtype)
-        del tensor  # before the next one is made
-        yield name, on_host
+    """The tensors of this rank's share, in its order, on the host. Every rank exhausts it."""
+    rank = dist.get_rank()
+    for turns in itertools.zip_longest(*(share.turns for share in shares), fillvalue=()):
+        by_writer = {share.writer: names for share, names in zip(shares, turns, strict=True)}
+        owners = {name: writer for writer, names in by_writer.items() for name in names}
+        parameters = {name: owner for name, owner in owners.items() if name not in buffers}
+        own = engine.gather(parameters, dtype)
+        for name in by_writer.get(rank, ()):
+            if name in buffers:
+                yield name, buffers[name]
+            else:
+                yield name, own.pop(name).to("cpu", dtype)
 
 
-def _shards(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> list[list[str]]:
-    """Names of each file, in order; a tensor that exceeds the bound has a separate file."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, tensor in tensors:
-        if shards[-1] and filled + tensor.nbytes > max_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += tensor.nbytes
-    return shards
-
-
-def _write_adapter(
-    directory: Path, config: Any, weights: Iterable[tuple[str, torch.Tensor]]
+def write_share(
+    directory: Path,
+    hub: HubNames,
+    share: WeightShare,
+    tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
+    """Write the files of a share from its `tensors` on the host, one file after the other.
+
+    Names and shapes are those of the family's hub checkpoints (`models.hub_names`). Raises OSError,
+    also for a directory that rank 0 has made and this rank's node does not see.
+    """
+    if not directory.is_dir():
+        problem = f"rank {share.writer} does not see {directory}, which rank 0 has made"
+        raise OSError(errno.ENOENT, f"{problem}: all nodes must share the run directory")
+    stream = hub.converted(share.names, tensors)
+    for file in share.files:
+        converted = itertools.islice(stream, len(file.tensors))
+        contents = {name: tensor.contiguous() for name, tensor in converted}
+        assert tuple(contents) == file.tensors, "weights and shapes differ in order"
+        save_file(contents, directory / file.name, metadata={"format": "pt"})
+
+
+def write_index(directory: Path, shares: Sequence[WeightShare]) -> None:
+    """Write which file has which tensor, where there are several files."""
+    files = [file for share in shares for file in share.files]
+    if len(files) > 1:
+        size = sum(file.size for file in files)
+        names = {name: file.name for file in files for name in file.tensors}
+        index = {"metadata": {"total_size": size}, "weight_map": names}
+        (directory / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _write_adapter(directory: Path, config: Any, weights: Mapping[str, torch.Tensor]) -> None:
     """Write as `PeftModel.save_pretrained` does; a value head is trained and saved in full."""
-    tensors = {name: tensor.to("cpu").contiguous() for name, tensor in weights}
-    heads = [name.rpartition(".")[0] for name in tensors if ".lora_" not in name]
+    heads = [name.rpartition(".")[0] for name in weights if ".lora_" not in name]
     config = copy.copy(config)
     config.modules_to_save, config.inference_mode = heads or None, True
     config.save_pretrained(directory)
-    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    named = {f"base_model.model.{name}": tensor for name, tensor in weights.items()}
     save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _write_config(directory: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
+def write_config(directory: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
     before = model.config.dtype, model.config.architectures
     # FSDP renames the class of a module that it shards; the config must carry transformers' name.
     name = next(c.__name__ for c in type(model).__mro__ if c.__module__.startswith("transformers."))

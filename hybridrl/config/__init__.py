@@ -373,8 +373,8 @@ class Config:
         All of what it recomputes stays until the backward pass ends: more than `keep` has.
         """
         mode = self.trainer.activations
-        if mode is ActivationMode.recompute and layout.splits_backward:
-            allowed = f"keep or offload with {key}.schedule=zero_bubble"
+        if mode.recomputes and layout.splits_backward:
+            allowed = f"auto, keep or offload with {key}.schedule=zero_bubble"
             raise ConfigError("trainer.activations", mode.value, allowed)
 
     def _check_chunks(

@@ -31,8 +31,10 @@ class Grouping(Enum):
     """Every rank generates with its training shard (HybridFlow)."""
     vanilla = "vanilla"
     """Ranks in their own order, as in the baseline HybridFlow-V and in vLLM."""
+    node_strided = "node_strided"
+    """Each node's ranks have the places of `vanilla`, dealt among them as `strided` would."""
     auto = "auto"
-    """The one of these that moves the fewest bytes."""
+    """The one of these whose groups span the fewest nodes, then the one of fewest bytes."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -141,14 +143,22 @@ class RolloutLayoutConfig:
     """1: tp cuts every expert. Equal to tp: each rank has whole experts."""
     grouping: Grouping = Grouping.auto
     """Which rank takes which place in generation."""
-    # With a smaller bucket, planning the messages takes longer than sending them.
-    bucket_mb: float = bounded(16.0, least=0.1, most=1e6, allowed="0.1 to 1e6")
-    """Size, in MB, of a bucket of the weight switch; two of them are in flight."""
+    bucket_mb: float | None = bounded(None, least=0.1, most=1e6, allowed="0.1 to 1e6, or null")
+    """MB of a bucket of the weight switch; two are in flight. null: 128 on GPUs, 16 on CPUs."""
 
     @property
     def ranks(self) -> int:
         """Ranks of an instance."""
         return self.pp * self.tp
+
+    def bucket_bytes(self, device: str) -> int:
+        """Bytes of a bucket between ranks on devices of that type, `cuda` or `cpu`.
+
+        A round of eight GPUs that gather 16 MB has 2 MB of each: its calls would take longer than
+        the links. On CPUs memory is scarcer than calls.
+        """
+        default = {"cuda": 128.0, "cpu": 16.0}[device]
+        return round((self.bucket_mb or default) * 2**20)
 
     def check(self, ranks: int, ranks_key: str = "cluster.ranks") -> None:
         """Raise ConfigError where the ranks are not a whole number of instances."""

@@ -30,9 +30,10 @@ class DType(Enum):
 class Attention(Enum):
     """Which attention computes a packed batch."""
 
-    auto = "auto"  # flash where flash-attn is installed and a GPU is there, else torch
-    torch = "torch"
-    flash = "flash"
+    auto = "auto"  # on a GPU the first of these that computes the model, else torch
+    flash = "flash"  # flash-attn, where it is installed
+    varlen = "varlen"  # torch.nn.attention.varlen: the same kernel, as torch builds it
+    torch = "torch"  # scaled_dot_product_attention, once for each distinct length
 
 
 @dataclass(kw_only=True, slots=True)

@@ -28,9 +28,16 @@ class OptimName(Enum):
 class ActivationMode(Enum):
     """The activations of decoder layers between forward and backward."""
 
+    auto = "auto"  # the first of the next three that the memory plan lets fit; on CPUs keep
     keep = "keep"
+    selective = "selective"  # products and attention are kept, the rest is recomputed
     recompute = "recompute"  # from each layer's input
     offload = "offload"  # to host memory, while other layers compute
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a layer has a second forward pass, of all or of a part of its operations."""
+        return self in (ActivationMode.selective, ActivationMode.recompute)
 
 
 class FuseUpdates(Enum):
@@ -107,8 +114,9 @@ class TrainerConfig:
     fuse_updates: FuseUpdates = FuseUpdates.auto
     """Whether updates that follow each other on the same ranks are one pipeline plan, as those of
     critic and actor. `auto`: where memory allows, and the plan is predicted to be shorter."""
-    activations: ActivationMode = ActivationMode.keep
-    """What happens to the activations of decoder layers until the backward pass."""
+    activations: ActivationMode = ActivationMode.auto
+    """What happens to the activations of decoder layers until the backward pass. `auto` is decided
+    before a run starts: on GPUs by the memory plan, on CPUs it keeps them."""
     router_replay: RouterReplay = RouterReplay.off
     """The experts that tokens take in the actor's update. `rollout`: those of generation, also in
     the old policy's pass; `trainer`: those of the old policy's pass."""

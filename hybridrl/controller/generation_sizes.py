@@ -19,6 +19,7 @@ from hybridrl.engines.rollout.memory import (
     layer_token_bytes,
     native_step_bytes,
     sampling_bytes,
+    vllm_step_bytes,
 )
 from hybridrl.flow import Graph
 from hybridrl.layout.layerwise import by_layer
@@ -44,8 +45,12 @@ def generation_sizes(
     shape: PretrainedConfig,
     inputs: LongestInputs,
     stage: int | None,
+    capacity: int,
 ) -> GenerationSizes:
-    """The rollout engine's sizes on a pipeline stage; None: each of the stage that has most."""
+    """The rollout engine's sizes on a pipeline stage; None: each of the stage that has most.
+
+    `capacity` are the bytes of a rank's device.
+    """
     rollout, dtype = config.rollout, TORCH_DTYPES[config.rollout.dtype]
     pp, tp = rollout.layout.pp, rollout.layout.tp
     stages = range(pp) if stage is None else [stage]
@@ -61,6 +66,8 @@ def generation_sizes(
         strict=config.strict,
         sent=_sent(pp, stages),
     )
+    if rollout.features.takes_share and config.cluster.device is Device.cuda:
+        prefill, logits = vllm_step_bytes(shape, rollout, dtype, tp, capacity)
     merged = 0
     if config.actor.lora.rank:  # a product is added to a weight, in float32
         merged = 2 * 4 * _widest(shape) // tp
@@ -72,7 +79,7 @@ def generation_sizes(
         "token": token,
         "prefill": prefill,
         "logits": logits,
-        "buckets": 2 * round(rollout.layout.bucket_mb * 2**20),
+        "buckets": 2 * rollout.layout.bucket_bytes(config.cluster.device.value),
         "longest": longest,
         "most": rollout.max_running * longest,
         "wanted": rollout.kv_cache_tokens,

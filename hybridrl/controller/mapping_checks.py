@@ -63,6 +63,11 @@ def assumptions(config: Config) -> list[str]:
             "trainer.activations=offload: its memory is that of the plan, its seconds are those of"
             " keep, as if other layers hid all copies to the host"
         )
+    if config.trainer.activations is ActivationMode.selective:
+        lines.append(
+            "trainer.activations=selective: its memory is that of the plan, its seconds are those"
+            " of keep, without the operations that are computed again"
+        )
     off = {
         "rollout.speculate": config.rollout.speculate,
         "rollout.tail_tp": config.rollout.tail_tp,

@@ -14,6 +14,7 @@ from hybridrl.config import ActivationMode, ClusterKind, Config, ConfigError, De
 from hybridrl.config.cluster import PoolName
 from hybridrl.config.schedule import SCHEDULES, ScheduleConfig
 from hybridrl.controller import memory_plan
+from hybridrl.controller.activation_choice import decide_activations
 from hybridrl.controller.composite_reward import with_parts
 from hybridrl.controller.fused_updates import decide_fused_updates
 from hybridrl.controller.mapping_checks import (
@@ -312,7 +313,7 @@ def _problem(
             samples=config.trainer.prompts_per_step * workload.group_size,
             mini_batches=config.trainer.mini_batches,
             max_running=config.rollout.max_running,
-            bucket_bytes=2 * round(config.rollout.layout.bucket_mb * 2**20),
+            bucket_bytes=2 * config.rollout.layout.bucket_bytes(config.cluster.device.value),
         ),
         capacity=room.capacity,
         reserved=room.reserved,
@@ -491,6 +492,8 @@ def _price(problem: _Problem, options: Mapping[str, Any]) -> MappingReport:
         rest_s=None,
     )
     settings = []
+    if problem.config.trainer.activations is ActivationMode.auto:
+        settings.append(f"trainer.activations={config.trainer.activations.value}")
     if len(mapping.train) > 1 and problem.config.trainer.fuse_updates is FuseUpdates.auto:
         settings.append(f"trainer.fuse_updates={config.trainer.fuse_updates.value}")
     if "out" in options:  # the file has the mapping, the command has it in its arguments
@@ -527,6 +530,7 @@ def checked(problem: _Problem, args: Sequence[str]) -> tuple[Config, Mapping[str
     check_schedule(config.schedule, problem.graph)
     config = memory_plan.with_flash(config, problem.shape)
     of_gpu = problem.room.capacity if config.cluster.device is Device.cuda else None
+    decide_activations(config, problem.graph, problem.shape, of_gpu)
     decide_fused_updates(config, problem.graph, problem.shape, of_gpu)
     plan = memory_plan.plan_run(config, problem.graph, problem.shape, problem.room)
     try:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from hybridrl.config import VALUE_MODELS, Config, ConfigError
+from hybridrl.config import VALUE_MODELS, ActivationMode, Config, ConfigError
 from hybridrl.controller.memory_inputs import attention_of, has_triton
 from hybridrl.controller.placement import scope_of
 from hybridrl.flow import Graph
@@ -99,7 +99,12 @@ class CountedLayerBytes:
         self.prefill = lru_cache(None)(self._prefill)
 
     def _layer(
-        self, role: PlannedRole, tokens: int, tp: int, sequence_parallel: bool, recompute: bool
+        self,
+        role: PlannedRole,
+        tokens: int,
+        tp: int,
+        sequence_parallel: bool,
+        mode: ActivationMode,
     ) -> ActivationSizes:
         """Of a decoder layer over a row, from forward to backward."""
         shape = self.shapes[role.name]
@@ -110,7 +115,7 @@ class CountedLayerBytes:
             attention=attention_of(self.config, shape),
             tp=tp,
             sequence_parallel=sequence_parallel,
-            checkpointing=recompute,
+            mode=mode,
         )
         return ActivationSizes(counts.kept, counts.backward)
 

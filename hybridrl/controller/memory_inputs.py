@@ -8,9 +8,9 @@ from transformers import PretrainedConfig
 from hybridrl.config import Attention, Config, Device, RolloutLayoutConfig, TrainLayoutConfig
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import SourceStage
+from hybridrl.models.attention_choice import OBSTACLES
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.load import TORCH_DTYPES
-from hybridrl.models.packed_attention import flash_obstacle
 from hybridrl.pipelines.standard import least_micro_batches
 
 
@@ -135,7 +135,8 @@ def itemsize_of(config: Config) -> int:
 def attention_of(config: Config, shape: PretrainedConfig) -> Attention:
     """What `choose_attention` chooses for this shape, where the run's is not `auto` any more."""
     dtype = TORCH_DTYPES[config.model.compute_dtype]
-    if flash_obstacle(dtype, attention_shape(shape)):
+    of_chosen = OBSTACLES.get(config.model.attention)
+    if of_chosen and of_chosen(dtype, attention_shape(shape), None):
         return Attention.torch
     return config.model.attention
 

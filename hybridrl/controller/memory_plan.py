@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from hybridrl.config import (
 from hybridrl.controller.placement import HOME
 from hybridrl.controller.roles_together import roles_together
 from hybridrl.flow import Graph
-from hybridrl.planner.memory import MemoryPlan, PoolSizes, RunPlan, plan_memory
+from hybridrl.planner.memory import SCORING, MemoryPlan, PoolSizes, RunPlan, plan_memory
 from hybridrl.planner.memory_advice import advice
 from hybridrl.planner.train_memory import TrainSizes
 
@@ -52,36 +53,83 @@ def plan_run(
     room: Room,
     inputs: "LongestInputs | None" = None,
     stages: tuple[int, int] | None = None,
+    staying: Sequence[str] | None = None,
 ) -> RunPlan:
     """The plan of the rank of each pool that has most, for an actor of this `shape`.
 
     The device and the layouts of the config are known. A role's model is as large as the actor's
     unless its directory says otherwise. `inputs` is what a rank computes at once, `stages` its
-    pipeline stages in training and in generation; by default those that need most.
+    pipeline stages in training and in generation; by default those that need most. Trained roles
+    that are `staying` are never offloaded; by default those for which there is room.
     """
     from hybridrl.controller.memory_inputs import LongestInputs
 
     inputs = inputs or LongestInputs.of(config, graph)
     attention, reason = assumed_attention(config, shape)
-    config = copy.copy(config)
-    config.model = replace(config.model, attention=attention)
     pools = {}
-    for pool in config.cluster.pool_ranks:
-        sizes = _pool_sizes(config, graph, shape, pool, inputs, stages)
+    sizes_of_pools = _sizes(config, graph, shape, inputs, attention, stages, room.capacity)
+    for pool, sizes in sizes_of_pools.items():
+        sizes = replace(sizes, staying=staying)
         plan = plan_memory(sizes, config.cluster.device.value, room.capacity, room.reserved)
         pools[pool] = _advised(plan, config, pool)
-    return RunPlan(pools, attention.value, reason, _node_host(config, pools))
+    return RunPlan(pools, attention.value, reason, _node_host(config, graph, pools))
 
 
-def _node_host(config: Config, pools: Mapping[str, MemoryPlan]) -> int:
-    """Bytes that the ranks of one node have in its memory, of the node that has most."""
-    cluster = config.cluster
+def sizes_of_run(config: Config, graph: Graph, model_path: str) -> dict[str, PoolSizes]:
+    """What a rank of each pool on GPUs holds, by which it decides what stays on its device.
+
+    Ranks know the memory of their own devices. Empty on CPUs, and for a model that has no plan.
+    """
+    from hybridrl.controller.memory_inputs import LongestInputs
+    from hybridrl.models.load import load_config
+
+    if config.cluster.device is not Device.cuda or config.cluster.emulated:
+        return {}
+    try:
+        shape, inputs = load_config(model_path), LongestInputs.of(config, graph)
+        return _sizes(config, graph, shape, inputs, assumed_attention(config, shape)[0])
+    except RuntimeError:  # `check_memory` has said that there is no plan
+        return {}
+
+
+def _sizes(
+    config: Config,
+    graph: Graph,
+    shape: "PretrainedConfig",
+    inputs: "LongestInputs",
+    attention: Attention,
+    stages: tuple[int, int] | None = None,
+    capacity: int = sys.maxsize,
+) -> dict[str, PoolSizes]:
+    """The models on a rank of each pool, under this attention.
+
+    vLLM computes more tokens a step on a large GPU: by default what it needs on the largest.
+    """
+    config = copy.copy(config)
+    config.model = replace(config.model, attention=attention)
+    pools = config.cluster.pool_ranks
+    return {
+        pool: _pool_sizes(config, graph, shape, pool, inputs, stages, capacity) for pool in pools
+    }
+
+
+def _node_host(config: Config, graph: Graph, pools: Mapping[str, MemoryPlan]) -> int:
+    """Bytes that the ranks of one node have in its memory, of the node that has most.
+
+    Its ranks with the same shards of frozen weights share them (`engines.score.node_copy`), unless
+    a role that only scores is a moving average. An instance has each shard once.
+    """
+    cluster, layout = config.cluster, config.rollout.layout
     per_node = -(-cluster.ranks // cluster.nodes)
+    changes = any(copy.update == "ewma" for copy in graph.copies.values())
     nodes = Counter[int]()
     for pool, ranks in cluster.pool_ranks.items():
-        own = sum(pools[pool].on_host.values())
-        for rank in ranks:
-            nodes[cluster.worker_of_rank[rank] // per_node] += own
+        sizes = pools[pool].on_host
+        frozen = 0 if changes else sizes.get(SCORING, 0)
+        by_node = Counter(cluster.worker_of_rank[rank] // per_node for rank in ranks)
+        for node, number in by_node.items():
+            nodes[node] += (sum(sizes.values()) - frozen) * number
+            nodes[node] += frozen * min(number, layout.pp * layout.tp)
     return max(nodes.values())
 
 
@@ -92,6 +140,7 @@ def _pool_sizes(
     pool: str,
     inputs: "LongestInputs",
     stages: tuple[int, int] | None,
+    capacity: int,
 ) -> PoolSizes:
     """The models on a rank of the pool."""
     from hybridrl.controller.generation_sizes import (
@@ -103,7 +152,7 @@ def _pool_sizes(
     train_stage, gen_stage = stages or (None, None)
     trained, from_actor, generation = {}, set(), None
     if pool == HOME:
-        generation = generation_sizes(config, graph, shape, inputs, gen_stage)
+        generation = generation_sizes(config, graph, shape, inputs, gen_stage, capacity)
         layout, optim = config.trainer.layout, config.trainer.optim
         rows = _rows(config, pool, layout, inputs)
         args = shape, layout, config.actor.lora, optim
@@ -132,37 +181,35 @@ def _advised(plan: MemoryPlan, config: Config, pool: str) -> MemoryPlan:
 
 def assumed_attention(config: Config, shape: "PretrainedConfig") -> tuple[Attention, str]:
     """The attention of ranks like this process, and why; of a GPU where this node has one."""
-    from hybridrl.models.attention_shape import attention_shape
-    from hybridrl.models.load import TORCH_DTYPES
-    from hybridrl.models.packed_attention import flash_obstacle
+    from hybridrl.models.attention_choice import OBSTACLES, first_without
 
     wanted = config.model.attention
     if config.cluster.device is Device.cpu:
         return Attention.torch, "on CPUs"
     if wanted is not Attention.auto:
         return wanted, f"by model.attention={wanted.value}"
-    dtype = TORCH_DTYPES[config.model.compute_dtype]
-    if obstacle := flash_obstacle(dtype, attention_shape(shape)):
-        return Attention.torch, f"as ranks like this node would choose: {obstacle}"
-    if obstacle := local_obstacle(config, shape):
-        elsewhere = "model.attention=flash plans for ranks that have it"
-        return Attention.torch, f"as ranks like this node would choose: {obstacle}; {elsewhere}"
-    return Attention.flash, "which this node has; model.attention=torch plans without"
+    obstacles = {kind: local_obstacle(kind, config, shape) for kind in OBSTACLES}
+    chosen, reason = first_without(obstacles)
+    if chosen is Attention.flash:
+        return chosen, "which this node has; model.attention=varlen plans without"
+    return chosen, f"as ranks like this node would choose: {reason}"
 
 
-def local_obstacle(config: Config, shape: "PretrainedConfig") -> str | None:
-    """Why a process like this one cannot use flash-attn, on the node's GPU where it has one."""
+def local_obstacle(kind: Attention, config: Config, shape: "PretrainedConfig") -> str | None:
+    """Why a process like this one cannot attend so, on the node's GPU where it has one."""
     import torch
 
+    from hybridrl.models.attention_choice import OBSTACLES, flash_import_obstacle
     from hybridrl.models.attention_shape import attention_shape
     from hybridrl.models.load import TORCH_DTYPES
-    from hybridrl.models.packed_attention import flash_import_obstacle, flash_obstacle
     from hybridrl.system.devices import local_gpus
 
-    if not local_gpus():
-        return flash_import_obstacle()
+    device = torch.device("cuda") if local_gpus() else None
     dtype = TORCH_DTYPES[config.model.compute_dtype]
-    return flash_obstacle(dtype, attention_shape(shape), torch.device("cuda"))
+    obstacle = OBSTACLES[kind](dtype, attention_shape(shape), device)
+    if obstacle is None and device is None and kind is Attention.flash:
+        return flash_import_obstacle()
+    return obstacle
 
 
 def check_memory(
@@ -197,9 +244,9 @@ def check_memory(
 
 def with_flash(config: Config, shape: "PretrainedConfig") -> Config:
     """With the attention that takes least, where it is not set: no run is refused for the other."""
+    from hybridrl.models.attention_choice import flash_obstacle
     from hybridrl.models.attention_shape import attention_shape
     from hybridrl.models.load import TORCH_DTYPES
-    from hybridrl.models.packed_attention import flash_obstacle
 
     dtype = TORCH_DTYPES[config.model.compute_dtype]
     is_set = config.model.attention is not Attention.auto

@@ -1,59 +1,98 @@
 """tp, ep and cp across nodes, which a run is warned of: each layer's collectives are slow."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from hybridrl.config import Config
-from hybridrl.layout.grouping import TrainAxes
+from hybridrl.config import Config, Grouping
+from hybridrl.layout.grouping import TrainAxes, nodes_spanned
 from hybridrl.layout.parameters import context_mesh, expert_mesh
+from hybridrl.layout.switching import candidate_orders
+
+Groups = Sequence[Sequence[int]]
 
 
 def crossing_warnings(
     config: Config,
-    node_of: Sequence[str],
+    node_of: Sequence[str] | Sequence[int],
     ranks: Sequence[int],
-    instances: Sequence[Sequence[int]],
-    wide: Sequence[Sequence[int]] = (),
+    instances: Groups,
+    wide: Groups = (),
 ) -> list[str]:
-    """A line for each layout whose tp, ep or cp groups span several nodes.
+    """A line for each layout whose tp, ep or cp groups span several nodes, with what avoids it.
 
     `node_of` is by rank. `ranks` are the actor's, `instances` the ranks of each generation
-    instance, ascending. `wide` are those of wide instances, by instance rank.
+    instance, by instance rank. `wide` are those of wide instances.
     """
-    train, gen = config.trainer.layout.tp, config.rollout.layout.tp
-    groups = {"trainer.layout.tp": (train, [ranks]), "rollout.layout.tp": (gen, instances)}
+    train, gen = config.trainer.layout, config.rollout.layout
+    axes, nodes = TrainAxes.of(train), [node_of[rank] for rank in ranks]
+
+    def crosses(group: Sequence[int]) -> bool:
+        return len({node_of[rank] for rank in group}) > 1
+
+    def line(setting: str, groups: Groups, kind: str, sends: str, instead: str) -> list[str]:
+        across = [group for group in groups if crosses(group)]
+        if not across:
+            return []
+        named = ", ".join(map(str, across[0]))
+        return [
+            f"{setting}: ranks {named} are on several nodes, as {len(across)} of {len(groups)}"
+            f" {kind} groups; every layer's {sends} cross the network; {instead} avoids it"
+        ]
+
+    def of_training(axes: TrainAxes, cp: int = 1) -> dict[str, Groups]:
+        mesh = expert_mesh(axes).lines("ep"), context_mesh(axes, cp).lines("cp")
+        ep, cp_groups = ([[ranks[i] for i in group] for group in groups] for groups in mesh)
+        return {"tp": _pieces(ranks, axes.tp), "ep": ep, "cp": cp_groups}
+
+    def stays(groups: Groups) -> bool:
+        return not any(map(crosses, groups))
+
+    def experts_instead() -> str:
+        near = replace(axes, ep_near=True)
+        if stays(of_training(near)["ep"]):
+            return "trainer.layout.ep_grouping=vanilla"
+        ep = _largest(axes.ep, lambda ep: stays(of_training(replace(near, ep=ep))["ep"]))
+        return f"trainer.layout.ep={ep} trainer.layout.ep_grouping=vanilla"
+
+    def generation_instead() -> str:
+        def spans(tp: int) -> bool:
+            orders = candidate_orders(axes, gen.ranks // tp, tp, nodes=nodes)
+            return any(nodes_spanned(positions, nodes)[0] for positions in orders)
+
+        if gen.grouping is not Grouping.auto and not spans(gen.tp):
+            return "rollout.layout.grouping=auto"
+        tp = _largest(gen.tp, lambda tp: not spans(tp))
+        return f"rollout.layout.tp={tp} rollout.layout.pp={gen.ranks // tp}"
+
+    groups = of_training(axes, train.cp)
+    decoding = [group for block in instances for group in _pieces(block, gen.tp)]
+    joined = [group for block in wide for group in _pieces(block, len(block) // gen.pp)]
+    of_tp = ("tensor-parallel", "all-reduces")
     lines = []
-    for key, (tp, blocks) in groups.items():
-        split = [group for block in blocks for group in _pieces(block, tp)]
-        lines += _warning(f"{key}={tp}", split, node_of, "tensor-parallel groups", "all-reduces")
-    pp, tail = config.rollout.layout.pp, f"rollout.tail_tp={config.rollout.tail_tp}"
-    split = [group for block in wide for group in _pieces(block, len(block) // pp)]
-    lines += _warning(tail, split, node_of, "tensor-parallel groups", "all-reduces")
-    axes = TrainAxes.of(config.trainer.layout)
-    # Experts go to the ranks that generate with them; so the ranks of an ep group are far apart.
-    split = [[ranks[i] for i in group] for group in expert_mesh(axes).lines("ep")]
-    key = f"trainer.layout.ep={axes.ep}"
-    lines += _warning(key, split, node_of, "expert-parallel groups", "all-to-alls")
-    cp = config.trainer.layout.cp
-    split = [[ranks[i] for i in group] for group in context_mesh(axes, cp).lines("cp")]
-    key = f"trainer.layout.cp={cp}"
-    return lines + _warning(key, split, node_of, "context-parallel groups", "all-to-alls")
+    if not stays(groups["tp"]):
+        tp = _largest(train.tp, lambda tp: stays(_pieces(ranks, tp)))
+        setting = f"trainer.layout.tp={train.tp}"
+        lines += line(setting, groups["tp"], *of_tp, f"trainer.layout.tp={tp}")
+    if not stays(decoding):
+        lines += line(f"rollout.layout.tp={gen.tp}", decoding, *of_tp, generation_instead())
+    lines += line(
+        f"rollout.tail_tp={config.rollout.tail_tp}", joined, *of_tp, "rollout.tail_tp=off"
+    )
+    if not stays(groups["ep"]):
+        kind = "expert-parallel", "all-to-alls"
+        lines += line(f"trainer.layout.ep={axes.ep}", groups["ep"], *kind, experts_instead())
+    if not stays(groups["cp"]):
+        kind = "context-parallel", "all-to-alls"
+        cp = _largest(train.cp, lambda cp: stays(of_training(axes, cp)["cp"]))
+        lines += line(
+            f"trainer.layout.cp={train.cp}", groups["cp"], *kind, f"trainer.layout.cp={cp}"
+        )
+    return lines
 
 
-def _warning(
-    setting: str,
-    groups: Sequence[Sequence[int]],
-    node_of: Sequence[str],
-    kind: str,
-    collectives: str,
-) -> list[str]:
-    across = [group for group in groups if len({node_of[rank] for rank in group}) > 1]
-    if not across:
-        return []
-    named = ", ".join(map(str, across[0]))
-    return [
-        f"{setting}: ranks {named} are on several nodes, as {len(across)} of {len(groups)}"
-        f" {kind}; every layer's {collectives} cross the network"
-    ]
+def _largest(size: int, stays: Callable[[int], bool]) -> int:
+    """The largest divisor of `size` below it of which this is true; 1 if there is none."""
+    return next((d for d in range(size // 2, 0, -1) if size % d == 0 and stays(d)), 1)
 
 
 def _pieces(ranks: Sequence[int], size: int) -> list[Sequence[int]]:

@@ -1,11 +1,14 @@
 """`hybridrl plan layout` and `hybridrl plan memory`: their arguments and their results."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hybridrl.config import ClusterKind, Config, ConfigError, Device
+from hybridrl.config import ActivationMode, ClusterKind, Config, ConfigError, Device
 from hybridrl.controller import memory_plan
+from hybridrl.controller.activation_choice import choose_activations, line_of
+from hybridrl.controller.node_crossing import crossing_warnings
 from hybridrl.controller.placement import check_placement
 from hybridrl.controller.preflight import build_recipe, check_attention
 from hybridrl.planner.options import read_number
@@ -34,7 +37,8 @@ generation.
   in training    trainer.layout.pp, .replicas, .fsdp, .tp, .ep, .ep_grouping, .cp, .schedule;
                  trainer.activations, .chunk_tokens, .optim.name
   in generation  rollout.layout.pp, .tp, .ep, .grouping, .bucket_mb; rollout=vllm
-  attention      model.attention=flash plans with flash-attn, =torch without (auto: as on this node)
+  attention      model.attention=flash or varlen plans with FlashAttention, =torch without (auto: as
+                 on this node)
 
   hybridrl plan layout model=llama3_70b cluster.ranks=128 trainer.layout.pp=8 \\
       trainer.layout.fsdp=8 trainer.layout.tp=2 rollout.layout.tp=8
@@ -50,21 +54,24 @@ class LayoutPlan:
 
     switch: "LayoutReport"
     memory: "RunPlan | str"
+    warnings: Sequence[str] = ()
+    """Which groups span several nodes, and what avoids it."""
 
     def rows(self) -> list[tuple[str, str]]:
         """Labels and values to read: of the switch, then a line for each phase of a step."""
+        switch = [*self.switch.rows(), *(("across nodes", line) for line in self.warnings)]
         if isinstance(self.memory, str):
-            return [*self.switch.rows(), ("memory of a rank", f"not known: {self.memory}")]
+            return [*switch, ("memory of a rank", f"not known: {self.memory}")]
         phases = [
             (f"  {name}" if name else "", f"{total}  {sizes}".strip())
             for name, total, sizes in self.memory.rows()
         ]
-        return [*self.switch.rows(), ("memory of a rank", ""), *phases]
+        return [*switch, ("memory of a rank", ""), *phases]
 
     def record(self) -> dict[str, object]:
         """Both as JSON data; null for memory that is not known."""
         memory = None if isinstance(self.memory, str) else self.memory.record()
-        return self.switch.record() | {"memory": memory}
+        return self.switch.record() | {"warnings": [*self.warnings], "memory": memory}
 
 
 def run(args: list[str]) -> "LayoutPlan | RunPlan":
@@ -91,7 +98,8 @@ def run(args: list[str]) -> "LayoutPlan | RunPlan":
         if config.cluster.kind is not ClusterKind.slurm:
             config.resolve_device(config.cluster.ranks or gpus_per_node, "the planned cluster")
         if what == "layout":
-            return LayoutPlan(_plan_layout(config, gpus_per_node), _memory(config, gpu_gib))
+            switch, warnings = _plan_layout(config, gpus_per_node)
+            return LayoutPlan(switch, _memory(config, gpu_gib), warnings)
         memory = _memory(config, gpu_gib)
         if isinstance(memory, str):
             raise ConfigError("plan", "memory", f"a model whose memory can be counted ({memory})")
@@ -108,7 +116,8 @@ def _memory(config: Config, gpu_gib: float) -> "RunPlan | str":
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
+def _plan_layout(config: Config, gpus_per_node: int) -> "tuple[LayoutReport, list[str]]":
+    """The switch in numbers, and a line for each layout whose groups span nodes."""
     from hybridrl.layout.grouping import TrainAxes
     from hybridrl.layout.layout import stages_of_layers
     from hybridrl.layout.switching import plan_switch
@@ -120,6 +129,8 @@ def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
     shape = _checked_shape(config)
     parameters = model_parameters(shape)
     per_rank = train.num_chunks // train.pp
+    workers = config.cluster.worker_of_rank[: config.ranks_of("actor")]
+    nodes = [worker // gpus_per_node for worker in workers]
     started = time.perf_counter()
     switch = plan_switch(
         parameters,
@@ -132,10 +143,16 @@ def _plan_layout(config: Config, gpus_per_node: int) -> "LayoutReport":
         ),
         gen_ep=gen.ep,
         ascending=config.rollout.features.ascending,
+        nodes=nodes,
     )
     itemsize = config.rollout.dtype.itemsize
     seconds = time.perf_counter() - started
-    return report(switch, itemsize, round(gen.bucket_mb * 2**20), gpus_per_node, seconds)
+    instances = switch.plan.dst.mesh.grid().reshape(-1, gen.ranks).tolist()
+    bucket = gen.bucket_bytes(config.cluster.device.value)
+    return (
+        report(switch, itemsize, bucket, gpus_per_node, seconds),
+        crossing_warnings(config, nodes, range(len(nodes)), instances),
+    )
 
 
 def _plan_memory(config: Config, gpu_gib: float) -> "RunPlan":
@@ -155,7 +172,12 @@ def _plan_memory(config: Config, gpu_gib: float) -> "RunPlan":
             raise ConfigError(_GIB, f"{gpu_gib:g}", allowed)
     else:
         room = memory_plan.local_room(config)
-    return memory_plan.plan_run(config, graph, shape, room)
+    if config.trainer.activations is not ActivationMode.auto:
+        return memory_plan.plan_run(config, graph, shape, room)
+    mode, reason = choose_activations(config, graph, shape, room)
+    config.trainer.activations = mode
+    plan = memory_plan.plan_run(config, graph, shape, room)
+    return replace(plan, activations=line_of(mode, reason))
 
 
 def _checked_shape(config: Config) -> "PretrainedConfig":

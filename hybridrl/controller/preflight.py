@@ -17,7 +17,6 @@ from omegaconf.errors import OmegaConfBaseException
 from hybridrl.config import (
     VALUE_MODELS,
     WARM_START,
-    Attention,
     Config,
     ConfigError,
     Device,
@@ -27,6 +26,8 @@ from hybridrl.config import (
 from hybridrl.config.bounds import check_finite, check_values
 from hybridrl.config.compose import explain, unknown_key
 from hybridrl.config.dotted import load_function
+from hybridrl.config.versions import installed, untried
+from hybridrl.controller.activation_choice import decide_activations
 from hybridrl.controller.composite_reward import with_parts
 from hybridrl.controller.fused_updates import decide_fused_updates
 from hybridrl.controller.mapping_checks import differences
@@ -58,6 +59,7 @@ from hybridrl.flow.schedules.base import schedule_class
 from hybridrl.planner.emulation import check_emulation
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
+from hybridrl.system.compiler import compiler_fault
 from hybridrl.telemetry.prediction import read_prediction
 
 logger = logging.getLogger(__name__)
@@ -92,7 +94,10 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
     warm_start = None
     if config.warm_start_steps:
         warm_start = _once(build_recipe({"target": WARM_START}))
+    for line in untried(installed()):
+        logger.warning("%s", line)
     gpu_memory = resolve_device(config, asks_memory=True)
+    check_compiler(config)
     check_ranks(config.cluster)
     check_placement(config, graph)
     check_recipe(config, graph)
@@ -119,10 +124,22 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
     if not config.cluster.emulated:
         try_judges(config, graph, items, is_recorded)
     check_schedule(config.schedule, graph)
-    decide_fused_updates(config, graph, load_config(model_path), gpu_memory)
+    shape = load_config(model_path)
+    decide_activations(config, graph, shape, gpu_memory)
+    decide_fused_updates(config, graph, shape, gpu_memory)
     if not config.cluster.emulated:  # its accelerators are not here
         check_memory(config, graph, model_path, gpu_memory)
     return PreparedRun(model_path, data, eval_items, graph, warm_start, turns)
+
+
+def check_compiler(config: Config) -> None:
+    """Raise for a run on GPUs of this machine, which has no C compiler for Triton's kernels."""
+    cluster = config.cluster
+    if cluster.device is not Device.cuda or cluster.address is not None or cluster.emulated:
+        return
+    if fault := compiler_fault():
+        allowed = f"a C compiler for Triton's kernels ({fault}), or cpu"
+        raise ConfigError("cluster.device", cluster.device.value, allowed)
 
 
 def check_recipe(config: Config, graph: Graph) -> None:
@@ -411,23 +428,24 @@ def _load_items(
 
 
 def check_attention(config: Config, model: Any, local: bool = False) -> None:
-    """Raise for flash-attn by name that cannot attend with this model, or has no GPU.
+    """Raise for an attention by name that cannot compute this model, or has no GPU.
 
     With `local`, GPUs and packages of ranks are those of this node, and count too.
     """
+    from hybridrl.models.attention_choice import OBSTACLES
     from hybridrl.models.attention_shape import attention_shape
     from hybridrl.models.load import TORCH_DTYPES
-    from hybridrl.models.packed_attention import flash_obstacle
 
-    if config.model.attention is Attention.flash:
+    wanted = config.model.attention
+    if of_wanted := OBSTACLES.get(wanted):
         dtype = TORCH_DTYPES[config.model.compute_dtype]
-        obstacle = flash_obstacle(dtype, attention_shape(model))
+        obstacle = of_wanted(dtype, attention_shape(model), None)
         if config.cluster.device is Device.cpu:
-            obstacle = "flash-attn needs a GPU, and the ranks are on CPUs"
+            obstacle = f"{wanted.value} needs a GPU, and the ranks are on CPUs"
         elif local:
-            obstacle = obstacle or local_obstacle(config, model)
+            obstacle = obstacle or local_obstacle(wanted, config, model)
         if obstacle:
-            raise ConfigError("model.attention", "flash", f"torch or auto: {obstacle}")
+            raise ConfigError("model.attention", wanted.value, f"torch or auto: {obstacle}")
 
 
 def _check_gen_order(config: Config) -> None:

@@ -24,6 +24,7 @@ from hybridrl.controller.evaluate import HeldOutEvaluation, evaluation_graphs
 from hybridrl.controller.fused_search import NO_SEARCH, FusedSearch
 from hybridrl.controller.inputs import inputs_of
 from hybridrl.controller.load_balance import RankWork, work_of_roles
+from hybridrl.controller.memory_plan import sizes_of_run
 from hybridrl.controller.placement import HOME, graphs_of
 from hybridrl.controller.preflight import PreparedRun
 from hybridrl.controller.ray_executor import Abandoned, RayExecutor
@@ -96,7 +97,9 @@ class Run:
             self.records.on_memory,
             self.records.on_passes,
         )
-        telemetry.event("ranks", **self.group.setup()[0].record())
+        sizes = sizes_of_run(config, prepared.graph, prepared.model_path)
+        decided = {"activations": config.trainer.activations.value}
+        telemetry.event("ranks", **self.group.setup(sizes)[0].record(), **decided)
         telemetry.nodes([asdict(info) for info in self.group.nodes()])
         telemetry.inputs(inputs.result())
         # the model of emulated ranks is not the one that is here

@@ -23,6 +23,7 @@ from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layout import Layout, stages_of_layers
 from hybridrl.layout.owners import matrices_of, owner_layouts
 from hybridrl.layout.parameters import Parameter, train_layout
+from hybridrl.layout.transfer_rounds import BUCKET_BYTES
 from hybridrl.models.activations import (
     Activations,
     Halves,
@@ -71,7 +72,7 @@ def train_sizes(
         embedding = -(-shape.vocab_size // layout.tp) * layout.tp * shape.hidden_size
     names = matrices_of(adapters if lora.rank else parameters)
     added = {p.name: math.prod(p.shape) for p in adapters}
-    saved = max(_saved(placed, p.name, itemsize_of(config), frozen, added) for p in parameters)
+    saved = _saved(parameters, itemsize_of(config), added)
     muon = _muon_elements(placed, names if optim.name is OptimName.muon else [])
     early = config.schedule.trains_early and layout.replicas > 1 and not classifier
     stays_whole = stays_unsharded(total, layout.pp)
@@ -94,6 +95,7 @@ def train_sizes(
                 root=_gathered(placed, on_stage[0]),
                 trained_layer=_gathered(placed, trained[heaviest]) * in_layers,
                 trained_root=_gathered(placed, trained[0]),
+                reduced_layer=sum(trained[heaviest].values()) * in_layers,
                 largest=max(math.prod(placed.shapes[n]) for group in on_stage for n in group),
                 read=_read(placed, parameters, stage),
                 itemsize=itemsize_of(config),
@@ -185,28 +187,20 @@ def _gathered(placed: Layout, shards: dict[str, int]) -> int:
     return sum(size * ranks[name] for name, size in shards.items())
 
 
-def _saved(
-    placed: Layout, name: str, itemsize: int, frozen: set[str], adapters: Mapping[str, int]
-) -> int:
-    """Bytes of a parameter while `ModelShards.weights` makes it whole on its ranks.
+def _saved(parameters: Sequence[Parameter], itemsize: int, adapters: Mapping[str, int]) -> int:
+    """Bytes of the parameters that a rank gathers at a time (`ModelShards.gather`), at most.
 
-    Where two axes split it, one is gathered first, and both results are there for a moment. Those
-    of one dimension are gathered in the order in which they split it, others the other way round.
-    A frozen one becomes float32, and is added to the product of its `adapters`, elements by name.
+    That is the largest, or several small ones up to a bucket, and two buckets on their way. They
+    are in the format of the checkpoint. Of a model with `adapters`, elements by name, they are in
+    float32, with what is added to them.
     """
-    rule, mesh, size = placed.rules[name], placed.mesh_of(name), math.prod(placed.shapes[name])
-    splits = [split for split in rule.splits if mesh.extent(split.axis) > 1]
-    first = 0
-    if len(splits) > 1:
-        outer, inner = splits
-        first = size // mesh.extent((outer if outer.dim == inner.dim else inner).axis)
-    if name not in frozen:
-        return MASTER * (size + first)
-    converted = MASTER * size if itemsize < MASTER else 0
-    pair = [adapters[adapter] for adapter in pair_of(name) if adapter in adapters]
-    if not pair:
-        return itemsize * size + max(itemsize * first, converted)
-    return (itemsize + MASTER) * size + converted + MASTER * sum(pair)
+    wire = MASTER if adapters else itemsize
+    sizes = {p.name: math.prod(p.shape) for p in parameters}
+    pairs = {n: sum(adapters.get(x, 0) for x in pair_of(n)) for n in sizes}
+    largest = max(wire * size + MASTER * pairs[name] for name, size in sizes.items())
+    total = wire * sum(sizes.values())
+    several = min(total, BUCKET_BYTES * wire // itemsize)
+    return max(largest, several) + 2 * min(total, BUCKET_BYTES)
 
 
 def _adapters(
@@ -233,7 +227,7 @@ def _layer(
         attention=attention_of(config, shape),
         tp=layout.tp,
         sequence_parallel=layout.sequence_parallel,
-        checkpointing=config.trainer.activations is ActivationMode.recompute,
+        mode=config.trainer.activations,
         lora=lora,
         fused_dropout=config.cluster.device is Device.cuda,
         cp=row.ranks,

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import Config, ConfigError
@@ -21,6 +22,7 @@ from hybridrl.flow.executor import (
 from hybridrl.flow.graph import AnswersStage, Graph, Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.pipelines.recorded import RolePasses
+from hybridrl.planner.memory import PoolSizes
 from hybridrl.rewards import RewardInput
 from hybridrl.runtime.launcher import CallFailed, Launcher
 from hybridrl.system.memory import MemoryReading
@@ -192,13 +194,16 @@ class WorkerGroup:
 
     # -- whole group, blocking -----------------------------------------------------------------
 
-    def setup(self) -> list[RankDescription]:
-        """Process group and weights on every rank; answers with a description of each."""
+    def setup(self, sizes: Mapping[str, PoolSizes] = MappingProxyType({})) -> list[RankDescription]:
+        """Process group and weights on every rank; answers with a description of each.
+
+        By the `sizes` of their pool ranks decide what stays on their devices.
+        """
         calls: list[Reference[RankDescription]] = []
-        for pool in self.pools.values():
+        for name, pool in self.pools.items():
             (listening,) = self._ranks[pool.ranks[0]].same(BaseWorker.listen)
             host, port = self.value_of(pool.ranks[0], listening)
-            calls += pool.calls.same(BaseWorker.setup, host, port)
+            calls += pool.calls.same(BaseWorker.setup, host, port, sizes.get(name))
         answers = self.gather(calls)
         processes = [answer.process for answer in answers]
         for rank, process in enumerate(processes):
@@ -216,7 +221,8 @@ class WorkerGroup:
         ]
         self.wide = {n: r for a in answers if a.actor for n, r in sorted(a.actor.wide.items())}
         node_of = [process.node for process in processes]
-        instances = self.instances, [*self.wide.values()]
+        peers = {a.actor.instance: a.actor.peers for a in answers if a.actor}
+        instances = [*peers.values()], [*self.wide.values()]
         for line in crossing_warnings(self.config, node_of, self.home.ranks, *instances):
             logger.warning("%s", line)
         if self.config.rollout.tail_tp != "off" and not self.wide:

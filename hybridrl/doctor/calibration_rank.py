@@ -26,6 +26,7 @@ from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.layout.switching import plan_switch
 from hybridrl.models.context import context_tokens
 from hybridrl.models.load import TORCH_DTYPES
+from hybridrl.models.parallel import computes_halves
 from hybridrl.models.shard import GenParallel
 from hybridrl.pipelines.balance import micro_batches
 from hybridrl.pipelines.problem import PassKind
@@ -146,7 +147,8 @@ def measure_rank(
         dist.init_process_group(kind, init_method=rendezvous, rank=rank, world_size=size)
         for path in alone:
             _measure_split(path, config, device, times)
-        _measure_halves(in_chunks, config, device, times)
+        if computes_halves():
+            _measure_halves(in_chunks, config, device, times)
         dist.destroy_process_group()
     (out / str(rank)).write_bytes(pickle.dumps(times))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from statistics import median
 
+from hybridrl.config.versions import untried
 from hybridrl.doctor.measure import Disk, Link
 from hybridrl.system.node_info import NodeInfo
 
@@ -101,6 +102,7 @@ def diagnose(facts: Facts, needs: Needs) -> list[Finding]:
         finding
         for check in (
             _gpus,
+            _compilers,
             _memory,
             _shm,
             _files,
@@ -155,6 +157,17 @@ def _gpus(facts: Facts, needs: Needs) -> Iterator[Finding]:
     if len(kinds) > 1:
         why = f"{', '.join(sorted(kinds))}: every step waits for the slowest"
         yield Finding(Severity.WARNING, "different GPUs", why, "cluster.sbatch=[--constraint=...]")
+
+
+def _compilers(facts: Facts, needs: Needs) -> Iterator[Finding]:
+    for info in facts.nodes:
+        if info.compiler_fault and (needs.wants_gpus or info.gpus):
+            severity = Severity.ERROR if needs.wants_gpus else Severity.WARNING
+            why = (
+                f"Triton builds its kernels' launchers with one at first use: {info.compiler_fault}"
+            )
+            fix = "install gcc and Python's headers, or name a compiler in CC"
+            yield Finding(severity, "no C compiler that Triton can use", why, fix, (info.node,))
 
 
 def _too_large(need: int, room: str, nodes: tuple[str, ...]) -> Finding:
@@ -223,6 +236,10 @@ def _cpus(facts: Facts, needs: Needs) -> Iterator[Finding]:
 
 def _versions(facts: Facts, needs: Needs) -> Iterator[Finding]:
     for info in facts.nodes:
+        for line in untried(info.packages):
+            why = "its interfaces may have changed"
+            fix = "make install, which takes versions that work together"
+            yield Finding(Severity.WARNING, line, why, fix, (info.node,))
         for line in info.unmet:
             why = "these versions are not tested together"
             fix = "install into a separate environment: make install, make install-vllm"
@@ -319,7 +336,8 @@ def _links(facts: Facts, needs: Needs) -> Iterator[Finding]:
             f"two all-reduces a layer cross nodes: {2 * needs.layers * latency * 1e3:.2g} ms of"
             " every token's decoding, at this latency"
         )
-        fix = "tp within a node, and pp or fsdp across: trainer.layout, rollout.layout"
+        fix = f"trainer.layout.tp and rollout.layout.tp of at most {needs.ranks_per_node}"
+        fix += ", with pp or fsdp across nodes"
         yield Finding(Severity.WARNING, what, why, fix)
 
 

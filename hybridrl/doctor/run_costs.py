@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config import Config, ConfigError, compose
+from hybridrl.config import ActivationMode, Config, ConfigError, compose
 from hybridrl.config.stored_run import composed_run, overrides_of
 from hybridrl.controller.composite_reward import with_parts
 from hybridrl.controller.mapping_command import read_mapping_costs
@@ -65,6 +65,7 @@ def costs_of_run(
     from hybridrl.controller.mapping_roles import planned_roles, role_shapes
     from hybridrl.models.shape import model_shape
 
+    config.trainer.activations = _activations_of(config, run_dir)
     graph = with_parts(build_recipe(config.recipe), config)
     roles = planned_roles(config, graph, role_shapes(config, graph, model_shape(config.model)))
     mapping = mapping_of(config, roles)
@@ -130,3 +131,12 @@ def _lines(number: int, scales: CostScales, out: Path) -> list[str]:
 def is_asked(args: Sequence[str]) -> bool:
     """Whether the arguments of `plan calibrate` name a run."""
     return any(arg.startswith("--run=") for arg in args)
+
+
+def _activations_of(config: Config, run_dir: Path) -> ActivationMode:
+    """The mode that the run took, where its settings leave it open."""
+    mode = config.trainer.activations
+    for event in read_lines(run_dir / "events.jsonl"):
+        if mode is ActivationMode.auto and "activations" in event:
+            return ActivationMode(event["activations"])
+    return mode

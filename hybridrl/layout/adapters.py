@@ -95,11 +95,12 @@ class AdapterSwitch:
             for name in self._adapter_names
             if name in self._shapes
         }
-        stats = self._switch.switch(inputs, adapters)
+        stats = self._switch.switch(inputs, adapters, waits=False)
         held = sum(tensor.nbytes for tensor in adapters.values())
         write(lambda tensors: self._fill(tensors, adapters))
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # so that `seconds` counts work, not launches
+            # So that `seconds` counts work, not launches: its own, and not what leaves meanwhile.
+            torch.cuda.current_stream(device).synchronize()
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             stats = replace(
@@ -120,7 +121,8 @@ class AdapterSwitch:
             tensor = tensors[name]
             if name in self.pairs:
                 a, b = (adapters[adapter].float() for adapter in self.pairs[name])
-                weight = base.to(tensor.device, torch.float32)
+                # Converted on the device: in one call the host would convert, and wait.
+                weight = base.to(tensor.device, non_blocking=True).float()
                 tensor.copy_(torch.addmm(weight, b, a, alpha=self.scaling))
             else:
                 tensor.copy_(base, non_blocking=True)

@@ -43,6 +43,32 @@ class Box:
             (*self.stop[:dim], stop, *self.stop[dim + 1 :]),
         )
 
+    def run(self, start: int, stop: int) -> Iterator["Box"]:
+        """Boxes that together are the elements `start` to `stop` in row-major order.
+
+        Example: elements 1 to 10 of rows of four are the end of the first row, the second row, and
+        the beginning of the third.
+        """
+        if stop - start == self.size or start >= stop:
+            yield from [self] * (start < stop)
+            return
+        dim = next(dim for dim, extent in enumerate(self.shape) if extent > 1)
+        row, low = self.size // self.shape[dim], self.start[dim]
+
+        def inside(index: int, start: int, stop: int) -> Iterator[Box]:
+            return self.narrow(dim, low + index, low + index + 1).run(start, stop)
+
+        first, last = -(-start // row), stop // row  # whole rows
+        if first > last:
+            yield from inside(last, start % row, stop % row)
+            return
+        if start % row:
+            yield from inside(first - 1, start % row, row)
+        if first < last:
+            yield self.narrow(dim, low + first, low + last)
+        if stop % row:
+            yield from inside(last, 0, stop % row)
+
     def slices(self, origin: "Box | None" = None) -> tuple[slice, ...]:
         """Index of the box in a tensor that holds `origin` (by default, the whole tensor)."""
         offsets = origin.start if origin else (0,) * len(self.start)

@@ -6,7 +6,8 @@ training shard. Here FSDP splits training shards as well, which refines tp: the 
 q = tp * F + fsdp runs over T * F shards.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import gcd
@@ -56,16 +57,67 @@ class TrainAxes:
         return self.fsdp * self.tp // self.ep
 
 
-def gen_positions(train: TrainAxes, pp: int, tp: int, grouping: Grouping) -> list[Position]:
+def gen_positions(
+    train: TrainAxes, pp: int, tp: int, grouping: Grouping, nodes: Sequence[Hashable] = ()
+) -> list[Position]:
     """The generation coordinates of every rank, with `pp` stages and `tp`-way tensor parallelism.
 
-    Every position of every instance has one rank. `auto` is not an order: see `layout.switching`.
+    Every position of every instance has one rank. `nodes` has the node of each rank; without it all
+    are on one. `auto` is not an order: see `layout.switching`.
     """
     assert train.ranks % (pp * tp) == 0, (train, pp, tp)
+    vanilla = list(product(range(train.ranks // (pp * tp)), range(pp), range(tp)))
     if grouping is Grouping.vanilla:
-        return list(product(range(train.ranks // (pp * tp)), range(pp), range(tp)))
-    assert grouping is Grouping.strided, grouping
-    return list(_strided(train, pp, tp))
+        return vanilla
+    strided = list(_strided(train, pp, tp))
+    if grouping is Grouping.strided:
+        return strided
+    assert grouping is Grouping.node_strided, grouping
+    return _node_strided(strided, vanilla, nodes or [0] * train.ranks)
+
+
+def nodes_spanned(positions: Sequence[Position], nodes: Sequence[Hashable] = ()) -> tuple[int, int]:
+    """How many nodes tp groups, and then whole instances, have besides their first, in sum."""
+    if not nodes:
+        return 0, 0
+    groups, instances = defaultdict(set), defaultdict(set)
+    for (instance, stage, _), node in zip(positions, nodes, strict=True):
+        groups[instance, stage].add(node)
+        instances[instance].add(node)
+    return _besides_first(groups.values()), _besides_first(instances.values())
+
+
+def _besides_first(groups: Iterable[set[Hashable]]) -> int:
+    return sum(len(group) - 1 for group in groups)
+
+
+def _node_strided(
+    strided: Sequence[Position], vanilla: Sequence[Position], nodes: Sequence[Hashable]
+) -> list[Position]:
+    """The places of `vanilla`, node by node, dealt among the ranks of each node.
+
+    A rank takes a place with the stage and the tp rank that `strided` gives it, where its node has
+    one left. There its training shard is needed. Others take what is left.
+    """
+    by_node: dict[Hashable, list[int]] = defaultdict(list)
+    for rank, node in enumerate(nodes):
+        by_node[node].append(rank)
+    left, places = iter(vanilla), [*vanilla]
+    for ranks in by_node.values():
+        free: dict[tuple[int, int], list[Position]] = defaultdict(list)
+        for _ in ranks:
+            place = next(left)
+            free[place[1:]].append(place)
+        others = []
+        for rank in ranks:
+            if same := free[strided[rank][1:]]:
+                places[rank] = same.pop(0)
+            else:
+                others.append(rank)
+        rest = sorted(place for same in free.values() for place in same)
+        for rank, place in zip(others, rest, strict=True):
+            places[rank] = place
+    return places
 
 
 def _strided(train: TrainAxes, pp: int, tp: int) -> Iterator[Position]:

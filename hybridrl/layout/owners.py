@@ -7,7 +7,7 @@ returns shards (veScale-FSDP's ragged shards). Pure data. Invariants, asserted b
 3. owners are balanced: no rank has more than the mean of its stage and one largest matrix.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
 
@@ -38,15 +38,20 @@ def _on_single_ranks(layout: Layout, names: list[str]) -> Layout:
     """The largest first, each on the rank of its stage that has least."""
     grid = layout.mesh.grid().reshape(layout.mesh.extent("pp"), -1)
     load = dict.fromkeys(layout.mesh.ranks, 0)
-    rules: dict[str, Rule] = {}
+    owners: dict[str, int] = {}
     for name in sorted(names, key=lambda name: (-prod(layout.shapes[name]), name)):
         ranks = grid[layout.rules[name].stages[0]].tolist()
         owner = min(ranks, key=lambda rank: (load[rank], rank))
         load[owner] += prod(layout.shapes[name])
-        rules[name] = Rule(stages=(owner,))
+        owners[name] = owner
+    return on_owners(layout, {name: owners[name] for name in names})
+
+
+def on_owners(layout: Layout, owners: Mapping[str, int]) -> Layout:
+    """The parameters `owners`, each whole on the rank that it is mapped to."""
     # Each rank is a separate stage: a rule then names its owner.
     mesh = Mesh((("pp", layout.mesh.size),))
-    return _of(layout, mesh, {name: rules[name] for name in names})
+    return _of(layout, mesh, {name: Rule(stages=(owner,)) for name, owner in owners.items()})
 
 
 def _shared(layout: Layout, names: list[str]) -> Layout:

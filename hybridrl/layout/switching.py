@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.layout import Grouping
 from hybridrl.layout.box import Box
-from hybridrl.layout.grouping import Position, TrainAxes, gen_positions
+from hybridrl.layout.grouping import Position, TrainAxes, gen_positions, nodes_spanned
 from hybridrl.layout.layout import stages_of_layers
 from hybridrl.layout.mesh import gen_mesh
 from hybridrl.layout.parameters import Parameter, gen_layout, train_layout
@@ -77,33 +77,64 @@ def plan_switch(
     gen_ep: int = 1,
     vocab_multiple: int = 1,
     ascending: bool = False,
+    nodes: Sequence[Hashable] = (),
 ) -> Switch:
-    """Plan the switch; `auto` tries every order and keeps the one that moves the fewest bytes.
+    """Plan the switch; `auto` keeps generation's groups within nodes, then moves the fewest bytes.
 
-    See `gen_layout` for `gen_ep` and `vocab_multiple`. With `ascending` the ranks of every pp and
-    tp group must ascend, for engines whose groups follow global ranks. Raises ConfigError for
-    another `grouping`.
+    `nodes` has the node of each rank; without it all are on one. A group that spans nodes uses slow
+    links at each layer of each decode step, the switch once a step. So `auto` takes orders whose tp
+    groups span the fewest nodes, and then their instances. Of these it takes the one that moves the
+    fewest bytes between nodes, and then in all. See `gen_layout` for `gen_ep` and `vocab_multiple`.
+    With `ascending` the ranks of every pp and tp group must ascend, for engines whose groups follow
+    global ranks. Raises ConfigError for another `grouping`.
     """
     num_layers = 1 + max(parameter.layer for parameter in parameters)
     stages = stage_of_layer or stages_of_layers(num_layers, axes.pp)
     src = train_layout(parameters, axes, stages, gen_tp, gen_ep)
     experts = tuple(parameter.name for parameter in parameters if parameter.experts)
-
-    def planned(order: Grouping) -> Switch:
-        positions = gen_positions(axes, gen_pp, gen_tp, order)
-        mesh = gen_mesh(positions, gen_pp, gen_tp)
-        dst = gen_layout(parameters, mesh, num_layers, vocab_multiple, gen_ep)
-        return Switch(plan(src, dst), order, tuple(positions), experts)
-
-    auto = grouping is Grouping.auto
-    orders = [Grouping.strided, Grouping.vanilla] if auto else [grouping]
     if ascending:
         check_ascending(axes, gen_pp, gen_tp, grouping)
-        orders = [order for order in orders if _ascends(axes, gen_pp, gen_tp, order)]
+
+    def planned(order: Grouping, positions: tuple[Position, ...]) -> Switch:
+        mesh = gen_mesh(positions, gen_pp, gen_tp)
+        dst = gen_layout(parameters, mesh, num_layers, vocab_multiple, gen_ep)
+        return Switch(plan(src, dst), order, positions, experts)
+
+    def moved(switch: Switch) -> tuple[int, int]:
+        links = switch.plan.traffic.links
+        between = [size for (a, b), size in links.items() if nodes and nodes[a] != nodes[b]]
+        return sum(between), sum(links.values())
+
+    orders = candidate_orders(axes, gen_pp, gen_tp, grouping, ascending=ascending, nodes=nodes)
     logger.debug("planning the weight switch of %d ranks, %d orders", src.mesh.size, len(orders))
-    best = min(map(planned, orders), key=lambda switch: int(switch.plan.traffic.received.sum()))
+    best = min((planned(order, places) for places, order in orders.items()), key=moved)
     logger.debug("the weight switch is planned, order of ranks %s", best.grouping.value)
     return best
+
+
+def candidate_orders(
+    axes: TrainAxes,
+    pp: int,
+    tp: int,
+    grouping: Grouping = Grouping.auto,
+    *,
+    ascending: bool = False,
+    nodes: Sequence[Hashable] = (),
+) -> dict[tuple[Position, ...], Grouping]:
+    """The orders to choose from, by their positions: of `auto` those that span the fewest nodes."""
+    if grouping is not Grouping.auto:
+        return {tuple(gen_positions(axes, pp, tp, grouping, nodes)): grouping}
+    wanted = [Grouping.strided, Grouping.vanilla]
+    if any(nodes_spanned(gen_positions(axes, pp, tp, Grouping.strided), nodes)):
+        wanted.append(Grouping.node_strided)  # elsewhere it gives ranks the same shards
+    orders: dict[tuple[Position, ...], Grouping] = {}
+    for order in wanted:
+        positions = tuple(gen_positions(axes, pp, tp, order, nodes))
+        if not ascending or _ascends(positions, pp, tp):
+            orders.setdefault(positions, order)
+    spanned = {positions: nodes_spanned(positions, nodes) for positions in orders}
+    fewest = min(spanned.values())
+    return {places: order for places, order in orders.items() if spanned[places] == fewest}
 
 
 def _overlap(held: Sequence[Box], wanted: Sequence[Box]) -> int:
@@ -113,13 +144,19 @@ def _overlap(held: Sequence[Box], wanted: Sequence[Box]) -> int:
 
 
 def check_ascending(axes: TrainAxes, pp: int, tp: int, grouping: Grouping) -> None:
-    """Raise ConfigError for an order in which the ranks of a pp or tp group do not ascend."""
-    if grouping is not Grouping.auto and not _ascends(axes, pp, tp, grouping):
+    """Raise ConfigError for an order in which the ranks of a pp or tp group may not ascend.
+
+    Those of `node_strided` depend on the nodes of the ranks.
+    """
+    if grouping is Grouping.auto:
+        return
+    positions = gen_positions(axes, pp, tp, grouping)
+    if grouping is Grouping.node_strided or not _ascends(positions, pp, tp):
         allowed = "auto or vanilla: the rollout engine needs groups of ascending ranks"
         raise ConfigError("rollout.layout.grouping", grouping.value, allowed)
 
 
-def _ascends(axes: TrainAxes, pp: int, tp: int, order: Grouping) -> bool:
+def _ascends(positions: Sequence[Position], pp: int, tp: int) -> bool:
     """Whether the ranks of every pp and every tp group stand in ascending order."""
-    grid = gen_mesh(gen_positions(axes, pp, tp, order), pp, tp).grid()
+    grid = gen_mesh(positions, pp, tp).grid()
     return all((np.diff(grid, axis=axis) > 0).all() for axis in (1, 2))

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,19 +11,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from hybridrl.layout.box_copies import PackedBox, copy_all, joined, packed_boxes
+from hybridrl.layout.exchange_rounds import Exchange, first_contacts
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.plan import Plan
+from hybridrl.layout.portions import Piece
 from hybridrl.layout.process_groups import shared_group
-from hybridrl.layout.transfer_rounds import Exchange, Gather, Piece, gather_ranks, transfer_rounds
+from hybridrl.layout.transfer_rounds import BUCKET_BYTES as BUCKET_BYTES
+from hybridrl.layout.transfer_rounds import (
+    Gather,
+    exchanged_links,
+    gather_ranks,
+    transfer_rounds,
+)
 
 logger = logging.getLogger(__name__)
 
 # torch 2.13 renamed it and warns under the old name, which older versions alone know.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-BUCKET_BYTES = 16 * 2**20
-"""Default size of a bucket; two are in flight."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -59,6 +66,24 @@ def gather_groups(plan: Plan, rank: int) -> list[dist.ProcessGroup]:
     return [shared_group(ranks) for ranks in gather_ranks(plan, rank)]
 
 
+def connect_peers(plan: Plan, device: torch.device) -> None:
+    """Send one element over each link of a plan's exchanges; all ranks of the plan call it.
+
+    NCCL connects two ranks at their first message, which takes a good part of a second for each
+    peer and memory for buffers. So they are connected at start, before free memory is measured. The
+    plan's ranks are those of the world, whose group is warm (`warm_up`).
+    """
+    rank = dist.get_rank()
+    for receivers, senders in first_contacts(exchanged_links(plan), plan.num_ranks, rank):
+        operations = [
+            dist.P2POp(operation, torch.zeros(1, device=device), group_peer=peer)
+            for operation, peers in ((dist.isend, receivers), (dist.irecv, senders))
+            for peer in peers
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
 class WeightSwitch:
     """Moves the weights of one rank from the source layout of a plan to its destination layout.
 
@@ -87,7 +112,9 @@ class WeightSwitch:
         rounds = transfer_rounds(plan, rank, max(1, bucket_bytes // dtype.itemsize), least_gather)
         self._copies = list(
             zip(
-                _row(rounds.copies, self.source), _row(rounds.copies, self.destination), strict=True
+                packed_boxes(rounds.copies, self.source),
+                packed_boxes(rounds.copies, self.destination),
+                strict=True,
             )
         )
         sides = self.source, self.destination
@@ -159,7 +186,8 @@ class WeightSwitch:
         else:
             self._copy_kept(source, destination, stats)
         if waits and device.type == "cuda":
-            torch.cuda.synchronize(device)  # so that `seconds` counts work, not launches
+            # So that `seconds` counts work, not launches: its own, and not what leaves meanwhile.
+            torch.cuda.current_stream(device).synchronize()
         stats.seconds = time.perf_counter() - begun
         logger.debug(
             "weights have moved: %d bytes received, %.3f s", stats.bytes_received, stats.seconds
@@ -185,8 +213,7 @@ class WeightSwitch:
 
     def _copy_kept(self, source: Tensors, destination: Tensors, stats: SwitchStats) -> None:
         begun = time.perf_counter()
-        for source_box, destination_box in self._copies:
-            destination_box.of(destination).copy_(source_box.of(source))
+        copy_all((to.in_tensor(destination), box.in_tensor(source)) for box, to in self._copies)
         stats.seconds_pack += time.perf_counter() - begun
 
     def _check(self, source: Tensors, destination: Tensors) -> None:
@@ -215,40 +242,31 @@ class WeightSwitch:
             raise ValueError(f"{name} is trained, but generation has no parameter of that name")
 
 
-@dataclass(frozen=True, slots=True)
-class _PackedBox:
-    """A box: `index` in a rank's tensor of the parameter, [start, stop) in a row of a bucket."""
+class _Round(ABC):
+    """A round, whose slot has boxes to send (`packed`) and boxes that came (`unpacked`)."""
 
-    name: str
-    index: tuple[slice, ...]
-    shape: tuple[int, ...]
-    start: int
-    stop: int
+    packed: Sequence[PackedBox]
+    unpacked: Sequence[PackedBox]
+    received: int
+    """Elements that come from others."""
+    scratch: int
+    """Elements of its slot."""
 
-    def of(self, tensors: Tensors) -> torch.Tensor:
-        """The box in the rank's tensor."""
-        return tensors[self.name][self.index]
+    @abstractmethod
+    def start(self, slot: torch.Tensor) -> list[dist.Work]: ...
 
-    def pack(self, row: torch.Tensor, source: Tensors) -> None:
-        row[self.start : self.stop].view(self.shape).copy_(self.of(source))  # casts
+    def pack(self, slot: torch.Tensor, source: Tensors) -> None:
+        copy_all((box.in_row(slot), box.in_tensor(source)) for box in self.packed)  # casts
 
-    def unpack(self, row: torch.Tensor, destination: Tensors) -> None:
-        self.of(destination).copy_(row[self.start : self.stop].view(self.shape))
-
-
-def _row(pieces: Iterable[Piece], local: Mapping[str, LocalTensor]) -> list[_PackedBox]:
-    """The pieces, packed into a row one after another."""
-    boxes, start = [], 0
-    for piece in pieces:
-        stop = start + piece.box.size
-        index = local[piece.name].slices(piece.box)
-        boxes.append(_PackedBox(piece.name, index, piece.box.shape, start, stop))
-        start = stop
-    return boxes
+    def unpack(self, slot: torch.Tensor, destination: Tensors) -> None:
+        copy_all((box.in_tensor(destination), box.in_row(slot)) for box in self.unpacked)
 
 
-class _ExchangeRound:
-    """A round of point-to-point messages; the slot holds sent, then received boxes, by peer."""
+class _ExchangeRound(_Round):
+    """A round of point-to-point messages; the slot holds sent, then received boxes, by peer.
+
+    Messages of the same pieces to several peers are sent from one place.
+    """
 
     def __init__(
         self,
@@ -258,34 +276,34 @@ class _ExchangeRound:
         group: dist.ProcessGroup | None,
     ) -> None:
         self.group = group
-        self.sends = _row((p for m in exchange.sends for p in m.pieces), source)
-        self.receives = _row((p for m in exchange.receives for p in m.pieces), destination)
-        self.messages: list[tuple[Callable[..., Any], int, int]] = [
-            *((dist.isend, m.peer, m.size) for m in exchange.sends),
-            *((dist.irecv, m.peer, m.size) for m in exchange.receives),
-        ]
-        self.num_sent = sum(m.size for m in exchange.sends)
-        self.received = sum(m.size for m in exchange.receives)
-        self.scratch = self.num_sent + self.received
-
-    def pack(self, slot: torch.Tensor, source: Tensors) -> None:
-        for box in self.sends:
-            box.pack(slot, source)
+        self.messages: list[tuple[Callable[..., Any], int, int, int]] = []
+        places: dict[tuple[Piece, ...], int] = {}
+        filled = 0
+        for message in exchange.sends:
+            if message.pieces not in places:
+                places[message.pieces] = filled
+                filled += message.size
+            place = places[message.pieces]
+            self.messages.append((dist.isend, message.peer, place, message.size))
+        self.packed = joined(packed_boxes((p for pieces in places for p in pieces), source))
+        came = [p for message in exchange.receives for p in message.pieces]
+        self.unpacked = joined(packed_boxes(came, destination, filled))
+        for message in exchange.receives:
+            self.messages.append((dist.irecv, message.peer, filled, message.size))
+            filled += message.size
+        self.received = sum(message.size for message in exchange.receives)
+        self.scratch = filled
 
     def start(self, slot: torch.Tensor) -> list[dist.Work]:
-        operations, offset = [], 0
-        for operation, peer, size in self.messages:
-            buffer = slot[offset : offset + size]
-            operations.append(dist.P2POp(operation, buffer, group=self.group, group_peer=peer))
-            offset += size
-        return dist.batch_isend_irecv(operations)
-
-    def unpack(self, slot: torch.Tensor, destination: Tensors) -> None:
-        for box in self.receives:
-            box.unpack(slot[self.num_sent :], destination)
+        return dist.batch_isend_irecv(
+            [
+                dist.P2POp(operation, slot[place : place + size], group=self.group, group_peer=peer)
+                for operation, peer, place, size in self.messages
+            ]
+        )
 
 
-class _GatherRound:
+class _GatherRound(_Round):
     """An all-gather; the slot holds the rank's contribution, then those of all members."""
 
     def __init__(
@@ -298,35 +316,20 @@ class _GatherRound:
     ) -> None:
         self.group, self.size = group, gather.size
         self.shape = (len(gather.ranks), gather.size)
-        self.contributed = _row(gather.pieces[gather.ranks.index(rank)], source)
-        self.others = [
-            (member, _row(pieces, destination))
+        self.packed = joined(packed_boxes(gather.pieces[gather.ranks.index(rank)], source))
+        self.unpacked = joined(
+            box
             for member, pieces in enumerate(gather.pieces)
             if gather.ranks[member] != rank
-        ]
-        self.received = self.size * len(self.others)
+            for box in packed_boxes(pieces, destination, self.size * (1 + member))
+        )
+        self.received = self.size * (len(gather.ranks) - 1)
         self.scratch = self.size * (1 + len(gather.ranks))
-
-    def pack(self, slot: torch.Tensor, source: Tensors) -> None:
-        for box in self.contributed:
-            box.pack(slot, source)
 
     def start(self, slot: torch.Tensor) -> list[dist.Work]:
         contribution = slot[None, : self.size]
-        work = _all_gather(self._gathered(slot), contribution, group=self.group, async_op=True)
-        return [work]
-
-    def unpack(self, slot: torch.Tensor, destination: Tensors) -> None:
-        gathered = self._gathered(slot)
-        for member, boxes in self.others:
-            for box in boxes:
-                box.unpack(gathered[member], destination)
-
-    def _gathered(self, slot: torch.Tensor) -> torch.Tensor:
-        return slot[self.size : self.scratch].view(self.shape)
-
-
-_Round = _ExchangeRound | _GatherRound
+        gathered = slot[self.size : self.scratch].view(self.shape)
+        return [_all_gather(gathered, contribution, group=self.group, async_op=True)]
 
 
 def _locals(layout: Layout, rank: int) -> dict[str, LocalTensor]:

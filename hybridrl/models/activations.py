@@ -17,7 +17,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from hybridrl.config import Attention, LoraConfig
+from hybridrl.config import ActivationMode, Attention, LoraConfig
 from hybridrl.kernels.linear_log_probs import CHUNK_ELEMENTS, linear_log_probs
 from hybridrl.models.adapters import add_adapters
 from hybridrl.models.blocks import decoder_layers
@@ -35,6 +35,7 @@ from hybridrl.models.logits import logits_transform
 from hybridrl.models.paged_attention import PagedGroup
 from hybridrl.models.parallel import cuts_heads, head_size, kv_heads_of_rank
 from hybridrl.models.peak_memory import PeakMemory
+from hybridrl.models.recomputation import recompute_layers
 
 
 class Activations(NamedTuple):
@@ -104,7 +105,7 @@ def layer_activations(
     attention: Attention,
     tp: int = 1,
     sequence_parallel: bool = False,
-    checkpointing: bool = False,
+    mode: ActivationMode = ActivationMode.keep,
     lora: LoraConfig | None = None,
     fused_dropout: bool = False,
     cp: int = 1,
@@ -127,7 +128,7 @@ def layer_activations(
             attention, cp, ChunkKeys(SequenceKeys(stop, for_backward=True), earlier, stop)
         )
     model = _narrow_model(config, tp, dtype, lora, ep)
-    layer, hidden, run, present = _trained_layer(model, tokens, row, checkpointing, fused_dropout)
+    layer, hidden, run, present = _trained_layer(model, tokens, row, mode, fused_dropout)
     keys = row.sequence_keys()
     if sequence_parallel and tp > 1:
         hidden = _split(layer, hidden, tp)
@@ -152,7 +153,9 @@ def backward_in_halves(
     """Of a decoder layer, as zero-bubble pipelines compute its backward pass."""
     tokens = _filled_up(tokens, tp, sequence_parallel)
     model, row = _narrow_model(config, tp, dtype, lora, ep), CountedRow(attention, cp)
-    layer, hidden, run, present = _trained_layer(model, tokens, row, False, fused_dropout)
+    layer, hidden, run, present = _trained_layer(
+        model, tokens, row, ActivationMode.keep, fused_dropout
+    )
     if sequence_parallel and tp > 1:
         hidden = _split(layer, hidden, tp)
     return count_halves(run, hidden, layer, *present)
@@ -184,15 +187,15 @@ def count_halves(
 
 
 def _trained_layer(
-    model: Any, tokens: int, row: "CountedRow", checkpointing: bool, fused_dropout: bool
+    model: Any, tokens: int, row: "CountedRow", mode: ActivationMode, fused_dropout: bool
 ) -> tuple[Any, torch.Tensor, Callable[[torch.Tensor], torch.Tensor], list[torch.Tensor]]:
     """The layer, its input, its forward pass, and the tensors that all layers share."""
     if fused_dropout:
         for name, module in [*model.named_modules()]:
             if isinstance(module, nn.Dropout):
                 model.set_submodule(name, FusedDropout(module.p))
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if mode.recomputes:
+        recompute_layers(model, mode)
     layer: Any = decoder_layers(model.train())[0]
     width = model.config.hidden_size
     hidden = torch.empty(1, tokens, width, dtype=model.dtype, device="meta")

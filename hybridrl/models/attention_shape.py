@@ -1,4 +1,4 @@
-"""What a model's config says about its attention: heads, widths, sinks."""
+"""What a model's config says about its attention: heads, widths, sinks, caps."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,15 @@ _WITH_SINKS = {"gpt_oss"}
 class AttentionShape:
     """Of every layer: heads of keys and values, and the widths of a head's keys and values.
 
-    With `sinks` each head has a learned score besides those of the keys (gpt-oss).
+    With `sinks` each head has a learned score besides those of the keys (gpt-oss). Where scores are
+    `capped`, c tanh(s / c) takes the place of a score s (Gemma 2).
     """
 
     kv_heads: int
     key_size: int
     value_size: int
     sinks: bool
+    capped: bool = False
 
     @property
     def head_size(self) -> int:
@@ -37,9 +39,10 @@ def attention_shape(config: PretrainedConfig) -> AttentionShape:
     """
     heads: int = config.num_attention_heads
     sinks = config.model_type in _WITH_SINKS
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
     if getattr(config, "kv_lora_rank", None) is not None:
         keys = config.qk_nope_head_dim + config.qk_rope_head_dim
-        return AttentionShape(heads, keys, config.v_head_dim, sinks)
+        return AttentionShape(heads, keys, config.v_head_dim, sinks, capped)
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return AttentionShape(kv_heads, size, size, sinks)
+    return AttentionShape(kv_heads, size, size, sinks, capped)

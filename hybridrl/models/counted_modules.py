@@ -19,10 +19,31 @@ from hybridrl.models.chunk_keys import ChunkKeys
 from hybridrl.models.expert_parallel import LocalExperts
 from hybridrl.models.packed_attention import capped_attention, with_sink
 from hybridrl.models.paged_attention import PagedGroup, attend_scores
+from hybridrl.models.recomputation import COUNTED_ATTENTION
 from hybridrl.models.ulysses import to_heads, to_tokens
 
 ATTENTION = "hybridrl_counted"
 """The name of this attention, as `attn_implementation`; it takes a `CountedRow` as `packing`."""
+
+
+_LIBRARY = torch.library.Library("hybridrl", "FRAGMENT")
+_LIBRARY.define("counted_attention(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor)")
+
+
+@torch.library.impl(_LIBRARY, "counted_attention", "Meta")
+def _counted_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+counted_attention = torch.ops.hybridrl.counted_attention.default
+"""A fused attention kernel as one operation without values, which `selective` keeps as a kernel's.
+
+query [.., heads, dim], value likewise with its dim; the result, and a float32 for each query.
+"""
+assert counted_attention.name() == COUNTED_ATTENTION
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -32,8 +53,8 @@ class _FusedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+        out: torch.Tensor
+        out, sums = counted_attention(query, key, value)
         ctx.save_for_backward(query, key, value, out, sums)
         return out
 
@@ -232,7 +253,7 @@ def _attend(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """The tensors of one sequence's attention, [1, tokens, heads, dim]; keys may be more."""
-    if attention is Attention.flash:
+    if attention is not Attention.torch:
         out: torch.Tensor = _FusedAttention.apply(*(x.transpose(1, 2) for x in (query, key, value)))
         return out
     if query.shape[1] > key.shape[1]:

@@ -36,6 +36,13 @@ class HubNames:
 
         What one conversion takes is kept until it is there: at most a few tensors of a layer.
         """
+        for _, results in self.conversions(names, tensors):
+            yield from results.items()
+
+    def conversions(
+        self, names: Iterable[str], tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[list[str], dict[str, torch.Tensor]]]:
+        """Each conversion of `converted`: the names that it takes, and its results."""
         groups = self._groups(names)
         waiting: dict[str, torch.Tensor] = {}
         for name, tensor in tensors:
@@ -43,7 +50,7 @@ class HubNames:
             if all(other in waiting for other in groups[name]):
                 group = {other: waiting.pop(other) for other in groups[name]}
                 del tensor
-                yield from revert_weight_conversion(self._model, group).items()
+                yield groups[name], dict(revert_weight_conversion(self._model, group))
         assert not waiting, f"without the others of their conversion: {', '.join(waiting)}"
 
     def _groups(self, names: Iterable[str]) -> Mapping[str, list[str]]:

@@ -61,10 +61,12 @@ def take_local(
             buffers[name].copy_(tensor)
 
 
-def load_buffers(model: PreTrainedModel, path: str, config: PretrainedConfig) -> None:
-    """Fill the persistent buffers of `model`, a causal language model's part; others stay."""
+def load_buffers(
+    model: PreTrainedModel, path: str, config: PretrainedConfig, classifier: bool = False
+) -> None:
+    """Fill the persistent buffers of `model`, a part of the one at `path`; others stay."""
     if persistent_buffers(model):
-        with StoredWeights(path, config) as weights:
+        with StoredWeights(path, config, classifier=classifier) as weights:
             weights.fill_buffers(model)
 
 

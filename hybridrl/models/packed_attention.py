@@ -2,9 +2,10 @@
 
 All sequences of a micro-batch are concatenated in one row, so no padding token is computed. A
 micro-batch is described once (`Packing`); every layer gets the description as an extra keyword of
-the model's call. Two implementations:
+the model's call. Three implementations, of which `attention_choice` takes one:
 
-- `flash`: flash-attn's variable-length kernel, on a GPU;
+- `flash`: flash-attn's variable-length kernel, on a GPU. A layer makes one call;
+- `varlen`: the same kernel in torch's own build, which needs no flash-attn;
 - `torch`: the row is sorted by length, so sequences of one length are a contiguous block. A call of
   torch's causal attention gets it as a batch [sequences, heads, length, head_dim]. So there is one
   call per distinct length, no padding and no mask over the row.
@@ -12,10 +13,10 @@ the model's call. Two implementations:
 Where scores are capped, torch's kernels do not serve: that block's scores exist as a tensor.
 """
 
-import logging
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from typing import Any
 
@@ -26,14 +27,11 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from hybridrl.config import Attention, ConfigError
+from hybridrl.config import Attention
 from hybridrl.models.attention_keywords import check_keywords
-from hybridrl.models.attention_shape import AttentionShape
 from hybridrl.models.chunk_keys import ChunkKeys
 from hybridrl.models.gathered_keys import OwnTokens, gather_tokens
 from hybridrl.models.ulysses import all_to_all, own_heads, to_heads, to_tokens
-
-logger = logging.getLogger(__name__)
 
 NAME = "hybridrl_packed"
 """The attention's name in transformers' interface."""
@@ -94,64 +92,6 @@ def make_chunk_packing(
     return replace(packing, longest=chunk.stop, chunk=chunk, key_starts=starts, own=own)
 
 
-FLASH_DTYPES = (torch.bfloat16, torch.float16)
-FLASH_HEAD_SIZES = range(8, 257, 8)
-FLASH_CAPABILITY = (8, 0)
-
-
-def flash_obstacle(
-    dtype: torch.dtype, shape: AttentionShape, device: torch.device | None = None
-) -> str | None:
-    """Why flash-attn cannot attend with heads of this `shape` in `dtype` on `device`; else None.
-
-    Without a device only the model is considered, so a driver can ask before ranks exist. With one,
-    the package is imported: one built for another torch, and flash-attn-4 alone (which has the same
-    name and other functions), are there and cannot be used.
-    """
-    if dtype not in FLASH_DTYPES:
-        return f"flash-attn computes in bfloat16 and float16, not {str(dtype).partition('.')[2]}"
-    if shape.head_size not in FLASH_HEAD_SIZES:
-        return f"flash-attn takes heads of 8 to 256 in steps of 8, not {shape.head_size}"
-    if shape.sinks:
-        return "flash-attn has no attention sinks"
-    if device is None:
-        return None
-    if device.type != "cuda":
-        return "there is no GPU"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < FLASH_CAPABILITY:
-        return "flash-attn takes GPUs of compute capability 8.0 and above, not {}.{}".format(
-            *capability
-        )
-    return flash_import_obstacle()
-
-
-def flash_import_obstacle() -> str | None:
-    """Why flash-attn's function cannot be imported by this process; None where it can be."""
-    try:
-        from flash_attn import flash_attn_varlen_func  # noqa: F401
-    except Exception as error:  # an undefined symbol is an ImportError, a missing driver another
-        return f"flash-attn cannot be imported: {' '.join(str(error).split())}"
-    return None
-
-
-def choose_attention(
-    wanted: Attention, device: torch.device, dtype: torch.dtype, shape: AttentionShape
-) -> Attention:
-    """The implementation to use: flash where its kernels can run, else torch.
-
-    `dtype` is the format of queries and keys. Raises ConfigError if flash is asked for and cannot
-    run.
-    """
-    obstacle = flash_obstacle(dtype, shape, device)
-    if wanted is Attention.flash and obstacle:
-        raise ConfigError("model.attention", "flash", f"torch or auto here: {obstacle}")
-    chosen = Attention.torch if wanted is Attention.torch or obstacle else Attention.flash
-    reason = f" ({obstacle})" if obstacle and device.type == "cuda" else ""
-    logger.info("packed attention on %s: %s%s", device, chosen.value, reason)
-    return chosen
-
-
 def packed_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -189,10 +129,10 @@ def packed_attention(
         v: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        if packing.implementation is Attention.flash:
-            assert sinks is None, "flash-attn has no attention sinks"
-            return _flash(q, k, v, packing, scaling, window, softcap)
-        return _torch(q, k, v, packing, scaling, window, softcap, sinks)
+        if packing.implementation is Attention.torch:
+            return _torch(q, k, v, packing, scaling, window, softcap, sinks)
+        assert sinks is None, "FlashAttention has no attention sinks"
+        return _variable_length(q, k, v, packing, scaling, window, softcap)
 
     tensors, group = (query[0], key[0], value[0]), packing.group
     if group is not None and len(query[0]) % group.size():
@@ -358,7 +298,7 @@ def with_sink(
     return wide_query, wide_key.masked_fill(is_sink, 1), wide_value
 
 
-def _flash(
+def _variable_length(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -367,15 +307,37 @@ def _flash(
     window: int | None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    from flash_attn import flash_attn_varlen_func
-
+    """Attention of the whole row by one call of FlashAttention, which has one width of heads."""
     size, value_size = query.shape[-1], value.shape[-1]
-    if size != value_size:  # the kernel has one width
+    if size != value_size:
         scaling = size**-0.5 if scaling is None else scaling
         width = max(size, value_size)
         query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-    out = flash_attn_varlen_func(
-        *(x.transpose(0, 1) for x in (query, key, value)),
+    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+    if packing.implementation is Attention.flash:
+        out = _flash(q, k, v, packing, scaling, window, softcap)
+    else:
+        assert softcap is None, "varlen_attn has no capped scores"
+        out = _varlen(q, k, v, packing, scaling, window)
+    return out if size == value_size else out[..., :value_size]
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """flash-attn's result [tokens, heads, dim]; key and value are [tokens, kv_heads, dim]."""
+    from flash_attn import flash_attn_varlen_func
+
+    out: torch.Tensor = flash_attn_varlen_func(
+        query,
+        key,
+        value,
         cu_seqlens_q=packing.starts,
         cu_seqlens_k=packing.starts if packing.key_starts is None else packing.key_starts,
         max_seqlen_q=packing.longest,
@@ -386,7 +348,49 @@ def _flash(
         window_size=(-1, -1) if window is None else (window - 1, 0),
         softcap=softcap or 0.0,
     )
-    return out if size == value_size else out[..., :value_size]
+    return out
+
+
+def _varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """The same of torch's `varlen_attn`.
+
+    Its backward pass is deterministic where torch's algorithms are, which it asks itself.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        packing.starts,
+        packing.starts if packing.key_starts is None else packing.key_starts,
+        packing.longest,
+        packing.longest,
+        scale=scaling,
+        window_size=(-1, 0) if window is None else (window - 1, 0),
+        **_grouped_heads(),
+    )
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+@cache
+def _grouped_heads() -> dict[str, Any]:
+    """What tells `varlen_attn` that several query heads share one of keys.
+
+    torch 2.11 has no such argument and does not ask: its kernel takes them as they are.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    parameters = inspect.signature(varlen_attn).parameters
+    return {"enable_gqa": True} if "enable_gqa" in parameters else {}
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -18,11 +18,24 @@ from hybridrl.models.attention_keywords import check_keywords
 
 NAME = "hybridrl_paged"
 
+Places = tuple[torch.Tensor, torch.Tensor]
+"""Of tokens in the cache: their blocks [tokens] and their offsets [tokens] in those."""
+
+
+def reads_whole_pages(device: torch.device) -> bool:
+    """Whether attention on the device reads keys page by page; a CPU computes only what counts."""
+    return device.type != "cpu"
+
 
 class KVPool:
     """Keys and values of all layers: `blocks` [layers, blocks, 2, kv_heads, block_size, head_dim].
 
     The tokens of a block are contiguous per head, so that gathered blocks are, too.
+
+    On a GPU attention reads whole pages, so that shapes change once a page, and masks have the
+    alignment that its kernels want. The pool then also has room for what `gather` copies: a layer
+    more. A copy that grows with the sequences would leave dead blocks in torch's allocator, beside
+    a cache that has taken all other memory.
     """
 
     def __init__(
@@ -34,22 +47,28 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        memory: torch.Tensor | None = None,
+        lender: "KVPool | None" = None,
     ) -> None:
-        """`memory` is another pool's, with finite numbers; else the pool takes some of its own."""
+        """`lender` is a pool whose memory this one shares; else it takes some of its own."""
         self.block_size, self.kv_heads, self.head_dim = block_size, kv_heads, head_dim
-        shape = (layers, blocks, 2, kv_heads, block_size, head_dim)
+        self._whole_pages = reads_whole_pages(device)
+        copied = 1 if self._whole_pages else 0
+        shape = (layers + copied, blocks, 2, kv_heads, block_size, head_dim)
+        self._memory: torch.Tensor
         # Zeros, since masked positions are multiplied by 0 and uninitialized memory may be NaN.
-        if memory is not None:
-            self.blocks = memory.view(-1)[: prod(shape)].view(shape)
+        if lender is not None:
+            self._memory = lender._memory.view(-1)[: prod(shape)].view(shape)
         elif device.type == "cpu":
             # numpy takes zeroed pages from the system: memory is spent as blocks are first used.
             size = prod(shape) * dtype.itemsize
-            self.blocks = torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
+            self._memory = torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
         else:
-            self.blocks = torch.zeros(shape, dtype=dtype, device=device)
-        self._rows = [layer.view(-1, head_dim) for layer in self.blocks]
+            self._memory = torch.zeros(shape, dtype=dtype, device=device)
+        self.blocks = self._memory[:layers]
+        # By block, and by the token in it.
+        self._tokens = [layer.permute(0, 3, 1, 2, 4) for layer in self.blocks]
         self._pages = [layer.view(-1, block_size * head_dim) for layer in self.blocks]
+        self._gathered = self._memory[layers].view(-1) if self._whole_pages else None
         self._heads = torch.arange(2 * kv_heads, device=device)
         self._arenas: dict[int, torch.Tensor] = {}
 
@@ -79,14 +98,9 @@ class KVPool:
         if partly:
             self.blocks[:, blocks[full], :, :, :partly] = kept[:, :, :, full * self.block_size :]
 
-    def rows(self, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Row indices, for `write`, of tokens at `offsets` [tokens] in `blocks` [tokens]."""
-        rows = (blocks[:, None] * len(self._heads) + self._heads) * self.block_size
-        return (rows + offsets[:, None]).view(-1)
-
-    def write(self, layer: int, rows: torch.Tensor, new: torch.Tensor) -> None:
-        """Store `new` [tokens, 2, kv_heads, head_dim] at `rows`."""
-        self._rows[layer].index_copy_(0, rows, new.reshape(-1, self.head_dim))
+    def write(self, layer: int, places: Places, new: torch.Tensor) -> None:
+        """Store `new` [tokens, 2, kv_heads, head_dim] at `places`."""
+        self._tokens[layer].index_put_(places, new)
 
     def arena(self, tokens: int, lane: int = 0) -> torch.Tensor:
         """Memory [layers, tokens * 2 * kv_heads * head_dim], the same one at every call for a lane.
@@ -100,19 +114,38 @@ class KVPool:
             self._arenas[lane] = arena
         return arena[:, :size]
 
-    def gather(
-        self, layer: int, tables: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The blocks of `tables` [rows, pages]: [2, rows, kv_heads, pages * block_size, head_dim].
+    def keys(self, longest: int) -> int:
+        """The keys that attention reads of sequences of at most `longest` tokens."""
+        return self.num_pages(longest) * self.block_size if self._whole_pages else longest
 
-        Contiguous; in the memory of `out`, if passed.
+    def num_pages(self, tokens: int) -> int:
+        """Blocks of a sequence of so many tokens."""
+        return -(-tokens // self.block_size)
+
+    def rows_at_once(self, rows: int, pages: int) -> int:
+        """How many of `rows`, each of so many `pages`, `gather` has memory for: one at least."""
+        if self._gathered is None:
+            return rows
+        return max(1, min(rows, self.blocks.shape[1] // pages))
+
+    def pages(self, tables: torch.Tensor) -> torch.Tensor:
+        """The index [2, rows, kv_heads, pages] by which layers gather `tables` [rows, pages]."""
+        return tables[:, None] * len(self._heads) + self._heads.view(2, 1, -1, 1)
+
+    def gather(
+        self, layer: int, pages: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The blocks of `pages` (see there): [2, rows, kv_heads, pages * block_size, head_dim].
+
+        Contiguous; in the memory of `out`, if passed. On a GPU it is valid until the next call.
         """
-        heads = self._heads.view(2, 1, -1, 1)
-        index = (tables[:, None] * len(self._heads) + heads).view(-1)
+        shape = pages.numel(), self.block_size * self.head_dim
         if out is not None:
-            out = out.view(len(index), -1)
-        pages = torch.index_select(self._pages[layer], 0, index, out=out)
-        return pages.view(2, tables.shape[0], self.kv_heads, -1, self.head_dim)
+            out = out.view(shape)
+        elif self._gathered is not None:
+            out = self._gathered[: prod(shape)].view(shape)
+        gathered = torch.index_select(self._pages[layer], 0, pages.view(-1), out=out)
+        return gathered.view(*pages.shape[:3], -1, self.head_dim)
 
 
 class Workspace:
@@ -153,10 +186,10 @@ class Workspace:
         """
         at = torch.tensor(rows)
         self._positions[at] = self._written[at] = positions
-        width = tables.shape[1] * self._pool.block_size
+        width, pages = tables.shape[1] * self._pool.block_size, self._pool.pages(tables)
         gathered = None  # by one layer after the other, in the same memory
         for layer, kept in enumerate(self._layers):
-            gathered = self._pool.gather(layer, tables, gathered)
+            gathered = self._pool.gather(layer, pages, gathered)
             kept[:, :, :, :width].index_copy_(1, at, gathered)
         self._arrange(max(self._rows, *(row + 1 for row in rows)))
 
@@ -199,10 +232,10 @@ class Workspace:
         before = (stop - first).cumsum(0) - (stop - first)
         positions = torch.arange(len(which)) + (first - before)[which]
         blocks = tables[which, positions // self._pool.block_size]
-        into = self._pool.rows(blocks, positions % self._pool.block_size)
-        lines = (self._lines[rows[which]] + positions[:, None, None]).reshape(-1)
+        places = blocks, positions % self._pool.block_size
+        lines = self._lines[rows[which]] + positions[:, None, None]
         for layer, kept in enumerate(self._layers):
-            self._pool.write(layer, into, kept.view(-1, self._pool.head_dim)[lines])
+            self._pool.write(layer, places, kept.view(-1, self._pool.head_dim)[lines])
         self._written[rows] = stop
 
 
@@ -211,8 +244,9 @@ class PagedGroup:
     """Sequences with equally many queries that are attended together.
 
     Their tokens are `start : start + rows * queries` of the row; `positions` [rows, queries] those
-    of the queries, `keys` the longest sequence. `tables` [rows, pages] are their block tables,
-    padded with block 0; a decode group on CPU has a `workspace` in their place.
+    of the queries, `keys` is what they attend to: the longest sequence's, see `KVPool.keys`.
+    `pages` [2, rows, kv_heads, pages] are those of their blocks (`KVPool.pages`), block 0 as
+    padding; a decode group on CPU has a `workspace` in their place.
     """
 
     start: int
@@ -220,7 +254,7 @@ class PagedGroup:
     queries: int
     keys: int
     positions: torch.Tensor
-    tables: torch.Tensor | None = None
+    pages: torch.Tensor | None = None
     workspace: Workspace | None = None
     masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
 
@@ -240,13 +274,10 @@ class PagedGroup:
 
 @dataclass(slots=True)
 class PagedBatch:
-    """One forward pass: keys and values are written to `rows` (see `KVPool.rows`).
-
-    None if workspaces hold them.
-    """
+    """One forward pass: keys and values are written to `places`, None if workspaces hold them."""
 
     pool: KVPool
-    rows: torch.Tensor | None
+    places: Places | None
     groups: list[PagedGroup]
 
     def attend(
@@ -265,14 +296,14 @@ class PagedBatch:
         last `window` positions of its sequence, its own included. `softcap` and `sinks` [heads] are
         those of `packed_attention`.
         """
-        if self.rows is not None:
-            self.pool.write(layer, self.rows, new)
+        if self.places is not None:
+            self.pool.write(layer, self.places, new)
         outs = []
         for group in self.groups:
             token_range = slice(group.start, group.start + group.rows * group.queries)
             if group.workspace is None:
-                assert group.tables is not None
-                kept = self.pool.gather(layer, group.tables)
+                assert group.pages is not None
+                kept = self.pool.gather(layer, group.pages)
             else:
                 kept = group.workspace.fetch(layer, new[token_range])
             keys, values = kept[:, :, :, : group.keys]

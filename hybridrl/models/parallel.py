@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from hybridrl.config import ConfigError, PipelineSchedule, RolloutConfig, TrainLayoutConfig
+from hybridrl.config.versions import release_of
 from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import layers_name
@@ -41,6 +42,7 @@ _DIM_FROM_END = {
 }
 _BLOCKS = {"packed_colwise": 2}
 _WHOLE = ("replicated_with_grad_allreduce", "moe_tp_experts")
+_SPLIT_EXPERTS = {"moe_tp_experts", "ep_dispatch_experts"}  # of transformers to 5.10, and newer
 STYLES = frozenset({*_DIM_FROM_END, *_WHOLE})
 """The styles that training and generation compute."""
 
@@ -152,10 +154,21 @@ def check_train_layout(
         allowed = f"false: model type {config.model_type} is none of {', '.join(SPLIT_TOKENS)}"
         raise ConfigError(f"{key}.sequence_parallel", True, allowed)
     _check(f"{key}.pp", layout.pp, _pp_allowed(config, layout.pp, layout.schedule))
+    if layout.splits_backward and not computes_halves():
+        allowed = "one_f_one_b or interleaved: backward passes in halves need torch 2.13"
+        raise ConfigError(f"{key}.schedule", layout.schedule.value, allowed)
     if layout.chunk_layers and sum(layout.chunk_layers) != config.num_hidden_layers:
         allowed = f"numbers whose sum is the model's {config.num_hidden_layers} layers"
         raise ConfigError(f"{key}.chunk_layers", layout.chunk_layers, allowed)
     _check(f"{key}.ep", layout.ep, _ep_allowed(config, layout.ep))
+
+
+def computes_halves() -> bool:
+    """Return whether this torch computes the two halves of a backward pass.
+
+    Until 2.12 `torch.autograd.grad` fails at the nodes that FSDP adds.
+    """
+    return release_of(torch.__version__) >= (2, 13)
 
 
 def check_tail_tp(config: PretrainedConfig, rollout: RolloutConfig) -> None:
@@ -227,7 +240,7 @@ def _leaves_experts_whole(config: PretrainedConfig) -> bool:
 def _ep_allowed(config: PretrainedConfig, ep: int) -> str | None:
     """The allowed values and the reason; None if `ep` is allowed."""
     of_experts = (getattr(config, "base_model_ep_plan", None) or {}).values()
-    if ep > 1 and _leaves_experts_whole(config) and "moe_tp_experts" not in of_experts:
+    if ep > 1 and _leaves_experts_whole(config) and not _SPLIT_EXPERTS & {*of_experts}:
         return f"1 (transformers has no plan for the experts of model type {config.model_type})"
     return ep_allowed(config.model_type, num_experts(config), ep)
 

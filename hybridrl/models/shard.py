@@ -41,8 +41,8 @@ class GenParallel:
 
     `tp_group` has the instance's ranks of the same stage, `pp_group` those of the same `tp_rank`;
     None for a single rank. By torch the ranks of a group ascend, and coordinates may not:
-    `tp_peers` and `pp_peers` map a coordinate to its group rank. Sampled tokens are sent from the
-    host: a group of GPUs needs both backends (`cpu:gloo,cuda:nccl`).
+    `tp_peers` and `pp_peers` map a coordinate to its group rank. Stages send sampled tokens from
+    the host: a group of GPUs needs both backends (`cpu:gloo,cuda:nccl`).
     """
 
     pp: int = 1

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 Sizes = Mapping[str, int]
 
+_COPIED = "copied keys and values"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationSizes:
@@ -35,6 +37,24 @@ class GenerationSizes:
         """Tokens of the KV cache where weights and buckets leave `left` bytes; None: no limit."""
         raise NotImplementedError
 
+    def fits(self, left: int) -> int:
+        """Tokens for which the KV cache has room there, however few."""
+        raise NotImplementedError
+
+    def serves(self, left: int, alone: int) -> bool:
+        """Whether a KV cache in `left` bytes is worth what has taken the others of `alone` bytes.
+
+        It has the tokens that the config asks for. If it asks for none, it has at least half of
+        those that it would have alone. A full sample fits in any case.
+        """
+        half = -(-self.cache_tokens(alone) // 2)
+        return self.fits(left) >= max(self.longest, self.wanted or half)
+
+    @property
+    def idle(self) -> int:
+        """Bytes that are free besides weights and cache while nothing decodes."""
+        return 0
+
     def at_start(self, left: int | None) -> Sizes:
         """Besides the weights, once the engine is built."""
         return {"KV cache": self.cache_tokens(left) * self.token}
@@ -58,11 +78,11 @@ class NativeSizes(GenerationSizes):
     """The native engine: its cache takes what is left, up to `most` tokens."""
 
     gathered: int
-    """Keys and values of a token in one layer, which decoding copies."""
+    """Keys and values of a token that attention copies: of a layer, or of all that a CPU keeps."""
     sampling: int
     """Of `logits`, what the run's way of sampling takes."""
     copied: int = 0
-    """Tokens whose keys and values a decode step copies; 0: those of the whole cache."""
+    """On CPUs, tokens whose keys and values a decode step copies; 0: those of the whole cache."""
     conversations: int = 0
     """Tokens of all conversations that an instance may have, each at full length."""
     host_tokens: int | None = None
@@ -72,8 +92,16 @@ class NativeSizes(GenerationSizes):
         """See `GenerationSizes`; a full sample at least."""
         if left is None:
             return self.wanted or self.most
-        fits = max(left - self.logits - self.prefill, 0) // (self.token + self.gathered)
-        return self.wanted or max(self.longest, min(self.most, fits))
+        return self.wanted or max(self.longest, min(self.most, self.fits(left)))
+
+    def fits(self, left: int) -> int:
+        """See `GenerationSizes`."""
+        return max(left - self.idle, 0) // (self.token + self.gathered)
+
+    @property
+    def idle(self) -> int:
+        """See `GenerationSizes`."""
+        return self.logits + self.prefill
 
     def of_one_sample(self) -> Sizes:
         """What an instance that holds a full sample takes at least."""
@@ -81,7 +109,7 @@ class NativeSizes(GenerationSizes):
             "generation weights": self.weights,
             "buckets": self.buckets,
             "KV cache": self.longest * self.token,
-            "copied keys and values": self.longest * self.gathered,
+            _COPIED: self.longest * self.gathered,
             "logits": self.logits,
             "activations": self.prefill,
         }
@@ -92,16 +120,22 @@ class NativeSizes(GenerationSizes):
         most = cache if self.host_tokens is None else self.host_tokens
         return self.token * min(most, max(0, self.conversations - cache))
 
+    def at_start(self, left: int | None) -> Sizes:
+        """See `GenerationSizes`; on a GPU the cache comes with memory for what attention copies."""
+        cache = GenerationSizes.at_start(self, left)
+        if left is None:
+            return cache
+        return {**cache, _COPIED: self.cache_tokens(left) * self.gathered}
+
     def phases(self, left: int | None) -> dict[str, Sizes]:
         """Prompts are read, then tokens decode.
 
         A decode step copies one layer's keys and values after the other, then it samples.
         """
-        cache = self.at_start(left)
+        cache, decoding = self.at_start(left), {"logits": self.sampling}
         copied = (self.copied or self.cache_tokens(left)) * self.gathered
-        decoding = {"logits": self.sampling}
-        if copied > self.sampling:
-            decoding = {"copied keys and values": copied}
+        if left is None and copied > self.sampling:
+            decoding = {_COPIED: copied}
         return {
             "prefill": {**cache, "activations": self.prefill},
             "decode": {**cache, **decoding},
@@ -120,7 +154,11 @@ class VLLMSizes(GenerationSizes):
         """
         if left is None:
             return self.wanted or self.most
-        return self.wanted or max(self.longest, (left - self._peak) // self.token)
+        return self.wanted or max(self.longest, self.fits(left))
+
+    def fits(self, left: int) -> int:
+        """See `GenerationSizes`."""
+        return max(left - self._peak, 0) // self.token
 
     def at_start(self, left: int | None) -> Sizes:
         """See `GenerationSizes`. With `wanted` the cache has that size, else vLLM chooses it."""

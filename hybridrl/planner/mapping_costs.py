@@ -170,8 +170,10 @@ class MappingCosts:
     def _hidden_reduce(self, hidden: int, tp: int, trains: bool, ranks: range) -> LinearPass:
         costs, nbytes = self.layer_costs, hidden * self.layer_costs.itemsize
         measured = costs if trains else costs.decode
-        groups = [ranks[start : start + tp] for start in range(0, len(ranks), tp)]
-        within = all(self.cluster.node(x[0]) == self.cluster.node(x[-1]) for x in groups)
+        # Generation deals its groups out node by node, as `plan_switch` orders ranks.
+        placed = list(ranks) if trains else sorted(ranks, key=self.cluster.node)
+        groups = [placed[start : start + tp] for start in range(0, len(placed), tp)]
+        within = all(len({*map(self.cluster.node, group)}) == 1 for group in groups)
         if measured.tp_reduce_s + measured.tp_byte_s and within:
             messages, parts = math.ceil(math.log2(tp)), 2 * (tp - 1) / tp
             return LinearPass(measured.tp_reduce_s * messages, measured.tp_byte_s * nbytes * parts)
@@ -431,7 +433,10 @@ class MappingCosts:
         numbers = train.layers_of_chunks(shape.layers)
         stages = [train.stage_of_chunk(chunk) for chunk, n in enumerate(numbers) for _ in range(n)]
         axes = TrainAxes(pp=train.pp, replicas=train.replicas, fsdp=train.fsdp, tp=train.tp)
-        switch = plan_switch(matrices(shape), axes, gen.pp, gen.tp, stage_of_layer=stages)
+        nodes = [self.cluster.node(rank) for rank in ranks]
+        switch = plan_switch(
+            matrices(shape), axes, gen.pp, gen.tp, stage_of_layer=stages, nodes=nodes
+        )
         seconds: dict[tuple[int, bool], float] = {}
         for (sender, receiver), elements in switch.plan.traffic.links.items():
             link = self.cluster.link([ranks[sender], ranks[receiver]])
@@ -453,7 +458,8 @@ class MappingCosts:
         read = shape.layers * shape.layer_parameters + shape.head_parameters
         send = 0.0
         if gen.pp > 1:
-            two = ranks[0], ranks[gen.tp]
+            placed = sorted(ranks, key=self.cluster.node)
+            two = placed[0], placed[gen.tp]
             send = self.cluster.link(two).send_s(0)
             if decode.pp_send_s and self.cluster.node(two[0]) == self.cluster.node(two[1]):
                 send = decode.pp_send_s

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from hybridrl.config import ActivationMode, OptimName
 from hybridrl.layout.fsdp_groups import is_one_group, stays_unsharded
+from hybridrl.layout.transfer_rounds import BUCKET_BYTES
 from hybridrl.pipelines.standard import least_micro_batches
 from hybridrl.planner.generation_memory import NativeSizes
 from hybridrl.planner.mapping import (
@@ -39,7 +40,12 @@ class LayerBytes(Protocol):
     """Bytes of activations on one of `tp` ranks, besides weights."""
 
     def layer(
-        self, role: PlannedRole, tokens: int, tp: int, sequence_parallel: bool, recompute: bool
+        self,
+        role: PlannedRole,
+        tokens: int,
+        tp: int,
+        sequence_parallel: bool,
+        mode: ActivationMode,
     ) -> ActivationSizes:
         """Of a decoder layer over a row, from forward to backward."""
         ...
@@ -71,7 +77,12 @@ class DenseLayerBytes:
     """Logits of such a chunk, at most."""
 
     def layer(
-        self, role: PlannedRole, tokens: int, tp: int, sequence_parallel: bool, recompute: bool
+        self,
+        role: PlannedRole,
+        tokens: int,
+        tp: int,
+        sequence_parallel: bool,
+        mode: ActivationMode,
     ) -> ActivationSizes:
         """See `LayerBytes`."""
         shape = role.shape
@@ -85,10 +96,14 @@ class DenseLayerBytes:
         within = tokens * (4 * shape.ffn // tp + 2 * shape.hidden) + matrix
         parts = tp if sequence_parallel else 1
         peak = tokens * kept + max(within, tokens * 11 * shape.hidden // parts + 3 * matrix)
-        if recompute:
-            own = 2 * shape.hidden // parts
-            return ActivationSizes(tokens * own, peak + tokens * own)
-        return ActivationSizes(tokens * kept, peak)
+        if not mode.recomputes:
+            return ActivationSizes(tokens * kept, peak)
+        own = 2 * shape.hidden // parts
+        peak += tokens * own
+        if mode is ActivationMode.selective:  # products and attention; o's and down's are whole
+            own += 4 * shape.hidden + 4 * (shape.ffn + features + shape.heads) // tp
+            peak += tokens * 2 * shape.hidden  # backward needs no result of down
+        return ActivationSizes(tokens * own, peak)
 
     def head(self, role: PlannedRole, scored: int, tp: int) -> ActivationSizes:
         """See `LayerBytes`."""
@@ -116,7 +131,7 @@ class StepLimits:
     """Of a step."""
     mini_batches: int = 1
     max_running: int = 256
-    bucket_bytes: int = 2 * 16 * 2**20
+    bucket_bytes: int = 2 * 128 * 2**20
     """Both buckets of the weight switch."""
 
     @property
@@ -171,11 +186,11 @@ class MappingMemory:
         in_flight = rows_in_flight(layout.pp, layout.schedule, stage, number)
         if layout.zigzag:  # and one between the halves of its backward pass
             in_flight += 1
-        recompute = layout.activations is ActivationMode.recompute
-        activations = self.layer_bytes.layer(role, tokens, tp, layout.sequence_parallel, recompute)
+        setting = tokens, tp, layout.sequence_parallel, layout.activations
+        activations = self.layer_bytes.layer(role, *setting)
         widest = max(shape.ffn, shape.heads * shape.features) * shape.hidden
         largest = max(shape.head_parameters, widest)
-        split = tp > 1 and layout.fsdp > 1
+        bucket = min(BUCKET_BYTES, round(self.itemsize * shape.parameters))
         matrices = sum(own) * shape.layer_parameters if role.optim is OptimName.muon else 0
         return TrainSizes(
             trained=-(-(root + sum(own) * layer) // layout.fsdp),
@@ -185,6 +200,7 @@ class MappingMemory:
             root=root,
             trained_layer=layer,
             trained_root=root,
+            reduced_layer=layer // layout.fsdp,
             largest=largest,
             read=-(-(root + sum(own) * layer) // layout.fsdp),
             itemsize=self.itemsize,
@@ -199,7 +215,7 @@ class MappingMemory:
             embedding=embedding * tp if tp > 1 else 0,
             in_flight=in_flight,
             received=self._received(role.shape, layout, stage, tokens, in_flight),
-            saved=MASTER * (largest + largest // tp * split),
+            saved=max(self.itemsize * largest, bucket) + 2 * bucket,
             moment=EIGHT_BIT_MOMENT if role.optim is OptimName.adamw8bit else MASTER,
             matrices=-(-matrices // (tp * layout.fsdp)),
             owned_matrices=max(-(-matrices // (tp * layout.data_ranks)), widest) if matrices else 0,

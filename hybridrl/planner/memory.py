@@ -11,8 +11,9 @@
     train together  the same of all roles that one pipeline plan trains, at once
     save ROLE     training state, one parameter whole
 
-Ranks on GPUs offload what a phase does not need. Ranks on CPUs keep all of it: there the training
-state of every role and the generation weights are in each phase. A pool of ranks without the actor
+Ranks on GPUs offload what a phase does not need, but for trained roles that can stay in all of
+them (`planner.staying`). Ranks on CPUs keep all of it: there the training state of every role and
+the generation weights are in each phase. A pool of ranks without the actor
 neither switches nor generates. Keys and values of conversations that give way are in host memory,
 on CPUs in the phases of generation. For ranks on GPUs they count apart, with weights and moments of
 the roles that wait there (`MemoryPlan.on_host`).
@@ -22,11 +23,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from hybridrl.planner.generation_memory import GenerationSizes
-from hybridrl.planner.train_memory import MASTER, TrainSizes
+from hybridrl.planner.train_memory import MASTER, MOMENTS, TrainSizes
 
 GIB = 2**30
 TOGETHER = "together"
 WAITING = "keys and values of waiting conversations"
+SCORING = "scoring weights"
 FILE = 2
 """Bytes of a parameter in a file of bfloat16 weights."""
 LEFT_FOR = {
@@ -58,6 +60,8 @@ class PoolSizes:
     """Trained roles that begin as the actor."""
     together: Sequence[Collection[str]] = ()
     """Trained roles that are on the device at once (`trainer.fuse_updates`)."""
+    staying: Sequence[str] | None = None
+    """Trained roles that are never offloaded; None: those for which there is room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,8 @@ class MemoryPlan:
 
     `cache_tokens` of the KV cache; None where nothing generates. `advice` names settings that
     reduce the largest phase. `on_host` are bytes by owner that a rank on a GPU has in its node's
-    memory while it generates, when all roles wait there.
+    memory while it generates, when all roles wait there. Those of `staying` never leave the device;
+    the values are their bytes.
     """
 
     device: str
@@ -89,6 +94,7 @@ class MemoryPlan:
     cache_tokens: int | None
     advice: str = ""
     on_host: Mapping[str, int] = field(default_factory=dict)
+    staying: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def peak(self) -> MemoryPhase:
@@ -111,6 +117,10 @@ class MemoryPlan:
         Then what every phase leaves free, and the verdict.
         """
         rows = [(phase.name, _gib(phase.total), _owners(phase.sizes)) for phase in self.phases]
+        if self.staying:
+            names = " and ".join(self.staying)
+            text = f"weights and moments of {names} are on the device in every phase"
+            rows.append(("stays", _gib(sum(self.staying.values())), text))
         if self.on_host:
             rows.append(("on the host", _gib(sum(self.on_host.values())), _owners(self.on_host)))
         margin = ("besides", _gib(self.reserved), f"left for {LEFT_FOR[self.device]}")
@@ -141,11 +151,13 @@ class RunPlan:
 
     pools: Mapping[str, MemoryPlan]
     attention: str
-    """`flash` or `torch`, in training and scoring."""
+    """A value of `model.attention` besides auto, in training and scoring."""
     reason: str
     """Why."""
     node_host: int = 0
     """Bytes that all ranks of a node on GPUs have in its memory, of the node that has most."""
+    activations: str = ""
+    """What `trainer.activations=auto` is here, and why."""
 
     @property
     def fits(self) -> bool:
@@ -165,8 +177,9 @@ class RunPlan:
             rows += plan.rows()
         if self.node_host:
             rows.append(("a node's host", _gib(self.node_host), "of all its ranks, at most"))
-        owner = "flash-attn" if self.attention == "flash" else self.attention
-        return [*rows, ("", "", f"attention: {owner}'s, {self.reason}")]
+        if self.activations:
+            rows.append(("", "", self.activations))
+        return [*rows, ("", "", f"attention: {self.attention}, {self.reason}")]
 
     def verdict(self) -> str:
         """That of the run, or of the pools: those that it does not fit in, or else all."""
@@ -180,52 +193,128 @@ class RunPlan:
         records = {name: plan.record() for name, plan in self.pools.items()}
         plans = {"pools": records} if len(records) > 1 else next(iter(records.values()))
         ends = {"attention": self.attention, "fits": self.fits, "node_host": self.node_host}
-        return plans | ends
+        auto = {"activations": self.activations} if self.activations else {}
+        return plans | ends | auto
 
 
 def plan_memory(run: PoolSizes, device: str, capacity: int, reserved: int) -> MemoryPlan:
     """The phases of a step on a rank of the `device` type, `cuda` or `cpu`."""
-    stays = _stays(run) if device == "cpu" else {}
-    phases = [_phase(f"load {role}", sizes) for role, sizes in _loading(run, device).items()]
+    updates = {role: trained.update() for role, trained in run.trained.items()}
+    room = capacity - reserved
+
+    def plan(staying: Sequence[str]) -> MemoryPlan:
+        return _planned(run, updates, device, capacity, reserved, staying)
+
+    if device == "cpu":
+        return plan(())
+    if run.staying is not None:
+        return plan(run.staying)
+    best = all_leave = plan(())
+    for role in run.trained:
+        more = plan([*best.staying, role])
+        pairs = zip(more.phases, all_leave.phases, strict=True)
+        if all(x.total <= max(room, y.total) for x, y in pairs) and _serves(run, room, more):
+            best = more
+    return best
+
+
+def _serves(run: PoolSizes, room: int, plan: MemoryPlan) -> bool:
+    """Whether the KV cache has room enough beside the roles that stay."""
+    if run.generation is None:
+        return True
+    alone = room - run.generation.weights - run.generation.buckets
+    return run.generation.serves(alone - reserved_for_staying(run, plan.staying), alone)
+
+
+def reserved_for_staying(run: PoolSizes, staying: Collection[str]) -> int:
+    """Bytes that the KV cache leaves to roles that stay: their state, and what saving takes.
+
+    A checkpoint may be written while samples wait for their next step.
+    """
+    if not staying or run.generation is None:
+        return 0
+    trained = [run.trained[role] for role in staying]
+    saved = max(sum(sizes.saving().values()) for sizes in trained)
+    states = sum(sum(sizes.state.values()) for sizes in trained)
+    return states + max(0, saved - run.generation.idle)
+
+
+def _planned(
+    run: PoolSizes,
+    updates: Mapping[str, Mapping[str, int]],
+    device: str,
+    capacity: int,
+    reserved: int,
+    staying: Sequence[str],
+) -> MemoryPlan:
+    """The plan where `staying` are never offloaded; with the largest moments of `updates`."""
+    stays: dict[str, int] = {}
+    if device == "cpu":
+        stays = _sum(_states(run, run.trained), _scoring_weights(run))
+
+    def of_others(*roles: str) -> dict[str, int]:
+        """What stays of other roles than these."""
+        return {} if stays else _states(run, [role for role in staying if role not in roles])
+
+    phases = []
+    for number, (role, sizes) in enumerate(_loading(run, device).items()):
+        before = [name for name in list(run.trained)[:number] if name in staying]
+        phases.append(_phase(f"load {role}", sizes, {} if stays else _weights(run, before)))
     gen, weights, tokens, waiting_bytes = run.generation, {}, None, 0
     if gen is not None:
         weights = {"generation weights": gen.weights}
         left = None
         if device == "cuda":
-            left = capacity - reserved - gen.weights - gen.buckets
+            left = (
+                capacity - reserved - gen.weights - gen.buckets - reserved_for_staying(run, staying)
+            )
         tokens = gen.cache_tokens(left)
-        phases.append(_phase("load rollout engine", stays, weights, gen.at_start(left)))
-        state = stays or run.trained["actor"].state
+        loaded = stays or _weights(run, {"actor"}.intersection(staying))
+        phases.append(_phase("load rollout engine", loaded, weights, gen.at_start(left)))
+        state = stays or _sum(run.trained["actor"].state, of_others("actor"))
         phases.append(_phase("switch", state, weights, {"buckets": gen.moving}))
         waiting_bytes = gen.on_host(left)
         waiting = {WAITING: waiting_bytes if device == "cpu" else 0}
         phases += [
-            _phase(name, stays, weights, sizes, waiting) for name, sizes in gen.phases(left).items()
+            _phase(name, stays or of_others(), weights, sizes, waiting)
+            for name, sizes in gen.phases(left).items()
         ]
     for role, scorer in run.scoring.items():
-        own = {} if stays else {"scoring weights": scorer.weights}
+        own = {} if stays else {SCORING: scorer.weights}
         row = {"activations": scorer.activations}
-        phases.append(_phase(f"score {role}", stays, weights, own, row))
+        phases.append(_phase(f"score {role}", stays or of_others(), weights, own, row))
     for role, trained in run.trained.items():
-        state = _sum(stays, weights) if stays else trained.state
-        phases.append(_phase(f"train {role}", state, trained.update()))
+        state = _sum(stays, weights) if stays else _sum(trained.state, of_others(role))
+        phases.append(_phase(f"train {role}", state, updates[role]))
         phases.append(_phase(f"save {role}", state, trained.saving()))
     for roles in run.together:
-        states = [_sum(stays, weights)] if stays else [run.trained[role].state for role in roles]
-        updates = [run.trained[role].update() for role in roles]
-        phases.append(_phase(f"train {TOGETHER}", *states, *updates))
+        states = [_sum(stays, weights)] if stays else [_states(run, roles), of_others(*roles)]
+        phases.append(_phase(f"train {TOGETHER}", *states, *(updates[role] for role in roles)))
     on_host: Mapping[str, int] = {}
     if device == "cuda":
-        on_host = _phase("", _stays(run), {WAITING: waiting_bytes}).sizes
-    return MemoryPlan(device, phases, capacity, reserved, tokens, on_host=on_host)
+        leaving = _states(run, [role for role in run.trained if role not in staying])
+        moved = _sum(leaving, _scoring_weights(run))
+        on_host = _phase("", moved, {WAITING: waiting_bytes}).sizes
+    sizes_of = {role: sum(run.trained[role].state.values()) for role in staying}
+    return MemoryPlan(device, phases, capacity, reserved, tokens, on_host=on_host, staying=sizes_of)
 
 
-def _stays(run: PoolSizes) -> dict[str, int]:
-    """What ranks on CPUs never give up, and those on GPUs leave on the host."""
-    stays: dict[str, int] = {}
-    for sizes in run.trained.values():
-        stays = _sum(stays, sizes.state)
-    return _sum(stays, {"scoring weights": sum(s.weights for s in run.scoring.values())})
+def _states(run: PoolSizes, roles: Collection[str]) -> dict[str, int]:
+    """Weights and moments of trained roles."""
+    states: dict[str, int] = {}
+    for role in roles:
+        states = _sum(states, run.trained[role].state)
+    return states
+
+
+def _weights(run: PoolSizes, roles: Collection[str]) -> dict[str, int]:
+    """The same before an update has made moments."""
+    states = _states(run, roles)
+    return {owner: size for owner, size in states.items() if owner != MOMENTS}
+
+
+def _scoring_weights(run: PoolSizes) -> dict[str, int]:
+    return {SCORING: sum(s.weights for s in run.scoring.values())}
 
 
 def _loading(run: PoolSizes, device: str) -> dict[str, dict[str, int]]:

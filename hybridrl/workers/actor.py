@@ -14,7 +14,6 @@ from hybridrl.data import Item
 from hybridrl.engines.rollout.interface import HeldTurn, Output, Request, RolloutEngine
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.engines.train.engine import TrainEngine
-from hybridrl.engines.train.fused_update import ScoreInputs
 from hybridrl.flow.executor import (
     ENOUGH_TURNS,
     Answer,
@@ -36,7 +35,7 @@ from hybridrl.layout.parameters import gen_layout, train_layout
 from hybridrl.layout.plan import Plan, plan
 from hybridrl.layout.process_groups import warm_up
 from hybridrl.layout.switching import Switch, plan_switch
-from hybridrl.layout.weight_switch import SwitchStats, WeightSwitch, gather_groups
+from hybridrl.layout.weight_switch import SwitchStats, WeightSwitch, connect_peers, gather_groups
 from hybridrl.models.adapters import pair_of
 from hybridrl.models.buffers import copy_buffers
 from hybridrl.models.ends import end_token_ids
@@ -45,8 +44,8 @@ from hybridrl.models.shard import GenParallel
 from hybridrl.workers.answers import ActorDescription
 from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.generation import make_rollout_engine
-from hybridrl.workers.roles import Scalars
 from hybridrl.workers.sampling import SamplingTexts, stop_strings
+from hybridrl.workers.staying_roles import ALL_LEAVE, StayingRoles
 from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
 from hybridrl.workers.training import (
     RoleScoring,
@@ -54,7 +53,7 @@ from hybridrl.workers.training import (
     UpdateShare,
     UpdateSteps,
     accumulate,
-    sequence_of,
+    log_probs_stage,
 )
 from hybridrl.workers.turns import (
     CONVERSATION_TENSORS,
@@ -91,7 +90,13 @@ class Actor:
         tokenizer: PreTrainedTokenizerBase,
         store: SampleStore,
         device: torch.device,
+        staying: StayingRoles = ALL_LEAVE,
+        nodes: Sequence[str] = (),
     ) -> None:
+        """Of the roles that are `staying` on the device this may be one.
+
+        `nodes` has the node of each rank; without it all are on one.
+        """
         self.config, self.store, self.device = config, store, device
         rollout = config.rollout
         self.train_engine = TrainEngine(
@@ -106,7 +111,7 @@ class Actor:
             seed=config.run.seed,
         )
         model_config = AutoConfig.from_pretrained(model_path)
-        self.switch_plan = self._plan_switch(model_config.num_hidden_layers)
+        self.switch_plan = self._plan_switch(model_config.num_hidden_layers, nodes)
         mesh = self.switch_plan.plan.dst.mesh
         self.instance = mesh.coordinates(dist.get_rank())["instance"]
         # The ranks of this instance, of which each keeps a share of the finished samples.
@@ -116,7 +121,11 @@ class Actor:
         self._joined: WideShare | None = None
         # Before the rollout engine takes the memory that communicators leave.
         warm_up(gather_groups(self.switch_plan.plan, dist.get_rank()), device)
+        if device.type == "cuda":  # gloo connects all ranks when a group is made
+            connect_peers(self.switch_plan.plan, device)
         self.adapters = self._load_base()
+        memory = self.train_engine.memory
+        memory.stays = "actor" in staying.names
         self.train_engine.offload()
         stop = config.stop_texts
         self.rollout = make_rollout_engine(
@@ -127,6 +136,8 @@ class Actor:
             self.parallel,
             device,
             stop_strings(tokenizer, stop),
+            # What is there already, its weights, is seen in use.
+            max(0, staying.reserved_bytes - memory.nbytes * memory.stays),
         )
         self._tokenizer = tokenizer
         self.sampling = SamplingTexts(
@@ -137,7 +148,7 @@ class Actor:
         self.averages: dict[str, MovingAverage] = {}
         self._items: dict[SampleId, tuple[Item, tuple[TokenSpan, ...]]] = {}
 
-    def _plan_switch(self, num_layers: int) -> Switch:
+    def _plan_switch(self, num_layers: int, nodes: Sequence[str]) -> Switch:
         """Plan the weight switch."""
         rollout, engine = self.config.rollout, self.train_engine
         return plan_switch(
@@ -150,6 +161,7 @@ class Actor:
             gen_ep=rollout.layout.ep,
             vocab_multiple=rollout.features.vocab_multiple,
             ascending=rollout.features.ascending,
+            nodes=nodes,
         )
 
     def _load_base(self) -> AdapterSwitch | None:
@@ -169,7 +181,7 @@ class Actor:
         src = train_layout(engine.adapters, engine.dims.axes, stages, gen_tp)
         dst = gen_layout(engine.adapters, base.dst.mesh, layers)
         pairs = {name: pair for name in base.src.shapes if (pair := pair_of(name))[0] in src.shapes}
-        bucket = round(self.config.rollout.layout.bucket_mb * 2**20)
+        bucket = self.config.rollout.layout.bucket_bytes(self.device.type)
         return AdapterSwitch(
             base, plan(src, dst), pairs, engine.lora.scaling, dist.get_rank(), dtype, bucket
         )
@@ -243,6 +255,7 @@ class Actor:
             gen_layout=dict(self.switch_plan.plan.dst.mesh.axes),
             gen_grouping=self.switch_plan.grouping.value,
             instance=self.instance,
+            peers=self._own_peers,
             wide={number: share.peers for number, share in self.wide.items()},
         )
 
@@ -559,30 +572,3 @@ def _sampled(sample: StoredSample, version: int, present: int) -> SampleFields:
         return {}
     name = "rollout_log_probs" if version == present else "stale_log_probs"
     return {name: sample.tensors["log_probs"]}
-
-
-def log_probs_stage(
-    engine: TrainEngine,
-    store: SampleStore,
-    stage: Stage,
-    ids: Sequence[SampleId],
-    replay: RouterReplay,
-) -> RoleScoring:
-    """Log-probabilities of a train engine, stored as the stage's output field.
-
-    Under `RouterReplay.trainer` the pass records experts, which are stored as well.
-    """
-    (name,) = stage.outputs
-    records = replay is RouterReplay.trainer
-    samples = [store[id] for id in ids]
-    sequences = [sequence_of(sample, replays=replay is RouterReplay.rollout) for sample in samples]
-
-    def keep(scored: Sequence[torch.Tensor]) -> tuple[Scalars, tuple[str, ...]]:
-        for sample, sequence, log_probs in zip(samples, sequences, scored, strict=True):
-            sample.tensors[name] = log_probs
-            if records and sequence.routed_experts is not None:
-                sample.tensors[ROUTED_EXPERTS] = sequence.routed_experts
-        return {}, (name, ROUTED_EXPERTS) if records else (name,)
-
-    inputs = ScoreInputs(sequences=sequences, records_experts=records)
-    return RoleScoring(engine=engine, inputs=inputs, keep=keep)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hybridrl.checkpoint import distributed
 from hybridrl.config import Config, KeptSamples
@@ -29,6 +30,7 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import AnswersStage, Graph, MapStage, Stage, UpdateStage
 from hybridrl.flow.sample import LOSS_MASK, NO_VERSION, SampleId, TokenSpan
+from hybridrl.planner.memory import PoolSizes
 from hybridrl.rewards import RewardInput
 from hybridrl.telemetry.digests import ShardDigest
 from hybridrl.telemetry.trace import TimeSpan
@@ -76,12 +78,14 @@ class ActorWorker(BaseWorker):
     # -- life --------------------------------------------------------------------------------
 
     @dispatch(Dispatch.SAME)
-    def setup(self, host: str, port: int) -> Reply[RankDescription]:
+    def setup(self, host: str, port: int, sizes: PoolSizes | None = None) -> Reply[RankDescription]:
         """Join the process group, whose first rank listens on `port` of `host`; load the actor."""
-        process = self._join(host, port)
+        process = self._join(host, port, sizes)
         with self._span("load"):
             model = (self.config, self.model_path, self.tokenizer, self.store, self.device)
-            self.actor = actor = Actor(*model)
+            nodes = [process.node] * self.size
+            dist.all_gather_object(nodes, process.node)
+            self.actor = actor = Actor(*model, self.staying, nodes)
             self.residency = DeviceResidency(self.device, self._on_reading, actor.rollout)
             self.build = ActorRoleFactory(*model, actor, self.residency)
             self.trained["actor"] = actor

@@ -41,6 +41,8 @@ class ActorDescription:
     gen_layout: dict[str, int]
     gen_grouping: str
     instance: int
+    peers: list[int]
+    """The ranks of its instance, stage by stage, each in the order of tp."""
     wide: dict[int, list[int]]
     """Ranks of the wide instances that this rank can be in, by their numbers."""
 

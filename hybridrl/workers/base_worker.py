@@ -26,6 +26,7 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.layout.process_groups import warm_up
 from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.pipelines.recorded import RolePasses
+from hybridrl.planner.memory import PoolSizes
 from hybridrl.system.devices import prepare_gpu
 from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
@@ -45,6 +46,7 @@ from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.profiling import StepProfile
 from hybridrl.workers.role_factory import RoleFactory
 from hybridrl.workers.scorers import InstanceScorer
+from hybridrl.workers.staying_roles import StayingRoles, staying_roles
 from hybridrl.workers.store import SampleStore
 from hybridrl.workers.training import (
     RoleScoring,
@@ -110,6 +112,7 @@ class BaseWorker:
 
     build: RoleFactory
     residency: DeviceResidency
+    staying: StayingRoles
 
     def __init__(
         self, rank: int, size: int, config: Config, model_path: str, data_plane: DataPlane
@@ -143,22 +146,27 @@ class BaseWorker:
         return self._reply((host, self._store.port))
 
     @dispatch(Dispatch.SAME)
-    def setup(self, host: str, port: int) -> Reply[RankDescription]:
-        """Join the process group, whose first rank listens on `port` of `host`; load the models."""
+    def setup(self, host: str, port: int, sizes: PoolSizes | None = None) -> Reply[RankDescription]:
+        """Join the process group, whose first rank listens on `port` of `host`; load the models.
+
+        By `sizes`, those of the memory plan, ranks decide what stays on their devices.
+        """
         raise NotImplementedError
 
-    def _join(self, host: str, port: int) -> ProcessDescription:
-        """Join the process group, whose first rank listens on `port` of `host`."""
+    def _join(self, host: str, port: int, sizes: PoolSizes | None) -> ProcessDescription:
+        """As `setup`, without the models."""
         transformers_logging.disable_progress_bar()
         cluster = self.config.cluster
         torch.set_num_threads(cluster.threads_per_rank or 1)
         store = self._store or open_store(host, port, listens=False)
-        self.device = join_group(self.rank, self.size, store, host, cluster)
+        strict = self.config.strict
+        self.device = join_group(self.rank, self.size, store, host, cluster, strict)
         warm_up([dist.group.WORLD], self.device)
         if self.device.type == "cuda":
-            prepare_gpu(self.device, cluster.threads_per_rank, self.config.strict)
+            prepare_gpu(self.device, cluster.threads_per_rank)
         self.tokenizer = AutoTokenizer.from_pretrained(self.model_path)
         peak = self._measure_peak()
+        self.staying = staying_roles(sizes, self.device)
         return ProcessDescription(
             pid=os.getpid(), node=node_name(), log=_log_file(), peak_flops=peak
         )
@@ -200,7 +208,8 @@ class BaseWorker:
             for name in graph.learned:
                 if name not in self.trained:
                     reverse = self.config.trainer.fuses and runs_reversed(name, graph)
-                    model = self.build.value_model(name, self._actor_weights(weights), reverse)
+                    start, stays = self._actor_weights(weights), name in self.staying.names
+                    model = self.build.value_model(name, start, reverse, stays)
                     self.trained[name], descriptions[name] = model, model.describe()
                     logger.debug("value model %s made", name)
             for name in graph.judges:
@@ -229,8 +238,8 @@ class BaseWorker:
     def save(self, path: str, resume: str | None = None) -> Reply[dict[str, Progress]]:
         """Write the actor as a Hugging Face directory; every other trained role as one inside it.
 
-        Rank 0 writes, all ranks gather. Into `resume` all ranks write the state that training
-        resumes from, a folder for each role. Answers with each role's progress.
+        All ranks write (`checkpoint.hf`). Into `resume` they write the state that training resumes
+        from, a folder for each role. Answers with each role's progress.
         """
         progress = {}
         self._finish_records()

@@ -15,6 +15,7 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.layout.grouping import TrainAxes, gen_positions
 from hybridrl.layout.mesh import gen_mesh
 from hybridrl.models.shard import GenParallel
+from hybridrl.planner.memory import PoolSizes
 from hybridrl.workers.answers import RankDescription
 from hybridrl.workers.base_worker import BaseWorker, Published, Reply
 from hybridrl.workers.data_plane import DataPlane
@@ -49,9 +50,9 @@ class CriticWorker(BaseWorker):
         self.pool = pool
 
     @dispatch(Dispatch.SAME)
-    def setup(self, host: str, port: int) -> Reply[RankDescription]:
+    def setup(self, host: str, port: int, sizes: PoolSizes | None = None) -> Reply[RankDescription]:
         """Join the process group, whose first rank listens on `port` of `host`."""
-        process = self._join(host, port)
+        process = self._join(host, port, sizes)
         self.residency = DeviceResidency(self.device, self._on_reading)
         self.build = RoleFactory(
             self.config, self.model_path, self.tokenizer, self.store, self.device

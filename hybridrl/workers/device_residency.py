@@ -28,6 +28,18 @@ class DeviceResident(Protocol):
         ...
 
 
+class TrainedResident(DeviceResident, Protocol):
+    """A trained role whose weights go to the rollout engine."""
+
+    def onload_weights(self) -> None:
+        """Bring the weights to the device, sharded, without the optimizer."""
+        ...
+
+    def start_offload(self) -> None:
+        """Begin to copy to the host what does not change until `offload`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ResidentGroup:
     """Roles that train together, all of them on the device at once."""
@@ -76,14 +88,16 @@ class DeviceStatus(Enum):
 class DeviceResidency:
     """The weights on this rank's device: of at most one role, and of an awake rollout engine.
 
-    Roles that train together count as one (`ResidentGroup`).
+    Roles that train together count as one (`ResidentGroup`). A role that the memory plan lets stay
+    on the device (`workers.staying_roles`) is called like any other, and does not move.
 
     Status      | call                        | next       | what moves, in order
     ------------|-----------------------------|------------|---------------------------------------
     TRAINING    | activate(role or None)      | TRAINING   | active.offload, role.onload
     TRAINING    | enter_training              | TRAINING   | active.offload
-    TRAINING    | entering_generation(actor)  | SWITCHING  | active.offload, actor.onload, wake,
-                |                             |            | actor.onload
+    TRAINING    | entering_generation(actor)  | SWITCHING  | if the actor is active, its copy to the
+                |                             |            | host begins, else active.offload; wake,
+                |                             |            | actor.onload_weights
     SWITCHING   | the end of that `with` body | GENERATING | actor.offload, cached memory freed
     GENERATING  | activate(role or None)      | GENERATING | active.offload, role.onload
     GENERATING  | release_idle_cache          | GENERATING | release_cache, if no sample uses it
@@ -101,11 +115,11 @@ class DeviceResidency:
     Nothing here is collective. So the ranks of one instance may enter training while others
     generate, for early backward. They stay in it when the others come.
 
-    Example: GRPO's step with a reference. `entering_generation(actor)`, and within it the weight
-    switch: the actor's shards come, the engine wakes, the shards leave. Samples are decoded with
-    `activate(None)`. `release_idle_cache()` and `activate(reference)` score while the engine's
-    weights stay. `enter_training()`: the reference leaves, the engine sleeps. `activate(actor)`
-    trains.
+    Example: GRPO's step with a reference. `entering_generation(actor)`: weights and moments begin
+    to leave for the host, the engine wakes, and the weight switch runs meanwhile. Samples are
+    decoded with `activate(None)`. `release_idle_cache()` and `activate(reference)` score while the
+    engine's weights stay. `enter_training()`: the reference leaves, the engine sleeps.
+    `activate(actor)` trains: its moments come while the first passes run.
 
     `on_reading` gets the rank's memory before and after every change.
     """
@@ -136,19 +150,24 @@ class DeviceResidency:
         logger.debug("active on the device: %s", type(role).__name__ if role else "no role")
 
     @contextmanager
-    def entering_generation(self, trained: DeviceResident) -> Iterator[bool]:
+    def entering_generation(self, trained: TrainedResident) -> Iterator[bool]:
         """Enter GENERATING; within the body the weights of `trained` can move to the engine.
 
         Yields whether the engine has just woken, so that its weights are yet to be filled.
         """
         assert self.rollout is not None, "no rollout engine to enter generation with"
+        assert self.status is not DeviceStatus.SWITCHING, "a role is activated within a switch"
         wakes = self.status is DeviceStatus.TRAINING
-        self.activate(trained if wakes else None)
+        if not (wakes and self.active is trained):
+            self.activate(None)
         with self._measured():
             if wakes:
+                if self.active is trained:
+                    trained.start_offload()
                 self.rollout.wake()
                 # Also where it was active: a forward pass may have left its shards gathered.
-                trained.onload()
+                trained.onload_weights()
+                self.active = trained
                 self.status = DeviceStatus.SWITCHING
             yield wakes
             if wakes:

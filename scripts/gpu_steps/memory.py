@@ -150,7 +150,7 @@ def measured_peaks(
         kv_cache_tokens=stats.kv_blocks_total * config.rollout.block_size,
         kv_bytes_per_token=stats.kv_bytes_per_token,
         decode_rows=_SAMPLES,
-        bucket_mb=config.rollout.layout.bucket_mb,
+        bucket_mb=config.rollout.layout.bucket_bytes(device.type) / 2**20,
     )
     return keys, peaks
 

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from gpu_steps.sizes import Sizes, sizes_of
 from gpu_steps.steps import Settings
 from hybridrl.config import (
+    ActivationMode,
     ClusterConfig,
     Config,
     DataConfig,
@@ -52,7 +53,7 @@ def _joined(rank: int, size: int, store: Any, settings: Settings) -> Iterator[to
     kind = Device(settings.device)
     device: torch.device = join_group(rank, size, store, _HOST, ClusterConfig(device=kind))
     if kind is Device.cuda:
-        prepare_gpu(device, num_threads=0, strict=False)
+        prepare_gpu(device, num_threads=0)
     else:
         torch.set_num_threads(1)  # as a run's ranks on CPUs
     try:
@@ -133,7 +134,9 @@ def run_config(
             block_size=32,  # vLLM's attention on CPUs wants a multiple of it
             layout=RolloutLayoutConfig(tp=gen_tp),
         ),
-        trainer=TrainerConfig(max_tokens_per_micro_batch=sizes.row_tokens),
+        trainer=TrainerConfig(
+            max_tokens_per_micro_batch=sizes.row_tokens, activations=ActivationMode.keep
+        ),
         cluster=ClusterConfig(ranks=ranks, device=Device(settings.device)),
     )
 

@@ -3,20 +3,46 @@
 from collections.abc import Iterator
 from typing import Any
 
+from gpu_steps.estimates import NOTE, compared
 from gpu_steps.steps import STEPS
+from hybridrl.config.versions import untried
 
 _CPU = "Figures marked cpu are of a CPU: they show that the steps run, and nothing about a GPU."
 
 
 def table(report: dict[str, Any]) -> str:
-    """A line a figure, in the order of the steps; what is missing has its reason."""
+    """A line a figure, in the order of the steps; what is missing has its reason.
+
+    For the card that the estimates are of, these follow in a table of their own.
+    """
     rows = [("step", "figure", "value", "unit", "on", "with"), *_rows(report["steps"])]
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    lines = [
-        "  ".join([*map(str.ljust, row[:5], widths), row[5]]).rstrip()  # the last one is free
-        for row in rows
-    ]
-    return "\n".join([*_head(report), "", *lines, ""])
+    lines = [*_head(report), "", *_aligned(rows), ""]
+    if estimates := [*_estimates(report)]:
+        lines += [NOTE, "", *_aligned(estimates), ""]
+    return "\n".join(lines)
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    """Rows with columns of one width, the last one free."""
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    for row in rows:
+        yield "  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip()
+
+
+def _estimates(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for number, each in enumerate(compared(report)):
+        if number == 0:
+            yield "step", "figure", "estimated", "measured", "unit", "what follows"
+        measured = "not measured" if each["measured"] is None else number_text(each["measured"])
+        yield (
+            each["step"], each["figure"], range_text(each["estimate"]), measured, each["unit"],
+            each["follows"] or "",
+        )  # fmt: skip
+
+
+def range_text(bounds: list[float]) -> str:
+    """A range of an estimate, which may be one number."""
+    return "-".join(dict.fromkeys(map(number_text, map(float, bounds))))
 
 
 def _head(report: dict[str, Any]) -> Iterator[str]:
@@ -29,6 +55,9 @@ def _head(report: dict[str, Any]) -> Iterator[str]:
     yield f"model {report['model']}, commit {report['commit']}, source {report['source']}"
     if report["device"] == "cpu":
         yield _CPU
+    if machine["compiler"]:
+        yield f"No C compiler, which Triton's kernels need: {machine['compiler']}"
+    yield from untried(machine["versions"])
 
 
 def _rows(steps: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -46,12 +75,16 @@ def _rows(steps: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 def _row(name: str, figure: dict[str, Any]) -> tuple[str, ...]:
     if "skipped" in figure:
         return name, figure["name"], "skipped", "", figure["device"], figure["skipped"]
-    value = figure["value"]
-    text = str(value)
-    if isinstance(value, float):
-        text = f"{value:.4g}" if value < 1e4 else f"{value:,.0f}"
+    text = number_text(figure["value"])
     about = ", ".join(f"{key} {_short(x)}" for key, x in figure["about"].items())
     return name, figure["name"], text, figure["unit"], figure["device"], about
+
+
+def number_text(value: object) -> str:
+    """A figure's value; counts and words as they are."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.4g}" if value < 1e4 else f"{value:,.0f}"
 
 
 def _short(value: object) -> str:

@@ -1,10 +1,15 @@
 """Checkpoints: readable by transformers, whole or not there."""
 
 import json
+import math
+import os
 import resource
+import signal
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -15,8 +20,10 @@ from transformers import (
 )
 
 from hybridrl.checkpoint import hf
+from hybridrl.checkpoint.weight_shares import WeightShare
 from hybridrl.config import (
     DType,
+    LoraConfig,
     ModelConfig,
     TinyModelConfig,
     TrainerConfig,
@@ -26,7 +33,12 @@ from hybridrl.config.loss import Loss
 from hybridrl.engines.probe import random_model
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.layout.layout import Layout, Rule
+from hybridrl.layout.mesh import Mesh
+from hybridrl.layout.weight_switch import WeightSwitch
 from hybridrl.models.buffers import persistent_buffers
+from hybridrl.models.hub_names import HubNames
+from hybridrl.models.parallel import meta_model
 from hybridrl.models.shrink import shrink
 from hybridrl.models.tiny import make_char_tokenizer, make_tiny_model
 from hybridrl.models.weight_files import check_files
@@ -41,7 +53,7 @@ def source(request, tmp_path):
         intermediate_size=24,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=2,
         head_dim=8,
         tie_word_embeddings=request.param,
     )
@@ -55,7 +67,7 @@ def save(source, targets, dtype=DType.float32, file_limit=None, shard_bytes=None
         str(source), model=ModelConfig(), trainer=TrainerConfig(), device=torch.device("cpu")
     )
     if shard_bytes:
-        hf.write_hf.__defaults__ = (*hf.write_hf.__defaults__[:-1], shard_bytes)
+        hf.MAX_FILE_BYTES = shard_bytes
     if file_limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))
     try:
@@ -85,6 +97,128 @@ def test_reopened_by_transformers(fresh_ranks, source, tmp_path, shard_bytes):
     ).decode([0, 1])
     assert (target / "model.safetensors.index.json").exists() == bool(shard_bytes)
     assert [file.name for file in target.parent.iterdir()] == ["step_1"]
+
+
+def _save_shares(source, target, layout, lora, failing_rank=None):
+    """Bytes that this rank writes and receives, and its largest file; the error, if any.
+
+    Every tensor may be a file, and every rank writes.
+    """
+    hf.MAX_FILE_BYTES, hf.LEAST_SHARE_BYTES = 4000, 1
+    engine = TrainEngine(
+        str(source),
+        model=ModelConfig(),
+        trainer=TrainerConfig(layout=TrainLayoutConfig(**layout)),
+        device=torch.device("cpu"),
+        lora=LoraConfig(rank=lora, alpha=8.0),
+    )
+    torch.manual_seed(1)  # B is zero at first, and its shards' numbers would not show
+    for name, shard in sorted(engine.named_shards().items()):
+        if name.endswith("lora_B.weight"):
+            shard.to_local().fill_(0.01 * len(name))
+    sizes, received = [], []
+    save_file, switch = hf.save_file, WeightSwitch.switch
+
+    def counted_file(tensors, file, **more):
+        if dist.get_rank() == failing_rank:
+            raise OSError(28, "No space left on device")
+        if file.name.startswith("model"):  # no adapters'
+            sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
+        save_file(tensors, file, **more)
+
+    def counted_switch(*args, **more):
+        received.append(switch(*args, **more).bytes_received)
+
+    error = ""
+    with (
+        patch.object(hf, "save_file", counted_file),
+        patch.object(WeightSwitch, "switch", counted_switch),
+    ):
+        try:
+            hf.save_hf(engine, target, AutoTokenizer.from_pretrained(source))
+        except OSError as caught:
+            error = str(caught)
+    return {"written": sum(sizes), "file": max(sizes, default=0), "received": sum(received)}, error
+
+
+@pytest.mark.parametrize(
+    ("layout", "lora"),
+    [
+        ({"pp": 2, "fsdp": 2}, 0),
+        pytest.param({"fsdp": 4}, 4, marks=pytest.mark.layouts),
+        pytest.param({"fsdp": 2, "tp": 2}, 0, marks=pytest.mark.layouts),
+        pytest.param({"replicas": 2, "fsdp": 2, "tp": 2}, 4, marks=pytest.mark.layouts),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("source", [False], indirect=True, ids=["untied"])
+def test_every_rank_writes_its_share(fresh_ranks, source, tmp_path, layout, lora):
+    """And receives no more than that: a parameter goes to its writer alone."""
+    number = math.prod(layout.values())
+    if lora:  # what one rank writes
+        fresh_ranks(1, _save_shares, source, tmp_path / "alone", {"fsdp": 1}, lora)
+    wanted = tmp_path / "alone" if lora else source
+    target = tmp_path / "saved"
+    figures = [f for f, _ in fresh_ranks(number, _save_shares, source, target, layout, lora)]
+    files = sorted(file.name for file in target.glob("model-*.safetensors"))
+    assert files[-1] == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(files)
+    assert all(name in load_file(target / file) for name, file in index["weight_map"].items())
+    # Bytes on each rank, exactly.
+    written = [own["written"] for own in figures]
+    assert sum(written) == index["metadata"]["total_size"]
+    whole = AutoModelForCausalLM.from_pretrained(wanted, dtype=torch.float32)
+    largest = max(p.nbytes for p in whole.parameters())
+    stages = layout.get("pp", 1)
+    per_stage = number // stages
+    for stage in range(stages):
+        of_stage = written[stage * per_stage : (stage + 1) * per_stage]
+        assert max(of_stage) <= sum(of_stage) / per_stage + largest
+        assert min(of_stage) > 0
+    for own in figures:
+        adapters = 200_000 if lora else 0
+        assert own["file"] <= max(4000, largest)
+        assert own["received"] <= own["written"] + adapters
+    assert torch.equal(logits(target), logits(wanted))
+    assert (target / "adapter").is_dir() == bool(lora)
+
+
+def test_an_error_of_one_writer_is_that_of_all(fresh_ranks, ranks, source, tmp_path):
+    """The earlier checkpoint stays whole, and nothing else is left."""
+    target = tmp_path / "run" / "step_1"
+    ranks(1, save, source, [target])
+    layout = {"fsdp": 2}
+    for _, error in fresh_ranks(2, _save_shares, source, target, layout, 0, 1):
+        assert "No space left" in error
+        assert str(target) in error
+    assert [file.name for file in target.parent.iterdir()] == ["step_1"]
+    assert torch.equal(logits(target), logits(source))
+
+
+def test_a_rank_that_does_not_see_the_directory_says_so(tmp_path):
+    with pytest.raises(OSError, match="rank 3 does not see"):
+        hf.write_share(tmp_path / "here", None, WeightShare(3, (), ()), [])
+
+
+def _save_until_killed(source, target):
+    """Rank 0 is killed when all files of weights are there."""
+    hf.write_index = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    _save_shares(source, target, {"fsdp": 2}, 0)
+
+
+def test_a_killed_run_leaves_no_half_checkpoint(fresh_ranks, ranks, source, tmp_path):
+    """What it leaves has a hidden name, and the next run deletes it."""
+    target = tmp_path / "run" / "final"
+    with pytest.raises(AssertionError, match="a rank ended with -9"):
+        fresh_ranks(2, _save_until_killed, source, target)
+    (left,) = target.parent.iterdir()
+    assert left.name == ".final.tmp"
+    assert list(left.glob("*.safetensors")), "all weights are there"
+    assert not list(left.glob("*.json")), "but none that says what they are"
+    ranks(1, save, source, [target])
+    assert [file.name for file in target.parent.iterdir()] == ["final"]
+    assert torch.equal(logits(target), logits(source))
 
 
 def _save_offloaded(source, target):
@@ -171,8 +305,9 @@ def test_full_disk_names_the_path_and_leaves_nothing(ranks, source, tmp_path):
         ),
     ],
 )
-def test_what_is_written_is_what_transformers_would_write(family, tmp_path):
-    """Names and bits, in one file and in several; so every reader of the hub's opens it."""
+def test_what_is_written_is_what_transformers_would_write(family, tmp_path, monkeypatch):
+    """Names and bits, in one file and in those of three writers; so every reader of the hub's
+    opens it."""
     torch.manual_seed(0)
     model = random_model(shrink(AutoConfig.for_model(family)))
     model.save_pretrained(tmp_path / "theirs")
@@ -182,12 +317,21 @@ def test_what_is_written_is_what_transformers_would_write(family, tmp_path):
     theirs = load_file(tmp_path / "theirs" / "model.safetensors")
     parameters, buffers = dict(model.named_parameters()), persistent_buffers(model)
     shapes = {name: tensor.shape for name, tensor in parameters.items()}
-    weights = [(name, tensor.detach()) for name, tensor in parameters.items()]
-    for folder, most in (("one", 2**30), ("several", 20_000)):
-        stream, path = iter(weights), tmp_path / folder
-        hf.write_hf(
-            path, model, stream, shapes, torch.float32, buffers=buffers, max_shard_bytes=most
-        )
+    tensors = {name: tensor.detach() for name, tensor in (parameters | buffers).items()}
+    mesh = Mesh((("pp", 1), ("fsdp", 3)))
+    layout = Layout(mesh, shapes, dict.fromkeys(shapes, Rule()))
+    hub = HubNames(meta_model(model.config))
+    for folder, most, writers in (("one", 2**30, 1), ("several", 20_000, 3)):
+        path = tmp_path / folder
+        path.mkdir()
+        monkeypatch.setattr(hf, "MAX_FILE_BYTES", most)
+        monkeypatch.setattr(hf, "LEAST_SHARE_BYTES", 1)
+        shares = hf.shares_of(hub, shapes, buffers, layout, torch.float32)
+        assert len(shares) == writers
+        for share in shares:
+            hf.write_share(path, hub, share, [(name, tensors[name]) for name in share.names])
+        hf.write_index(path, shares)
+        hf.write_config(path, model, torch.float32)
         files = sorted(path.glob("*.safetensors"))
         assert (len(files) > 1) == (folder == "several")
         ours = {name: tensor for file in files for name, tensor in load_file(file).items()}

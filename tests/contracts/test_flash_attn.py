@@ -11,7 +11,9 @@ from foreign import Sources
 
 from hybridrl.config import Attention
 from hybridrl.models import packed_attention
-from hybridrl.models.packed_attention import FLASH_DTYPES, FLASH_HEAD_SIZES, make_packing
+from hybridrl.models.attention_choice import FLASH_CAPABILITY, FLASH_DTYPES, FLASH_HEAD_SIZES
+from hybridrl.models.packed_attention import make_packing
+from hybridrl.models.recomputation import KEPT
 
 pytestmark = pytest.mark.contracts
 
@@ -41,7 +43,7 @@ def called(flash_attn: Sources, monkeypatch: pytest.MonkeyPatch) -> dict[str, An
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     packing = make_packing([2, 3], Attention.flash, torch.device("cpu"))
     query, key, value = (torch.zeros(heads, 5, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
-    packed_attention._flash(query, key, value, packing, 0.25, 2)
+    packed_attention._variable_length(query, key, value, packing, 0.25, 2)
     return arguments
 
 
@@ -76,7 +78,7 @@ class TestItsOwnChecks:
     def test_gpus(self, checks: dict[str, str], function: str) -> None:
         assert "bool is_sm8x_min = cc_major >= 8;" in checks[function]
         assert "TORCH_CHECK(is_sm8x_min," in checks[function]
-        assert packed_attention.FLASH_CAPABILITY == (8, 0)
+        assert FLASH_CAPABILITY == (8, 0)
 
     def test_positions_are_32_bit(self, checks: dict[str, str], function: str) -> None:
         for name in ("cu_seqlens_q", "cu_seqlens_k"):
@@ -87,3 +89,11 @@ def test_its_backward_can_be_deterministic(checks: dict[str, str]) -> None:
     """Else it adds the queries' gradients atomically."""
     assert "const bool deterministic" in checks["mha_varlen_bwd"]
     assert "if (!deterministic)" in checks["mha_varlen_bwd"]
+
+
+def test_its_forward_pass_is_an_operation_that_selective_recomputation_keeps(
+    flash_attn: Sources,
+) -> None:
+    source = (flash_attn.root / "flash_attn/flash_attn_interface.py").read_text()
+    operations = set(re.findall(r'custom_op_wrapper\(\s*"(flash_attn::\w+)"', source))
+    assert operations & KEPT == {"flash_attn::_flash_attn_varlen_forward"}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -24,6 +24,7 @@ from packaging.requirements import Requirement
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hybridrl.engines.rollout.available import SUPPORTED
+from hybridrl.engines.rollout.memory import GIB, vllm_batched_tokens
 from hybridrl.engines.rollout.vllm.engine import VOCAB_MULTIPLE
 from hybridrl.engines.rollout.vllm.groups import _ENVIRONMENT
 from hybridrl.engines.rollout.vllm.start import engine_arguments
@@ -40,6 +41,8 @@ ENGINE = "vllm.v1.engine.llm_engine:LLMEngine"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+INPUT_BATCH = "vllm.v1.worker.gpu_input_batch:InputBatch"
+EXECUTOR = "vllm.v1.executor.uniproc_executor:UniProcExecutor"
 CUMEM = "vllm.device_allocator.cumem"
 KV_UTILS = "vllm.v1.core.kv_cache_utils"
 PARALLEL = "vllm.distributed.parallel_state"
@@ -51,14 +54,20 @@ CALLS = [
     ("engine.py", "self._engine.add_request", f"{ENGINE}.add_request"),
     ("engine.py", "self._engine.abort_request", f"{ENGINE}.abort_request"),
     ("engine.py", "self._engine.step", f"{ENGINE}.step"),
+    ("steps.py", "scheduler.has_requests", f"{SCHEDULER}.has_requests"),
+    ("steps.py", "scheduler.schedule", f"{SCHEDULER}.schedule"),
+    ("steps.py", "scheduler.update_from_output", f"{SCHEDULER}.update_from_output"),
+    (
+        "steps.py",
+        "self._core.scheduler.update_from_output",
+        f"{SCHEDULER}.update_from_output",
+    ),
+    ("steps.py", "executor.execute_model", f"{EXECUTOR}.execute_model"),
+    ("steps.py", "executor.sample_tokens", f"{EXECUTOR}.sample_tokens"),
     ("engine.py", "self._engine.reset_prefix_cache", f"{ENGINE}.reset_prefix_cache"),
     ("engine.py", "self._core.scheduler.get_request_counts", f"{SCHEDULER}.get_request_counts"),
     ("engine.py", "self._core.scheduler.shutdown", f"{SCHEDULER}.shutdown"),
-    (
-        "engine.py",
-        "self._core.model_executor.shutdown",
-        "vllm.v1.executor.uniproc_executor:UniProcExecutor.shutdown",
-    ),
+    ("engine.py", "self._core.model_executor.shutdown", f"{EXECUTOR}.shutdown"),
     (
         "engine.py",
         "self._pool.get_num_free_blocks",
@@ -84,6 +93,7 @@ CALLS = [
     ),
     ("groups.py", "envs.disable_envs_cache", "vllm.envs:disable_envs_cache"),
     ("sampling.py", "get_tp_group", f"{PARALLEL}:get_tp_group"),
+    ("sampling.py", "group.broadcast", f"{PARALLEL}:GroupCoordinator.broadcast"),
     ("memory.py", "get_world_group", f"{PARALLEL}:get_world_group"),
     ("memory.py", "kv_cache_utils.replace_as", "vllm.v1.kv_cache_interface:replace_as"),
     ("memory.py", "self._worker.sleep", f"{WORKER}.sleep"),
@@ -115,16 +125,23 @@ CALLS = [
 
 # What we read or replace of vLLM's objects.
 ATTRIBUTES = {
-    ENGINE: {"engine_core"},
+    ENGINE: {"engine_core", "vllm_config"},
     "vllm.v1.engine.core_client:InprocClient": {"engine_core"},
-    "vllm.v1.engine.core:EngineCore": {"step", "step_fn", "scheduler", "model_executor"},
+    "vllm.v1.engine.core:EngineCore": {"step_fn", "scheduler", "model_executor"},
     SCHEDULER: {"kv_cache_manager", "requests"},
     "vllm.v1.core.kv_cache_manager:KVCacheManager": {"block_pool"},
     "vllm.v1.core.block_pool:BlockPool": {"num_gpu_blocks"},
-    "vllm.v1.executor.uniproc_executor:UniProcExecutor": {"driver_worker"},
+    EXECUTOR: {"driver_worker"},
     "vllm.v1.worker.worker_base:WorkerWrapperBase": {"worker"},
     WORKER: {"model_runner", "use_v2_model_runner"},
-    RUNNER: {"kv_caches", "intermediate_tensors", "max_num_tokens"},
+    RUNNER: {"kv_caches", "intermediate_tensors", "max_num_tokens", "input_batch"},
+    INPUT_BATCH: {
+        "num_tokens_no_spec", "num_prompt_tokens", "logitsprocs",
+        "logitsprocs_need_output_token_ids",
+    },
+    "vllm.v1.sample.logits_processor.state:LogitsProcessors": {"non_argmax_invariant"},
+    "vllm.v1.core.sched.output:SchedulerOutput": {"total_num_scheduled_tokens"},
+    "vllm.v1.engine:EngineCoreOutputs": {"outputs"},
     "vllm.v1.request:Request": {"num_preemptions"},
     f"{PARALLEL}:GroupCoordinator": {
         "rank_in_group", "world_size", "cpu_group", "device_communicator",
@@ -133,7 +150,7 @@ ATTRIBUTES = {
     "vllm.outputs:CompletionOutput": {"token_ids", "finish_reason"},
     "vllm.v1.sample.logits_processor.interface:BatchUpdate": {"removed", "added", "moved"},
     "vllm.config.vllm:VllmConfig": {"scheduler_config"},
-    "vllm.config.scheduler:SchedulerConfig": {"max_num_seqs"},
+    "vllm.config.scheduler:SchedulerConfig": {"max_num_seqs", "async_scheduling"},
 }  # fmt: skip
 
 
@@ -307,6 +324,93 @@ def test_our_sampler_is_a_whole_logits_processor(vllm: Sources) -> None:
     assert {"__init__", "apply", "update_state"} <= {method.name for method in abstract}
     for method in abstract:
         assert parameters[method.name] == [arg.arg for arg in method.args.args]
+
+
+@pytest.mark.parametrize(
+    ("memory", "tokens"), [(79 * GIB, 16384), (70 * GIB, 16384), (45 * GIB, 8192)]
+)
+def test_a_step_has_the_tokens_of_its_offline_engine(
+    vllm: Sources, monkeypatch: pytest.MonkeyPatch, memory: int, tokens: int
+) -> None:
+    """An engine that is made as ours is would have 2,048."""
+    contexts = SimpleNamespace(LLM_CLASS="offline", OPENAI_API_SERVER="server")
+    for package in ("vllm", "vllm.usage"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    module = SimpleNamespace(UsageContext=contexts)
+    monkeypatch.setitem(sys.modules, "vllm.usage.usage_lib", module)
+    platform = SimpleNamespace(
+        get_device_total_memory=lambda: memory,
+        get_device_name=lambda: "NVIDIA GPU",
+        is_tpu=lambda: False,
+        is_cpu=lambda: False,
+    )
+    defaults = vllm.load(
+        "vllm.engine.arg_utils:EngineArgs.get_batch_defaults",
+        classmethod=lambda function: function,
+        current_platform=platform,
+        GiB_bytes=GIB,
+    )
+    by_context, _ = defaults(None, 1)
+    assert by_context["offline"] == vllm_batched_tokens(memory) == tokens
+    ours = ast.unparse(vllm.find(f"{ENGINE}.from_engine_args"))
+    assert "usage_context: UsageContext=UsageContext.ENGINE_CONTEXT" in ours
+    assert "ENGINE_CONTEXT" not in ast.unparse(
+        vllm.find("vllm.engine.arg_utils:EngineArgs.get_batch_defaults")
+    )
+    config = vllm.find("vllm.config.scheduler:SchedulerConfig")
+    assert "DEFAULT_MAX_NUM_BATCHED_TOKENS: ClassVar[int] = 2048" in ast.unparse(config)
+
+
+# Steps
+
+
+def test_our_executor_schedules_asynchronously(vllm: Sources) -> None:
+    """With results that are read later."""
+    supports = vllm.load(f"{EXECUTOR}.supports_async_scheduling", classmethod=lambda f: f)
+    assert supports(None) is True
+    ours = vllm.find("vllm.v1.executor.uniproc_executor:ExecutorWithExternalLauncher")
+    assert [ast.unparse(base) for base in ours.bases] == ["UniProcExecutor"]
+    names = {node.name for node in ours.body if isinstance(node, ast.FunctionDef)}
+    assert not names & {"collective_rpc", "execute_model", "sample_tokens"}
+
+
+def test_a_batch_is_read_once_its_draws_are_on_the_host(vllm: Sources) -> None:
+    """Our copy is queued before vLLM's, whose end it waits for: with either kind of scheduling."""
+    output = "vllm.v1.worker.gpu_model_runner:AsyncGPUModelRunnerOutput"
+    begun = ast.unparse(vllm.find(f"{output}.__init__"))
+    assert "async_output_copy_stream.wait_stream(default_stream)" in begun
+    assert begun.index("wait_stream") < begun.index("self.async_copy_ready_event.record()")
+    read = ast.unparse(vllm.find(f"{output}.get_output"))
+    assert "self.async_copy_ready_event.synchronize()" in read
+    plain = ast.unparse(vllm.find(f"{RUNNER}._to_list"))
+    assert "self.transfer_event.synchronize()" in plain
+    sampled = ast.unparse(vllm.find(f"{RUNNER}.sample_tokens"))
+    assert sampled.index("self._sample(") < sampled.index("AsyncGPUModelRunnerOutput(")
+
+
+def test_placeholders_count_as_tokens(vllm: Sources) -> None:
+    """Of a step that is not read yet: a draw's number follows from them."""
+    source = ast.unparse(vllm.find(f"{RUNNER}._bookkeeping_sync"))
+    assert "sampled_ids = [-1]" in source
+    assert "self.input_batch.num_tokens_no_spec[req_idx] = end_idx" in source
+    added = ast.unparse(vllm.find(f"{INPUT_BATCH}.add_request"))
+    assert "self.num_tokens_no_spec[req_index] = request.num_tokens" in added
+
+
+def test_tokens_stay_on_the_device_where_nothing_reads_them(vllm: Sources) -> None:
+    """vLLM brings them to the host before each draw, unless this is off."""
+    update = vllm.load(f"{INPUT_BATCH}.update_async_output_token_ids")
+    update(SimpleNamespace(sampling_metadata=SimpleNamespace(output_token_ids=[]),
+                           sampled_token_ids_cpu=object()))  # fmt: skip
+    source = ast.unparse(vllm.find(f"{INPUT_BATCH}._make_sampling_metadata"))
+    assert "or self.logitsprocs_need_output_token_ids" in source
+
+
+def test_a_request_is_not_scheduled_behind_its_last_token(vllm: Sources) -> None:
+    """And one that was preempted waits for the token of a step that is not read yet."""
+    source = ast.unparse(vllm.find(f"{SCHEDULER}.schedule"))
+    assert "request.num_prompt_tokens + request.max_tokens" in source
+    assert "request.num_stale_output_tokens > 0 and (not request.drop_stale_output)" in source
 
 
 def test_an_added_request_has_its_parameters_and_tokens(vllm: Sources) -> None:

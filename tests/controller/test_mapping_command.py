@@ -365,7 +365,8 @@ def test_a_price_has_the_updates_that_a_run_has(tokens: int, decided: str) -> No
     report = _plan(*TINY, *PIPELINES, *batch)
     (one,) = report.result.best
     assert one.mapping.fuses is (decided == "always")
-    assert report.overrides == [[f"trainer.fuse_updates={decided}"]]
+    kept = "trainer.activations=keep"  # of CPUs
+    assert report.overrides == [[kept, f"trainer.fuse_updates={decided}"]]
     again = _plan(*TINY, *PIPELINES, *batch, *report.overrides[0])
     assert again.result.best[0].seconds.step_s == pytest.approx(one.seconds.step_s)
 
@@ -469,7 +470,8 @@ def test_a_mapping_by_hand_is_written_as_it_is(tmp_path: Path) -> None:
     report = _plan(*ppo, *mapping, *options)
     written = out.read_text().splitlines()
     (fuses,) = [line for line in written if line.startswith("trainer.fuse_updates=")]
-    assert written == [*mapping, fuses, f"telemetry.predicted={out}.json"]
+    kept = "trainer.activations=keep"  # of CPUs
+    assert written == [*mapping, kept, fuses, f"telemetry.predicted={out}.json"]
     command = report.remarks()[-1].split()
     assert all(command.count(setting) == 1 for setting in written)
     same = compose.check([*ppo, *written])

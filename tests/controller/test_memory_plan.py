@@ -47,14 +47,16 @@ from hybridrl.controller.memory_plan import (
     check_memory,
     local_room,
     plan_run,
+    sizes_of_run,
     unknown_room,
 )
 from hybridrl.controller.preflight import build_recipe, check_attention, prepare
 from hybridrl.flow import Graph
+from hybridrl.flow.graph import Copy
 from hybridrl.models.activations import layer_activations, prefill_activations
 from hybridrl.models.parallel import model_parameters
 from hybridrl.models.tiny import make_tiny_model
-from hybridrl.planner.memory import MemoryPhase, MemoryPlan
+from hybridrl.planner.memory import MemoryPhase, MemoryPlan, plan_memory
 from hybridrl.planner.memory_advice import advice
 from hybridrl.planner.train_memory import CHUNK_KEYS
 from hybridrl.runtime.ray_cluster import check_ranks
@@ -158,10 +160,12 @@ def test_activations_are_counted_in_every_family(family: str) -> None:
     hidden = 512 * 256 * 2
     assert long.kept > 10 * hidden, "inputs of the products, of both norms and of attention"
     assert long.kept == pytest.approx(2 * short.kept, rel=0.01)
-    checkpointed = layer_activations(shape, 512, checkpointing=True, **sizes)
+    checkpointed = layer_activations(shape, 512, mode=ActivationMode.recompute, **sizes)
     assert checkpointed.kept == hidden, "its input alone"
     more = 0 if family == "olmo2" else hidden  # whose products need the input, too
     assert checkpointed.backward == pytest.approx(long.backward + more, rel=0.01)
+    selective = layer_activations(shape, 512, mode=ActivationMode.selective, **sizes)
+    assert checkpointed.kept < selective.kept < 0.6 * long.kept
     lora = layer_activations(shape, 512, lora=LoraConfig(rank=4), **sizes)
     assert lora.kept < long.kept, "frozen weights need no inputs for their gradients"
     halves = layer_activations(shape, 512, tp=2, **sizes)
@@ -421,9 +425,10 @@ def test_a_pool_that_is_too_small_is_named(tmp_path: Path) -> None:
     ("attention", "importable", "chosen", "reason"),
     [
         (Attention.flash, False, Attention.flash, "by model.attention=flash"),
+        (Attention.varlen, True, Attention.varlen, "by model.attention=varlen"),
         (Attention.torch, True, Attention.torch, "by model.attention=torch"),
         (Attention.auto, True, Attention.flash, "which this node has"),
-        (Attention.auto, False, Attention.torch, "cannot be imported"),
+        (Attention.auto, False, Attention.varlen, "flash-attn cannot be imported"),
     ],
 )
 def test_the_plan_says_which_attention_it_assumes(
@@ -441,8 +446,7 @@ def test_the_plan_says_which_attention_it_assumes(
     assert (assumed, reason in why) == (chosen, True), why
     plan = plan_run(config, _graph(), _shape(), ROOM)
     assert plan.record()["attention"] == chosen.value
-    owner = "flash-attn" if chosen is Attention.flash else "torch"
-    assert plan.rows()[-1][2] == f"attention: {owner}'s, {why}"
+    assert plan.rows()[-1][2] == f"attention: {chosen.value}, {why}"
     assert config.model.attention is attention, "the config is the caller's"
 
 
@@ -465,25 +469,49 @@ def test_flash_attn_by_name_is_refused_where_this_node_lacks_it(
         check_attention(config, _shape(), local=True)
 
 
-def test_a_format_that_flash_attn_lacks_is_planned_with_torch(
+def test_varlen_attn_by_name_is_refused_where_it_lacks_what_the_model_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", mock.Mock())
+    """Or where this node's torch has no such kernel; a plan for other machines takes it."""
     config = _config()
-    config.model.compute_dtype = DType.float32
-    assumed, why = assumed_attention(config, _shape())
+    config.model.attention = Attention.varlen
+    capped = AutoConfig.for_model("gemma2")
+    with pytest.raises(ConfigError, match=r"^model\.attention=varlen: .* no capped scores"):
+        check_attention(config, capped)
+    check_attention(config, _shape())
+    monkeypatch.setattr("hybridrl.system.devices.local_gpus", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match="which this torch is built without"):
+        check_attention(config, _shape(), local=True)
+    config.cluster.device = Device.cpu
+    with pytest.raises(ConfigError, match="varlen needs a GPU, and the ranks are on CPUs"):
+        check_attention(config, _shape())
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "reason"),
+    [("llama", DType.float32, "not float32"), ("gemma2", DType.bfloat16, "no capped scores")],
+)
+def test_what_the_kernels_lack_is_planned_with_torch(
+    model: str, dtype: DType, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    config = _config()
+    config.model.compute_dtype = dtype
+    assumed, why = assumed_attention(config, AutoConfig.for_model(model))
     assert assumed is Attention.torch
-    assert "not float32" in why
+    assert reason in why
 
 
 def test_attention_of_torch_keeps_more() -> None:
     """It repeats the heads of keys and values that query heads share."""
     totals = {}
-    for attention in (Attention.flash, Attention.torch):
+    for attention in (Attention.flash, Attention.varlen, Attention.torch):
         config = _config()
         config.model.attention = attention
         totals[attention] = _train_actor(config).sizes["activations"]
-    assert totals[Attention.torch] > totals[Attention.flash]
+    assert totals[Attention.torch] > totals[Attention.varlen]
+    assert totals[Attention.varlen] == totals[Attention.flash], "their kernels are the same"
 
 
 def test_the_masks_of_long_prompts_count() -> None:
@@ -515,7 +543,8 @@ def test_advice_names_a_setting_once() -> None:
 
 def test_advice_leaves_out_what_is_set() -> None:
     assert _advice("train actor", "activations") == (
-        "trainer.activations=recompute or offload; a smaller trainer.max_tokens_per_micro_batch"
+        "trainer.activations=selective, recompute or offload; "
+        "a smaller trainer.max_tokens_per_micro_batch"
     )
     recomputing = {"trainer__activations": ActivationMode.recompute}
     assert _advice("train actor", "activations", **recomputing) == (
@@ -596,7 +625,7 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     """Qwen3 8B on eight GPUs of 79 GiB: 12 bytes a parameter over eight ranks, 2 in generation."""
     plan = ["plan", "memory", "model=qwen3_8b", "cluster.ranks=8", "--gpu-gib=79"]
     plan += ["rollout.max_new_tokens=4096", "model.attention=flash"]
-    cli.main(plan)
+    cli.main([*plan, "trainer.activations=keep"])
     *table, last = capfd.readouterr().out.splitlines()
     record = json.loads(last)
     assert record["phases"]["train actor"]["moments"] == pytest.approx(8.19e9, rel=0.01)
@@ -606,8 +635,14 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert record["totals"]["train actor"] > record["capacity"]
     assert record["fits"] is False
     assert "does not fit" in "".join(table)
-    cli.main([*plan, "trainer.activations=recompute"])
-    assert json.loads(capfd.readouterr().out.splitlines()[-1])["fits"] is True
+    needed = record["totals"]["train actor"] / GIB
+    cli.main(plan)
+    *table, last = capfd.readouterr().out.splitlines()
+    record = json.loads(last)
+    assert record["fits"] is True
+    line = f"trainer.activations=auto: selective, since keep needs {needed:.1f} of 75.8 GiB"
+    assert record["activations"] == line
+    assert line in " ".join(" ".join(table).split())
 
 
 def test_the_command_takes_the_gib_of_a_gpu_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
@@ -623,19 +658,105 @@ def test_the_command_plans_the_engine_that_runs(capfd: pytest.CaptureFixture[str
     cli.main(["plan", "memory", *cluster, "rollout=vllm"])
     record = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert "decode" not in record["phases"]
-    left = record["capacity"] - record["reserved"] - 2 * 16 * 2**20
-    assert record["totals"]["generate"] == record["totals"]["load rollout engine"] == left
+    left = record["capacity"] - record["reserved"] - 2 * 128 * 2**20
+    # And a parameter that is saved meanwhile: the actor stays, its moments come with an update.
+    left -= record["phases"]["save actor"]["parameter being saved"]
+    assert record["totals"]["generate"] == left
+    moments = record["phases"]["train actor"]["moments"]
+    assert record["totals"]["load rollout engine"] == left - moments
     cli.main(["plan", "memory", *cluster, "rollout=vllm", "rollout.kv_cache_tokens=100000"])
     tokens = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert tokens["phases"]["generate"]["KV cache"] == 100_000 * 36 * 2 * 4 * 128 * 2
     assert tokens["cache_tokens"] == 100_000
 
 
+@pytest.mark.parametrize(
+    ("settings", "step_tokens"),
+    [
+        (["--gpu-gib=80"], 16384),
+        (["--gpu-gib=40"], 8192),
+        (["--gpu-gib=80", "+rollout.vllm.max_num_batched_tokens=2048"], 2048),
+    ],
+)
+def test_vllm_computes_a_step_of_many_tokens(
+    capfd: pytest.CaptureFixture[str], settings: list[str], step_tokens: int
+) -> None:
+    """Its activations count, and the cache has what they leave. Few samples, so logits are less."""
+    cli.main([
+        "plan", "memory", "model=qwen3_8b", "cluster.ranks=8", "rollout=vllm",
+        "rollout.layout.tp=2", "rollout.max_running=4", *settings,
+    ])  # fmt: skip
+    record = json.loads(capfd.readouterr().out.splitlines()[-1])
+    share = record["phases"]["generate"]["KV cache and arrays of vLLM"]
+    activations = share - record["cache_tokens"] * 36 * 2 * 4 * 128 * 2
+    # Of a layer's arrays gate, up and their products are the largest; then there is its input.
+    largest = (4 * 12288 // 2 + 2 * 4096) * 2
+    assert 0.9 < activations / (step_tokens * largest) < 1.3
+
+
 def test_the_command_shows_each_pool(capfd: pytest.CaptureFixture[str]) -> None:
-    split = ["cluster.placement=split", "cluster.pools.critic=2", "recipe=ppo"]
+    split = ["cluster.placement=split", "cluster.pools.critic=1", "recipe=ppo"]
     cli.main(["plan", "memory", "model=qwen3_8b", "cluster.ranks=8", "--gpu-gib=80", *split])
     *table, last = capfd.readouterr().out.splitlines()
     assert [line.split()[1] for line in table if line.startswith("pool ")] == ["actor", "critic"]
     record = json.loads(last)
     assert "train critic" in record["pools"]["critic"]["phases"]
-    assert record["fits"] is False, "two ranks are too few for twelve bytes a parameter"
+    assert record["fits"] is False, "one rank is too few for twelve bytes a parameter"
+
+
+def test_a_node_has_frozen_weights_once_for_each_shard() -> None:
+    """Instances of two ranks: a node of eight has four, and one copy of each half."""
+
+    def node_host(ranks: int, nodes: int, tp: int, update: str = "frozen") -> int:
+        config, graph = _config(ranks=ranks), _graph()
+        config.cluster.nodes, config.rollout.layout.tp = nodes, tp
+        if update != "frozen":
+            graph.copies["average"] = Copy("average", "actor", "ewma", 0.9)
+        run = plan_run(config, graph, _shape(), ROOM)
+        (plan,) = run.pools.values()
+        frozen = plan.on_host["scoring weights"]
+        per_node = ranks // nodes
+        others = run.node_host - (sum(plan.on_host.values()) - frozen) * per_node
+        assert others % frozen == 0
+        return others // frozen
+
+    assert node_host(8, 1, 2) == 2
+    assert node_host(16, 2, 2) == 2
+    assert node_host(8, 1, 1) == 1
+    assert node_host(8, 4, 4) == 2, "two ranks a node hold two of the four shards"
+    assert node_host(8, 1, 2, "ewma") == 8, "averages change, and are not shared"
+
+
+def test_ranks_on_gpus_get_the_sizes_of_the_plan(tmp_path: Path) -> None:
+    """By which they decide as it does; ranks on CPUs, and models without a plan, need none."""
+    config, graph = _config(), _graph("ppo")
+    path = str(tmp_path / "model")
+    _shape().save_pretrained(path)
+    sizes = sizes_of_run(config, graph, path)
+    assert sizes.keys() == {"actor"}
+    planned = plan_memory(sizes["actor"], "cuda", ROOM.capacity, ROOM.reserved)
+    assert planned.phases == _plan(config, graph).phases
+    assert planned.staying.keys() == {"actor", "critic"}
+    with mock.patch.object(memory_plan, "_sizes", side_effect=RuntimeError("no meta kernel")):
+        assert sizes_of_run(config, graph, path) == {}
+    assert sizes_of_run(_config(Device.cpu), graph, path) == {}
+
+
+@pytest.mark.parametrize("new_tokens", [2048, 4096])
+@pytest.mark.parametrize(
+    ("model", "ranks", "gib"), [("qwen3_1.7b", 1, 19.2), ("qwen3_8b", 8, 11.4)]
+)
+def test_usual_runs_offload_nothing(
+    capfd: pytest.CaptureFixture[str], model: str, ranks: int, gib: float, new_tokens: int
+) -> None:
+    """On GPUs of 80 GiB: the state stays, and the KV cache has more than half of it alone."""
+    command = ["plan", "memory", f"model={model}", f"cluster.ranks={ranks}", "--gpu-gib=80"]
+    command += [f"rollout.max_new_tokens={new_tokens}", "trainer.activations=recompute"]
+    cli.main(command)
+    record = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert record["staying"]["actor"] / GIB == pytest.approx(gib, rel=0.01)
+    assert record["fits"]
+    assert record["on_host"] == {}
+    sizes = record["phases"]["decode"]
+    alone = record["capacity"] - record["reserved"] - sizes["generation weights"]
+    assert sizes["KV cache"] > alone / 2

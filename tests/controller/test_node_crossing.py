@@ -21,13 +21,17 @@ from hybridrl.controller.node_crossing import crossing_warnings
     ("train", "gen", "nodes", "keys"),
     [
         (2, 2, "aabb", []),
-        (4, 2, "aabb", ["trainer.layout.tp=4: ranks 0, 1, 2, 3 are on several nodes, as 1 of 1"]),
-        (2, 2, "abab", ["trainer.layout.tp=2: ranks 0, 1", "rollout.layout.tp=2: ranks 0, 1"]),
-        (1, 4, "aabb", ["rollout.layout.tp=4: ranks 0, 1, 2, 3"]),
+        (4, 2, "aabb", [("trainer.layout.tp=4: ranks 0, 1, 2, 3 are on several nodes, as 1 of 1",
+                         "trainer.layout.tp=2 avoids it")]),
+        (2, 2, "abcd", [("trainer.layout.tp=2: ranks 0, 1", "trainer.layout.tp=1 avoids it"),
+                        ("rollout.layout.tp=2: ranks 0, 1",
+                         "rollout.layout.tp=1 rollout.layout.pp=2 avoids it")]),
+        (1, 4, "aabb", [("rollout.layout.tp=4: ranks 0, 1, 2, 3",
+                         "rollout.layout.tp=2 rollout.layout.pp=2 avoids it")]),
         (1, 1, "abcd", []),
     ],
-)
-def test_tp_across_nodes(train: int, gen: int, nodes: str, keys: list[str]) -> None:
+)  # fmt: skip
+def test_tp_across_nodes(train: int, gen: int, nodes: str, keys: list[tuple[str, str]]) -> None:
     config = Config(
         cluster=ClusterConfig(ranks=4),
         trainer=TrainerConfig(layout=TrainLayoutConfig(tp=train)),
@@ -36,7 +40,17 @@ def test_tp_across_nodes(train: int, gen: int, nodes: str, keys: list[str]) -> N
     instances = [list(range(start, start + gen)) for start in range(0, 4, gen)]
     lines = crossing_warnings(config, nodes, range(4), instances)
     assert len(lines) == len(keys)
-    assert all(line.startswith(key) for line, key in zip(lines, keys, strict=True))
+    for line, (begins, ends) in zip(lines, keys, strict=True):
+        assert line.startswith(begins)
+        assert line.endswith(f"every layer's all-reduces cross the network; {ends}")
+
+
+def test_an_order_by_name_that_crosses_nodes() -> None:
+    layout = RolloutLayoutConfig(tp=2, grouping=Grouping.strided)
+    config = Config(cluster=ClusterConfig(ranks=4), rollout=RolloutConfig(layout=layout))
+    (line,) = crossing_warnings(config, "aabb", range(4), [[0, 2], [1, 3]])
+    assert line.startswith("rollout.layout.tp=2: ranks 0, 2 are on several nodes, as 2 of 2")
+    assert line.endswith("rollout.layout.grouping=auto avoids it")
 
 
 def test_a_wide_tail_across_nodes() -> None:
@@ -56,21 +70,28 @@ def test_a_wide_tail_across_nodes() -> None:
     ("layout", "nodes", "keys"),
     [
         # Experts are the slower part of fsdp's numbering: ep 2 joins ranks 0 and 2.
-        (TrainLayoutConfig(ep=2), "aabb", ["trainer.layout.ep=2: ranks 0, 2 are on several nod"]),
+        (TrainLayoutConfig(ep=2), "aabb", [("trainer.layout.ep=2: ranks 0, 2 are on several nodes",
+                                            "trainer.layout.ep_grouping=vanilla")]),
         (TrainLayoutConfig(ep=2), "abab", []),
         (TrainLayoutConfig(ep=2, ep_grouping=Grouping.vanilla), "aabb", []),
         (TrainLayoutConfig(tp=2, ep=2), "aabb", []),
         (TrainLayoutConfig(cp=2), "aabb", []),
-        (TrainLayoutConfig(cp=2), "abab", ["trainer.layout.cp=2: ranks 0, 1 are on several node"]),
-        (TrainLayoutConfig(ep=4), "aabb", ["trainer.layout.ep=4: ranks 0, 1, 2, 3 are on severa"]),
+        (TrainLayoutConfig(cp=2), "abab", [("trainer.layout.cp=2: ranks 0, 1 are on several nodes",
+                                            "trainer.layout.cp=1")]),
+        (TrainLayoutConfig(ep=4), "aabb", [("trainer.layout.ep=4: ranks 0, 1, 2, 3 are on several",
+                                            "ep=2 trainer.layout.ep_grouping=vanilla")]),
     ],
-)
-def test_ep_and_cp_across_nodes(layout: TrainLayoutConfig, nodes: str, keys: list[str]) -> None:
+)  # fmt: skip
+def test_ep_and_cp_across_nodes(
+    layout: TrainLayoutConfig, nodes: str, keys: list[tuple[str, str]]
+) -> None:
     config = Config(cluster=ClusterConfig(ranks=4), trainer=TrainerConfig(layout=layout))
     lines = crossing_warnings(config, nodes, range(4), [[0], [1], [2], [3]])
     assert len(lines) == len(keys)
-    assert all(line.startswith(key) for line, key in zip(lines, keys, strict=True))
-    assert all(line.endswith("every layer's all-to-alls cross the network") for line in lines)
+    for line, (begins, instead) in zip(lines, keys, strict=True):
+        assert line.startswith(begins)
+        assert "every layer's all-to-alls cross the network" in line
+        assert line.endswith(f"{instead} avoids it")
 
 
 @pytest.mark.parametrize(

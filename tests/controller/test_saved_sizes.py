@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybridrl.checkpoint.hf import save_hf
 from hybridrl.config import (
     ActorConfig,
     ClusterConfig,
@@ -23,10 +22,12 @@ from hybridrl.config import (
     TrainerConfig,
     TrainLayoutConfig,
 )
+from hybridrl.controller import train_sizes as sizes_of_training
 from hybridrl.controller.memory_inputs import PackedRow
 from hybridrl.controller.train_sizes import train_sizes
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.layout import process_groups
+from hybridrl.layout.weight_switch import SwitchStats, WeightSwitch
 from hybridrl.models.peak_memory import PeakMemory
 
 Layout = dict[str, int]
@@ -37,7 +38,7 @@ WIDTHS = {
 EXPERTS = {"num_experts": 8, "moe_intermediate_size": 256, "num_experts_per_tok": 2}
 LARGE, SMALL = 4000, 200
 """Tokens of a vocabulary: its embedding is the largest parameter, or a layer has that."""
-RANKS = 8
+RANKS, RANK = 8, 3
 CASES = [
     ("qwen3", LARGE, {"fsdp": 8}, 0),
     ("qwen3", LARGE, {"fsdp": 4, "replicas": 2}, 0),
@@ -60,21 +61,17 @@ def _trainer(layout: Layout) -> TrainerConfig:
 
 
 def _peaks(folder: str) -> list[int]:
-    """Bytes that saving takes on a rank besides the shards, case by case.
+    """Bytes of a parameter on the rank that writes it, besides shards and buckets, case by case.
 
     In torch's fake process group: gloo's threads hold tensors for a moment longer.
     """
     dist.destroy_process_group()
-    dist.init_process_group("fake", rank=3, world_size=RANKS, store=FakeStore())
-    with (
-        mock.patch.object(process_groups, "_meet", return_value=None),
-        mock.patch.object(dist, "broadcast_object_list"),
-        mock.patch.object(dist, "all_gather_object"),
-    ):
-        return [_peak(_model(folder, case), case, folder) for case in CASES]
+    dist.init_process_group("fake", rank=RANK, world_size=RANKS, store=FakeStore())
+    with mock.patch.object(process_groups, "_meet", return_value=None):
+        return [_peak(_model(folder, case), case) for case in CASES]
 
 
-def _peak(model: str, case: tuple[str, int, Layout, int], folder: str) -> int:
+def _peak(model: str, case: tuple[str, int, Layout, int]) -> int:
     engine = TrainEngine(
         model,
         model=ModelConfig(compute_dtype=DType.bfloat16),
@@ -84,10 +81,20 @@ def _peak(model: str, case: tuple[str, int, Layout, int], folder: str) -> int:
     )
     memory = PeakMemory()
     memory.track_external(*(shard.to_local() for shard in engine.named_shards().values()))
-    before = memory.allocated("cpu")
-    with memory:
-        save_hf(engine, Path(folder))
-    return memory.peak("cpu") - before
+    before, peaks = memory.allocated("cpu"), []
+    buckets, switch = [], WeightSwitch.switch
+
+    def counted(*args: Any, **more: Any) -> SwitchStats:
+        stats = switch(*args, **more)
+        buckets.append(stats.scratch_bytes)
+        return stats
+
+    with memory, mock.patch.object(WeightSwitch, "switch", counted):
+        for name in engine.shapes():
+            memory.restart()
+            engine.gather({name: RANK}, torch.bfloat16)
+            peaks.append(memory.peak("cpu") - before - buckets[-1])
+    return max(peaks)
 
 
 def _model(folder: str, case: tuple[str, int, Layout, int]) -> str:
@@ -113,13 +120,27 @@ def _planned(model: str, case: tuple[str, int, Layout, int]) -> int:
     return max(stage.saving()["parameter being saved"] for stage in sizes)
 
 
+def test_small_parameters_and_buckets_count_too(tmp_path: Path) -> None:
+    """A rank gathers a bucket of them at a time, and two buckets are on their way."""
+    case = CASES[0]
+    model = _model(str(tmp_path), case)
+    largest, bucket = LARGE * WIDTHS["hidden_size"] * 2, 4096
+    with mock.patch.object(sizes_of_training, "BUCKET_BYTES", bucket):
+        assert _planned(model, case) == largest + 2 * bucket
+    with mock.patch.object(sizes_of_training, "BUCKET_BYTES", 2 * largest):
+        total = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(model).parameters()) * 2
+        assert 2 * largest < total
+        assert _planned(model, case) == 3 * 2 * largest
+
+
 @pytest.mark.layouts
 def test_saving_takes_what_the_plan_says(
     fresh_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    """One parameter at a time, on a rank that does not write."""
+    """One parameter at a time, on the rank that writes it."""
     (peaks,) = fresh_ranks(1, _peaks, str(tmp_path))
-    planned = [_planned(_model(str(tmp_path), case), case) for case in CASES]
+    with mock.patch.object(sizes_of_training, "BUCKET_BYTES", 0):
+        planned = [_planned(_model(str(tmp_path), case), case) for case in CASES]
     assert dict(zip(map(str, CASES), peaks, strict=True)) == dict(
         zip(map(str, CASES), planned, strict=True)
     )

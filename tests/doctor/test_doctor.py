@@ -61,6 +61,8 @@ def test_a_sound_site_has_no_findings() -> None:
     sound = replace(ring(10, 10, 10, 10), disks=(RUN_DIR, SCRATCH), clocks={"b": (0.2, 0.1)})
     assert diagnose(sound, NEEDS) == []
     assert diagnose(facts(WITH_GPUS), ON_GPUS) == []
+    without_compiler = facts(replace(SOUND, compiler_fault="no gcc"))
+    assert diagnose(without_compiler, NEEDS) == []  # CPUs run no kernel
 
 
 @pytest.mark.parametrize(
@@ -85,6 +87,12 @@ def test_a_sound_site_has_no_findings() -> None:
          "nvidia-smi fails", "GPU 3 is lost"),
         (facts(replace(SOUND, gpu_fault="GPU 3 is lost")), ON_GPUS, Severity.ERROR,
          "0 GPUs for 2 ranks", "GPU 3 is lost"),
+        (facts(replace(WITH_GPUS, compiler_fault="no gcc")), ON_GPUS, Severity.ERROR,
+         "no C compiler that Triton can use", "no gcc"),
+        (facts(replace(WITH_GPUS, compiler_fault="no gcc")), NEEDS, Severity.WARNING,
+         "no C compiler that Triton can use", "no gcc"),
+        (facts(replace(SOUND, packages={"torch": "2.10.0"})), NEEDS, Severity.WARNING,
+         "torch 2.10.0 is older than what was tried: 2.11.0 to 2.14.1", ""),
         (facts(WITH_GPUS, gpu_problems={"a": "driver too old"}), ON_GPUS, Severity.ERROR,
          "torch cannot use the GPUs", "driver too old"),
         (facts(WITH_GPUS, gpu_problems={"a": "built without CUDA"}), NEEDS, Severity.WARNING,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hybridrl import cli
-from hybridrl.config import ConfigError, compose
-from hybridrl.config.stored_run import composed_run
+from hybridrl.config import ActivationMode, ConfigError, compose
+from hybridrl.config.stored_run import composed_run, overrides_of
 from hybridrl.controller import mapping_command
 from hybridrl.doctor import run_costs
 from hybridrl.planner.accelerators import ACCELERATORS, layer_roofline
@@ -44,6 +44,10 @@ def test_a_run_is_a_source_of_costs(
     # The first rank has a part of the samples, each trained once, but none of the first step's.
     trained = sum(each.tokens for each in passes["actor"] if each.kind == "B")
     assert 0 < trained <= tokens
+
+    recorded = composed_run(overrides_of(run_dir), writes=False)
+    assert recorded.trainer.activations is ActivationMode.auto
+    assert run_costs._activations_of(recorded, run_dir) is ActivationMode.keep  # of CPUs
 
     out = tmp_path / "run.json"
     cli.main(["plan", "calibrate", f"--run={run_dir}", f"--costs={base}", f"--out={out}"])

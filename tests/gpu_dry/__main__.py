@@ -33,11 +33,13 @@ def main() -> None:
     device = fake_device.FakeDevice()
     fake_cuda.install(lambda name: device.sync("wait"))
     fake_device.install(device)
-    results = {"all": [*table], "provoked": provoke(device), "cases": {}, "memory": {}}
+    results = {"all": [*table], "provoked": provoke(device)}
+    results |= {"cases": {}, "memory": {}, "attention": {}}
     for name in options.case or table:
         begun = time.process_time()
         figures = run_case(table[name], device)
-        results["memory"][name] = figures.pop("memory")
+        for kind in ("memory", "attention"):
+            results[kind][name] = figures.pop(kind)
         if not table[name].only_trains:
             results["cases"][name] = figures
         print(f"{name}: {time.process_time() - begun:.1f} s of CPU", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ from typing import Any
 from hybridrl.config import (
     ActivationMode,
     ActorConfig,
+    Attention,
     ClusterConfig,
     Config,
     DataConfig,
@@ -30,6 +31,8 @@ SAMPLES = 2
 """Samples that a rank scores and trains; with those of its replica they fill micro-batches."""
 MICRO_BATCH_TOKENS = 4096
 SAMPLE_TOKENS = 1024
+MIXED = 832, 640, 384, 192
+"""Lengths of samples, which fill the row of `SAMPLES` equal ones."""
 
 
 def prompt_lengths(rows: int = ROWS) -> list[int]:
@@ -58,12 +61,18 @@ class Case:
     """Whether a value model is trained, too."""
     flash: bool = True
     """Whether flash-attn is installed."""
+    attention: Attention = Attention.auto
+    """`model.attention`."""
     strict: bool = False
     """Whether every sample decodes alone, and is replayed when it is resumed."""
     sample_tokens: int = SAMPLE_TOKENS
     """Of samples that are scored and trained."""
+    mixed: bool = False
+    """Whether as many tokens are those of `MIXED` samples, each of another length."""
     chunk_tokens: int = 0
     """`trainer.chunk_tokens`."""
+    staying: tuple[str, ...] = ()
+    """Trained roles that are never offloaded."""
     only_trains: bool = False
     """Whether the actor is built and trained at the first depth, and nothing else is run.
 
@@ -74,6 +83,18 @@ class Case:
     def prompt_tokens(self) -> int:
         """Of samples that are scored and trained, of which a quarter is the prompt."""
         return self.sample_tokens // 4
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """The tokens of each sample that a rank scores and trains."""
+        return MIXED if self.mixed else (self.sample_tokens,) * SAMPLES
+
+    @property
+    def chosen_attention(self) -> Attention:
+        """What `model.attention` comes to on the fake GPU, in bfloat16."""
+        if self.attention is not Attention.auto:
+            return self.attention
+        return Attention.flash if self.flash else Attention.varlen
 
     @property
     def answers(self) -> dict[str, int]:
@@ -94,7 +115,7 @@ class Case:
             prompt, new = self.prompt_tokens, self.sample_tokens - self.prompt_tokens
         dropout = 0.0 if self.train.get("tp", 1) > 1 else 0.05  # tp refuses it
         return Config(
-            model=ModelConfig(path=str(path)),
+            model=ModelConfig(path=str(path), attention=self.attention),
             actor=ActorConfig(lora=LoraConfig(rank=self.lora, dropout=dropout)),
             data=DataConfig(max_prompt_tokens=prompt),
             reward=RewardConfig(model=str(path / "judge")),

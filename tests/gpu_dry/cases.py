@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from gpu_dry.case import Case
-from hybridrl.config import ActivationMode, OptimName, PipelineSchedule
+from hybridrl.config import ActivationMode, Attention, OptimName, PipelineSchedule
 
 SMALL = "qwen3_1.7b"
 ABOVE_LIMIT = 5, 6
@@ -12,12 +12,20 @@ ABOVE_LIMIT = 5, 6
 
 CASES: dict[str, Case] = {
     "1.7b on 1": Case(model=SMALL, layers=ABOVE_LIMIT, critic=True),
-    "1.7b on 8": Case(model=SMALL, layers=ABOVE_LIMIT, ranks=8, rank=3),
+    "1.7b on 8": Case(model=SMALL, layers=ABOVE_LIMIT, ranks=8, rank=3, staying=("actor",)),
     "8b on 1, strict": Case(model="qwen3_8b", layers=(2, 3), strict=True),
-    "8b on 1, torch attention": Case(
+    "8b on 1, varlen attention": Case(
         model="qwen3_8b",
         layers=(2, 3),
         flash=False,
+        mixed=True,
+        activations=ActivationMode.recompute,
+    ),
+    "8b on 1, torch attention": Case(
+        model="qwen3_8b",
+        layers=(2, 3),
+        attention=Attention.torch,
+        mixed=True,
         activations=ActivationMode.recompute,
     ),
     "8b on 8": Case(
@@ -38,6 +46,16 @@ CASES: dict[str, Case] = {
         gen={"tp": 2},
         activations=ActivationMode.offload,
         optim=OptimName.muon,
+    ),
+    # Two micro-batches an update.
+    "8b on 8, replicas": Case(
+        model="qwen3_8b",
+        layers=(2, 3),
+        ranks=8,
+        rank=3,
+        train={"replicas": 2},
+        gen={"tp": 2},
+        sample_tokens=4096,
     ),
     "8b on 8, adapters": Case(model="qwen3_8b", layers=(2, 3), ranks=8, lora=16, critic=True),
     "8b on 8, zero bubble": Case(
@@ -84,6 +102,16 @@ CASES: dict[str, Case] = {
         gen={"tp": 8},
         activations=ActivationMode.recompute,
     ),
+    # Each rank of generation has whole experts.
+    "30b-a3b on 8": Case(
+        model="qwen3_30b_a3b",
+        layers=(2, 3),
+        ranks=8,
+        rank=3,
+        train={"ep": 4},
+        gen={"tp": 4, "ep": 4},
+        sample_tokens=2048,
+    ),
     # Rows as the plan of a run chooses them: shared, in chunks, and of a whole micro-batch.
     "8b on 8, cp": Case(
         model="qwen3_8b",
@@ -110,6 +138,37 @@ CASES: dict[str, Case] = {
         ranks=8,
         rank=3,
         train={"ep": 4},
+        sample_tokens=2048,
+        only_trains=True,
+    ),
+    # Activations that are recomputed in part: alone, with torch's attention and under tp.
+    "8b on 8, selective": Case(
+        model="qwen3_8b",
+        layers=(6, 7),
+        ranks=8,
+        rank=3,
+        activations=ActivationMode.selective,
+        sample_tokens=4096,
+        flash=False,
+        only_trains=True,
+    ),
+    "8b on 8, selective and tp": Case(
+        model="qwen3_8b",
+        layers=(6, 7),
+        ranks=8,
+        rank=3,
+        train={"tp": 2, "sequence_parallel": True},
+        activations=ActivationMode.selective,
+        sample_tokens=4096,
+        only_trains=True,
+    ),
+    "30b-a3b on 8, selective": Case(
+        model="qwen3_30b_a3b",
+        layers=(2, 3),
+        ranks=8,
+        rank=3,
+        train={"ep": 4},
+        activations=ActivationMode.selective,
         sample_tokens=2048,
         only_trains=True,
     ),

@@ -10,17 +10,25 @@ from unittest import mock
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from gpu_dry.case import ROWS, SAMPLES, Case, prompt_lengths
+from gpu_dry.case import ROWS, Case, prompt_lengths
 from gpu_dry.fake_device import Counts, FakeDevice
 from gpu_dry.fake_files import files_without_values
 from gpu_dry.planned import planned
 from gpu_dry.whole import multiplied
-from gpu_dry.world import joined, kernels, num_layers, weights_without_values, write_model
+from gpu_dry.world import (
+    joined,
+    kernels,
+    mirrors_without_values,
+    num_layers,
+    weights_without_values,
+    write_model,
+)
 from hybridrl.algorithms.critic import ValueLoss
 from hybridrl.algorithms.losses import ClippedLoss
 from hybridrl.checkpoint import distributed
 from hybridrl.checkpoint.hf import save_hf
 from hybridrl.data import Item
+from hybridrl.engines.train.adamw import local_shard
 from hybridrl.flow.executor import Park, Parked, Resume, Sampling, Submit
 from hybridrl.flow.graph import ComputeStage, UpdateStage
 from hybridrl.flow.sample import SampleId
@@ -29,6 +37,7 @@ from hybridrl.workers.actor import Actor
 from hybridrl.workers.device_residency import DeviceResidency
 from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.role_factory import ActorRoleFactory
+from hybridrl.workers.staying_roles import StayingRoles
 from hybridrl.workers.store import SampleStore, StoredSample
 from hybridrl.workers.training import UpdateShare, score, train
 
@@ -77,13 +86,17 @@ class DryRun:
     def _build(self) -> None:
         """The actor with its rollout engine, and the factory of the other roles."""
         with self.phase("build"):
+            staying = StayingRoles(self.case.staying)
             actor = self.actor = Actor(
-                self.config, self.path, self.tokenizer, self.store, self.cuda
+                self.config, self.path, self.tokenizer, self.store, self.cuda, staying
             )
             self.residency = DeviceResidency(self.cuda, lambda reading: None, actor.rollout)
             self.roles = ActorRoleFactory(
                 self.config, self.path, self.tokenizer, self.store, self.cuda, actor, self.residency
             )
+        if self.case.staying:
+            with self.phase("moments of a resumed run"):  # or the plan has more than there is
+                actor.train_engine.resume(0, 0, moments=True)
 
     def _generate(self) -> None:
         """Switch, prefill, two decode steps, a sample parked with its cache and resumed."""
@@ -144,10 +157,6 @@ class DryRun:
             dtype = self.config.model.compute_dtype
             save_hf(self.actor.train_engine, self.folder / "hf", self.tokenizer, dtype)
             distributed.save(self.folder / "resume", self.actor.train_engine, self._averages())
-        with self.phase("offload"):
-            self.residency.activate(None)
-        tensors = list(self.actor.train_engine.trained_parameters())
-        assert {x.device.type for x in tensors} == {"cpu"}, "offloaded weights are on the host"
         actor = self.actor
         with (
             self.phase("switch after updates"),
@@ -155,6 +164,14 @@ class DryRun:
         ):
             actor.switch_weights(woken)
         self.residency.enter_training()
+        with self.phase("onload with moments"):
+            self.residency.activate(actor.train_engine)
+        with self.phase("offload"):
+            self.residency.activate(None)
+        shards = actor.train_engine.named_shards().values()
+        place = "cuda" if "actor" in self.case.staying else "cpu"
+        devices = {shard.to_local().device.type for shard in shards}
+        assert devices == {place}, "offloaded weights are on the host, others on the device"
 
     def _update(self, ids: tuple[SampleId, ...]) -> None:
         self.residency.enter_training()
@@ -191,7 +208,8 @@ class DryRun:
                 self.actor.copy_weights(reference.parameters(), dtype, self.average.shards)
         self.residency.activate(engine)
         state = [x for states in engine.optimizer.state.values() for x in states.values()]
-        assert {x.device.type for x in state} == {"cuda"}, "the optimizer is with its weights"
+        devices = {local_shard(x).device.type for x in state}
+        assert devices == {"cuda"}, "the optimizer is with its weights"
         self.residency.activate(None)
 
     def _averages(self) -> distributed.NamedTensors:
@@ -203,14 +221,12 @@ class DryRun:
         """Values, and two optimizer steps of a value model that starts as the actor."""
         weights = self.actor.train_engine.weights()
         with self.phase("build critic"):
-            critic = self.roles.value_model("critic", weights)
+            critic = self.roles.value_model("critic", weights, stays="critic" in self.case.staying)
         self.residency.activate(critic.train_engine)
         with self.phase("values"):
             score([critic.scoring(ComputeStage(name="values", outputs=("values",)), ids)], None)
         for id in ids:
-            self.store[id].tensors["returns"] = torch.ones(
-                self.case.sample_tokens - self.case.prompt_tokens
-            )
+            self.store[id].tensors["returns"] = torch.ones(self.store[id].response_tokens)
         stage = UpdateStage(
             name="update critic", loss=ValueLoss(), fields={"returns": "returns"}, role="critic"
         )
@@ -222,12 +238,13 @@ class DryRun:
 
     def _samples(self) -> tuple[SampleId, ...]:
         """Finished samples in the store."""
-        ids = tuple(SampleId(i, k=1) for i in range(SAMPLES))
-        tokens, prompt = self.case.sample_tokens, self.case.prompt_tokens
+        lengths = self.case.samples
+        ids = tuple(SampleId(i, k=1) for i in range(len(lengths)))
         names = ["log_probs"]
         if self.case.only_trains:  # nothing scores
             names += ["old_log_probs", "reference_log_probs"]
-        for id in ids:
+        for id, tokens in zip(ids, lengths, strict=True):
+            prompt = tokens // 4
             tensors = {"tokens": torch.full((tokens,), 3)}
             tensors |= {name: torch.zeros(tokens - prompt) for name in names}
             self.store.add(id, StoredSample(tokens - prompt, _item(prompt), tensors))
@@ -242,13 +259,14 @@ def run_case(case: Case, device: FakeDevice) -> dict[str, Any]:
     """The layers of the case's model, and what every phase of the whole model does.
 
     `memory` has the peak of each phase beside the memory plan's, in bytes, at the first depth.
+    `attention` has the calls of each phase for each of that depth's layers.
     """
     first = run_depth(case, case.layers and case.layers[0], device)
     if case.layers is None or case.only_trains:
         return first
     second = run_depth(case, case.layers[1], device, measured=False)
     whole = multiplied(first, second, case.layers, num_layers(case.model))
-    return whole | {"memory": first["memory"]}
+    return whole | {name: first[name] for name in ("memory", "attention")}
 
 
 def run_depth(
@@ -267,7 +285,9 @@ def run_depth(
     phases = {name: counts.summary() for name, counts in run.counts.items()}
     peaks = {name: counts.peak for name, counts in run.counts.items()} | run.loads
     memory = {name: [peaks[name], size] for name, size in sizes.items() if name in peaks}
-    return {"layers": shape.num_hidden_layers, "phases": phases, "memory": memory}
+    depth = shape.num_hidden_layers
+    attention = {name: counts.attention / depth for name, counts in run.counts.items()}
+    return {"layers": depth, "phases": phases, "memory": memory, "attention": attention}
 
 
 def _run(case: Case, path: Path, device: FakeDevice, measured: bool) -> DryRun:
@@ -276,6 +296,7 @@ def _run(case: Case, path: Path, device: FakeDevice, measured: bool) -> DryRun:
         cuda = stack.enter_context(joined(case.rank, case.ranks, case.strict))
         for surroundings in (
             weights_without_values(device),
+            mirrors_without_values(device),
             files_without_values(device),
             kernels(device, case.flash),
         ):

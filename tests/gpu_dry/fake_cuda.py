@@ -131,6 +131,7 @@ def install(synchronized: Callable[[str], None]) -> None:
         setattr(cuda, name, stand_in)
     torch.Tensor.record_stream = lambda self, stream: None
     torch.version.cuda = "13.0"
+    torch.backends.cuda.is_flash_attention_available = lambda: True  # as CUDA builds have it
     # One kernel on CUDA; where a device has none, torch takes it apart, with more memory.
     _KERNELS.append(torch.library.Library("aten", "IMPL", "CUDA"))
     _KERNELS[-1].impl("silu_backward", lambda grad, x: torch.empty_like(x))

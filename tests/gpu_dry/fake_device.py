@@ -7,7 +7,7 @@ shapes, dtypes and devices and counted. What the host reads from the device:
   makes them, and get plausible values (`FakeDevice.integer`, 0.5, True). Some functions need
   another number in a list (`FakeDevice.answers`);
 - `if tensor:`, `nonzero`, an index by a mask and other operations whose shape depends on values
-  raise.
+  raise. So does what torch refuses under `deterministic=strict` (`refused`).
 
 Large copies to the host stay fake, so that offloaded weights take no memory.
 """
@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gpu_dry.refused import refusal
 from gpu_dry.shortcuts import DEVICE, FakePeakMemory, FakeResults, fake_view, no_compiler
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,8 @@ _PLAIN = {FakeTensor, torch.Tensor, torch.nn.Parameter}
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 """Fake ones take any dtypes."""
+ATTENTION = ("attention", "attention_backward", "_varlen_attn", "_varlen_attn_backward")
+"""The fake kernels of `world`, and the operators of torch's `varlen_attn`."""
 _VIEWS = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "set_", "is_pinned"}
 
 
@@ -49,20 +52,29 @@ class Counts:
     `kernels` are operations dispatched on the device besides views and allocations. `collectives`
     are calls of process groups with tensors on the device. `syncs` are waits of the host, by
     function and kind: `read` (device to host), `upload` (pageable host memory to device), `wait`.
-    `peak` is the most bytes on the device.
+    `copies` are those between host and device that the host does not wait for, by function: `out`
+    and `in`. `peak` is the most bytes on the device.
     """
 
     kernels: int = 0
     collectives: int = 0
     syncs: Counter[str] = field(default_factory=Counter)
+    copies: Counter[str] = field(default_factory=Counter)
     peak: int = 0
     by_name: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def attention(self) -> int:
+        """Calls of attention over a packed row, or a block of it, forward and backward."""
+        return sum(self.by_name[name] for name in ATTENTION)
+
     def summary(self) -> dict[str, Any]:
-        """As JSON, without the kernels' names and the memory."""
+        """As JSON, without the kernels' names and the memory; `copies` where there are any."""
         figures = asdict(self)
         del figures["by_name"], figures["peak"]
-        return figures | {"syncs": dict(sorted(self.syncs.items()))}
+        del figures["copies"]
+        copies = {"copies": dict(sorted(self.copies.items()))} if self.copies else {}
+        return figures | {"syncs": dict(sorted(self.syncs.items()))} | copies
 
 
 class HiddenSync(RuntimeError):
@@ -145,6 +157,10 @@ class FakeDevice(TorchDispatchMode):
             return args[0]
         if name in ("_to_copy", "copy_"):
             return self._copy(func, name, args, kwargs)
+        if refused := refusal(func, name, args, kwargs):
+            raise RuntimeError(
+                f"{caller()}: {refused} ({name}) does not have a deterministic implementation"
+            )
         if name in _PRODUCTS:
             dtypes = {x.dtype for x in args if isinstance(x, torch.Tensor)}
             assert len(dtypes) == 1, f"{caller()}: {name} of {dtypes}"
@@ -178,6 +194,8 @@ class FakeDevice(TorchDispatchMode):
             return out
         if waits:
             self.sync("read" if to == "cpu" else "upload")
+        else:
+            self.counts.copies[f"{caller()}: {'out' if to == 'cpu' else 'in'}"] += 1
         if to == "cpu" and name == "copy_" and not isinstance(args[0], FakeTensor):
             return args[0].fill_(self.plausible(args[0].dtype))
         if to == "cpu" and name == "_to_copy" and source.numel() <= READABLE:

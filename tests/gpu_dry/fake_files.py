@@ -24,7 +24,11 @@ _Metadata = state_dict_saver._DistWrapper
 
 @contextmanager
 def files_without_values(device: FakeDevice) -> Iterator[None]:
-    """Weight files are empty, and reading one fills tensors from host memory."""
+    """Weight files are empty, and reading one fills tensors from host memory.
+
+    Rank 0 writes all of a model, as it does a small one. What a rank writes of a large one is no
+    line through two depths: tensors are dealt by size.
+    """
 
     def save_file(tensors: dict[str, torch.Tensor], file: Path, **_: Any) -> None:
         assert {tensor.device.type for tensor in tensors.values()} <= {"cpu"}, file
@@ -53,6 +57,7 @@ def files_without_values(device: FakeDevice) -> Iterator[None]:
 
     with (
         mock.patch.object(hf, "save_file", save_file),
+        mock.patch.object(hf, "MAX_FILE_BYTES", 2**60),
         mock.patch.object(filesystem, "_write_item", write_item),
         mock.patch.object(filesystem.FileSystemReader, "read_data", read_data),
         mock.patch.object(state_dict_saver, "_DistWrapper", alone),

@@ -26,7 +26,13 @@ from transformers import AutoConfig  # noqa: E402
 from gpu_dry import fake_device  # noqa: E402
 from gpu_dry.fake_device import FakeDevice  # noqa: E402
 from gpu_dry.shortcuts import FakePeakMemory  # noqa: E402
-from gpu_dry.world import joined, kernels, weights_without_values, write_model  # noqa: E402
+from gpu_dry.world import (  # noqa: E402
+    joined,
+    kernels,
+    mirrors_without_values,
+    weights_without_values,
+    write_model,
+)
 from hybridrl.algorithms.losses import ClippedLoss  # noqa: E402
 from hybridrl.config import Config, compose  # noqa: E402
 from hybridrl.controller.mapping_overrides import mapping_of  # noqa: E402
@@ -92,6 +98,9 @@ CASES = {
     "replicas 4, fsdp 16": UpdateCase(
         prompts=16, held=3, micro_batch_tokens=8192, layout={"replicas": 4}
     ),
+    "replicas 4, fsdp 16, two micro-batches": UpdateCase(
+        prompts=24, held=4, micro_batch_tokens=4096, layout={"replicas": 4}
+    ),
     "fsdp 16, tp 4": UpdateCase(prompts=6, held=1, micro_batch_tokens=8192, layout={"tp": 4}),
     "fsdp 32, pp 2": UpdateCase(prompts=28, held=4, micro_batch_tokens=4096, layout={"pp": 2}),
     "fsdp 16, pp 2, tp 2, recompute": UpdateCase(
@@ -153,6 +162,7 @@ def of_rank(rank: int, case: UpdateCase, config: Config, device: FakeDevice) -> 
         path = write_model(Path(folder), MODEL, None)
         cuda = stack.enter_context(joined(rank, RANKS, strict=False))
         stack.enter_context(weights_without_values(device))
+        stack.enter_context(mirrors_without_values(device))
         stack.enter_context(kernels(device, flash=True))
         # Backward on this thread, as the fake device has no thread of its own.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))

@@ -179,7 +179,7 @@ def main() -> None:
         gc.collect()
         run, memory = _run(case, Path(folder))
     graph = build_recipe({"target": "hybridrl.recipes.grpo:grpo", "kl_coef": 0.1})
-    tokens = dry_run.SAMPLES * SAMPLE_TOKENS
+    tokens = sum(case.samples)
     row = PackedRow(tokens, tokens * 3 // 4, 1)
     inputs = LongestInputs(row=lambda layout, ranks: row, prompt=max(prompt_lengths(ROWS)))
     plan = plan_run(run.config, graph, model_config(), Room(2**40, 0), inputs)

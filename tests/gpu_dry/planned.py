@@ -4,14 +4,11 @@ from transformers import PretrainedConfig
 
 from gpu_dry.case import (
     MICRO_BATCH_TOKENS,
-    ROWS,
-    SAMPLE_TOKENS,
     SAMPLES,
     Case,
     prompt_lengths,
 )
 from hybridrl.config import (
-    Attention,
     Config,
     RewardKind,
     RolloutLayoutConfig,
@@ -41,27 +38,26 @@ def planned(case: Case, config: Config, shape: PretrainedConfig, gen_stage: int)
     recipe = "hybridrl.recipes.ppo:ppo" if case.critic else "hybridrl.recipes.grpo:grpo"
     graph = build_recipe({"target": recipe, "kl_coef": 0.1})
     config.reward.kind = RewardKind.model
-    config.model.attention = Attention.flash if case.flash else Attention.torch
+    config.model.attention = case.chosen_attention
     inputs = LongestInputs.of(config, graph)
     if not case.only_trains:
-        # Rows that decode together are padded to the longest, which has its first tokens.
         inputs = LongestInputs(
-            row=lambda layout, ranks: _longest_row(layout, case.strict),
+            row=lambda layout, ranks: _longest_row(layout, case),
             prompt=max(prompt_lengths()),
-            copied=(1 if case.strict else ROWS) * (max(prompt_lengths()) + 1),
         )
     stage = case.rank // (case.ranks // config.trainer.layout.pp)
-    run = plan_run(config, graph, shape, Room(80 * 2**30, 0), inputs, (stage, gen_stage))
+    room, stages = Room(80 * 2**30, 0), (stage, gen_stage)
+    run = plan_run(config, graph, shape, room, inputs, stages, case.staying)
     sizes = {phase.name: phase.total for phase in run.pools["actor"].phases}
     return {phase: sizes[name] for phase, name in PLANNED.items() if name in sizes}
 
 
-def _longest_row(layout: TrainLayoutConfig | RolloutLayoutConfig, strict: bool) -> PackedRow:
+def _longest_row(layout: TrainLayoutConfig | RolloutLayoutConfig, case: Case) -> PackedRow:
     """The rows of an update, or of scoring, over the samples that the ranks of a replica share."""
-    tokens = SAMPLES * layout.pp * layout.tp * SAMPLE_TOKENS
+    tokens = SAMPLES * layout.pp * layout.tp * case.sample_tokens
     rows = max(1, -(-tokens // MICRO_BATCH_TOKENS))
     if isinstance(layout, RolloutLayoutConfig):
-        tokens = SAMPLE_TOKENS if strict else min(tokens, MICRO_BATCH_TOKENS)
+        tokens = case.sample_tokens if case.strict else min(tokens, MICRO_BATCH_TOKENS)
         rows = 1
     scored = tokens * 3 // 4  # of a sample the rest is the prompt
     return PackedRow(tokens // rows, scored // rows, rows)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from torch.nn.attention import varlen
 
 from gpu_dry.fake_device import FakeDevice
 from gpu_dry.world import kernels
@@ -38,6 +39,36 @@ def _flash_in_float32() -> None:
     flash_attn_varlen_func(x, x, x, starts, starts, 4, 4)
 
 
+def _varlen_in_float32() -> None:
+    x = torch.ones(4, 2, 8, device="cuda")
+    starts = torch.tensor([0, 4], dtype=torch.int32, device="cuda")
+    varlen.varlen_attn(x, x, x, starts, starts, 4, 4)
+
+
+def _varlen_without_grouped_heads() -> None:
+    query = torch.ones(4, 2, 8, device="cuda", dtype=torch.bfloat16)
+    starts = torch.tensor([0, 4], dtype=torch.int32, device="cuda")
+    varlen.varlen_attn(query, query[:, :1], query[:, :1], starts, starts, 4, 4)
+
+
+def _weighted_bincount() -> None:
+    ids = torch.ones(4, device="cuda", dtype=torch.int64)
+    torch.bincount(ids, ids.float(), minlength=2)
+
+
+def _histogram() -> None:
+    torch.histc(torch.ones(4, device="cuda"), bins=2)
+
+
+def _median_with_indices() -> None:
+    torch.ones(4, device="cuda").median(0)
+
+
+def _product_by_index() -> None:
+    x = torch.ones(4, device="cuda")
+    x.scatter_reduce(0, torch.zeros(4, device="cuda", dtype=torch.int64), x, "prod")
+
+
 def _attention_mask_of_another_dtype() -> None:
     x = torch.ones(1, 2, 4, 8, device="cuda", dtype=torch.bfloat16)
     mask = torch.zeros(4, 4, device="cuda")
@@ -51,7 +82,13 @@ MISTAKES: dict[str, Callable[[], None]] = {
     "index by a mask": _mask,
     "numpy": _numpy,
     "flash-attn in float32": _flash_in_float32,
+    "varlen_attn in float32": _varlen_in_float32,
+    "varlen_attn without grouped heads": _varlen_without_grouped_heads,
     "a mask of another dtype": _attention_mask_of_another_dtype,
+    "bincount with weights": _weighted_bincount,
+    "a histogram of floats": _histogram,
+    "a median with indices": _median_with_indices,
+    "a product by index": _product_by_index,
 }
 
 

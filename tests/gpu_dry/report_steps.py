@@ -29,7 +29,7 @@ from transformers import AutoConfig  # noqa: E402
 
 from gpu_dry import fake_device  # noqa: E402
 from gpu_dry.fake_device import FakeDevice  # noqa: E402
-from gpu_dry.world import joined, kernels, weights_without_values  # noqa: E402
+from gpu_dry.world import joined, kernels, mirrors_without_values, weights_without_values  # noqa: E402
 from hybridrl.config import TinyModelConfig  # noqa: E402
 from hybridrl.models.tiny import make_char_tokenizer  # noqa: E402
 
@@ -68,6 +68,7 @@ def surroundings(device: FakeDevice) -> Iterator[None]:
         for manager in (
             mock.patch.object(ranks, "_joined", lambda rank, size, *_: joined(rank, size, False)),
             weights_without_values(device),
+            mirrors_without_values(device),
             kernels(device, flash=True),
             torch.autograd.set_multithreading_enabled(False),
             device,

@@ -14,6 +14,7 @@ ROWS = {
     "fsdp 64, two micro-batches": 2,
     "fsdp 64, recompute": 1,
     "replicas 4, fsdp 16": 1,
+    "replicas 4, fsdp 16, two micro-batches": 2,
     "fsdp 16, tp 4": 1,
     "fsdp 32, pp 2": 4,
     "fsdp 16, pp 2, tp 2, recompute": 4,

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from gpu_dry.case import MIXED
 from gpu_dry.cases import CASES, OTHER_RANKS
 from gpu_dry.processes import missed_by_tests, run_processes
+from gpu_dry.refused import COMPUTED, REFUSED, refused_by_torchs_page
 from gpu_dry.tables import (
     BY_DRIVER,
     COUNTS,
@@ -19,10 +21,11 @@ from gpu_dry.tables import (
     count_changes,
     memory_changes,
 )
-from gpu_dry.whole import OVER_LIMIT, differences
+from gpu_dry.whole import OVER_LIMIT, differences, multiplied
 
 pytestmark = [pytest.mark.gpu_dry, pytest.mark.timeout(1800)]
 
+STATE = "hybridrl/engines/train/state_memory.py"
 HALVES = (
     (
         "8b on 8, zero bubble",
@@ -32,15 +35,18 @@ HALVES = (
         "32b on 64, zero bubble",
         "8b on 8",
         "8b on 8, chunks",
+        "30b-a3b on 8",
     ),
     (
         "1.7b on 1",
         "8b on 8, adapters",
         "8b on 1, strict",
+        "8b on 1, varlen attention",
         "8b on 1, torch attention",
         "32b on 64, adapters",
         "8b on 8, offload and muon",
         "8b on 8, cp",
+        "8b on 8, replicas",
         "30b-a3b on 8, ep",
     ),
 )
@@ -54,6 +60,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {
         "cases": {**first["cases"], **second["cases"]},
         "memory": {**first["memory"], **second["memory"]},
+        "attention": {**first["attention"], **second["attention"]},
         "all": set(first["all"]),
         "provoked": first["provoked"],
         "missed": [line for line in first["missed"] if line in second["missed"]],
@@ -76,6 +83,23 @@ def test_the_tables_have_the_cases_that_are_cut() -> None:
     assert json.loads(MEMORY.read_text()).keys() == cases.keys()
     counted = {name for name, case in cases.items() if not case.only_trains}
     assert json.loads(COUNTS.read_text()).keys() == counted
+
+
+def test_no_count_of_the_tables_is_negative() -> None:
+    for case, figures in json.loads(COUNTS.read_text()).items():
+        for phase, counts in figures["phases"].items():
+            numbers = [counts["kernels"], counts["collectives"], *counts["syncs"].values()]
+            assert min(numbers) >= 0, (case, phase, counts)
+
+
+def test_what_only_the_first_model_of_a_process_does_is_no_figure_of_a_whole_one() -> None:
+    def figures(uploads: int) -> dict[str, Any]:
+        return {"phases": {"decode": {"kernels": 9, "collectives": 0, "syncs": {"f": uploads}}}}
+
+    whole = multiplied(figures(4), figures(4), (2, 3), 28)
+    assert whole["phases"]["decode"]["syncs"] == {"f": 4}
+    with pytest.raises(AssertionError, match="decode, f: 4 and 0 of two depths give -100"):
+        multiplied(figures(4), figures(0), (2, 3), 28)
 
 
 def test_another_figure_of_a_phase_is_a_difference() -> None:
@@ -123,7 +147,7 @@ def test_only_saved_adapters_may_wait_for_each_tensor(
     assert bool(differences(case, first, second)) is differs
 
 
-@pytest.mark.parametrize("name", ["8b on 1, torch attention", "8b on 8"])
+@pytest.mark.parametrize("name", ["8b on 1, torch attention", "8b on 8", "30b-a3b on 8"])
 def test_syncs_of_a_decode_step_do_not_grow_with_the_model(
     results: dict[str, Any], name: str
 ) -> None:
@@ -131,6 +155,31 @@ def test_syncs_of_a_decode_step_do_not_grow_with_the_model(
     cases = results["cases"]
     syncs = cases["1.7b on 1"]["phases"]["decode"]["syncs"]
     assert sum(cases[name]["phases"]["decode"]["syncs"].values()) <= sum(syncs.values())
+
+
+def test_a_step_copies_the_state_in_few_pieces(results: dict[str, Any]) -> None:
+    """Trained weights and moments out and in, with adapters what is frozen in; none is waited for.
+
+    What stays is not copied.
+    """
+    step, leaves = ("switch after updates", "onload with moments"), 0
+    for name, figures in results["cases"].items():
+        counted = [figures["phases"][phase] for phase in step]
+        copies = sum(n for x in counted for f, n in x.get("copies", {}).items() if STATE in f)
+        frozen = "adapters" in name
+        assert copies == (0 if CASES[name].staying else 4 + frozen), name
+        assert not [f for x in counted for f in x["syncs"] if STATE in f], name
+        leaves += copies > 0
+    assert leaves > 1
+
+
+def test_the_adapters_switch_waits_once(results: dict[str, Any]) -> None:
+    """When all is launched; weights below adapters come from pinned memory."""
+    for name, figures in results["cases"].items():
+        syncs = figures["phases"]["switch after updates"]["syncs"]
+        waits = {f: n for f, n in syncs.items() if f.startswith("hybridrl/layout/")}
+        place = "adapters" if "adapters" in name else "weight_switch"
+        assert waits == {f"hybridrl/layout/{place}.py switch: wait": 1}, name
 
 
 def test_lines_for_a_gpu_that_no_case_runs_are_listed_with_a_reason(
@@ -169,12 +218,36 @@ def test_lines_that_ordinary_tests_run_are_run_by_them(tmp_path: Path) -> None:
         ("index by a mask", "DynamicOutputShapeException"),
         ("numpy", "HiddenSync"),
         ("flash-attn in float32", "AssertionError"),
+        ("varlen_attn in float32", "AssertionError"),
+        ("varlen_attn without grouped heads", "ValueError"),
         ("a mask of another dtype", "AssertionError"),
+        ("bincount with weights", "RuntimeError"),
+        ("a histogram of floats", "RuntimeError"),
+        ("a median with indices", "RuntimeError"),
+        ("a product by index", "RuntimeError"),
     ],
 )
 def test_a_mistake_raises(results: dict[str, Any], mistake: str, error: str) -> None:
     """Or a dry run would be green whatever the code did."""
     assert results["provoked"][mistake] == error
+
+
+def test_a_row_of_mixed_lengths_is_one_call_of_attention(results: dict[str, Any]) -> None:
+    """Each layer makes one in a forward pass; an update has two of these and a backward pass.
+
+    This is without flash-attn. torch's `scaled_dot_product_attention` makes one for each length.
+    """
+    calls, lengths = results["attention"], len(set(MIXED))
+    for phase, passes in {"reference": 1, "old policy": 1, "judge": 1, "update": 3}.items():
+        assert calls["8b on 1, varlen attention"][phase] == passes, phase
+        assert calls["8b on 1, torch attention"][phase] == passes * lengths, phase
+    assert lengths > 2
+
+
+def test_torchs_page_names_what_a_fake_gpu_refuses() -> None:
+    """Under `deterministic=strict`: a function that a newer torch adds is a decision."""
+    assert refused_by_torchs_page() == REFUSED.keys()
+    assert COMPUTED.keys() <= REFUSED.keys()
 
 
 def test_the_memory_plan_is_within_five_percent_of_the_peaks(results: dict[str, Any]) -> None:

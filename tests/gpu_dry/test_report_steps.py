@@ -34,7 +34,7 @@ def test_every_step_takes_its_figures_on_a_gpu(tmp_path: Path) -> None:
     assert {figure["device"] for figure in figures} == {"cuda"}
     names = {figure["name"] for figure in figures}
     assert names >= {
-        "copy_h2d_pinned", "copy_d2h_fresh", "matmul_tf32", "varlen_attn_mixed",
+        "copy_h2d_pinned", "copy_d2h_fresh", "matmul_tf32", "packed_varlen_mixed",
         "packed_flash_mixed", "sdpa_cudnn_alike", "new_length_cudnn", "decode_256",
         "switch_1_to_1x1_rate", "mfu_of_datasheet", "offload_rate", "onload_rate",
         "peak_forward_backward", "activations_offload",

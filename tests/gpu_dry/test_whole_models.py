@@ -27,6 +27,7 @@ HALVES = (
         "32b on 8",
         "1.7b on 64",
         "70b on 1",
+        "30b-a3b on 8",
     ),
     (
         "32b on 64, zero bubble",

@@ -3,7 +3,7 @@
 from typing import Any
 
 Figures = dict[str, Any]
-"""Of a case: `phases`, and in each `kernels`, `collectives`, and `syncs` by function."""
+"""Of a case: `phases`, and in each `kernels`, `collectives`, `syncs` and `copies` by function."""
 
 BY_BUCKETS = {
     "build", "switch", "switch after updates", "copy weights", "copy average", "save"
@@ -20,25 +20,34 @@ ADAPTER_TENSORS = 7 * 2 * 3
 
 
 def multiplied(few: Figures, more: Figures, depths: tuple[int, int], layers: int) -> Figures:
-    """The figures of `layers` layers, on the line through those of two depths."""
+    """The figures of `layers` layers, on the line through those of two depths.
+
+    A negative figure does not follow from the depth. The second model has then found something that
+    the first one left in the process.
+    """
     shallow, deep = depths
     steps = (layers - shallow) / (deep - shallow)
 
-    def whole(first: int, second: int) -> int:
-        return round(first + steps * (second - first))
+    def whole(first: int, second: int, what: str) -> int:
+        number = round(first + steps * (second - first))
+        assert number >= 0, f"{what}: {first} and {second} of two depths give {number}"
+        return number
 
     phases = {}
     for name, a in few["phases"].items():
         b = more["phases"][name]
         figures: Figures = {}
         for key in ("kernels", "collectives"):
-            figures[key] = whole(a[key], b[key])
+            figures[key] = whole(a[key], b[key], f"{name}, {key}")
             figures[f"{key}_per_layer"] = round((b[key] - a[key]) / (deep - shallow), 2)
-        functions = sorted({*a["syncs"], *b["syncs"]})
-        figures["syncs"] = {
-            function: whole(a["syncs"].get(function, 0), b["syncs"].get(function, 0))
-            for function in functions
-        }
+        for key in ("syncs", "copies"):
+            one, other = a.get(key, {}), b.get(key, {})
+            counts = {
+                x: whole(one.get(x, 0), other.get(x, 0), f"{name}, {x}")
+                for x in sorted({*one, *other})
+            }
+            if counts or key == "syncs":
+                figures[key] = counts
         phases[name] = figures
     return {"layers": layers, "phases": phases}
 
@@ -51,8 +60,9 @@ def differences(name: str, table: Figures, counted: Figures) -> list[str]:
     ]
     for phase in table["phases"].keys() & counted["phases"].keys():
         wanted, got = table["phases"][phase], counted["phases"][phase]
-        for kind in wanted["syncs"].keys() | got["syncs"].keys() | {"kernels", "collectives"}:
-            first, second = (x.get(kind, x["syncs"].get(kind, 0)) for x in (wanted, got))
+        wanted, got = _flat(wanted), _flat(got)
+        for kind in wanted.keys() | got.keys():
+            first, second = wanted.get(kind, 0), got.get(kind, 0)
             if kind == OVER_LIMIT and _may_wait_more(name, phase, first):
                 differs = not 1 <= second <= 1 + ADAPTER_TENSORS * table["layers"]
             else:
@@ -61,6 +71,12 @@ def differences(name: str, table: Figures, counted: Figures) -> list[str]:
             if differs:
                 lines.append(f"{name}, {phase}: {kind} {first} -> {second}")
     return lines
+
+
+def _flat(figures: Figures) -> dict[str, int]:
+    """The figures of a phase by their kind, or by function."""
+    counts = {kind: figures[kind] for kind in ("kernels", "collectives")}
+    return counts | figures["syncs"] | figures.get("copies", {})
 
 
 def _may_wait_more(case: str, phase: str, waits: int) -> bool:

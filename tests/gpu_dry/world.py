@@ -1,8 +1,9 @@
 """The surroundings of a dry run: a process group of one rank, models without weights, kernels."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn import functional
+from torch.nn.attention import varlen
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_flatten, tree_leaves
 from transformers import AutoConfig
@@ -25,9 +27,11 @@ from triton.runtime.jit import JITFunction
 
 from gpu_dry.fake_device import ROOT, FakeDevice
 from hybridrl.config import ClusterConfig, Device, TinyModelConfig
-from hybridrl.engines.train import pipeline_executor
+from hybridrl.engines.score.shared_memory import SharedMemory
+from hybridrl.engines.train import pipeline_executor, state_memory
 from hybridrl.layout import process_groups
 from hybridrl.models import stored_weights
+from hybridrl.models.counted_modules import counted_attention
 from hybridrl.models.parallel import model_parameters
 from hybridrl.models.tiny import make_char_tokenizer
 from hybridrl.system.devices import prepare_gpu
@@ -42,15 +46,19 @@ def joined(rank: int, size: int, strict: bool) -> Iterator[torch.device]:
 
     def fake(backend: str, **settings: Any) -> None:
         assert backend == "cpu:gloo,cuda:nccl", backend
+        assert torch.are_deterministic_algorithms_enabled() == strict, "NCCL's groups read it"
         join("fake", **settings | {"store": FakeStore()})
 
     with mock.patch.object(dist, "init_process_group", fake):
-        device = join_group(rank, size, None, "127.0.0.1", ClusterConfig(device=Device.cuda))
-        prepare_gpu(device, num_threads=1, strict=strict)
+        cluster = ClusterConfig(device=Device.cuda)
+        device = join_group(rank, size, None, "127.0.0.1", cluster, strict)
+        prepare_gpu(device, num_threads=1)
     try:
         with (
             mock.patch.object(process_groups, "_meet", return_value=None),
             mock.patch.object(dist, "all_gather_object", _all_gather_object),
+            # The other ranks of the node are no processes; and the weights have no values.
+            mock.patch.object(SharedMemory, "create", side_effect=OSError("a dry run")),
             mock.patch.object(dist, "broadcast_object_list", _broadcast_object_list),
             mock.patch.object(pipeline_executor, "dist", _Messages()),
         ):
@@ -167,6 +175,18 @@ class _Slice:
 
 
 @contextmanager
+def mirrors_without_values(device: FakeDevice) -> Iterator[None]:
+    """Pinned memory for what leaves the device is fake: it would be as large as the model."""
+
+    def pinned(size: int, _: torch.device) -> torch.Tensor:
+        with device.fake:
+            return torch.empty(size, dtype=torch.uint8)
+
+    with mock.patch.object(state_memory, "pinned_bytes", pinned):
+        yield
+
+
+@contextmanager
 def weights_without_values(device: FakeDevice) -> Iterator[None]:
     """Models load from a directory without weights: fake tensors in host memory."""
 
@@ -201,9 +221,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any) -> torch.Tensor:
-        _Attention.device.launch("attention")
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        out: torch.Tensor
+        out, lse = counted_attention(query, key, value)  # counts as a kernel
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 
@@ -248,18 +267,50 @@ def _flash_attn_varlen_func(
     deterministic: bool = False,
 ) -> torch.Tensor:
     """flash-attn's function, with the checks of its `mha_varlen_fwd`."""
-    assert q.dtype in (torch.float16, torch.bfloat16), "FlashAttention only support fp16 and bf16"
-    assert q.dtype == k.dtype == v.dtype, "query, key and value must have the same dtype"
-    assert all(x.device.type == "cuda" for x in (q, k, v, cu_seqlens_q)), "must be on CUDA"
-    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32, "must have dtype int32"
-    assert cu_seqlens_q.is_contiguous()
-    assert all(x.stride(-1) == 1 for x in (q, k, v)), "must have contiguous last dimension"
-    assert q.shape[-1] % 8 == 0
-    assert q.shape[-1] <= 256
-    assert q.shape[-1] == k.shape[-1] == v.shape[-1], "one width"
+    _check_variable_length(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     assert softcap >= 0
-    assert q.shape[1] % k.shape[1] == 0, "heads of keys must divide heads of queries"
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
     return _Attention.apply(q, k, v)
+
+
+def _check_variable_length(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    of_queries: torch.Tensor,
+    of_keys: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+) -> None:
+    """What FlashAttention 2 refuses in `mha_varlen_fwd`, in flash-attn's sources and in torch's."""
+    row = query, key, value
+    assert query.dtype in (torch.float16, torch.bfloat16), "only support fp16 and bf16"
+    assert query.dtype == key.dtype == value.dtype, "query, key and value must have the same dtype"
+    assert all(x.device.type == "cuda" for x in (*row, of_queries, of_keys)), "must be on CUDA"
+    assert of_queries.dtype == of_keys.dtype == torch.int32, "must have dtype int32"
+    assert of_queries.is_contiguous()
+    assert of_keys.is_contiguous()
+    assert of_queries.shape == of_keys.shape, "batch_size + 1"
+    assert all(x.stride(-1) == 1 for x in row), "must have contiguous last dimension"
+    heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[2]
+    assert key.shape == value.shape == (key.shape[0], kv_heads, width), "one width, one length"
+    assert width % 8 == 0
+    assert width <= 256
+    assert heads % kv_heads == 0, "heads of keys must divide heads of queries"
+    assert longest_query > 0
+    assert longest_key > 0
+
+
+def _checked_varlen_attn() -> Callable[..., Any]:
+    """torch's function with the checks of the kernel, which its fake operator leaves out."""
+    varlen_attn = varlen.varlen_attn
+
+    @wraps(varlen_attn)
+    def checked(*args: Any, **options: Any) -> Any:
+        _check_variable_length(*args)
+        return varlen_attn(*args, **options)
+
+    return checked
 
 
 @contextmanager
@@ -305,6 +356,7 @@ def kernels(device: FakeDevice, flash: bool) -> Iterator[None]:
     with (
         _installed("flash_attn", module if flash else None),
         mock.patch.object(functional, "scaled_dot_product_attention", _sdpa),
+        mock.patch.object(varlen, "varlen_attn", _checked_varlen_attn()),
         mock.patch.object(functional, "rms_norm", rms_norm),
         mock.patch.object(JITFunction, "run", launch),
         mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted),

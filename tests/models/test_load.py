@@ -1,6 +1,4 @@
 import json
-import sys
-from functools import partial
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hybridrl.config import (
-    Attention,
     ConfigError,
     ModelConfig,
     RolloutLayoutConfig,
@@ -25,7 +22,8 @@ from hybridrl.config import (
     TrainLayoutConfig,
 )
 from hybridrl.models import packed_attention, paged_attention
-from hybridrl.models.attention_shape import AttentionShape, attention_shape
+from hybridrl.models.attention_shape import attention_shape
+from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.config_json import (
     check_config_json,
     check_has_experts,
@@ -33,8 +31,8 @@ from hybridrl.models.config_json import (
     check_value_layout,
     wrong_experts,
 )
+from hybridrl.models.layer_checkpoint import checkpoint_layers
 from hybridrl.models.load import check_supported, empty_causal_lm, load_config
-from hybridrl.models.packed_attention import choose_attention
 from hybridrl.models.stored_weights import StoredWeights
 
 SMALL = LlamaConfig(
@@ -117,9 +115,15 @@ def test_experts_that_cannot_be_chosen(tmp_path, settings, wrong):
 
 def test_every_family_has_experts_that_can_be_chosen():
     """By its own defaults: the check refuses none of them."""
-    families = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {"musicgen", "musicgen_melody"}  # no defaults
-    for family in sorted(families):
-        assert wrong_experts(AutoConfig.for_model(family).to_dict()) is None, family
+    without_defaults = []  # musicgen, musicgen_melody, and in newer versions one that refuses them
+    for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        try:
+            config = AutoConfig.for_model(family)
+        except Exception:  # each has its own
+            without_defaults.append(family)
+            continue
+        assert wrong_experts(config.to_dict()) is None, family
+    assert len(without_defaults) <= 3
 
 
 def test_what_config_json_leaves_to_other_checks(tmp_path):
@@ -207,7 +211,7 @@ def test_nothing_is_random_in_training(tmp_path):
     assert config.router_jitter_noise
     ids = torch.arange(1, 9)[None]
     assert torch.equal(model(ids).logits, model(ids).logits)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(decoder_layers(model))
     assert torch.equal(model(ids).logits, model.eval()(ids).logits)
 
 
@@ -227,71 +231,15 @@ def test_attention_raises_on_what_it_does_not_compute(attention, description):
             attention(torch.nn.Linear(1, 1), *tensors, None, scaling=1.0, **description, **keyword)
 
 
-CPU, GPU, OLD_GPU = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
-HEADS = {size: AttentionShape(2, size, size, sinks=False) for size in (36, 64, 256, 288)}
-
-
-@pytest.mark.parametrize(
-    ("package", "device", "dtype", "shape", "obstacle"),
-    [
-        ("whole", GPU, torch.bfloat16, HEADS[64], None),
-        ("whole", GPU, torch.float16, HEADS[256], None),
-        ("whole", CPU, torch.bfloat16, HEADS[64], "there is no GPU"),
-        ("whole", OLD_GPU, torch.float16, HEADS[64], "capability 8.0 and above, not 7.5"),
-        ("whole", GPU, torch.float32, HEADS[64], "in bfloat16 and float16, not float32"),
-        ("whole", GPU, torch.bfloat16, HEADS[288], "heads of 8 to 256 in steps of 8, not 288"),
-        ("whole", GPU, torch.bfloat16, AttentionShape(4, 192, 128, sinks=False), None),
-        ("whole", GPU, torch.bfloat16, AttentionShape(2, 64, 64, sinks=True), "attention sinks"),
-        ("whole", GPU, torch.bfloat16, HEADS[36], "heads of 8 to 256 in steps of 8, not 36"),
-        ("none", GPU, torch.bfloat16, HEADS[64], "cannot be imported: import of flash_attn halted"),
-        (
-            "other torch",
-            GPU,
-            torch.bfloat16,
-            HEADS[64],
-            "cannot be imported: undefined symbol: _ZN3c10",
-        ),
-        ("flash-attn-4", GPU, torch.bfloat16, HEADS[64], "cannot be imported: cannot import name"),
-    ],
-)
-def test_flash_runs_where_its_kernels_can(
-    package, device, dtype, shape, obstacle, tmp_path, monkeypatch, caplog
-):
-    """`auto` falls back and logs the reason; `flash` is refused with it."""
-    code = {
-        "whole": "def flash_attn_varlen_func(): ...",
-        "other torch": "raise ImportError('undefined symbol: _ZN3c10')",
-        "flash-attn-4": "",
-    }
-    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
-    if package == "none":
-        monkeypatch.setitem(sys.modules, "flash_attn", None)
-    else:
-        (tmp_path / "flash_attn").mkdir()
-        (tmp_path / "flash_attn" / "__init__.py").write_text(code[package])
-        monkeypatch.syspath_prepend(tmp_path)
-    capabilities = {GPU: (9, 0), OLD_GPU: (7, 5)}
-    monkeypatch.setattr("torch.cuda.get_device_capability", capabilities.get)
-    caplog.set_level("INFO", logger="hybridrl")
-    choose = partial(choose_attention, device=device, dtype=dtype, shape=shape)
-    assert choose(Attention.torch) is Attention.torch
-    if obstacle is None:
-        assert choose(Attention.auto) is choose(Attention.flash) is Attention.flash
-        return
-    assert choose(Attention.auto) is Attention.torch
-    assert (obstacle in caplog.messages[-1]) == (device is not CPU)
-    with pytest.raises(ConfigError, match=f"^model.attention=flash: wanted .*{obstacle}"):
-        choose(Attention.flash)
-    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
-
-
 def test_the_shape_of_attention():
     """DeepSeek-V3's config names the rotated part alone `head_dim`; GPT-2's names no kv heads."""
     deepseek = attention_shape(AutoConfig.for_model("deepseek_v3"))
     assert (deepseek.kv_heads, deepseek.key_size, deepseek.value_size) == (128, 192, 128)
     assert deepseek.head_size == 192
     gpt2 = attention_shape(AutoConfig.for_model("gpt2"))
-    assert (gpt2.kv_heads, gpt2.head_size, gpt2.sinks) == (12, 64, False)
+    assert (gpt2.kv_heads, gpt2.head_size, gpt2.sinks, gpt2.capped) == (12, 64, False, False)
+    assert attention_shape(AutoConfig.for_model("gemma2")).capped
+    assert not attention_shape(AutoConfig.for_model("gemma3_text")).capped
     gpt_oss = attention_shape(AutoConfig.for_model("gpt_oss"))
     assert (gpt_oss.kv_heads, gpt_oss.local_kv_heads(16), gpt_oss.sinks) == (8, 1, True)
 

@@ -1,26 +1,40 @@
-"""Packed attention against scores as a matrix, in float64; and what flash-attn is handed."""
+"""Packed attention against scores as a matrix, in float64; and what flash-attn is handed.
+
+torch's `varlen_attn` runs on a reference of its kernel: `flash_reference`.
+"""
 
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from flash_reference import flash_on_cpu
+from torch.nn import functional
 
 from hybridrl.config import Attention
 from hybridrl.models.chunk_keys import ChunkKeys, SequenceKeys
 from hybridrl.models.gathered_keys import OwnTokens
-from hybridrl.models.packed_attention import make_chunk_packing, make_packing, packed_attention
+from hybridrl.models.packed_attention import (
+    _grouped_heads,
+    make_chunk_packing,
+    make_packing,
+    packed_attention,
+)
 
 LENGTHS, HEADS, KV_HEADS = [3, 5, 5, 9], 4, 2
 TOKENS = sum(LENGTHS)
 CASES = {
     "plain": {},
+    "window": {"sliding_window": 4},
     "capped": {"softcap": 1.5},
     "sinks": {"s_aux": True},
     "capped window": {"softcap": 1.5, "sliding_window": 4},
     "window with sinks": {"s_aux": True, "sliding_window": 4},
 }
+KINDS = [(Attention.torch, case) for case in CASES]
+KINDS += [(Attention.varlen, "plain"), (Attention.varlen, "window")]  # it has no caps, no sinks
 WIDTHS = {"equal": (8, 8), "narrower values": (12, 6), "wider values": (6, 10)}
 
 
@@ -47,11 +61,23 @@ def _by_scores(query, key, value, sinks, scaling, softcap=None, sliding_window=N
     return torch.cat(outputs)
 
 
+def kernels(kind):
+    """Within, this implementation runs on a CPU."""
+    return flash_on_cpu() if kind is Attention.varlen else nullcontext()
+
+
+@pytest.fixture
+def kind(request):
+    """An implementation, which runs on the test's CPU."""
+    with kernels(request.param):
+        yield request.param
+
+
 @pytest.mark.parametrize("widths", WIDTHS)
-@pytest.mark.parametrize("case", CASES)
-def test_equals_scores_as_a_matrix(case, widths):
+@pytest.mark.parametrize(("kind", "case"), KINDS, indirect=["kind"])
+def test_equals_scores_as_a_matrix(kind, case, widths):
     inputs, keywords = _inputs(*WIDTHS[widths]), CASES[case]
-    packing = make_packing(LENGTHS, Attention.torch, torch.device("cpu"))
+    packing = make_packing(LENGTHS, kind, torch.device("cpu"))
     passed = keywords | ({"s_aux": inputs[3]} if "s_aux" in keywords else {})
     out, _ = packed_attention(
         torch.nn.Module(), *inputs[:3], None, scaling=0.4, packing=packing, **passed
@@ -69,23 +95,67 @@ def test_equals_scores_as_a_matrix(case, widths):
         torch.testing.assert_close(got, gradient, rtol=0, atol=1e-12)
 
 
-def _shared(case, heads, kv_heads):
+def test_varlen_makes_one_call_a_layer(monkeypatch):
+    """Where torch's attention makes one for each of the row's three lengths."""
+    attend, lengths = functional.scaled_dot_product_attention, []
+
+    def noted(query, *args, **options):
+        lengths.append(query.shape[2])
+        return attend(query, *args, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", noted)
+    inputs, outputs = _inputs(8, 8)[:3], {}
+    with flash_on_cpu() as calls:
+        for kind in (Attention.torch, Attention.varlen):
+            packing = make_packing(LENGTHS, kind, torch.device("cpu"))
+            out, _ = packed_attention(torch.nn.Module(), *inputs, None, packing=packing)
+            outputs[kind] = [out, *torch.autograd.grad(out.sum(), inputs)]
+    assert lengths == [3, 5, 9]
+    assert calls == {"forward": 1, "backward": 1}
+    for got, want in zip(outputs[Attention.varlen], outputs[Attention.torch], strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_varlen_says_that_heads_are_shared_where_torch_asks(grouped, monkeypatch):
+    """torch 2.11 has no argument for it."""
+    said = []
+
+    def newer(query, key, value, *rest, scale=None, window_size=(-1, -1), enable_gqa=False):
+        said.append(enable_gqa)
+        return query
+
+    def older(query, key, value, *rest, scale=None, window_size=(-1, -1)):
+        said.append(None)
+        return query
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", newer if grouped else older)
+    _grouped_heads.cache_clear()
+    packing = make_packing(LENGTHS, Attention.varlen, torch.device("cpu"))
+    packed_attention(torch.nn.Module(), *_inputs(8, 8)[:3], None, packing=packing)
+    _grouped_heads.cache_clear()
+    assert said == [True if grouped else None]
+
+
+def _shared(kind, case, heads, kv_heads):
     """Of a rank with half of the row: output and gradients of its tokens, and of all sinks."""
     inputs = [x.detach() for x in _inputs(8, 6)]
     group = dist.group.WORLD
     tensors = [x[:, :h] for x, h in zip(inputs, (heads, kv_heads, kv_heads), strict=False)]
     own = [x.chunk(group.size(), 2)[group.rank()].clone().requires_grad_() for x in tensors]
     sinks = inputs[3][:heads].requires_grad_()
-    packing = make_packing(LENGTHS, Attention.torch, torch.device("cpu"), group)
+    packing = make_packing(LENGTHS, kind, torch.device("cpu"), group)
     passed = CASES[case] | ({"s_aux": sinks} if "s_aux" in CASES[case] else {})
-    out, _ = packed_attention(torch.nn.Module(), *own, None, scaling=0.4, packing=packing, **passed)
-    used = [*own, sinks] if "s_aux" in passed else own
-    return out.detach(), torch.autograd.grad(out, used, torch.ones_like(out))
+    options = {"scaling": 0.4, "packing": packing, **passed}
+    with kernels(kind):
+        out, _ = packed_attention(torch.nn.Module(), *own, None, **options)
+        used = [*own, sinks] if "s_aux" in passed else own
+        return out.detach(), torch.autograd.grad(out, used, torch.ones_like(out))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 1), (3, 1)])
-@pytest.mark.parametrize("case", CASES)
-def test_a_shared_row_equals_one_rank(ranks, case, heads, kv_heads):
+@pytest.mark.parametrize(("kind", "case"), KINDS)
+def test_a_shared_row_equals_one_rank(ranks, kind, case, heads, kv_heads):
     """Two ranks of 11 tokens, with heads of keys and values for both, or for one alone.
 
     Three heads are no multiple of the ranks, which then gather the keys and values of the row.
@@ -98,7 +168,7 @@ def test_a_shared_row_equals_one_rank(ranks, case, heads, kv_heads):
         torch.nn.Module(), *tensors, None, scaling=0.4, packing=packing, **CASES[case] | sinks
     )
     want = torch.autograd.grad(out, [*tensors, *sinks.values()], torch.ones_like(out))
-    shares = ranks(2, _shared, case, heads, kv_heads)
+    shares = ranks(2, _shared, kind, case, heads, kv_heads)
     torch.testing.assert_close(torch.cat([x for x, _ in shares], 1), out, rtol=0, atol=1e-12)
     by_kind = zip(*(gradients for _, gradients in shares), strict=True)
     for number, (of_ranks, gradient) in enumerate(zip(by_kind, want, strict=True)):
@@ -106,8 +176,8 @@ def test_a_shared_row_equals_one_rank(ranks, case, heads, kv_heads):
         torch.testing.assert_close(got, gradient, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_chunks_equal_the_whole_sequence(case):
+@pytest.mark.parametrize(("kind", "case"), KINDS, indirect=["kind"])
+def test_chunks_equal_the_whole_sequence(kind, case):
     """Of 9, 9 and 4 tokens: backward in reverse, with the keys and values of earlier passes."""
     inputs, keywords = _inputs(8, 6), CASES[case]
     keywords = keywords | ({"s_aux": inputs[3]} if "s_aux" in keywords else {})
@@ -122,7 +192,7 @@ def test_chunks_equal_the_whole_sequence(case):
     module, sequence, rows = torch.nn.Module(), SequenceKeys(TOKENS, for_backward=True), []
     for start, stop in [(0, 9), (9, 18), (18, TOKENS)]:
         keys = ChunkKeys(sequence, start, stop)
-        packing = make_chunk_packing(keys, Attention.torch, torch.device("cpu"))
+        packing = make_chunk_packing(keys, kind, torch.device("cpu"))
         own = [x.detach()[:, :, start:stop].requires_grad_() for x in inputs[:3]]
         rows.append((slice(start, stop), own, packing))
 

@@ -1,5 +1,6 @@
 """Seconds under a mapping: by hand of one model, in proportion between layouts and sizes."""
 
+import itertools
 import json
 import math
 import random
@@ -8,6 +9,8 @@ import pytest
 
 from hybridrl.config import ActivationMode, PipelineSchedule, SerialScheduleConfig
 from hybridrl.flow.executor import Scope
+from hybridrl.layout.grouping import TrainAxes
+from hybridrl.layout.switching import plan_switch
 from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
 from hybridrl.planner.layer_costs import LayerCosts
 from hybridrl.planner.links import LinkSpeed
@@ -22,6 +25,7 @@ from hybridrl.planner.mapping import (
     cluster_of,
 )
 from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.planner.model_matrices import matrices
 from hybridrl.planner.model_shape import ModelShape
 
 H100 = ACCELERATORS["h100"]
@@ -238,3 +242,21 @@ def test_the_layouts_of_forward_passes() -> None:
     tokens = sum(sample.tokens for sample in SAMPLES)
     whole = costs.compute("reference", tokens) - COSTS.activate_s(reference, GenLayout(tp=2))
     assert whole == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("order", [(), (0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15)])
+def test_decoding_is_priced_on_the_groups_of_the_switch(order: tuple[int, ...]) -> None:
+    """Whose all-reduces cross nodes where the order of ranks that is chosen has them do so."""
+    cluster = COSTS.cluster.ordered(order)
+    costs, nodes = COSTS.on(cluster), [cluster.node(rank) for rank in range(16)]
+    parameters = matrices(ModelShape(4, 1024, 4096, 16, 16))
+    for axes, tp in itertools.product((TrainAxes(fsdp=16), TrainAxes(fsdp=4, tp=4)), (2, 4, 8, 16)):
+        switch = plan_switch(parameters, axes, 1, tp, nodes=nodes)
+        groups = switch.plan.dst.mesh.lines("tp")
+        crosses = any(len({nodes[rank] for rank in group}) > 1 for group in groups)
+        assert crosses is (tp == 16)
+        link = cluster.slowest(groups) if crosses else cluster.within
+        call_s = costs._tp_reduce(LLAMA, GenLayout(tp=tp), range(16)).call_s
+        assert call_s == pytest.approx(link.all_reduce_s(0, tp))
+    train, gen = TrainLayout(fsdp=16), GenLayout(tp=4)
+    assert costs.switch_s(ACTOR, train, gen, range(16)) > 0

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from hybridrl.planner.generation_memory import NativeSizes, VLLMSizes
 from hybridrl.planner.memory import (
     WAITING,
@@ -24,6 +26,7 @@ SIZES = TrainSizes(
     root=1000,
     trained_layer=100,
     trained_root=1000,
+    reduced_layer=50,
     largest=500,
     read=900,
     itemsize=2,
@@ -65,6 +68,7 @@ RUN = PoolSizes(
     trained={"actor": SIZES},
     scoring={"reference": ScoringSizes(weights=2400, activations=9_000)},
     generation=GENERATION,
+    staying=(),
 )
 
 
@@ -83,7 +87,7 @@ def test_training_when_the_backward_pass_ends() -> None:
     reduced = 4 * 2 * 100 // 2
     copied = 2 * 1000 + 4 * 1000
     assert sizes.update() == {"gradients": reduced + copied}
-    alone = replace(sizes, fsdp=1)  # the copy, and the sum of one rank
+    alone = replace(sizes, fsdp=1, reduced_layer=100)  # the copy, and the sum of one rank
     assert alone.update() == {"gradients": 4 * 2 * 100 + 4 * 1000 + 4 * 1000}
 
 
@@ -152,7 +156,9 @@ def test_moments_of_eight_bits_have_a_scale_for_each_block() -> None:
 
 
 def test_adapters_leave_the_weights_in_the_compute_format() -> None:
-    sizes = replace(SIZES, trained=6, frozen=594, trained_layer=10, trained_root=0, head=0)
+    sizes = replace(
+        SIZES, trained=6, frozen=594, trained_layer=10, trained_root=0, reduced_layer=5, head=0
+    )
     assert sizes.state == {
         "float32 weights": 4 * 6,
         "frozen weights": 2 * 594,
@@ -170,9 +176,10 @@ def test_gpus_offload_what_a_phase_does_not_need() -> None:
         "generation weights": 2400,
         "buckets": 200,
     }
-    cache = {"generation weights": 2400, "KV cache": 1600}
+    cache = {"generation weights": 2400, "KV cache": 1600, "copied keys and values": 800}
+    assert sizes["load rollout engine"] == cache
     assert sizes["prefill"] == {**cache, "activations": 700}
-    assert sizes["decode"] == {**cache, "copied keys and values": 800}
+    assert sizes["decode"] == {**cache, "logits": 200}
     assert sizes["score reference"] == {
         "generation weights": 2400,
         "scoring weights": 2400,
@@ -204,11 +211,17 @@ def test_cpus_keep_everything() -> None:
     assert plan.cache_tokens == 160
 
 
-def test_a_decode_step_copies_keys_then_samples() -> None:
+@pytest.mark.parametrize(
+    ("copied", "name", "size"), [(0, "copied keys and values", 800), (30, "logits", 200)]
+)
+def test_on_a_cpu_a_decode_step_copies_keys_then_samples(copied: int, name: str, size: int) -> None:
     """One after the other: the larger of both counts."""
-    few = replace(RUN, generation=replace(GENERATION, copied=30))
-    (decode,) = (p for p in _plan(few).phases if p.name == "decode")
-    assert decode.sizes == {"generation weights": 2400, "KV cache": 1600, "logits": 200}
+    run = replace(RUN, generation=replace(GENERATION, copied=copied))
+    plan = plan_memory(run, "cpu", capacity=10**9, reserved=0)
+    (decode,) = (p for p in plan.phases if p.name == "decode")
+    assert {n: decode.sizes.get(n) for n in ("logits", "copied keys and values")} == {
+        "logits": None, "copied keys and values": None, name: size
+    }  # fmt: skip
 
 
 def _plan(run: PoolSizes, room: int = 400_000) -> MemoryPlan:
@@ -324,3 +337,101 @@ def test_weights_and_moments_wait_on_the_host_of_a_gpu() -> None:
     scoring = sum(scorer.weights for scorer in RUN.scoring.values())
     assert plan.on_host == state | {"scoring weights": scoring}
     assert not plan_memory(two, "cpu", 10**9, 0).on_host
+
+
+# 2,400 and 64 bytes for generation weights and buckets, 1,000 for others: what the cache has left.
+AROUND = 2400 + 64 + 1_000
+STATE = 12 * 600
+FULL = 160 * 15 + 300 + 700
+"""A cache of all samples, with what a decode step keeps free of it."""
+ROOMY = replace(RUN, staying=None)
+SMALL_ROLES = replace(
+    ROOMY,
+    trained={"actor": replace(SIZES, layer_activations=NOTHING, ends=NOTHING)},
+    scoring={},
+)
+
+
+def test_what_fits_stays_and_the_cache_gives_way_first() -> None:
+    """To half of the tokens that it would have alone: those of 160 samples, or fewer."""
+    saved = 5_000 - 1_000  # a parameter that is gathered where logits and prefill are else
+    taken = AROUND + STATE + saved
+    plan = _plan(SMALL_ROLES, taken + FULL)
+    assert plan.staying == {"actor": STATE}
+    assert plan.cache_tokens == 160
+    assert sum(plan.on_host.values()) == 0
+    less = _plan(SMALL_ROLES, taken + 80 * 15 + 1_000)
+    assert less.staying == {"actor": STATE}
+    assert less.cache_tokens == 80
+    none = _plan(SMALL_ROLES, taken + 80 * 15 + 999)
+    assert none.staying == {}
+    assert none.cache_tokens == 160
+    assert sum(none.on_host.values()) == STATE
+
+
+def test_what_stays_is_in_every_phase() -> None:
+    plan = _plan(ROOMY)
+    sizes = {phase.name: phase.sizes for phase in plan.phases}
+    state = {"float32 weights": 2400, "moments": 4800}
+    for name in ("switch", "prefill", "decode", "score reference", "train actor", "save actor"):
+        assert state.items() <= sizes[name].items(), name
+    assert sizes["load rollout engine"]["float32 weights"] == 2400
+    assert "moments" not in sizes["load rollout engine"]  # until the first update
+    assert plan.on_host == {"scoring weights": 2400}
+    assert (
+        "stays",
+        "0.0 MiB",
+        "weights and moments of actor are on the device in every phase",
+    ) in (plan.rows())
+
+
+def test_a_role_stays_only_if_all_phases_have_room() -> None:
+    """What stays of one needs room while the other trains, which takes most."""
+    both = replace(ROOMY, trained={"actor": SIZES, "critic": SIZES})
+    peak = max(p.total for p in _plan(replace(both, staying=())).phases)
+    assert _plan(both, peak + 1_000 + STATE).staying == {"actor": STATE, "critic": STATE}
+    assert _plan(both, peak + 1_000 + STATE - 1).staying == {}
+    # The other one's training is smaller, by its activations.
+    less = replace(both, trained={"actor": SIZES, "critic": SMALL_ROLES.trained["actor"]})
+    assert _plan(less, peak + 1_000 + STATE - 1).staying == {"actor": STATE}
+    # A phase that does not fit in any case, and is no larger, decides nothing.
+    assert _plan(ROOMY, peak - 1_000).staying == {"actor": STATE}
+    together = replace(both, together=[("actor", "critic")])
+    sizes = {p.name: p.sizes for p in _plan(together).phases}
+    assert sizes["train together"]["moments"] == 2 * 4800  # each once
+    # Scoring has no KV cache, but what stays.
+    large = replace(both, scoring={"reference": ScoringSizes(weights=peak, activations=0)})
+    room = peak + 2400 + 1_000
+    assert _plan(large, room).staying == {}
+    assert _plan(large, room + STATE).staying == {"actor": STATE}
+
+
+def test_a_cache_that_is_asked_for_keeps_its_size() -> None:
+    wanted = replace(SMALL_ROLES, generation=replace(GENERATION, wanted=100))
+    taken = AROUND + STATE + 4_000 + 1_000
+    assert _plan(wanted, taken + 100 * 15).staying == {"actor": STATE}
+    assert _plan(wanted, taken + 100 * 15 - 1).staying == {}
+
+
+def test_vllm_s_cache_gives_way_likewise() -> None:
+    """Its share is smaller; with nothing free besides, a saved parameter counts in full."""
+    run = replace(SMALL_ROLES, generation=VLLM)
+    plan = _plan(run, 400_000)
+    assert plan.staying == {"actor": STATE}
+    assert plan.cache_tokens == (400_000 - AROUND - STATE - 5_000 - 700) // 10
+    tight = AROUND + 700 + 2 * (STATE + 5_000)
+    assert _plan(run, tight).staying == {"actor": STATE}
+    assert _plan(run, tight - 20).staying == {}
+
+
+def test_cpus_offload_nothing() -> None:
+    assert plan_memory(ROOMY, "cpu", capacity=10**9, reserved=0).staying == {}
+
+
+def test_roles_of_a_pool_without_the_actor_stay_likewise() -> None:
+    critics = replace(ROOMY, trained={"critic": SIZES}, generation=None)
+    plan = _plan(critics)
+    assert plan.staying == {"critic": STATE}
+    assert {"moments": 4800}.items() <= {p.name: p.sizes for p in plan.phases}[
+        "score reference"
+    ].items()

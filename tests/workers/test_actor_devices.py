@@ -25,6 +25,7 @@ from hybridrl.config import (
     TrainerConfig,
 )
 from hybridrl.data import Item
+from hybridrl.engines.train import state_memory
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.executor import Park, Resume, Sampling, Submit
@@ -41,16 +42,24 @@ CLOSE = 1e-4
 """Nats, of a tiny model in float32; kernels add in another order."""
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+MOVES = "cpu, whose state moves"
+"""What leaves the device goes to other memory of the same host, by the same copies."""
+
+
+@pytest.fixture(scope="module", params=["cpu", MOVES, pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """The device of this process, the only rank of a run."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU")
     store = open_store(HOST, 0, listens=True)
-    own = join_group(0, 1, store, HOST, ClusterConfig(device=Device(request.param)))
+    kind = Device.cuda if request.param == "cuda" else Device.cpu
+    own = join_group(0, 1, store, HOST, ClusterConfig(device=kind), strict=True)
     if request.param == "cuda":
-        prepare_gpu(own, num_threads=0, strict=True)
-    yield own
+        prepare_gpu(own, num_threads=0)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == MOVES:
+            patch.setattr(state_memory, "leaves_device", lambda device: True)
+        yield own
     torch.use_deterministic_algorithms(False)
     dist.destroy_process_group()
 
@@ -163,9 +172,16 @@ def test_what_is_offloaded_comes_back_bit_for_bit(device: torch.device, model: s
     engine = engine_of(model, device, ActivationMode.keep)
     engine.update(rows(), ReinforceLoss())
     before = [tensor.cpu().clone() for tensor in state(engine)]
+    blocks = list(engine.memory._all())
+    assert len(blocks) == 2, "weights and moments"
     engine.offload()
+    moves = state_memory.leaves_device(device)
+    assert [block.on_host for block in blocks] == [moves] * 2
     assert {tensor.device.type for tensor in state(engine)} == {"cpu"}
+    storages = {tensor.untyped_storage().data_ptr() for tensor in state(engine)}
+    assert len(storages) == 2, "each in one storage"
     engine.onload()
+    assert not any(block.on_host for block in blocks)
     after = state(engine)
     assert {tensor.device.type for tensor in after} == {device.type}
     assert all(torch.equal(a, b.cpu()) for a, b in zip(before, after, strict=True))
@@ -179,9 +195,9 @@ def test_strict_samples_are_equal_if_they_are_parked_with_their_cache(rank: Rank
 
 
 def test_activations_change_no_update(device: torch.device, model: str) -> None:
-    """Kept, recomputed, or in host memory meanwhile."""
+    """Kept, recomputed in part or all, or in host memory meanwhile."""
     kept: list[torch.Tensor] = []
-    for mode in ActivationMode:
+    for mode in (m for m in ActivationMode if m is not ActivationMode.auto):
         engine = engine_of(model, device, mode)
         engine.update(rows(), ReinforceLoss())
         updated = [tensor.cpu() for tensor in state(engine)]

@@ -69,6 +69,7 @@ def holders(worker: ActorWorker) -> Iterator[list[set[str]]]:
 
     with (
         mock.patch.object(TrainEngine, "onload", note(set.update)),
+        mock.patch.object(TrainEngine, "onload_weights", note(set.update)),
         mock.patch.object(TrainEngine, "offload", note(set.difference_update)),
     ):
         yield seen

@@ -58,10 +58,12 @@ class VLLMChecks(EngineChecks):
 
     def check_model(self, config: Config, model: Any) -> None:
         """Raise ConfigError for heads, layers or experts that the engine does not support."""
-        from hybridrl.engines.rollout.vllm.arguments import check_arguments
+        from hybridrl.engines.rollout.vllm.arguments import check_arguments, check_asynchronous
         from hybridrl.models.parallel import head_size, num_experts
 
         check_arguments(config.rollout.vllm)
+        on_cpu = check_vllm_installed() == CPU_BUILD
+        check_asynchronous(config.rollout.vllm, config.rollout.layout.pp, on_cpu)
         path, tiny = config.model.path, config.model.tiny
         if problem := vllm_obstacle(model):
             allowed = f"a family that vLLM computes as transformers ({model.model_type}: {problem})"
@@ -72,7 +74,7 @@ class VLLMChecks(EngineChecks):
             check_vllm_takes(width, "model.tiny.head_dim", tiny.head_dim)
         else:
             check_vllm_takes(width, "model.path", path)
-        if num_experts(model) and hidden % CPU_EXPERTS and check_vllm_installed() == CPU_BUILD:
+        if num_experts(model) and hidden % CPU_EXPERTS and on_cpu:
             key, value = ("model.path", path) if path else ("model.tiny.hidden_size", hidden)
             allowed = f"experts on hidden states of a multiple of {CPU_EXPERTS} with {CPU_BUILD}"
             raise ConfigError(key, value, f"{allowed} ({hidden})")

@@ -1,22 +1,35 @@
 """The arrays of one forward pass of the rollout engine: tokens, positions and block tables."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from hybridrl.engines.rollout.device_copies import Array, upload
 from hybridrl.engines.rollout.expert_record import ExpertRecord, SequenceRows
 from hybridrl.engines.rollout.interface import Request, SamplingParams
 from hybridrl.engines.rollout.kept_groups import Ints, KeptGroups, group_pages, split
+from hybridrl.engines.rollout.random import UniformsOf
 from hybridrl.engines.rollout.sampling import SamplingBatch
 from hybridrl.models.paged_attention import KVPool, PagedBatch, PagedGroup
 
 # What one more group costs in tokens of a prefill, by type of device: 3 GFLOP each on a GPU.
 _GROUP_TOKENS = {"cpu": 4, "cuda": 160}
 PREFILL_TOKENS = 4096  # tokens of one prefill pass, unless one prompt is longer
+
+
+@dataclass(frozen=True, slots=True)
+class PassInputs:
+    """What a pass reads, on the device: batch, token ids [tokens] and positions [tokens].
+
+    `uniforms` are those of the tokens that it draws, None where it draws none.
+    """
+
+    paged: PagedBatch
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    uniforms: torch.Tensor | None = None
 
 
 class DecodeBatch:
@@ -46,35 +59,62 @@ class DecodeBatch:
         self.slots: Ints = np.array([slot for _, slot, _ in rows])
         self.positions: Ints = np.array([length - 1 for _, _, length in rows])
         self.counts: Ints = np.array([len(request.response_ids) for request in self.requests])
-        self.sampling = _sampling([r.sampling for r in self.requests], vocab_size, device)
+        self.sampling = sampling_batch([r.sampling for r in self.requests], vocab_size, device)
         self._device, self._kept = device, kept
         self._cuts: list[tuple[int, int]] = []
         if kept is None:
             pages = [length // block_size + 1 for _, _, length in rows]
             self._cuts = split(pages, group_pages(device, block_size))
-        last = [(r.response_ids or r.prompt_ids)[-1] for r in self.requests]
-        self._tokens = torch.tensor(last, device=device)
+        # Where they are known: those that were drawn on the device stay there.
+        self._tokens = torch.tensor([(r.response_ids or r.prompt_ids)[-1] for r in self.requests])
 
-    def inputs(self, pool: KVPool, tables: Ints) -> tuple[PagedBatch, torch.Tensor, torch.Tensor]:
-        """The pass of one decode step: batch, token ids [rows] and positions [rows]."""
-        positions = torch.from_numpy(self.positions).to(self._device)
-        if self._kept is not None:
-            return PagedBatch(pool, None, self._kept.paged_groups()), self._tokens, positions
-        page, offset = np.divmod(self.positions, pool.block_size)
-        blocks = _tensor(tables[self.slots, page], self._device)
-        groups = [
-            PagedGroup(
-                start=start,
-                rows=stop - start,
-                queries=1,
-                keys=int(self.positions[start]) + 1,
-                positions=positions[start:stop, None],
-                tables=_tensor(tables[self.slots[start:stop], : page[start] + 1], self._device),
-            )
-            for start, stop in self._cuts
-        ]
-        rows = pool.rows(blocks, _tensor(offset, self._device))
-        return PagedBatch(pool, rows, groups), self._tokens, positions
+    def inputs(self, pool: KVPool, tables: Ints, uniforms: Array | None = None) -> PassInputs:
+        """The pass of one decode step, whose tokens are drawn by `uniforms` [rows].
+
+        All that the device lacks goes there in one copy, before the pass.
+        """
+        arrays: dict[str, Array] = {"positions": self.positions}
+        if uniforms is not None:
+            arrays["uniforms"] = uniforms
+        if self._tokens.device.type != self._device.type:
+            arrays["tokens"] = self._tokens.numpy()
+        if self._kept is None:
+            page, arrays["offsets"] = np.divmod(self.positions, pool.block_size)
+            arrays["blocks"] = tables[self.slots, page]
+            arrays["tables"] = tables[self.slots, : page[0] + 1]  # the first is the longest
+        sent = upload(arrays, self._device)
+
+        self._tokens = sent.get("tokens", self._tokens)
+        if self._kept is None:
+            places = sent["blocks"], sent["offsets"]
+            groups = self._groups(pool, sent["positions"], sent["tables"])
+            paged = PagedBatch(pool, places, groups)
+        else:
+            paged = PagedBatch(pool, None, self._kept.paged_groups())
+        return PassInputs(paged, self._tokens, sent["positions"], sent.get("uniforms"))
+
+    def _groups(
+        self, pool: KVPool, positions: torch.Tensor, tables: torch.Tensor
+    ) -> list[PagedGroup]:
+        """The groups, in parts where the rows have grown too much to be read at once."""
+        groups = []
+        for start, stop in self._cuts:
+            keys = int(self.positions[start]) + 1
+            pages = pool.num_pages(keys)
+            at_once = pool.rows_at_once(stop - start, pages)
+            for first in range(start, stop, at_once):
+                rows = slice(first, min(first + at_once, stop))
+                groups.append(
+                    PagedGroup(
+                        start=first,
+                        rows=rows.stop - first,
+                        queries=1,
+                        keys=pool.keys(keys),
+                        positions=positions[rows, None],
+                        pages=pool.pages(tables[rows, :pages]),
+                    )
+                )
+        return groups
 
     def spans(self) -> list[SequenceRows]:
         """The pending tokens of the sequences whose experts are recorded."""
@@ -86,7 +126,10 @@ class DecodeBatch:
         ]
 
     def advance(self, tokens: torch.Tensor) -> None:
-        """The drawn `tokens` [rows] are the pending ones of the next step."""
+        """The drawn `tokens` [rows] are the pending ones of the next step.
+
+        They may be on the device, or on the host.
+        """
         self._tokens = tokens
         self.positions += 1
         self.counts += 1
@@ -106,29 +149,44 @@ class Prefill:
     blocks: list[int]
     record: ExpertRecord | None = None
 
+    @property
+    def stop(self) -> int:
+        """The position behind the last token."""
+        return self.start + len(self.tokens)
+
 
 def prefill_batches(
     jobs: Sequence[Prefill], pool: KVPool, device: torch.device
-) -> Iterator[tuple[PagedBatch, torch.Tensor, torch.Tensor, list[SequenceRows]]]:
-    """Passes that cache the jobs' tokens: batch, token ids [tokens] and positions [tokens].
-
-    The last are the sequences whose experts are recorded.
+) -> Iterator[tuple[PassInputs, list[SequenceRows]]]:
+    """Passes that cache the jobs' tokens, and the sequences whose experts are recorded.
 
     Jobs of like length are padded to the longest of their group; padding is written to block 0.
     """
     jobs = sorted(jobs, key=lambda job: -len(job.tokens))
     pending: list[Sequence[Prefill]] = []
     for start, stop in split([len(job.tokens) for job in jobs], _GROUP_TOKENS[device.type]):
-        rows = max(1, PREFILL_TOKENS // len(jobs[start].tokens))
-        for first in range(start, stop, rows):
-            group = jobs[first : min(first + rows, stop)]
+        for group in _within_limits(jobs[start:stop], pool):
             used = sum(len(other) * len(other[0].tokens) for other in pending)
             if pending and used + len(group) * len(group[0].tokens) > PREFILL_TOKENS:
-                yield _prefill_batch(pending, pool, device)
+                yield _prefill_pass(pending, pool, device)
                 pending = []
             pending.append(group)
     if pending:
-        yield _prefill_batch(pending, pool, device)
+        yield _prefill_pass(pending, pool, device)
+
+
+def _within_limits(jobs: Sequence[Prefill], pool: KVPool) -> Iterator[Sequence[Prefill]]:
+    """Jobs in parts that a pass can compute, and whose keys can be read at once."""
+    start, most = 0, max(1, PREFILL_TOKENS // len(jobs[0].tokens))
+    while start < len(jobs):
+        stop, pages = start, 0
+        while stop < min(start + most, len(jobs)):
+            pages = max(pages, pool.num_pages(jobs[stop].stop))
+            if stop > start and pool.rows_at_once(stop + 1 - start, pages) <= stop - start:
+                break
+            stop += 1
+        yield jobs[start:stop]
+        start = stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,12 +196,12 @@ class VerifyBatch:
     `requests`, `slots` and `counts` [tokens] are those of every token whose successor is drawn, row
     by row, `counts` with the guessed tokens before it. `starts` [rows] are where rows begin
     among them. `places` [tokens] are where they are in the pass, which pads rows of other lengths.
+    `rows` [rows] are where its rows begin there.
     """
 
-    paged: PagedBatch
-    token_ids: torch.Tensor
-    positions: torch.Tensor
+    inputs: PassInputs
     places: torch.Tensor
+    rows: list[int]
     requests: list[Request]
     slots: Ints
     counts: Ints
@@ -157,80 +215,107 @@ class VerifyBatch:
         pool: KVPool,
         vocab_size: int,
         device: torch.device,
+        uniforms_of: UniformsOf | None,
     ) -> "VerifyBatch":
-        """Rows (request, slot, pending token and draft), those with most tokens first."""
+        """Rows (request, slot, pending token and draft), those with most tokens first.
+
+        `uniforms_of` gives what tokens are drawn by, on the rank that draws them.
+        """
         jobs = [job for _, _, job in rows]
         sizes = [len(job.tokens) for job in jobs]
-        groups = [jobs[start:stop] for start, stop in split(sizes, _GROUP_TOKENS[device.type])]
-        paged, token_ids, positions, _ = _prefill_batch(groups, pool, device)
+        cuts = split(sizes, _GROUP_TOKENS[device.type])
+        groups = [group for start, stop in cuts for group in _within_limits(jobs[start:stop], pool)]
         # A group's rows are as wide as its first.
         widths = [len(group[0].tokens) for group in groups for _ in group]
         begins = np.cumsum([0, *widths[:-1]])
         inner = np.concatenate([np.arange(size) for size in sizes])
         which = np.repeat(np.arange(len(rows)), sizes)
         requests = [rows[row][0] for row in which.tolist()]
-        num_before = np.array([len(request.response_ids) for request, _, _ in rows])
+        slots = np.array([slot for _, slot, _ in rows])[which]
+        counts = np.array([len(request.response_ids) for request, _, _ in rows])[which] + inner
+        arrays: dict[str, Array] = {"places": begins[which] + inner}
+        if uniforms_of is not None:
+            arrays["uniforms"] = uniforms_of(requests, slots, counts)
+        inputs, sent = _prefill_inputs(groups, pool, device, arrays)
         return cls(
-            paged=paged,
-            token_ids=token_ids,
-            positions=positions,
-            places=_tensor(begins[which] + inner, device),
+            inputs=inputs,
+            places=sent["places"],
+            rows=begins.tolist(),
             requests=requests,
-            slots=np.array([slot for _, slot, _ in rows])[which],
-            counts=num_before[which] + inner,
+            slots=slots,
+            counts=counts,
             starts=np.cumsum([0, *sizes[:-1]]).tolist(),
-            sampling=_sampling([r.sampling for r in requests], vocab_size, device),
+            sampling=sampling_batch([r.sampling for r in requests], vocab_size, device),
         )
 
 
-def _sampling(
+def sampling_batch(
     params: Sequence[SamplingParams], vocab_size: int, device: torch.device
 ) -> SamplingBatch:
-    """The batch of these parameters; those of rows that are alike are made once."""
+    """The batch of these parameters; rows that are alike need nothing from the host."""
     first = params[0]
     if not first.edits_logits and all(other is first or other == first for other in params):
-        return _alike(first, len(params), vocab_size, device)
+        return SamplingBatch.alike(first, len(params), vocab_size, device)
     return SamplingBatch.of(params, vocab_size, device)
 
 
-@lru_cache(maxsize=256)
-def _alike(
-    params: SamplingParams, rows: int, vocab_size: int, device: torch.device
-) -> SamplingBatch:
-    return SamplingBatch.of([params] * rows, vocab_size, device)
-
-
-def _prefill_batch(
+def _prefill_pass(
     groups: Sequence[Sequence[Prefill]], pool: KVPool, device: torch.device
-) -> tuple[PagedBatch, torch.Tensor, torch.Tensor, list[SequenceRows]]:
-    size = pool.block_size
-    paged, rows, ids, start = [], [], [], 0
-    spans: list[SequenceRows] = []
+) -> tuple[PassInputs, list[SequenceRows]]:
+    """The pass of these groups, and the sequences whose experts are recorded."""
+    spans, start = [], 0
     for jobs in groups:
-        shape = (len(jobs), len(jobs[0].tokens))
-        longest = max(job.start + len(job.tokens) for job in jobs)
-        token_ids, positions, blocks, offsets = (np.zeros(shape, np.int64) for _ in range(4))
-        tables = np.zeros((len(jobs), -(-longest // size)), np.int64)
+        width = len(jobs[0].tokens)
         for row, job in enumerate(jobs):
-            count = len(job.tokens)
-            used = job.blocks[: tables.shape[1]]
-            tables[row, : len(used)] = used
-            token_ids[row, :count] = job.tokens
-            positions[row, :count] = np.arange(job.start, job.start + count)
-            page, offsets[row, :count] = np.divmod(positions[row, :count], size)
-            blocks[row, :count] = tables[row, page]
             if job.record is not None:
-                spans.append(SequenceRows(job.record, job.start, count, start + row * shape[1]))
-        queries = _tensor(positions, device)
-        paged.append(PagedGroup(start, *shape, longest, queries, _tensor(tables, device)))
-        rows.append(
-            pool.rows(_tensor(blocks.reshape(-1), device), _tensor(offsets.reshape(-1), device))
+                first = start + row * width
+                spans.append(SequenceRows(job.record, job.start, len(job.tokens), first))
+        start += len(jobs) * width
+    return _prefill_inputs(groups, pool, device, {})[0], spans
+
+
+def _prefill_inputs(
+    groups: Sequence[Sequence[Prefill]],
+    pool: KVPool,
+    device: torch.device,
+    others: Mapping[str, Array],
+) -> tuple[PassInputs, dict[str, torch.Tensor]]:
+    """The pass of these groups, and the tensors of `others`: all of it gets there in one copy."""
+    shapes = [(len(jobs), len(jobs[0].tokens)) for jobs in groups]
+    num_tokens = sum(rows * width for rows, width in shapes)
+    token_ids, positions, blocks, offsets = (np.zeros(num_tokens, np.int64) for _ in range(4))
+    tables: list[Ints] = []
+    start = 0
+    for jobs, (_, width) in zip(groups, shapes, strict=True):
+        pages = pool.num_pages(max(job.stop for job in jobs))
+        table = np.zeros((len(jobs), pages), np.int64)
+        for row, job in enumerate(jobs):
+            used = job.blocks[:pages]
+            table[row, : len(used)] = used
+            at = slice(start + row * width, start + row * width + len(job.tokens))
+            token_ids[at] = job.tokens
+            positions[at] = np.arange(job.start, job.stop)
+            page, offsets[at] = np.divmod(positions[at], pool.block_size)
+            blocks[at] = table[row, page]
+        tables.append(table)
+        start += len(jobs) * width
+    arrays = {"token_ids": token_ids, "positions": positions, "blocks": blocks, "offsets": offsets}
+    named = {f"table {number}": table for number, table in enumerate(tables)}
+    sent = upload({**arrays, **named, **others}, device)
+
+    paged, start = [], 0
+    for number, (jobs, (rows, width)) in enumerate(zip(groups, shapes, strict=True)):
+        paged.append(
+            PagedGroup(
+                start=start,
+                rows=rows,
+                queries=width,
+                keys=pool.keys(max(job.stop for job in jobs)),
+                positions=sent["positions"][start : start + rows * width].view(rows, width),
+                pages=pool.pages(sent[f"table {number}"]),
+            )
         )
-        ids.append(_tensor(token_ids.reshape(-1), device))
-        start += shape[0] * shape[1]
-    positions_row = torch.cat([group.positions.reshape(-1) for group in paged])
-    return PagedBatch(pool, torch.cat(rows), paged), torch.cat(ids), positions_row, spans
-
-
-def _tensor(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        start += rows * width
+    batch = PagedBatch(pool, (sent["blocks"], sent["offsets"]), paged)
+    inputs = PassInputs(batch, sent["token_ids"], sent["positions"], sent.get("uniforms"))
+    return inputs, sent

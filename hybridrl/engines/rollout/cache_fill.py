@@ -3,9 +3,11 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from hybridrl.engines.rollout.batch import DecodeBatch, Prefill, prefill_batches
+from hybridrl.engines.rollout.device_copies import upload
 from hybridrl.engines.rollout.entries import Admitted, Entry, Lane
 from hybridrl.engines.rollout.expert_record import ExpertRecord, ExpertRecorder, SequenceRows
 from hybridrl.engines.rollout.interface import Request
@@ -46,8 +48,8 @@ class CacheFiller:
         for record, prefix in admitted.sharing:
             record.append(prefix.whole())
         if admitted.copies:
-            source, destination = torch.tensor(admitted.copies, device=self._device).unbind(1)
-            pool.copy(source, destination)
+            pairs = upload({"copies": np.array(admitted.copies)}, self._device)["copies"]
+            pool.copy(*pairs.unbind(1))
         for entry in admitted.restored:
             self._restore(entry, pool)
         self._prefill(admitted.prompts, pool, timed)
@@ -122,9 +124,9 @@ class CacheFiller:
             self._prefill_all(jobs, pool)
 
     def _prefill_all(self, jobs: list[Prefill], pool: KVPool) -> None:
-        for paged, token_ids, positions, spans in prefill_batches(jobs, pool, self._device):
-            routing = self.routing(spans, len(token_ids))
-            self._stage.prefill(paged, token_ids, positions, routing)
+        for inputs, spans in prefill_batches(jobs, pool, self._device):
+            routing = self.routing(spans, len(inputs.token_ids))
+            self._stage.prefill(inputs, routing)
             self.keep(spans, routing)
             self.prefill_calls += 1
 
@@ -161,7 +163,7 @@ class CacheFiller:
         for token in request.response_ids[start:stop]:
             spans = batch.spans()
             routing = self.routing(spans, 1)
-            self._stage.feed(*batch.inputs(pool, tables), routing)
+            self._stage.feed(batch.inputs(pool, tables), routing)
             self.keep(spans, routing)
-            batch.advance(torch.tensor([token], device=self._device))
+            batch.advance(torch.tensor([token]))
         self.replayed_tokens += stop - start

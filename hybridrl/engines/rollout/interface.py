@@ -233,7 +233,8 @@ class EngineParts:
     The engine runs the model in the directory `model_path`, of the Hugging Face config
     `model_config`. It is this rank's share of an instance of the switch's generation mesh;
     `parallel` are its coordinates. A sequence has at most `max_sequence` tokens. `router_replay`
-    says whether the engine records experts, or others do in its module.
+    says whether the engine records experts, or others do in its module. On a GPU others will take
+    `reserved_bytes` while it generates, of which nothing is in use yet.
     """
 
     rollout: RolloutConfig
@@ -246,6 +247,7 @@ class EngineParts:
     max_sequence: int
     deterministic: bool
     router_replay: RouterReplay = RouterReplay.off
+    reserved_bytes: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -255,7 +257,7 @@ class EngineParts:
     @property
     def bucket_bytes(self) -> int:
         """Size of a bucket of the weight switch."""
-        return round(self.rollout.layout.bucket_mb * 2**20)
+        return self.rollout.layout.bucket_bytes(self.device.type)
 
 
 class RolloutEngine(Protocol):
@@ -270,7 +272,7 @@ class RolloutEngine(Protocol):
     def build(cls, parts: EngineParts) -> Self:
         """The engine at this rank's position of the generation mesh: awake, with random weights.
 
-        Collective. Training's weights must have left the device.
+        Collective. Training's weights must have left the device, unless they stay there.
         """
         ...
 

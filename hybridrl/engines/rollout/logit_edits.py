@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hybridrl.engines.rollout.device_copies import upload
 from hybridrl.engines.rollout.interface import Request, SamplingParams
 
 _Ints = npt.NDArray[np.int64]
@@ -50,7 +51,7 @@ class SeenTokens:
             tokens = [requests[row].response_ids[counts[row] - 1] for row in grown.tolist()]
             self._append(slots[grown], tokens)
         width = int(self._used[slots].max())
-        index = torch.from_numpy(slots).to(self._ids.device)
+        index = upload({"slots": slots}, self._ids.device)["slots"]
         return self._ids[index, :width], self._numbers[index, :width]
 
     def _fill(self, request: Request, slot: int, count: int) -> None:
@@ -72,10 +73,9 @@ class SeenTokens:
 
     def _append(self, slots: _Ints, tokens: Sequence[int]) -> None:
         """Add a response token to each slot."""
-        device = self._ids.device
         self._widen(int(self._used[slots].max()) + 1)
-        columns = torch.from_numpy(self._used[slots]).to(device)
-        rows, new = torch.from_numpy(slots).to(device), torch.tensor(tokens, device=device)
+        arrays = {"columns": self._used[slots], "rows": slots, "new": np.array(tokens)}
+        columns, rows, new = upload(arrays, self._ids.device).values()
         equal, numbers = self._ids[rows] == new[:, None], self._numbers[rows]
         number = numbers.where(equal, 0.0).amax(1) + 1
         self._numbers[rows] = number[:, None].where(equal, numbers)
@@ -181,4 +181,4 @@ class LogitEdits:
             logits[rows, tokens] = -torch.inf
 
     def _column(self, rows: _Ints) -> torch.Tensor:
-        return torch.from_numpy(rows).to(self._device)[:, None]
+        return upload({"rows": rows}, self._device)["rows"][:, None]

@@ -4,6 +4,8 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,8 @@ GIB = 2**30
 _MARGIN = 0.04  # of the device
 _MIN_MARGIN = 3 * 10**9
 _LOGITS_COPIES = 8  # of a step's logits in float32, while it samples
+_LARGE_DEVICE = 70 * GIB  # from an H100 on, by vLLM's defaults
+_MANY_TOKENS, _FEW_TOKENS = 16384, 8192
 _PLAIN_COPIES = 3  # where all tokens are drawn from: of tp ranks, joined, exponentiated
 _DIGITS = 4  # of the share; it is rounded down
 _MORE_TP = "more ranks in rollout.layout.tp need less on each"
@@ -71,11 +75,18 @@ def memory_left(total: int, used: int, resident: Mapping[str, int]) -> MemoryLef
 
 
 def device_memory_left(parts: EngineParts) -> MemoryLeft:
-    """`memory_left` of this rank's GPU, once torch's caches are empty and training is offloaded."""
+    """`memory_left` of this rank's GPU, once torch's caches are empty.
+
+    Training is offloaded, or what will stay of it is in use or among `parts.reserved_bytes`.
+    """
     free, total = torch.cuda.mem_get_info(parts.device)
     kept = torch.cuda.memory_reserved(parts.device)
     buckets = 2 * parts.bucket_bytes
-    resident = {"memory that training keeps": kept, "buckets of the weight switch": buckets}
+    resident = {
+        "memory that training keeps": kept,
+        "what training will keep": parts.reserved_bytes,
+        "buckets of the weight switch": buckets,
+    }
     return memory_left(total, total - free - kept, resident)
 
 
@@ -135,10 +146,36 @@ def sampling_bytes(rollout: RolloutConfig, vocab_size: int) -> int:
     return (_LOGITS_COPIES if narrow else _PLAIN_COPIES) * 4 * rollout.pass_tokens * vocab_size
 
 
+def vllm_batched_tokens(total: int, own: Mapping[str, Any] = MappingProxyType({})) -> int:
+    """Tokens of a step of vLLM at most, on a GPU of `total` bytes; `own` is `rollout.vllm`.
+
+    They are those of vLLM's `LLM`. An engine that is made as ours is would have 2,048. It would
+    read the prompts of a training step in four to eight times as many passes.
+    """
+    tokens = own.get("max_num_batched_tokens")
+    if isinstance(tokens, int):
+        return tokens
+    return _MANY_TOKENS if total >= _LARGE_DEVICE else _FEW_TOKENS
+
+
+def vllm_step_bytes(
+    config: PretrainedConfig, rollout: RolloutConfig, dtype: torch.dtype, tp: int, total: int
+) -> tuple[int, int]:
+    """Bytes of a step's activations, and of its logits, however it samples.
+
+    vLLM measures a pass of as many tokens on a GPU of `total` bytes before it sizes its cache. Its
+    attention needs no masks, whatever the prompts' lengths.
+    """
+    tokens = vllm_batched_tokens(total, rollout.vllm)
+    layer = prefill_activations(config, tokens, 1, dtype=dtype, tp=tp)
+    hidden = tokens * config.hidden_size * dtype.itemsize
+    return layer + 2 * hidden, _LOGITS_COPIES * 4 * rollout.max_running * config.vocab_size
+
+
 def native_cache(parts: EngineParts) -> int:
     """Tokens of the native engine's KV cache on a GPU, the same on all ranks of an instance.
 
-    Attention copies the keys and values of one layer at a time.
+    The cache comes with memory for what attention copies: the keys and values of one layer.
     """
     config, rollout = parts.model_config, parts.rollout
     prefill, logits = native_step_bytes(

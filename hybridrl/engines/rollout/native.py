@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config import SPECULATED, RouterReplay
 from hybridrl.engines.rollout.admission import Admission
-from hybridrl.engines.rollout.batch import DecodeBatch, VerifyBatch
+from hybridrl.engines.rollout.batch import DecodeBatch, PassInputs, VerifyBatch
 from hybridrl.engines.rollout.cache_fill import CacheFiller
 from hybridrl.engines.rollout.entries import Entry, Lane
 from hybridrl.engines.rollout.expert_record import ExpertRecorder, SequenceRows
@@ -32,7 +32,7 @@ from hybridrl.engines.rollout.interface import (
 from hybridrl.engines.rollout.kv_costs import KVCosts
 from hybridrl.engines.rollout.logit_edits import SeenTokens
 from hybridrl.engines.rollout.memory import native_cache
-from hybridrl.engines.rollout.random import UniformsOf, UniformTable
+from hybridrl.engines.rollout.random import UniformTable
 from hybridrl.engines.rollout.request_limits import check_positions
 from hybridrl.engines.rollout.responses import (
     append_reply,
@@ -382,22 +382,23 @@ class NativeEngine:
         tables = self._admission.tables
         batch = self._filler.lane_batch(lane, self._pool, tables)
         lane.routing = self._filler.new_routing()
-        logits = self._stage.decode(*batch.inputs(self._pool, tables), lane.routing)
-        lane.drawn = self._draw(batch, logits, self._uniforms.draw)
+        uniforms = None
+        if self._stage.draws:
+            uniforms = self._uniforms.draw(batch.requests, batch.slots, batch.counts)
+        inputs = batch.inputs(self._pool, tables, uniforms)
+        lane.drawn = self._draw(batch, inputs, self._stage.decode(inputs, lane.routing))
         self._decode_tokens += len(batch.requests)
         self._cached_tokens += int(batch.positions.sum())
 
     def _draw(
-        self, batch: DecodeBatch | VerifyBatch, logits: torch.Tensor | None, uniforms_of: UniformsOf
+        self, batch: DecodeBatch | VerifyBatch, inputs: PassInputs, logits: torch.Tensor | None
     ) -> Drawn:
         """Sample the tokens of a pass, or receive them."""
-        uniforms = edited = None
-        if logits is not None:
+        edited = None
+        if logits is not None and batch.sampling.edits is not None:
             drawing = batch.requests, batch.slots, batch.counts
-            uniforms = torch.from_numpy(uniforms_of(*drawing)).to(self._device)
-            if batch.sampling.edits is not None:
-                edited = batch.sampling.edits.apply(logits, *drawing, self._seen)
-        return self._stage.draw(logits, uniforms, batch.sampling, edited)
+            edited = batch.sampling.edits.apply(logits, *drawing, self._seen)
+        return self._stage.draw(logits, inputs.uniforms, batch.sampling, edited)
 
     def _collect_all(self) -> None:
         for lane in self._admission.lanes:
@@ -408,11 +409,11 @@ class NativeEngine:
         if lane.drawn is None:
             return
         assert lane.batch is not None
-        tokens, log_probs = lane.drawn.wait()
-        lane.drawn = None
+        drawn, lane.drawn = lane.drawn, None
+        tokens, log_probs = drawn.wait()
         if lane.routing is not None:
             self._filler.keep(lane.batch.spans(), lane.routing)
-        lane.batch.advance(tokens.to(self._device))
+        lane.batch.advance(drawn.tokens)
         ended = []
         for request, token, log_prob in zip(
             lane.batch.requests, tokens.tolist(), log_probs.tolist(), strict=True
@@ -450,22 +451,21 @@ class NativeEngine:
         """Feed pending tokens and drafts, draw behind each, and keep what is right."""
         lane.flush(self._admission.tables)
         assert self._pool is not None
-        batch = verify_batch(guesses, self._pool, self._vocab_size, self._device)
+        uniforms_of = self._uniforms.draw_ahead if self._stage.draws else None
+        batch = verify_batch(guesses, self._pool, self._vocab_size, self._device, uniforms_of)
         routing = self._filler.new_routing()
-        inputs = batch.paged, batch.token_ids, batch.positions
-        logits = self._stage.decode(*inputs, routing, batch.places)
-        drawn = self._draw(batch, logits, self._uniforms.draw_ahead).wait()
+        logits = self._stage.decode(batch.inputs, routing, batch.places)
+        drawn = self._draw(batch, batch.inputs, logits).wait()
         self._decode_tokens += len(batch.requests)
         self._cached_tokens += sum(guess.entry.length - 1 for guess in guesses)
         tokens, log_probs = (values.tolist() for values in drawn)
         spans, ended = [], []
-        for guess, start in zip(guesses, batch.starts, strict=True):
+        for guess, start, row in zip(guesses, batch.starts, batch.rows, strict=True):
             request, cached = guess.entry.request, guess.entry.length - 1
             num_new, finish = speculation.accept(
                 guess, tokens[start:], log_probs[start:], self._append
             )
             if request.routed_experts is not None:
-                row = int(batch.places[start])
                 spans.append(SequenceRows(request.routed_experts, cached, num_new, row))
             self._admission.cut(guess.entry)
             if finish is not None:

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from hybridrl.engines.rollout.device_copies import Array, upload
 from hybridrl.engines.rollout.interface import SamplingParams
 from hybridrl.engines.rollout.logit_edits import LogitEdits
 
@@ -18,8 +20,9 @@ class SamplingBatch:
 
     `temperature` [rows] float32 (1 where greedy), `greedy` [rows] bool or None when no row is,
     `top_k` [rows] int64 (the vocabulary's size where all) or None, `top_p` [rows] float64 or None.
-    `min_p` is [rows] float32 or None. `plain` says that every row has temperature 1. `edits` is
-    None where all rows draw from the model's own logits.
+    `widest` is the largest number of `top_k` but those of all tokens, which the host knows. `min_p`
+    is [rows] float32 or None. `plain` says that every row has temperature 1. `edits` is None where
+    all rows draw from the model's own logits.
     """
 
     temperature: torch.Tensor
@@ -27,6 +30,7 @@ class SamplingBatch:
     greedy: torch.Tensor | None
     top_k: torch.Tensor | None
     top_p: torch.Tensor | None
+    widest: int = 0
     min_p: torch.Tensor | None = None
     edits: LogitEdits | None = None
 
@@ -35,19 +39,49 @@ class SamplingBatch:
         cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device
     ) -> "SamplingBatch":
         """The rows of `params`, as tensors on `device`."""
-        greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
-        top_k = torch.tensor([p.top_k or vocab_size for p in params], device=device)
-        top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
+        columns: dict[str, Array] = {
+            "temperature": np.array([p.temperature or 1.0 for p in params], np.float32)
+        }
+        if any(p.temperature == 0 for p in params):
+            columns["greedy"] = np.array([p.temperature == 0 for p in params])
+        widest = max([p.top_k for p in params if 0 < p.top_k < vocab_size], default=0)
+        if widest:
+            columns["top_k"] = np.array([p.top_k or vocab_size for p in params], np.int64)
+        if any(p.top_p < 1 for p in params):
+            columns["top_p"] = np.array([p.top_p for p in params], np.float64)
+        if any(p.min_p > 0 for p in params):
+            columns["min_p"] = np.array([p.min_p for p in params], np.float32)
+        sent = upload(columns, device)
         return cls(
-            temperature=torch.tensor([p.temperature or 1.0 for p in params], device=device),
+            temperature=sent["temperature"],
             plain=all(p.temperature in (0, 1) for p in params),
-            greedy=greedy if any(p.temperature == 0 for p in params) else None,
-            top_k=top_k if any(0 < p.top_k < vocab_size for p in params) else None,
-            top_p=top_p if any(p.top_p < 1 for p in params) else None,
-            min_p=torch.tensor([p.min_p for p in params], device=device)
-            if any(p.min_p > 0 for p in params)
-            else None,
+            greedy=sent.get("greedy"),
+            top_k=sent.get("top_k"),
+            top_p=sent.get("top_p"),
+            widest=widest,
+            min_p=sent.get("min_p"),
             edits=LogitEdits(params, device) if any(p.edits_logits for p in params) else None,
+        )
+
+    @classmethod
+    def alike(
+        cls, params: SamplingParams, rows: int, vocab_size: int, device: torch.device
+    ) -> "SamplingBatch":
+        """As `of`, for `rows` rows of the same `params`, which the device fills in itself."""
+        assert not params.edits_logits
+        temperature, narrow = params.temperature, 0 < params.top_k < vocab_size
+
+        def column(value: float, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((rows,), value, dtype=dtype, device=device)
+
+        return cls(
+            temperature=column(temperature or 1.0, torch.float32),
+            plain=temperature in (0, 1),
+            greedy=column(True, torch.bool) if temperature == 0 else None,
+            top_k=column(params.top_k, torch.int64) if narrow else None,
+            top_p=column(params.top_p, torch.float64) if params.top_p < 1 else None,
+            widest=params.top_k if narrow else 0,
+            min_p=column(params.min_p, torch.float32) if params.min_p > 0 else None,
         )
 
 
@@ -79,7 +113,7 @@ def sample(
         weights = weights.where(weights >= batch.min_p[:, None], 0.0)
         restricted = True
     if batch.top_k is not None or batch.top_p is not None:
-        weights = restrict(weights, batch.top_k, batch.top_p)
+        weights = restrict(weights, batch.top_k, batch.widest, batch.top_p)
         restricted = True
     if restricted:
         ends = _ends(weights)
@@ -96,17 +130,16 @@ def _scaled(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def restrict(
-    weights: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None
+    weights: torch.Tensor, top_k: torch.Tensor | None, widest: int, top_p: torch.Tensor | None
 ) -> torch.Tensor:
     """Zero the weights outside top-k, then top-p (of the remaining); ties with the last kept stay.
 
-    `weights` [rows, vocab] are probabilities up to a factor per row.
+    `weights` [rows, vocab] are probabilities up to a factor per row; `widest`: see `SamplingBatch`.
     """
     vocab = weights.shape[-1]
     if top_k is not None:
-        most = int(top_k.clamp(max=vocab).where(top_k < vocab, 1).max())
-        largest = weights.topk(most, -1).values
-        last = largest.gather(-1, (top_k - 1).clamp(max=most - 1)[:, None])
+        largest = weights.topk(widest, -1).values
+        last = largest.gather(-1, (top_k - 1).clamp(max=widest - 1)[:, None])
         weights = weights.where((weights >= last) | (top_k >= vocab)[:, None], 0.0)
     if top_p is not None:
         wanted = (top_p * weights.sum(-1, dtype=torch.float64))[:, None]

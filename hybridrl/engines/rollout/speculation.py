@@ -20,6 +20,7 @@ from hybridrl.engines.rollout.draft_lengths import (
 from hybridrl.engines.rollout.drafts import DraftSource, SeenTexts
 from hybridrl.engines.rollout.entries import Entry, Lane
 from hybridrl.engines.rollout.interface import Request
+from hybridrl.engines.rollout.random import UniformsOf
 from hybridrl.engines.rollout.responses import tokens_left
 from hybridrl.models.paged_attention import KVPool
 from hybridrl.models.shard import GenParallel
@@ -152,16 +153,20 @@ class Speculation:
 
 
 def verify_batch(
-    guesses: Sequence[Guess], pool: KVPool, vocab_size: int, device: torch.device
+    guesses: Sequence[Guess],
+    pool: KVPool,
+    vocab_size: int,
+    device: torch.device,
+    uniforms_of: UniformsOf | None,
 ) -> VerifyBatch:
-    """The pass that verifies guesses, the longest first."""
+    """The pass that verifies guesses, the longest first; `uniforms_of`: see `VerifyBatch.of`."""
     rows = []
     for guess in guesses:
         entry, request = guess.entry, guess.entry.request
         pending = (request.response_ids or request.prompt_ids)[-1]
         job = Prefill([pending, *guess.tokens], entry.length - 1, entry.blocks)
         rows.append((request, entry.slot, job))
-    return VerifyBatch.of(rows, pool, vocab_size, device)
+    return VerifyBatch.of(rows, pool, vocab_size, device, uniforms_of)
 
 
 def _group(request: Request) -> PromptGroup:

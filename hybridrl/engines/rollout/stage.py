@@ -2,12 +2,12 @@
 
 Each stage sends hidden states to the next as soon as they are computed; the last stage sends
 sampled tokens to all others. Sends do not block, so a stage computes while its messages are in
-flight. One tensor-parallel rank samples and sends the tokens to the others, so that all agree.
+flight. One tensor-parallel rank samples and sends the tokens to the others, so that all agree. On
+GPUs they go from device to device, where they feed the next step.
 """
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,15 +15,17 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from hybridrl.engines.rollout.batch import PassInputs
 from hybridrl.engines.rollout.decode import FAMILIES as FUSED_FAMILIES
 from hybridrl.engines.rollout.decode import FusedDecoder
+from hybridrl.engines.rollout.device_copies import Download
 from hybridrl.engines.rollout.sampling import SamplingBatch, sample
 from hybridrl.models import paged_attention
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.logits import logits_transform
-from hybridrl.models.paged_attention import KVPool, PagedBatch
+from hybridrl.models.paged_attention import KVPool
 from hybridrl.models.parallel import kv_heads_of_rank
 from hybridrl.models.router_replay import (
     KEYWORD,
@@ -35,27 +37,30 @@ from hybridrl.models.router_replay import (
 from hybridrl.models.shard import GenParallel, StageLink, local_model, own_layers
 
 
-@dataclass(slots=True)
 class Drawn:
     """Tokens [rows] and their log-probabilities [rows] of a decode step, perhaps still in flight.
 
-    In flight they are one int64 `message` [2, rows], the log-probabilities as bits of a double.
+    `tokens` are the pending ones of the next step. They stay on the device, and their copies are on
+    the way to the host. Stages of a pipeline send each other one int64 message [2, rows] from host
+    to host, the log-probabilities as bits of a double.
     """
 
-    tokens: torch.Tensor | None = None
-    log_probs: torch.Tensor | None = None
-    message: torch.Tensor | None = None
-    underway: list[dist.Work] = field(default_factory=list)
+    def __init__(self, tokens: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
+        """`values` are tokens and log-probabilities, or a message with both."""
+        self.tokens = tokens
+        self.underway: list[dist.Work] = []
+        self._copies = Download(values)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait for tokens and log-probabilities."""
+        """Tokens and log-probabilities on the host, once they are there."""
         for work in self.underway:
             work.wait()
-        if self.tokens is None or self.log_probs is None:
-            assert self.message is not None
-            self.tokens, log_probs = self.message
-            self.log_probs = log_probs.view(torch.float64).float()
-        return self.tokens, self.log_probs
+        values = self._copies.wait()
+        if len(values) == 1:
+            tokens, bits = values[0]
+            return tokens, bits.view(torch.float64).float()
+        tokens, log_probs = values
+        return tokens, log_probs
 
 
 class RolloutStage:
@@ -167,28 +172,20 @@ class RolloutStage:
             head_dim=self._head_dim,
             dtype=self.dtype,
             device=self._device,
-            memory=pool.blocks,
+            lender=pool,
         )
 
     def num_blocks(self, pool: KVPool) -> int:
         """Blocks of `share_pool`, the padding's among them."""
         return pool.blocks.shape[1] * pool.kv_heads // self._kv_heads
 
-    def prefill(
-        self,
-        paged: PagedBatch,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        routing: Routing | None = None,
-    ) -> None:
-        """Cache keys and values of `token_ids` [tokens] at `positions` [tokens]."""
-        self._pass_on(self._module(paged, self._inputs(token_ids), positions, routing))
+    def prefill(self, inputs: PassInputs, routing: Routing | None = None) -> None:
+        """Cache the keys and values of a pass."""
+        self._pass_on(self._module(inputs, self._inputs(inputs.token_ids), routing))
 
     def decode(
         self,
-        paged: PagedBatch,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
+        inputs: PassInputs,
         routing: Routing | None = None,
         places: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
@@ -196,7 +193,7 @@ class RolloutStage:
 
         With `places` they are those of these tokens of the pass alone.
         """
-        hidden = self.feed(paged, token_ids, positions, routing)
+        hidden = self.feed(inputs, routing)
         if not self.parallel.last:
             return None
         if places is not None and len(places) < len(hidden):
@@ -207,21 +204,15 @@ class RolloutStage:
             products += head.bias
         return self._join(self._transform.apply_(products))
 
-    def feed(
-        self,
-        paged: PagedBatch,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        routing: Routing | None = None,
-    ) -> torch.Tensor:
+    def feed(self, inputs: PassInputs, routing: Routing | None = None) -> torch.Tensor:
         """A decode step without its logits: the stage's hidden states [tokens, hidden]."""
-        x = self._inputs(token_ids)
+        x = self._inputs(inputs.token_ids)
         if self.decoder is not None:
             for layer in self._replaying:
                 layer.take(routing)
-            hidden = self.decoder(paged, x, positions)
+            hidden = self.decoder(inputs.paged, x, inputs.positions)
         else:
-            hidden = self._module(paged, x, positions, routing)
+            hidden = self._module(inputs, x, routing)
         self._pass_on(hidden)
         return hidden
 
@@ -241,36 +232,35 @@ class RolloutStage:
 
         `logits` and `uniforms` [rows] are None on ranks that do not sample; `edited`: see `sample`.
         """
-        parallel, drawn = self.parallel, Drawn()
-        rows = len(batch.temperature)
+        parallel = self.parallel
         if logits is not None:
             assert uniforms is not None
-            drawn.tokens, drawn.log_probs = sample(logits, uniforms, batch, edited)
+            tokens, log_probs = sample(logits, uniforms, batch, edited)
             if parallel.pp * parallel.tp == 1:
-                return drawn
-            bits = drawn.log_probs.double().view(torch.int64)
-            drawn.message = torch.stack((drawn.tokens, bits)).cpu()
+                return Drawn(tokens, [tokens, log_probs])
+            message = torch.stack((tokens, log_probs.double().view(torch.int64)))
         else:
-            drawn.message = torch.empty(2, rows, dtype=torch.int64)
+            # A rank of the last stage gets them on the device, other stages on the host.
+            device = self._device if parallel.last else None
+            message = torch.empty(2, len(batch.temperature), dtype=torch.int64, device=device)
         if parallel.last and parallel.tp > 1:
-            dist.broadcast(drawn.message, group=parallel.tp_group, group_src=parallel.tp_peers[0])
-        if parallel.pp > 1:
-            drawn.underway = self._send_drawn(drawn.message)
+            dist.broadcast(message, group=parallel.tp_group, group_src=parallel.tp_peers[0])
+        if parallel.pp == 1:
+            return Drawn(message[0], [message])
+        message = message.cpu()
+        drawn = Drawn(message[0], [message])
+        drawn.underway = self._send_drawn(message)
         return drawn
 
     def _module(
-        self,
-        paged: PagedBatch,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        routing: Routing | None = None,
+        self, inputs: PassInputs, x: torch.Tensor, routing: Routing | None = None
     ) -> torch.Tensor:
         """The stage's layers (and norm) by the Hugging Face module, [tokens, hidden] likewise."""
         hidden: torch.Tensor = self.model.base_model(
             inputs_embeds=x[None],
-            position_ids=positions[None],
+            position_ids=inputs.positions[None],
             use_cache=False,
-            paged=paged,
+            paged=inputs.paged,
             **({} if routing is None else {KEYWORD: routing}),
         ).last_hidden_state
         return hidden[0]

@@ -18,15 +18,17 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config import Attention
+from hybridrl.engines.score.node_copy import NodeCopy, keep_once, load_once
 from hybridrl.engines.train.interface import TrainSequence, last_position
 from hybridrl.engines.train.packed import PackedBatch, keep_experts, pack
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
 from hybridrl.kernels.token_logits import top_log_probs
+from hybridrl.models.attention_choice import choose_attention
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.load import check_supported
 from hybridrl.models.local_weights import load_buffers, load_local, take_local
 from hybridrl.models.logits import logits_transform
-from hybridrl.models.packed_attention import NAME, choose_attention
+from hybridrl.models.packed_attention import NAME
 from hybridrl.models.router_replay import KEYWORD, ExpertShape
 from hybridrl.models.shard import GenParallel, StageLink, local_model
 from hybridrl.pipelines.balance import micro_batches
@@ -52,9 +54,9 @@ class ScoreEngine:
     All ranks of the instance call `log_probs` and `values_at_end` together with the same sequences,
     and all get all results.
 
-    States (`weights`): empty -> `load` or `share` -> here <-> (`offload`, `onload`) offloaded; an
-    engine over the model of another one stays borrowed. Invariant: results come from here or
-    borrowed alone.
+    States (`weights`): empty -> `load`, `load_once` or `share` -> here <-> (`offload`, `onload`)
+    offloaded; an engine over the model of another one stays borrowed. Invariant: results come from
+    here or borrowed alone.
 
     Example: `engine = ScoreEngine(config, GenParallel(), dtype=..., ...)`, `engine.load(path)`,
     `engine.log_probs(sequences)`; `ScoreEngine(config, parallel, model=rollout.model, ...)` scores
@@ -114,7 +116,8 @@ class ScoreEngine:
             device=device,
             classifier=classifier,
         )
-        self._host: list[torch.Tensor] = []
+        self._host: Sequence[torch.Tensor] = []
+        self._copy: NodeCopy | None = None
         self._shares = False
 
     # Weights
@@ -124,7 +127,7 @@ class ScoreEngine:
         """Bytes of this rank's own weights; 0 if they are borrowed."""
         if self.weights is Weights.borrowed:
             return 0
-        parameters = self._host or list(self.model.parameters())
+        parameters = list(self._host or self.model.parameters())
         return sum(parameter.nbytes for parameter in parameters)
 
     def load(self, path: str, key: str = "model.path") -> None:
@@ -134,13 +137,48 @@ class ScoreEngine:
         load_local(
             self.model, path, self.config, self.parallel, classifier=self.classifier, key=key
         )
-        self._host = []
+        self._forget_host()
         self.weights = Weights.here
+
+    def load_once(self, path: str, key: str = "model.path") -> None:
+        """`load` on one rank of a node: its copy in host memory is that of all with its shards.
+
+        All ranks of the world call it together.
+        """
+        assert self.weights is Weights.empty, f"load_once: weights are {self.weights}"
+        parameters = list(self.model.parameters())
+        self._have(load_once(parameters, lambda: self.load(path, key), self._shards))
+        if self.weights is Weights.empty:  # another rank has loaded them
+            load_buffers(self.model, path, self.config, self.classifier)
+            self.weights = Weights.here
+
+    def keep_once(self) -> None:
+        """Share the present weights as `load_once` does, on all ranks together."""
+        assert self.weights is Weights.here, f"keep_once: weights are {self.weights}"
+        self._forget_host()
+        self._have(keep_once(list(self.model.parameters()), self._shards))
+
+    @property
+    def _shards(self) -> tuple[int, int]:
+        """Equal for ranks with the same shards."""
+        return self.parallel.pp_rank, self.parallel.tp_rank
+
+    def _have(self, copy: NodeCopy | None) -> None:
+        self._copy = copy
+        if copy is not None and copy.pinned is not None:  # else they are the model's own
+            self._host = copy.tensors
+
+    def _forget_host(self) -> None:
+        """Drop the copy in host memory: other weights are on the device, or will be."""
+        if self._copy is not None:
+            self._copy.release()
+        self._host, self._copy = [], None
 
     def take_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy another model's full parameters [..], and buffers, to those of the same names."""
         assert self.weights is Weights.here, f"take_weights: weights are {self.weights}"
         assert not self._shares, "these weights are shared"
+        self._forget_host()
         take_local(self.model, weights, self.config, self.parallel)
 
     def share(self, host: Mapping[str, torch.Tensor], path: str) -> None:
@@ -159,7 +197,8 @@ class ScoreEngine:
         """The rank's own tensors by state-dict name, tied ones once; to be written in place."""
         assert not self._shares, "these weights are shared"
         assert self.weights in (Weights.empty, Weights.here), f"weights are {self.weights}"
-        self.weights, self._host = Weights.here, []
+        self.weights = Weights.here
+        self._forget_host()
         return {name: parameter.data for name, parameter in self.model.named_parameters()}
 
     def offload(self) -> None:

@@ -3,27 +3,22 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import (
-    FSDPMeshInfo,
-    HSDPMeshInfo,
-    ShardPlacementResult,
-)
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
 from hybridrl.config import ActivationMode, PipelineSchedule, TrainLayoutConfig
 from hybridrl.engines.train.activation_offload import ActivationOffload
+from hybridrl.engines.train.fsdp_versions import Sharding
 from hybridrl.engines.train.gathering import fsdp_modules
 from hybridrl.engines.train.packed import PackedModel
 from hybridrl.engines.train.pipeline import StageModel
+from hybridrl.engines.train.state_memory import StateMemory
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layout import Layout, chunk_bounds, rank_of_chunk, stages_of_layers
 from hybridrl.layout.mesh import Mesh
@@ -41,13 +36,12 @@ from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.expert_parallel import apply_expert_parallel, experts_of
 from hybridrl.models.local_weights import fill_parameters
 from hybridrl.models.parallel import check_train_layout, model_parameters
+from hybridrl.models.recomputation import recompute_layers
 from hybridrl.models.stages import Chunk, cut, head_name, hollow, whole
 from hybridrl.models.stored_weights import StoredWeights
 from hybridrl.models.tensor_parallel import apply_tensor_parallel, pad_vocabulary
 
 logger = logging.getLogger(__name__)
-
-ShardPlacement = Shard | ShardPlacementResult
 
 
 @dataclass(frozen=True)
@@ -185,30 +179,35 @@ def build(
     _apply_activations(chunks, activations, torch.device(dims.mesh.device_type))
     roots = _wrap(chunks, dims, temperature)
     shards = {p.name: Shard(fsdp_dim(p, axes, gen_tp, gen_ep)) for p in all_parameters}
-    by_name: dict[str, ShardPlacement] = {**shards}
-    if experts is not None:
-        own = [p.name for p in parameters if p.experts]
-        by_name |= {name: ShardPlacementResult(shards[name], experts) for name in own}
-    placements = {id(p): by_name[name] for chunk in chunks for name, p in chunk.named_parameters()}
+    of_experts = {p.name for p in parameters if p.experts}
+    named = [item for chunk in chunks for item in chunk.named_parameters()]
+    sharding = Sharding(
+        mesh=dims.mesh["replica", "fsdp"] if axes.replicas > 1 else dims.mesh["fsdp"],
+        policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+        # A pipeline keeps them: each of its rows would gather them anew. A backward pass in halves
+        # looks for weights in the graph of the forward pass: others would get no gradient.
+        reshard_after_forward=not keep_unsharded,
+        placements={id(p): shards[name] for name, p in named},
+        experts=experts,
+        of_experts=frozenset(id(p) for name, p in named if name in of_experts),
+    )
+    assert keep_unsharded or dims.num_chunks == 1
     for root in roots:
-        _apply_fsdp(root, dims, compute, keep_unsharded, one_group, placements, experts)
+        _apply_fsdp(root, sharding, one_group)
     logger.debug("the model is cut into %d chunks and sharded", dims.num_chunks)
     return Parts(parameters, adapters, layout, chunks, roots)
 
 
-def load(parts: Parts, weights: StoredWeights, device: torch.device) -> None:
-    """Give the parameters that are on the meta device memory on `device`, and this rank's boxes.
+def load(parts: Parts, weights: StoredWeights, device: torch.device) -> StateMemory:
+    """Give the parameters memory on `device`, and this rank's boxes of the weights.
 
-    Others, which are adapters, stay.
+    Those that have values, which are adapters, keep them.
     """
-
-    def allocated(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-
-    for root in parts.roots:
-        root._apply(allocated)  # as `to_empty`, but buffers have values
+    memory = StateMemory(device)
+    memory.allocate_weights(parts.roots)
     for chunk in parts.chunks:
         fill_parameters(weights, chunk.named_parameters(), parts.layout, dist.get_rank())
+    return memory
 
 
 def _cut_into_chunks(model: PreTrainedModel, dims: TrainDims) -> list[Chunk]:
@@ -232,7 +231,7 @@ def _apply_tp(chunks: Sequence[Chunk], dims: TrainDims) -> None:
 
 def _apply_ep(
     chunks: Sequence[Chunk], dims: TrainDims, parameters: Sequence[Parameter]
-) -> FSDPMeshInfo | None:
+) -> DeviceMesh | None:
     """Split the experts of each chunk over the ep ranks; the mesh on which FSDP shards them.
 
     None for the mesh of all other parameters: a dense model's, or if ep and tp have the same ranks.
@@ -244,10 +243,7 @@ def _apply_ep(
     if axes.ep != axes.tp:
         mesh, ep = device_mesh(expert_mesh(axes), dims.mesh.device_type), "ep"
         warm_up([mesh.get_group(axis) for axis in ("ep", "efsdp")], torch.device(mesh.device_type))
-        shards = FSDPMeshInfo(mesh["efsdp"], shard_mesh_dim=0)
-        if axes.replicas > 1:
-            both = mesh["replica", "efsdp"]
-            shards = HSDPMeshInfo(both, shard_mesh_dim=1, replicate_mesh_dim=0)
+        shards = mesh["replica", "efsdp"] if axes.replicas > 1 else mesh["efsdp"]
     modules = [module for chunk in chunks for module in experts_of(chunk.model)]
     apply_expert_parallel(
         modules,
@@ -258,15 +254,16 @@ def _apply_ep(
 
 
 def _apply_activations(chunks: Sequence[Chunk], mode: ActivationMode, device: torch.device) -> None:
-    """Recompute each layer's activations in the backward pass, or bring them back from the host."""
-    if mode is ActivationMode.keep:
-        return
+    """Recompute each layer's activations in the backward pass, or bring them back from the host.
+
+    `auto` that no memory plan has decided keeps them.
+    """
     offload = ActivationOffload(device) if mode is ActivationMode.offload else None
     for chunk in chunks:
         if offload is not None:
             offload.apply(decoder_layers(chunk.model))
-        else:
-            chunk.model.gradient_checkpointing_enable({"use_reentrant": False})
+        elif mode.recomputes:
+            recompute_layers(chunk.model, mode)
 
 
 def _wrap(chunks: Sequence[Chunk], dims: TrainDims, temperature: float) -> list[PackedModel]:
@@ -276,37 +273,14 @@ def _wrap(chunks: Sequence[Chunk], dims: TrainDims, temperature: float) -> list[
     return [root_class(chunk, temperature, tp_group) for chunk in chunks]
 
 
-def _apply_fsdp(
-    root: PackedModel,
-    dims: TrainDims,
-    compute: torch.dtype,
-    keep_unsharded: bool,
-    one_group: bool,
-    placements: dict[int, ShardPlacement],
-    experts: FSDPMeshInfo | None,
-) -> None:
+def _apply_fsdp(root: PackedModel, sharding: Sharding, one_group: bool) -> None:
     """Shard a chunk over the ranks of its replica: a group a layer, or one."""
-    assert keep_unsharded or dims.num_chunks == 1
-    mesh = dims.mesh["replica", "fsdp"] if dims.axes.replicas > 1 else dims.mesh["fsdp"]
-
-    def placement(parameter: nn.Parameter) -> ShardPlacement:
-        return placements[id(parameter)]
-
-    settings: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
-        # A pipeline keeps them: each of its rows would gather them anew. A backward pass in halves
-        # looks for weights in the graph of the forward pass: others would get no gradient.
-        "reshard_after_forward": not keep_unsharded,
-        "shard_placement_fn": placement,
-    }
-    if not one_group:
-        for layer in decoder_layers(root.model):
-            fully_shard(layer, **settings)
-    fully_shard(root, **settings)
+    for layer in () if one_group else decoder_layers(root.model):
+        sharding.apply(layer, experts_of(layer))
+    sharding.apply(root, experts_of(root.model) if one_group else ())
     for module in fsdp_modules([root]):
         # Token weights are already relative to all ranks: gradients are summed, not averaged. With
         # a factor one rank alone would divide a copy of all gradients by 1.
-        if mesh.size() > 1 or experts is not None:
+        if sharding.mesh.size() > 1 or sharding.experts is not None:
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo knows plain sums only

@@ -33,7 +33,7 @@ from hybridrl.engines.train.gathering import fsdp_modules
 from hybridrl.engines.train.gradients import local_gradients, sum_tied
 from hybridrl.engines.train.interface import TrainSequence, ended
 from hybridrl.engines.train.muon import MatrixOwners
-from hybridrl.engines.train.optim import allocate_state, make_optimizer
+from hybridrl.engines.train.optim import make_optimizer
 from hybridrl.engines.train.packed import Candidates, PackedBatch, keep_experts
 from hybridrl.engines.train.pass_clock import PassClock
 from hybridrl.engines.train.pipeline import Pipeline, StageModel
@@ -52,6 +52,7 @@ from hybridrl.engines.train.weights import ModelShards
 from hybridrl.layout.fsdp_groups import is_one_group, stays_unsharded
 from hybridrl.layout.process_groups import warm_up
 from hybridrl.models.adapters import add_adapters
+from hybridrl.models.attention_choice import choose_attention
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import routing_biases
@@ -62,7 +63,7 @@ from hybridrl.models.load import (
     empty_causal_lm,
     empty_value_model,
 )
-from hybridrl.models.packed_attention import NAME, choose_attention
+from hybridrl.models.packed_attention import NAME
 from hybridrl.models.router_replay import ExpertShape, enable_replay
 from hybridrl.models.stored_weights import StoredWeights
 from hybridrl.pipelines.balance import SequenceCost
@@ -149,8 +150,8 @@ class TrainEngine(ModelShards):
                 gen_tp=gen_tp,
                 gen_ep=gen_ep,
             )
-            load(parts, weights, device)
-        super().__init__(parts, self.dims, device, self.lora)
+            memory = load(parts, weights, device)
+        super().__init__(parts, self.dims, device, self.lora, memory)
         self._dropouts = self._disable_dropout()
         layers = self.model.config.num_hidden_layers
         self._experts: ExpertShape | None = None
@@ -235,6 +236,7 @@ class TrainEngine(ModelShards):
 
     def _make_optimizer(self, steps: int = 0) -> None:
         """Of the present phase, after `steps` of its steps."""
+        self.memory.drop_moments()
         owners = None
         if self.optim.name is OptimName.muon:
             owners = MatrixOwners(*self.trained_matrices(), self.compute_dtype, self.device)
@@ -256,7 +258,8 @@ class TrainEngine(ModelShards):
         self._make_optimizer(steps)
         self.version = version
         if moments:
-            allocate_state(self.optimizer, steps, self.device)
+            self.memory.allocate_moments(self.optimizer, steps)
+        self._written()
 
     # Scoring
 
@@ -547,6 +550,9 @@ class TrainEngine(ModelShards):
                 torch._foreach_mul_(gradients, limit / (metrics["grad_norm"] + 1e-6))
             for group in self.optimizer.param_groups:
                 group["lr"] *= lr_scale  # for this step: the scheduler resets it
+            if not self.optimizer.state:
+                self.memory.allocate_moments(self.optimizer, steps=0)
+            self._written()  # once moments that were away have come
             self.optimizer.step()
             self.lr_scheduler.step()
             self.version += 1
@@ -559,8 +565,6 @@ class TrainEngine(ModelShards):
         dist.all_reduce(tensor, op)
         return tensor.tolist()
 
-    # Phases
-
     def load_weights(self, path: str) -> None:
         """Replace the weights by those of another checkpoint of the model, which has no adapters.
 
@@ -570,26 +574,3 @@ class TrainEngine(ModelShards):
         with self._stored(path, "--checkpoints") as weights:
             self.fill(weights)
         self.version += 1
-
-    def offload(self) -> None:
-        """Move master weights and optimizer state to the CPU, if they are on the accelerator."""
-        self._move(torch.device("cpu"))
-
-    def onload(self) -> None:
-        """Bring master weights and optimizer state back to the accelerator."""
-        self._move(self.device)
-
-    def _move(self, device: torch.device) -> None:
-        if self.device.type == "cpu":
-            return
-        self._reshard()
-        for root in self.roots:
-            root.to(device)
-        for state in self.optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.ndim:
-                    state[name] = value.to(device, non_blocking=False)
-
-    def _reshard(self) -> None:
-        for module in fsdp_modules(self.roots):
-            module.reshard()

@@ -7,10 +7,24 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from hybridrl.engines.train.fsdp_versions import parameter_groups
+
 
 def fsdp_modules(roots: Sequence[nn.Module]) -> list[FSDPModule]:
     """Every FSDP group of the chunks."""
     return [m for root in roots for m in root.modules() if isinstance(m, FSDPModule)]
+
+
+def fsdp_parameters(roots: Sequence[nn.Module]) -> list[Any]:
+    """FSDP's own object of every parameter of the chunks, tied ones once."""
+    parameters = []
+    for module in fsdp_modules(roots):
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch 2.11 has one or none
+            groups = [g for g in (state._fsdp_param_group,) if g is not None]
+        parameters += [parameter for group in groups for parameter in group.fsdp_params]
+    return parameters
 
 
 def keep_unreduced(roots: Sequence[nn.Module]) -> None:
@@ -39,7 +53,7 @@ def reduce_gradients(root: nn.Module, all_reduce: bool = True) -> None:
     root.set_requires_all_reduce(all_reduce)
     state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
     for own in state._state_ctx.all_states:
-        for group in own._fsdp_param_groups:
+        for group in parameter_groups(own):
             group.post_backward()
     state._root_post_backward_final_callback()
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hybridrl.config import LRSchedule, OptimConfig, OptimName
-from hybridrl.engines.train.adamw import ShardedAdamW, local_shard, moments
+from hybridrl.engines.train.adamw import ShardedAdamW, local_shard
 from hybridrl.engines.train.muon import MatrixOwners, Muon
 
 STATE = "exp_avg", "exp_avg_sq", "momentum_buffer"
@@ -54,18 +54,17 @@ def make_optimizer(
     return optimizer, LambdaLR(optimizer, lambda step: lr_factor(step, config, total_steps), last)
 
 
-def allocate_state(optimizer: Optimizer, steps: int, device: torch.device) -> None:
-    """The state of every parameter as zeros, after `steps` steps: for a checkpoint to fill."""
-    # An optimizer with moments of its own kind makes them itself.
+def moment_names(group: dict[str, Any]) -> tuple[str, ...]:
+    """The moments of a parameter of an optimizer's group, where they are as the parameter is."""
+    return ("momentum_buffer",) if "momentum" in group else ("exp_avg", "exp_avg_sq")
+
+
+def own_moments(
+    optimizer: Optimizer, parameter: nn.Parameter, steps: int
+) -> dict[str, torch.Tensor] | None:
+    """The state after `steps` steps, of an optimizer with moments of its own kind; else None."""
     zeros = getattr(optimizer, "zeros", None)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if zeros is not None:
-                optimizer.state[parameter] = zeros(parameter, steps)
-            elif "momentum" in group:
-                optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
-            else:
-                optimizer.state[parameter] = moments(parameter, steps, device)
+    return None if zeros is None else zeros(parameter, steps)
 
 
 def dequantized(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,10 @@ def train_rows(
 ) -> None:
     """Forward and backward of one row after another; `finish` gives a row's loss by its number.
 
-    With `keep_unsharded` gradients are reduced after the last row alone. Without `all_reduce` FSDP
-    keeps the gradients of this replica, and adds them when it next sums over replicas.
+    Gradients are summed over replicas after the last row alone. Before it FSDP keeps this replica's
+    sharded sums, in the memory of the gradients that they become. Without `all_reduce` it keeps
+    them after the last row, too, until it next sums over replicas. With `keep_unsharded` gradients
+    are not even sharded before the last row.
     """
     assert isinstance(root, FSDPModule)
 
@@ -33,7 +35,7 @@ def train_rows(
         if keep_unsharded:
             root.set_requires_gradient_sync(last)
             root.set_reshard_after_backward(last)
-        root.set_requires_all_reduce(all_reduce and (last or not keep_unsharded))
+        root.set_requires_all_reduce(all_reduce and last)
 
     for number, batch in enumerate(batches):
         last_row = number == len(batches) - 1

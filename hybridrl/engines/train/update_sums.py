@@ -11,6 +11,7 @@ from torch import nn
 from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.comparison import compare_row
+from hybridrl.engines.train.fsdp_versions import parameter_groups
 from hybridrl.engines.train.gathering import fsdp_modules
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import PackedBatch, loss_inputs, scored_fields
@@ -128,5 +129,5 @@ def averages(
 def forget_early_gradients(roots: Sequence[nn.Module]) -> None:
     """Drop the gradients that FSDP keeps until it next sums over replicas."""
     for module in fsdp_modules(roots):
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        for group in parameter_groups(module._get_fsdp_state()):
             group._partial_reduce_output = None

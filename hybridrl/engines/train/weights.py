@@ -10,10 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from hybridrl.config import LoraConfig
 from hybridrl.engines.train.build import Parts, TrainDims
+from hybridrl.engines.train.gathering import fsdp_modules
+from hybridrl.engines.train.state_memory import StateMemory
 from hybridrl.layout.box import Box
 from hybridrl.layout.layout import Layout
-from hybridrl.layout.owners import matrices_of, restricted
+from hybridrl.layout.owners import matrices_of, on_owners, restricted
 from hybridrl.layout.parameters import Parameter
+from hybridrl.layout.plan import plan
+from hybridrl.layout.weight_switch import WeightSwitch
 from hybridrl.models.adapters import pair_of
 from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.load import SCORE
@@ -29,8 +33,15 @@ class ModelShards:
     """
 
     def __init__(
-        self, parts: Parts, dims: TrainDims, device: torch.device, lora: LoraConfig | None
+        self,
+        parts: Parts,
+        dims: TrainDims,
+        device: torch.device,
+        lora: LoraConfig | None,
+        memory: StateMemory,
     ) -> None:
+        """`memory` has the shards of `parts`, and moments."""
+        self.memory = memory
         self.parameters, self.adapters, self.layout = parts.parameters, parts.adapters, parts.layout
         self.chunks, self.roots = parts.chunks, parts.roots
         self.dims, self.device, self.lora = dims, device, lora
@@ -51,8 +62,10 @@ class ModelShards:
     def named_shards(self) -> dict[str, DTensor]:
         """This rank's shards under their Hugging Face names; tied ones once. Not copies.
 
-        Adapters are among them, see `models.stages.plain_name`.
+        Adapters are among them, see `models.stages.plain_name`. Of an offloaded model they are in
+        host memory.
         """
+        self.memory.settle_weights()
         shards: dict[str, DTensor] = {}
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters():
@@ -81,18 +94,43 @@ class ModelShards:
         for parameter in self.parameters:
             yield parameter.name, self._full_tensor(parameter, shards, device or self.device)
 
-    def adapter_weights(
-        self, device: torch.device | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The trained tensors of a model with adapters, as `weights` yields; of others none."""
-        shards = self.named_shards()
+    def adapter_names(self) -> list[str]:
+        """Adapters, and a value head that is trained in full with them; of other models none."""
         heads = [p for p in self.parameters if self.lora is not None and p.name == SCORE]
-        for parameter in (*self.adapters, *heads):
-            yield parameter.name, self._full_tensor(parameter, shards, device or self.device)
+        return [parameter.name for parameter in (*self.adapters, *heads)]
+
+    @torch.no_grad()
+    def gather(self, owners: Mapping[str, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The parameters that this rank owns in full, in `owners`' order, adapters merged.
+
+        `owners` has the rank that gets each of some parameters; no other rank gets it, nor a buffer
+        of it. They are where the shards are, in `dtype`; of a model with adapters in float32. All
+        ranks call it together, with the same `owners`.
+        """
+        if not owners:
+            return {}
+        pairs, scaling = {}, 0.0
+        if self.lora is not None:
+            dtype, scaling = torch.float32, self.lora.scaling  # the owner rounds the sum once
+            pairs = {n: pair for n in owners if (pair := pair_of(n))[0] in self.layout.rules}
+        wanted = {**owners, **{x: owners[name] for name, pair in pairs.items() for x in pair}}
+        rank, shards, layout = dist.get_rank(), self.named_shards(), self.layout
+        whole = {
+            name: torch.empty(layout.shapes[name], dtype=dtype, device=self.shards_device())
+            for name, owner in wanted.items()
+            if owner == rank
+        }
+        there = plan(restricted(layout, wanted), on_owners(layout, wanted))
+        own_shards = {name: shards[name] for name in wanted if name in shards}
+        WeightSwitch(there, rank, dtype).switch(own_shards, whole, waits=False)
+        for name, (a, b) in pairs.items():
+            if name in whole:
+                whole[name].addmm_(whole[b], whole[a], alpha=scaling)
+        return {name: whole[name] for name in owners if name in whole}
 
     def shards_device(self) -> torch.device:
         """Where the shards are: this rank's device, or the CPU while they are offloaded."""
-        return next(iter(self.named_shards().values())).device
+        return next(iter(self.named_shards().values())).to_local().device
 
     def local_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers of this rank's layers that checkpoints have (`models.buffers`), by name.
@@ -137,6 +175,7 @@ class ModelShards:
     @torch.no_grad()
     def fill(self, weights: StoredWeights) -> None:
         """Copy this rank's boxes of the parameters, and the buffers, out of files."""
+        self._written()
         for chunk in self.chunks:
             fill_parameters(weights, chunk.named_parameters(), self.layout, dist.get_rank())
         buffers = self.local_buffers()
@@ -150,6 +189,7 @@ class ModelShards:
 
         Every rank exhausts `weights` (an engine's, of any layout); all others are unchanged.
         """
+        self._written()
         buffers = self.local_buffers()
         named_parameters = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
         for name, tensor in weights:
@@ -162,3 +202,33 @@ class ModelShards:
             if name in buffers:
                 buffers[name].copy_(tensor)
             del tensor  # before the next one is made
+
+    def _written(self) -> None:
+        """Before weights or moments are written in place, wherever they are."""
+        self.memory.settle()
+        self.memory.changed()
+
+    # Phases
+
+    def start_offload(self) -> None:
+        """Begin to copy weights and moments to the host; neither changes until `offload`."""
+        self.memory.send()
+
+    def offload(self) -> None:
+        """Free the device of weights and moments; those that stay there are sharded at least."""
+        self._reshard()
+        self.memory.leave()
+
+    def onload(self) -> None:
+        """Bring weights and moments to the device; the host waits for neither."""
+        self._reshard()
+        self.memory.come()
+
+    def onload_weights(self) -> None:
+        """Bring the weights alone, which is enough to give them away, or to score."""
+        self._reshard()
+        self.memory.come(moments=False)
+
+    def _reshard(self) -> None:
+        for module in fsdp_modules(self.roots):
+            module.reshard()

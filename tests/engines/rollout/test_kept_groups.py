@@ -33,9 +33,9 @@ class Rows:
     def join(self, slot: int, length: int) -> None:
         """A row whose first tokens are in the pool."""
         for self.length[slot] in range(length):
-            at = torch.tensor([self.tables[slot, self.length[slot] // BLOCK]])
-            rows = self.pool.rows(at, torch.tensor([self.length[slot] % BLOCK]))
-            self.pool.write(1, rows, self.write(slot)[None])
+            page, offset = divmod(self.length[slot], BLOCK)
+            places = torch.tensor([self.tables[slot, page]]), torch.tensor([offset])
+            self.pool.write(1, places, self.write(slot)[None])
         self.length[slot] = length
 
     def step(self) -> None:

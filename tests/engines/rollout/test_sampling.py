@@ -1,9 +1,12 @@
 """Drawing tokens, against a plain float64 reference and against the distribution itself."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
 
+from hybridrl.engines.rollout.interface import SamplingParams
 from hybridrl.engines.rollout.sampling import SamplingBatch, restrict, sample
 
 
@@ -14,6 +17,7 @@ def batch_of(rows: int, vocab: int, temperature: float = 1.0, top_k: int = 0, to
         greedy=torch.ones(rows, dtype=torch.bool) if temperature == 0 else None,
         top_k=torch.full((rows,), top_k or vocab) if top_k else None,
         top_p=torch.full((rows,), top_p, dtype=torch.float64) if top_p < 1 else None,
+        widest=top_k,
     )
 
 
@@ -59,14 +63,44 @@ def test_against_float64(vocab: int, temperature: float, top_k: int, top_p: floa
     assert compared > 30
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(9),
+        SamplingParams(9, temperature=0),
+        SamplingParams(9, temperature=0.5, top_k=7, top_p=0.5, min_p=0.1),
+        SamplingParams(9, top_k=50),
+    ],
+)
+def test_rows_that_are_alike_are_filled_in(params: SamplingParams) -> None:
+    """As those that are made one by one."""
+    alike = SamplingBatch.alike(params, 3, 50, torch.device("cpu"))
+    each = SamplingBatch.of([params] * 3, 50, torch.device("cpu"))
+    for field in fields(SamplingBatch):
+        got, wanted = (getattr(one, field.name) for one in (alike, each))
+        if isinstance(wanted, torch.Tensor):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+        else:
+            assert got == wanted, field.name
+
+
+def test_the_widest_of_several_top_k_is_known() -> None:
+    params = [SamplingParams(9, top_k=k) for k in (0, 3, 7, 50, 60)]
+    batch = SamplingBatch.of(params, 50, torch.device("cpu"))
+    assert batch.widest == 7
+    assert batch.top_k is not None
+    assert batch.top_k.tolist() == [50, 3, 7, 50, 60]
+
+
 def test_rows_with_different_parameters() -> None:
     logits = torch.randn(4, 600) * 2
     top_k = torch.tensor([600, 2, 600, 5])
     top_p = torch.tensor([1.0, 1.0, 0.5, 0.9], dtype=torch.float64)
     weights = logits.softmax(-1)
-    together = restrict(weights, top_k, top_p)
-    for row in range(4):
-        alone = restrict(weights[row : row + 1], top_k[row : row + 1], top_p[row : row + 1])
+    together = restrict(weights, top_k, 5, top_p)
+    for row, widest in enumerate((1, 2, 1, 5)):
+        own = slice(row, row + 1)
+        alone = restrict(weights[own], top_k[own], widest, top_p[own])
         assert torch.equal(alone[0], together[row])
     assert (together > 0).sum(-1)[:2].tolist() == [600, 2]
 

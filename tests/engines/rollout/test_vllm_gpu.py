@@ -60,14 +60,14 @@ def _check(engine, model):
         torch.testing.assert_close(drawn.cpu(), torch.tensor(output.log_probs), atol=0.1, rtol=0.0)
 
 
-@torch.no_grad()
-def _work(_, folder):
+def _start(folder, **own):
+    """An engine on one rank, the model and their switch."""
     from hybridrl.engines.rollout.vllm.engine import VOCAB_MULTIPLE, VLLMEngine
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    store = f"file://{folder}/store"
+    store = f"file://{folder}/store{len(own)}"
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=store, rank=0, world_size=1)
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.bfloat16)
     switch = plan_switch(
@@ -76,7 +76,14 @@ def _work(_, folder):
     engine = VLLMEngine(
         f"{folder}/model", CONFIG, switch.plan.dst, dtype=torch.bfloat16, device=device,
         max_running=64, block_size=32, kv_cache_tokens=64 * 2048, max_sequence=2048,
+        own_arguments=own,
     )  # fmt: skip
+    return engine, model, switch, device
+
+
+@torch.no_grad()
+def _work(_, folder):
+    engine, model, switch, device = _start(folder)
     model.to(device)
     weights = sum(p.nbytes for p in model.parameters())
     cache = engine.stats().kv_blocks_total * 32 * engine.stats().kv_bytes_per_token
@@ -115,3 +122,51 @@ def test_updates_sleep_and_wake(tmp_path: Path) -> None:
         tmp_path / "model"
     )
     spawn(_work, (str(tmp_path),), 1)
+
+
+@torch.no_grad()
+def _draw(_, folder, own):
+    """Tokens of samples, of which some are parked; a draw that waits for the device raises."""
+    engine, model, switch, device = _start(folder, **own)
+    engine.update_weights(switch.plan, dict(model.to(device).named_parameters()))
+    assert engine._queue._is_asynchronous is (not own)
+    sampler, counts = engine._queue._sampler, [0]
+    draw = sampler._draw
+
+    def draw_at_once(logits, rows):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return draw(logits, rows)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            counts[0] += 1
+
+    sampler._draw = draw_at_once
+    outputs = _generate(engine, 1.0, new=200)
+    assert counts[0] >= 200
+    requests = [
+        Request(i, prompt, SamplingParams(60), stream_key(1, i)) for i, prompt in enumerate(PROMPTS)
+    ]
+    engine.submit(requests)
+    for _ in range(9):
+        engine.step()
+    parked = engine.park(range(4))
+    assert {len(request.response_ids) for request in parked} == {9}
+    engine.submit(parked)
+    again = {}
+    while len(again) < len(PROMPTS):
+        again |= {output.id: output for output in engine.step()}
+    tokens = [[of[i].token_ids for i in range(len(PROMPTS))] for of in (outputs, again)]
+    assert [len(ids) for ids in tokens[1]] == [60] * len(PROMPTS)
+    torch.save(tokens[0], f"{folder}/tokens{len(own)}")
+    engine.close()
+
+
+def test_steps_that_are_scheduled_ahead_draw_the_same(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16).save_pretrained(
+        tmp_path / "model"
+    )
+    for own in ({}, {"async_scheduling": False}):
+        spawn(_draw, (str(tmp_path), own), 1)
+    assert torch.load(tmp_path / "tokens0") == torch.load(tmp_path / "tokens1")

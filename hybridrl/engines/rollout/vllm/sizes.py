@@ -3,12 +3,16 @@
 import logging
 from typing import Any
 
+import torch
+
 from hybridrl.engines.rollout.interface import EngineParts
 from hybridrl.engines.rollout.memory import (
     device_memory_left,
     rank_token_bytes,
     rank_weight_bytes,
+    vllm_batched_tokens,
     vllm_share,
+    vllm_step_bytes,
 )
 
 logger = logging.getLogger(__name__)
@@ -32,7 +36,18 @@ def cache_arguments(
 
 def device_share(parts: EngineParts) -> float:
     """vLLM's share of the GPU, while training and forward-only roles are offloaded."""
+    memory = device_memory_left(parts)
     sample = parts.max_sequence * rank_token_bytes(parts)
-    share = vllm_share(device_memory_left(parts), rank_weight_bytes(parts) + sample)
+    of_step = vllm_step_bytes(
+        parts.model_config, parts.rollout, parts.dtype, parts.parallel.tp, memory.total
+    )
+    share = vllm_share(memory, rank_weight_bytes(parts) + sample + max(of_step))
     logger.warning("vLLM's gpu_memory_utilization: %s", share.explanation)
     return share.utilization
+
+
+def batched_tokens(device: torch.device) -> int | None:
+    """Tokens of a step at most, on this device; None: vLLM's own number, which suits a CPU."""
+    if device.type != "cuda":
+        return None
+    return vllm_batched_tokens(torch.cuda.get_device_properties(device).total_memory)

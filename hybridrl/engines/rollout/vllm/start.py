@@ -26,13 +26,15 @@ def engine_arguments(
     bytes_per_token: int,
     gpu_memory_utilization: float,
     sampler: type,
+    batched_tokens: int | None = None,
     records_experts: bool = False,
     whole_experts: bool = False,
     own: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """vLLM's `EngineArgs`; `sampler` is its logits processor that draws every token.
 
-    `own` are the user's (`rollout.vllm`).
+    A step has at most `batched_tokens`; None: vLLM's own number. `own` are the user's
+    (`rollout.vllm`).
     """
     on_gpu = device.type == "cuda"
     blocks = math.ceil(kv_cache_tokens / block_size)
@@ -63,7 +65,10 @@ def engine_arguments(
         "max_num_seqs": max_running,
         "scheduling_policy": "priority",  # continued samples go before those submitted later
         "enforce_eager": not on_gpu,
-        "async_scheduling": False,
+        "max_num_batched_tokens": batched_tokens,
+        # Under pp its V1 runner has one batch at a time; its CPU build has no other device to wait
+        # for.
+        "async_scheduling": on_gpu and mesh.extent("pp") == 1,
         "disable_log_stats": True,
         "generation_config": "vllm",
         "enable_return_routed_experts": records_experts,

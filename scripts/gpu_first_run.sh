@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# The first quarter hour on a GPU: scripts/gpu_first_run.sh [--device auto|cpu|cuda] [OUT]
+#
+# In ten minutes: the report (scripts/gpu_report.py), three steps of the demo, and three steps of a
+# model of 1.3B parameters with 512 new tokens. It needs torch, triton, transformers, and hydra-core
+# with omegaconf: installed, or as the wheels that `make gpu-first-run-wheels` puts into .whl beside
+# the tree. Nothing is downloaded. Files arrive in OUT (default $OUT, or .cache/gpu_first_run/out)
+# while it runs, seven small ones at most. docs/gpu.md says what they hold.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+device=auto
+if [ "${1:-}" = --device ]; then
+    device=${2:-}
+    shift 2 || true
+fi
+case "$#:$device" in
+    [01]:auto | [01]:cpu | [01]:cuda) ;;
+    *)
+        echo "--device=$device: wanted auto, cpu or cuda, then at most one directory" >&2
+        exit 2
+        ;;
+esac
+work=${FIRST_RUN_WORK:-$root/.cache/gpu_first_run}
+out=${1:-${OUT:-$work/out}}
+python=${PYTHON:-python3}
+companion=$root/scripts/gpu_first_run.py
+rm -rf "$work/site" "$work/runs" "$work/parts"
+mkdir -p "$work/site/hybridrl" "$work/runs" "$work/parts" "$out"
+out=$(cd "$out" && pwd)
+
+# What is measured so far, every few seconds: whoever ends this script early has it, too.
+keep() { "$python" "$companion" keep "$work" "$out" || true; }
+(while sleep 5; do keep; done) >/dev/null 2>&1 &
+keeper=$!
+child=
+trap 'kill $keeper $child 2>/dev/null || true; keep' EXIT
+trap 'exit 143' INT TERM
+
+# part NAME SECONDS COMMAND...: its output, exit code and seconds are files of their own.
+failed=0
+part() {
+    local name=$1 limit=$2 code=0 begun=$SECONDS
+    shift 2
+    echo "$name: at most $limit s"
+    timeout --kill-after=10 "$limit" "$@" >"$work/parts/$name.log" 2>&1 </dev/null &
+    child=$!
+    wait $child || code=$? # a signal ends the wait at once
+    child=
+    echo "$code $((SECONDS - begun))" >"$work/parts/$name.ended"
+    [ "$code" = 0 ] || failed=1
+    local outcome=done
+    [ "$code" = 0 ] || outcome=$(tail -n 1 "$work/parts/$name.log")
+    echo "$name: $outcome ($((SECONDS - begun)) s)"
+}
+
+part report 400 "$python" "$root/scripts/gpu_report.py" --device "$device" --minutes 6.5 \
+    --out "$work/report" --scratch "$work/report"
+if [ "$(cut -d ' ' -f 1 "$work/parts/report.ended")" = 2 ]; then # wrong input, or no torch
+    exit 2
+fi
+device=$("$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["device"])' \
+    "$work/report/report.json")
+
+# hybridrl as if it were installed: from links, since its parts are side by side in the tree.
+ln -sfn "$root"/hybridrl/* "$root"/{conf,recipes,kernels} "$work/site/hybridrl/"
+for wheel in "$root"/.whl/*.whl; do
+    [ ! -e "$wheel" ] || "$python" -m zipfile -e "$wheel" "$work/site"
+done
+export PYTHONPATH=$work/site PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1 # the working directory may be the tree
+if ! "$python" -c 'import hydra, omegaconf' 2>/dev/null; then
+    echo "hydra-core and omegaconf are missing: first, with a network, make gpu-first-run-wheels" >&2
+    exit 1
+fi
+"$python" "$companion" words "$work/words.jsonl"
+run() { # run NAME SECONDS OVERRIDES...
+    local name=$1 limit=$2
+    shift 2
+    part "$name" "$limit" "$python" -m hybridrl.cli train experiment=spell_tiny cluster=processes \
+        "cluster.device=$device" "run.dir=$work/runs/$name" trainer.steps=3 trainer.save_every=0 \
+        'telemetry.loggers=[]' data=jsonl "data.sources.main.name=$work/words.jsonl" \
+        data.eval_size=64 data.max_prompt_tokens=16 "$@"
+}
+run demo 90 warm_start.steps=20
+large=(hidden_size=1536 intermediate_size=8960 num_layers=28 num_heads=12 num_kv_heads=2 head_dim=128
+    max_positions=2048)
+tokens=512
+if [ "$device" = cpu ]; then # the same steps, in a size for two cores
+    large=(hidden_size=64 intermediate_size=128 num_layers=2 num_heads=2 num_kv_heads=1 head_dim=32
+        max_positions=256)
+    tokens=48
+fi
+# Rewards of a model that has learned nothing must differ: the share of its characters that differ.
+run large 100 warm_start.steps=0 "rollout.max_new_tokens=$tokens" reward=function \
+    "reward.function=$companion:varied" "${large[@]/#/model.tiny.}"
+exit $failed
