@@ -117,7 +117,7 @@ WRONG = [
     ("recipe.groupsize=3", "recipe.groupsize=3: wanted a known key: "),
     ("+recipe.groupsize=3", "recipe.groupsize=3: wanted a known key: "),
     ("recipe.group_size=x", "recipe.group_size=x: wanted a whole number"),
-    ("recipe.group_size=0", "recipe.group_size=0: wanted 1 or more"),
+    ("recipe.group_size=0", "recipe.group_size=0: wanted 2 or more"),
     ("recipe.kl_coef=nan", "recipe.kl_coef=nan: wanted a finite number"),
     ("recipe=dapo rollout.max_new_tokens=0", "rollout.max_new_tokens=0: wanted 1 or more"),
     ("recipe=dapo recipe.max_tokens=0", "recipe.max_tokens=0: wanted 1 or more"),

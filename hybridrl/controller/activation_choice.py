@@ -74,11 +74,14 @@ def line_of(mode: ActivationMode, reason: str) -> str:
 def _needed(
     config: Config, graph: Graph, shape: "PretrainedConfig", room: Room
 ) -> Iterator[tuple[ActivationMode, int]]:
-    """Bytes of the largest phase of training under each choice, in any pool."""
+    """Bytes of the largest phase of training under each choice, in any pool.
+
+    Other roles' weights and moments leave then: they stay where this leaves room for them.
+    """
     config = copy.copy(config)
     for mode in CHOICES:
         config.trainer = replace(config.trainer, activations=mode)
-        pools = plan_run(config, graph, shape, room).pools.values()
+        pools = plan_run(config, graph, shape, room, staying=()).pools.values()
         phases = [phase for plan in pools for phase in plan.phases]
         trained = [phase.total for phase in phases if phase.name.startswith("train ")]
         yield mode, max(trained, default=0)

@@ -7,7 +7,7 @@ from hybridrl.data.prompts import Item
 
 
 @dataclass(frozen=True, slots=True)
-class Obstacle:
+class UnusableRow:
     """Why a row cannot be used."""
 
     reason: str
@@ -39,37 +39,37 @@ class RowLimits:
             allowed = f"less than the context, {max_context} tokens"
             raise ConfigError("rollout.max_new_tokens", max_new_tokens, allowed)
 
-    def obstacle(self, item: Item) -> Obstacle | None:
+    def obstacle(self, item: Item) -> UnusableRow | None:
         """Why the item cannot be used; None where it can."""
         skip = f"(or data.skip_unusable_rows=true): {item.source} has {item.prompt[:80]!r}"
         if not item.prompt_ids:
             allowed = f"true, or prompts with a token: {item.source} has an empty one, {item.place}"
-            return Obstacle("an empty prompt", _skip(allowed))
+            return UnusableRow("an empty prompt", _skip(allowed))
         if (unknown := self._without_row(item)) is not None:
             allowed = (
                 f"a model whose embedding has a row for each token of its tokenizer and template: "
                 f"{item.source} has token {unknown} ({item.place}), the embedding {self.vocab_size}"
             )
             error = ConfigError("model.path", "the tokenizer", allowed)
-            return Obstacle("a token without an embedding", error, may_be_skipped=False)
+            return UnusableRow("a token without an embedding", error, may_be_skipped=False)
         tokens = max(len(item.prompt_ids), len(item.privileged_ids))
         if tokens > self.config.max_prompt_tokens:
             limit = self.config.max_prompt_tokens
             error = ConfigError("data.max_prompt_tokens", limit, f"{tokens} or more {skip}")
-            return Obstacle("a prompt that is too long", error)
+            return UnusableRow("a prompt that is too long", error)
         if tokens > self.max_context - self.new_tokens:
             allowed = (
                 f"at most {self.max_context - tokens}, the model's context of {self.max_context} "
                 f"less a prompt of {tokens} tokens {skip}"
             )
             error = ConfigError("rollout.max_new_tokens", self.new_tokens, allowed)
-            return Obstacle("a prompt that is too long", error)
+            return UnusableRow("a prompt that is too long", error)
         if item.tokens > self.max_context:
             allowed = (
                 f"true: {item.source} has a prompt and response of {item.tokens} tokens, of which "
                 f"the model's context holds {self.max_context}: {item.prompt[:80]!r}, {item.place}"
             )
-            return Obstacle("a response beyond the context", _skip(allowed))
+            return UnusableRow("a response beyond the context", _skip(allowed))
         return None
 
     def _without_row(self, item: Item) -> int | None:

@@ -207,8 +207,8 @@ class StoredWeights:
     def check_left_out(self) -> None:
         """Raise ConfigError for a stored tensor that is read nowhere and is not known as harmless.
 
-        Harmless are those that transformers ignores, a causal model's head below a value model, and
-        a tied weight that equals its pair. transformers loads a pair that differs as two weights,
+        Harmless are those that transformers ignores, and a causal model's head below a value model.
+        So is a tied weight that equals its pair. transformers loads a pair that differs as two weights,
         whatever the config says.
         """
         model = self._model
@@ -237,10 +237,10 @@ class StoredWeights:
         rows = max(1, _COMPARED // max(1, one.shape[1:].numel()))
         for start in range(0, one.shape[0], rows):
             box = Box.whole(one.shape).narrow(0, start, min(start + rows, one.shape[0]))
-            parts = [torch.empty(box.shape) for _ in range(2)]
-            for part, stored in zip(parts, (one, two), strict=True):
-                stored.copy_to(part, box)
-            if not torch.equal(*parts):
+            ours, theirs = torch.empty(box.shape), torch.empty(box.shape)
+            one.copy_to(ours, box)
+            two.copy_to(theirs, box)
+            if not torch.equal(ours, theirs):
                 return False
         return True
 

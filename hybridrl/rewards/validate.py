@@ -1,7 +1,7 @@
 """The trial of a judge before a run."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 
 from hybridrl.config import ConfigError, JudgeConfig, RewardKind, SourceConfig
@@ -42,6 +42,9 @@ def validate_reward(
     process = JudgeProcess(program, config, sources or {}, *replies, role=role)
     try:
         process.wait_ready()
+        if process.waits and not config.is_central and items:  # an async function, told by itself
+            process.kill()
+            return validate_reward(replace(config, waits=True), sources, role, items)
         results = () if config.kind.asks else tuple(_judged(process, item) for item in items)
         return Trial(process.waits, results)
     except RuntimeError as error:

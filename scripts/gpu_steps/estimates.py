@@ -1,8 +1,8 @@
 """What an H100 was estimated to measure before one ran, and what would follow from a difference.
 
-They are arithmetic for the model `1.5b`, none was measured: datasheets, 6 us of host time for each
-of the kernels of a decode step (`tests/gpu_dry/counts.json` has 524 for a model of 28 layers) and
-1.5 ms besides, 18.5 GB of weights and moments at the speed of a pinned copy.
+They are arithmetic for the model `1.5b`, none was measured. A decode step has 6 us of host time for
+each kernel, and 1.5 ms besides; `tests/gpu_dry/counts.json` has 524 kernels for 28 layers. Weights
+and moments are 18.5 GB, at the speed of a pinned copy. All else is from datasheets.
 """
 
 from collections.abc import Iterator

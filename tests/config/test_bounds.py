@@ -37,7 +37,7 @@ OUTSIDE = [
         {"reference_ema_decay": 1},
         "reference_ema_decay=1.0: wanted above 0 and below 1, or null",
     ),
-    ("grpo", {"group_size": 0}, "group_size=0: wanted 1 or more"),
+    ("grpo", {"group_size": 0}, "group_size=0: wanted 2 or more"),
     ("grpo", {"clip_high": -1}, "clip_high=-1.0: wanted 0 or more"),
     ("grpo", {"correction_bound": 1}, "correction_bound=1.0: wanted above 1"),
     ("grpo", {"dual_clip": 1}, "dual_clip=1.0: wanted above 1, or null"),

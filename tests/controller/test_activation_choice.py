@@ -34,7 +34,7 @@ def run_of(*overrides: str, device: str = "cuda") -> tuple[Config, Graph, Pretra
 def training_bytes(mode: ActivationMode, *overrides: str) -> int:
     """Of the largest phase of training, in any pool."""
     config, graph, shape = run_of(*overrides, f"{KEY}={mode.value}")
-    plans = plan_run(config, graph, shape, gpu_room(80 * GIB)).pools.values()
+    plans = plan_run(config, graph, shape, gpu_room(80 * GIB), staying=()).pools.values()
     phases = [phase for plan in plans for phase in plan.phases]
     return max(phase.total for phase in phases if phase.name.startswith("train "))
 
