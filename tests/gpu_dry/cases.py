@@ -9,6 +9,9 @@ SMALL = "qwen3_1.7b"
 ABOVE_LIMIT = 5, 6
 """Layers of the small model whose gradients are sharded as the whole model's are: it has more than
 `KEPT_PARAMETERS`."""
+SMALL_BUCKET = 16.0
+"""MB of a bucket that the few layers of a cut model fill on 64 ranks, as the whole one fills the
+default: else its memory does not follow from that of two depths."""
 
 CASES: dict[str, Case] = {
     "1.7b on 1": Case(model=SMALL, layers=ABOVE_LIMIT, critic=True),
@@ -71,7 +74,7 @@ CASES: dict[str, Case] = {
         ranks=64,
         rank=37,
         train={"tp": 8},
-        gen={"tp": 8},
+        gen={"tp": 8, "bucket_mb": SMALL_BUCKET},
         lora=16,
         critic=True,
     ),
@@ -81,7 +84,7 @@ CASES: dict[str, Case] = {
         ranks=64,
         rank=9,
         train={"pp": 4, "tp": 4, "schedule": PipelineSchedule.zero_bubble},
-        gen={"tp": 8},
+        gen={"tp": 8, "bucket_mb": SMALL_BUCKET},
     ),
     # The second of two pipeline stages in generation, the third of four in training.
     "70b on 64": Case(

@@ -40,7 +40,7 @@ _PLAIN = {FakeTensor, torch.Tensor, torch.nn.Parameter}
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 """Fake ones take any dtypes."""
-ATTENTION = ("attention", "attention_backward", "_varlen_attn", "_varlen_attn_backward")
+ATTENTION = ("counted_attention", "attention_backward", "_varlen_attn", "_varlen_attn_backward")
 """The fake kernels of `world`, and the operators of torch's `varlen_attn`."""
 _VIEWS = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "set_", "is_pinned"}
 

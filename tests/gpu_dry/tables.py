@@ -15,6 +15,7 @@ RUN_BY = "run by "
 """How the reason of a line begins that an ordinary test runs; the test follows."""
 BY_DRIVER = "the driver of test_logical_gpus.py runs it"
 """The reason of lines that this test runs."""
+BY_SAMPLER = "the process of test_vllm_sampler.py runs it"
 NOT_RUN = (
     "a profile of a GPU needs one",
     "a dry run joins without a worker, and calls it itself",

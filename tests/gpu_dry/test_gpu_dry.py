@@ -12,6 +12,7 @@ from gpu_dry.processes import missed_by_tests, run_processes
 from gpu_dry.refused import COMPUTED, REFUSED, refused_by_torchs_page
 from gpu_dry.tables import (
     BY_DRIVER,
+    BY_SAMPLER,
     COUNTS,
     MEMORY,
     MISSED,
@@ -36,6 +37,7 @@ HALVES = (
         "8b on 8",
         "8b on 8, chunks",
         "30b-a3b on 8",
+        "8b on 8, selective",
     ),
     (
         "1.7b on 1",
@@ -48,6 +50,8 @@ HALVES = (
         "8b on 8, cp",
         "8b on 8, replicas",
         "30b-a3b on 8, ep",
+        "8b on 8, selective and tp",
+        "30b-a3b on 8, selective",
     ),
 )
 """Every case, in two processes of about equal time."""
@@ -197,7 +201,7 @@ def test_every_reason_is_checked_or_known() -> None:
     """One that is worded anew would be believed."""
     reasons = set(json.loads(MISSED.read_text()).values())
     others = {reason for reason in reasons if not reason.startswith(RUN_BY)}
-    assert others == {BY_DRIVER, *NOT_RUN}
+    assert others == {BY_DRIVER, BY_SAMPLER, *NOT_RUN}
 
 
 def test_lines_that_ordinary_tests_run_are_run_by_them(tmp_path: Path) -> None:

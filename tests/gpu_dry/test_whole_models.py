@@ -22,6 +22,8 @@ HALVES = (
         "8b on 8",
         "1.7b on 8",
         "8b on 1, torch attention",
+        "8b on 1, varlen attention",
+        "8b on 8, replicas",
         "1.7b on 1",
         "8b on 8, zero bubble",
         "32b on 8",

@@ -29,7 +29,7 @@ def train_sizes(trained: int) -> TrainSizes:
         trained=trained, frozen=0, layer=0, layers=1, root=0, trained_layer=0, trained_root=0,
         largest=0, read=0, itemsize=2, fsdp=1, tp=1, keep_unsharded=False, head=0,
         several_rows=False, earlier_gradients=False, layer_activations=nothing, ends=nothing,
-        saved=GIB,
+        saved=GIB, reduced_layer=0,
     )  # fmt: skip
 
 
