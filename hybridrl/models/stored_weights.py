@@ -208,8 +208,8 @@ class StoredWeights:
         """Raise ConfigError for a stored tensor that is read nowhere and is not known as harmless.
 
         Harmless are those that transformers ignores, and a causal model's head below a value model.
-        So is a tied weight that equals its pair. transformers loads a pair that differs as two weights,
-        whatever the config says.
+        So is a tied weight that equals its pair. transformers loads a pair that differs as two
+        weights, whatever the config says.
         """
         model = self._model
         converted = conversions(model, self._stored).values()
