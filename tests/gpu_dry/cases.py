@@ -10,8 +10,8 @@ ABOVE_LIMIT = 5, 6
 """Layers of the small model whose gradients are sharded as the whole model's are: it has more than
 `KEPT_PARAMETERS`."""
 SMALL_BUCKET = 16.0
-"""MB of a bucket that the few layers of a cut model fill on 64 ranks, as the whole one fills the
-default: else its memory does not follow from that of two depths."""
+"""MB of a bucket that the few layers of a cut model fill on 64 ranks, as a whole one fills the
+default. Else memory does not follow from that of two depths."""
 
 CASES: dict[str, Case] = {
     "1.7b on 1": Case(model=SMALL, layers=ABOVE_LIMIT, critic=True),
