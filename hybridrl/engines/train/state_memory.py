@@ -404,5 +404,5 @@ def _leaves(tensors: Iterable[Any]) -> Iterator[tuple[Any, str, torch.Tensor]]:
             inner = getattr(tensor, name)
             if is_traceable_wrapper_subclass(inner):
                 yield from _leaves([inner])
-            else:
+            elif isinstance(inner, torch.Tensor):  # a DTensor has its mesh there, too
                 yield tensor, name, inner
