@@ -1,12 +1,15 @@
 """Files of rows: which ones a name means, and their rows."""
 
+import bz2
 import csv
 import glob
+import gzip
 import io
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from hybridrl.config import ConfigError, SourceConfig, SourceKind
 from hybridrl.config.row_fields import WrittenNumber
@@ -20,7 +23,8 @@ ENDINGS = {
     SourceKind.parquet: (".parquet",),
 }
 """Names of files that are read where a folder is named."""
-COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
+COMPRESSED = (".gz", ".zst", ".bz2", ".lz4")
+_CODECS = {".zst": "zstd", ".lz4": "lz4"}
 _OTHER_ARCHIVES = (".xz", ".zip", ".tar", ".tgz", ".7z", ".rar")
 
 
@@ -42,8 +46,8 @@ def read_files(key: str, source: SourceConfig) -> Iterator[tuple[str, Row]]:
         except UnreadableFile as error:
             reason = " ".join(str(error).split())[:400]
             raise ConfigError(f"{key}.name", str(file), reason) from error
-        except OSError as error:  # no right to read, a damaged archive
-            reason = " ".join(str(error.strerror or error).split())[:300]
+        except (OSError, EOFError, zlib.error) as error:  # no right to read, a damaged archive
+            reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:300]
             allowed = f"a {source.kind.value} file that can be read ({reason})"
             raise ConfigError(f"{key}.name", str(file), allowed) from error
 
@@ -93,14 +97,18 @@ def _is_read(kind: SourceKind, file: Path, folder: Path) -> bool:
 
 def _opened(file: Path) -> IO[bytes]:
     """The bytes of a file, decompressed if its name says so."""
-    import pyarrow
-
     ending = file.suffix.lower()
     if ending in _OTHER_ARCHIVES:
         raise UnreadableFile(f"a file without compression, or one of {', '.join(COMPRESSED)}")
-    stream: Any = pyarrow.OSFile(str(file), "rb")
-    if ending in COMPRESSED:
-        stream = pyarrow.CompressedInputStream(stream, COMPRESSED[ending])
+    if ending == ".gz":
+        return cast(IO[bytes], gzip.open(file))
+    if ending == ".bz2":
+        return cast(IO[bytes], bz2.open(file))
+    if ending not in COMPRESSED:
+        return file.open("rb")
+    import pyarrow  # what a bare machine lacks
+
+    stream: Any = pyarrow.CompressedInputStream(pyarrow.OSFile(str(file), "rb"), _CODECS[ending])
     return io.BufferedReader(stream)
 
 

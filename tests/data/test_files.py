@@ -91,6 +91,7 @@ REFUSED_NAMES: dict[str, tuple[Any, str]] = {
     "a file twice": (["rows.jsonl", "rows.jsonl"], "each file once"),
     "a zip": ("rows.zip", "a file without compression, or one of .gz, .zst, .bz2, .lz4"),
     "not compressed": ("false.jsonl.gz", "a jsonl file that can be read"),
+    "cut off": ("cut.jsonl.gz", "a jsonl file that can be read"),
     "words in an array": ("words.json", "element 1: str"),
     "half an array": ("half.json", "an array: "),
 }
@@ -104,6 +105,7 @@ def test_a_name_that_cannot_be_read_is_one_line(
     (tmp_path / "empty").mkdir()
     for name in ("rows.jsonl", "rows.zip", "false.jsonl.gz"):
         (tmp_path / name).write_bytes(lines(ROWS))
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(lines(ROWS))[:-20])
     (tmp_path / "words.json").write_text('["a", "b"]')
     (tmp_path / "half.json").write_text('[{"prompt": "a"},')
     name, message = REFUSED_NAMES[case]
