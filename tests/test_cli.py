@@ -192,7 +192,7 @@ WRONG = [
     ),
     (
         "data=jsonl data.sources.main.name=data.jsonl data.sources.main.answer_column=a",
-        "data.sources.main.answer_column=a: wanted one of answer, prompt, or null where no judge",
+        "data.sources.main.answer_column=a: wanted one of answer, prompt; a dot leads into",
     ),
     ("data=reasoning_gym data.sources.main.name=x", "data.sources.main.name=x: wanted one of "),
     ("data.max_prompt_tokens=2", "data.max_prompt_tokens=2: wanted "),

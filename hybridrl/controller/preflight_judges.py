@@ -110,24 +110,28 @@ def _check_trial(
     tried: Sequence[tuple[Item, "RewardInput"]],
     results: Sequence["RewardResult"],
 ) -> None:
-    """Raise for a judge that failed in its trial; warn of one that can tell nothing apart."""
+    """Raise for a judge that failed on all responses of its trial; warn of one that failed on some,
+    or can tell nothing apart.
+    """
     from hybridrl.rewards.verifiers import make_selector
 
     own: list[float] = []
     empty: list[float] = []
+    failed: list[str] = []
     for (item, reward_input), result in zip(tried, results, strict=True):
         if result.status != "ok":
-            is_function = judge.kind is RewardKind.function
-            key, value = ("function", judge.function) if is_function else ("kind", judge.kind.value)
             text = f"the response {reward_input.response[:60]!r} to {item.source}, {item.place}"
-            allowed = f"a judge of the rows: it failed on {text} ({result.message})"
-            if result.status == "error":
-                raise ConfigError(f"{role}.{key}", value, allowed)
-            log.warning("%s.%s=%s: %s", role, key, value, allowed)
+            failed.append(f"a judge of the rows: it failed on {text} ({result.message})")
         elif not reward_input.response:
             empty.append(result.reward)
         elif make_selector(judge)(reward_input.response) is not None:
             own.append(result.reward)
+    if failed:
+        is_function = judge.kind is RewardKind.function
+        key, value = ("function", judge.function) if is_function else ("kind", judge.kind.value)
+        if len(failed) == len(tried):  # one that fails on some responses costs those alone
+            raise ConfigError(f"{role}.{key}", value, failed[0])
+        log.warning("%s.%s=%s: wanted %s", role, key, value, failed[0])
     if judge.kind is RewardKind.function:
         blind = bool(own) and own == empty[: len(own)]
     else:
