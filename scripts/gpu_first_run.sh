@@ -80,7 +80,9 @@ run() { # run NAME SECONDS OVERRIDES...
         'telemetry.loggers=[]' data=jsonl "data.sources.main.name=$work/words.jsonl" \
         data.eval_size=64 data.max_prompt_tokens=16 "$@"
 }
-run demo 90 warm_start.steps=20
+# Rewards of a model that has learned little must differ: the share of its characters that differ.
+varied=(reward=function "reward.function=$companion:varied")
+run demo 90 warm_start.steps=20 "${varied[@]}"
 large=(hidden_size=1536 intermediate_size=8960 num_layers=28 num_heads=12 num_kv_heads=2 head_dim=128
     max_positions=2048)
 tokens=512
@@ -89,7 +91,6 @@ if [ "$device" = cpu ]; then # the same steps, in a size for two cores
         max_positions=256)
     tokens=48
 fi
-# Rewards of a model that has learned nothing must differ: the share of its characters that differ.
-run large 100 warm_start.steps=0 "rollout.max_new_tokens=$tokens" reward=function \
-    "reward.function=$companion:varied" "${large[@]/#/model.tiny.}"
+run large 100 warm_start.steps=0 "rollout.max_new_tokens=$tokens" "${varied[@]}" \
+    "${large[@]/#/model.tiny.}"
 exit $failed
