@@ -92,7 +92,7 @@ def test_under_ray_a_rank_logs_to_its_own_file(run_of: Callable[[str], Any]) -> 
     events = read_lines(run_of("kv on Ray").dir / "events.jsonl")
     (ranks,) = [event for event in events if event["kind"] == "ranks"]
     text = Path(ranks["log"]).read_text()
-    assert " rank 0 INFO hybridrl.models.packed_attention: " in text
+    assert " rank 0 INFO hybridrl.models.attention_choice: " in text
     for what in ("call update started", "call update ended after"):
         assert f" rank 0 DEBUG hybridrl.compat.verl: {what}" in text
 
