@@ -327,13 +327,6 @@ def _plan_auto(args: list[str]) -> None:
     if {"-h", "--help"} & set(args):
         print(mapping_command.USAGE)
         return
-    if args and args[0].startswith("--paper"):
-        with Console(stderr=True).status("searching") as status:
-            lines, remarks, record = mapping_command.run_paper(
-                args, lambda done, of: status.update(f"{done} of {of} cases")
-            )
-        _print_table(lines, remarks)
-        return _print_json(record)
     with Console(stderr=True).status("searching") as status:
         report = mapping_command.run(
             args, lambda done, of: status.update(f"replayed {done} of {of} candidates at most")

@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -78,7 +78,6 @@ logger = logging.getLogger(__name__)
 
 USAGE = f"""usage: hybridrl plan auto [OVERRIDES] --nodes=N --lengths=... [OPTIONS]
        hybridrl plan auto OVERRIDES --price --nodes=N --lengths=... [OPTIONS]
-       hybridrl plan auto --paper=hybridflow|rlhfuse
 
 Finds which ranks each model of a recipe gets, its layouts in training and in generation, and the
 schedule, for the least seconds of a step. The last line is the best mapping as a command:
@@ -130,29 +129,6 @@ class _Problem:
     memory: MappingMemory
     room: memory_plan.Room
     user_args: Sequence[str]
-
-
-def run_paper(
-    args: Sequence[str], on_progress: Callable[[int, int], None] = lambda done, of: None
-) -> tuple[list[tuple[str, ...]], list[str], dict[str, Any]]:
-    """A table, remarks and data of `--paper=...`. Raises ConfigError."""
-    from hybridrl.planner import published_fusion, published_mappings
-
-    name = args[0].removeprefix("--paper").removeprefix("=")
-    if name not in ("hybridflow", "rlhfuse") or len(args) > 1:
-        allowed = "hybridflow or rlhfuse, and nothing else"
-        raise ConfigError("--paper", " ".join([name, *args[1:]]), allowed)
-    if name == "rlhfuse":
-        fused = published_fusion.rlhfuse_iterations(on_progress)
-        rlhfuse = {"rlhfuse": list(map(asdict, fused))}
-        return published_fusion.table(fused), published_fusion.remarks(fused), rlhfuse
-    placed, generated = published_mappings.hybridflow(on_progress)
-    data = {"placements": list(map(asdict, placed)), "generation": list(map(asdict, generated))}
-    return (
-        published_mappings.table(placed),
-        published_mappings.remarks(placed, generated),
-        {"hybridflow": data},
-    )
 
 
 def run(

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 from hybridrl.config import SPECULATED, ConfigError, ScheduleConfig
 from hybridrl.config.schedule import SCHEDULES
-from hybridrl.planner import published
 from hybridrl.planner.accelerators import Roofline, read_roofline, samples_held
 from hybridrl.planner.conversations import TURNS, read_conversations
 from hybridrl.planner.mapped_work import step_samples
@@ -28,7 +27,6 @@ from hybridrl.planner.schedule import (
 from hybridrl.planner.workload import LENGTHS, Shape, Workload, known_guesses, read_workload
 
 USAGE = f"""usage: hybridrl plan schedule --lengths=... [--costs=...] [OPTIONS]
-       hybridrl plan schedule --paper
 
 Replays response lengths under every schedule, in virtual time.
 
@@ -44,7 +42,6 @@ Replays response lengths under every schedule, in virtual time.
                      [,mini_batches=8]: actor and critic in pipelines
   speculation        --speculate=auto or a number of tokens, with accept=P in --lengths
   schedule=partial   --over-provision, --max-staleness
-  --paper            RLHFuse's setting instead, with its published figures
 
   hybridrl plan schedule --lengths=outputs/run
   hybridrl plan schedule --lengths=lmsys --costs=gpu:model=33b,critic=13b,total=256"""
@@ -98,11 +95,6 @@ def run(args: Sequence[str], on_progress: OnProgress) -> Printed:
 
     `on_progress` gets the replays done and their total. Raises `ConfigError`.
     """
-    if "--paper" in args:
-        if len(args) > 1:
-            raise ConfigError("--paper", " ".join(args), "nothing else")
-        compared = published.rlhfuse(on_progress)
-        return paper_table(compared), paper_remarks(), {"rlhfuse": [asdict(c) for c in compared]}
     setting, measured = read_setting(args)
     outcomes = what_if(setting, on_progress)
     results = setting, outcomes, measured
@@ -329,34 +321,3 @@ def record(
         "schedules": [asdict(outcome) for outcome in outcomes],
         "measured": asdict(measured) if measured else None,
     }
-
-
-def paper_table(compared: Sequence[published.Compared]) -> list[tuple[str, ...]]:
-    """RLHFuse's setting, a line for each pair of models, limit and weight of inference."""
-    head = ("actor", "critic", "limit", "inference")
-    lines: list[tuple[str, ...]] = [(*head, "front", "iteration", "threshold")]
-    for one in compared:
-        lines.append(
-            (
-                one.actor,
-                one.critic,
-                str(one.limit),
-                f"{one.share:.2f}",
-                f"{one.front:.2f}",
-                f"{one.iteration:.2f}",
-                f"{one.threshold:.0%}",
-            )
-        )
-    return lines
-
-
-def paper_remarks() -> list[str]:
-    """The published figures, for comparison."""
-    front, iteration = published.PUBLISHED_FRONT, published.PUBLISHED_ITERATION
-    return [
-        f"published: front {front[0]} to {front[1]}, best threshold about "
-        f"{published.PUBLISHED_THRESHOLD:.0%}; iteration {iteration[0]} to {iteration[1]} with "
-        "training fused too (arXiv 2409.13221, section 7)",
-        "front (generation and inference) and iteration: serial over fused; inference: as a share "
-        "of generation, the roofline's first; docs/planner.md says what is assumed",
-    ]

@@ -1,10 +1,10 @@
 """Seconds of the mapping search on HybridFlow's setting: PPO of 13B models, all 15 placements.
 
 A line's value is what the search for the ten best takes on one core. `hybridrl plan auto` searches
-in the same way, but counts activations on torch's own layers first, which takes seconds more.
-Its baseline is what is wanted: a minute for 128 GPUs, five for 1,024 (published: up to half an
-hour, arXiv 2409.19256, section 8). A search ends after ten minutes. `complete` says whether it was
-through, `rest` is the least bound of what is left, over the last result.
+in the same way, but counts activations on torch's own layers first, which takes seconds more. Its
+baseline is what is wanted: a minute for 128 GPUs, five for 1,024. A search ends after ten minutes.
+`complete` says whether it was through, `rest` is the least bound of what is left, over the last
+result.
 
 - `serial`: the paper's lengths, which are all the same, under `serial`;
 - `fused_long_tailed`: `fused` beside `serial`, responses up to eight times the median;
@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lines import line, show
+from placements import PLACEMENTS, all_placements, long_tailed
 
 from hybridrl.config import FusedScheduleConfig, SerialScheduleConfig
-from hybridrl.planner.published_mappings import PLACEMENTS, all_placements, long_tailed
 
 WANTED = {128: 60.0, 1024: 300.0}
 LONG_TAILED: Mapping[str, Any] = {

@@ -46,7 +46,8 @@ RECIPES = {
     ),
 }
 
-# A side is a column of the table: the settings of a run.
+# A side is a column of the table: the settings of a run. With early backward an instance trains a
+# whole replica, which it has to hold: a 7B on four GPUs, but no 32B on eight.
 EARLY = ("schedule.early_backward=auto", "trainer.layout.replicas={instances}")
 WIDE = (f"rollout.tail_tp={NODE}",)
 SPECULATE = ("rollout.speculate=auto",)
@@ -64,7 +65,6 @@ SIDES: dict[str, tuple[str, ...]] = {
     "partial": ("schedule=partial",),
 }
 EACH = ("serial", "fused", "early", "wide", "speculate", "packed", "early_wide", "all")
-FEW = ("serial", "fused", "early_wide", "all")
 FEW_OF_NODES = ("serial", "fused", "early_speculate")  # an instance is a whole node: none is wider
 
 
@@ -111,21 +111,6 @@ class Case:
         return max(16, self.limit // 32)
 
 
-def _rollpacker(size: str, ranks: int, tp: int, limit: int, shares: bool) -> Case:
-    """Section 6: 128 prompts x 8, a reference of the actor's size, GPUs and tp by model."""
-    return Case(
-        name=f"rollpacker_{size}_shares" if shares else f"rollpacker_{size}",
-        costs=f"gpu:model=qwen2.5-{size},gpu=h800",
-        ranks=ranks,
-        instance=tp,
-        prompts=128,
-        limit=limit,
-        lengths=long_tailed(limit, 0.5),
-        sides={"reference": FEW},
-        published_shares=PUBLISHED_SHARES if shares else None,
-    )
-
-
 def _long(name: str, model: str, ranks: int, instance: int, alike: float, **sides: Sides) -> Case:
     """Eight samples a rank or more, of at most 16k tokens."""
     return Case(
@@ -147,24 +132,9 @@ CASES = (
     ),
     _long(
         "32b_256", "qwen2.5-32b", 256, 8, 0.5,
-        verifier=("serial", "fused", "packed", "early_speculate"),
-        reference_and_reward_model=FEW_OF_NODES,
+        verifier=("serial", "fused", "packed", "speculate"),
     ),
-    _rollpacker("32b", 64, 2, 32_768, True),
-    # RLHFuse's setting (arXiv 2409.13221, section 7), as `hybridrl plan schedule --paper` has it.
-    Case(
-        name="rlhfuse_65b_33b",
-        costs="gpu:model=65b,critic=33b,gpu=hopper-200g",
-        ranks=256,
-        instance=8,
-        prompts=512,
-        group=1,
-        limit=1_024,
-        lengths="lmsys",
-        prompt_tokens=150,
-        sides={"ppo": ("serial", "fused")},
-    ),
-    _long("32b_32", "qwen2.5-32b", 32, 4, 0.5, verifier=("serial", "fused", "all")),
+    _long("32b_32", "qwen2.5-32b", 32, 4, 0.5, verifier=("serial", "fused", "speculate")),
     _long("7b_256", "qwen2.5-7b", 256, 8, 0.5, verifier=FEW_OF_NODES),
 )  # fmt: skip
 
@@ -172,10 +142,6 @@ CASES = (
 MORE_CASES = (
     # Lengths that are independent within a prompt: the hardest for `packed`.
     _long("7b_32_independent", "qwen2.5-7b", 32, 4, 0.0, verifier=("serial", "fused", "packed")),
-    _rollpacker("32b", 64, 2, 32_768, False),
-    _rollpacker("14b", 32, 2, 16_384, True),
-    _rollpacker("14b", 32, 2, 16_384, False),
-    _rollpacker("7b", 16, 1, 8_192, False),
 )
 
 # The timeline of the README: eight instances, a training that one can see.

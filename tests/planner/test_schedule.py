@@ -40,7 +40,6 @@ from hybridrl.flow.graph import ComputeStage, StageMethod, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 from hybridrl.flow.schedules.fused import FusedSchedule
 from hybridrl.flow.schedules.packed import PackedSchedule
-from hybridrl.planner import published
 from hybridrl.planner.accelerators import ACCELERATORS, MODELS, read_roofline, roofline
 from hybridrl.planner.command import read_setting, run
 from hybridrl.planner.schedule import (
@@ -774,15 +773,6 @@ def test_wrong_rooflines_are_refused(wrong: str) -> None:
         read_roofline(wrong)
 
 
-def test_the_paper_s_setting() -> None:
-    """Fusion hides inference, so the ratio lies between 1 and 1 + inference over generation."""
-    case = published.paper_setting("13b", "33b", 1024)
-    comparison = published._compare(case, "13b", "33b", 1024, 0.25)
-    assert comparison.share == pytest.approx(0.25, rel=1e-6)
-    assert 1.05 < comparison.front <= 1.25
-    assert 1.0 < comparison.iteration < comparison.front
-
-
 # -- the command -----------------------------------------------------------------------------
 
 
@@ -860,7 +850,6 @@ def test_options_come_before_what_was_recorded(tmp_path: Path) -> None:
         ),
         ("--lengths=lmsys --costs=gpu:model=65b,gpus=1", "wanted accelerators that hold"),
         ("--lengths=lmsys --costs=/none", "--costs=/none: wanted a run's directory"),
-        ("--paper --steps=2", "--paper=--paper --steps=2: wanted nothing else"),
     ],
 )
 def test_wrong_arguments_are_one_line(args: str, message: str) -> None:

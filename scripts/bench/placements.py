@@ -1,0 +1,116 @@
+"""The setting of `make bench-plan-search`, that of HybridFlow (arXiv 2409.19256, section 8).
+
+Nodes of 8 A100 with 80 GB, 200 Gb/s a GPU between nodes. PPO whose four roles have 13B each. A step
+has 1,024 prompts of 1,024 tokens with a response of 1,024 tokens each. Assumed: one epoch of eight
+mini-batches, and the efficiency of kernels and links, which is that of `accelerators.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hybridrl.config import ScheduleConfig, SerialScheduleConfig
+from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.planner.mapping import ACTOR, PlannedRole, cluster_of
+from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
+from hybridrl.planner.mapping_price import MappingPrices
+from hybridrl.planner.mapping_search import MappingResults, MappingSearch
+from hybridrl.planner.memory import GIB
+from hybridrl.planner.search_space import Pools, SearchSpace
+from hybridrl.planner.workload import Group, Shape, Workload, read_workload
+
+_PROMPTS, _PROMPT, _RESPONSE, _MINI_BATCHES = 1024, 1024, 1024, 8
+_PER_NODE, _CAPACITY = 8, 80 * GIB
+_RESERVED = round(0.04 * _CAPACITY)  # as `device_margin` leaves
+_WORKLOAD = Workload(tuple(Group(_PROMPT, (_RESPONSE,)) for _ in range(_PROMPTS)), _PROMPTS, 1)
+_SERIAL = (SerialScheduleConfig(),)
+
+PLACEMENTS: dict[str, Pools] = {
+    "colocate": {"actor": ("actor", "critic", "reference", "reward")},
+    "split": {"actor": ("actor", "reference"), "critic": ("critic", "reward")},
+    "standalone": {name: (name,) for name in ("actor", "critic", "reference", "reward")},
+}
+
+
+def all_placements(
+    gpus: int,
+    number: int = 1,
+    *,
+    schedules: Sequence[ScheduleConfig] = _SERIAL,
+    workload: Workload = _WORKLOAD,
+    fuses: bool = False,
+    placement: str | None = None,
+) -> MappingResults:
+    """13B models under all 15 partitions into pools: what a search takes, in `seconds`.
+
+    For the best `number` of mappings. `fuses` adds updates in one plan, with layouts that pay only
+    together. `placement` is one of `PLACEMENTS` in place of all.
+    """
+    allowed = None if placement is None else [PLACEMENTS[placement]]
+    search = _search(gpus, allowed, schedules, workload, fuses=fuses)
+    return search.run(number, budget_s=600.0)
+
+
+def long_tailed() -> Workload:
+    """The workload with responses up to eight times the median."""
+    lengths = f"lognormal:median={_RESPONSE // 8},p99={_RESPONSE}"
+    shape = Shape(
+        prompts_per_step=_PROMPTS,
+        group_size=1,
+        num_steps=1,
+        prompt_tokens=_PROMPT,
+        max_tokens=_RESPONSE,
+    )
+    workload = read_workload(lengths, shape)
+    return replace(workload, groups=workload.groups[:_PROMPTS])
+
+
+def _search(
+    gpus: int,
+    allowed: Sequence[Pools] | None,
+    schedules: Sequence[ScheduleConfig],
+    workload: Workload,
+    *,
+    fuses: bool,
+) -> MappingSearch:
+    """The search among the `allowed` placements; None: among all."""
+    accelerator, shape = ACCELERATORS["a100"], MODELS["13b"]
+    roles = [
+        PlannedRole(name=ACTOR, shape=shape, trained=True),
+        PlannedRole(name="critic", shape=shape, trained=True, passes=("values",), value_head=True),
+        PlannedRole(name="reference", shape=shape, passes=("reference",)),
+        PlannedRole(name="reward", shape=shape, passes=("reward",), value_head=True),
+    ]
+    cluster = cluster_of(accelerator, gpus // _PER_NODE, _PER_NODE)
+    memory = MappingMemory(
+        limits=StepLimits(
+            prompt_tokens=_PROMPT,
+            new_tokens=_RESPONSE,
+            samples=_PROMPTS,
+            mini_batches=_MINI_BATCHES,
+        ),
+        capacity=_CAPACITY,
+        reserved=_RESERVED,
+    )
+    prices = MappingPrices(
+        MappingCosts(layer_roofline(accelerator), cluster),
+        memory,
+        roles,
+        workload,
+        mini_batches=_MINI_BATCHES,
+    )
+
+    def pools(partition: Sequence[Sequence[str]]) -> Pools | None:
+        if allowed is None:
+            return {names[0]: tuple(names) for names in partition}
+        sets = {frozenset(names) for names in partition}
+        same = (one for one in allowed if {frozenset(names) for names in one.values()} == sets)
+        return next(same, None)
+
+    space = SearchSpace(
+        pools=pools,
+        schedules=schedules,
+        micro_batch_tokens=(4096, 8192, 16_384),
+        fuses=fuses,
+    )
+    return MappingSearch(roles, prices, memory, gpus, space)
