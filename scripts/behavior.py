@@ -3,17 +3,22 @@
     python scripts/behavior.py record DIR [NAME ...]     # at each of the two commits
     python scripts/behavior.py compare BEFORE AFTER
 
-`record` runs the demo, three steps of every recipe and of every schedule, and keeps the metrics and
-the checksum of the final weights. `compare` prints every difference but in times, and ends with 1
-if there is one. Both on one machine: other processors round otherwise.
+`record` runs the demo, three steps of every recipe, of every schedule and of what else a run may
+have: vLLM, tools, the mechanisms of the tail on two ranks, emulated ranks. `compare` compares the
+metrics and the checksum of the final weights, or their norms where time decides how rows are
+batched (`ROUNDED`). It prints every difference but in times, and ends with 1 if there is one. Both
+on one machine: other processors round otherwise.
 """
 
 import hashlib
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[1]
 SHORT = ["trainer.steps=3", "warm_start.steps=100", "trainer.prompts_per_step=8"]
@@ -21,8 +26,22 @@ SHORT += ["eval.sets.main.num_prompts=64", "telemetry.report=false", "telemetry.
 REFERENCE = ["recipe=grpo", "recipe.kl_coef=0.01"]
 NAMES = ("serial", "fused", "partial", "packed")
 SCHEDULES = {name: [f"schedule={name}", *REFERENCE] for name in NAMES}
+TAIL = ["schedule=fused", "cluster.ranks=2", "schedule.early_backward=auto"]
+TAIL += ["trainer.layout.replicas=2", "rollout.tail_tp=2", "rollout.speculate=2"]
+EMULATED = ["cluster=emulated", "cluster.ranks=16", "rollout.layout.tp=4", "cluster.time_scale=0.1"]
+EMULATED += ["cluster.costs='gpu:model=8b'", "cluster.lengths='lognormal:median=400,p99=4000'"]
+EMULATED += ["rollout.max_new_tokens=4000", "trainer.steps=3", "cluster.ranks_per_process=0"]
+MORE = {
+    "vllm": ["rollout=vllm", *SHORT],
+    "tools": ["experiment=tools_tiny", *SHORT],
+    "tail": [*TAIL, *SHORT],
+    **{f"emulated-{name}": [*EMULATED, f"schedule={name}"] for name in NAMES},
+}
 # Decided by the clock, or by measured costs.
-TIMES = ("time", "_s", "bubble_share", "_per_s", "migrated", "_bytes")
+TIMES = ("time", "_s", "bubble_share", "_per_s", "migrated", "_bytes", "mfu", "trained_early")
+TIMES += ("widened", "guessed", "accepted")
+# Here the clock also decides which rows are computed together, so that values differ by rounding.
+ROUNDED = ("tools", "tail", "vllm")
 
 
 def runs() -> dict[str, list[str]]:
@@ -32,6 +51,7 @@ def runs() -> dict[str, list[str]]:
         "demo": ["experiment=spell_tiny"],
         **{f"recipe-{name}": [f"recipe={name}", *SHORT] for name in recipes},
         **{f"schedule-{name}": [*how, *SHORT] for name, how in SCHEDULES.items()},
+        **MORE,
     }
 
 
@@ -54,9 +74,19 @@ def outcome(run: Path) -> dict[str, Any]:
             if not key.endswith(TIMES):
                 values[f"{number}.{key}"] = value
     for file in sorted((run / "final").rglob("*.safetensors")):
-        weights = hashlib.sha256(file.read_bytes()).hexdigest()
-        values[str(file.relative_to(run))] = weights
+        if run.name in ROUNDED:
+            norms = {name: float(tensor.norm()) for name, tensor in load_file(file).items()}
+            values.update(norms)
+        else:
+            values[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
     return values
+
+
+def same(old: Any, new: Any, run: str) -> bool:
+    """Whether a value of both runs is the same, up to rounding where time decides on it."""
+    if run in ROUNDED and isinstance(old, float) and isinstance(new, float):
+        return math.isclose(old, new, rel_tol=1e-3, abs_tol=1e-4)
+    return bool(old == new)
 
 
 def compare(before: Path, after: Path) -> int:
@@ -64,7 +94,7 @@ def compare(before: Path, after: Path) -> int:
     differences = 0
     for run in sorted(path.name for path in before.iterdir()):
         old, new = outcome(before / run), outcome(after / run)
-        keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+        keys = [key for key in {**old, **new} if not same(old.get(key), new.get(key), run)]
         for key in keys:
             print(f"{run}: {key}: {old.get(key)} -> {new.get(key)}")
         differences += len(keys)
