@@ -3,9 +3,8 @@
     python scripts/behavior.py record DIR [NAME ...]     # at each of the two commits
     python scripts/behavior.py compare BEFORE AFTER
 
-`record` runs the demo, three steps of every recipe, of every schedule and of what else a run may
-have: vLLM, tools, the mechanisms of the tail on two ranks, emulated ranks. `compare` compares the
-metrics and the checksum of the final weights, or their norms where time decides how rows are
+`record` runs the demo, and three steps of every recipe and of every schedule. Others have vLLM,
+tools, the mechanisms of the tail on two ranks, or emulated ranks. `compare` compares the metrics and the checksum of the final weights, or their norms where time decides how rows are
 batched (`ROUNDED`). It prints every difference but in times, and ends with 1 if there is one. Both
 on one machine: other processors round otherwise.
 """
@@ -38,8 +37,10 @@ MORE = {
     **{f"emulated-{name}": [*EMULATED, f"schedule={name}"] for name in NAMES},
 }
 # Decided by the clock, or by measured costs.
-TIMES = ("time", "_s", "bubble_share", "_per_s", "migrated", "_bytes", "mfu", "trained_early")
-TIMES += ("widened", "guessed", "accepted")
+TIMES = (
+    *("time", "_s", "_per_s", "bubble_share", "mfu", "_bytes"),
+    *("migrated", "trained_early", "widened", "guessed", "accepted"),
+)
 # Here the clock also decides which rows are computed together, so that values differ by rounding.
 ROUNDED = ("tools", "tail", "vllm")
 

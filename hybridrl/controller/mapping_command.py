@@ -421,9 +421,6 @@ def _search(
     except DoesNotFit as error:
         raise ConfigError("--nodes", cluster.nodes, f"more, or larger ones: {error}") from None
     best, settings, refused = [], [], []
-    if cluster.table is not None:
-        best_in_order = [search.in_best_order(one) for one in result.best]
-        result = replace(result, best=sorted(best_in_order, key=lambda one: one.seconds.step_s))
     for one in result.best:
         own = overrides(one.mapping)
         try:

@@ -51,7 +51,6 @@ from hybridrl.planner.mapping_memory import MappingMemory
 from hybridrl.planner.mapping_price import MappingPrices, StepSeconds
 from hybridrl.planner.memory import MemoryPlan
 from hybridrl.planner.partitions import allocation_step, allocations, set_partitions
-from hybridrl.planner.rank_order import best_order
 from hybridrl.planner.search_space import SearchSpace
 
 logger = logging.getLogger(__name__)
@@ -222,24 +221,6 @@ class MappingSearch:
         seconds = self.prices.replayed(mapping, self.prices.priced(mapping))
         bound_s = self._bound_s(mapping)
         return PricedMapping(mapping=mapping, seconds=seconds, bound_s=bound_s, memory=memory)
-
-    def in_best_order(self, one: PricedMapping, budget_s: float = 2.0) -> PricedMapping:
-        """A result with the best order of workers, by its priced seconds; replayed in it."""
-        best = best_order(
-            self.prices.costs.cluster,
-            lambda cluster: self.prices.on(cluster).priced(one.mapping).step_s,
-            budget_s,
-        )
-        if best.seconds >= best.own_s:
-            return one
-        mapping, prices = (
-            replace(one.mapping, rank_order=best.order),
-            self.prices.in_order(best.order),
-        )
-        seconds = prices.replayed(mapping, prices.priced(mapping))
-        if seconds.step_s >= one.seconds.step_s:
-            return one
-        return replace(one, mapping=mapping, seconds=seconds)
 
     def _bound_s(self, mapping: DeviceMapping) -> float:
         """Of a step at least; in one plan other roles' work fills a pipeline's gaps."""

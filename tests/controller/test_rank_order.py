@@ -56,8 +56,8 @@ PLAN = ["recipe=grpo", "model=qwen3_8b", "--nodes=4", "--gpus-per-node=2", "--gp
         "data.max_prompt_tokens=64", "rollout.max_new_tokens=960"]  # fmt: skip
 
 
-def test_the_planner_goes_around_a_slow_cable(tmp_path: Path) -> None:
-    """Where links differ the best mapping has an order, and costs with it what `--price` says."""
+def test_the_price_knows_a_slow_cable(tmp_path: Path) -> None:
+    """A pipeline whose neighbors are not on its ends is priced quicker."""
     gbs = [[20e9] * 4 for _ in range(4)]
     gbs[0][1] = gbs[1][0] = gbs[2][3] = gbs[3][2] = 0.02e9
     table = [[300e9 if i // 2 == j // 2 else gbs[i // 2][j // 2] for j in range(8)]
@@ -73,13 +73,6 @@ def test_the_planner_goes_around_a_slow_cable(tmp_path: Path) -> None:
     )
     apart, around = (report.result.best[0] for report in (plain, ordered))
     assert around.seconds.training < 0.9 * apart.seconds.training
-
-    searched = mapping_command.run([*PLAN, f"--links={links}"])
-    best = searched.result.best[0]
-    assert best.seconds.step_s <= around.seconds.step_s * 1.001
-    assert sorted(best.mapping.rank_order or range(8)) == list(range(8))
-    again = mapping_command.run([*PLAN, *searched.overrides[0], "--price", f"--links={links}"])
-    assert again.result.best[0].seconds.step_s == pytest.approx(best.seconds.step_s, rel=1e-9)
 
 
 @pytest.mark.parametrize(
