@@ -4,9 +4,10 @@
     python scripts/behavior.py compare BEFORE AFTER
 
 `record` runs the demo, and three steps of every recipe and of every schedule. Others have vLLM,
-tools, the mechanisms of the tail on two ranks, or emulated ranks. `compare` compares the metrics and the checksum of the final weights, or their norms where time decides how rows are
-batched (`ROUNDED`). It prints every difference but in times, and ends with 1 if there is one. Both
-on one machine: other processors round otherwise.
+tools, the mechanisms of the tail on two ranks, or emulated ranks. `compare` compares the metrics
+and the checksum of the final weights, or their norms where time decides how rows are batched
+(`ROUNDED`). It prints every difference but in times, and ends with 1 if there is one. Both on one
+machine: other processors round otherwise.
 """
 
 import hashlib
