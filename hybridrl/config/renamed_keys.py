@@ -1,4 +1,4 @@
-"""Keys that have another name now: refused on a command line, understood in old checkpoints."""
+"""Keys that have another name now, or are gone: refused on a command line, known in old runs."""
 
 from collections.abc import Container, Mapping
 from typing import Any
@@ -24,6 +24,9 @@ RENAMED_KEYS = {
     "schedule": "schedule.kind",  # in settings alone: a command line has schedule=NAME still
 }
 """Old to new, in full."""
+
+REMOVED_KEYS: dict[str, Any] = {"schedule.draw_anew": False, "trainer.attention_cost": 1.0}
+"""Keys that are gone, with the value that every run has now."""
 
 
 def with_new_names(settings: Mapping[str, Any], known: Container[str]) -> dict[str, Any]:

@@ -179,9 +179,6 @@ class PackedScheduleConfig(OverlappedScheduleConfig):
     limit_tokens: int | None = bounded(None, least=1)
     """A prompt whose response is longer is put off. Null takes the length that the share
     `max_wait_steps` / (`max_wait_steps` + 1) of the last prompts have kept to, and a margin."""
-    draw_anew: bool = False
-    """Whether a prompt that was put off draws new responses. Then long ones become fewer than
-    under `serial`. False has the same random numbers again."""
 
     def check_lengths(self, least: int, most: int) -> None:
         """Raise ConfigError for a limit that no response keeps to, or every one."""

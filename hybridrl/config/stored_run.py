@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from hybridrl.config import Config, compose
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.recipe_source import add_recipe
-from hybridrl.config.renamed_keys import RENAMED_KEYS
+from hybridrl.config.renamed_keys import REMOVED_KEYS, RENAMED_KEYS
 
 _NAME = "stored_run"
 GROUPS = {
@@ -60,7 +60,18 @@ def composed_run(overrides: Sequence[str], writes: bool = True) -> Config:
 
 
 def _rename(settings: DictConfig) -> None:
-    """Give keys that have another name now this one."""
+    """Give keys that have another name now this one, and leave out those that are gone.
+
+    Raises ConfigError where one of these had another value than every run has now.
+    """
+    for key, value in REMOVED_KEYS.items():
+        parent, _, name = key.rpartition(".")
+        group = OmegaConf.select(settings, parent)
+        if isinstance(group, DictConfig) and name in group:
+            if group[name] != value:
+                raise ConfigError(key, group[name], f"{value}, as every run has it now")
+            with open_dict(group):
+                del group[name]
     for old, new in RENAMED_KEYS.items():
         parent, _, name = old.rpartition(".")
         group = OmegaConf.select(settings, parent) if parent else None

@@ -105,9 +105,6 @@ class TrainerConfig:
     """Passes over an iteration's samples."""
     max_tokens_per_micro_batch: int = bounded(8192, least=1)
     """Most tokens of one forward and backward pass on a rank."""
-    attention_cost: float = bounded(1.0, least=0)
-    """Seconds of an operation of attention over those of another one: long sequences cost so much
-    more where ranks and micro-batches are evened. `hybridrl plan auto --costs` finds it."""
     chunk_tokens: int = bounded(0, least=0)
     """A sequence that is longer than a micro-batch is trained in chunks of so many tokens a rank,
     backward in reverse. 0 trains it whole."""

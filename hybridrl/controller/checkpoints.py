@@ -15,7 +15,7 @@ from hybridrl.checkpoint.folder import Point
 from hybridrl.checkpoint.keep import to_keep
 from hybridrl.config import Config, ConfigError, OptimName, ScheduleKind
 from hybridrl.config.environment import COUNTED
-from hybridrl.config.renamed_keys import with_new_names
+from hybridrl.config.renamed_keys import REMOVED_KEYS, with_new_names
 from hybridrl.config.schedule import SCHEDULES
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.flow.schedules.base import PendingSample, Schedule
@@ -176,7 +176,7 @@ def _flat(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _check_same(point: Point, now: Mapping[str, Any]) -> None:
-    before = stored_settings(point, now)
+    before, now = stored_settings(point, now), REMOVED_KEYS | dict(now)
     for key in changed_settings(before, now):
         allowed = f"{before[key]}, with which {point.folder} was made"
         named = "schedule" if key == "schedule.kind" else key  # as on the command line

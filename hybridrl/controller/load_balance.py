@@ -71,22 +71,18 @@ def joint_work(works: Sequence[RankWork]) -> RankWork:
 
 
 def work_of_roles(config: Config, graph: Graph, model_path: str) -> dict[str, RankWork]:
-    """The work of each role that is trained, by the operations of its model.
-
-    Those of attention count `trainer.attention_cost` times.
-    """
+    """The work of each role that is trained, by the operations of its model."""
     from hybridrl.models.flops import forward_flops
     from hybridrl.models.load import load_config
 
-    budget, trainer = config.trainer.max_tokens_per_micro_batch, config.trainer
-    actor = SequenceCost(*forward_flops(load_config(model_path))).weighed(trainer.attention_cost)
+    budget = config.trainer.max_tokens_per_micro_batch
+    actor = SequenceCost(*forward_flops(load_config(model_path)))
     works = {"actor": RankWork.of(config.trainer.layout, budget, actor)}
     for role in VALUE_MODELS:
         if role in graph.learned:
             settings, cost = config.value_model_of(role), actor
             if settings.path is not None:
                 cost = SequenceCost(*forward_flops(load_config(settings.path)))
-                cost = cost.weighed(trainer.attention_cost)
             works[role] = RankWork.of(settings.layout, budget, cost)
     return works
 

@@ -376,7 +376,6 @@ def _space(problem: _Problem) -> SearchSpace:
         return by_name if by_name and runs(tuple(by_name.items())) else None
 
     scorers = [role.name for role in problem.roles if not role.trained]
-    (actor,) = [role for role in problem.roles if role.name == ACTOR]
     samples = len(problem.prices.samples)
     small, usual = micro_batch_choices(config.longest_sample, samples, trainer.chunk_tokens)
     return SearchSpace(
@@ -384,7 +383,6 @@ def _space(problem: _Problem) -> SearchSpace:
         schedules=_schedules(problem),
         micro_batch_tokens=usual,
         small_micro_batches=small,
-        attention_cost=round(problem.prices.costs.layer_costs.attention_cost(actor.shape), 2),
         activations=(ActivationMode.keep, ActivationMode.recompute),
         allows_train=lambda role, layout: allows_train(role.name, replace(layout, fsdp=1)),
         allows_gen=lambda role, gen: all(allows_gen(name, gen) for name in (ACTOR, *scorers)),

@@ -16,7 +16,6 @@ SET = (
     *("cluster.ranks", "cluster.placement", "cluster.pools", "cluster.pool_of", "schedule"),
     *("cluster.rank_order", "rollout.layout.pp", "rollout.layout.tp", "trainer.activations"),
     *("trainer.max_tokens_per_micro_batch", "trainer.layout", "trainer.fuse_updates"),
-    "trainer.attention_cost",
     *(f"{key}.layout" for key in VALUE_MODELS.values()),
 )
 """Keys, and whole groups of keys, that the planner sets."""
@@ -39,8 +38,6 @@ def overrides(mapping: DeviceMapping) -> list[str]:
         "trainer.activations": next(iter(layouts)).activations.value,
         "trainer.max_tokens_per_micro_batch": max(x.micro_batch_tokens for x in layouts),
     }
-    if next(iter(layouts)).attention_cost != 1:
-        settings["trainer.attention_cost"] = next(iter(layouts)).attention_cost
     if mapping.rank_order:
         settings["cluster.rank_order"] = _listed(mapping.rank_order)
     if len(mapping.train) > 1:

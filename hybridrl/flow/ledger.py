@@ -329,18 +329,10 @@ def wanted(
     return {position: int(counts.get(position, 0)) for position in positions}
 
 
-def new_samples(
-    stage: SourceStage, numbers: Mapping[int, int], attempts: Mapping[int, int]
-) -> list[list[Sample]]:
-    """The samples that a stage makes: one list per prompt, in order of k.
-
-    `attempts` are those of prompts whose samples have been drawn before.
-    """
+def new_samples(stage: SourceStage, numbers: Mapping[int, int]) -> list[list[Sample]]:
+    """The samples that a stage makes: one list per prompt, in order of k."""
     return [
-        [
-            Sample(id=SampleId(position, stage.branch, k, attempts.get(position, 0)))
-            for k in range(number)
-        ]
+        [Sample(id=SampleId(position, stage.branch, k)) for k in range(number)]
         for position, number in numbers.items()
     ]
 

@@ -26,10 +26,6 @@ class SequenceCost:
         """The cost of a sequence of so many tokens."""
         return self.per_token * tokens + self.per_pair * tokens**2
 
-    def weighed(self, attention_cost: float) -> "SequenceCost":
-        """With pairs that cost so many times as much (`trainer.attention_cost`)."""
-        return SequenceCost(self.per_token, round(self.per_pair * attention_cost))
-
 
 BY_TOKENS = SequenceCost()
 

@@ -16,11 +16,10 @@ from hybridrl.planner.model_shape import ModelShape
 _balanced = lru_cache(256)(balance)
 
 
-def sequence_cost(shape: ModelShape, layout: TrainLayout) -> SequenceCost:
+def sequence_cost(shape: ModelShape) -> SequenceCost:
     """Operations of a sequence by its length, as the engine counts them to share out work."""
     per_token = 2 * (shape.layers * shape.layer_parameters + shape.head_parameters)
-    cost = SequenceCost(per_token, 2 * shape.layers * shape.heads * shape.features)
-    return cost.weighed(layout.attention_cost)
+    return SequenceCost(per_token, 2 * shape.layers * shape.heads * shape.features)
 
 
 @lru_cache(256)
@@ -32,7 +31,7 @@ def rows_of_ranks(
     If `even`, all ranks have equally many, as many as the schedule of a pipeline can have. Updates
     in one plan do not need that.
     """
-    shares, cost = _dealt(shape, layout, samples), sequence_cost(shape, layout)
+    shares, cost = _dealt(shape, layout, samples), sequence_cost(shape)
     rows_by_share: list[list[list[SampleLength]]] = []
     for share in shares:
         lengths = [sample.tokens for sample in share]
@@ -56,7 +55,7 @@ def _dealt(
     shape: ModelShape, layout: TrainLayout, samples: Sequence[SampleLength]
 ) -> list[list[SampleLength]]:
     """The samples of each data-parallel rank: dealt to all ranks by operations, then pooled."""
-    cost = sequence_cost(shape, layout)
+    cost = sequence_cost(shape)
     costs = tuple(cost(sample.tokens) for sample in samples)
     shares: list[list[SampleLength]] = [[] for _ in range(layout.data_ranks)]
     for rank, numbers in enumerate(_balanced(costs, layout.ranks)):

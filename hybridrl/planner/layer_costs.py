@@ -107,16 +107,6 @@ class LayerCosts:
     overlaps: bool = True
     """Whether gathering weights by layer takes place while other layers compute."""
 
-    def attention_cost(self, shape: ModelShape) -> float:
-        """Seconds of an operation of attention over those of the others of a layer, in training.
-
-        Other kernels' time counts with the others. 1 where they take no time.
-        """
-        work, both = LayerWork.of(shape), (self.forward, self.backward)
-        pair_s = sum(rates.pair_s for rates in both)
-        token_s = sum(rates.flop_s * work.flops + rates.element_s * work.elements for rates in both)
-        return pair_s * work.flops / token_s if token_s else 1.0
-
     def to_json(self) -> dict[str, Any]:
         """Plain data, which `from_json` takes back."""
         return asdict(self)

@@ -187,8 +187,6 @@ class TrainLayout:
     sequence_parallel: bool = False
     micro_batch_tokens: int = 8192
     """`trainer.max_tokens_per_micro_batch`."""
-    attention_cost: float = 1.0
-    """`trainer.attention_cost`."""
     chunk_layers: tuple[int, ...] = ()
     """Layers of each pipeline chunk, in the order of the forward pass; empty: as even as can be."""
 
@@ -204,7 +202,6 @@ class TrainLayout:
             activations=trainer.activations,
             sequence_parallel=layout.sequence_parallel,
             micro_batch_tokens=trainer.max_tokens_per_micro_batch,
-            attention_cost=trainer.attention_cost,
             chunk_layers=tuple(layout.chunk_layers),
         )
 

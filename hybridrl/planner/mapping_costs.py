@@ -324,7 +324,7 @@ class MappingCosts:
         trains: bool,
     ) -> float:
         # Of ranks with equal numbers of rows the one with most work takes longest, or nearly so.
-        cost = sequence_cost(role.shape, layout)
+        cost = sequence_cost(role.shape)
         rows = max(
             rows_of_ranks(role.shape, layout, samples, even=True),
             key=lambda rows: sum(cost(sample.tokens) for row in rows for sample in row),

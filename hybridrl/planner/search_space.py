@@ -28,8 +28,6 @@ class SearchSpace:
     micro_batch_tokens: Sequence[int]
     small_micro_batches: Sequence[int] = ()
     """Fewer tokens, which take less memory and give pipelines more rows; none is quicker else."""
-    attention_cost: float = 1.0
-    """Of all layouts (`TrainLayout.attention_cost`)."""
     activations: Sequence[ActivationMode] = (ActivationMode.keep, ActivationMode.recompute)
     pipelines: Sequence[PipelineSchedule] = tuple(PipelineSchedule)
     allows_train: Callable[[PlannedRole, TrainLayout], bool] = lambda role, layout: True
@@ -73,7 +71,6 @@ class SearchSpace:
                         activations=activations,
                         sequence_parallel=tp > 1 and self.splits_tokens(role),
                         micro_batch_tokens=tokens,
-                        attention_cost=self.attention_cost,
                     )
                     zigzags = layout.zigzag and activations is ActivationMode.recompute
                     if layout.chunks > shape.layers or zigzags:

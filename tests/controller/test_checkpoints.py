@@ -224,6 +224,24 @@ def test_a_checkpoint_with_keys_of_old_is_compared_by_their_new_names(
         assert line == f"{setting}: wanted {before}{reason}"
 
 
+def test_a_key_that_is_gone_must_have_had_what_every_run_has(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Of two keys that are gone, one says what a run trains on, the other how its work is split."""
+    path = publish(tmp_path / "run" / "final", 6, "schedule=packed")
+    file = path / "resume" / "state.json"
+    state = json.loads(file.read_text())
+    gone = {"schedule.draw_anew": False, "trainer.attention_cost": 2.3}
+    file.write_text(json.dumps(state | {"settings": state["settings"] | gone}))
+    assert find_origin(config("schedule=packed")).point is not None
+    gone["schedule.draw_anew"] = True
+    file.write_text(json.dumps(state | {"settings": state["settings"] | gone}))
+    line = refused(config("schedule=packed"))
+    assert line == f"schedule.draw_anew=False: wanted True, with which {path} was made"
+    with pytest.raises(ConfigError, match=r"draw_anew=true: wanted no such key: it is gone"):
+        config("schedule=packed", "schedule.draw_anew=true")
+
+
 @pytest.mark.parametrize("setting", [
     "schedule.early_backward=auto", "rollout.tail_tp=2", "rollout.speculate=auto",
     "schedule.migration_threshold=4", "schedule.migration=recompute",

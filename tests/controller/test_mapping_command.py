@@ -5,7 +5,6 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -486,25 +485,6 @@ def test_what_the_seconds_leave_out_is_said() -> None:
     lines = _plan(*TINY, *settings, "--price", "--nodes=1", "--gpus-per-node=2").remarks()
     assumed = [line for line in lines if line.startswith("assumed: ")]
     assert [line.split()[1] for line in assumed] == ["rollout.speculate=4:", "schedule=partial:"]
-
-
-def test_rows_are_evened_by_the_measured_cost_of_attention(tmp_path: Path) -> None:
-    """It is an override of the winner, which a mapping given by hand has, too."""
-    gpu, file = ACCELERATORS["h100"], tmp_path / "costs.json"
-    layers = layer_roofline(gpu)
-    slow = replace(layers.forward, pair_s=3 * layers.forward.flop_s)
-    layers = replace(
-        layers, forward=slow, backward=replace(layers.backward, pair_s=3 * layers.backward.flop_s)
-    )
-    costs = MappingCosts(layers, cluster_of(gpu, 1, 2))
-    file.write_text(json.dumps(costs.to_json()))
-    cluster = ("--nodes=1", "--gpus-per-node=2", f"--costs={file}", "--number=1")
-    (best,) = _plan(*TINY, *cluster).record()["mappings"]
-    assert "trainer.attention_cost=3.0" in best["overrides"]
-    priced = _plan(*TINY, *best["overrides"], *cluster, "--price").record()["mappings"]
-    assert priced[0]["step_s"] == pytest.approx(best["step_s"])
-    with pytest.raises(ConfigError, match="plan auto chooses it"):
-        _plan(*TINY, *cluster, "trainer.attention_cost=2")
 
 
 def test_a_planned_run_shows_predicted_beside_measured(

@@ -1,7 +1,6 @@
 """The packed schedule: the prompts of serial in every cycle, by length; none waits too long."""
 
 import json
-import random
 from collections import Counter
 from typing import Any
 
@@ -49,7 +48,7 @@ def item_of(position, num_items=7):
 
 
 def make(
-    executor, cfg, *, prompts=4, decode_steps=5, wait=3, limit=None, anew=False, held=100,
+    executor, cfg, *, prompts=4, decode_steps=5, wait=3, limit=None, held=100,
     num_prompts=10_000, first_prompt=0, num_steps=None, turns=False,
 ):  # fmt: skip
     return PackedSchedule(
@@ -65,7 +64,6 @@ def make(
         length_model=LengthModel(key_of=key_of),
         max_wait_steps=wait,
         limit_tokens=limit,
-        draw_anew=anew,
         num_steps=num_steps,
     )
 
@@ -174,7 +172,6 @@ cases = given(
     wait=st.integers(1, 3),
     limit=st.none() | st.integers(1, 40),
     held=st.integers(1, 30),
-    anew=st.booleans(),
     filtered=st.booleans(),
     drifts=st.booleans(),
     lengths=lengths,
@@ -188,7 +185,7 @@ cases = given(
 
 
 def check(
-    virtual_executor, seed, num_instances, decode_steps, k, prompts, wait, limit, held, anew,
+    virtual_executor, seed, num_instances, decode_steps, k, prompts, wait, limit, held,
     filtered, drifts, lengths, rewards, finishes, hangs, deaths, turns,
 ):  # fmt: skip
     mortal = {n: who for n, who in deaths.items() if who < num_instances - 1}
@@ -209,8 +206,7 @@ def check(
         return sum(stops[i] - (stops[i - 1] if i else 0) for i in range(0, len(stops), 2))
 
     def turns_of(id):
-        """As its length, the turns of a sample that begins again are those of its first attempt."""
-        return of_turns(length_now, turns)(id._replace(attempt=0))
+        return of_turns(length_now, turns)(id)
 
     if turns:  # all conversations have their number of turns, which is an end of its own
         finishes = ["length" if finish == "stop" else finish for finish in finishes]
@@ -222,7 +218,7 @@ def check(
     cfg = {"k": k, "filter": filtered}
     schedule = make(
         executor, cfg, prompts=prompts, decode_steps=decode_steps, wait=wait, limit=limit,
-        held=held, anew=anew, turns=bool(turns),
+        held=held, turns=bool(turns),
     )  # fmt: skip
     cycle, steps, left = wait + 1, 2 * (wait + 1), []
     wanted = specification(length_of, own_of, k, prompts, wait, limit, steps)
@@ -239,7 +235,6 @@ def check(
             ]
             assert result.metrics["samples/put_off"] == num_put_off
             assert sum(s.response_tokens for s in result.dispatched) == num_tokens
-        assert all(id.attempt == 0 for id in ids) or anew
         assert turns or all(s.scalars["finish"] != "length" for s in result.samples)
         assert not any(s.scalars.get(OUT_OF_TOKENS) for s in result.samples)
         assert all({span.version for span in s.spans if span.trained} <= {executor.version - 1}
@@ -253,7 +248,7 @@ def check(
     assert not schedule.close()
     assert schedule._ledger.samples == ()
     submitted = {id for _, submit in executor.submits for id in submit.ids}
-    assert {id._replace(attempt=0) for id in submitted} == {id._replace(attempt=0) for id in left}
+    assert submitted == set(left)
     assert submitted <= set(executor.released)
     assert not executor.tensors
     judged = [id for _, _, ids in executor.infers for id in ids]
@@ -318,30 +313,6 @@ def test_every_length_has_the_share_that_it_has_under_serial(
     assert ours[0] == theirs[0]
     assert ours[1].keys() == theirs[1].keys()
     assert all(abs(ours[1][p] - theirs[1][p]) <= wait for p in ours[1])
-
-
-@pytest.mark.parametrize("anew", [False, True])
-def test_new_draws_would_make_long_responses_rarer(virtual_executor, anew):
-    """A tenth of all responses is long, drawn at random; the limit is between long and short.
-
-    With new draws a group of four that has a long one is put off, and has another draw. 0.34 of
-    them have one, so about that share of the long ones is left, and what the last step takes.
-    """
-    long, num_steps, num = 60, 64, 8
-
-    def length_of(id):
-        return long if random.Random(f"length {id}").random() < 0.1 else 5
-
-    executor = virtual_executor(2, 0, length_of, cuts=True)
-    schedule = make(executor, {"k": 4}, prompts=num, limit=20, anew=anew)
-    counts, _ = trained_lengths(executor, schedule, num_steps)
-    ids = [SampleId(p, "", k) for p in range(num * num_steps) for k in range(4)]
-    serial = sum(length_of(id) == long for id in ids)
-    assert sum(counts.values()) == len(ids)
-    if anew:
-        assert counts[long] < 0.7 * serial
-    else:
-        assert counts[long] == serial
 
 
 # -- by hand ---------------------------------------------------------------------------------------
@@ -413,10 +384,9 @@ def test_the_last_cycle_ends_with_the_run(virtual_executor):
     assert schedule.state_dict()["waiting"] == []
 
 
-@pytest.mark.parametrize("anew", [False, True])
-def test_a_run_that_is_cut_within_a_cycle_says_what_it_has_not_trained(virtual_executor, anew):
+def test_a_run_that_is_cut_within_a_cycle_says_what_it_has_not_trained(virtual_executor):
     """The docs' example, which resumes after its first step, and is to have two in all."""
-    options = {"prompts": 2, "wait": 2, "limit": 10, "decode_steps": 1, "anew": anew}
+    options = {"prompts": 2, "wait": 2, "limit": 10, "decode_steps": 1}
 
     def length_of(id):
         return LENGTHS[id.prompt]
@@ -432,9 +402,7 @@ def test_a_run_that_is_cut_within_a_cycle_says_what_it_has_not_trained(virtual_e
     assert sorted({*trained}) == [0, 2, 3, 4]
     left = schedule.close()
     # Prompt 1 was put off.
-    assert [*left] == [SampleId(1, "", k, int(anew)) for k in (0, 1)] + [
-        SampleId(5, "", k) for k in (0, 1)
-    ]
+    assert [*left] == [SampleId(prompt, "", k) for prompt in (1, 5) for k in (0, 1)]
     assert set(left.values()) == {ENDED}
     assert schedule.close() == {}
 
@@ -453,17 +421,16 @@ def test_prompts_that_end_are_an_error(virtual_executor):
     num_instances=st.integers(1, 4),
     wait=st.integers(1, 3),
     limit=st.none() | st.integers(1, 40),
-    anew=st.booleans(),
 )
 @settings(max_examples=12)
 def test_a_new_schedule_goes_on_from_what_an_old_one_has_written(
-    virtual_executor, lengths, decode_steps, num_instances, wait, limit, anew
+    virtual_executor, lengths, decode_steps, num_instances, wait, limit
 ):
     """After every step, through JSON, in the middle of cycles too."""
     seen = []
     for resumes in (False, True):
         executor = virtual_executor(num_instances, 0, of_id(lengths), cuts=True)
-        options = {"decode_steps": decode_steps, "wait": wait, "limit": limit, "anew": anew}
+        options = {"decode_steps": decode_steps, "wait": wait, "limit": limit}
         schedule = make(executor, {}, **options)
         for step in range(6):
             schedule.run_step(step)

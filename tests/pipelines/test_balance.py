@@ -118,18 +118,3 @@ def test_the_spread_of_seconds_falls():
             spreads.append(max(costs) / (sum(costs) / len(costs)) - 1)
     by_tokens, by_cost = sum(spreads[::2]) / 40, sum(spreads[1::2]) / 40
     assert by_cost < 0.7 * by_tokens
-
-
-def test_attention_that_costs_more():
-    """Pairs count so many times as much; micro-batches even out what they cost then."""
-    assert SequenceCost(1000, 2).weighed(2.5) == SequenceCost(1000, 5)
-    lengths = [600, 100, 100, 100, 100, 100, 100, 300, 300]
-    dear = COST.weighed(10)
-    spread = [
-        max(
-            sum(dear(lengths[i]) for i in indices)
-            for indices in micro_batches(lengths, 900, cost=cost)
-        )
-        for cost in (COST, dear)
-    ]
-    assert spread[1] <= spread[0]

@@ -172,7 +172,7 @@ class TrainEngine(ModelShards):
             trainer.max_tokens_per_micro_batch,
             layers,
             trainer.chunk_tokens,
-            SequenceCost(*forward_flops(self.model.config)).weighed(trainer.attention_cost),
+            SequenceCost(*forward_flops(self.model.config)),
         )
         self.flops = ForwardFlops.of(self.model.config)
         if gives_values:  # in place of the vocabulary's head

@@ -389,15 +389,11 @@ class Schedule(ABC):
         """Dispatch the samples that a stage makes: prompts with one or more each."""
         (upstream,) = stage.upstream
         numbers = wanted(stage, (position for position, _ in pulled), batch[upstream])
-        dispatched = new_samples(stage, numbers, self._attempts())
+        dispatched = new_samples(stage, numbers)
         self._ledger.dispatch(sample for group in dispatched for sample in group)
         num_samples = sum(map(len, dispatched))
         logger.debug("stage %s: %d samples of %d prompts", stage.name, num_samples, len(pulled))
         return [(prompt, group) for prompt, group in zip(pulled, dispatched, strict=True) if group]
-
-    def _attempts(self) -> Mapping[int, int]:
-        """By prompt, how often its samples have drawn other tokens before; 0 where it is absent."""
-        return {}
 
     def _whole(self, samples: Iterable[Sample]) -> list[Sample]:
         """Those that the engine has finished; aborted ones leave."""

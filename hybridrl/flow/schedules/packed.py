@@ -30,13 +30,11 @@ ENDED = Drop(DropReason.RUN_ENDED, "its prompt waited for a later step when the 
 class _WaitingPrompt:
     """A prompt of the present cycle that is not trained on yet.
 
-    A response of it was longer than `seen` tokens (0: none is known). `attempt` is that of its next
-    samples.
+    A response of it was longer than `seen` tokens (0: none is known).
     """
 
     prompt: Any
     seen: int = 0
-    attempt: int = 0
 
 
 @dataclass(slots=True)
@@ -89,9 +87,7 @@ class PackedSchedule(StreamingSchedule):
     more than `max_wait_steps` steps. All tokens of a step are of its weights. The prompts that it
     takes follow from seed and lengths, not from time or the instances.
 
-    A prompt that was put off has its own random numbers again. With `draw_anew` its samples have
-    the next `SampleId.attempt`, and other numbers. Then a long response is trained only if the
-    prompt has one twice.
+    A prompt that was put off has its own random numbers again.
 
     `limit_tokens` None is `limit_of` the prompts trained in as many steps as a cycle has. The run's
     first step has no limit.
@@ -111,7 +107,6 @@ class PackedSchedule(StreamingSchedule):
         length_model: LengthModel,
         max_wait_steps: int,
         limit_tokens: int | None = None,
-        draw_anew: bool = False,
         num_steps: int | None = None,
     ) -> None:
         check_packed(graph)
@@ -119,7 +114,7 @@ class PackedSchedule(StreamingSchedule):
         step = (graph, executor, prompts, settings)
         super().__init__(*step, limits=limits, length_model=length_model)
         self.cycle_steps, self.num_steps = max_wait_steps + 1, num_steps
-        self.limit_tokens, self.draw_anew = limit_tokens, draw_anew
+        self.limit_tokens = limit_tokens
         self._wanted = 0  # prompts of the present step
         self._waiting: dict[int, _WaitingPrompt] = {}  # by position
         # the longest response of each prompt trained, by step
@@ -137,7 +132,6 @@ class PackedSchedule(StreamingSchedule):
             length_model=LengthModel(key_of=parts.key_of, ranker=RANKERS[config.length_ranker]()),
             max_wait_steps=config.max_wait_steps,
             limit_tokens=config.limit_tokens,
-            draw_anew=config.draw_anew,
             num_steps=parts.num_steps,
         )
 
@@ -148,7 +142,7 @@ class PackedSchedule(StreamingSchedule):
 
     def state_dict(self) -> dict[str, Any]:
         """With the prompts that wait, and the lengths that the limit follows from."""
-        waiting = [[position, x.seen, x.attempt] for position, x in self._waiting.items()]
+        waiting = [[position, x.seen] for position, x in self._waiting.items()]
         return super().state_dict() | {"waiting": waiting, "longest": list(self._longest)}
 
     def load_state_dict(
@@ -156,8 +150,8 @@ class PackedSchedule(StreamingSchedule):
     ) -> None:
         """Continue from a `state_dict`; another schedule has no prompts that wait."""
         super().load_state_dict(state, prompt_at=prompt_at, num_ranks=num_ranks)
-        for position, seen, attempt in state.get("waiting", ()):
-            self._waiting[position] = _WaitingPrompt(prompt_at(position), seen, attempt)
+        for position, seen, *_ in state.get("waiting", ()):  # old ones have a third number
+            self._waiting[position] = _WaitingPrompt(prompt_at(position), seen)
         self._longest.extend(state.get("longest", ()))
 
     def close(self) -> dict[SampleId, Drop]:
@@ -169,7 +163,7 @@ class PackedSchedule(StreamingSchedule):
         for stage in self._order:
             if isinstance(stage, GenerateStage):
                 numbers = wanted(stage, self._waiting, ())
-                for group in new_samples(stage, numbers, self._attempts()):
+                for group in new_samples(stage, numbers):
                     dropped |= {sample.id: ENDED for sample in group}
         self._waiting.clear()
         return dropped | super().close()
@@ -196,9 +190,6 @@ class PackedSchedule(StreamingSchedule):
             self._waiting = {position: _WaitingPrompt(prompt) for position, prompt in pulled}
         self._wanted, self._pulled = num, []
         return {"prompts": []}
-
-    def _attempts(self) -> Mapping[int, int]:
-        return {position: x.attempt for position, x in self._waiting.items()}
 
     def _run_round(self, makers: Sequence[SourceStage], batch: Batch) -> Batch:
         """Generate until it is known which prompts the step takes; the others begin again."""
@@ -356,7 +347,6 @@ class PackedSchedule(StreamingSchedule):
         for position in positions:
             waiting = self._waiting[position]
             waiting.seen = max(waiting.seen, limit or 0)
-            waiting.attempt += self.draw_anew
 
 
 def _limited(task: GenerationTask, limit: int) -> GenerationTask:
