@@ -57,6 +57,7 @@ from hybridrl.environments import Openings
 from hybridrl.flow import Graph, Recipe
 from hybridrl.flow.graph import ComputeStage, GenerateStage, StageMethod, UpdateStage
 from hybridrl.flow.schedules.base import schedule_class
+from hybridrl.flow.temperatures import with_temperatures
 from hybridrl.planner.emulation import check_emulation
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
@@ -95,7 +96,7 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
     transformers_logging.disable_progress_bar()
 
     run_dir = Path(config.run.dir)
-    graph = with_parts(build_recipe(config.recipe), config)
+    graph = _with_temperatures(with_parts(build_recipe(config.recipe), config), config)
     warm_start = None
     if config.warm_start_steps:
         warm_start = _once(build_recipe({"target": WARM_START}))
@@ -138,6 +139,15 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
     ends = SamplingTexts(tokenizer, config.data.chat, (), end_token_ids(model_path, shape)).end_ids
     shown = FirstSamples(config, graph, tokenizer, sorted(ends), trials).text(data.train)
     return PreparedRun(model_path, data, eval_items, graph, warm_start, turns, shown)
+
+
+def _with_temperatures(graph: Graph, config: Config) -> Graph:
+    """The graph whose stages compute with the temperature that their samples were drawn with."""
+    temperature = config.rollout.temperature
+    try:
+        return with_temperatures(graph, temperature)
+    except ValueError as error:
+        raise ConfigError("rollout.temperature", temperature, f"1 ({error})") from None
 
 
 def check_compiler(config: Config) -> None:
