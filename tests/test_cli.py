@@ -536,7 +536,8 @@ def test_a_dry_run_checks_all_and_starts_nothing(
 ) -> None:
     before, children = sorted(files.rglob("*")), running_children()
     cli.main(["train", "--dry-run", "recipe=ppo", "cluster.ranks=2", "run.dir=out"])
-    out, _ = capfd.readouterr()
+    out, err = capfd.readouterr()
+    assert "---- the model sees (" in err  # RUN/first_samples.txt
     assert json.loads(out) == {
         "dry_run": True, "runs": 1, "ranks": 2, "pools": {"actor": 2}, "device": "cpu",
         "schedule": "serial", "fused_updates": False,

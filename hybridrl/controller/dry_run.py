@@ -2,8 +2,9 @@
 
 import logging
 import os
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +19,16 @@ logger = logging.getLogger(__name__)
 
 
 def check_runs(
-    configs: Sequence[Config], run_dirs: Sequence[Path], reads: bool = False
+    configs: Sequence[Config],
+    run_dirs: Sequence[Path],
+    reads: bool = False,
+    show: Callable[[str], object] = lambda text: None,
 ) -> list[Config]:
     """Check every run as it would itself, in a temporary directory, and the run that it resumes.
 
     Nothing is written into `run_dirs`. Runs that differ in their directory alone are checked once.
-    With `reads` the bytes of checkpoints are compared with their checksums. Answers with the
+    With `reads` the bytes of checkpoints are compared with their checksums. `show` is given the
+    first samples of each run that is checked, as text. Answers with the
     configs as the checks have completed them: device, ranks, pools, layouts. Raises `ConfigError`.
     """
     seen: list[tuple[Config, Config]] = []
@@ -37,7 +42,7 @@ def check_runs(
             logger.debug("checking the run in %s", run_dir)
             with tempfile.TemporaryDirectory() as folder:
                 known = deepcopy(replace(config, run=replace(config.run, dir=folder)))
-                prepare(known)
+                show(prepare(known).first_samples)
             seen.append((alike, known))
         completed.append(known)
     return completed
@@ -46,11 +51,15 @@ def check_runs(
 def dry_run(configs: Sequence[Config]) -> dict[str, Any]:
     """Check runs whose ranks nothing starts; answers with the line that the command prints.
 
+    Their first samples go to standard error, which a script that reads the line passes over.
     Raises `ConfigError` as `train` would.
     """
     for config in configs:
         _check_writable(Path(config.run.dir))
-    completed = check_runs(configs, [Path(config.run.dir) for config in configs], reads=True)
+    shown: list[str] = []
+    run_dirs = [Path(config.run.dir) for config in configs]
+    completed = check_runs(configs, run_dirs, reads=True, show=shown.append)
+    sys.stderr.write("\n".join(dict.fromkeys(shown)))
     first = completed[0]
     pools = {name: len(ranks) for name, ranks in first.cluster.pool_ranks.items()}
     return {

@@ -29,6 +29,7 @@ from hybridrl.config.dotted import load_function
 from hybridrl.config.versions import installed, untried
 from hybridrl.controller.activation_choice import decide_activations
 from hybridrl.controller.composite_reward import with_parts
+from hybridrl.controller.first_samples import FirstSamples
 from hybridrl.controller.fused_updates import decide_fused_updates
 from hybridrl.controller.mapping_checks import differences
 from hybridrl.controller.memory_plan import check_memory, local_obstacle, unknown_room
@@ -56,6 +57,7 @@ from hybridrl.environments import Openings
 from hybridrl.flow import Graph, Recipe
 from hybridrl.flow.graph import ComputeStage, GenerateStage, StageMethod, UpdateStage
 from hybridrl.flow.schedules.base import schedule_class
+from hybridrl.flow.temperatures import with_temperatures
 from hybridrl.planner.emulation import check_emulation
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
@@ -76,6 +78,8 @@ class PreparedRun:
     warm_start: Graph | None
     turns: TurnTemplate | None = None
     """What stands between the turns of conversations; None without an environment."""
+    first_samples: str = ""
+    """Some of its rows as text: see `hybridrl.controller.first_samples`."""
 
 
 def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRun:
@@ -85,12 +89,14 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
     """
     from transformers.utils import logging as transformers_logging
 
+    from hybridrl.models.ends import end_token_ids
     from hybridrl.models.load import load_config
+    from hybridrl.workers.sampling import SamplingTexts
 
     transformers_logging.disable_progress_bar()
 
     run_dir = Path(config.run.dir)
-    graph = with_parts(build_recipe(config.recipe), config)
+    graph = _with_temperatures(with_parts(build_recipe(config.recipe), config), config)
     warm_start = None
     if config.warm_start_steps:
         warm_start = _once(build_recipe({"target": WARM_START}))
@@ -118,18 +124,30 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
         check_emulation(config, graph)
     _writable(run_dir)
     model_path = _model_path(config, run_dir)
-    data, eval_items, turns = _load(config, model_path, graph)
+    data, eval_items, turns, tokenizer = _load(config, model_path, graph)
     items = [*data.train, *data.eval, *chain(*eval_items.values())]
     check_rows(config, graph, items)
+    trials = {}
     if not config.cluster.emulated:
-        try_judges(config, graph, items, is_recorded)
+        trials = try_judges(config, graph, items, is_recorded)
     check_schedule(config.schedule, graph)
     shape = load_config(model_path)
     decide_activations(config, graph, shape, gpu_memory)
     decide_fused_updates(config, graph, shape, gpu_memory)
     if not config.cluster.emulated:  # its accelerators are not here
         check_memory(config, graph, model_path, gpu_memory)
-    return PreparedRun(model_path, data, eval_items, graph, warm_start, turns)
+    ends = SamplingTexts(tokenizer, config.data.chat, (), end_token_ids(model_path, shape)).end_ids
+    shown = FirstSamples(config, graph, tokenizer, sorted(ends), trials).text(data.train)
+    return PreparedRun(model_path, data, eval_items, graph, warm_start, turns, shown)
+
+
+def _with_temperatures(graph: Graph, config: Config) -> Graph:
+    """The graph whose stages compute with the temperature that their samples were drawn with."""
+    temperature = config.rollout.temperature
+    try:
+        return with_temperatures(graph, temperature)
+    except ValueError as error:
+        raise ConfigError("rollout.temperature", temperature, f"1 ({error})") from None
 
 
 def check_compiler(config: Config) -> None:
@@ -294,8 +312,11 @@ def _model_path(config: Config, run_dir: Path) -> str:
 
 def _load(
     config: Config, model_path: str, graph: Graph
-) -> tuple[Data, dict[str, list[Item]], TurnTemplate | None]:
-    """The run's prompts, of training and by evaluation set, once the model is checked."""
+) -> tuple[Data, dict[str, list[Item]], TurnTemplate | None, Any]:
+    """The run's prompts, of training and by evaluation set, once the model is checked.
+
+    Also what stands between turns, and the tokenizer.
+    """
     from transformers import AutoTokenizer
 
     from hybridrl.models.context import context_tokens
@@ -333,7 +354,7 @@ def _load(
     if not config.cluster.emulated:
         check_role_models(config, graph, model_path, tokenizer)
         resolve_role_paths(config, graph)
-    return data, eval_items, turns
+    return data, eval_items, turns, tokenizer
 
 
 def _check_model(config: Config, graph: Graph, model: Any) -> None:

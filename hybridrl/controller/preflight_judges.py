@@ -22,6 +22,9 @@ from hybridrl.flow.graph import ByBatchStage, ComputeStage, SourceStage, Stage, 
 if TYPE_CHECKING:
     from hybridrl.rewards import RewardInput, RewardResult
 
+Judged = tuple[Item, "RewardInput", "RewardResult"]
+"""A row, the response of it that a judge was given, and what the judge said."""
+
 log = logging.getLogger(__name__)
 
 _TRIED = (RewardKind.exact, RewardKind.regex, RewardKind.math, RewardKind.dataset,
@@ -42,8 +45,10 @@ def try_judges(
     graph: Graph,
     items: Sequence[Item] = (),
     is_recorded: IsRecorded | None = None,
-) -> None:
+) -> dict[str, list[Judged]]:
     """Start every judge once, and try it on some of `items`; fills in which of them wait.
+
+    Answers with what each said of them, by role.
 
     A verifier or function is given rows' own answers, an endpoint or a model nothing. Raises
     ConfigError for a judge that cannot be built, or fails on one of them. A judge that gives its
@@ -57,13 +62,16 @@ def try_judges(
         scores = [stage for stage in graph.stages.values() if stage.method is StageMethod.SCORE]
         asked = {stage.role for stage in scores if not is_recorded(stage)}
         roles = [role for role in roles if role in asked]
+    trials = {}
     for role in roles:
         judge, sources = config.judge_of(role), config.sources_of(role)
         tried = _own_answers(config, judge, [item for item in items if item.source in sources])
         trial = validate_reward(judge, sources, role, [reward_input for _, reward_input in tried])
         if judge.kind is RewardKind.function:
             judge.waits = trial.waits
-        _check_trial(role, judge, tried, trial.results)
+        trials[role] = [(*pair, x) for pair, x in zip(tried, trial.results, strict=False)]
+        _check_trial(role, judge, trials[role])
+    return trials
 
 
 def _own_answers(
@@ -107,8 +115,7 @@ def _target_of(config: Config, item: Item) -> str:
 def _check_trial(
     role: str,
     judge: JudgeConfig,
-    tried: Sequence[tuple[Item, "RewardInput"]],
-    results: Sequence["RewardResult"],
+    tried: Sequence[Judged],
 ) -> None:
     """Raise for a judge that failed on all responses of its trial; warn of one that failed on some,
     or can tell nothing apart.
@@ -118,7 +125,7 @@ def _check_trial(
     own: list[float] = []
     empty: list[float] = []
     failed: list[str] = []
-    for (item, reward_input), result in zip(tried, results, strict=True):
+    for item, reward_input, result in tried:
         if result.status != "ok":
             text = f"the response {reward_input.response[:60]!r} to {item.source}, {item.place}"
             failed.append(f"a judge of the rows: it failed on {text} ({result.message})")

@@ -16,6 +16,7 @@ from hybridrl.controller.checkpoints import (
     settings_of,
 )
 from hybridrl.controller.episodes import EnvironmentFailed
+from hybridrl.controller.first_samples import write_first_samples
 from hybridrl.controller.preflight import PreparedRun, prepare
 from hybridrl.controller.run import Run, TrainingDiverged
 from hybridrl.controller.turn_orders import check_record
@@ -57,6 +58,7 @@ def train(config: Config) -> dict[str, Any]:
     origin = find_origin(config, reads=True)
     check_record(config)
     prepared = prepare(config)
+    write_first_samples(Path(config.run.dir), prepared.first_samples)
     with _reported(config), running(config, prepared, origin) as run:
         run.warn_off_policy()
         run.warn_unprofiled()

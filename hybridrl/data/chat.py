@@ -8,11 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config import ConfigError
+from hybridrl.data.control_tokens import ControlTokens
+from hybridrl.data.left_out import left_out
 from hybridrl.environments.task import ChatMessage
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_OPENED = re.compile(r"<think>\s*$")
+"""A thought that a prompt opens for the assistant."""
+_WRITTEN_BY_MODELS = re.compile("think|thought|reason|tool|call|arg|channel|python", re.IGNORECASE)
+"""Control tokens with these words are a model's own markers, not a template's structure."""
+_QUESTION: ChatMessage = {"role": "user", "content": "Q"}
+_ANSWER: ChatMessage = {"role": "assistant", "content": "xANSWERx"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +115,7 @@ class ChatTemplate:
             allowed = f"false, since {tokenizer.name_or_path} has no chat template"
             raise ConfigError("data.chat", True, allowed)
         self.tokenizer = tokenizer
+        self.control = ControlTokens(tokenizer)
         self._marks = bool(_GENERATION.search(str(tokenizer.chat_template)))
 
     def text(
@@ -119,11 +128,13 @@ class ChatTemplate:
     ) -> str:
         """The text of messages; with `prompt` it ends where the assistant begins to write.
 
-        Raises ConfigError where the template cannot take them, or leaves the tools out.
+        Control tokens that the messages spell are marked: `ids` makes text of them, and
+        `control.plain` takes the marks out. Raises ConfigError where the template cannot take the
+        messages, or leaves the tools out.
         """
         try:
-            text = self._render(messages, tools, prompt)
-            bare = self._render(messages, None, prompt) if tools else None
+            text = self.render(messages, tools, prompt)
+            bare = self.render(messages, None, prompt) if tools else None
         except Exception as error:  # templates raise their errors in jinja's classes
             reason = " ".join(str(error).split())[:200]
             raise place.refuse(f"messages that the chat template takes: {reason}") from error
@@ -131,11 +142,85 @@ class ChatTemplate:
             raise ConfigError("model.path", self.tokenizer.name_or_path, _no_tools(place))
         return text
 
-    def _render(self, messages: Any, tools: Any, prompt: bool) -> str:
+    def check_system(self, prompt: str | None) -> None:
+        """Raise ConfigError where the template leaves out `data.system_prompt`."""
+        message = {"role": "system", "content": "xSYSTEMx"}
+        if prompt is not None and "xSYSTEMx" not in self._probe([message, _QUESTION]):
+            name = self.tokenizer.name_or_path
+            allowed = f"null: the chat template of {name} has no system messages"
+            raise ConfigError("data.system_prompt", prompt, allowed)
+
+    def render(self, messages: Sequence[ChatMessage], tools: Any, prompt: bool) -> str:
+        """As `text`, with the template's own errors."""
+        guarded = [self._guarded(message) for message in self._as_wanted(messages)]
+        text = self._apply(guarded, self.control.guard(tools), prompt)
+        return text + self.header if prompt else text
+
+    def _apply(self, messages: Any, tools: Any, prompt: bool) -> str:
         text: str = self.tokenizer.apply_chat_template(
-            self._as_wanted(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
+            messages, tools=tools, tokenize=False, add_generation_prompt=prompt
         )
         return text
+
+    def _probe(self, messages: Sequence[ChatMessage], prompt: bool = False) -> str:
+        """The template's text of a short conversation; empty where it does not take it."""
+        try:
+            return self._apply(messages, None, prompt)
+        except Exception:  # templates raise their errors in jinja's classes
+            return ""
+
+    @functools.cached_property
+    def header(self) -> str:
+        """What the template writes before an answer and leaves out of a prompt, though it is asked.
+
+        Without it, a model would have to write the header of its own turn.
+        """
+        asked, prompt = self._probe([_QUESTION]), self._probe([_QUESTION], prompt=True)
+        whole = self._probe([_QUESTION, _ANSWER])
+        if asked != prompt or not whole.startswith(asked):
+            return ""
+        header, answer, _ = whole[len(asked) :].partition(_ANSWER["content"])
+        return header if header.strip() and answer else ""
+
+    @functools.cached_property
+    def _structure(self) -> frozenset[str]:
+        """Control tokens that the template writes around turns: never part of an answer."""
+        named = self.tokenizer.special_tokens_map.values()
+        own = {token for token in named if isinstance(token, str)}
+        texts = self._probe([_QUESTION], prompt=True), self._probe([_QUESTION, _ANSWER])
+        own |= {token for token in self.control.spellings if any(token in x for x in texts)}
+        return frozenset(token for token in own if not _WRITTEN_BY_MODELS.search(token))
+
+    def _guarded(self, message: ChatMessage) -> ChatMessage:
+        """The message with control tokens that it spells marked as text.
+
+        Of an assistant's, those alone that the template writes around turns.
+        """
+        only = self._structure if message["role"] == "assistant" else None
+        role = {"role": message["role"]}
+        return {**self.control.guard(message, only), **role}
+
+    def without_end(self, content: str) -> str:
+        """What an assistant wrote, without a token of the template's at its end."""
+        text = content.rstrip()
+        end = next((token for token in self._structure if text.endswith(token)), None)
+        return content if end is None else text.removesuffix(end)
+
+    def opens_thought(self, prompt: str) -> bool:
+        """Whether the text of a prompt ends within a thought."""
+        return _OPENED.search(prompt) is not None
+
+    def answer(self, prompt: str, content: str) -> str:
+        """What follows the text of a prompt where the assistant writes `content`, as a text.
+
+        A thought that the prompt opens is not opened twice.
+        """
+        content = self.control.guard(content, self._structure)
+        opened = _OPENED.search(prompt)
+        if opened and content.lstrip().startswith("<think>"):
+            inner = content.lstrip().removeprefix("<think>")
+            return inner.removeprefix(opened[0].removeprefix("<think>"))
+        return content
 
     def _as_wanted(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Messages whose calls have arguments in the form that the template writes out.
@@ -177,54 +262,90 @@ class ChatTemplate:
     ) -> Segments:
         """The tokens of a whole conversation; a turn of the assistant's ends with the token `end`.
 
-        Its first `after` messages are a prompt, whoever wrote them.
+        Its first `after` messages are a prompt, whoever wrote them, and nothing follows its last
+        turn of the assistant's.
 
-        Who wrote them is read off the template's `{% generation %}` marks. Without marks it is the
-        text that a turn adds to the prompt before it. Raises ConfigError where the template
-        rewrites earlier turns, so that there is no such text.
+        Who wrote them is read off the template's `{% generation %}` marks. Without marks, or where
+        they hold less than was written, it is the text that a turn adds to the prompt before it.
+        Where the template leaves out what the assistant wrote, a last turn of plain text is encoded
+        as it is. Raises ConfigError where another turn is rewritten or left out.
         """
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= after]
         if self._marks and not after:
-            return self._marked(messages, place, tools)
-        whole, start = self.text(messages, place, tools), 0
+            marked = self._marked(messages, place, tools)
+            if marked is not None:
+                return marked
+        messages = messages[: turns[-1] + 1]
+        whole, done = self.text(messages, place, tools), ""
         ids: list[int] = []
         written: list[bool] = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant" or number < after:
-                continue
+        for number in turns:
             before = self.text(messages[:number], place, tools, prompt=True) if number else ""
             through = self.text(messages[: number + 1], place, tools)
             stays = whole.startswith(through) and through.startswith(before)
-            if not stays or len(before) < start:
-                raise place.refuse(
-                    "a chat template with {% generation %} marks, or one that renders a"
-                    f" conversation turn by turn: turn {number + 1} changes the text before it"
-                )
-            head, turn = self.ids(whole[start : len(before)]), self.ids(through[len(before) :])
+            lost = left_out([messages[number]], through.removeprefix(before)) if stays else []
+            if not before.startswith(done) or ((lost or not stays) and number < turns[-1]):
+                raise place.refuse(_not_by_turns(number, lost))
+            head = self.ids(before[len(done) :])
+            if lost or not stays:
+                content = self.answer(before, str(messages[number]["content"]))
+                if unwritten := left_out([messages[number]], content):
+                    raise place.refuse(
+                        "turns of text, with thoughts in the content as <think>...</think>: the "
+                        f"chat template leaves out {', '.join(lost or unwritten)}"
+                    )
+                turn = [*self.ids(content), end]
+            else:
+                turn = self.ids(through[len(before) :])
             answered = turn.index(end) + 1 if end in turn else len(turn)
             ids += [*head, *turn]
             written += [False] * len(head) + [True] * answered + [False] * (len(turn) - answered)
-            start = len(through)
+            done = through
         return Segments(tuple(ids), tuple(written))
 
     def _marked(
         self, messages: Sequence[ChatMessage], place: Place, tools: list[dict[str, Any]] | None
-    ) -> Segments:
-        self.text(messages, place, tools)  # for its refusals
+    ) -> Segments | None:
+        """The tokens by the template's marks; None where these do not hold all that was written.
+
+        So where messages spell control tokens, which transformers' mask would take as such.
+        """
+        text = self.text(messages, place, tools)
+        if self.control.plain(text) != text:
+            return None
         encoded = self.tokenizer.apply_chat_template(
             self._as_wanted(messages),
             tools=tools,
             return_dict=True,
             return_assistant_tokens_mask=True,
         )
-        written = tuple(map(bool, encoded["assistant_masks"]))
+        ids, written = encoded["input_ids"], tuple(map(bool, encoded["assistant_masks"]))
         if not any(written):
             raise place.refuse("a chat template whose {% generation %} marks hold the answers")
-        return Segments(tuple(encoded["input_ids"]), written)
+        told = self.tokenizer.decode([id for id, own in zip(ids, written, strict=True) if own])
+        assistants = [message for message in messages if message["role"] == "assistant"]
+        return None if left_out(assistants, told) else Segments(tuple(ids), written)
 
     def ids(self, text: str) -> list[int]:
         """The tokens of a text of this template, which has its own special tokens."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        return self.ids_of([text])[0]
+
+    def ids_of(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `ids`, of many texts."""
+        options = {"add_special_tokens": False, "verbose": False}
+        return self.control.ids(texts, lambda plain: self.tokenizer(plain, **options)["input_ids"])
+
+
+def _not_by_turns(number: int, lost: Sequence[str]) -> str:
+    """What is allowed where an earlier turn is not trained as it was written."""
+    if lost:
+        told = f"leaves out {', '.join(lost)}, which only a last turn can keep"
+    else:
+        told = "changes the text before it"
+    return (
+        "a chat template with {% generation %} marks, or one that renders a conversation turn by "
+        f"turn: turn {number + 1} {told}"
+    )
 
 
 def with_arguments(message: ChatMessage, form: Callable[[Any], Any]) -> ChatMessage:

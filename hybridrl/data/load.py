@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import ConfigError, DataConfig, EvalSetConfig
 from hybridrl.config.patterns import compiled
+from hybridrl.data.left_out import RowNotes
 from hybridrl.data.limits import RowLimits
 from hybridrl.data.prompts import Item, Opening, RowUses, make_items
 from hybridrl.data.records import SourceRecord
@@ -173,6 +174,8 @@ class _Collector:
         self.limits, self.uses, self.reserved = limits, uses, reserved
         self.keep = compiled("data.keep", config.keep or ".*", re.DOTALL)
         self.dropped: Counter[str] = Counter()
+        self.notes = RowNotes()
+        """Of the source that is being loaded."""
         self._seen: set[str] = set()
         self._twice: Counter[str] = Counter()
 
@@ -220,6 +223,12 @@ class _Collector:
 
     def load(self, name: str, key: str, wanted: int | None) -> list[Item]:
         """The first `wanted` items of the source `name`, whose place is `key`; None takes all."""
+        self.notes = RowNotes()
+        items = self._load(name, key, wanted)
+        self.notes.say(key)
+        return items
+
+    def _load(self, name: str, key: str, wanted: int | None) -> list[Item]:
         source = self.config.sources[name]
         stream = records(key, source, self.config.seed, wanted or 0)
         if wanted is not None and source.kind in GENERATED:
@@ -233,7 +242,9 @@ class _Collector:
         return items
 
     def _items(self, name: str, read: list[SourceRecord]) -> list[Item]:
-        return make_items(name, read, self.config, self.tokenizer, self.uses, self.opening)
+        return make_items(
+            name, read, self.config, self.tokenizer, self.uses, self.opening, self.notes
+        )
 
     def _draw(self, name: str, stream: Iterator[SourceRecord], wanted: int) -> list[Item]:
         """Up to `wanted` items; stops when a round of drawing yields almost nothing new."""

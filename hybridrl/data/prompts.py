@@ -15,6 +15,8 @@ from hybridrl.data.chat import (
     read_prompt,
     read_tools,
 )
+from hybridrl.data.control_tokens import ControlTokens
+from hybridrl.data.left_out import RowNotes, left_out
 from hybridrl.data.records import SourceRecord, answer_texts
 from hybridrl.environments.task import ChatMessage, EpisodeTask
 
@@ -125,7 +127,7 @@ def end_token_id(tokenizer: "PreTrainedTokenizerBase", chat: bool) -> int:
     if chat:
         messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
         text = ChatTemplate(tokenizer).text(messages, Place("data.chat", "true", ""))
-        after = tokenizer(text[text.rindex("A") + 1 :].strip(), add_special_tokens=False)
+        after = tokenizer(text.rpartition("A")[2].strip(), add_special_tokens=False)
         if after["input_ids"] and after["input_ids"][0] in tokenizer.all_special_ids:
             return int(after["input_ids"][0])
     if eos is None:
@@ -140,8 +142,11 @@ def make_items(
     tokenizer: Any,
     uses: RowUses = RowUses(),
     opening: Opening | None = None,
+    notes: RowNotes | None = None,
 ) -> list[Item]:
     """Items of `records`, in order: templates filled, one tokenizer call for all prompts.
+
+    `notes` takes what a user is to know of them.
 
     The columns of `uses` hold a response each: a text, or a list of messages. Where targets are not
     used, the answer template is not filled. With an `opening` a row's prompt is what its
@@ -150,7 +155,8 @@ def make_items(
     """
     if not records:
         return []
-    reader = _ChatReader(source, config, tokenizer) if config.chat else None
+    notes = notes if notes is not None else RowNotes()
+    reader = _ChatReader(source, config, tokenizer, notes) if config.chat else None
     if config.sources[source].messages_column is not None:
         if reader is None:
             raise ConfigError("data.chat", False, f"true, since {source} has conversations")
@@ -159,28 +165,26 @@ def make_items(
             raise ConfigError(place.key, place.column, "null, with an environment")
         return [reader.conversation(record) for record in records]
     end = end_token_id(tokenizer, config.chat)
+    plain = _PlainTexts(records, tokenizer, notes)
 
     def filled(key: str, template: str) -> list[list[ChatMessage]]:
         return [_prompt(source, record, config, key, template) for record in records]
 
     def rendered(prompts: Sequence[list[ChatMessage]]) -> tuple[list[str], list[Ids]]:
         """Texts and tokens of prompts."""
+        if reader:
+            texts = [reader.prompt(*pair) for pair in zip(records, prompts, strict=True)]
+            return texts, [tuple(ids) for ids in reader.template.ids_of(texts)]
         texts = [prompt[-1]["content"] for prompt in prompts]
         if opening:
             texts = ["".join(message["content"] for message in prompt) for prompt in prompts]
-        if reader:
-            pairs = zip(records, prompts, strict=True)
-            texts = [reader.prompt(record, prompt) for record, prompt in pairs]
-        # A chat template writes its own special tokens.
-        encoded = tokenizer(texts, add_special_tokens=not config.chat, verbose=False)["input_ids"]
-        if not config.chat:  # tokenizers that close every text would end the response here
-            eos = tokenizer.eos_token_id
-            encoded = [ids[:-1] if ids and ids[-1] == eos else ids for ids in encoded]
-        return texts, [tuple(ids) for ids in encoded]
+        return texts, plain.prompts(texts)
 
     def ended(responses: list[str]) -> list[Ids]:
-        ids = tokenizer(responses, add_special_tokens=False, verbose=False)["input_ids"]
-        return [(*response, end) for response in ids]
+        if not reader:
+            return [(*ids, end) for ids in plain.answers(responses)]
+        answers = [reader.answer(*each) for each in zip(records, texts, responses, strict=True)]
+        return [(*ids, end) for ids in reader.template.ids_of(answers)]
 
     prompts = filled("data.prompt_template", config.prompt_template)
     tasks: list[EpisodeTask | None] = [None] * len(records)
@@ -215,7 +219,8 @@ def make_items(
     for number, (record, text, ids) in enumerate(zip(records, texts, encoded, strict=True)):
         of_columns = {name: responses[number] for name, responses in others.items()}
         item = Item(
-            text, ids, first_answer(record), target_ids[number], source, record.item, of_columns,
+            reader.template.control.plain(text) if reader else text,
+            ids, first_answer(record), target_ids[number], source, record.item, of_columns,
             privileged[number], task=tasks[number], answers=right_answers(record),
             expected=record.struct, place=record.place,
         )  # fmt: skip
@@ -238,25 +243,97 @@ def first_answer(record: SourceRecord) -> str:
     return next(iter(right_answers(record)), "")
 
 
+class _PlainTexts:
+    """The tokens of texts without a chat template, in which control tokens may be spelled."""
+
+    def __init__(self, records: Sequence[SourceRecord], tokenizer: Any, notes: RowNotes) -> None:
+        self.records, self.tokenizer, self.notes = records, tokenizer, notes
+        self.control = ControlTokens(tokenizer)
+
+    def prompts(self, texts: Sequence[str]) -> list[Ids]:
+        """Prompts, with what the tokenizer puts before a text and without its end."""
+        self._note("prompts", texts)
+        eos = self.tokenizer.eos_token_id  # some tokenizers close every text, and so the response
+        encoded = self.tokenizer(list(texts), verbose=False)["input_ids"]
+        return [tuple(ids[:-1] if ids and ids[-1] == eos else ids) for ids in encoded]
+
+    def answers(self, texts: Sequence[str]) -> list[Ids]:
+        """Responses, without the end that the user may have written."""
+        eos = self.tokenizer.eos_token or "\n"
+        bare = [text.removesuffix(eos) for text in texts]
+        self._note("responses", bare)
+        encoded = self.tokenizer(bare, add_special_tokens=False, verbose=False)["input_ids"]
+        return [tuple(ids) for ids in encoded]
+
+    def _note(self, what: str, texts: Sequence[str]) -> None:
+        for record, text in zip(self.records, texts, strict=True):
+            if token := self.control.spelled(text):
+                self.notes.add(
+                    f"data.chat=false, and {what} have control tokens such as {token!r}, which "
+                    "are tokens there", record.place,
+                )  # fmt: skip
+
+
 class _ChatReader:
     """Rows of a source through the chat template: prompts, conversations, responses in turns."""
 
-    def __init__(self, source: str, config: DataConfig, tokenizer: Any) -> None:
-        self.source, self.config = source, config
+    def __init__(self, source: str, config: DataConfig, tokenizer: Any, notes: RowNotes) -> None:
+        self.source, self.config, self.notes = source, config, notes
         self.tools: list[dict[str, Any]] = []
         """The tools of the environment, for every row."""
         self.template = ChatTemplate(tokenizer)
+        self.template.check_system(config.system_prompt)
         self.end = end_token_id(tokenizer, True)
 
     def prompt(self, record: SourceRecord, messages: list[ChatMessage]) -> str:
-        """The text of a row's prompt, up to where the assistant begins to write."""
+        """The text of a row's prompt, up to where the assistant begins to write.
+
+        Control tokens that the row spells are marked in it: see `ChatTemplate.text`.
+        """
         place = _place(self.source, self.config, "prompt_column", record)
-        return self.template.text(messages, place, self._tools(record), prompt=True)
+        text = self.template.text(messages, place, self._tools(record), prompt=True)
+        self._note(record, messages, text)
+        return text
+
+    def _note(self, record: SourceRecord, messages: list[ChatMessage], text: str) -> None:
+        """Note what the template does not render of a row's prompt."""
+        for what in left_out(messages, text):
+            self.notes.add(f"the chat template leaves out {what}", record.place)
+        if self.template.header:
+            self.notes.add(
+                "the chat template ignores add_generation_prompt, and prompts get what it writes "
+                f"before an answer, {self.template.header!r}; it should write this itself",
+                record.place,
+            )
+
+    def answer(self, record: SourceRecord, prompt: str, response: str) -> str:
+        """What the assistant writes after the text of a prompt, control tokens marked."""
+        if self.template.opens_thought(prompt) and "</think>" not in response:
+            self.notes.add(
+                "the chat template opens a thought with <think>, which the response does not close",
+                record.place,
+            )
+        return self.template.answer(prompt, self._without_end(record, response))
+
+    def _without_end(self, record: SourceRecord, content: str) -> str:
+        text = self.template.without_end(content)
+        if text != content:
+            self.notes.add("a response ends with a control token, which is left out", record.place)
+        return text
+
+    def _read(self, record: SourceRecord, value: Any, place: Place) -> list[ChatMessage]:
+        """Messages of a row; the template alone ends an assistant's."""
+        return [
+            {**message, "content": self._without_end(record, message["content"])}
+            if message["role"] == "assistant"
+            else message
+            for message in read_messages(value, place)
+        ]
 
     def conversation(self, record: SourceRecord) -> Item:
         """A whole conversation: its target is all from the assistant's first turn on."""
         place = _place(self.source, self.config, "messages_column", record)
-        messages = _with_system(self.config, read_messages(record.question, place))
+        messages = _with_system(self.config, self._read(record, record.question, place))
         if not has_assistant(messages):
             raise place.refuse("conversations with a turn of the assistant's")
         first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
@@ -266,17 +343,22 @@ class _ChatReader:
         whole = self.template.conversation(messages, place, tools, self.end).cut()
         start = whole.start
         mask = whole.written[start:]
+        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        asked = [m for m in messages[:last] if m["role"] != "assistant"]
+        text = self.template.text(messages[: last + 1], place, tools)
+        self._note(record, asked, text)
         answer = str(messages[first]["content"])
         privileged: Ids = ()
         if self.config.privileged_template is not None:
-            asked = _filled(
+            told = _filled(
                 messages[:first], replace(record, expected=answer), "data.privileged_template",
                 self.config.privileged_template,
             )  # fmt: skip
-            text = self.template.text(asked, place, tools, prompt=True)
+            text = self.template.text(told, place, tools, prompt=True)
             privileged = tuple(self.template.ids(text))
+        prompt = self.template.text(messages[:first], place, tools, prompt=True)
         return Item(
-            self.template.text(messages[:first], place, tools, prompt=True),
+            self.template.control.plain(prompt),
             whole.ids[:start],
             answer,
             whole.ids[start:],
@@ -297,7 +379,7 @@ class _ChatReader:
             if isinstance(value, str):
                 continue
             place = _place(self.source, self.config, name, record)
-            turns = _after_prompt(read_messages(value, place), record.question, place)
+            turns = _after_prompt(self._read(record, value, place), record.question, place)
             if not turns or any(turns[i]["role"] != "assistant" for i in (0, -1)):
                 raise place.refuse(
                     "messages that begin and end with the assistant's, after the row's prompt or"

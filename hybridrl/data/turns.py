@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config import ConfigError
+from hybridrl.data.chat import ChatTemplate
 from hybridrl.data.prompts import Ids
 from hybridrl.environments.task import ChatMessage
 
@@ -40,7 +41,9 @@ class TurnTemplate:
         self._special = set(tokenizer.all_special_ids)
         self._bases: dict[Calls, _Base] = {}
         self._ends: set[int] = set()
+        self._template: ChatTemplate | None = None
         if chat:
+            self._template = ChatTemplate(tokenizer)
             self._base(())
             if self.rewrites:
                 log.info(
@@ -98,7 +101,7 @@ class TurnTemplate:
         messages, was_cut = list(messages), False
         while len(ids := self.between(turn, messages)) > most:
             longest = max(range(len(messages)), key=lambda i: len(messages[i]["content"]))
-            content = self._ids(messages[longest]["content"])
+            content = self._content_ids(messages[longest]["content"])
             if not content:
                 break
             kept = content[: max(0, len(content) - (len(ids) - most))]
@@ -159,14 +162,18 @@ class TurnTemplate:
         return int(bool(is_end))
 
     def _render(self, messages: Sequence[ChatMessage], *, opens: bool) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            list(messages), tools=self.tools, tokenize=False, add_generation_prompt=opens
-        )
-        return text
+        assert self._template is not None
+        return self._template.render(messages, self.tools, opens)
 
     def _ids(self, text: str) -> Ids:
+        """The tokens of a text; of control tokens that a message spells, the characters."""
+        if self._template is not None:
+            return tuple(self._template.ids(text))
         encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
         return tuple(encoded["input_ids"])
+
+    def _content_ids(self, text: str) -> Ids:
+        return self._ids(text if self._template is None else self._template.control.guard(text))
 
     def _text(self, ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(

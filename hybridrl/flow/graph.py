@@ -28,7 +28,8 @@ class Stage:
     `inputs` are the fields that a sample must have before the stage may start on it, `outputs` the
     fields that it adds. `scalars` are the outputs whose values travel to the driver; the others are
     tensors that stay on the sample's rank. `role` is whose model or verifier runs, `method` which
-    of a role's computations (`ComputeStage`). Stages that run on ranks are picklable, sent there
+    of a role's computations (`ComputeStage`). Logits are divided by `temperature` in its passes
+    (`hybridrl.flow.temperatures`). Stages that run on ranks are picklable, sent there
     once.
     """
 
@@ -39,6 +40,7 @@ class Stage:
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
+    temperature: float = 1.0
 
     @property
     def makes_more(self) -> bool:

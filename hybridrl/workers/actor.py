@@ -104,7 +104,6 @@ class Actor:
             model=config.model,
             trainer=config.trainer,
             device=device,
-            temperature=rollout.temperature or 1.0,
             gen_tp=rollout.layout.tp,
             gen_ep=rollout.layout.ep,
             lora=config.actor.lora,
@@ -500,6 +499,7 @@ class Actor:
     def scoring(self, stage: Stage, ids: Sequence[SampleId]) -> RoleScoring:
         """Log-probabilities of the responses under the training weights."""
         replay = self.config.trainer.router_replay
+        self.train_engine.temperature = stage.temperature
         return log_probs_stage(self.train_engine, self.store, stage, ids, replay)
 
     def update_steps(self, stage: UpdateStage, share: UpdateShare) -> UpdateSteps:
@@ -508,6 +508,7 @@ class Actor:
         Before the first optimizer step the trainer's weights are those that have generated, so
         there its log-probabilities are compared with the rollout engine's: `ENGINE_GAPS`.
         """
+        self.train_engine.temperature = stage.temperature
         return UpdateSteps(
             engine=self.train_engine,
             store=self.store,
@@ -524,6 +525,7 @@ class Actor:
         Collective over the ranks of the instance alone.
         """
         compared = self._compared(share)
+        self.train_engine.temperature = stage.temperature
         accumulate(self.train_engine, self.store, stage, share, **compared)
 
     def _compared(self, share: UpdateShare) -> "EngineComparison":

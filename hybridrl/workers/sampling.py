@@ -24,7 +24,10 @@ class SamplingTexts:
         """`ends` are those of the model's files; the tokenizer's and template's come with them."""
         self._tokenizer = tokenizer
         self._stop_ids = named_token_ids(tokenizer, stop)
-        self._end_ids = {tokenizer.eos_token_id, end_token_id(tokenizer, chat), *ends} - {None}
+        self.end_ids: set[int] = {tokenizer.eos_token_id, end_token_id(tokenizer, chat), *ends} - {
+            None
+        }
+        """Tokens that end a response, without those of `rollout.stop`."""
         self._params: dict[Sampling, SamplingParams] = {}
 
     def params(self, sampling: Sampling) -> SamplingParams:
@@ -34,13 +37,13 @@ class SamplingTexts:
         return self._params[sampling]
 
     def _make(self, sampling: Sampling) -> SamplingParams:
-        ignored = self._end_ids - self._stop_ids if sampling.ignore_eos else set[int]()
+        ignored = self.end_ids - self._stop_ids if sampling.ignore_eos else set[int]()
         return SamplingParams(
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            stop_token_ids=tuple(sorted((self._stop_ids | self._end_ids) - ignored)),
+            stop_token_ids=tuple(sorted((self._stop_ids | self.end_ids) - ignored)),
             min_p=sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
             presence_penalty=sampling.presence_penalty,

@@ -77,6 +77,10 @@ class InstanceScorer:
             sequence = TrainSequence(ids, sample.response_tokens)
         return sequence, self._source(sample)
 
+    def _set_temperature(self, temperature: float) -> None:
+        """Compute as samples of this temperature were drawn."""
+        self.engine.temperature = temperature
+
     def _source(self, sample: StoredSample) -> str:
         """Empty: copies of samples in another pool come without their items."""
         return ""
@@ -135,7 +139,6 @@ class ReferenceScorer(InstanceScorer):
             parallel,
             dtype=TORCH_DTYPES[config.model.compute_dtype],
             device=device,
-            temperature=config.rollout.temperature or 1.0,
             num_likeliest=num_likeliest,
             **_passes(config, deterministic),
         )
@@ -151,6 +154,7 @@ class ReferenceScorer(InstanceScorer):
 
     def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
         """Log-probabilities under the frozen weights: of the responses, or the likeliest ones."""
+        self._set_temperature(stage.temperature)
         if stage.method is StageMethod.TOP_LOG_PROBS:
             assert isinstance(stage, ComputeStage)
             return self._top_log_probs(stage, ids)
@@ -180,6 +184,10 @@ class TeachersBySource(ReferenceScorer):
 
     def onload(self) -> None:
         """Each comes when it scores."""
+
+    def _set_temperature(self, temperature: float) -> None:
+        for scorer in self._all:
+            scorer.engine.temperature = temperature
 
     def _source(self, sample: StoredSample) -> str:
         source: str = sample.item.source
@@ -224,7 +232,6 @@ class OldPolicyScorer(InstanceScorer):
             model=model,
             dtype=TORCH_DTYPES[config.rollout.dtype],
             device=device,
-            temperature=config.rollout.temperature or 1.0,
             **_passes(config, deterministic),
         )
         super().__init__(engine, store)
@@ -236,6 +243,7 @@ class OldPolicyScorer(InstanceScorer):
 
         Under `RouterReplay.trainer` also the experts that this pass took.
         """
+        self._set_temperature(stage.temperature)
         if not self._records:
             return self._log_probs(stage, ids)
 

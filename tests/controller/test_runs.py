@@ -243,6 +243,7 @@ def test_a_step_without_samples_is_said_once(
     """The rewards of a model that knows nothing are all zero."""
     run_here("idle", "recipe=grpo", "reward=exact", "trainer.steps=3")
     run_dir = tmp_path / "idle"
+    assert "---- the model sees (" in (run_dir / "first_samples.txt").read_text()
     assert not [line for line in read_lines(run_dir / "metrics.jsonl") if "loss" in line]
     (note,) = [e for e in read_lines(run_dir / "events.jsonl") if e["kind"] == "note"]
     assert note["step"] == 1

@@ -89,8 +89,6 @@ class ScoreEngine:
         Raises ValueError for a temperature that is not above 0, a bound below 1 or a model that is
         not supported. Raises ConfigError for a layout that the model cannot take.
         """
-        if not temperature > 0:
-            raise ValueError(f"temperature={temperature}: wanted a number above 0")
         if max_tokens_per_micro_batch < 1:
             raise ValueError(f"{max_tokens_per_micro_batch=}: wanted 1 or more")
         check_supported(model_config)
@@ -98,7 +96,7 @@ class ScoreEngine:
         # How it scores.
         self.config, self.parallel = model_config, parallel
         self.dtype, self.device = dtype, device
-        self._transform = logits_transform(model_config).under(temperature)
+        self.temperature = temperature
         shape = attention_shape(model_config)
         self.attention = choose_attention(attention, device, dtype, shape)
         self.max_tokens, self.deterministic = max_tokens_per_micro_batch, deterministic
@@ -222,6 +220,18 @@ class ScoreEngine:
         # Without an accelerator it is empty, or shared.
         for parameter, kept in zip(self.model.parameters(), self._host, strict=False):
             parameter.data = kept.to(self.device, non_blocking=True)
+
+    @property
+    def temperature(self) -> float:
+        """What divides the logits, from the next pass on."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        if not value > 0:
+            raise ValueError(f"temperature={value}: wanted a number above 0")
+        self._temperature = value
+        self._transform = logits_transform(self.config).under(value)
 
     # Scores
 

@@ -147,7 +147,6 @@ def build(
     model: PreTrainedModel,
     dims: TrainDims,
     *,
-    temperature: float,
     compute: torch.dtype,
     activations: ActivationMode,
     keep_unsharded: bool,
@@ -177,7 +176,7 @@ def build(
     _apply_tp(chunks, dims)
     experts = _apply_ep(chunks, dims, parameters)
     _apply_activations(chunks, activations, torch.device(dims.mesh.device_type))
-    roots = _wrap(chunks, dims, temperature)
+    roots = _wrap(chunks, dims)
     shards = {p.name: Shard(fsdp_dim(p, axes, gen_tp, gen_ep)) for p in all_parameters}
     of_experts = {p.name for p in parameters if p.experts}
     named = [item for chunk in chunks for item in chunk.named_parameters()]
@@ -266,11 +265,11 @@ def _apply_activations(chunks: Sequence[Chunk], mode: ActivationMode, device: to
             recompute_layers(chunk.model, mode)
 
 
-def _wrap(chunks: Sequence[Chunk], dims: TrainDims, temperature: float) -> list[PackedModel]:
+def _wrap(chunks: Sequence[Chunk], dims: TrainDims) -> list[PackedModel]:
     """The modules that are called, one a chunk."""
     root_class = StageModel if dims.num_chunks > 1 else PackedModel
     tp_group = dims.mesh.get_group("tp") if dims.axes.tp > 1 else None
-    return [root_class(chunk, temperature, tp_group) for chunk in chunks]
+    return [root_class(chunk, tp_group) for chunk in chunks]
 
 
 def _apply_fsdp(root: PackedModel, sharding: Sharding, one_group: bool) -> None:

@@ -109,8 +109,6 @@ class TrainEngine(ModelShards):
         model that cannot be used, naming `key`, and for axes that it cannot take. Raises ValueError
         for a temperature that is not above 0.
         """
-        if temperature <= 0:
-            raise ValueError(f"temperature={temperature}: training needs a number above 0")
         self.trainer, self.device, self.gives_values = trainer, device, gives_values
         compute = self.compute_dtype = TORCH_DTYPES[model.compute_dtype.on(self.device.type)]
         self.dims = TrainDims.make(trainer.layout, dist.get_world_size(), device.type, reverse)
@@ -142,7 +140,6 @@ class TrainEngine(ModelShards):
             parts = build(
                 self.model,
                 self.dims,
-                temperature=temperature,
                 compute=compute,
                 activations=trainer.activations,
                 keep_unsharded=self.keep_unsharded,
@@ -152,6 +149,7 @@ class TrainEngine(ModelShards):
             )
             memory = load(parts, weights, device)
         super().__init__(parts, self.dims, device, self.lora, memory)
+        self.temperature = temperature
         self._dropouts = self._disable_dropout()
         layers = self.model.config.num_hidden_layers
         self._experts: ExpertShape | None = None
@@ -217,6 +215,19 @@ class TrainEngine(ModelShards):
             self.dims.token_parts,
             self.clock,
         )
+
+    @property
+    def temperature(self) -> float:
+        """What divides the logits, from the next pass on."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        if value <= 0:
+            raise ValueError(f"temperature={value}: training needs a number above 0")
+        self._temperature = value
+        for root in self.roots:
+            root.set_temperature(value)
 
     def describe(self) -> dict[str, Any]:
         """The choices made: model type, parameters, attention, FSDP groups, kept unsharded."""

@@ -393,15 +393,17 @@ class PackedModel(nn.Module):
     the head (`score`) over the hidden state that predicts the token.
     """
 
-    def __init__(
-        self, chunk: Chunk, temperature: float = 1.0, tp_group: ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, chunk: Chunk, tp_group: ProcessGroup | None = None) -> None:
         super().__init__()
         self.model = chunk.model
         self.gives_values = head_name(chunk.model) == "score"
         self.first, self.last = chunk.first, chunk.last
-        self._transform = logits_transform(chunk.model.config).under(temperature)
         self.tp_group = tp_group
+        self.set_temperature(1.0)
+
+    def set_temperature(self, temperature: float) -> None:
+        """Divide the logits by `temperature` from the next forward pass on."""
+        self._transform = logits_transform(self.model.config).under(temperature)
 
     def forward(
         self, x: torch.Tensor, batch: PackedBatch, with_entropy: bool = False
