@@ -203,8 +203,10 @@ class _Columns:
         chosen, rejected = self.row.get("chosen"), self.row.get("rejected")
         if chosen is None or rejected is None:
             return self.row, ""
-        pairs = enumerate(zip(chosen, rejected, strict=False))
-        end = next((number for number, (a, b) in pairs if a != b), 0)
+        end = 0
+        if type(chosen) is type(rejected) and isinstance(chosen, str | list):
+            pairs = enumerate(zip(chosen, rejected, strict=False))
+            end = next((number for number, (a, b) in pairs if a != b), 0)
         if end and chosen[end - 1] == " ":
             end -= 1
         if not end:

@@ -4,8 +4,10 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hybridrl.environments.call_forms import FORMS
+from hybridrl.environments.call_forms import FORMS, THOUGHTS
 from hybridrl.environments.endpoint import answer_of
 from hybridrl.environments.task import ModelTurn
 from hybridrl.environments.tool_calls import CallForm, ToolCall, find_calls
@@ -255,3 +257,18 @@ def test_a_client_sees_the_calls_that_are_right_and_the_text_of_others() -> None
     assert shown(right + wrong) == (right + wrong, ["f"])
     assert shown(unknown) == (unknown, [])
     assert shown(f"<think>{right}</think>No.") == (f"<think>{right}</think>No.", [])
+
+
+FRAGMENT = st.sampled_from(
+    [*WRITTEN.values(), *(mark for form in FORMS.values() for mark in form.markers), *THOUGHTS,
+     *THOUGHTS.values(), "</tool_call>", "<arg_key>", "[ARGS]", "{", "}", "[", "]", '"', ";", JSON,
+     "f(", '{"name": ', "</parameter>", "\n", " "]
+) | st.text(max_size=5)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(pieces=st.lists(FRAGMENT, max_size=6), form=st.sampled_from(["", *FORMS]))
+def test_any_text_has_calls_or_none(pieces: list[str], form: str) -> None:
+    """A call that is right names what it asks for; one that is wrong says how."""
+    for call in calls("".join(pieces), form):
+        assert bool(call.error) or (call.name and isinstance(call.arguments, dict))
