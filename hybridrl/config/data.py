@@ -36,9 +36,11 @@ class SourceConfig:
     """reasoning_gym, function: its parameters; huggingface: keywords of `load_dataset`."""
     split: str = "train"
     """huggingface: which split."""
-    prompt_column: str = "prompt"
+    prompt_column: str | None = "prompt"
     """jsonl, csv, parquet, huggingface: the column with the question (text, or a list of
-    messages). In all names of columns a dot leads into a field: `reward_model.ground_truth`."""
+    messages). In all names of columns a dot leads into a field: `reward_model.ground_truth`. Null:
+    rows have none. It is what their `chosen` and `rejected` begin with alike, or else the answer is
+    a whole text."""
     answer_column: str | None = "answer"
     """jsonl, csv, parquet, huggingface: the column with the expected answer. A list has several
     right ones. Null: the rows have none, as a judge that grades responses needs none."""

@@ -83,6 +83,10 @@ class EnvironmentConfig:
     """When `schedule=partial` ends a round. `counted`: by turns, once the replies due in it are
     there. `timed`: without waiting for replies, so that the batch follows their times; the run
     records which came. A directory of such a run, or its turn_orders.jsonl: as recorded there."""
+    tool_calls: str = "auto"
+    """The form in which the model writes calls of tools. `auto`: that of its chat template, or of
+    its tokenizer's response schema. A form by vLLM's name for it: `hermes`, `glm45` and others;
+    `vllm:NAME` is vLLM's own parser. A .json file: a response schema of transformers."""
     replay: bool = True
     """Whether the program may be run again on the turns already made, and answers the same then."""
     port: int = bounded(0, least=0, most=65535)

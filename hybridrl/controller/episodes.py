@@ -24,6 +24,7 @@ from hybridrl.environments import (
     as_before,
     failed,
 )
+from hybridrl.environments.tool_calls import CallForm
 from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import EpisodeReply, Replied, TurnEnded, Work
 from hybridrl.flow.sample import ENVIRONMENT_FAILURE, NOTE, OUT_OF_TOKENS, SampleId
@@ -39,6 +40,9 @@ class EnvironmentFailed(Exception):
 
 class Composer(Protocol):
     """Makes the tokens between turns: `hybridrl.data.turns.TurnTemplate`."""
+
+    call_form: CallForm
+    """How the model writes calls of tools."""
 
     def reply(
         self, turn: Sequence[int], messages: Sequence[dict[str, Any]], most: int
@@ -114,6 +118,7 @@ class Episodes:
                 seed=config.run.seed,
                 jail=config.reward.jail,
                 limits=config.reward.limits,
+                call_form=self._composer.call_form if self._composer else None,
             )
             logger.info("environment %s starts", config.environment.kind.value)
         return self._pool

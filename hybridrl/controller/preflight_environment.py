@@ -7,6 +7,7 @@ from typing import Any
 from hybridrl.config import Config, ConfigError
 from hybridrl.config.environment import EnvironmentKind
 from hybridrl.controller.turn_orders import recorded_orders
+from hybridrl.data.tool_forms import call_form
 from hybridrl.data.turns import TurnTemplate
 from hybridrl.environments import Openings
 from hybridrl.flow import Graph
@@ -46,8 +47,13 @@ def openings(config: Config) -> Iterator[Openings | None]:
 
 
 def turn_template(config: Config, tokenizer: Any, opening: Openings) -> TurnTemplate:
-    """What stands between turns; raises where the model cannot be told what tools say."""
-    template = TurnTemplate(tokenizer, opening.tools, config.data.chat)
-    if opening.tools and config.data.chat:
+    """What stands between turns, and the form of calls in them.
+
+    Raises where the model cannot be told what tools say, or nothing here reads its calls.
+    """
+    setting, chat = config.environment.tool_calls, config.data.chat
+    form = call_form(setting, tokenizer, chat, opening.tools)
+    template = TurnTemplate(tokenizer, opening.tools, chat, form)
+    if opening.tools and chat:
         template.check(tokenizer.name_or_path)
     return template

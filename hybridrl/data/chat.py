@@ -67,7 +67,7 @@ def read_messages(value: Any, place: Place) -> list[ChatMessage]:
         raise place.refuse("a list of one message or more, each with role and content")
     messages = []
     for entry in value:
-        message = _without_null(entry) if isinstance(entry, Mapping) else {}
+        message = as_message(_without_null(entry)) if isinstance(entry, Mapping) else {}
         role = message.get("role")
         if role not in ROLES:
             raise place.refuse(f"messages with a role of {', '.join(ROLES)}, not {role!r}")
@@ -76,6 +76,15 @@ def read_messages(value: Any, place: Place) -> list[ChatMessage]:
             raise place.refuse(f"messages whose content is text (one of {role} has none)")
         messages.append({**message, "content": content or ""})
     return messages
+
+
+def as_message(entry: Mapping[str, Any]) -> ChatMessage:
+    """A message with `role` and `content`; ShareGPT's has `from` and `value`, and its speakers."""
+    if "from" not in entry or "role" in entry:
+        return dict(entry)
+    others = {key: x for key, x in entry.items() if key not in ("from", "value")}
+    speaker = {"human": "user", "gpt": "assistant"}.get(entry["from"], entry["from"])
+    return {"role": speaker, "content": entry.get("value"), **others}
 
 
 def read_prompt(value: Any, place: Place) -> list[ChatMessage]:

@@ -213,7 +213,7 @@ class _Collector:
         items = sorted(items, key=lambda item: counts[item.prompt])
         held_out, rest = items[:num_eval], items[num_eval:]
         prompts = {item.prompt for item in held_out}
-        train = [item for item in rest if item.prompt not in prompts]
+        train = [item for item in rest if not item.prompt or item.prompt not in prompts]
         if len(train) < len(rest):
             log.warning(
                 "data.sources.%s: %d rows have the prompt of one that is held out, and are left "

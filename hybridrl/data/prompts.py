@@ -1,6 +1,6 @@
 """Converts rows to prompts and targets: templates, chat, tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -9,6 +9,7 @@ from hybridrl.config.row_fields import field_of, fill, text_of
 from hybridrl.data.chat import (
     ChatTemplate,
     Place,
+    as_message,
     content_text,
     has_assistant,
     read_messages,
@@ -17,7 +18,7 @@ from hybridrl.data.chat import (
 )
 from hybridrl.data.control_tokens import ControlTokens
 from hybridrl.data.left_out import RowNotes, left_out
-from hybridrl.data.records import SourceRecord, answer_texts
+from hybridrl.data.records import SourceRecord, answer_texts, is_messages
 from hybridrl.environments.task import ChatMessage, EpisodeTask
 
 if TYPE_CHECKING:
@@ -166,6 +167,10 @@ def make_items(
         return [reader.conversation(record) for record in records]
     end = end_token_id(tokenizer, config.chat)
     plain = _PlainTexts(records, tokenizer, notes)
+    if config.sources[source].prompt_column is None and not records[0].question:
+        place = _place(source, config, "prompt_column", records[0])
+        if reader or uses.generates:
+            raise place.refuse("a column, unless data.chat=false and the recipe trains whole texts")
 
     def filled(key: str, template: str) -> list[list[ChatMessage]]:
         return [_prompt(source, record, config, key, template) for record in records]
@@ -178,7 +183,11 @@ def make_items(
         texts = [prompt[-1]["content"] for prompt in prompts]
         if opening:
             texts = ["".join(message["content"] for message in prompt) for prompt in prompts]
-        return texts, plain.prompts(texts)
+        encoded = plain.prompts(texts)
+        if config.sources[source].prompt_column is None:  # whole texts: what begins one
+            begin = tokenizer.bos_token_id
+            encoded = [ids or (end if begin is None else begin,) for ids in encoded]
+        return texts, encoded
 
     def ended(responses: list[str]) -> list[Ids]:
         if not reader:
@@ -209,6 +218,9 @@ def make_items(
     target_ids: list[Ids] = [()] * len(records)
     if uses.targets:
         template = config.answer_template
+        if not reader and any(is_messages(r.expected) and len(r.expected) > 1 for r in records):
+            allowed = f"true, since {source} has answers of several messages"
+            raise ConfigError("data.chat", False, allowed)
         target_ids = ended([_fill("data.answer_template", template, r) for r in records])
     others = {
         name: ended([_response(source, record, name, config) for record in records])
@@ -225,7 +237,7 @@ def make_items(
             expected=record.struct, place=record.place,
         )  # fmt: skip
         if reader:
-            item = reader.with_turns(item, record, prompts[number], uses.columns)
+            item = reader.with_turns(item, record, prompts[number], uses)
         items.append(item)
     return items
 
@@ -371,14 +383,14 @@ class _ChatReader:
         )
 
     def with_turns(
-        self, item: Item, record: SourceRecord, prompt: list[ChatMessage], columns: Sequence[str]
+        self, item: Item, record: SourceRecord, prompt: list[ChatMessage], uses: RowUses
     ) -> Item:
         """The item with those responses replaced that are several messages."""
-        for name in columns:
-            value = field_of(record.item, name)
-            if isinstance(value, str):
+        for name in (*uses.columns, *([""] if uses.targets else [])):
+            value = field_of(record.item, name) if name else record.expected
+            if not is_messages(value):
                 continue
-            place = _place(self.source, self.config, name, record)
+            place = _place(self.source, self.config, name or "answer_column", record)
             turns = _after_prompt(self._read(record, value, place), record.question, place)
             if not turns or any(turns[i]["role"] != "assistant" for i in (0, -1)):
                 raise place.refuse(
@@ -395,7 +407,10 @@ class _ChatReader:
                 raise place.refuse("turns that the chat template renders after the prompt")
             ids, mask = whole.ids[start:], whole.written[start:]
             masks = item.masks if all(mask) else {**item.masks, name: mask}
-            item = replace(item, columns={**item.columns, name: ids}, masks=masks)
+            if name:
+                item = replace(item, columns={**item.columns, name: ids}, masks=masks)
+            else:
+                item = replace(item, target_ids=ids, masks=masks)
         return item
 
     def _tools(self, record: SourceRecord) -> list[dict[str, Any]] | None:
@@ -473,11 +488,12 @@ def _response(source: str, record: SourceRecord, column: str, config: DataConfig
         response = field_of(record.item, column)
     except KeyError:
         response = None
-    if isinstance(response, Sequence) and response and isinstance(response[-1], Mapping):
-        if not config.chat and [m.get("role") for m in response].count("assistant") > 1:
+    if is_messages(response):
+        messages = list(map(as_message, response))
+        if not config.chat and [m.get("role") for m in messages].count("assistant") > 1:
             allowed = f"true, since {source} has responses of several turns ({column})"
             raise ConfigError("data.chat", False, allowed)
-        response = content_text(response[-1].get("content") or "")
+        response = content_text(messages[-1].get("content") or "")
     if not isinstance(response, str):
         allowed = (
             f"rows whose {column!r} is a response, a text or messages, as the recipe wants"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.row_fields import WrittenNumber, kind_of, text_of
+from hybridrl.data.chat import as_message, content_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,22 @@ class SourceRecord:
         return {**inner, **self.row, **own}
 
 
+def is_messages(value: Any) -> bool:
+    """Whether a value is a list of messages, as TRL's conversational completions are."""
+    return isinstance(value, list | tuple) and bool(value) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and ("role" in value or "from" in value)
+
+
 def answer_texts(value: Any) -> tuple[str, ...]:
     """The texts of all right answers; none for null.
 
-    A list has several. verl's `reward_model` has its `ground_truth`, and `{"target": ...}` what is
-    in it. A whole number with a decimal point is right with and without it. Raises TypeError for a
-    value that no text follows from, ValueError for an empty list.
+    A list has several; one of messages has the text of the last. verl's `reward_model` has its
+    `ground_truth`, and `{"target": ...}` what is in it. A whole number with a decimal point is
+    right with and without it. Raises TypeError for a value that no text follows from, ValueError
+    for an empty list.
     """
     if value is None:
         return ()
@@ -61,6 +72,8 @@ def answer_texts(value: Any) -> tuple[str, ...]:
     if isinstance(value, list | tuple):
         if not value:
             raise ValueError("an empty list has no right answer")
+        if is_messages(value):
+            return (content_text(as_message(value[-1]).get("content")) or "",)
         nested = [each for each in value if each is None or isinstance(each, list | tuple)]
         if nested:
             raise TypeError(f"a list with {kind_of(nested[0])} in it is no list of answers")

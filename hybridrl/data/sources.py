@@ -19,6 +19,7 @@ from hybridrl.config.patterns import compiled, last_match
 from hybridrl.config.reasoning import import_reasoning_gym
 from hybridrl.config.row_fields import field_of, text_of
 from hybridrl.data.files import READERS, Row, read_files
+from hybridrl.data.images import column_with_images
 from hybridrl.data.records import SourceRecord
 
 
@@ -39,6 +40,12 @@ def records(key: str, source: SourceConfig, seed: int, chunk: int) -> Iterator[S
         read = _of_columns(key, source, read_files(key, source))
     for record in read:
         _check_text(key, source, record)
+        if (column := column_with_images(record.row)) is not None:
+            allowed = (
+                f"rows of text: {record.place} has images or other media in {column!r}, which the "
+                "models here do not read"
+            )
+            raise ConfigError(f"{key}.name", source.name, allowed)
         yield record
 
 
@@ -153,6 +160,10 @@ def _of_columns(
             expected = columns.value("answer_column")
         if pattern is not None:
             expected = columns.matched(pattern, expected)
+        if source.prompt_column is None:
+            row, question = columns.without_prompt()
+            yield SourceRecord(row, question, expected, place)
+            continue
         yield SourceRecord(row, columns.value("prompt_column"), expected, place)
     if not place:
         raise ConfigError(f"{key}.name", source.name, "at least one row (there is none)")
@@ -182,6 +193,29 @@ class _Columns:
             allowed = f"a column with a value in every row ({self.place} has none)"
             raise ConfigError(f"{self.key}.{setting}", name, allowed)
         return value
+
+    def without_prompt(self) -> tuple[Row, Any]:
+        """The row and its prompt, which is all that `chosen` and `rejected` begin with alike.
+
+        It is empty for rows without these two. TRL calls it implicit, and a space before the
+        answers is theirs there, too. Raises ConfigError where they do not begin alike.
+        """
+        chosen, rejected = self.row.get("chosen"), self.row.get("rejected")
+        if chosen is None or rejected is None:
+            return self.row, ""
+        end = 0
+        if type(chosen) is type(rejected) and isinstance(chosen, str | list):
+            pairs = enumerate(zip(chosen, rejected, strict=False))
+            end = next((number for number, (a, b) in pairs if a != b), 0)
+        if end and chosen[end - 1] == " ":
+            end -= 1
+        if not end:
+            allowed = (
+                "a column, or rows whose chosen and rejected begin alike and then differ "
+                f"({self.place})"
+            )
+            raise ConfigError(f"{self.key}.prompt_column", "null", allowed)
+        return {**self.row, "chosen": chosen[end:], "rejected": rejected[end:]}, chosen[:end]
 
     def matched(self, pattern: re.Pattern[str], expected: Any) -> str:
         """The part of the answer that `answer_pattern` takes; raises ConfigError."""

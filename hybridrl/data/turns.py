@@ -10,6 +10,7 @@ from hybridrl.config import ConfigError
 from hybridrl.data.chat import ChatTemplate
 from hybridrl.data.prompts import Ids
 from hybridrl.environments.task import ChatMessage
+from hybridrl.environments.tool_calls import CallForm
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +35,15 @@ class TurnTemplate:
     """
 
     def __init__(
-        self, tokenizer: Any, tools: Sequence[dict[str, Any]] = (), chat: bool = True
+        self,
+        tokenizer: Any,
+        tools: Sequence[dict[str, Any]] = (),
+        chat: bool = True,
+        call_form: CallForm | None = None,
     ) -> None:
-        """`tools` are those that the prompt tells of."""
+        """`tools` are those that the prompt tells of; `call_form` is how turns call them."""
         self.tokenizer, self.tools, self.chat = tokenizer, list(tools) or None, chat
+        self.call_form = call_form or CallForm()
         self._special = set(tokenizer.all_special_ids)
         self._bases: dict[Calls, _Base] = {}
         self._ends: set[int] = set()

@@ -11,7 +11,7 @@ from aiohttp import web
 from hybridrl.config import ConfigError
 from hybridrl.environments.program import ROLES, Model, TurnLimit, check_text
 from hybridrl.environments.task import ChatMessage, ModelTurn
-from hybridrl.environments.tool_calls import ToolCall, find_calls
+from hybridrl.environments.tool_calls import Tools, find_calls
 
 LARGEST_REQUEST = 16 << 20
 """Bytes of a request, which holds a whole conversation."""
@@ -149,7 +149,7 @@ async def completion(model: Model, body: Any) -> dict[str, Any]:
         raise Refusal(400, "environment.max_turns is reached: the episode has ended") from None
     except RuntimeError as error:
         raise Refusal(400, str(error)) from error
-    model.messages[-1] = answer_of(turn, len(model.turns), bool(tools))
+    model.messages[-1] = answer_of(turn, len(model.turns), tools)
     return recorded_completion(model, body)
 
 
@@ -238,6 +238,10 @@ def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
     """The tools of a request. Raises Refusal."""
     if not isinstance(value, list | None) or not all(isinstance(x, dict) for x in value or ()):
         raise Refusal(400, f"tools is {value!r:.60}, wanted a list of objects")
+    for tool in value or ():
+        function = tool.get("function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise Refusal(400, f"tools has {tool!r:.60}, wanted functions with a name")
     return tuple(value or ())
 
 
@@ -263,13 +267,16 @@ def canonical(message: ChatMessage) -> tuple[Any, ...]:
     return message["role"], message.get("content") or "", calls, message.get("tool_call_id")
 
 
-def answer_of(turn: ModelTurn, number: int, calls_tools: bool) -> ChatMessage:
-    """A turn as the message that a client gets; its calls of tools have ids that replays keep."""
-    calls: list[ToolCall] = find_calls(turn.text) if calls_tools else []
-    calls = [call for call in calls if not call.error and not call.positional]
+def answer_of(turn: ModelTurn, number: int, tools: Tools) -> ChatMessage:
+    """A turn as the message that a client gets; its calls of `tools` have ids that replays keep.
+
+    It has the text as well, where the model has called something wrongly: a client sees it there.
+    """
+    tried, names = find_calls(turn.text, tools), {tool["function"]["name"] for tool in tools}
+    calls = [call for call in tried if not call.error and call.name in names]
     message: ChatMessage = {"role": "assistant", "content": turn.text}
     if calls:
-        message["content"] = None
+        message["content"] = None if len(calls) == len(tried) else turn.text
         message["tool_calls"] = [
             {
                 "id": call.id or f"call{number:02}{index:03}",

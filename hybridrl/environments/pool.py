@@ -30,6 +30,7 @@ from hybridrl.environments.task import (
     PastTurn,
     failed,
 )
+from hybridrl.environments.tool_calls import CallForm
 from hybridrl.rewards.process import wait_for
 
 logger = logging.getLogger(__name__)
@@ -88,11 +89,16 @@ class EpisodePool:
         seed: int = 0,
         jail: JailKind = JailKind.auto,
         limits: JailLimits | None = None,
+        call_form: CallForm | None = None,
     ) -> None:
-        """`seed` is the run's; the jail is that of `reward.jail` and `reward.limits`."""
+        """`seed` is the run's; the jail is that of `reward.jail` and `reward.limits`.
+
+        `call_form` is how the model writes calls of tools; None: in any form.
+        """
         self.config, self.seed = config, seed
         paths = list(sys.path)
-        self._settings = (config, dict(sources or {}), paths, jail, limits or JailLimits())
+        judged = jail, limits or JailLimits()
+        self._settings = (config, dict(sources or {}), paths, *judged, call_form or CallForm())
         self.counts: Counter[str] = Counter()
         """Of this pool so far: `episodes`, `turns`, `replays`, `failed/KIND`, `close_errors`."""
         self.spans: deque[BusySpan] = deque(maxlen=MOST_SPANS)

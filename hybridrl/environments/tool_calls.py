@@ -1,11 +1,14 @@
-"""The calls of tools in a model's text, in the forms that families of models write."""
+"""The calls of tools in a model's text: where they are, and what they ask for."""
 
 import ast
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from hybridrl.config.dotted import load_function
+from hybridrl.environments.call_forms import BARE, FORMS, MARKERS, THOUGHTS, Form
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,63 +17,189 @@ class ToolCall:
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
-    positional: tuple[Any, ...] = ()
     id: str = ""
     error: str = ""
 
 
-def find_calls(text: str) -> list[ToolCall]:
-    """The calls in the text of a turn, in order; none where the model asks for nothing.
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How the model writes its calls: in a form of `FORMS`, or as a foreign parser reads them."""
 
-    The forms: `<tool_call>{...}</tool_call>` (Qwen, Hermes), with `<function=name>` in it (Qwen3
-    Coder), `[TOOL_CALLS][{...}]` (Mistral), `<|python_tag|>{...}` or an object alone (Llama 3), and
-    `[name(a=1)]` (Llama 4 and 3.2). A form that has begun and is none gives a call with an `error`.
+    name: str = ""
+    """The form; empty: any form."""
+    parser: str = ""
+    """`package.module:function` in place of a form: of a text, the tools and its `settings`."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    thoughts_end: str = ""
+    """What ends the thoughts that a prompt has begun, such as `</think>`; empty without them."""
+
+
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas in OpenAI's form."""
+
+_of_process = CallForm()
+
+
+def configure(form: CallForm) -> None:
+    """Set the form in which the model of this process writes its calls."""
+    global _of_process
+    _of_process = form
+
+
+def find_calls(text: str, tools: Tools, form: CallForm | None = None) -> list[ToolCall]:
+    """The calls of `tools` in the text of a turn, in order; none where the model asks for nothing.
+
+    Thoughts hold no calls. Without the marker of a form it is a call only where it names one of the
+    tools. Otherwise it is an answer that looks like one. Behind a marker the model has tried to
+    call: what cannot be read there is a call with an `error`.
+
+    `form` is that of the process where it is None.
     """
-    for begin, end in _TAGGED:
-        if begin in text:
-            return [call for body in _bodies(text, begin, end) for call in _of_body(body)]
-    stripped = text.strip()
-    if _OBJECT.match(stripped):
-        return list(_of_body(stripped))
-    if match := _PYTHONIC.search(stripped):
-        return _of_python(match[1])
-    return []
-
-
-_TAGGED = (
-    ("<tool_call>", "</tool_call>"),
-    ("[TOOL_CALLS]", ""),
-    ("<|python_tag|>", "<|eom_id|>"),
-)
-_OBJECT = re.compile(r'\[?\s*\{\s*"(name|type|function)"\s*:')
-_PYTHONIC = re.compile(r"(\[\s*[A-Za-z_]\w*\(.*\)\s*\])\s*$", re.DOTALL)
-_FUNCTION = re.compile(r"\s*<function=([^>]+)>(.*?)(?:</function>\s*)?$", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-
-
-def _bodies(text: str, begin: str, end: str) -> Iterator[str]:
-    for piece in text.split(begin)[1:]:
-        yield (piece.partition(end)[0] if end else piece).strip()
-
-
-def _of_body(body: str) -> Iterator[ToolCall]:
-    if match := _FUNCTION.match(body):
-        arguments = {name.strip(): _value(text) for name, text in _PARAMETER.findall(match[2])}
-        yield ToolCall(match[1].strip(), arguments)
-        return
+    form = form or _of_process
+    known = {str(tool["function"]["name"]): _properties(tool) for tool in tools}
+    if form.thoughts_end:
+        text = text.partition(form.thoughts_end)[2]
+    if not known:
+        return []
+    if not form.parser:
+        return _Reader(text, known, [form.name] if form.name else list(FORMS)).calls()
+    said = re.sub(r"<think>.*?(?:</think>|\Z)", "", text, flags=re.DOTALL)
     try:
-        value, _ = json.JSONDecoder().raw_decode(body)
-    except (ValueError, RecursionError) as error:
-        yield ToolCall("", error=f"the call is no JSON ({error})")
-        return
-    for entry in value if isinstance(value, list) else [value]:
-        yield _of_object(entry)
+        parse: Any = load_function("environment.tool_calls", form.parser)
+        return list(map(_of_object, parse(said, tools, **form.settings)))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        return [ToolCall("", error=f"the call cannot be read ({str(error)[:200]})")]
+
+
+class _Reader:
+    """Reads a text from marker to marker, in the forms that are named."""
+
+    def __init__(
+        self, text: str, known: Mapping[str, Mapping[str, Any]], names: Sequence[str]
+    ) -> None:
+        self.text, self.known, self.names = text, known, names
+
+    def calls(self) -> list[ToolCall]:
+        """All calls that have a marker; without any those that need none."""
+        calls: list[ToolCall] = []
+        position = said = 0  # `said` is where the thoughts end
+        while marker := MARKERS.search(self.text, position):
+            position = marker.end()
+            if closing := THOUGHTS.get(marker[0]):
+                end = self.text.find(closing, position)
+                position = said = len(self.text) if end < 0 else end + len(closing)
+                continue
+            forms = [FORMS[name] for name in self.names if marker[0] in FORMS[name].markers]
+            heads = ((form, form.head.match(self.text, marker.start())) for form in forms)
+            form, head = next((pair for pair in heads if pair[1]), (None, None))
+            if form is not None and head is not None:
+                behind, position = self._behind(form, head)
+                calls += behind
+            elif forms and marker[0] != "to=functions.":  # which may stand in any text
+                calls.append(ToolCall("", error="the call cannot be read"))
+        return calls or self._bare(self.text[said:].strip())
+
+    def _behind(self, form: Form, head: re.Match[str]) -> tuple[list[ToolCall], int]:
+        """The calls behind a head, and where they end."""
+        groups, position = head.groupdict(), head.end()
+        name = (groups.get("name") or "").strip()
+        if form.closing:
+            return self._python(position, form.closing)
+        if form.parameter is None:
+            values, position, error = _json_values(self.text, position, once=bool(name))
+            if name:
+                values = [{**groups, "name": name, "arguments": value} for value in values]
+            calls = list(map(_of_object, values))
+            return [*calls, ToolCall(name, error=error)] if error else calls, position
+        arguments = {}
+        while pair := form.parameter.match(self.text, position):
+            key, position = pair["key"].strip(), pair.end()
+            is_text = pair.groupdict().get("string") == "true"
+            kind = "string" if is_text else self.known.get(name, {}).get(key, {}).get("type")
+            arguments[key] = _value(pair["value"], kind)
+        return [ToolCall(name, arguments)], position
+
+    def _python(self, position: int, closing: str) -> tuple[list[ToolCall], int]:
+        """A list of calls up to the text `closing`, which may stand in a string, too."""
+        end, error = position, "it is empty"
+        while end < len(self.text):
+            stop = self.text.find(closing, end)
+            stop = len(self.text) if stop < 0 else stop
+            end = stop + len(closing)
+            try:
+                return self._of_python(self.text[position:stop]), end
+            except ValueError as raised:
+                error = str(raised)
+        return [ToolCall("", error=f"the call cannot be read ({error})")], len(self.text)
+
+    def _bare(self, said: str) -> list[ToolCall]:
+        """Calls of tools that there are, without a marker: JSON first, or a list at the end."""
+        if "llama3_json" in self.names and BARE["llama3_json"].match(said):
+            values, _, error = _json_values(said, 0)
+            if error:
+                tried = re.findall(r'"name"\s*:\s*"([^"]*)"', said)
+                return [ToolCall("", error=error)] if self._knows(tried) else []
+            calls = list(map(_of_object, values))
+            if self._knows(call.name for call in calls) and all(map(_is_call, values)):
+                return calls
+        if "pythonic" in self.names and (match := BARE["pythonic"].search(said)):
+            try:
+                calls = self._of_python(match[1])
+                return calls if self._knows(call.name for call in calls) else []
+            except ValueError as error:
+                tried = re.findall(r"^\[\s*(\w+)\(", match[1])
+                text = f"the call cannot be read ({error})"
+                return [ToolCall("", error=text)] if self._knows(tried) else []
+        return []
+
+    def _knows(self, names: Iterable[str]) -> bool:
+        return any(name in self.known for name in names)
+
+    def _of_python(self, text: str) -> list[ToolCall]:
+        """A list of calls in Python's syntax, with literals as arguments. Raises ValueError."""
+        try:
+            tree = ast.parse(text.strip(), mode="eval").body
+        except (SyntaxError, MemoryError, RecursionError) as error:
+            raise ValueError(str(error)) from None
+        if not isinstance(tree, ast.List):
+            raise ValueError("no list of calls")
+        return [self._of_node(node) for node in tree.elts]
+
+    def _of_node(self, node: ast.expr) -> ToolCall:
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            raise ValueError("no call of a tool")
+        name = node.func.id
+        named = {str(x.arg): ast.literal_eval(x.value) for x in node.keywords}
+        values = [ast.literal_eval(argument) for argument in node.args]
+        places = list(self.known.get(name, ()))[: len(values)]
+        if name in self.known and (len(places) < len(values) or named.keys() & set(places)):
+            return ToolCall(name, error=f"{name} takes {', '.join(self.known[name]) or 'nothing'}")
+        return ToolCall(name, dict(zip(places, values, strict=False)) | named)
+
+
+_DECODER = json.JSONDecoder()
+_ANOTHER = re.compile(r"\s*[;,]?\s*(?=\{)")
+
+
+def _json_values(text: str, position: int, *, once: bool = False) -> tuple[list[Any], int, str]:
+    """The JSON objects at a position, one after another or in a list; their end; what is wrong."""
+    values: list[Any] = []
+    while True:
+        try:
+            value, position = _DECODER.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            return values, position, f"the call is no JSON ({error})"
+        values += value if isinstance(value, list) and not once else [value]
+        another = _ANOTHER.match(text, position)
+        if once or another is None:
+            return values, position, ""
+        position = another.end()
 
 
 def _of_object(entry: Any) -> ToolCall:
-    if isinstance(entry, dict) and isinstance(entry.get("function"), dict):
+    if isinstance(entry, Mapping) and isinstance(entry.get("function"), Mapping):
         entry = {**entry["function"], "id": entry.get("id", "")}
-    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
         return ToolCall("", error="a call has a name and arguments")
     arguments = entry.get("arguments", entry.get("parameters", {}))
     if isinstance(arguments, str):
@@ -83,27 +212,21 @@ def _of_object(entry: Any) -> ToolCall:
     return ToolCall(entry["name"], arguments, id=str(entry.get("id") or ""))
 
 
-def _of_python(text: str) -> list[ToolCall]:
-    """Calls in Python's syntax, with literals as arguments."""
-    try:
-        tree = ast.parse(text, mode="eval").body
-        assert isinstance(tree, ast.List)
-        return [_of_node(node) for node in tree.elts]
-    except (SyntaxError, ValueError, MemoryError, RecursionError, AssertionError) as error:
-        return [ToolCall("", error=f"the call cannot be read ({error})")]
+def _is_call(entry: Any) -> bool:
+    """Whether an object has what calls have, and nothing else."""
+    keys = {"id", "type", "function", "name", "arguments", "parameters"}
+    return isinstance(entry, dict) and entry.keys() <= keys
 
 
-def _of_node(node: ast.expr) -> ToolCall:
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        raise ValueError("no call of a tool")
-    positional = tuple(ast.literal_eval(argument) for argument in node.args)
-    named = {str(x.arg): ast.literal_eval(x.value) for x in node.keywords}
-    return ToolCall(node.func.id, named, positional)
-
-
-def _value(text: str) -> Any:
-    """A parameter in tags: JSON where it is, else the text itself."""
+def _value(text: str, kind: Any) -> Any:
+    """A parameter in tags: text where the tool wants one, else JSON where it is."""
+    if kind == "string":
+        return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
+
+
+def _properties(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return dict((tool["function"].get("parameters") or {}).get("properties") or {})

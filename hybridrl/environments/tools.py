@@ -42,7 +42,7 @@ def with_tools(functions: Sequence[Tool], path: str) -> Environment:
         messages: Sequence[ChatMessage] = task.messages
         while True:
             turn = await model.turn(messages)
-            calls = find_calls(turn.text)
+            calls = find_calls(turn.text, schemas)
             if not calls:
                 return
             messages = [await answered(call, tools) for call in calls]
@@ -71,7 +71,7 @@ async def answered(call: ToolCall, tools: dict[str, Tool]) -> ChatMessage:
 def bound(tool: Tool, call: ToolCall) -> dict[str, Any]:
     """The arguments of a call by name; raises TypeError where the function does not take them."""
     signature = inspect.signature(tool)
-    arguments = signature.bind(*call.positional, **call.arguments).arguments
+    arguments = signature.bind(**call.arguments).arguments
     hints = get_type_hints(tool)
     for name, value in arguments.items():
         if not fits(value, hints[name]):

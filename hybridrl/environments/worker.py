@@ -22,6 +22,7 @@ from hybridrl.environments.load import load_environment
 from hybridrl.environments.mark import Mark
 from hybridrl.environments.program import Environment, Model
 from hybridrl.environments.task import ChatMessage, EpisodeTask, ModelTurn, PastTurn
+from hybridrl.environments.tool_calls import configure
 from hybridrl.rewards import jail
 from hybridrl.rewards.child import keep_from_children, limit_process, start_failure
 
@@ -176,12 +177,13 @@ async def run(
 def main(descriptor: int, parent: int, mark: int) -> None:
     """Serve the parent, which closes the connection to end the process."""
     connection = Connection(descriptor)
-    config, sources, paths, jail_kind, limits, port = connection.recv()
+    config, sources, paths, jail_kind, limits, call_form, port = connection.recv()
     limit_process(parent, config.memory_mb << 20)
     keep_from_children(connection)
     threading.stack_size(STACK_MB << 20)
     sys.path[:] = paths  # a user's module is found as in the parent
     jail.configure(jail_kind, limits)
+    configure(call_form)
     marker = Marker(Mark(mark).tell)
 
     def make_loop() -> asyncio.AbstractEventLoop:

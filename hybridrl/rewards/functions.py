@@ -71,7 +71,8 @@ class UserFunction:
         Raises TypeError or ValueError where it is no list of as many, but should be.
         """
         values = returned if self.signature.is_of_several else [returned]
-        if not hasattr(values, "__len__") or isinstance(values, str | bytes | Mapping):
+        is_one = not hasattr(values, "__len__") or getattr(values, "ndim", None) == 0
+        if is_one or isinstance(values, str | bytes | Mapping):
             kind = type(values).__name__
             raise TypeError(f"the function returned {kind}, wanted a list of numbers")
         if len(values) != number:
@@ -229,7 +230,10 @@ def as_reward(value: object) -> float:
         value = scalar()
     if not isinstance(value, Real):
         raise TypeError(f"the reward is {type(value).__name__}, wanted a number")
-    reward = float(value)
+    try:
+        reward = float(value)
+    except OverflowError:
+        raise ValueError("the reward is too large for a number") from None
     if not math.isfinite(reward):
         raise ValueError(f"the reward is {reward}, wanted a finite number")
     if abs(reward) > LARGEST_REWARD:

@@ -1,12 +1,16 @@
 """Tokens between turns against full renderings, with the chat templates that TRL ships."""
 
+import ast
 import re
 from typing import Any
 
 import pytest
 from foreign import Sources
 
+from hybridrl.config import ConfigError
+from hybridrl.data.tool_forms import call_form
 from hybridrl.data.turns import TurnTemplate
+from hybridrl.environments.tool_calls import CallForm, ToolCall, find_calls
 from hybridrl.models.tiny import make_char_tokenizer
 
 pytestmark = pytest.mark.contracts
@@ -115,10 +119,58 @@ def test_what_follows_a_turn_is_what_the_template_puts_there(
 
 
 def test_templates_without_tools_are_known(trl: Sources) -> None:
-    from hybridrl.config import ConfigError
-
     for family in WITHOUT_CALLS:
         tokenizer = tokenizer_of((trl.root / f"trl/chat_templates/{family}.jinja").read_text())
         if family in ("cohere", "gemma", "gemma3", "phi3", "phi3_5"):
             with pytest.raises(ConfigError, match="a model for tools"):
                 TurnTemplate(tokenizer, [TOOL]).check(family)
+
+
+FORMS = {
+    "deepseekv3": "deepseek_v3",
+    "glm4moe": "glm45",
+    "gptoss": "openai",
+    "lfm2_v2": "lfm2",
+    "llama3_1": "llama3_json",
+    "llama3_2": "llama3_json",
+    "nemotron_3_nano": "qwen3_coder",
+    "qwen2_5": "hermes",
+    "qwen3": "hermes",
+    "qwen3_5_think": "qwen3_coder",
+    "qwen3_8": "qwen3_coder",
+    "qwen3_instruct_2507": "hermes",
+}
+OPENING = ("nemotron_3_nano", "qwen3_5_think", "qwen3_8")
+"""Templates whose prompts begin the model's thoughts."""
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_calls_are_read_in_the_form_that_a_family_writes(trl: Sources, family: str) -> None:
+    tokenizer = tokenizer_of((trl.root / f"trl/chat_templates/{family}.jinja").read_text())
+    form = call_form("auto", tokenizer, True, [TOOL])
+    assert form.name == FORMS[family]
+    assert form.thoughts_end == ("</think>" if family in OPENING else "")
+
+
+def test_gemma_4_wants_a_response_schema(trl: Sources) -> None:
+    tokenizer = tokenizer_of((trl.root / "trl/chat_templates/gemma4.jinja").read_text())
+    with pytest.raises(ConfigError, match=r"environment\.tool_calls=auto: .*call:probe_tool"):
+        call_form("auto", tokenizer, True, [TOOL])
+
+
+def test_a_schema_of_trl_reads_what_its_family_writes(trl: Sources) -> None:
+    """GLM's: the others want jmespath, which is not installed."""
+    tree = trl.tree("trl.chat_template_utils")
+    (value,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "glm4moe_schema"
+    )
+    schema = {"schema": ast.literal_eval(value)}
+    form = CallForm(parser="hybridrl.data.foreign_parsers:by_schema", settings=schema)
+    text = (
+        "\n<think>hm</think>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>777</arg_value>\n"
+        "</tool_call>"
+    )
+    for each in (form, CallForm("glm45")):
+        assert find_calls(text, [TOOL], each) == [ToolCall("add", {"a": 777})]

@@ -851,3 +851,22 @@ def test_a_vocabulary_is_padded_as_the_layout_says(vllm: Sources) -> None:
         "vllm.model_executor.layers.vocab_parallel_embedding", "DEFAULT_VOCAB_PADDING_SIZE"
     )
     assert ast.literal_eval(padding) == VOCAB_MULTIPLE
+
+
+def test_tool_parsers_take_our_calls(vllm: Sources) -> None:
+    """`hybridrl/data/foreign_parsers.py` makes a parser, and has it read a text."""
+    tree = ast.parse((ROOT / "hybridrl/data/foreign_parsers.py").read_text())
+    parser = "vllm.tool_parsers.abstract_tool_parser:ToolParser"
+    manager = "vllm.tool_parsers.abstract_tool_parser:ToolParserManager"
+    for call, function in {
+        "parser.extract_tool_calls": f"{parser}.extract_tool_calls",
+        "ToolParserManager.get_tool_parser": f"{manager}.get_tool_parser",
+        "vllm_parser(name)": f"{parser}.__init__",
+    }.items():
+        (written,) = foreign.calls_of(tree, call)
+        foreign.bind(vllm.signature(function), written)
+    protocol = vllm.path("vllm.entrypoints.openai.chat_completion.protocol").read_text()
+    assert "class ChatCompletionRequest" in protocol
+    source = vllm.path("vllm.tool_parsers.abstract_tool_parser").read_text()
+    assert "tool_parsers: dict" in source
+    assert "lazy_parsers: dict" in source

@@ -15,6 +15,7 @@ from hybridrl.controller.async_calls import Rounds
 from hybridrl.controller.emulated_episodes import EmulatedEpisodes
 from hybridrl.controller.episodes import EnvironmentFailed, Episodes
 from hybridrl.controller.preflight import build_recipe
+from hybridrl.environments.tool_calls import CallForm
 from hybridrl.flow.clock import VirtualClock
 from hybridrl.flow.executor import Computed, EpisodeReply, Parked, Replied, Sampling, TurnEnded
 from hybridrl.flow.sample import SampleId
@@ -57,6 +58,8 @@ Make = Callable[..., Episodes]
 
 class Words:
     """Tokens of replies are their characters' numbers."""
+
+    call_form = CallForm()
 
     def reply(self, turn: Any, messages: Any, most: int) -> tuple[tuple[int, ...], bool]:
         text = "".join(message["content"] for message in messages)

@@ -303,7 +303,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "text": ({"messages": "hello"}, BARE, r"a list of one message or more.*\(row 3\)"),
     "content": (
         {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, BARE,
-        r"messages whose content is text \(one of user has none\) \(row 3\)",
+        r"sources\.s\.name=.*wanted rows of text: row 3 has images or other media in 'messages'",
     ),
     "no answer": (
         {"messages": conversation(0)[:1]}, BARE, r"a turn of the assistant's \(row 3\)",

@@ -1,6 +1,5 @@
 """The forms of a program: an async function, a class, a list of tools; and those that are none."""
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import closing
@@ -13,7 +12,7 @@ from environment_pools import Make, Pool, played, settled, task
 from hybridrl.config import ConfigError, EnvironmentConfig, EnvironmentKind
 from hybridrl.environments import EpisodePool, EpisodeStep, ModelTurn, PastTurn
 from hybridrl.environments.load import load_environment
-from hybridrl.environments.tool_calls import ToolCall, find_calls
+from hybridrl.environments.tool_calls import CallForm
 from hybridrl.environments.tools import schema_of
 
 PROGRAMS = '''
@@ -263,6 +262,17 @@ def test_tools(tools: EpisodePool, turn: str, answers: list[str]) -> None:
     assert steps[1] == EpisodeStep(None, (0.0, 0.0))
 
 
+def test_tools_are_called_in_the_form_of_the_model(make: Make, pool: Pool) -> None:
+    """Its processes are told; in any form the list would be a call."""
+    config = make(PROGRAMS, "TOOLS", kind=EnvironmentKind.tools)
+    episodes = pool(config, call_form=CallForm("hermes", thoughts_end="</think>"))
+    written = CALL % ("add", '{"a": 2, "b": 3}')
+    turns = [f"Say {written}</think>{written}", "</think>[add(2, b=3)]"]
+    _, steps = played(episodes, task("2+3?"), turns)
+    assert [message["content"] for message in steps[0].messages or ()] == ["5"]
+    assert steps[1] == EpisodeStep(None, (0.0, 0.0))
+
+
 def test_the_pool_knows_the_schemas_of_its_tools(tools: EpisodePool) -> None:
     tools.wait_ready()
     add, fail = (tool["function"] for tool in tools.tools)
@@ -303,37 +313,6 @@ def test_schemas_are_those_of_transformers() -> None:
     del theirs["return"], theirs["parameters"]["properties"]["note"]
     assert ours["parameters"]["properties"].pop("note")["description"] == "What else."
     assert ours == theirs
-
-
-@pytest.mark.parametrize(
-    ("text", "calls"),
-    [
-        ('[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "123456789"}]',
-         [ToolCall("f", {"a": 1}, id="123456789")]),
-        ('{"name": "f", "parameters": {"a": [1]}}', [ToolCall("f", {"a": [1]})]),
-        ('{"name": "f", "arguments": "{\\"a\\": 1}"}', [ToolCall("f", {"a": 1})]),
-        ("<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx y\n"
-         "</parameter>\n</function>\n</tool_call>", [ToolCall("f", {"a": 1, "b": "x y"})]),
-        ("so [f(1), g(a='b')]", [ToolCall("f", positional=(1,)), ToolCall("g", {"a": "b"})]),
-        ("a list [1, 2] of numbers", []),
-        ("[f(open('x'))]", [ToolCall("", error="the call cannot be read")]),
-    ],
-)  # fmt: skip
-def test_forms_of_calls(text: str, calls: list[ToolCall]) -> None:
-    read = find_calls(text)
-    assert [c.error.split(" (")[0] for c in read] == [c.error for c in calls]
-    if not any(c.error for c in calls):
-        assert read == calls
-
-
-def test_calls_that_are_nested_too_deeply_are_told() -> None:
-    deep = "[" * 5000
-    (call,) = find_calls(f"<tool_call>{deep}</tool_call>")
-    assert call.error.startswith("the call is no JSON (maximum recursion depth")
-    (call,) = find_calls(json.dumps({"name": "f", "arguments": deep}))
-    assert call.error.startswith("the arguments are no JSON (maximum recursion depth")
-    tagged = f"<tool_call><function=f><parameter=a>{deep}</parameter></function></tool_call>"
-    assert find_calls(tagged) == [ToolCall("f", {"a": deep})]
 
 
 @pytest.mark.parametrize(
