@@ -166,11 +166,11 @@ def make_items(
             raise ConfigError(place.key, place.column, "null, with an environment")
         return [reader.conversation(record) for record in records]
     end = end_token_id(tokenizer, config.chat)
-    plain = _PlainTexts(records, tokenizer, notes)
-    if config.sources[source].prompt_column is None and not records[0].question:
+    whole = config.sources[source].prompt_column is None
+    if whole and not records[0].question and (reader or uses.generates):
         place = _place(source, config, "prompt_column", records[0])
-        if reader or uses.generates:
-            raise place.refuse("a column, unless data.chat=false and the recipe trains whole texts")
+        raise place.refuse("a column, unless data.chat=false and the recipe trains whole texts")
+    plain = _PlainTexts(records, tokenizer, notes, whole)
 
     def filled(key: str, template: str) -> list[list[ChatMessage]]:
         return [_prompt(source, record, config, key, template) for record in records]
@@ -183,11 +183,7 @@ def make_items(
         texts = [prompt[-1]["content"] for prompt in prompts]
         if opening:
             texts = ["".join(message["content"] for message in prompt) for prompt in prompts]
-        encoded = plain.prompts(texts)
-        if config.sources[source].prompt_column is None:  # whole texts: what begins one
-            begin = tokenizer.bos_token_id
-            encoded = [ids or (end if begin is None else begin,) for ids in encoded]
-        return texts, encoded
+        return texts, plain.prompts(texts)
 
     def ended(responses: list[str]) -> list[Ids]:
         if not reader:
@@ -256,10 +252,19 @@ def first_answer(record: SourceRecord) -> str:
 
 
 class _PlainTexts:
-    """The tokens of texts without a chat template, in which control tokens may be spelled."""
+    """The tokens of texts without a chat template, in which control tokens may be spelled.
 
-    def __init__(self, records: Sequence[SourceRecord], tokenizer: Any, notes: RowNotes) -> None:
+    Texts that are `whole` have no prompt: what begins a text stands in its place.
+    """
+
+    def __init__(
+        self, records: Sequence[SourceRecord], tokenizer: Any, notes: RowNotes, whole: bool
+    ) -> None:
         self.records, self.tokenizer, self.notes = records, tokenizer, notes
+        begin = end_token_id(tokenizer, False)
+        if tokenizer.bos_token_id is not None:
+            begin = int(tokenizer.bos_token_id)
+        self.empty: Ids = (begin,) if whole else ()
         self.control = ControlTokens(tokenizer)
 
     def prompts(self, texts: Sequence[str]) -> list[Ids]:
@@ -267,7 +272,8 @@ class _PlainTexts:
         self._note("prompts", texts)
         eos = self.tokenizer.eos_token_id  # some tokenizers close every text, and so the response
         encoded = self.tokenizer(list(texts), verbose=False)["input_ids"]
-        return [tuple(ids[:-1] if ids and ids[-1] == eos else ids) for ids in encoded]
+        bare = [tuple(ids[:-1] if ids and ids[-1] == eos else ids) for ids in encoded]
+        return [ids or self.empty for ids in bare]
 
     def answers(self, texts: Sequence[str]) -> list[Ids]:
         """Responses, without the end that the user may have written."""
