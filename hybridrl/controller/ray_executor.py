@@ -22,6 +22,7 @@ from hybridrl.controller.driver_judges import DriverJudges, read_together
 from hybridrl.controller.episodes import Episodes
 from hybridrl.controller.event_lines import described
 from hybridrl.controller.fused_search import NO_SEARCH, FusedSearch
+from hybridrl.controller.judge_failures import JudgeFailures
 from hybridrl.controller.load_balance import (
     UNKNOWN_WORK,
     RankWork,
@@ -98,6 +99,7 @@ class RayExecutor:
         self.group, self.config, self.on_switch = group, config, on_switch
         self._works, self.episodes, self._fused_search = works, episodes, fused_search
         self._together = together
+        self.failures: JudgeFailures | None = None  # of the run so far, or of one that is replayed
         self.clock: Clock = WallClock()
         self.version = NO_VERSION
         self.may_abandon = False
@@ -428,6 +430,8 @@ class RayExecutor:
         events = self._rounds.wait(self._check_stop_requested)
         for event in events:
             logger.debug("ended: %s", described(event))
+        if (failures := self.failures) is not None:
+            events = [failures.followed(event) for event in events]
         return events
 
     def _check_stop_requested(self) -> None:
