@@ -96,7 +96,8 @@ class JudgeConfig:
     """kind=http, chat: who is asked, what, and how the reply is read."""
     model: str | None = None
     """kind=model: a Hugging Face directory or hub name of a sequence classifier with one label,
-    which shares the actor's tokenizer. The score at a sample's last token is its reward."""
+    whose score at a sample's last token is its reward. With another tokenizer than the actor's it
+    reads the text of prompt and response, in its own chat template."""
     extract: str | None = None
     """Regular expression; the last match's first group is judged. Null: the whole text."""
     pattern: str | None = None

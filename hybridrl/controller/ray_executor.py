@@ -53,7 +53,14 @@ from hybridrl.flow.executor import (
     UpdateDone,
     generated_tensors,
 )
-from hybridrl.flow.graph import AnswersStage, ComputeStage, Graph, Stage, UpdateStage
+from hybridrl.flow.graph import (
+    AnswersStage,
+    ComputeStage,
+    Graph,
+    Stage,
+    StageMethod,
+    UpdateStage,
+)
 from hybridrl.flow.sample import LOSS_MASK, NO_VERSION, TRAINED, Sample, SampleId
 from hybridrl.flow.schedules.base import PendingSample
 from hybridrl.layout.weight_switch import SwitchStats
@@ -353,7 +360,8 @@ class RayExecutor:
         ranks = self._pool(stage).ranks
         receivers = [ranks[i] for i in deal(samples, len(ranks), work=self._work(stage))]
         fields = {name for name in stage.inputs if name in samples[0].tensors}
-        parcels = yield from self._moves.copies(samples, receivers, fields)
+        judges = stage.method is StageMethod.SCORE  # may read the text of a row
+        parcels = yield from self._moves.copies(samples, receivers, fields, judges)
         ids: dict[int, list[SampleId]] = {rank: [] for rank in ranks}
         for sample, rank in zip(samples, receivers, strict=True):
             ids[rank].append(sample.id)
