@@ -47,6 +47,7 @@ from hybridrl.config.reward import (
     JailKind,
     JailLimits,
     JudgeConfig,
+    OnJudgeFailure,
     RewardCall,
     RewardConfig,
     RewardKind,
@@ -318,6 +319,12 @@ class Config:
         judge = self._whole_judge(role)
         return tuple(f"{role}.parts.{name}" for name in judge.parts) or (role,)
 
+    @property
+    def whole_judges(self) -> dict[str, RewardConfig]:
+        """The judges as recipes and evaluation name them, by role: those of parts are none."""
+        roles = ("reward", "cost", *map(self.judge_of_set, self.eval.sets))
+        return {role: self._whole_judge(role) for role in roles}
+
     def judge_of_set(self, name: str) -> str:
         """The role that judges an evaluation set: its own, or `reward`."""
         return f"eval.sets.{name}.reward" if self.eval.sets[name].reward else "reward"
@@ -490,6 +497,7 @@ __all__ = [
     "Migration",
     "ModelConfig",
     "OnFailure",
+    "OnJudgeFailure",
     "OptimConfig",
     "OptimName",
     "PackedScheduleConfig",

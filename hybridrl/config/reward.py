@@ -38,6 +38,14 @@ class RewardCall(Enum):
     group = "group"  # all responses to a prompt
 
 
+class OnJudgeFailure(Enum):
+    """What becomes of a sample whose judge has failed."""
+
+    drop = "drop"  # it is left out, of its group's statistics and of training
+    zero = "zero"  # its score is 0
+    stop = "stop"  # the run ends
+
+
 class JailKind(Enum):
     """What confines a program that a model has written."""
 
@@ -88,15 +96,16 @@ class JudgeConfig:
     """kind=http, chat: who is asked, what, and how the reply is read."""
     model: str | None = None
     """kind=model: a Hugging Face directory or hub name of a sequence classifier with one label,
-    which shares the actor's tokenizer. The score at a sample's last token is its reward."""
+    whose score at a sample's last token is its reward. With another tokenizer than the actor's it
+    reads the text of prompt and response, in its own chat template."""
     extract: str | None = None
     """Regular expression; the last match's first group is judged. Null: the whole text."""
     pattern: str | None = None
     """kind=regex: the expression; `{answer}` in it becomes the escaped answer."""
     timeout_s: float = bounded(5.0, above=0, allowed="seconds above 0")
-    """Seconds for one sample (with another `call` for one call); past it the sample is marked
-    `reward_timeout` and scores 0. For kind=http and chat there is `endpoint.timeout_s`; this bounds
-    what `extract` and `endpoint.score` compute."""
+    """Seconds for one sample (with another `call` for one call); past it the judge has failed. For
+    kind=http and chat there is `endpoint.timeout_s`; this bounds what `extract` and
+    `endpoint.score` compute."""
     num_processes: int = bounded(1, least=1)
     """Verifier processes per rank; with call=group in the run."""
     partial_credit: bool = False
@@ -162,6 +171,11 @@ class RewardConfig(JudgeConfig):
     parts: dict[str, RewardPartConfig] = field(default_factory=dict)
     """kind=sum: the judges, by names of your choice. Each one's score is recorded as
     `reward_NAME`."""
+    on_failure: OnJudgeFailure = OnJudgeFailure.drop
+    """What becomes of a sample that the judge, or one of the `parts` that count, gives no score."""
+    max_failed_share: float = bounded(0.5, above=0, most=1)
+    """on_failure=drop: the run ends where more than this share of a step's samples, or of an
+    evaluation's, have no score."""
 
     def check(self, key: str) -> None:
         """Raise ConfigError for settings that cannot work; `key` is their place."""

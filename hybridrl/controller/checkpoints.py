@@ -38,8 +38,9 @@ MAY_CHANGE = (
 """Settings that a resumed run may change: how long, where and how fast, not what it learns from."""
 
 MAY_CHANGE_OF_JUDGES = (
-    ".max_in_flight", ".endpoint.url", ".endpoint.key_env", ".endpoint.timeout_s",
-    ".endpoint.retries", ".endpoint.backoff_s", ".endpoint.budget", ".endpoint.cache",
+    ".max_failed_share", ".max_in_flight", ".endpoint.url", ".endpoint.key_env",
+    ".endpoint.timeout_s", ".endpoint.retries", ".endpoint.backoff_s", ".endpoint.budget",
+    ".endpoint.cache",
 )  # fmt: skip
 """Ends of the keys of judges' settings that a resumed run may change."""
 

@@ -1,41 +1,50 @@
-"""A judge of several parts, in the graph: a stage for each part, and one that sums them."""
+"""Judges in the graph: a stage for each part of a sum, and one after which failures have left."""
 
 from dataclasses import dataclass, replace
 
-from hybridrl.config import Config, ConfigError, RewardCall, RewardKind
+from hybridrl.config import Config, ConfigError, OnJudgeFailure, RewardCall, RewardKind
 from hybridrl.flow.graph import ComputeStage, Graph, MapStage, Stage, StageMethod
+from hybridrl.flow.judgements import OK, leaving_failed
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedSum:
     """The sum of parts' scores, and `ok` or the status of the first part that is not, by its name.
 
-    Called with every part's score and status in turn. A part that failed has scored 0.
+    Called with every part's score and status in turn. A part that failed has scored 0. One of
+    weight 0 is only recorded, so the status passes it over, unless the recipe `reads` its score.
     """
 
     weights: tuple[tuple[str, float], ...]
+    reads: tuple[str, ...] = ()
 
     def __call__(self, *fields: float | str) -> tuple[float, str]:
         """Score and status of one sample."""
         scores, statuses = fields[0::2], fields[1::2]
         parts = list(zip(self.weights, scores, statuses, strict=True))
         total = sum(weight * float(score) for (_, weight), score, _ in parts)
-        for (name, _), _, status in parts:
-            if status != "ok":
+        for (name, weight), _, status in parts:
+            if status != OK and (weight or name in self.reads):
                 kind, _, reason = str(status).partition(": ")
                 return total, f"{kind}: {name}: {reason}" if reason else f"{kind}: {name}"
-        return total, "ok"
+        return total, OK
 
 
 def with_parts(graph: Graph, config: Config) -> Graph:
     """`graph` with the parts of `reward.kind=sum` and `cost.kind=sum` as separate stages.
 
-    Stages of a judge with `call=group` wait for whole groups.
+    Stages of a judge with `call=group` wait for whole groups. Samples whose judge has failed leave
+    (`leaving_failed`), but with `on_failure=zero`.
 
     So each part runs in its own way, a verifier on the sample's rank or a model on an instance. The
     sum keeps the name of the stage, so that the rest of the graph is as it was. Raises ConfigError
     where the recipe reads the judged text, which a sum has not, or a part that the config has not.
     """
+    rules = {role: judge.on_failure for role, judge in config.whole_judges.items()}
+    graph = leaving_failed(
+        graph,
+        {r: x is OnJudgeFailure.stop for r, x in rules.items() if x is not OnJudgeFailure.zero},
+    )
     stages: dict[str, Stage] = {}
     for stage in graph.stages.values():
         for replacement in _stages(stage, config):
@@ -75,7 +84,7 @@ def _stages(stage: Stage, config: Config) -> list[Stage]:
         inputs=inputs,
         outputs=fields,
         scalars=fields,
-        function=WeightedSum(weights),
+        function=WeightedSum(weights, stage.parts),
         returns=fields,
     )
     return [*judge_stages, total]

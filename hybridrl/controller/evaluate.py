@@ -15,6 +15,7 @@ from hybridrl.controller.ray_executor import RayExecutor
 from hybridrl.controller.schedule_factory import make_schedule, sampling_of
 from hybridrl.data import Item
 from hybridrl.flow import Flow, Graph
+from hybridrl.flow.judgements import check_failed_share
 from hybridrl.flow.roles import Judge
 from hybridrl.flow.sample import Sample
 from hybridrl.telemetry.run import Telemetry
@@ -90,6 +91,11 @@ class HeldOutEvaluation:
         self.last = {name: (step, metrics) for name, step, metrics in state}
 
 
+def failed_shares(config: Config) -> dict[str, float]:
+    """The largest share of responses, by judge, on which it may fail."""
+    return {role: judge.max_failed_share for role, judge in config.whole_judges.items()}
+
+
 def evaluation_graphs(config: Config, recipe: Graph) -> dict[str, Graph]:
     """The evaluation of a recipe by set; none where nothing can be evaluated.
 
@@ -145,7 +151,9 @@ def evaluate(
     kind = config.schedule if config.schedule.entry.serial_batches else FusedScheduleConfig()
     schedule = make_schedule(config, kind, graph, executor, enumerate(items), sampling, len(items))
     with executor.apart():
-        samples = schedule.run_step(step).samples
+        result = schedule.run_step(step)
+    samples = result.samples
+    check_failed_share(graph, result.dispatched, failed_shares(config), f"the evaluation of {name}")
     record(name, [sample for sample in samples if sample.id.k == 0])
     schedule.release()
     if not graph.columns:
@@ -169,7 +177,8 @@ def of_pairs(chosen: Sequence[Sample], rejected: Sequence[Sample]) -> dict[str, 
 def of_answers(name: str, settings: EvalSetConfig, samples: Sequence[Sample]) -> dict[str, float]:
     """`eval/NAME/...`: `accuracy_metrics`, `reward`, `response_tokens`; of main `eval_accuracy`.
 
-    A sample that was dropped has no reward and is left out, with its prompt's others.
+    A sample that was dropped has no reward and is left out, with its prompt's others. So has one
+    whose judge has failed, unless that counts as 0 (`on_failure=zero`).
     """
     by_prompt: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:

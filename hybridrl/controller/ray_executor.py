@@ -22,6 +22,7 @@ from hybridrl.controller.driver_judges import DriverJudges, read_together
 from hybridrl.controller.episodes import Episodes
 from hybridrl.controller.event_lines import described
 from hybridrl.controller.fused_search import NO_SEARCH, FusedSearch
+from hybridrl.controller.judge_failures import JudgeFailures
 from hybridrl.controller.load_balance import (
     UNKNOWN_WORK,
     RankWork,
@@ -52,7 +53,14 @@ from hybridrl.flow.executor import (
     UpdateDone,
     generated_tensors,
 )
-from hybridrl.flow.graph import AnswersStage, ComputeStage, Graph, Stage, UpdateStage
+from hybridrl.flow.graph import (
+    AnswersStage,
+    ComputeStage,
+    Graph,
+    Stage,
+    StageMethod,
+    UpdateStage,
+)
 from hybridrl.flow.sample import LOSS_MASK, NO_VERSION, TRAINED, Sample, SampleId
 from hybridrl.flow.schedules.base import PendingSample
 from hybridrl.layout.weight_switch import SwitchStats
@@ -98,6 +106,7 @@ class RayExecutor:
         self.group, self.config, self.on_switch = group, config, on_switch
         self._works, self.episodes, self._fused_search = works, episodes, fused_search
         self._together = together
+        self.failures: JudgeFailures | None = None  # of the run so far, or of one that is replayed
         self.clock: Clock = WallClock()
         self.version = NO_VERSION
         self.may_abandon = False
@@ -351,7 +360,8 @@ class RayExecutor:
         ranks = self._pool(stage).ranks
         receivers = [ranks[i] for i in deal(samples, len(ranks), work=self._work(stage))]
         fields = {name for name in stage.inputs if name in samples[0].tensors}
-        parcels = yield from self._moves.copies(samples, receivers, fields)
+        judges = stage.method is StageMethod.SCORE  # may read the text of a row
+        parcels = yield from self._moves.copies(samples, receivers, fields, judges)
         ids: dict[int, list[SampleId]] = {rank: [] for rank in ranks}
         for sample, rank in zip(samples, receivers, strict=True):
             ids[rank].append(sample.id)
@@ -428,6 +438,8 @@ class RayExecutor:
         events = self._rounds.wait(self._check_stop_requested)
         for event in events:
             logger.debug("ended: %s", described(event))
+        if (failures := self.failures) is not None:
+            events = [failures.followed(event) for event in events]
         return events
 
     def _check_stop_requested(self) -> None:

@@ -402,6 +402,7 @@ def _run(prepared: _Prepared, point: Point | None) -> None:
         point = replace(point, state={**point.state, "recipe": states})
     with running(config, prepared.run, Origin(settings_of(config), point)) as run:
         run.executor.recorded = prepared.scores
+        run.failures.follow(request.run_dir)
         run.warm_start()
         run.begin_recipe()
         if batch is not None:

@@ -19,10 +19,11 @@ from hybridrl.config import Config, Device, KeptSamples
 from hybridrl.controller.checkpoints import Checkpoints, DriverState, Origin
 from hybridrl.controller.early_backward import early_settings
 from hybridrl.controller.emulated_episodes import EmulatedEpisodes
-from hybridrl.controller.episodes import Episodes
-from hybridrl.controller.evaluate import HeldOutEvaluation, evaluation_graphs
+from hybridrl.controller.episodes import EnvironmentFailed, Episodes
+from hybridrl.controller.evaluate import HeldOutEvaluation, evaluation_graphs, failed_shares
 from hybridrl.controller.fused_search import NO_SEARCH, FusedSearch
 from hybridrl.controller.inputs import inputs_of
+from hybridrl.controller.judge_failures import JudgeFailures
 from hybridrl.controller.load_balance import RankWork, work_of_roles
 from hybridrl.controller.memory_plan import sizes_of_run
 from hybridrl.controller.placement import HOME, graphs_of
@@ -35,7 +36,9 @@ from hybridrl.controller.schedule_factory import make_schedule, replay_setting, 
 from hybridrl.controller.step_digests import step_digests
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import CurriculumStream, mixture_parts, prompt_stream, task_of
-from hybridrl.flow.graph import GenerateStage
+from hybridrl.flow.graph import GenerateStage, Graph
+from hybridrl.flow.judgements import JudgeFailed, check_failed_share
+from hybridrl.flow.sample import Sample
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.schedules.base import Schedule
 from hybridrl.rewards.results import BudgetSpent
@@ -53,6 +56,10 @@ class Interrupted(KeyboardInterrupt):
 
 class TrainingDiverged(RuntimeError):
     """The run cannot usefully continue; the message says why."""
+
+
+CUT_SHORT = (BudgetSpent, EnvironmentFailed, JudgeFailed)
+"""Errors that judges and environments end a run with, after which it can go on."""
 
 
 class Run:
@@ -121,6 +128,7 @@ class Run:
             searched,
             together,
         )
+        self.failures = self.executor.failures = _judge_failures(config, origin)
         # held-out evaluation
         self.evaluation = HeldOutEvaluation(
             config,
@@ -209,7 +217,7 @@ class Run:
         if not self._resumes_in("rl"):
             try:
                 self.evaluation.before = self.evaluation.at(self.step)
-            except BudgetSpent as error:  # the step is the last of a warm start, which is saved
+            except CUT_SHORT as error:  # the step is the last of a warm start, which is saved
                 raise self._spent(error) from None
         return self.evaluation.before
 
@@ -222,7 +230,7 @@ class Run:
             after, spent = dict[str, float](), None
             try:
                 after = self.evaluation.at(self.step)
-            except BudgetSpent as error:  # the trained model is written nonetheless
+            except CUT_SHORT as error:  # the trained model is written nonetheless
                 spent = error
             if not self.config.cluster.emulated:
                 final = self.run_dir / "final"
@@ -306,6 +314,7 @@ class Run:
                 facts = sample_facts(result, self._origin_of)
                 self.group.record_samples(self.step, phase.name, facts)
             metrics = self.records.record_step(result, seconds, self.group.texts)
+            self.failures.record(self.step, result.dispatched)
             if self.config.records_digests:
                 self.telemetry.digests(self.step, step_digests(phase.graph, result, self.group))
             self._check_finite(metrics)
@@ -328,15 +337,15 @@ class Run:
                 try:
                     result = schedule.run_step(self.step)
                 except ValueError:  # too few samples, say, since their episodes have failed
-                    self._check_environment()
+                    self._check_failures(schedule.graph, schedule.samples)
                     raise
-                self._check_environment()
+                self._check_failures(schedule.graph, result.dispatched)
                 return result
         except Abandoned:
             assert before is not None
             self.step -= 1
             self._stop(before)
-        except BudgetSpent as error:
+        except CUT_SHORT as error:
             self.step -= 1
             if before is not None and self.executor.may_abandon:
                 self._save_stopped(before)
@@ -344,10 +353,11 @@ class Run:
         finally:
             self.executor.may_abandon = False
 
-    def _check_environment(self) -> None:
-        """Raise EnvironmentFailed where too many episodes of the step have failed."""
+    def _check_failures(self, graph: Graph, samples: Sequence[Sample]) -> None:
+        """Raise where too many of the step's episodes, or of its judgements, have failed."""
         if self.episodes is not None:
             self.episodes.check("the step")
+        check_failed_share(graph, samples, failed_shares(self.config), "the step")
 
     @contextmanager
     def _profiled(self) -> Iterator[None]:
@@ -405,7 +415,7 @@ class Run:
             return None
         try:
             metrics = self.evaluation.at(self.step, self.step - phase.first_step)
-        except BudgetSpent as error:
+        except CUT_SHORT as error:
             if self.config.trainer.saves:
                 self._save_stopped(self._state(phase, schedule))
             raise self._spent(error) from None
@@ -446,12 +456,13 @@ class Run:
         if self.step > begun and self.step not in self.checkpoints.scores:
             self.checkpoints.save(self.step, None, state)
 
-    def _spent(self, error: BudgetSpent) -> BudgetSpent:
+    def _spent(self, error: Exception) -> Exception:
         """The error of a run that ends after the present step; it says whether that is saved."""
         points, _ = search(self.run_dir)
         saved = any(point.state["step"] == self.step for point in points)
-        resumes = "; trainer.resume=auto continues with a higher one" if saved else ""
-        return BudgetSpent(f"{error}; stopped after step {self.step}{resumes}")
+        how = "with a higher one" if isinstance(error, BudgetSpent) else "from there"
+        resumes = f"; trainer.resume=auto continues {how}" if saved else ""
+        return type(error)(f"{error}; stopped after step {self.step}{resumes}")
 
     def _state(self, phase: RunPhase, schedule: Schedule) -> DriverState:
         """The driver's part of a checkpoint."""
@@ -494,6 +505,17 @@ class Run:
         """Have the ranks' roles load the checkpoint, if it is of `phase`."""
         if point := self._resumes_in(phase.name):
             self.checkpoints.load(point)
+
+
+def _judge_failures(config: Config, origin: Origin) -> JudgeFailures:
+    """Judgements that have failed in steps that the run makes again; none where it begins anew."""
+    run_dir = Path(config.run.dir)
+    failures = JudgeFailures(run_dir)
+    if origin.point is not None and origin.continues(run_dir):
+        failures.resume(origin.point.state["step"] if origin.goes_back else None)
+    elif config.trainer.resumes:
+        failures.resume(0)
+    return failures
 
 
 def _episodes(config: Config, prepared: PreparedRun) -> Episodes | None:

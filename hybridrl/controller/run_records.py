@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
+from hybridrl.flow.judgements import failed_status, score_of
 from hybridrl.flow.ledger import Drop, DropReason
 from hybridrl.flow.sample import ENVIRONMENT_FAILURE, Sample, SampleId
 from hybridrl.flow.schedules import StepResult
@@ -162,14 +163,13 @@ class RunRecords:
 
     def _note_no_rewards(self, samples: Sequence[Sample]) -> None:
         """Say it, the first time, where the judge has failed with every sample of a step."""
-        statuses = [sample.scalars.get("reward_status") for sample in samples]
-        failed = [str(s) for s in statuses if str(s).startswith(("error", "timeout"))]
-        if self._noted_no_rewards or not failed or len(failed) < len(samples):
+        failed = [failed_status(sample, ("reward_status",)) for sample in samples]
+        if self._noted_no_rewards or not samples or None in failed:
             return
         self._noted_no_rewards = True
         step = self.current_step()
         self.telemetry.note(
-            f"step {step}: no sample has a reward, and all count as 0; the first: {failed[0]}",
+            f"step {step}: no sample has a reward; the first: {failed[0]}",
             step=step,
         )
 
@@ -185,12 +185,12 @@ class RunRecords:
                 "id": str(sample.id),
                 "prompt": texts[sample.id].prompt,
                 "response": texts[sample.id].response,
-                "reward": sample.scalars.get("reward"),
+                "reward": _score(sample, "reward"),
                 "status": sample.scalars.get("reward_status"),
                 "tokens": sample.response_tokens,
                 "finish": sample.scalars.get("finish"),
                 "advantage": sample.scalars.get("advantage"),
-                **{name: sample.scalars.get(name) for name in others},
+                **{name: _score(sample, name) for name in others},
                 **_turns(texts[sample.id]),
                 **_failure(sample),
             }
@@ -201,6 +201,11 @@ class RunRecords:
 def _turns(texts: SampleTexts) -> dict[str, Any]:
     """The turns of a conversation."""
     return {"turns": [turn._asdict() for turn in texts.turns]} if texts.turns else {}
+
+
+def _score(sample: Sample, name: str) -> Any:
+    """A judge's score, null where it has failed; a recipe's own reward has no judge's status."""
+    return None if failed_status(sample, (f"{name}_status",)) else sample.scalars.get(name)
 
 
 def _failure(sample: Sample) -> dict[str, Any]:
@@ -219,8 +224,8 @@ def rewards_by_prompt(samples: Sequence[Sample]) -> dict[int, list[float]]:
     """The rewards of a step's samples by prompt position; none where nothing has judged them."""
     rewards: dict[int, list[float]] = {sample.id.prompt: [] for sample in samples}
     for sample in samples:
-        if "reward" in sample.scalars:
-            rewards[sample.id.prompt].append(sample.number("reward"))
+        if (reward := score_of(sample, "reward")) is not None:
+            rewards[sample.id.prompt].append(reward)
     return rewards
 
 
@@ -239,7 +244,7 @@ def metrics_by_kind(samples: Sequence[Sample], kinds_of: KindsOf) -> dict[str, f
     """`KIND/reward_mean`, `/response_tokens_mean` and `/samples`, of samples with a reward."""
     by_kind: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
-        if "reward" in sample.scalars:
+        if score_of(sample, "reward") is not None:
             for kind in kinds_of(sample.id.prompt):
                 by_kind[kind].append(sample)
     metrics: dict[str, float] = {}
@@ -263,6 +268,7 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
         "dropped": float(len(reasons)),
         "filtered": float(sum(reason in by_choice for reason in reasons)),
         "join_dropped": float(reasons.count(DropReason.JOIN)),
+        "judge_dropped": float(reasons.count(DropReason.JUDGE)),
         "aborted": float(reasons.count(DropReason.ABORTED)),
         "migrated": result.metrics.get("samples/migrated", 0.0),
     }
@@ -280,12 +286,12 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
         metrics["off_policy_share"] = result.metrics["samples/off_policy_tokens"] / trained
     metrics |= {stage_key(name): s for name, s in result.seconds_by_stage.items()}
     for name in ("kl", *judged(samples)):
-        if values := [s.number(name) for s in samples if name in s.scalars]:
+        if values := [x for s in samples if (x := score_of(s, name)) is not None]:
             metrics |= {f"{name}_mean": fmean(values), f"{name}_std": pstdev(values)}
-    for status in ("error", "timeout"):
-        count = sum(str(s.scalars.get("reward_status")).startswith(status) for s in samples)
-        if "reward_mean" in metrics:
-            metrics[f"reward_{status}"] = float(count)
+        for status in ("error", "timeout") if name != "kl" else ():
+            count = sum(str(s.scalars.get(f"{name}_status")).startswith(status) for s in samples)
+            if count or name == "reward":
+                metrics[f"{name}_{status}"] = float(count)
     lengths = sorted(sample.model_tokens for sample in samples)
     if lengths:
         metrics |= {

@@ -48,11 +48,15 @@ class SampleMoves:
             self._published.pop(id, None)
 
     def copies(
-        self, samples: Sequence[Sample], receivers: Sequence[int], fields: Collection[str]
+        self,
+        samples: Sequence[Sample],
+        receivers: Sequence[int],
+        fields: Collection[str],
+        whole: bool = False,
     ) -> Calling[Parcels]:
-        """`fields` of samples that stay on their ranks, for a receiver each."""
+        """`fields` of samples that stay on their ranks, for a receiver each; `whole` with items."""
         parcels, moves = self._published_or_moves(samples, receivers, lambda sample: fields)
-        yield from self._export(moves, parcels, sorted(fields), keep=True)
+        yield from self._export(moves, parcels, None if whole else sorted(fields), keep=True)
         return parcels
 
     def import_at_home(self, samples: Sequence[Sample], field: str) -> Calling[None]:

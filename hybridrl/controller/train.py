@@ -21,6 +21,7 @@ from hybridrl.controller.preflight import PreparedRun, prepare
 from hybridrl.controller.run import Run, TrainingDiverged
 from hybridrl.controller.turn_orders import check_record
 from hybridrl.controller.worker_group import WorkerError
+from hybridrl.flow.judgements import JudgeFailed
 from hybridrl.flow.turns import RecordDiffers
 from hybridrl.rewards.results import BudgetSpent
 from hybridrl.runtime.errors import RayStartError
@@ -47,8 +48,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 RUN_ERRORS = (
-    WorkerError, TrainingDiverged, EnvironmentFailed, RecordDiffers, BudgetSpent, RayStartError,
-    OSError,
+    WorkerError, TrainingDiverged, EnvironmentFailed, JudgeFailed, RecordDiffers, BudgetSpent,
+    RayStartError, OSError,
 )  # fmt: skip
 """The errors that end a run after its start, each with one line for the user."""
 

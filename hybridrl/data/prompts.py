@@ -59,6 +59,8 @@ class Item:
     expected: Any = field(default=None, repr=False)
     """The answer's column as the source has it, where it is a list or a struct. Judges of the
     user's get it in place of a text."""
+    messages: tuple[ChatMessage, ...] = field(default=(), compare=False, repr=False)
+    """The messages that the prompt was rendered from; none where `data.chat` is false."""
     place: str = field(default="", compare=False, repr=False)
     """Where its row stands, for messages: `row 3 of part-2.jsonl`."""
 
@@ -231,6 +233,7 @@ def make_items(
             ids, first_answer(record), target_ids[number], source, record.item, of_columns,
             privileged[number], task=tasks[number], answers=right_answers(record),
             expected=record.struct, place=record.place,
+            messages=tuple(prompts[number]) if reader else (),
         )  # fmt: skip
         if reader:
             item = reader.with_turns(item, record, prompts[number], uses)
@@ -385,6 +388,7 @@ class _ChatReader:
             privileged_ids=privileged,
             masks={} if all(mask) else {"": mask},
             answers=(answer,),
+            messages=tuple(messages[:first]),
             place=record.place,
         )
 

@@ -52,7 +52,9 @@ def retry(config: EnvironmentConfig, sources: Mapping[str, SourceConfig]) -> Env
 def judge_of(settings: Mapping[str, Any]) -> RewardConfig:
     """The judge of `environment.params.judge`. Raises ConfigError."""
     key, hints = f"{PARAMS}.judge", get_type_hints(RewardConfig)
-    known = {setting.name for setting in fields(RewardConfig)} - {"parts", "endpoint", "limits"}
+    known = {setting.name for setting in fields(RewardConfig)} - {
+        "parts", "endpoint", "limits", "on_failure", "max_failed_share",
+    }  # fmt: skip
     values = {}
     for name, value in settings.items():
         if name not in known:

@@ -1,4 +1,4 @@
-"""The stages that the driver runs itself, on scalars: by_group, by_batch, filter, join.
+"""The stages that the driver runs itself, on scalars: by_group, by_batch, filter, judged, join.
 
 Each takes samples in training order and gives samples in training order. The results of the
 recipe's functions are checked here, since they are known only now.
@@ -13,10 +13,12 @@ from hybridrl.flow.graph import (
     ByGroupStage,
     FilterStage,
     JoinStage,
+    JudgedStage,
     MergeStage,
     PairStage,
     Stage,
 )
+from hybridrl.flow.judgements import JudgeFailed, failed_status
 from hybridrl.flow.ledger import DropReason, Ledger, groups
 from hybridrl.flow.sample import Sample
 
@@ -31,10 +33,13 @@ def run_barrier(
                 _write(stage, group, _call(stage, group))
             return samples
         case ByBatchStage():
-            _by_batch(stage, samples)
+            if samples:  # a mean of none is not there
+                _by_batch(stage, samples)
             return samples
         case FilterStage():
             return _filter(stage, samples, ledger)
+        case JudgedStage():
+            return _judged(stage, samples, ledger)
         case PairStage():
             return _pair(stage, samples, others, ledger)
         case MergeStage():
@@ -72,6 +77,24 @@ def _filter(stage: FilterStage, samples: list[Sample], ledger: Ledger) -> list[S
     return kept
 
 
+def _judged(stage: JudgedStage, samples: list[Sample], ledger: Ledger) -> list[Sample]:
+    """Let samples go whose judge has failed, with their partners where they are pairs."""
+    for status, role in zip(stage.inputs, stage.roles, strict=True):
+        for sample in samples if role in stage.stops else ():
+            if reason := failed_status(sample, (status,)):
+                raise JudgeFailed(f"{role}.on_failure=stop: sample {sample.id}: {reason}")
+    failed = {s.id: reason for s in samples if (reason := failed_status(s, stage.inputs))}
+    pairs = {(id.prompt, id.k): reason for id, reason in failed.items()} if stage.pairs else {}
+    kept = []
+    for sample in samples:
+        reason = failed.get(sample.id) or pairs.get((sample.id.prompt, sample.id.k))
+        if reason is None:
+            kept.append(sample)
+        else:
+            ledger.leave([sample], DropReason.JUDGE, reason)
+    return kept
+
+
 def _join(
     stage: JoinStage, samples: list[Sample], others: list[Sample], ledger: Ledger
 ) -> list[Sample]:
@@ -82,7 +105,7 @@ def _join(
         theirs = partners.get(group[0].id.prompt, [])
         by_k = {partner.id.k: partner for partner in theirs}
         for sample in group:
-            partner = by_k.get(sample.id.k) if len(theirs) != 1 else theirs[0]
+            partner = by_k.get(0 if stage.shared else sample.id.k)
             if partner is None:
                 ledger.leave([sample], DropReason.JOIN, f"join: no partner in {stage.name}")
                 continue

@@ -151,10 +151,27 @@ class FilterStage(BarrierStage):
 
 
 @dataclass(frozen=True, kw_only=True)
+class JudgedStage(Stage):
+    """Leaves out samples whose judge has failed, as the status fields `inputs` say.
+
+    `roles` are the judges, one for each field; a failure of one that `stops` ends the run. Of
+    `pairs` both sides leave.
+    """
+
+    roles: tuple[str, ...]
+    stops: tuple[str, ...] = ()
+    pairs: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class JoinStage(Stage):
-    """Lends scalars of the second stream to the first's samples, under `prefix`."""
+    """Lends scalars of the second stream to the first's samples, under `prefix`.
+
+    A partner is `shared` where the second stream has one for all samples of a prompt.
+    """
 
     prefix: str
+    shared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

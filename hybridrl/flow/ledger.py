@@ -34,6 +34,7 @@ class DropReason(Enum):
     FILTER = "filter"  # a filter did not pass its group
     TAKE = "take"  # past the groups that the step wants
     JOIN = "join"  # without a partner, or a partner that only gives scalars
+    JUDGE = "judge"  # its judge has failed, so it has no reward
     ABORTED = "aborted"  # the rollout engine gave up
     UNUSED = "unused"  # no update reads its stream
     STEP_FAILED = "step_failed"  # an error ended its step

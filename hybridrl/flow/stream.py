@@ -252,6 +252,7 @@ class Stream:
                 outputs=scalars,
                 scalars=scalars,
                 prefix=prefix,
+                shared=other.num_samples == 1,
             )
         )
 

@@ -1,9 +1,13 @@
 """Checks a reward model, and makes a random one; `workers.scorers.NeuralReward` runs it."""
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PretrainedConfig,
@@ -18,6 +22,8 @@ from hybridrl.models.parallel import check_gen_layout, num_experts
 from hybridrl.models.stored_weights import check_stored
 from hybridrl.models.weight_files import weight_files
 
+logger = logging.getLogger(__name__)
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -26,8 +32,8 @@ def check_reward_model(
 ) -> None:
     """Raise ConfigError for a model that cannot judge as `role`.
 
-    It must be a sequence classifier with one label that reads the actor's tokens, up to the longest
-    sample, in the generation layout.
+    It must be a sequence classifier with one label, in the generation layout. It reads the actor's
+    tokens, up to the longest sample, or with another tokenizer the text of prompt and response.
     """
     path, key = str(config.judge_of(role).model), f"{role}.model"
 
@@ -54,8 +60,63 @@ def check_reward_model(
         raise refused(f"a sequence classifier with its head `score` (found {architectures})")
     if model.num_labels != 1:
         raise refused(f"a classifier with one label (num_labels is {model.num_labels})")
-    check_reads_samples(config, path, model, actor_path, tokenizer, key)
+    if difference := other_token(path, tokenizer, key):
+        check_reads_text(config, path, key, difference)
+    else:
+        check_reads_samples(config, path, model, actor_path, tokenizer, key)
     check_stored(path, model, classifier=True, key=key)
+
+
+def check_reads_text(config: Config, path: str, key: str, difference: str) -> None:
+    """Raise ConfigError if the model at `path`, of another tokenizer, cannot read responses."""
+    if config.environment.is_on:
+        allowed = f"the actor's tokenizer, with an environment ({difference})"
+        raise ConfigError(key, path, allowed)
+    try:
+        reader = TextReader(path)
+        messages = [{"role": "user", "content": "Q"}] if config.data.chat else []
+        reader.ids(messages, "Q", "A")
+    except ValueError as error:
+        allowed = f"the actor's tokenizer, or one that can read the text ({error}; {difference})"
+        raise ConfigError(key, path, allowed) from None
+    logger.info("%s=%s reads responses as text: %s", key, path, difference)
+
+
+class TextReader:
+    """Reads prompt and response by their text: with the model's own tokenizer and chat template."""
+
+    def __init__(self, path: str) -> None:
+        here = Path(path).exists()
+        self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=here)
+        config = AutoConfig.from_pretrained(path, local_files_only=here)
+        self.room, self.vocab_size = context_tokens(config), config.vocab_size
+
+    def ids(self, messages: Sequence[Any], prompt: str, response: str) -> list[int]:
+        """The tokens of a response to `messages`, or without any to the text `prompt`.
+
+        With a chat template a `prompt` is the user's message; without one it comes before the
+        response as it is. Raises ValueError, with the reason, where the model cannot read it.
+        """
+        if self.tokenizer.chat_template is None:
+            if messages:
+                raise ValueError("its tokenizer has no chat template, for data.chat=true")
+            ids = self.tokenizer(prompt + response, verbose=False)["input_ids"]
+        else:
+            asked = list(messages) or [{"role": "user", "content": prompt}]
+            answer = {"role": "assistant", "content": response}
+            try:
+                text = self.tokenizer.apply_chat_template([*asked, answer], tokenize=False)
+            except Exception as error:  # templates raise their errors in jinja's classes
+                reason = " ".join(str(error).split())[:200]
+                raise ValueError(f"its chat template refuses the messages: {reason}") from error
+            ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) > self.room:
+            raise ValueError(f"{len(ids)} tokens, and its context is {self.room}")
+        if not ids:
+            raise ValueError("no token")
+        if max(ids) >= self.vocab_size:
+            raise ValueError(f"token {max(ids)}, and its vocabulary has {self.vocab_size}")
+        return list(ids)
 
 
 def check_reads_samples(
@@ -79,13 +140,20 @@ def check_reads_samples(
 
 
 def check_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
-    """Raise ConfigError if a token of `tokenizer` has another id in the one at `path`.
+    """Raise ConfigError, which names `key`, where the tokenizer at `path` is another one."""
+    if difference := other_token(path, tokenizer, key):
+        raise ConfigError(key, path, f"the actor's tokenizer ({difference})")
 
-    The error names `key`. A directory without a tokenizer is not checked.
+
+def other_token(path: str, tokenizer: PreTrainedTokenizerBase, key: str) -> str:
+    """A token of `tokenizer` that has another id in the one at `path`; empty where none has.
+
+    Raises ConfigError, which names `key`, for a tokenizer that cannot be read. A directory without
+    one is taken to have the same.
     """
     directory = Path(path)
     if directory.is_dir() and not any((directory / name).exists() for name in _TOKENIZER_FILES):
-        return
+        return ""
     try:
         other = AutoTokenizer.from_pretrained(path, local_files_only=directory.exists()).get_vocab()
     except (OSError, ValueError) as error:
@@ -93,8 +161,8 @@ def check_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase, key: str) -> 
         raise ConfigError(key, path, f"a tokenizer that can be read ({reason})") from None
     for token, id in sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1]):
         if other.get(token) != id:
-            ids = f"{token!r} is {id} for the actor, {other.get(token, 'unknown')} here"
-            raise ConfigError(key, path, f"the actor's tokenizer ({ids})")
+            return f"{token!r} is {id} for the actor, {other.get(token, 'unknown')} here"
+    return ""
 
 
 def make_reward_model(path: str | Path, actor_path: str, seed: int) -> None:

@@ -28,7 +28,7 @@ class RewardPool(Closing):
 
     States of a process: starting (its verifier is being built, START_TIMEOUT_S), idle, busy with a
     chunk. A busy process answers sample by sample, in order. So if it exceeds the time limit or
-    dies, the first unanswered sample caused it. It scores 0, the remaining chunk returns to the
+    dies, the first unanswered sample caused it. It has failed, the remaining chunk returns to the
     queue, and a new process replaces the old. With call=batch the whole chunk is one call, and all
     of it is guilty. Invariant: every input gets exactly one result.
 
@@ -58,7 +58,7 @@ class RewardPool(Closing):
             self._processes = [self._start() for _ in range(number)]
 
     def score(self, items: Sequence[RewardInput]) -> list[RewardResult]:
-        """One result per input, in order.
+        """One result per input, in order. One that fails by an error is judged once more.
 
         Blocks without holding the interpreter; calls from several threads are serialized. Raises
         ConfigError or RuntimeError if a verifier process cannot start.
@@ -72,6 +72,10 @@ class RewardPool(Closing):
                 raise ValueError("the reward pool is closed")
             with self._closed_on_error():
                 results = self._score(items)
+                again = [i for i, result in enumerate(results) if result.status == "error"]
+                second = self._score([items[i] for i in again])
+                for i, result in zip(again, second, strict=True):
+                    results[i] = result
             logger.debug("%d responses are verified", len(items))
             return results
 

@@ -61,7 +61,8 @@ class WaitingJudge:
     A unit that takes longer than `timeout_s` is given up within the process. A process is replaced
     if it dies, or if its loop hangs. So is one that had this unit alone, since a plain function may
     still compute. With several units the one to blame is not known. They are suspects: the
-    new process is given one after the other, each alone. One that ends a process alone scores 0.
+    new process is given one after the other, each alone. So is one that had a process alone and
+    ended it; where it ends another, it has failed.
     Invariant: each unit's future is resolved once.
 
     A thread owns the processes, which end with it.
@@ -203,7 +204,7 @@ class WaitingJudge:
             self._replace(process, "timeout", "a function that was given up may still compute")
 
     def _replace(self, process: "_Working", status: Any, message: str) -> None:
-        """Replace a hung or dead process; a unit that it had alone is to blame."""
+        """Replace a hung or dead process; a unit that it had alone is to blame, the second time."""
         if not process.ready:
             raise process.no_start()
         ended = process.kill()
@@ -212,7 +213,7 @@ class WaitingJudge:
         self._counts_of_ended.update(process.counts)
         units = list(process.units.values())
         process.units.clear()
-        if len(units) == 1:
+        if len(units) == 1 and (units[0].suspect or status == "timeout"):
             (unit,) = units
             unit.settle(unit.all(RewardResult(0.0, status, message)))
         else:

@@ -58,7 +58,7 @@ def endpoint_judge(config: JudgeConfig, endpoint: "Endpoint") -> JudgeUnit:
 
 
 def function_judge(config: JudgeConfig) -> JudgeUnit:
-    """Judges by a user's function, within `timeout_s`."""
+    """Judges by a user's function, within `timeout_s`; one that raises is called once more."""
     function, select = user_function(config), make_selector(config)
     call = function.function if is_async(function.function) else in_thread(function.function)
 
@@ -70,6 +70,8 @@ def function_judge(config: JudgeConfig) -> JudgeUnit:
                 if config.call is RewardCall.sample and texts == [None]:
                     return [answer_of(0.0, None)]
                 arguments = function.arguments(unit, [text or "" for text in texts])
+                with contextlib.suppress(Exception):
+                    return function.answers(await call(**arguments), texts)
                 return function.answers(await call(**arguments), texts)
         except TimeoutError as error:
             if limit.expired():

@@ -31,7 +31,7 @@ class Verifier:
         self.pool = RewardPool(config, sources)
 
     def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
-        """Decode and score; a verifier that fails marks its sample and scores 0."""
+        """Decode and score; a verifier that fails marks its sample."""
         results = self.pool.score(reward_inputs(self.store, self.tokenizer, ids))
         return scalars_of(stage.scalars, results), ()
 
@@ -51,9 +51,7 @@ def reward_inputs(
     samples = [store[id] for id in ids]
     if samples and TURN in samples[0].tensors:
         return [_conversation_input(sample, tokenizer) for sample in samples]
-    texts = tokenizer.batch_decode(
-        [sample.response_ids for sample in samples], skip_special_tokens=True
-    )
+    texts = [response_text(sample.response_ids, tokenizer) for sample in samples]
     return [
         RewardInput(
             prompt=sample.item.prompt,
@@ -68,13 +66,18 @@ def reward_inputs(
     ]
 
 
+def response_text(ids: Any, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of a response's tokens, for judges, environments and records."""
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
 def _conversation_input(sample: StoredSample, tokenizer: PreTrainedTokenizerBase) -> RewardInput:
     ids, turns = sample.response_ids.tolist(), sample.tensors[TURN].tolist()
     trained = sample.tensors[TRAINED].tolist()
     keys = list(zip(turns, (not by_model for by_model in trained), strict=True))
     messages = []
     for (_, replies), pairs in itertools.groupby(zip(keys, ids, strict=True), lambda pair: pair[0]):
-        text = tokenizer.decode([id for _, id in pairs], skip_special_tokens=True)
+        text = response_text([id for _, id in pairs], tokenizer)
         messages.append({"role": "environment" if replies else "assistant", "content": text})
     spoken = [message["content"] for message in messages if message["role"] == "assistant"]
     return RewardInput(

@@ -15,8 +15,8 @@ from hybridrl.flow.graph import ComputeStage, Stage, StageMethod
 from hybridrl.flow.sample import SampleId
 from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.models.shard import GenParallel
-from hybridrl.rewards.model import check_tokenizer
-from hybridrl.workers.roles import Scalars
+from hybridrl.rewards.model import TextReader, other_token
+from hybridrl.workers.roles import Scalars, response_text
 from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
 from hybridrl.workers.training import sequence_of
 
@@ -62,11 +62,14 @@ class InstanceScorer:
 
         With `privileged` after the prompts of `data.privileged_template`.
         """
-        mine = [self._read(self.store[id], privileged) for id in ids]
-        by_rank = instance_gather(self.engine.parallel, mine)
+        return self._scored([self._read(self.store[id], privileged) for id in ids], score)
+
+    def _scored(self, mine: Sequence[tuple[TrainSequence, str]], score: Score[T]) -> list[T]:
+        """The results of this rank's sequences, after scoring those of the whole instance."""
+        by_rank = instance_gather(self.engine.parallel, list(mine))
         before = sum(map(len, by_rank[: self.engine.parallel.instance_rank]))
         scores = self._of_instance([read for of_rank in by_rank for read in of_rank], score)
-        return scores[before : before + len(ids)]
+        return scores[before : before + len(mine)]
 
     def _read(self, sample: StoredSample, privileged: bool) -> tuple[TrainSequence, str]:
         """A sample's tokens, and its source where that matters."""
@@ -264,7 +267,8 @@ class OldPolicyScorer(InstanceScorer):
 class NeuralReward(InstanceScorer):
     """A judge that is a model (`kind=model`): a sequence classifier's score at the last token.
 
-    It reads the sample's tokens as they are, so its tokenizer must be the actor's.
+    It reads the sample's tokens as they are where its tokenizer is the actor's. Else it reads the
+    text of prompt and response, in its own tokens and chat template.
     """
 
     def __init__(
@@ -281,10 +285,10 @@ class NeuralReward(InstanceScorer):
     ) -> None:
         """Read this rank's shard of the weights at `model_path`, the value of `key`, once a node.
 
-        All ranks of the world call it. Raises ConfigError where its vocabulary is not that of
-        `tokenizer`.
+        All ranks of the world call it. `tokenizer` is the actor's.
         """
-        check_tokenizer(model_path, tokenizer, key)
+        self.tokenizer = tokenizer
+        self.reader = TextReader(model_path) if other_token(model_path, tokenizer, key) else None
         engine = ScoreEngine(
             AutoConfig.from_pretrained(model_path),
             parallel,
@@ -299,14 +303,35 @@ class NeuralReward(InstanceScorer):
     def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
         """The score of prompt and response and its status, as a verifier gives them.
 
-        A score that is not finite counts as 0 and is marked.
+        A score that is not finite is marked as failed.
         """
         value, status = stage.scalars
-        scores = self._own(ids, ScoreEngine.values_at_end)
+        read = [self._sequence(self.store[id]) for id in ids]
+        sequences = [(x, "") for x in read if isinstance(x, TrainSequence)]
+        scores = iter(self._scored(sequences, ScoreEngine.values_at_end))
+        judged = [next(scores) if isinstance(x, TrainSequence) else x for x in read]
+        reasons = [x if isinstance(x, str) else _no_number(x) for x in judged]
         return {
-            value: tuple(x if math.isfinite(x) else 0.0 for x in scores),
-            status: tuple("ok" if math.isfinite(x) else f"error: the score is {x}" for x in scores),
+            value: tuple(0.0 if reason else x for x, reason in zip(judged, reasons, strict=True)),
+            status: tuple(f"error: {reason}" if reason else "ok" for reason in reasons),
         }, ()
+
+    def _sequence(self, sample: StoredSample) -> TrainSequence | str:
+        """What the model reads of a sample; or why it cannot."""
+        if self.reader is None:
+            return self._read(sample, False)[0]
+        item = sample.item
+        text = response_text(sample.response_ids, self.tokenizer)
+        try:
+            ids = self.reader.ids(item.messages, item.prompt, text)
+        except ValueError as error:
+            return str(error)
+        return TrainSequence(torch.tensor(ids, dtype=torch.long), 0)
+
+
+def _no_number(score: float) -> str:
+    """Why a score does not count; empty where it does."""
+    return "" if math.isfinite(score) else f"the score is {score}"
 
 
 def instance_gather(parallel: GenParallel, value: T) -> list[T]:

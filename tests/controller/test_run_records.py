@@ -179,7 +179,7 @@ def test_a_judge_that_fails_always_is_said_once(tmp_path: Path) -> None:
         for statuses in (("ok", "error: a"), ("error: HTTP 404", "timeout: b"), ("error: c",)):
             records.record_step(judged(*statuses), 1.0, lambda by_rank: {})
     (note,) = [line for line in read_lines(tmp_path / "events.jsonl") if line["kind"] == "note"]
-    assert note["text"].endswith("and all count as 0; the first: error: HTTP 404")
+    assert note["text"].endswith("no sample has a reward; the first: reward: error: HTTP 404")
 
 
 def test_every_reason_to_drop_has_a_metric() -> None:
@@ -188,8 +188,9 @@ def test_every_reason_to_drop_has_a_metric() -> None:
     dropped = {SampleId(i): Drop(reason, "why") for i, reason in enumerate(reasons)}
     metrics = step_metrics(StepResult(1, (), (), dropped, {}, ()), 1.0)
     assert metrics["dropped"] == len(reasons)
-    assert (metrics["filtered"], metrics["join_dropped"], metrics["aborted"]) == (3, 1, 1)
-    assert metrics["dropped"] == sum(metrics[k] for k in ("filtered", "join_dropped", "aborted"))
+    kinds = ("filtered", "join_dropped", "judge_dropped", "aborted")
+    assert [metrics[kind] for kind in kinds] == [3, 1, 1, 1]
+    assert metrics["dropped"] == sum(metrics[kind] for kind in kinds)
 
 
 # Profiles

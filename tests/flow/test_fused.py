@@ -15,6 +15,7 @@ from hybridrl.flow import Flow, SampleId, recipe
 from hybridrl.flow.costs import Costs
 from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import Sampling, Scope
+from hybridrl.flow.judgements import leaving_failed
 from hybridrl.flow.ledger import SampleStatus
 from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.migration import gather
@@ -155,6 +156,7 @@ USUAL: dict[str, Any] = {
     "critic": st.booleans(),
     "lengths": lengths,
     "rewards": rewards,
+    "drops": st.booleans(),
     "finishes": st.lists(
         st.sampled_from(["stop", "stop", "stop", "abort"]), min_size=1, max_size=7
     ),
@@ -171,19 +173,21 @@ cases = given(**USUAL)
 
 def check(
     virtual_executor, seeds, num_instances, decode_steps, threshold, max_held, chunk, k, prompts,
-    take, more, reference_first, critic, lengths, rewards, finishes, hangs, deaths, early,
+    take, more, reference_first, critic, lengths, rewards, drops, finishes, hangs, deaths, early,
     widths, must_widen, turns,
 ):  # fmt: skip
     """Whatever the timing, the moves, the deaths (but for the last instance) and the aborts.
 
     The critic shares the ranks in serial, and has its own in fused. With `early` instances train on
-    whole groups while others decode. With `widths` so many may decode the tail as one. With `turns`
-    responses have up to so many, and wait for random times between them.
+    whole groups while others decode. With `drops` samples leave whose judge has failed. With
+    `widths` so many may decode the tail as one. With `turns` responses have up to so many, and wait
+    for random times between them.
     """
     cfg = {"k": k, "reference_first": reference_first, "more": more, "critic": critic}
     cfg |= {"take": {"num_groups": 2, "max_rounds": 3}} if take else {}
     seen = []
     for fused in (False, True):
+        graph = leaving_failed(all_kinds.build(cfg), {"reward": False} if drops else {})
         mortal = {n: who for n, who in deaths.items() if fused and who < num_instances[True] - 1}
         executor = virtual_executor(
             num_instances[fused], seeds[fused], of_id(lengths), of_id(rewards), of_id(finishes),
@@ -192,7 +196,7 @@ def check(
             turns_of=of_turns(of_id(lengths), turns) if turns else None,
         )  # fmt: skip
         schedule = make(
-            executor, all_kinds.build(cfg), fused=fused, threshold=threshold, max_held=max_held,
+            executor, graph, fused=fused, threshold=threshold, max_held=max_held,
             prompts=prompts, decode_steps=decode_steps[fused], chunk=chunk,
             early=EarlySettings() if early else None, must_widen=must_widen, turns=bool(turns),
         )  # fmt: skip

@@ -1,6 +1,7 @@
 """What a reward model must be: every refusal names the key and says why in one line."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,19 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hybridrl.config import Config, ConfigError, RewardConfig, RewardKind, TinyModelConfig
+from hybridrl.config import (
+    Config,
+    ConfigError,
+    EnvironmentKind,
+    RewardConfig,
+    RewardKind,
+    TinyModelConfig,
+)
 from hybridrl.controller.preflight_models import resolve_role_paths
 from hybridrl.flow import Flow
 from hybridrl.models.tiny import make_char_tokenizer, make_tiny_model
 from hybridrl.rewards import RewardPool, validate_reward
-from hybridrl.rewards.model import check_reward_model, make_reward_model
+from hybridrl.rewards.model import check_reward_model, check_tokenizer, make_reward_model
 
 TINY = TinyModelConfig(
     hidden_size=16, intermediate_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
@@ -88,7 +96,7 @@ def spoil(how: str, reward: Path, actor: str) -> None:
             set_config(reward, max_position_embeddings=100)
         case "family":
             set_config(reward, model_type="stablelm")
-        case "tokenizer":
+        case "tokenizer and chat" | "tokenizer and games":
             make_char_tokenizer("abcdefghji", 128).save_pretrained(reward)
 
 
@@ -103,17 +111,43 @@ def spoil(how: str, reward: Path, actor: str) -> None:
         ("vocabulary", "the actor's vocabulary .it has 5, the actor 13"),
         ("room", "room for 128 tokens"),
         ("family", "a model that training computes right .stablelm: "),
-        ("tokenizer", "the actor's tokenizer .'i' is 11 for the actor, 12 here"),
+        (
+            "tokenizer and chat",
+            "the actor's tokenizer, or one that .*its tokenizer has no chat temp",
+        ),
+        (
+            "tokenizer and games",
+            "the actor's tokenizer, with an environment .'i' is 11 for the actor",
+        ),
     ],
 )
 def test_refuses(
     actor: str, reward: Path, tokenizer: PreTrainedTokenizerBase, how: str, reason: str
 ) -> None:
     spoil(how, reward, actor)
+    config = config_of(reward)
+    config.data.chat = "chat" in how
+    config.environment.kind = EnvironmentKind.grid if "games" in how else EnvironmentKind.none
     with pytest.raises(ConfigError, match=reason) as raised:
-        check_reward_model(config_of(reward), actor, tokenizer)
+        check_reward_model(config, actor, tokenizer)
     assert raised.value.key == "reward.model"
     assert "\n" not in str(raised.value)
+
+
+def test_another_tokenizer_is_for_text(
+    actor: str,
+    reward: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A judge reads the text; what reads the actor's tokens one by one is refused."""
+    make_char_tokenizer("abcdefghjiQA", 128).save_pretrained(reward)
+    set_config(reward, vocab_size=15)
+    with pytest.raises(ConfigError, match=r"the actor's tokenizer .'i' is 11 for the actor, 12"):
+        check_tokenizer(str(reward), tokenizer, "critic.path")
+    with caplog.at_level(logging.INFO), pytest.raises(ConfigError, match=r"score.weight|embed"):
+        check_reward_model(config_of(reward), actor, tokenizer)  # its weights are of 13 tokens
+    assert f"reward.model={reward} reads responses as text: 'i' is 11 for the actor" in caplog.text
 
 
 def test_a_layout_it_cannot_take(

@@ -1,5 +1,6 @@
 """Scoring roles over real processes: each rank gives and keeps the scores of its own samples."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from hybridrl.flow.graph import ComputeStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.layout.mesh import Mesh
 from hybridrl.models.shard import GenParallel
-from hybridrl.models.tiny import make_tiny_model
+from hybridrl.models.tiny import make_char_tokenizer, make_tiny_model
 from hybridrl.rewards.model import make_reward_model
 from hybridrl.workers.scorers import (
     InstanceScorer,
@@ -182,6 +183,55 @@ def test_a_score_that_is_no_number_is_marked(paths: tuple[str, str]) -> None:
     scalars, _ = reward.compute(REWARD, ids)
     assert scalars["reward"] == (0.0,) * 3
     assert all(str(x).startswith("error: the score is ") for x in scalars["reward_status"])
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if loop.index0 > 3 %}{{ raise_exception('too many') }}{% endif %}"
+    "[{{ m.role[0] }}]{{ m.content }}{% endfor %}e"
+)
+
+
+@pytest.mark.parametrize("chat", ["template", "template, plain prompt", "plain"])
+def test_another_tokenizer_reads_the_text(
+    paths: tuple[str, str], tmp_path: Path, chat: str
+) -> None:
+    """With its own tokens and chat template, as transformers; one it cannot read has failed."""
+    judge = tmp_path / "judge"
+    shutil.copytree(paths[1], judge)
+    other = make_char_tokenizer("jihgfedcba[]su", TINY.max_positions)
+    other.chat_template = TEMPLATE if chat != "plain" else None
+    other.save_pretrained(judge)
+    model = AutoModelForSequenceClassification.from_pretrained(judge)
+    model.resize_token_embeddings(len(other))
+    model.save_pretrained(judge)
+    actor = AutoTokenizer.from_pretrained(paths[0])
+    asked = [{"role": "system", "content": "b"}, {"role": "user", "content": "fad"}]
+    store, wanted = SampleStore(), []
+    for index, response in enumerate(("hi", "j" * 70, "", "cab")):
+        ids = actor("fad" + response)["input_ids"]
+        messages = asked if chat == "template" else []
+        item = SimpleNamespace(messages=messages * (1 + (index == 3)), prompt="fad")
+        tokens = torch.tensor([*ids, actor.eos_token_id])
+        store.add(SampleId(index), StoredSample(len(response) + 1, item, {"tokens": tokens}))
+        text = {
+            "template": f"[s]b[u]fad[a]{response}e",
+            "template, plain prompt": f"[u]fad[a]{response}e",
+            "plain": f"fad{response}",
+        }[chat]
+        with torch.no_grad():
+            wanted.append(model(torch.tensor([other(text)["input_ids"]])).logits.item())
+    reward = NeuralReward(config_of(paths), str(judge), GenParallel(), CPU, store, actor)
+    scalars, _ = reward.compute(REWARD, [SampleId(index) for index in range(4)])
+    statuses = list(scalars["reward_status"])
+    wrong = {1: "error: "} | ({3: "error: its chat template refuses"} if chat == "template" else {})
+    for index in range(4):
+        if index in wrong:
+            assert statuses[index].startswith(wrong[index]), statuses[index]
+        else:
+            assert statuses[index] == "ok"
+            assert scalars["reward"][index] == pytest.approx(wanted[index], abs=1e-5)
+    assert statuses[1].endswith("tokens, and its context is 64")
+    assert abs(wanted[0] - wanted[2]) > 1e-3
 
 
 def gather_places(pp: int, tp: int, order: tuple[int, ...]) -> tuple[int, list[int]]:

@@ -11,6 +11,7 @@ from hybridrl.flow.graph import (
     FilterStage,
     Graph,
     JoinStage,
+    JudgedStage,
     MergeStage,
     PairStage,
     PromptsStage,
@@ -23,6 +24,7 @@ from hybridrl.flow.sample import Sample
 
 _CHOOSERS = (
     FilterStage,
+    JudgedStage,
     JoinStage,
     PairStage,
     MergeStage,
@@ -32,9 +34,9 @@ _CHOOSERS = (
 class ReadyTracker:
     """The early stages of a graph, run by prompt instead of by batch.
 
-    A sample has left a maker when it is finished. A chooser (filter, join) runs for a prompt when
-    all of the prompt's samples have come to it. A per-sample stage may start on a sample that has
-    left the last maker or chooser before it and has the fields that it reads. Other per-sample
+    A sample has left a maker when it is finished. A chooser (filter, judged, join) runs for a
+    prompt when all of its samples have come to it. A per-sample stage may start on a sample that
+    has left the last maker or chooser before it and has the fields that it reads. Other per-sample
     stages before it need not have run.
 
     Invariants: a chooser runs once for a prompt, on samples in training order, so it chooses the
@@ -242,4 +244,4 @@ def done(stage: Stage, sample: Sample) -> bool:
 
 
 def _read(stage: Stage) -> Sequence[str]:
-    return stage.inputs if isinstance(stage, FilterStage) else ()
+    return stage.inputs if isinstance(stage, FilterStage | JudgedStage) else ()

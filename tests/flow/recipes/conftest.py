@@ -19,6 +19,7 @@ from hybridrl.engines.train.packed import loss_inputs, pack, scored_fields
 from hybridrl.flow import Graph
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.graph import Stage
+from hybridrl.flow.judgements import leaving_failed
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.serial import SerialSchedule
@@ -63,7 +64,8 @@ class Bench:
     """Runs recipes on responses whose every field is given here, by their ids alone.
 
     A test may set `reward_of`, `answer_of`, and `drift`: log-probabilities of other policies than
-    the one that sampled differ by up to that a token.
+    the one that sampled differ by up to that a token. It may also set `status_of`, by id and field,
+    and `stops`, with which samples leave whose judge has failed (`leaving_failed`).
     """
 
     prompts = 4  # of a step
@@ -74,6 +76,8 @@ class Bench:
         self.more_tensors: Sequence[str] = ("turn", "turn_rewards", "turn_state")
         self.drift = 0.6
         self.answer_of: Callable[[SampleId], str] = str
+        self.status_of: Callable[[SampleId, str], str] = lambda id, name: "ok"
+        self.stops: dict[str, bool] = {}
 
     def reward_of(self, id: SampleId) -> float:
         """Quarters; those of prompt 2 are all equal."""
@@ -96,7 +100,7 @@ class Bench:
             case "cost":
                 return 2 * uniform(id, name).item() - 0.5
             case "reward_status" | "true_reward_status" | "cost_status":
-                return "ok"
+                return self.status_of(id, name)
             case "tokens":
                 return torch.arange(PROMPT_TOKENS + length)
             case "log_probs":
@@ -145,7 +149,7 @@ class Bench:
         config["recipe"] = OmegaConf.load(RECIPES / recipe / "config.yaml")
         settings = OmegaConf.to_container(config, resolve=True)["recipe"]
         settings.pop("defaults", None)
-        graph = build_recipe(settings | keys)
+        graph = leaving_failed(build_recipe(settings | keys), self.stops)
         executor = self._executor(length_of=self.length_of, outputs_of=self.field)
         executor.more_tensors = self.more_tensors
         sampling = Sampling(max_new_tokens=self.max_tokens)
