@@ -317,25 +317,25 @@ def _load(
 
     Also what stands between turns, and the tokenizer.
     """
-    from transformers import AutoTokenizer
-
+    from hybridrl.checkpoint.hf import check_side_files
+    from hybridrl.data.chat import template_text
     from hybridrl.models.context import context_tokens
-    from hybridrl.models.load import check_supported, load_config
+    from hybridrl.models.load import check_supported, load_config, load_tokenizer
     from hybridrl.models.stored_weights import check_stored
     from hybridrl.workers.sampling import stop_strings
 
     model = load_config(model_path)
+    config.data.chat_template = template_text(config.data)  # ranks may not see its file
     try:
         check_supported(model)
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_path, local_files_only=Path(model_path).exists()
-        )
+        tokenizer = load_tokenizer(model_path, config.data.chat_template)
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         allowed = f"a model with its tokenizer that can be trained ({reason})"
         raise ConfigError("model.path", model_path, allowed) from None
     if not config.cluster.emulated:
         _check_model(config, graph, model)
+        check_side_files(model_path, tokenizer, Path(config.run.dir))
     check_stored(model_path, model)
     stop_strings(tokenizer, config.rollout.stop)
     stop_strings(tokenizer, config.environment.stop, "environment.stop")
