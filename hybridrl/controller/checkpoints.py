@@ -17,6 +17,7 @@ from hybridrl.config import Config, ConfigError, OptimName, ScheduleKind
 from hybridrl.config.environment import COUNTED
 from hybridrl.config.renamed_keys import REMOVED_KEYS, with_new_names
 from hybridrl.config.schedule import SCHEDULES
+from hybridrl.controller.inputs import basis_of
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.flow.schedules.base import PendingSample, Schedule
 from hybridrl.telemetry.records import parse, plain
@@ -26,6 +27,7 @@ from hybridrl.workers.pending_samples import PendingRecord
 MAY_CHANGE = (
     "cluster", "eval", "telemetry", "log", "run.dir",
     "trainer.steps", "trainer.save_every", "trainer.keep_last", "trainer.resume",
+    "trainer.resume_changed",
     "trainer.max_bad_steps", "trainer.max_tokens_per_micro_batch", "trainer.chunk_tokens",
     "trainer.activations", "trainer.attention_cost", "trainer.fuse_updates", "trainer.layout",
     "critic.layout", "cost_critic.layout", "reward_model.layout", "model.attention",
@@ -243,6 +245,7 @@ class Checkpoints:
         self.config, self.settings = config, origin.settings
         self.group, self.telemetry = group, telemetry
         self.run_dir = Path(config.run.dir)
+        self.inputs = basis_of(config)
         self.scores: dict[int, float | None] = {}
         if origin.point is not None and origin.continues(self.run_dir):
             scores = {int(step): score for step, score in origin.point.state["scores"].items()}
@@ -298,7 +301,7 @@ class Checkpoints:
             self.group.save_pending(resume, self._shares(state.pending))
         roles = {role: asdict(steps) for role, steps in progress.items()}
         record = {**state.record, "step": step, "time": time.time(), "roles": roles}
-        record |= {"settings": self.settings, "scores": self.scores}
+        record |= {"settings": self.settings, "scores": self.scores, "inputs": self.inputs}
         folder.seal(path, plain(record))
 
     def load(self, point: Point) -> None:
