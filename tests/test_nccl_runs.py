@@ -395,7 +395,8 @@ def live(path: str, folder: str, train: dict[str, int], gen: dict[str, int]) -> 
     worker.residency.activate(engine)
     engine.log_probs(own_sequences())
     engine.update(own_sequences(), CrossEntropyLoss())
-    progress = worker.save(f"{folder}/hf", f"{folder}/resume").value
+    worker.save_weights(f"{folder}/hf")
+    progress = worker.save_state(f"{folder}/resume").value
     worker.load(f"{folder}/resume", progress)
     worker.enter(Phase.GENERATE)
 

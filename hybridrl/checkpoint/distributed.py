@@ -6,7 +6,6 @@ the optimizer's tensors (`exp_avg`, `exp_avg_sq`, Muon's `momentum_buffer`), and
 `AVERAGE/average/PARAMETER`.
 """
 
-import errno
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from hybridrl.checkpoint.folder import note_sum
+from hybridrl.checkpoint.folder import cause_of, note_sum, write_error
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.optim import STATE, dequantized
 from hybridrl.telemetry.log import logged
@@ -57,12 +56,7 @@ def save(folder: Path, engine: TrainEngine, kept: NamedTensors) -> None:
         with logged(logger, f"save to {folder}"):
             state_dict_saver.save(state, storage_writer=_Writer(folder), planner=planner)
     except CheckpointException as error:
-        first = next(iter(error.failures.values()))[0]
-        # torch reports a full disk as its own error
-        code = getattr(first, "errno", None) or errno.EIO
-        reason = " ".join(str(first).split())
-        message = f"the checkpoint could not be written: {reason}"
-        raise OSError(code, message, str(folder)) from error
+        raise write_error(next(iter(error.failures.values()))[0], folder) from None
 
 
 def load(folder: Path, engine: TrainEngine, progress: Progress, kept: NamedTensors) -> None:
@@ -139,7 +133,10 @@ class _Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write as the default does, then the checksums."""
-        written = super().write_data(plan, planner)
+        try:
+            written = super().write_data(plan, planner)
+        except (OSError, RuntimeError) as error:
+            raise OSError(*cause_of(error)) from error  # causes do not travel between ranks
         for file in {result.storage_data.relative_path for result in written.wait()}:
             note_sum(Path(self.path) / file)
         return written

@@ -8,6 +8,7 @@ Invariant: a folder under its own name is complete. It is written under a hidden
 (`.step_000010.new`), and renamed when it is complete; an earlier folder stays until then.
 """
 
+import errno
 import json
 import logging
 import os
@@ -82,6 +83,25 @@ def seal(path: Path, state: Mapping[str, Any]) -> None:
         json.dump({**state, "format": FORMAT, "files": sizes, "sums": sums}, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def cause_of(error: BaseException) -> tuple[int, str]:
+    """The number and the text of the operating system's error behind that of a library.
+
+    torch's writers fail in their own way once a write has: "unexpected pos 704 vs 598".
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno:
+            return cause.errno, cause.strerror or str(cause)
+        cause = cause.__cause__ or cause.__context__
+    return errno.EIO, " ".join(str(error).split())
+
+
+def write_error(error: BaseException, path: Path) -> OSError:
+    """What to raise for an `error` of writing the checkpoint at `path`."""
+    code, reason = cause_of(error)
+    return OSError(code, f"the checkpoint could not be written: {reason}", str(path))
 
 
 def replace(source: Path, target: Path) -> None:

@@ -7,26 +7,34 @@ import json
 import logging
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from hybridrl.checkpoint.folder import replace
+from hybridrl.checkpoint.folder import replace, write_error
 from hybridrl.checkpoint.weight_shares import Conversion, WeightShare, weight_shares
-from hybridrl.config import DType
+from hybridrl.config import ConfigError, DType
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.process_groups import warm_up
 from hybridrl.layout.transfer_rounds import BUCKET_BYTES
 from hybridrl.models.hub_names import HubNames
-from hybridrl.models.load import TORCH_DTYPES
+from hybridrl.models.load import TORCH_DTYPES, generation_config, load_config
 from hybridrl.models.parallel import meta_model
 from hybridrl.models.stages import head_name
 from hybridrl.models.weight_files import INDEX
@@ -45,29 +53,38 @@ def save_hf(
     path: Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: DType = DType.float32,
-) -> None:
+    ends: Sequence[int] = (),
+) -> list[str]:
     """Write the engine's model to the directory `path`, for transformers.
 
     `AutoModelForSequenceClassification` reads a model with a value head, `AutoModelForCausalLM`
     others. Adapters are merged, and also written to `adapter/`, for peft
-    (`PeftModel.from_pretrained(base, path / "adapter")`).
+    (`PeftModel.from_pretrained(base, path / "adapter")`). The tokens `ends` end a response in both
+    folders' `generation_config.json`.
 
     All ranks call it, and all nodes share the directory. A model above `MAX_FILE_BYTES` is written
     by all ranks, each with its share of the weights (`checkpoint.weight_shares`); a smaller one by
     rank 0, to one file. A parameter goes to its writer alone. Where the engine is offloaded, it
     stays in host memory: the rollout engine may have the device. An existing checkpoint is replaced
     at the end, by a rename. Raises OSError, on all ranks, that names the path.
+
+    The weights come first. A file beside them that cannot be written is left out: answers, on the
+    first rank, with a line for each.
     """
     with logged(logger, f"export to {path}"):
-        _save_hf(engine, path, tokenizer, dtype)
+        return _save_hf(engine, path, tokenizer, dtype, ends)
 
 
 def _save_hf(
-    engine: TrainEngine, path: Path, tokenizer: PreTrainedTokenizerBase | None, dtype: DType
-) -> None:
+    engine: TrainEngine,
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype: DType,
+    ends: Sequence[int],
+) -> list[str]:
     warm_up([dist.group.WORLD], engine.device)  # under NCCL no message may be its first operation
     temporary, compute = path.with_name(f".{path.name}.tmp"), TORCH_DTYPES[dtype]
-    first, buffers = dist.get_rank() == 0, engine.buffers()
+    first, buffers, missing = dist.get_rank() == 0, engine.buffers(), list[str]()
     hub = HubNames(meta_model(engine.model.config, classifier=head_name(engine.model) == "score"))
     shares = shares_of(hub, engine.shapes(), buffers, engine.layout, compute)
     try:
@@ -90,15 +107,29 @@ def _save_hf(
         with _on_all_ranks(path):
             if first:
                 write_index(temporary, shares)
-                write_config(temporary, engine.model, compute)
+                files = _files_of(engine.model, compute, tokenizer, ends)
+                missing += write_side_files(temporary, files)
                 if engine.adapter_config is not None:
-                    _write_adapter(temporary / "adapter", engine.adapter_config, adapters)
-                if tokenizer is not None:
-                    tokenizer.save_pretrained(temporary)
+                    files |= {"adapter": partial(_write_adapter, engine.adapter_config, adapters)}
+                    del files[CONFIG_NAME]  # which is the base's
+                    missing += write_side_files(temporary / "adapter", files)
                 replace(temporary, path)
     finally:
         if first:
             shutil.rmtree(temporary, ignore_errors=True)
+    return missing
+
+
+def _files_of(
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase | None,
+    ends: Sequence[int],
+) -> dict[str, Callable[[Path], object]]:
+    # FSDP renames the class of a module that it shards; the config must carry transformers' name.
+    name = next(c.__name__ for c in type(model).__mro__ if c.__module__.startswith("transformers."))
+    generation = getattr(model, "generation_config", None)  # a classifier has none
+    return side_files(model.config, name, generation, dtype, tokenizer, ends)
 
 
 @contextmanager
@@ -108,9 +139,7 @@ def _on_all_ranks(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as caught:
-        # safetensors reports a full disk as its own error
-        code = getattr(caught, "errno", None) or errno.EIO
-        error = OSError(code, f"the checkpoint could not be written: {caught}", str(path))
+        error = write_error(caught, path)
     errors: list[OSError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     for error in errors:
@@ -202,25 +231,74 @@ def write_index(directory: Path, shares: Sequence[WeightShare]) -> None:
         (directory / INDEX).write_text(json.dumps(index, indent=2))
 
 
-def _write_adapter(directory: Path, config: Any, weights: Mapping[str, torch.Tensor]) -> None:
+def side_files(
+    config: PretrainedConfig,
+    architecture: str,
+    generation: GenerationConfig | None,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    ends: Sequence[int] = (),
+) -> dict[str, Callable[[Path], object]]:
+    """What writes each file beside the weights of a model into a directory, by its name.
+
+    Configs are written as they were read, also with values that transformers' `save_pretrained`
+    refuses, such as a `temperature` without `do_sample`.
+    """
+    files: dict[str, Callable[[Path], object]] = {}
+    files[CONFIG_NAME] = partial(_write_config, config, dtype, architecture)
+    if generation is not None:
+        files[GENERATION_CONFIG_NAME] = partial(_write_generation, generation, ends)
+    if tokenizer is not None:
+        files["tokenizer"] = tokenizer.save_pretrained
+    return files
+
+
+def check_side_files(path: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write what a run of the model at `path` writes beside its weights, once, below `folder`.
+
+    Raises ConfigError for what cannot be written: at the end of a run that would be too late.
+    """
+    files = side_files(load_config(path), "", generation_config(path), torch.float32, tokenizer)
+    with TemporaryDirectory(prefix=".probe", dir=folder) as directory:
+        if missing := write_side_files(Path(directory), files):
+            raise ConfigError("model.path", path, f"a model that can be written ({missing[0]})")
+
+
+def write_side_files(directory: Path, files: Mapping[str, Callable[[Path], object]]) -> list[str]:
+    """Write `files` into `directory`; answers with a line for each that cannot be written."""
+    missing = []
+    for name, write in files.items():
+        try:
+            directory.mkdir(exist_ok=True)
+            write(directory)
+        except Exception as error:  # whatever a library raises, the weights are there
+            (directory / name).unlink(missing_ok=True)
+            reason = " ".join(str(error).split())[:300]
+            missing.append(f"{name}: {type(error).__name__}: {reason}")
+    return missing
+
+
+def _write_config(
+    config: PretrainedConfig, dtype: torch.dtype, architecture: str, directory: Path
+) -> None:
+    config = copy.deepcopy(config)
+    config.dtype, config.architectures = dtype, [architecture]
+    vars(config).pop("transformers_weights", None)  # where the weights were, in the model's folder
+    config.to_json_file(directory / CONFIG_NAME)
+
+
+def _write_generation(config: GenerationConfig, ends: Sequence[int], directory: Path) -> None:
+    config = copy.deepcopy(config)
+    if ends:
+        config.eos_token_id = ends[0] if len(ends) == 1 else list(ends)
+    config.to_json_file(directory / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
+
+
+def _write_adapter(config: Any, weights: Mapping[str, torch.Tensor], directory: Path) -> None:
     """Write as `PeftModel.save_pretrained` does; a value head is trained and saved in full."""
     heads = [name.rpartition(".")[0] for name in weights if ".lora_" not in name]
     config = copy.copy(config)
     config.modules_to_save, config.inference_mode = heads or None, True
-    config.save_pretrained(directory)
     named = {f"base_model.model.{name}": tensor for name, tensor in weights.items()}
     save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-
-
-def write_config(directory: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    before = model.config.dtype, model.config.architectures
-    # FSDP renames the class of a module that it shards; the config must carry transformers' name.
-    name = next(c.__name__ for c in type(model).__mro__ if c.__module__.startswith("transformers."))
-    model.config.dtype, model.config.architectures = dtype, [name]
-    try:
-        model.config.save_pretrained(directory)
-        generation = getattr(model, "generation_config", None)  # a classifier has none
-        if generation is not None:
-            generation.save_pretrained(directory)
-    finally:
-        model.config.dtype, model.config.architectures = before
+    config.save_pretrained(directory)

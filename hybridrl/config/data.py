@@ -111,6 +111,9 @@ class DataConfig:
     recipe of self-distillation lets a teacher read it in place of the prompt."""
     chat: bool = False
     """Wrap the prompt into the tokenizer's chat template."""
+    chat_template: str | None = None
+    """A file with a chat template, or its text (Jinja), in place of the tokenizer's. It is saved
+    with the model."""
     system_prompt: str | None = None
     """System message of the chat template."""
     keep: str | None = None

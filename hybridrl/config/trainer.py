@@ -132,6 +132,8 @@ class TrainerConfig:
     resume: str = "never"
     """`auto` resumes from the newest checkpoint in the run directory, and starts anew without one.
     A path resumes from that checkpoint, or run. Then a signal ends the run with a checkpoint."""
+    resume_changed: bool = False
+    """Resume although rows are gone, or code, models, tokenizer or template have changed since."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer."""
     layout: TrainLayoutConfig = field(default_factory=TrainLayoutConfig)

@@ -17,6 +17,7 @@ from hybridrl.config import Config, ConfigError, OptimName, ScheduleKind
 from hybridrl.config.environment import COUNTED
 from hybridrl.config.renamed_keys import REMOVED_KEYS, with_new_names
 from hybridrl.config.schedule import SCHEDULES
+from hybridrl.controller.inputs import basis_of
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.flow.schedules.base import PendingSample, Schedule
 from hybridrl.telemetry.records import parse, plain
@@ -26,6 +27,7 @@ from hybridrl.workers.pending_samples import PendingRecord
 MAY_CHANGE = (
     "cluster", "eval", "telemetry", "log", "run.dir",
     "trainer.steps", "trainer.save_every", "trainer.keep_last", "trainer.resume",
+    "trainer.resume_changed",
     "trainer.max_bad_steps", "trainer.max_tokens_per_micro_batch", "trainer.chunk_tokens",
     "trainer.activations", "trainer.attention_cost", "trainer.fuse_updates", "trainer.layout",
     "critic.layout", "cost_critic.layout", "reward_model.layout", "model.attention",
@@ -51,6 +53,9 @@ FORMER_ONLY_CHOICE = {
 """Settings of checkpoints that are older than the choice."""
 
 logger = logging.getLogger(__name__)
+
+FINAL = "final"
+"""The folder of the trained model in a run's directory."""
 
 _PARKED_ON = 0  # the rank that saves and loads parked samples, which are in the data plane
 
@@ -241,6 +246,7 @@ class Checkpoints:
         self.config, self.settings = config, origin.settings
         self.group, self.telemetry = group, telemetry
         self.run_dir = Path(config.run.dir)
+        self.inputs = basis_of(config)
         self.scores: dict[int, float | None] = {}
         if origin.point is not None and origin.continues(self.run_dir):
             scores = {int(step): score for step, score in origin.point.state["scores"].items()}
@@ -258,22 +264,25 @@ class Checkpoints:
     def write(self, path: Path, step: int, state: DriverState, **event: Any) -> None:
         """Write the weights to `path`, and the state that a run resumes from, if this one can.
 
-        Raises OSError that names the path; an earlier checkpoint at `path` is then whole.
+        Raises OSError that names the path; an earlier checkpoint at `path` is then whole. Where
+        `final/` has no earlier one, its weights stay: training has ended, and is not lost.
         """
         self.telemetry.stage("saving")
         logger.debug("writing %s after step %d", path, step)
         folder.clear(path)
-        hidden, saves = folder.hidden(path), self.config.trainer.saves
+        hidden = folder.hidden(path)
         try:
-            resume = str(hidden / folder.RESUME) if saves else None
-            progress = self.group.save(str(hidden), resume)
-            if resume is not None:
-                if state.pending:
-                    self.group.save_pending(resume, self._shares(state.pending))
-                roles = {role: asdict(steps) for role, steps in progress.items()}
-                record = {**state.record, "step": step, "time": time.time(), "roles": roles}
-                record |= {"settings": self.settings, "scores": self.scores}
-                folder.seal(path, plain(record))
+            missing = self.group.save_weights(str(hidden))
+            try:
+                if self.config.trainer.saves:
+                    self._write_state(path, step, state)
+            except OSError as error:
+                if path.name != FINAL or path.exists():
+                    raise
+                shutil.rmtree(hidden / folder.RESUME, ignore_errors=True)
+                folder.replace(hidden, path)
+                kept = f"{error.strerror}; the trained weights are there"
+                raise OSError(error.errno, kept, error.filename) from error
             folder.replace(hidden, path)
         except OSError as error:
             folder.clear(path)
@@ -282,6 +291,19 @@ class Checkpoints:
             raise OSError(error.errno, error.strerror, str(path)) from error
         self.telemetry.event("checkpoint", step=step, path=str(path), **event)
         logger.info("wrote %s after step %d", path, step)
+        for line in missing:
+            self.telemetry.note(f"{path} has its weights, but not all of its files: {line}")
+
+    def _write_state(self, path: Path, step: int, state: DriverState) -> None:
+        """Write all that a run resumes from beside the weights, into the hidden folder."""
+        resume = str(folder.hidden(path) / folder.RESUME)
+        progress = self.group.save_state(resume)
+        if state.pending:
+            self.group.save_pending(resume, self._shares(state.pending))
+        roles = {role: asdict(steps) for role, steps in progress.items()}
+        record = {**state.record, "step": step, "time": time.time(), "roles": roles}
+        record |= {"settings": self.settings, "scores": self.scores, "inputs": self.inputs}
+        folder.seal(path, plain(record))
 
     def load(self, point: Point) -> None:
         """Have the ranks load `point`; raises OSError for files that cannot be read."""

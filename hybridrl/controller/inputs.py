@@ -3,15 +3,16 @@
 import contextlib
 import hashlib
 import importlib.util
-import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config import Config, RewardKind
+from hybridrl.config import VALUE_MODELS, Config, RewardKind
 from hybridrl.data import Data
+from hybridrl.data.chat import template_text
+from hybridrl.data.known_rows import row_json
 from hybridrl.telemetry.environment import packages
 
 _COMPUTES = (
@@ -19,6 +20,14 @@ _COMPUTES = (
     "layout", "models", "rewards", "system", "workers",
 )  # fmt: skip
 """Rooms whose code decides what a step computes."""
+
+_TOKENIZER = (
+    "tokenizer*", "vocab*", "merges*", "*.model", "special_tokens_map.json", "added_tokens.json",
+    "chat_template*",
+)  # fmt: skip
+"""Names of a tokenizer's files, with those of its chat template."""
+
+_PART = 2**20  # bytes of a file of weights that are read at its start, middle and end
 
 _NUMERIC = (
     "datasets", "flash-attn", "math-verify", "numpy", "reasoning-gym", "safetensors", "tokenizers",
@@ -28,17 +37,46 @@ _NUMERIC = (
 
 
 def inputs_of(config: Config, data: Data) -> dict[str, dict[str, str]]:
-    """Digests of the training items by source, and of the code by what it is."""
+    """Digests of the training items by source, and of the code by what it is.
+
+    Those of `basis_of` come with them.
+    """
     sources: dict[str, Any] = {name: hashlib.blake2b(digest_size=8) for name in data.weights}
     for item in data.train:
-        # An object that JSON does not know counts by its type: its text may have an address.
-        row = json.dumps(item.item, skipkeys=True, default=lambda value: type(value).__name__)
-        text = f"{item.prompt}\0{item.answer}\0{row}\0"
+        text = f"{item.prompt}\0{item.answer}\0{row_json(item)}\0"
         sources[item.source].update(text.encode("utf-8", "surrogatepass"))
     return {
         "data": {name: digest.hexdigest() for name, digest in sources.items()},
-        "code": {name: _digest(files) for name, files in _code(config)},
+        "code": {name: _digest(files) for name, files in (*_rooms(), *_own_code(config))},
+        "models": basis_of(config)["models"],
     }
+
+
+def basis_of(config: Config) -> dict[str, dict[str, str]]:
+    """Digests of what a run is based on beside its rows: the user's code, models, tokenizer.
+
+    They take no time. A model of the hub counts by its commit. Of the files of weights the size and
+    three parts count. The tiny model follows from settings.
+    """
+    models: dict[str, str] = {}
+    for key, path in _model_paths(config):
+        models[key] = _hub_commit(path) or _digest(_files(Path(path), "*.safetensors", "*.json"))
+    if actor := config.model.path:
+        files = _files(Path(actor), *_TOKENIZER)
+        models["model.path's tokenizer or chat template"] = _hub_commit(actor) or _digest(files)
+    if config.data.chat_template is not None:
+        template = (template_text(config.data) or "").encode("utf-8", "surrogatepass")
+        models["data.chat_template"] = hashlib.blake2b(template, digest_size=8).hexdigest()
+    return {"code": {x: _digest(files) for x, files in _own_code(config)}, "models": models}
+
+
+def _model_paths(config: Config) -> Iterator[tuple[str, str]]:
+    """The models that a run begins with, by their keys."""
+    paths = {"model.path": config.model.path, **config.teacher.paths}
+    paths |= {f"{name}.path": config.value_model_of(x).path for x, name in VALUE_MODELS.items()}
+    judges = {role: config.judge_of(role) for role in _judges(config)}
+    paths |= {f"{x}.model": y.model for x, y in judges.items() if y.kind is RewardKind.model}
+    yield from ((key, path) for key, path in paths.items() if path)
 
 
 def changed_inputs(
@@ -53,8 +91,8 @@ def changed_inputs(
     before: Mapping[str, Mapping[str, str]] = environment.get("inputs", {})
     groups = {key.lstrip("+~").split(".")[0].split("@")[0] for key in overridden}
     changed = []
-    for kind in ("data", "code"):
-        for name in now[kind].keys() | before.get(kind, {}).keys() if kind in before else ():
+    for kind in now.keys() & before.keys():
+        for name in now[kind].keys() | before[kind].keys():
             owner = "data" if kind == "data" else name.split(" ")[0].split(".")[0]
             if owner not in groups and now[kind].get(name) != before[kind].get(name):
                 changed.append(f"the data of source {name}" if kind == "data" else name)
@@ -73,21 +111,44 @@ def changed_inputs(
     return sorted(changed)
 
 
-def _code(config: Config) -> Iterator[tuple[str, list[Path]]]:
-    """Names and files of the package's rooms, of the recipe, and of the judges' functions."""
+def _rooms() -> Iterator[tuple[str, list[Path]]]:
+    """Names and files of the package's rooms."""
     for room in _COMPUTES:
         spec = importlib.util.find_spec(f"hybridrl.{room}")
         assert spec is not None
         folder = Path((spec.submodule_search_locations or [""])[0])
         yield f"hybridrl/{room}", sorted(folder.rglob("*.py"))
+
+
+def _own_code(config: Config) -> Iterator[tuple[str, list[Path]]]:
+    """Names and files of the recipe, of the judges' functions and of the environment."""
     target = str(config.recipe.get("target"))
     yield f"recipe {target}", _file_of(target)
-    judges = dict.fromkeys([*config.eval_judges, *config.judges_of("cost")])
-    for role in judges:
+    if config.environment.path is not None and ":" in config.environment.path:
+        yield f"environment {config.environment.path}", _file_of(config.environment.path)
+    for role in _judges(config):
         judge = config.judge_of(role)
         function = judge.function
         if judge.kind is RewardKind.function and function:
             yield f"{role} {function}", _file_of(function)
+
+
+def _judges(config: Config) -> list[str]:
+    return list(dict.fromkeys([*config.eval_judges, *config.judges_of("cost")]))
+
+
+def _files(folder: Path, *patterns: str) -> list[Path]:
+    return sorted({file for pattern in patterns for file in folder.glob(pattern)})
+
+
+def _hub_commit(path: str) -> str:
+    """The commit of a hub's model in the cache; empty for a directory."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(path).is_dir():
+        return ""
+    file = try_to_load_from_cache(path, "config.json")
+    return Path(file).parent.name if isinstance(file, str) else "not in the cache"
 
 
 def _file_of(target: str) -> list[Path]:
@@ -113,5 +174,13 @@ def _digest(files: Sequence[Path]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for file in files:
         digest.update(f"{file.name}\0".encode())
-        digest.update(file.read_bytes())
+        if file.suffix != ".safetensors":
+            digest.update(file.read_bytes())
+            continue
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            for start in (0, size // 2, max(0, size - _PART)):
+                opened.seek(start)
+                digest.update(opened.read(_PART))
+        digest.update(str(size).encode())
     return digest.hexdigest()

@@ -4,11 +4,11 @@ import logging
 import sys
 import traceback
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -49,7 +49,7 @@ from hybridrl.controller.preflight_models import (
     resolve_role_paths,
     scores_with_copies,
 )
-from hybridrl.data import Data, Item, load_data, load_eval_set
+from hybridrl.data import Data, Item, KnownRows, load_data, load_eval_set
 from hybridrl.data.prompts import RowUses
 from hybridrl.data.turns import TurnTemplate
 from hybridrl.engines.rollout.available import engine_checks
@@ -82,10 +82,14 @@ class PreparedRun:
     """Some of its rows as text: see `hybridrl.controller.first_samples`."""
 
 
-def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRun:
+def prepare(
+    config: Config,
+    is_recorded: IsRecorded | None = None,
+    known: Mapping[str, KnownRows] = MappingProxyType({}),
+) -> PreparedRun:
     """Check the config against the world, make the tiny model; raises `ConfigError`.
 
-    `is_recorded` is for a replay: see `try_judges`.
+    `is_recorded` is for a replay: see `try_judges`. `known` are the rows of a run that resumes.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -124,7 +128,7 @@ def prepare(config: Config, is_recorded: IsRecorded | None = None) -> PreparedRu
         check_emulation(config, graph)
     _writable(run_dir)
     model_path = _model_path(config, run_dir)
-    data, eval_items, turns, tokenizer = _load(config, model_path, graph)
+    data, eval_items, turns, tokenizer = _load(config, model_path, graph, known)
     items = [*data.train, *data.eval, *chain(*eval_items.values())]
     check_rows(config, graph, items)
     trials = {}
@@ -311,31 +315,31 @@ def _model_path(config: Config, run_dir: Path) -> str:
 
 
 def _load(
-    config: Config, model_path: str, graph: Graph
+    config: Config, model_path: str, graph: Graph, known: Mapping[str, KnownRows]
 ) -> tuple[Data, dict[str, list[Item]], TurnTemplate | None, Any]:
     """The run's prompts, of training and by evaluation set, once the model is checked.
 
     Also what stands between turns, and the tokenizer.
     """
-    from transformers import AutoTokenizer
-
+    from hybridrl.checkpoint.hf import check_side_files
+    from hybridrl.data.chat import template_text
     from hybridrl.models.context import context_tokens
-    from hybridrl.models.load import check_supported, load_config
+    from hybridrl.models.load import check_supported, load_config, load_tokenizer
     from hybridrl.models.stored_weights import check_stored
     from hybridrl.workers.sampling import stop_strings
 
     model = load_config(model_path)
+    config.data.chat_template = template_text(config.data)  # ranks may not see its file
     try:
         check_supported(model)
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_path, local_files_only=Path(model_path).exists()
-        )
+        tokenizer = load_tokenizer(model_path, config.data.chat_template)
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         allowed = f"a model with its tokenizer that can be trained ({reason})"
         raise ConfigError("model.path", model_path, allowed) from None
     if not config.cluster.emulated:
         _check_model(config, graph, model)
+        check_side_files(model_path, tokenizer, Path(config.run.dir))
     check_stored(model_path, model)
     stop_strings(tokenizer, config.rollout.stop)
     stop_strings(tokenizer, config.environment.stop, "environment.stop")
@@ -348,7 +352,7 @@ def _load(
             generates=graph.generates,
         )
         size = model.vocab_size
-        data, eval_items = _load_items(config, tokenizer, context, size, uses, opening)
+        data, eval_items = _load_items(config, tokenizer, context, size, uses, opening, known)
         turns = turn_template(config, tokenizer, opening) if opening is not None else None
     _check_kv_cache(config, [data.train, *eval_items.values()])
     if not config.cluster.emulated:
@@ -413,6 +417,7 @@ def _load_items(
     vocab_size: int,
     uses: RowUses,
     opening: Openings | None,
+    known: Mapping[str, KnownRows],
 ) -> tuple[Data, dict[str, list[Item]]]:
     """Training's items, without any that an evaluation set has; the sets' items by name."""
     new = config.rollout.max_new_tokens
@@ -426,6 +431,7 @@ def _load_items(
             max_new_tokens=settings.max_new_tokens or new,
             vocab_size=vocab_size,
             opening=opening,
+            known=known.get(f"eval.sets.{name}"),
         )
         for name, settings in config.eval.sets.items()
         if settings.source
@@ -439,6 +445,7 @@ def _load_items(
         vocab_size=vocab_size,
         reserved={item.identity for items in sets.values() for item in items},
         opening=opening,
+        known=known,
     )
     held_out = {
         name: data.eval[: settings.num_prompts or None]

@@ -30,6 +30,7 @@ from hybridrl.controller.recorded_samples import (
 from hybridrl.controller.run import Run
 from hybridrl.controller.step_digests import step_digests, write_batch
 from hybridrl.controller.train import running
+from hybridrl.data.known_rows import read_rows
 from hybridrl.flow.schedules import StepResult
 from hybridrl.telemetry.digests import (
     Comparison,
@@ -372,7 +373,11 @@ def _prepare(request: ReplayRequest, config: Config, begun_after: int) -> _Prepa
     if request.recorded_rewards:
         scores = recorded_scores(request.run_dir, range(first, request.step + 1))
         covering.append(scores)
-    prepared = prepare(config, lambda stage: any(samples.covers(stage) for samples in covering))
+    prepared = prepare(
+        config,
+        lambda stage: any(samples.covers(stage) for samples in covering),
+        read_rows(request.run_dir),
+    )
     notes += _check_inputs(request, config, prepared)
     return _Prepared(request, config, prepared, batch, scores, notes)
 

@@ -36,6 +36,7 @@ from hybridrl.controller.schedule_factory import make_schedule, replay_setting, 
 from hybridrl.controller.step_digests import step_digests
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import CurriculumStream, mixture_parts, prompt_stream, task_of
+from hybridrl.data.known_rows import rows_of, write_rows
 from hybridrl.flow.graph import GenerateStage, Graph
 from hybridrl.flow.judgements import JudgeFailed, check_failed_share
 from hybridrl.flow.sample import Sample
@@ -94,6 +95,7 @@ class Run:
         # digests of all items take seconds, in which the ranks come up
         hashing = ThreadPoolExecutor(1, "inputs")
         inputs = hashing.submit(inputs_of, config, data)
+        rows = hashing.submit(rows_of, data.train, data.eval, prepared.eval_items)
         hashing.shutdown(wait=False)
         # ranks
         self.group = WorkerGroup(
@@ -109,6 +111,8 @@ class Run:
         telemetry.event("ranks", **self.group.setup(sizes)[0].record(), **decided)
         telemetry.nodes([asdict(info) for info in self.group.nodes()])
         telemetry.inputs(inputs.result())
+        if config.trainer.saves:
+            write_rows(telemetry.run_dir, rows.result())
         # the model of emulated ranks is not the one that is here
         emulated = config.cluster.emulated
         works: dict[str, RankWork] = {}
@@ -469,6 +473,7 @@ class Run:
         record = {
             "phase": phase.name,
             "prompts": self.prompts.position,
+            "rows": self.prompts.sizes,
             "bad_steps": self.bad_steps,
             "evaluated": self.evaluation.state(),
             "records": self.telemetry.sizes(),
@@ -492,7 +497,7 @@ class Run:
         self.step, self.bad_steps = state["step"], state["bad_steps"]
         self.evaluation.load_state(state["evaluated"])
         self.evaluation.before = state["before"]
-        self.prompts.seek(state["prompts"])
+        self.prompts.resume(state["prompts"], state.get("rows", {}))
         if isinstance(self.prompts, CurriculumStream) and "curriculum" in state:
             self.prompts.load_state_dict(state["curriculum"])
 

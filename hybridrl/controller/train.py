@@ -18,6 +18,7 @@ from hybridrl.controller.checkpoints import (
 from hybridrl.controller.episodes import EnvironmentFailed
 from hybridrl.controller.first_samples import write_first_samples
 from hybridrl.controller.preflight import PreparedRun, prepare
+from hybridrl.controller.resumed_inputs import check_inputs, known_rows
 from hybridrl.controller.run import Run, TrainingDiverged
 from hybridrl.controller.turn_orders import check_record
 from hybridrl.controller.worker_group import WorkerError
@@ -58,7 +59,9 @@ def train(config: Config) -> dict[str, Any]:
     """Run warm start and recipe; returns the summary that the command line prints."""
     origin = find_origin(config, reads=True)
     check_record(config)
-    prepared = prepare(config)
+    known = known_rows(origin)
+    prepared = prepare(config, known=known)
+    check_inputs(config, origin, known, prepared)
     write_first_samples(Path(config.run.dir), prepared.first_samples)
     with _reported(config), running(config, prepared, origin) as run:
         run.warn_off_policy()

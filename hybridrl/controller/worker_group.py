@@ -279,14 +279,22 @@ class WorkerGroup:
             slices[rank] = self.gather(calls, rank)[0]
         return slices
 
-    def save(self, path: str, resume: str | None) -> "dict[str, Progress]":
+    def save_weights(self, path: str) -> list[str]:
         """Write the actor as a Hugging Face directory, every critic as one in it.
 
-        The state that training resumes from goes into `resume`. Answers with how far each role is.
+        Answers with the files beside weights that could not be written, and why.
         """
-        progress: dict[str, Progress] = {}
+        missing: list[str] = []
         for pool in self.pools.values():  # one after the other: the actor's folder takes its place
-            calls = pool.calls.same(BaseWorker.save, path, resume)
+            calls = pool.calls.same(BaseWorker.save_weights, path)
+            missing += self.gather(calls, pool.ranks[0])[0]
+        return missing
+
+    def save_state(self, path: str) -> "dict[str, Progress]":
+        """Write the state that training resumes from; answers with how far each role is."""
+        progress: dict[str, Progress] = {}
+        for pool in self.pools.values():
+            calls = pool.calls.same(BaseWorker.save_state, path)
             progress |= self.gather(calls, pool.ranks[0])[0]
         return progress
 

@@ -6,6 +6,7 @@ its row) and `PromptStream` (`load.py`: the endless order that training reads; b
 """
 
 from hybridrl.data.curriculum import CurriculumStream, prompt_stream
+from hybridrl.data.known_rows import KnownRows
 from hybridrl.data.load import (
     Data,
     PromptStream,
@@ -20,6 +21,7 @@ __all__ = [
     "CurriculumStream",
     "Data",
     "Item",
+    "KnownRows",
     "PromptStream",
     "end_token_id",
     "load_data",

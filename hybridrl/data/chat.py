@@ -5,9 +5,10 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from hybridrl.config import ConfigError
+from hybridrl.config import ConfigError, DataConfig
 from hybridrl.data.control_tokens import ControlTokens
 from hybridrl.data.left_out import left_out
 from hybridrl.environments.task import ChatMessage
@@ -109,6 +110,28 @@ def read_tools(value: Any, place: Place) -> list[dict[str, Any]] | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise place.refuse("a list of tools, each a JSON schema")
     return tools or None
+
+
+def template_text(config: DataConfig) -> str | None:
+    """The text of `data.chat_template`, which names a file or is the template itself.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    key, wanted = "data.chat_template", config.chat_template
+    if wanted is None:
+        return None
+    if not config.chat:
+        raise ConfigError(key, wanted, "null with data.chat=false, which uses no template")
+    text = wanted
+    if "{" not in wanted and "\n" not in wanted:
+        try:
+            text = Path(wanted).expanduser().read_text("utf-8")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(
+                key, wanted, f"a file with a template, or its text ({reason})"
+            ) from None
+    return text
 
 
 def has_assistant(messages: Sequence[ChatMessage]) -> bool:

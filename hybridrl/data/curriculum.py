@@ -69,8 +69,9 @@ class CurriculumStream(PromptStream):
         position = self.position
         source, _ = self._turn(position)
         number = self._next_number(source)
-        epoch, index = divmod(number, len(self._items[source]))
-        self._draws[position] = Draw(source, self._order(source, epoch)[index], epoch)
+        size = len(self._items[source])
+        epoch, index = divmod(number, size)
+        self._draws[position] = Draw(source, self._order(source, epoch, 0, size)[index], epoch)
         self._next[source] = number + 1
         self.position += 1
         return position, self.at(position)
@@ -83,7 +84,7 @@ class CurriculumStream(PromptStream):
     def seek(self, position: int) -> None:
         """Move to `position`, as if nothing had been observed before."""
         super().seek(position)
-        turns = Counter(self._turn(earlier)[0] for earlier in range(position))
+        turns = self._turns(position)
         self._next = {name: turns[name] for name in self._items}
 
     def observe(self, rewards: Mapping[int, Sequence[float]]) -> dict[str, float]:
@@ -118,8 +119,11 @@ class CurriculumStream(PromptStream):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, after `seek`."""
+        """Continue from a `state_dict`, after `resume`: a source that has grown in a new epoch."""
         self._next = dict(state["next"])
+        for name, before in self._grown.items():
+            epochs = -(-self._next[name] // before)
+            self._next[name] = epochs * len(self._items[name])
         self._draws = {position: Draw(*draw) for position, *draw in state["draws"]}
         self._seen = {
             name: {index: Seen(SolvePool(pool), due) for index, pool, due in items}
@@ -131,7 +135,7 @@ class CurriculumStream(PromptStream):
         number, size, seen = self._next[source], len(self._items[source]), self._seen[source]
         while True:
             epoch, index = divmod(number, size)
-            item = seen.get(self._order(source, epoch)[index])
+            item = seen.get(self._order(source, epoch, 0, size)[index])
             if item is None or item.due <= epoch:
                 return number
             number += 1

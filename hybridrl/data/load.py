@@ -9,10 +9,12 @@ from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import ConfigError, DataConfig, EvalSetConfig
 from hybridrl.config.patterns import compiled
+from hybridrl.data.known_rows import KnownRows
 from hybridrl.data.left_out import RowNotes
 from hybridrl.data.limits import RowLimits
 from hybridrl.data.prompts import Item, Opening, RowUses, make_items
@@ -52,6 +54,7 @@ def load_data(
     vocab_size: int | None = None,
     reserved: Collection[str] = (),
     opening: Opening | None = None,
+    known: Mapping[str, KnownRows] = MappingProxyType({}),
 ) -> Data:
     """Items of all sources, split into training and held-out items.
 
@@ -59,6 +62,7 @@ def load_data(
     both in tokens; `vocab_size` is the number of rows of its embedding. `uses` says what the recipe
     does with a row: where prompts generate, each prompt is there once. Items whose identity is
     `reserved`, for separate evaluation sets, are left out. `opening` is that of the environment.
+    Of the rows `known` by source those held out stay so, in their order; new ones are trained on.
     Sources contribute held-out items in proportion to their weights, and generated sources the
     `data.size` training items likewise (fewer if a source lacks different prompts, which is
     logged). Raises ConfigError, with the key to change.
@@ -67,7 +71,7 @@ def load_data(
         raise ConfigError("data.sources", {}, "at least one source")
     weights = _weights(config)
     limits = RowLimits(config, max_context, max_new_tokens, vocab_size)
-    collector = _Collector(config, tokenizer, limits, uses, opening, frozenset(reserved))
+    collector = _Collector(config, tokenizer, limits, uses, opening, frozenset(reserved), known)
     # sizes of the held-out and the training part of each source
     generated = {
         name: weights[name] for name, source in config.sources.items() if source.kind in GENERATED
@@ -99,11 +103,12 @@ def load_eval_set(
     max_new_tokens: int,
     vocab_size: int | None = None,
     opening: Opening | None = None,
+    known: KnownRows | None = None,
 ) -> list[Item]:
     """Items of an evaluation set that has its own source, each once as in `load_data`.
 
-    `config` has the templates and limits of all prompts; lengths as in `load_data`. Raises
-    ConfigError, with the key to change.
+    `config` has the templates and limits of all prompts; lengths as in `load_data`. With rows
+    `known` it is of these alone. Raises ConfigError, with the key to change.
     """
     key, source = f"eval.sets.{name}", settings.source
     assert source is not None, key
@@ -117,7 +122,10 @@ def load_eval_set(
     collector = _Collector(of_set, tokenizer, limits, uses, opening)
     size = settings.num_prompts or (config.eval_size if source.kind in GENERATED else None)
     try:
-        items = collector.load(key, f"{key}.source", size)
+        grows = known is not None and source.kind not in GENERATED
+        items = collector.load(key, f"{key}.source", None if grows else size)
+        if known is not None:
+            items = known.arranged(items)[0]
     except ConfigError as error:
         if error.key == "data.prompt_template" and settings.prompt_template:
             raise ConfigError(f"{key}.prompt_template", error.value, error.allowed) from None
@@ -169,7 +177,9 @@ class _Collector:
         uses: RowUses,
         opening: Opening | None,
         reserved: frozenset[str] = frozenset(),
+        known: Mapping[str, KnownRows] = MappingProxyType({}),
     ) -> None:
+        self.known = known
         self.config, self.tokenizer, self.opening = config, tokenizer, opening
         self.limits, self.uses, self.reserved = limits, uses, reserved
         self.keep = compiled("data.keep", config.keep or ".*", re.DOTALL)
@@ -185,6 +195,13 @@ class _Collector:
         items = self.load(name, f"data.sources.{name}", wanted)
         if wanted is None:  # a file may be sorted
             items = sorted(items, key=lambda item: _draw_of(item, self.config.seed))
+        if name in self.known:
+            held_out, trained, new = self.known[name].arranged(items)
+            missing = num_eval - len(held_out)  # rows that are gone: others that were not trained
+            if missing > len(new):
+                allowed = f"at most {num_eval - missing + len(new)}: the others were trained on"
+                raise ConfigError("data.eval_size", self.config.eval_size, allowed)
+            items = [*held_out, *new[:missing], *trained, *new[missing:]]
         items = self._separate(name, items, num_eval)
         if len(items) <= num_eval:
             raise ConfigError(
@@ -209,8 +226,9 @@ class _Collector:
         """
         if self.uses.generates:
             return items
-        counts = Counter(item.prompt for item in items)
-        items = sorted(items, key=lambda item: counts[item.prompt])
+        if name not in self.known:
+            counts = Counter(item.prompt for item in items)
+            items = sorted(items, key=lambda item: counts[item.prompt])
         held_out, rest = items[:num_eval], items[num_eval:]
         prompts = {item.prompt for item in held_out}
         train = [item for item in rest if not item.prompt or item.prompt not in prompts]
@@ -323,8 +341,9 @@ def _shares(total: int, weights: Mapping[str, float]) -> dict[str, int]:
 class PromptStream:
     """Endless, deterministic stream of `(position, item)` over training items.
 
-    State: `position`, the number of items drawn so far. Invariant: the item at a position depends
-    on the items, the weights and the seed alone, so `seek` resumes exactly.
+    State: `position`, the number of items drawn so far, and `sizes`. Invariant: the item at a
+    position depends on the items, the weights and the seed alone, so `seek` resumes exactly. A
+    source that has grown since an earlier run keeps what it drew: see `resume`.
 
     Sources alternate by smooth weighted round robin: with weights 2 and 1 the order is a b a, a b
     a, and so on. Over n positions a source gets its share of n to within one item per source. Each
@@ -351,7 +370,10 @@ class PromptStream:
         self._num_drawn = dict.fromkeys(self._items, 0)
         # the source of every position so far, and how many of its items came before
         self._sources, self._numbers = array("H"), array("Q")
-        self._orders: dict[str, tuple[int, list[int]]] = {}
+        self._orders: dict[str, tuple[tuple[int, int], list[int]]] = {}
+        self.sizes = {name: [(0, len(of_source))] for name, of_source in self._items.items()}
+        """By source: from which of its draws on it has how many items."""
+        self._grown: dict[str, int] = {}  # how many items a source had before
 
     def __iter__(self) -> Iterator[tuple[int, Item]]:
         return self
@@ -364,8 +386,23 @@ class PromptStream:
     def at(self, position: int) -> Item:
         """The item at `position`; the stream keeps its own position."""
         source, number = self._turn(position)
-        epoch, index = divmod(number, len(self._items[source]))
-        return self._items[source][self._order(source, epoch)[index]]
+        first, size = next(pair for pair in reversed(self.sizes[source]) if pair[0] <= number)
+        epoch, index = divmod(number - first, size)
+        return self._items[source][self._order(source, epoch, first, size)[index]]
+
+    def resume(self, position: int, sizes: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        """Move to the `position` of a run in which sources had `sizes`.
+
+        Its items are the first ones of each source. One that has grown begins an epoch of all.
+        """
+        self.seek(position)
+        turns = self._turns(position)
+        for name, items in self._items.items():
+            if parts := [(first, size) for first, size in sizes.get(name, ())]:
+                self.sizes[name] = parts
+                if parts[-1][1] != len(items):
+                    self._grown[name] = parts[-1][1]
+                    self.sizes[name] = [*parts, (turns[name], len(items))]
 
     def seek(self, position: int) -> None:
         """Move to `position`: the next item is the one that a new stream has there."""
@@ -391,10 +428,16 @@ class PromptStream:
             self._num_drawn[source] += 1
         return self._names[self._sources[position]], self._numbers[position]
 
-    def _order(self, source: str, epoch: int) -> list[int]:
+    def _turns(self, position: int) -> Counter[str]:
+        """How many items of each source come before a position."""
+        return Counter(self._turn(earlier)[0] for earlier in range(position))
+
+    def _order(self, source: str, epoch: int, first: int, size: int) -> list[int]:
+        """The order of a source's first `size` items in an `epoch` since its draw `first`."""
         cached = self._orders.get(source)
-        if cached is None or cached[0] != epoch:
-            order = list(range(len(self._items[source])))
-            random.Random(f"{self.seed}/{source}/{epoch}").shuffle(order)
-            cached = self._orders[source] = (epoch, order)
+        if cached is None or cached[0] != (first, epoch):
+            order = list(range(size))
+            since = f"{first}/" if first else ""
+            random.Random(f"{self.seed}/{source}/{since}{epoch}").shuffle(order)
+            cached = self._orders[source] = ((first, epoch), order)
         return cached[1]

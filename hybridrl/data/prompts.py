@@ -196,14 +196,7 @@ def make_items(
     prompts = filled("data.prompt_template", config.prompt_template)
     tasks: list[EpisodeTask | None] = [None] * len(records)
     if opening:
-        pairs = zip(records, prompts, strict=True)
-        episodes = [
-            EpisodeTask(
-                tuple(prompt), record.item, first_answer(record), source,
-                answers=right_answers(record), expected=record.struct,
-            )
-            for record, prompt in pairs
-        ]  # fmt: skip
+        episodes = _episodes(source, records, prompts)
         firsts = opening(episodes)
         prompts = [list(first) for first in firsts]
         tasks = [replace(x, opening=tuple(y)) for x, y in zip(episodes, firsts, strict=True)]
@@ -239,6 +232,20 @@ def make_items(
             item = reader.with_turns(item, record, prompts[number], uses)
         items.append(item)
     return items
+
+
+def _episodes(
+    source: str, records: Sequence[SourceRecord], prompts: Sequence[list[ChatMessage]]
+) -> list[EpisodeTask]:
+    """What the episodes of rows start from, before their environment says anything."""
+    pairs = zip(records, prompts, strict=True)
+    return [
+        EpisodeTask(
+            tuple(prompt), record.item, first_answer(record), source,
+            answers=right_answers(record), expected=record.struct,
+        )
+        for record, prompt in pairs
+    ]  # fmt: skip
 
 
 def right_answers(record: SourceRecord) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ def leaving_failed(graph: Graph, stops: Mapping[str, bool]) -> Graph:
         if isinstance(stage, PairStage) or paired.intersection(stage.upstream[:1]):
             paired.add(stage.name)
         if isinstance(stage, ComputeStage):
-            if stage.method is StageMethod.SCORE and stage.role in stops:
+            if stage.method is StageMethod.SCORE and stage.role and stage.role in stops:
                 judges[stage.scalars[1]] = stage.role
             unread[stage.name] = judges
             continue

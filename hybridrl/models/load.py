@@ -9,6 +9,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -130,6 +131,18 @@ def generation_config(path: str) -> GenerationConfig:
         return GenerationConfig.from_pretrained(
             path, "config.json", local_files_only=local, _from_model_config=True
         )
+
+
+def load_tokenizer(path: str, chat_template: str | None = None) -> Any:
+    """The tokenizer of a directory or a hub's model, with another chat template where one is given.
+
+    Raises OSError or ValueError where there is none.
+    """
+    local = Path(path).exists()
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=local)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
 
 
 def _is_dropout(name: str, value: object) -> bool:

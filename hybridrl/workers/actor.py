@@ -147,6 +147,11 @@ class Actor:
         self.averages: dict[str, MovingAverage] = {}
         self._items: dict[SampleId, tuple[Item, tuple[TokenSpan, ...]]] = {}
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end its responses and turns, that of its tokenizer or template first."""
+        return self.sampling.all_end_ids
+
     def _plan_switch(self, num_layers: int, nodes: Sequence[str]) -> Switch:
         """Plan the weight switch."""
         rollout, engine = self.config.rollout, self.train_engine

@@ -11,7 +11,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from hybridrl.checkpoint import distributed
@@ -24,7 +23,7 @@ from hybridrl.flow.executor import Computed
 from hybridrl.flow.graph import Graph, Stage, StageMethod, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.layout.process_groups import warm_up
-from hybridrl.models.load import TORCH_DTYPES
+from hybridrl.models.load import TORCH_DTYPES, load_tokenizer
 from hybridrl.pipelines.recorded import RolePasses
 from hybridrl.planner.memory import PoolSizes
 from hybridrl.system.devices import prepare_gpu
@@ -93,6 +92,11 @@ class TrainableModel(Protocol):
     """A role with an optimizer."""
 
     train_engine: TrainEngine
+
+    @property
+    def end_ids(self) -> Sequence[int]:
+        """The tokens that end what it writes; none for a role that writes nothing."""
+        ...
 
     def scoring(self, stage: Stage, ids: Sequence[SampleId]) -> RoleScoring:
         """A forward-only stage on this rank's samples."""
@@ -164,7 +168,7 @@ class BaseWorker:
         warm_up([dist.group.WORLD], self.device)
         if self.device.type == "cuda":
             prepare_gpu(self.device, cluster.threads_per_rank)
-        self.tokenizer = AutoTokenizer.from_pretrained(self.model_path)
+        self.tokenizer = load_tokenizer(self.model_path, self.config.data.chat_template)
         peak = self._measure_peak()
         self.staying = staying_roles(sizes, self.device)
         return ProcessDescription(
@@ -235,22 +239,34 @@ class BaseWorker:
         """Make the forward-only roles of `graph` that are no judges; `weights` as in `begin`."""
 
     @dispatch(Dispatch.SAME)
-    def save(self, path: str, resume: str | None = None) -> Reply[dict[str, Progress]]:
+    def save_weights(self, path: str) -> Reply[list[str]]:
         """Write the actor as a Hugging Face directory; every other trained role as one inside it.
 
-        All ranks write (`checkpoint.hf`). Into `resume` they write the state that training resumes
-        from, a folder for each role. Answers with each role's progress.
+        All ranks write (`checkpoint.hf`). Answers, on the first rank, with the files beside weights
+        that could not be written, and why.
         """
-        progress = {}
+        missing = []
         self._finish_records()
         with self._span("save"):
             dtype = self.config.model.compute_dtype
             for name, role in self.trained.items():
                 folder = Path(path) if name == "actor" else Path(path) / name
-                save_hf(role.train_engine, folder, self.tokenizer, dtype)
-                progress[name] = distributed.progress_of(role.train_engine)
-            for name, role in self.trained.items() if resume is not None else ():
-                distributed.save(Path(resume or "") / name, role.train_engine, self._averages(name))
+                ends = role.end_ids
+                missing += save_hf(role.train_engine, folder, self.tokenizer, dtype, ends)
+        return self._reply(missing)
+
+    @dispatch(Dispatch.SAME)
+    def save_state(self, path: str) -> Reply[dict[str, Progress]]:
+        """Write the state that training resumes from into `path`, a folder for each role.
+
+        Answers with each role's progress.
+        """
+        with self._span("save"):
+            for name, role in self.trained.items():
+                distributed.save(Path(path) / name, role.train_engine, self._averages(name))
+        progress = {
+            x: distributed.progress_of(role.train_engine) for x, role in self.trained.items()
+        }
         return self._reply(progress)
 
     def _finish_records(self) -> None:

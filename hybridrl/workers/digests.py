@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from hybridrl.checkpoint.folder import write_error
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.flow.sample import SampleId
 from hybridrl.telemetry.digests import ShardDigest
@@ -51,7 +52,10 @@ def save_tensors(file: Path, store: SampleStore, ids: Iterable[SampleId]) -> Non
         for id in ids
         for name, tensor in store[id].tensors.items()
     }
-    save_file(dict(tensors), file)
+    try:
+        save_file(dict(tensors), file)
+    except SafetensorError as error:
+        raise write_error(error, file) from error
 
 
 def load_tensors(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hybridrl.checkpoint.folder import note_sum
+from hybridrl.checkpoint.folder import note_sum, write_error
 from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import Request, Turn
 from hybridrl.flow.executor import Sampling
@@ -50,10 +50,11 @@ def save_pending(
     ]
     file = folder / f"samples_{rank}.pt"
     try:
-        torch.save(records, file)
+        with file.open("wb") as opened:  # torch's own files do not say that the disk is full
+            torch.save(records, opened)
         note_sum(file)
-    except RuntimeError as error:  # a full disk
-        raise OSError(0, f"the checkpoint could not be written: {error}", str(file)) from error
+    except (OSError, RuntimeError) as error:
+        raise write_error(error, file) from error
 
 
 def load_pending(

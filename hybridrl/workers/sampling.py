@@ -24,10 +24,11 @@ class SamplingTexts:
         """`ends` are those of the model's files; the tokenizer's and template's come with them."""
         self._tokenizer = tokenizer
         self._stop_ids = named_token_ids(tokenizer, stop)
-        self.end_ids: set[int] = {tokenizer.eos_token_id, end_token_id(tokenizer, chat), *ends} - {
-            None
-        }
+        end = end_token_id(tokenizer, chat)
+        self.end_ids: set[int] = {tokenizer.eos_token_id, end, *ends} - {None}
         """Tokens that end a response, without those of `rollout.stop`."""
+        self.all_end_ids = (end, *sorted((self.end_ids | self._stop_ids) - {end}))
+        """All tokens that end a response or a turn, the one that is trained as the end first."""
         self._params: dict[Sampling, SamplingParams] = {}
 
     def params(self, sampling: Sampling) -> SamplingParams:

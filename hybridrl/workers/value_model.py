@@ -23,6 +23,8 @@ class ValueModel:
     It has one layout, that of its training: scoring and updates are collective over all ranks.
     """
 
+    end_ids = ()  # it writes nothing
+
     def __init__(
         self,
         role: str,

@@ -15,6 +15,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -22,6 +23,7 @@ from transformers import (
 from hybridrl.checkpoint import hf
 from hybridrl.checkpoint.weight_shares import WeightShare
 from hybridrl.config import (
+    ConfigError,
     DType,
     LoraConfig,
     ModelConfig,
@@ -331,7 +333,8 @@ def test_what_is_written_is_what_transformers_would_write(family, tmp_path, monk
         for share in shares:
             hf.write_share(path, hub, share, [(name, tensors[name]) for name in share.names])
         hf.write_index(path, shares)
-        hf.write_config(path, model, torch.float32)
+        files = hf.side_files(model.config, type(model).__name__, None, torch.float32)
+        assert hf.write_side_files(path, files) == []
         files = sorted(path.glob("*.safetensors"))
         assert (len(files) > 1) == (folder == "several")
         ours = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -377,3 +380,51 @@ def test_a_trained_mixture_of_experts_answers_alike_in_transformers(ranks, tmp_p
     wanted = logits.gather(-1, ids[1:, None])[:, 0]
     for (log_probs,) in results:
         torch.testing.assert_close(log_probs, wanted, rtol=0, atol=1e-5)
+
+
+def _save_with_broken_files(source, target):
+    """Rank 0 cannot write the tokenizer, and fails in the middle of generation_config.json."""
+    engine = TrainEngine(
+        str(source),
+        model=ModelConfig(),
+        trainer=TrainerConfig(layout=TrainLayoutConfig(fsdp=2)),
+        device=torch.device("cpu"),
+        lora=LoraConfig(rank=2),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(source)
+
+    def refuses(directory):
+        raise ValueError("no such\nmerges")
+
+    def half(config, file, **more):
+        file.write_text('{"eos_')
+        raise OSError(28, "No space left on device")
+
+    with (
+        patch.object(tokenizer, "save_pretrained", refuses),
+        patch.object(GenerationConfig, "to_json_file", half),
+    ):
+        return hf.save_hf(engine, target, tokenizer)
+
+
+def test_a_file_beside_the_weights_never_takes_them_with_it(ranks, source, tmp_path):
+    target = tmp_path / "run" / "final"
+    first, second = ranks(2, _save_with_broken_files, source, target)
+    wanted = ["generation_config.json: OSError: [Errno 28] No space left on device"]
+    wanted += ["tokenizer: ValueError: no such merges"]
+    assert first == 2 * wanted, "of the model and of its adapter"
+    assert second == []
+    assert torch.equal(logits(target), logits(source))
+    assert not list(target.rglob("generation_config.json")), "no half is left"
+    assert (target / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_what_is_written_at_the_end_is_tried_at_the_start(source, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    hf.check_side_files(str(source), tokenizer, tmp_path)
+    with (
+        patch.object(tokenizer, "save_pretrained", side_effect=ValueError("no merges")),
+        pytest.raises(ConfigError, match=r"model.path=.*written \(tokenizer: .*no merges\)"),
+    ):
+        hf.check_side_files(str(source), tokenizer, tmp_path)
+    assert not list(tmp_path.glob(".probe*"))

@@ -5,13 +5,21 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from hybridrl.checkpoint import folder
 from hybridrl.config import Config, ConfigError
 from hybridrl.config.renamed_keys import RENAMED_KEYS
-from hybridrl.controller.checkpoints import changed_settings, find_origin, settings_of
+from hybridrl.controller.checkpoints import (
+    Checkpoints,
+    DriverState,
+    Origin,
+    changed_settings,
+    find_origin,
+    settings_of,
+)
 
 
 @pytest.fixture
@@ -317,3 +325,51 @@ def test_it_begins_anew_where_no_checkpoint_was_reached(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text(json.dumps({"state": "interrupted"}))
     assert find_origin(config()).records(config()) == {}  # it begins anew, and so do its records
+
+
+class FullDisk:
+    """Ranks on whose disk the weights have just found room."""
+
+    def save_weights(self, path: str) -> list[str]:
+        Path(path).mkdir(parents=True)
+        (Path(path) / "model.safetensors").write_text("trained")
+        return ["tokenizer: ValueError: no"]
+
+    def save_state(self, path: str) -> dict[str, Any]:
+        Path(path).mkdir()
+        (Path(path) / "__0_0.distcp").write_bytes(b"half")
+        raise OSError(28, "No space left on device", path)
+
+
+@pytest.mark.parametrize(("name", "stays"), [("final", True), ("checkpoints/step_000002", False)])
+def test_trained_weights_outlive_a_disk_that_has_no_room_for_more(
+    config: Callable[..., Config], tmp_path: Path, name: str, stays: bool
+) -> None:
+    settings = config("trainer.save_every=2")
+    group: Any = FullDisk()
+    checkpoints = Checkpoints(settings, Origin(), group, MagicMock())
+    path = tmp_path / "run" / name
+    with pytest.raises(OSError, match="No space left") as raised:
+        checkpoints.write(path, 2, DriverState({}))
+    assert ("the trained weights are there" in str(raised.value)) == stays
+    assert (path / "model.safetensors").is_file() == stays
+    assert not (path / "resume").exists(), "nothing resumes from a half"
+    assert not folder.hidden(path).exists()
+    assert folder.search(tmp_path / "run") == ([], [])
+    if stays:  # a later end does not take the place of an earlier, whole one
+        (path / "model.safetensors").write_text("earlier")
+        with pytest.raises(OSError, match=r"device: '"):
+            checkpoints.write(path, 2, DriverState({}))
+        assert (path / "model.safetensors").read_text() == "earlier"
+
+
+def test_a_file_beside_the_weights_that_is_missing_is_named(
+    config: Callable[..., Config], tmp_path: Path
+) -> None:
+    group: Any = FullDisk()
+    telemetry = MagicMock()
+    checkpoints = Checkpoints(config(), Origin(), group, telemetry)
+    group.save_state = lambda path: Path(path).mkdir() or {}
+    checkpoints.write(tmp_path / "run" / "final", 2, DriverState({}))
+    (call,) = telemetry.note.call_args_list
+    assert call.args[0].endswith("not all of its files: tokenizer: ValueError: no")

@@ -43,6 +43,7 @@ def load(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Data]:
                 if name in remaining}  # fmt: skip
         chosen = {"uses": RowUses(**uses), "reserved": remaining.pop("reserved", ())}
         chosen |= {key: remaining.pop(key, None) for key in ("opening", "vocab_size")}
+        chosen["known"] = remaining.pop("known", {})
         if source is not None:
             remaining["sources"] = {"s": source}
         config = DataConfig(**{"size": 50, "eval_size": 10, **remaining})

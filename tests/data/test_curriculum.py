@@ -178,3 +178,15 @@ def test_more_prompts_teach_something() -> None:
     """Measured: 0.47, with rests of 2 and 1 epochs 0.59, of 6 and 2 epochs 0.66."""
     plain, short, long = (share_with_spread(*rests) for rests in [(0, 0), (2, 1), (6, 2)])
     assert 0.4 < plain < short - 0.08 < short < long - 0.04
+
+
+def test_a_source_that_has_grown_begins_an_epoch_in_which_the_solved_still_rest() -> None:
+    before = CurriculumStream(items(a=8), 0, settings=RESTS)
+    steps(before, 2)
+    state = json.loads(json.dumps([before.sizes, before.state_dict()]))
+    after = CurriculumStream(items(a=12), 0, settings=RESTS)
+    after.resume(before.position, state[0])
+    after.load_state_dict(state[1])
+    # of eight, four are solved and two never: the two others, and the four that are new
+    drawn = [prompt for step in steps(after, 2) for prompt in step][:6]
+    assert sorted(drawn) == ["a10", "a11", "a3", "a7", "a8", "a9"]

@@ -1,6 +1,7 @@
 """The endless stream: epochs, mixtures, resuming."""
 
 import itertools
+import json
 from collections import Counter
 
 import pytest
@@ -69,3 +70,25 @@ def test_without_weights_the_sizes_decide() -> None:
 def test_no_items() -> None:
     with pytest.raises(ValueError, match="at least one item"):
         PromptStream([], 0)
+
+
+def test_a_source_that_has_grown_keeps_what_it_drew_and_begins_an_epoch_of_all() -> None:
+    small, large = items(a=7, b=3), items(a=7, b=3) + items(a=12)[7:]
+    weights = {"a": 2.0, "b": 1.0}
+    before = PromptStream(small, 5, weights)
+    drawn = take(before, 15)  # ten of a: three of its second epoch
+    after = PromptStream(large, 5, weights)
+    after.resume(15, json.loads(json.dumps(before.sizes)))
+    assert [after.at(position).prompt for position in range(15)] == drawn
+    rest = [prompt for prompt in take(after, 36) if prompt.startswith("a")]
+    assert sorted(rest[:12]) == sorted(rest[12:]) == sorted(f"a{n}" for n in range(12))
+    # a checkpoint from then
+    again = PromptStream(large, 5, weights)
+    again.resume(40, json.loads(json.dumps(after.sizes)))
+    assert [again.at(position).prompt for position in range(60)] == [
+        after.at(position).prompt for position in range(60)
+    ]
+    # as one of an earlier version, which has no sizes
+    same = PromptStream(small, 5, weights)
+    same.resume(15, {})
+    assert take(same, 9) == take(before, 9)

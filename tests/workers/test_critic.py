@@ -100,7 +100,7 @@ def live(model: str, folder: Path, layout: dict[str, int]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with holders(worker) as results["held"]:
         results["made"] = worker.begin(graph().on_ranks(), trainings, False).value
-        worker.save(str(folder / "warm"))
+        worker.save_weights(str(folder / "warm"))
         worker.enter(Phase.GENERATE)
         worker.enter(Phase.TRAIN)
         for name in ("cost_values", "values"):
@@ -113,7 +113,7 @@ def live(model: str, folder: Path, layout: dict[str, int]) -> dict[str, Any]:
     worker.enter(Phase.TRAIN)
     worker.compute(stages["values"], ids, ())
     results["learned"] = worker.store[ids[0]].tensors["values"]
-    worker.save(str(folder / "trained"))
+    worker.save_weights(str(folder / "trained"))
     return results
 
 
