@@ -1,8 +1,12 @@
-"""Boxes: half-open index ranges, one a dimension, the unit of every plan that moves weights."""
+"""Boxes: half-open index ranges, one a dimension, the unit of every plan that moves weights.
+
+A plan of 512 ranks has millions of them, so what each is asked for is written without generators.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import le, sub
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -23,18 +27,22 @@ class Box:
     @property
     def shape(self) -> tuple[int, ...]:
         """Extent by dimension."""
-        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return prod(self.shape)
+        return prod(map(sub, self.stop, self.start))
 
     def intersect(self, other: "Box") -> "Box | None":
         """The common elements; None if there are none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(map(int.__lt__, start, stop)) else None
+
+    def contains(self, other: "Box") -> bool:
+        """Whether the elements of `other` are all in this box."""
+        return all(map(le, self.start, other.start)) and all(map(le, other.stop, self.stop))
 
     def narrow(self, dim: int, start: int, stop: int) -> "Box":
         """The sub-box with indices `start` to `stop` along `dim`."""
@@ -71,11 +79,10 @@ class Box:
 
     def slices(self, origin: "Box | None" = None) -> tuple[slice, ...]:
         """Index of the box in a tensor that holds `origin` (by default, the whole tensor)."""
-        offsets = origin.start if origin else (0,) * len(self.start)
-        return tuple(
-            slice(start - offset, stop - offset)
-            for start, stop, offset in zip(self.start, self.stop, offsets, strict=True)
-        )
+        if origin is None:
+            return tuple(map(slice, self.start, self.stop))
+        low, high = map(sub, self.start, origin.start), map(sub, self.stop, origin.start)
+        return tuple(map(slice, low, high))
 
 
 def cut(boxes: Sequence[Box], dim: int, index: int, parts: int) -> tuple[Box, ...]:

@@ -60,9 +60,9 @@ def packed_boxes(
     """The pieces in a row, one after another from `start`."""
     boxes = []
     for piece in pieces:
-        index = local[piece.name].slices(piece.box)
-        boxes.append(PackedBox(piece.name, index, piece.box.shape, start))
-        start += piece.box.size
+        index, shape = local[piece.name].slices(piece.box), piece.box.shape
+        boxes.append(PackedBox(piece.name, index, shape, start))
+        start += prod(shape)
     return boxes
 
 

@@ -34,9 +34,11 @@ class LocalTensor:
 
     def slices(self, inner: Box) -> tuple[slice, ...]:
         """The index of `inner`, which must be inside one of the boxes, in the tensor."""
-        dim, passed = self.dim, 0
+        dim, passed = (0 if len(self.boxes) == 1 else self.dim), 0
         for box in self.boxes:
-            if box.intersect(inner) == inner or box == inner:
+            if box.contains(inner):
+                if not passed:
+                    return inner.slices(box)
                 index = list(inner.slices(box))
                 if index:
                     at = index[dim]
