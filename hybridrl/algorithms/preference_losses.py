@@ -152,6 +152,11 @@ def desirability(side: str) -> float:
     return 1.0 if side == "chosen" else -1.0
 
 
+def reward_sign(reward: float) -> float:
+    """`sign` of a response by itself: 1 where its reward is above 0, else -1."""
+    return 1.0 if reward > 0 else -1.0
+
+
 def _pair_means(
     log_probs: torch.Tensor, sequence: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -70,7 +70,7 @@ def try_judges(
         if judge.kind is RewardKind.function:
             judge.waits = trial.waits
         trials[role] = [(*pair, x) for pair, x in zip(tried, trial.results, strict=False)]
-        _check_trial(role, judge, trials[role])
+        _check_trial(role, judge, trials[role], graph.generates)
     return trials
 
 
@@ -116,9 +116,10 @@ def _check_trial(
     role: str,
     judge: JudgeConfig,
     tried: Sequence[Judged],
+    generates: bool,
 ) -> None:
     """Raise for a judge that failed on all responses of its trial; warn of one that failed on some,
-    or can tell nothing apart.
+    or can tell nothing apart. Where nothing `generates`, a function may judge the row alone.
     """
     from hybridrl.rewards.verifiers import make_selector
 
@@ -140,7 +141,7 @@ def _check_trial(
             raise ConfigError(f"{role}.{key}", value, failed[0])
         log.warning("%s.%s=%s: wanted %s", role, key, value, failed[0])
     if judge.kind is RewardKind.function:
-        blind = bool(own) and own == empty[: len(own)]
+        blind = generates and bool(own) and own == empty[: len(own)]
     else:
         blind = bool(own) and max(own) < 1.0
     if blind:

@@ -1,5 +1,6 @@
 """Every recipe as it is: a few steps on one rank, by its defaults."""
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Callable
@@ -132,6 +133,33 @@ def test_kto_has_responses_to_other_prompts(
     first, second = (line for line in run.metrics if "kl" in line)
     assert first["kl"] == 0
     assert second["kl"] >= 0
+
+
+@pytest.mark.layouts
+def test_kto_trains_on_rows_of_one_response(
+    train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
+) -> None:
+    """TRL's unpaired preferences: the row's label is its reward."""
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"a{n:02}", "completion": "bc"[n % 2] * 3, "label": n % 2 == 0}
+            for n in range(40)]  # fmt: skip
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kept = [setting for setting in tiny_run if not setting.startswith(("recipe", "data"))]
+    settings = [
+        "recipe=kto", "recipe.unpaired=true", "data=jsonl", f"data.sources.main.name={file}",
+        "data.sources.main.answer_column=completion", "data.eval_size=4", "reward=function",
+        "reward.function=hybridrl.rewards.labels:label", "cluster.ranks=2", "trainer.steps=1",
+        "eval.sets.main.every=null", "model.tiny.alphabet='abc0123456789'",
+    ]  # fmt: skip
+    run = train_here(tmp_path / "run", *kept, *settings)
+    lines = [x for x in read_lines(run.dir / "samples.jsonl") if x["phase"] == "rl"]
+    own = [line for line in lines if "other_answer" not in line["id"]]
+    assert len(own) > 2
+    for line in own:
+        assert line["reward"] == (1.0 if line["response"].startswith("b") else -1.0)
+    assert {line["reward"] for line in own} == {1.0, -1.0}
+    (step,) = (line for line in run.metrics if "kl" in line)
+    assert step["loss"] == pytest.approx(0.5)  # the policy is the reference: 1 - sigmoid(0)
 
 
 def standardized(values: list[float]) -> list[float]:

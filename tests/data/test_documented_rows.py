@@ -59,8 +59,8 @@ EXPECTED: dict[str, tuple[str, dict[str, str]]] = {
     "OpenRLHF, SFT with `input_template`": (
         "User: The sky {n}?\nAssistant: ", {"": "It is blue.<eos>"}
     ),
+    "unpaired preference": ("The sky {n} is", {"": " blue.<eos>"}),
 }  # fmt: skip
-REFUSED = {"unpaired preference": "rows whose 'chosen' is a response, a text or messages"}
 
 LoadForm = Callable[[dict[str, Any], str], Data]
 
@@ -114,15 +114,8 @@ def test_a_form_is_loaded_by_its_line(load_form: LoadForm, form: str) -> None:
         assert tokenizer.decode(written) == "[look]<eos>It is blue.<eos>"
 
 
-@pytest.mark.parametrize("form", REFUSED)
-def test_a_form_that_is_refused_says_why(load_form: LoadForm, form: str) -> None:
-    with pytest.raises(ConfigError, match=REFUSED[form]) as caught:
-        load_form(*FORMS[form])
-    assert "\n" not in str(caught.value)
-
-
 def test_every_documented_form_is_tested() -> None:
-    assert FORMS.keys() == EXPECTED.keys() | REFUSED.keys()
+    assert FORMS.keys() == EXPECTED.keys()
 
 
 def test_a_completion_in_several_turns_is_the_assistants(load_form: LoadForm) -> None:

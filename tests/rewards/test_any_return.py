@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hybridrl.config import RewardConfig, RewardKind
 from hybridrl.rewards.functions import Signature, UserFunction, user_function
+from hybridrl.rewards.labels import label
 from hybridrl.rewards.results import RewardInput, result_of
 
 FUNCTIONS = {
@@ -101,3 +102,16 @@ def test_rows_reach_every_signature(functions: dict[Signature, UserFunction]) ->
         arguments = function.arguments([item], ["r"])
         assert arguments, Path(signature.name)
         function.function(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"),
+    [(True, 1.0), (False, -1.0), (1, 1.0), (0, -1.0), (None, None), ("no", None)],
+)
+def test_a_label_of_a_row_is_a_reward(value: Any, reward: float | None) -> None:
+    """As TRL's unpaired preferences have it, in JSON or as a number."""
+    if reward is None:
+        with pytest.raises(ValueError, match="wanted true or false"):
+            label("x", {"label": value})
+        return
+    assert label("x", {"label": value}) == reward

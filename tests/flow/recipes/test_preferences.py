@@ -93,6 +93,26 @@ def test_kto(bench: Bench, drift: float) -> None:
     assert batch.scalar("kl") == pytest.approx([z] * 8)
 
 
+def test_kto_without_pairs(bench: Bench) -> None:
+    """The same equations for rows of one response, which the reward tells wanted from others."""
+    bench.reward_of = lambda id: 1.0 if id.prompt % 3 else -1.0
+    gains = [
+        (r.old_log_probs - r.reference_log_probs).sum().item()
+        for r in flat(bench.groups(1, branch="other_answer"))
+    ]
+    z = max(fmean(gains), 0.0)
+    rows = flat(bench.groups(1))
+    signs = [1.0 if r.reward > 0 else -1.0 for r in rows]
+    assert {*signs} == {1.0, -1.0}
+    losses = []
+    for r, sign in zip(rows, signs, strict=True):
+        h = (r.new_log_probs - r.reference_log_probs).sum()
+        weight = 1.2 if sign > 0 else 0.7
+        losses.append(weight * (1 - torch.sigmoid(0.4 * sign * (h - z))))
+    batch = bench.run("kto", unpaired=True, beta=0.4, desirable_weight=1.2, undesirable_weight=0.7)
+    batch.agrees(rows, torch.stack(losses).mean())
+
+
 @pytest.mark.parametrize("center", [0.0, 0.01])
 def test_rm(bench: Bench, center: float) -> None:
     """InstructGPT (arXiv 2203.02155), equation 1; centered: arXiv 2312.09244, equation 2."""
