@@ -62,6 +62,7 @@ from hybridrl.planner.emulation import check_emulation
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
 from hybridrl.system.compiler import compiler_fault
+from hybridrl.system.short_tmpdir import shorten_tmpdir
 from hybridrl.telemetry.prediction import read_prediction
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ def prepare(
 
     transformers_logging.disable_progress_bar()
 
+    shorten_tmpdir()  # before judges are tried
     run_dir = Path(config.run.dir)
     graph = _with_temperatures(with_parts(build_recipe(config.recipe), config), config)
     warm_start = None

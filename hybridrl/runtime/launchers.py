@@ -12,6 +12,7 @@ from hybridrl.runtime.launcher import Launcher
 from hybridrl.runtime.process_launcher import ProcessLauncher
 from hybridrl.runtime.ray_cluster import ray_runtime
 from hybridrl.runtime.ray_launcher import RayLauncher
+from hybridrl.system.short_tmpdir import shorten_tmpdir
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ def launched(config: ClusterConfig, logs: Path) -> Iterator[Launcher]:
 
     Emulated ranks are on Ray, unless they are all in this process.
     """
+    shorten_tmpdir()
     if config.emulated and not config.ranks_per_process:
         yield EmulatedLauncher(config)
         return

@@ -31,6 +31,7 @@ from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
 from hybridrl.system.peak_flops import measure_peak
 from hybridrl.system.rendezvous import address_here, join_group, open_store
+from hybridrl.system.short_tmpdir import shorten_tmpdir
 from hybridrl.telemetry.digests import ShardDigest
 from hybridrl.telemetry.trace import ThreadSlice, TimeSpan
 from hybridrl.workers.answers import ModelDescription, ProcessDescription, RankDescription
@@ -160,6 +161,7 @@ class BaseWorker:
     def _join(self, host: str, port: int, sizes: PoolSizes | None) -> ProcessDescription:
         """As `setup`, without the models."""
         transformers_logging.disable_progress_bar()
+        shorten_tmpdir()  # on other nodes than the driver's
         cluster = self.config.cluster
         torch.set_num_threads(cluster.threads_per_rank or 1)
         store = self._store or open_store(host, port, listens=False)

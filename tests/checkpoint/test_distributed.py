@@ -1,5 +1,7 @@
 """What training goes on from: under any layout, and on the same one bit for bit."""
 
+import errno
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.checkpoint import distributed
+from hybridrl.checkpoint.folder import cause_of
 from hybridrl.config import (
     LRSchedule,
     ModelConfig,
@@ -206,3 +209,32 @@ def test_experts_go_on_on_other_ranks(ranks, make_source, tmp_path) -> None:
 )  # fmt: skip
 def test_any_layout_goes_on_from_any_other(ranks, make_source, tmp_path, tied, first, then) -> None:
     check(ranks, make_source(tied), tmp_path / "saved", first, then)
+
+
+def save_with_little_room(source, folder):
+    """Files of rank 1 have at most 4000 bytes: the write fails in the kernel, as on a full disk."""
+    engine = make(source, FSDP, OptimName.adamw)
+    update(engine, 0)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
+    try:
+        distributed.save(folder, engine, {})
+    except OSError as error:
+        return error.errno, error.strerror, error.filename, str(error.__cause__)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+
+
+def test_a_full_disk_is_named_on_all_ranks_and_not_by_torchs_writer(ranks, make_source, tmp_path):
+    folder = tmp_path / "resume"
+    wanted = "the checkpoint could not be written: File too large"
+    for error in ranks(2, save_with_little_room, make_source(True), folder):
+        assert error == (errno.EFBIG, wanted, str(folder), "None")
+
+
+def test_the_cause_of_a_librarys_error_is_found():
+    full = OSError(errno.ENOSPC, "No space left on device")
+    later = RuntimeError("[enforce fail] . unexpected pos 704 vs 598")
+    later.__context__ = full
+    assert cause_of(later) == (errno.ENOSPC, "No space left on device")
+    assert cause_of(RuntimeError("a\n  b")) == (errno.EIO, "a b")

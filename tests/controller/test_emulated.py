@@ -50,8 +50,8 @@ HERE = (
 # endpoints, stages that share a pipeline plan.
 REFUSED = {
     "compute_together", "digest_samples", "digest_weights", "end_profile", "load", "load_pending",
-    "load_tensors", "load_weights", "record_samples", "reward_inputs", "save", "save_pending",
-    "save_tensors", "start_profile",
+    "load_tensors", "load_weights", "record_samples", "reward_inputs", "save_pending",
+    "save_state", "save_tensors", "save_weights", "start_profile",
 }  # fmt: skip
 
 
