@@ -312,7 +312,8 @@ class Episodes:
             **{f"failed/{kind}": float(counts.failures[kind]) for kind in get_args(FailureKind)},
         }
         of_pool = Counter(self._pool.counts if self._pool is not None else {})
-        metrics["replays"] = float(of_pool["replays"] - self._recorded["replays"])
+        for name in ("replays", "replaced_surrogates"):
+            metrics[name] = float(of_pool[name] - self._recorded[name])
         self._recorded = of_pool
         if counts.waits:
             metrics["wait_p50_s"], metrics["wait_p99_s"] = (

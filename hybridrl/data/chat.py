@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridrl.config import ConfigError, DataConfig
 from hybridrl.data.control_tokens import ControlTokens
-from hybridrl.data.left_out import left_out
+from hybridrl.data.left_out import REASONING, left_out
 from hybridrl.environments.task import ChatMessage
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -18,6 +18,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OPENED = re.compile(r"<think>\s*$")
 """A thought that a prompt opens for the assistant."""
+_CLOSED = re.compile(r"</think>\s*$")
 _WRITTEN_BY_MODELS = re.compile("think|thought|reason|tool|call|arg|channel|python", re.IGNORECASE)
 """Control tokens with these words are a model's own markers, not a template's structure."""
 _QUESTION: ChatMessage = {"role": "user", "content": "Q"}
@@ -177,7 +178,9 @@ class ChatTemplate:
     def check_system(self, prompt: str | None) -> None:
         """Raise ConfigError where the template leaves out `data.system_prompt`."""
         message = {"role": "system", "content": "xSYSTEMx"}
-        if prompt is not None and "xSYSTEMx" not in self._probe([message, _QUESTION]):
+        if prompt is not None and (
+            self._probe([_QUESTION]) and "xSYSTEMx" not in self._probe([message, _QUESTION])
+        ):
             name = self.tokenizer.name_or_path
             allowed = f"null: the chat template of {name} has no system messages"
             raise ConfigError("data.system_prompt", prompt, allowed)
@@ -238,9 +241,17 @@ class ChatTemplate:
         end = next((token for token in self._structure if text.endswith(token)), None)
         return content if end is None else text.removesuffix(end)
 
-    def opens_thought(self, prompt: str) -> bool:
-        """Whether the text of a prompt ends within a thought."""
-        return _OPENED.search(prompt) is not None
+    def misfit(self, prompt: str, content: str) -> str | None:
+        """Why an assistant's content does not go on where the text of its prompt ends."""
+        if _OPENED.search(prompt) and "</think>" not in content:
+            return (
+                "the chat template opens a thought with <think>, which the response does not close"
+            )
+        if _CLOSED.search(prompt) and "<think>" in content:
+            return (
+                "the chat template closes a thought with </think>, and the response opens another"
+            )
+        return None
 
     def answer(self, prompt: str, content: str) -> str:
         """What follows the text of a prompt where the assistant writes `content`, as a text.
@@ -265,24 +276,37 @@ class ChatTemplate:
         return [with_arguments(message, form) for message in messages]
 
     @functools.cached_property
-    def wants_text(self) -> bool:
-        """Whether the template wants the arguments of a call as JSON, and would misprint an object.
-
-        It is asked with a short conversation: DeepSeek's joins them to a text.
-        """
-        call = {"type": "function", "id": "call00001", "function": {"name": "f"}}
+    def _calls(self) -> tuple[str, str]:
+        """A short conversation with a call, with its arguments as an object and as JSON."""
+        call = {"type": "function", "id": "call00001", "function": {"name": "xNAMEx"}}
         answer = {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": "A"}
         texts = []
         for arguments in ({"xKEYx": "xVALUEx"}, '{"xKEYx": "xVALUEx"}'):
-            call["function"] = {"name": "f", "arguments": arguments}
+            call["function"] = {"name": "xNAMEx", "arguments": arguments}
             turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-            messages = [{"role": "user", "content": "Q"}, turn, answer]
-            try:
-                texts.append(self.tokenizer.apply_chat_template(messages, tokenize=False))
-            except Exception:  # templates raise their errors in jinja's classes
-                texts.append("")
-        as_object, as_text = texts
+            texts.append(self._probe([_QUESTION, turn, answer]))
+        return texts[0], texts[1]
+
+    @property
+    def wants_text(self) -> bool:
+        """Whether the template wants the arguments of a call as JSON, and would misprint an object.
+
+        DeepSeek's joins them to a text.
+        """
+        as_object, as_text = self._calls
         return "xVALUEx" in as_text and ("xVALUEx" not in as_object or "'xKEYx'" in as_object)
+
+    @property
+    def takes_calls(self) -> bool:
+        """Whether `tool_calls` of a turn are in its text, as far as the template can be asked."""
+        texts = [text for text in self._calls if text]
+        return not texts or any("xVALUEx" in x or "xNAMEx" in x for x in texts)
+
+    def left_out(self, messages: Sequence[ChatMessage], text: str) -> list[str]:
+        """Names of what of `messages` is not in their rendered `text`."""
+        calls = any(message.get("tool_calls") for message in messages)
+        names = left_out(messages, text)
+        return [*names, "tool_calls"] if calls and not self.takes_calls else names
 
     def conversation(
         self,
@@ -315,18 +339,12 @@ class ChatTemplate:
             before = self.text(messages[:number], place, tools, prompt=True) if number else ""
             through = self.text(messages[: number + 1], place, tools)
             stays = whole.startswith(through) and through.startswith(before)
-            lost = left_out([messages[number]], through.removeprefix(before)) if stays else []
+            lost = self.left_out([messages[number]], through[len(before) :]) if stays else []
             if not before.startswith(done) or ((lost or not stays) and number < turns[-1]):
                 raise place.refuse(_not_by_turns(number, lost))
             head = self.ids(before[len(done) :])
             if lost or not stays:
-                content = self.answer(before, str(messages[number]["content"]))
-                if unwritten := left_out([messages[number]], content):
-                    raise place.refuse(
-                        "turns of text, with thoughts in the content as <think>...</think>: the "
-                        f"chat template leaves out {', '.join(lost or unwritten)}"
-                    )
-                turn = [*self.ids(content), end]
+                turn = [*self.ids(self._own_turn(messages[number], before, place, lost)), end]
             else:
                 turn = self.ids(through[len(before) :])
             answered = turn.index(end) + 1 if end in turn else len(turn)
@@ -334,6 +352,26 @@ class ChatTemplate:
             written += [False] * len(head) + [True] * answered + [False] * (len(turn) - answered)
             done = through
         return Segments(tuple(ids), tuple(written))
+
+    def _own_turn(
+        self, message: ChatMessage, before: str, place: Place, lost: Sequence[str]
+    ) -> str:
+        """A last turn that the template does not render as it was written: its own text.
+
+        Raises ConfigError where it is more than text, or does not go on where its prompt ends.
+        """
+        content = str(message["content"])
+        if message.get("tool_calls") or any(message.get(name) for name in REASONING):
+            what = (
+                f"leaves out {', '.join(lost)}" if lost else "changes the text before such a turn"
+            )
+            raise place.refuse(
+                "turns of text, with thoughts in the content as <think>...</think>: the chat "
+                f"template {what}"
+            )
+        if misfit := self.misfit(before, content):
+            raise place.refuse(f"responses that go on where their prompt ends: {misfit}")
+        return self.answer(before, content)
 
     def _marked(
         self, messages: Sequence[ChatMessage], place: Place, tools: list[dict[str, Any]] | None
@@ -356,7 +394,7 @@ class ChatTemplate:
             raise place.refuse("a chat template whose {% generation %} marks hold the answers")
         told = self.tokenizer.decode([id for id, own in zip(ids, written, strict=True) if own])
         assistants = [message for message in messages if message["role"] == "assistant"]
-        return None if left_out(assistants, told) else Segments(tuple(ids), written)
+        return None if self.left_out(assistants, told) else Segments(tuple(ids), written)
 
     def ids(self, text: str) -> list[int]:
         """The tokens of a text of this template, which has its own special tokens."""

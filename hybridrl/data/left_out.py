@@ -1,11 +1,10 @@
 """What a chat template leaves out of the messages that it renders, and what is said of it."""
 
 import itertools
-import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from hybridrl.environments.task import ChatMessage
 
@@ -22,12 +21,11 @@ def left_out(messages: Sequence[ChatMessage], text: str) -> list[str]:
     """
     squeezed = _squeezed(text)
     parts = itertools.chain.from_iterable(map(_parts, messages))
-    lost = (name for name, *forms in parts if not any(_squeezed(x) in squeezed for x in forms))
-    return list(dict.fromkeys(lost))
+    return list(dict.fromkeys(name for name, text in parts if _squeezed(text) not in squeezed))
 
 
-def _parts(message: ChatMessage) -> Iterator[tuple[str, ...]]:
-    """What a message says: the name of each part, and the texts of which one shows it."""
+def _parts(message: ChatMessage) -> Iterator[tuple[str, str]]:
+    """What a message says, each part with its name; calls of tools apart (`takes_calls`)."""
     content = str(message.get("content") or "")
     if message["role"] != "assistant":
         yield f"messages of the role {message['role']}", content
@@ -38,12 +36,6 @@ def _parts(message: ChatMessage) -> Iterator[tuple[str, ...]]:
     for name in REASONING:
         if isinstance(message.get(name), str):
             yield name, message[name]
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call) if isinstance(call, Mapping) else {}
-        if isinstance(function, Mapping):
-            arguments = function.get("arguments")
-            told = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            yield "tool_calls", str(function.get("name", "")), told
 
 
 def _squeezed(text: str) -> str:

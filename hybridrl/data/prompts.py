@@ -17,7 +17,7 @@ from hybridrl.data.chat import (
     read_tools,
 )
 from hybridrl.data.control_tokens import ControlTokens
-from hybridrl.data.left_out import RowNotes, left_out
+from hybridrl.data.left_out import RowNotes
 from hybridrl.data.records import SourceRecord, answer_texts, is_messages
 from hybridrl.environments.task import ChatMessage, EpisodeTask
 
@@ -325,7 +325,7 @@ class _ChatReader:
 
     def _note(self, record: SourceRecord, messages: list[ChatMessage], text: str) -> None:
         """Note what the template does not render of a row's prompt."""
-        for what in left_out(messages, text):
+        for what in self.template.left_out(messages, text):
             self.notes.add(f"the chat template leaves out {what}", record.place)
         if self.template.header:
             self.notes.add(
@@ -336,11 +336,8 @@ class _ChatReader:
 
     def answer(self, record: SourceRecord, prompt: str, response: str) -> str:
         """What the assistant writes after the text of a prompt, control tokens marked."""
-        if self.template.opens_thought(prompt) and "</think>" not in response:
-            self.notes.add(
-                "the chat template opens a thought with <think>, which the response does not close",
-                record.place,
-            )
+        if misfit := self.template.misfit(prompt, response):
+            self.notes.add(misfit, record.place)
         return self.template.answer(prompt, self._without_end(record, response))
 
     def _without_end(self, record: SourceRecord, content: str) -> str:

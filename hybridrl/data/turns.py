@@ -8,6 +8,7 @@ from typing import Any
 
 from hybridrl.config import ConfigError
 from hybridrl.data.chat import ChatTemplate
+from hybridrl.data.control_tokens import ControlTokens
 from hybridrl.data.prompts import Ids
 from hybridrl.environments.task import ChatMessage
 from hybridrl.environments.tool_calls import CallForm
@@ -48,6 +49,7 @@ class TurnTemplate:
         self._bases: dict[Calls, _Base] = {}
         self._ends: set[int] = set()
         self._template: ChatTemplate | None = None
+        self._control, self._said = ControlTokens(tokenizer), False
         if chat:
             self._template = ChatTemplate(tokenizer)
             self._base(())
@@ -72,7 +74,7 @@ class TurnTemplate:
         ValueError for messages that the template does not take.
         """
         if not self.chat:
-            return self._ids("".join(str(message["content"]) for message in messages))
+            return self._ids(self._told("".join(str(m["content"]) for m in messages)))
         try:
             base = self._base(messages)
             text = self._render([_QUESTION, base.turn, *messages], opens=True)
@@ -84,6 +86,17 @@ class TurnTemplate:
             raise ValueError("messages after which the chat template renders a turn otherwise")
         ids = self._ids(tail[len(base.body) :])
         return ids[self._overlap(turn, ids) :]
+
+    def _told(self, text: str) -> str:
+        """A reply without a template, which keeps no control token from being one: said once."""
+        token = self._control.spelled(text)
+        if token and not self._said:
+            self._said = True
+            log.warning(
+                "data.chat=false, and a reply has the control token %r, which is a token there",
+                token,
+            )
+        return text
 
     def check(self, place: str) -> None:
         """Raise ConfigError, with the model's path, for a template that drops a tool's answer."""

@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from hybridrl.config import ConfigError
-from hybridrl.environments.program import ROLES, Model, TurnLimit, check_text
+from hybridrl.environments.program import ROLES, Model, TurnLimit
 from hybridrl.environments.task import ChatMessage, ModelTurn
 from hybridrl.environments.tool_calls import Tools, find_calls
 
@@ -224,10 +224,6 @@ def read_messages(value: Any) -> list[ChatMessage]:
             content = "".join(str(piece.get("text") or "") for piece in content)
         if not isinstance(content, str | None):
             raise Refusal(400, f"a message's content is {content!r:.40}, wanted a text")
-        try:
-            check_text(content or "")
-        except ValueError as error:
-            raise Refusal(400, str(error)) from None
         _check_calls(entry.get("tool_calls"))
         told = {key: value for key, value in entry.items() if value is not None}
         messages.append({**told, "content": content or ""})

@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from hybridrl.config import EnvironmentConfig
+from hybridrl.config.surrogates import without_surrogates
 from hybridrl.environments.fork import ForkGuard
 from hybridrl.environments.program import Model, Program, TurnLimit
 from hybridrl.environments.task import (
@@ -249,7 +250,9 @@ class Episode:
     def _checked(self, step: EpisodeStep) -> EpisodeStep:
         """The step as the driver will have it, or a failure where it cannot be sent."""
         try:
-            return EpisodeStep.from_json(json.loads(json.dumps(step.to_json())))
+            told, replaced = without_surrogates(json.loads(json.dumps(step.to_json())))
+            self.model.replaced += replaced
+            return EpisodeStep.from_json(told)
         except (TypeError, ValueError, RecursionError) as error:
             return failed("error", f"messages that JSON does not have: {error}")
 

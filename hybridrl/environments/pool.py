@@ -100,7 +100,8 @@ class EpisodePool:
         judged = jail, limits or JailLimits()
         self._settings = (config, dict(sources or {}), paths, *judged, call_form or CallForm())
         self.counts: Counter[str] = Counter()
-        """Of this pool so far: `episodes`, `turns`, `replays`, `failed/KIND`, `close_errors`."""
+        """Of this pool so far: `episodes`, `turns`, `replays`, `failed/KIND`, `close_errors`, and
+        `replaced_surrogates`, each of which is a question mark in what a program said."""
         self.spans: deque[BusySpan] = deque(maxlen=MOST_SPANS)
         """What the processes did; for the driver to take."""
         self.tools: tuple[dict[str, Any], ...] = ()
@@ -315,7 +316,7 @@ class EpisodePool:
             if not answer:
                 process.wait_on(request)
                 return
-            start, step, close_error = answer
+            start, step, close_error, replaced = answer
             episode = process.requests.pop(request)
             process.deadlines.pop(request)
             process.limits.pop(request)
@@ -327,6 +328,7 @@ class EpisodePool:
         process.num_answers += 1
         if not process.requests:
             self._note_busy(process)
+        self.counts["replaced_surrogates"] += replaced
         if close_error:
             self.counts["close_errors"] += 1
             logger.warning("environment of sample %s: close failed: %s", episode.id, close_error)

@@ -72,6 +72,8 @@ class Model:
         """What each of them has earned."""
         self.scalars: dict[str, float | int | str] = {}
         """Numbers and short texts that become scalars of the sample."""
+        self.replaced = 0
+        """Lone surrogates in what was said, each of which is a question mark."""
         self.close_error = ""
         """The error of an environment that could not be closed."""
 
@@ -138,17 +140,7 @@ def _checked(message: Any) -> ChatMessage:
     content = message.get("content")
     if not isinstance(content, str | None):
         raise TypeError(f"a message's content is {type(content).__name__}, wanted a text")
-    check_text(content or "")
     return {**message, "content": content or ""}
-
-
-def check_text(text: str) -> None:
-    """Raise ValueError where a text has a lone surrogate, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code = f"{ord(text[error.start]):x}"
-        raise ValueError(f"a message has the lone surrogate \\u{code}, wanted UTF-8") from None
 
 
 def as_number(value: Any) -> float:

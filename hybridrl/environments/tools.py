@@ -9,6 +9,7 @@ from random import Random
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hybridrl.config import ConfigError
+from hybridrl.config.surrogates import without_surrogates
 from hybridrl.environments.program import Environment, Model, result_of
 from hybridrl.environments.task import ChatMessage, EpisodeTask
 from hybridrl.environments.tool_calls import ToolCall, find_calls
@@ -45,12 +46,12 @@ def with_tools(functions: Sequence[Tool], path: str) -> Environment:
             calls = find_calls(turn.text, schemas)
             if not calls:
                 return
-            messages = [await answered(call, tools) for call in calls]
+            messages = [await answered(call, tools, model) for call in calls]
 
     return Environment(program, schemas)
 
 
-async def answered(call: ToolCall, tools: dict[str, Tool]) -> ChatMessage:
+async def answered(call: ToolCall, tools: dict[str, Tool], model: Model) -> ChatMessage:
     """The message that answers a call: the function's value, or what is wrong with the call."""
     message: ChatMessage = {"role": "tool", "name": call.name, "content": ""}
     if call.id:
@@ -60,7 +61,8 @@ async def answered(call: ToolCall, tools: dict[str, Tool]) -> ChatMessage:
         error = f"there is no tool {call.name!r}, but {', '.join(sorted(tools))}"
     if not error:
         try:
-            arguments = bound(tools[call.name], call)
+            arguments, replaced = without_surrogates(bound(tools[call.name], call))
+            model.replaced += replaced
             value = await result_of(tools[call.name](**arguments))
             return {**message, "content": value if isinstance(value, str) else _as_json(value)}
         except Exception as raised:  # the model is told, as a user would be

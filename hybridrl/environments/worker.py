@@ -38,9 +38,9 @@ MOST_THREADS = 512
 class Server:
     """Runs the episodes of a process.
 
-    Each request has a number, and gets an answer `[request, start, step, close_error]`; what it did
-    not ask for is null. `[request]` before it says that its program is queued, and is to be waited
-    for.
+    Each request has a number, and gets an answer `[request, start, step, close_error, replaced]`;
+    what it did not ask for is null, `replaced` counts lone surrogates. `[request]` before it says
+    that its program is queued, and is to be waited for.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Server:
         if turn is not None and start.failure is None:
             await self.step(request, number, turn, start.to_json())
             return
-        self._answer(request, start.to_json(), None, episode.model.close_error)
+        self._answer(request, start.to_json(), None, episode.model)
         if start.failure is not None:
             await self.end(number, episode)
 
@@ -108,7 +108,7 @@ class Server:
         step = await episode.step(turn)
         if step.messages is None and step.failure is None:
             await self.end(number)
-        self._answer(request, start, step.to_json(), episode.model.close_error)
+        self._answer(request, start, step.to_json(), episode.model)
         if step.failure is not None:
             await self.end(number, episode)
 
@@ -150,8 +150,10 @@ class Server:
     def _wait_on(self, request: int) -> None:
         self.connection.send_bytes(json.dumps([request]).encode())
 
-    def _answer(self, request: int, start: Any, step: Any, close_error: str) -> None:
-        self.connection.send_bytes(json.dumps([request, start, step, close_error]).encode())
+    def _answer(self, request: int, start: Any, step: Any, model: Model) -> None:
+        answer = [request, start, step, model.close_error, model.replaced]
+        model.replaced = 0
+        self.connection.send_bytes(json.dumps(answer).encode())
 
 
 async def run(

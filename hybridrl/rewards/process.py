@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import math
 import os
 import signal
@@ -15,6 +16,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 from hybridrl.config import ConfigError, JudgeConfig, SourceConfig
+from hybridrl.config.surrogates import without_surrogates
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 """Seconds for a process to import what it needs."""
@@ -46,6 +50,8 @@ class SandboxedProcess:
     ) -> None:
         self.name, self.largest_answer = name, largest_answer
         self.ready = False
+        self.replaced = 0
+        """Lone surrogates that its answers had."""
         self.deadline = time.monotonic() + START_TIMEOUT_S
         self.connection, theirs = Pipe()
         descriptors = [theirs.fileno(), *shared]
@@ -127,7 +133,14 @@ class SandboxedProcess:
 
     def receive(self) -> list[Any]:
         """Its next answer. Raises EOFError or OSError if it is dead, ValueError for garbage."""
-        answer = json.loads(self.connection.recv_bytes(self.largest_answer))
+        sent = self.connection.recv_bytes(self.largest_answer)
+        answer = json.loads(sent)
+        if b"\\ud" in sent:  # JSON writes whole characters beyond the first plane so, too
+            answer, replaced = without_surrogates(answer)
+            if replaced and not self.replaced:
+                logger.warning("a %s process answers with lone surrogates: each becomes ?",
+                               self.name)  # fmt: skip
+            self.replaced += replaced
         if not isinstance(answer, list):
             raise ValueError(f"{answer!r} is no answer")
         return answer

@@ -40,14 +40,6 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def encodable(text: str) -> str:
-    """`text` with a question mark for each lone surrogate, which has no UTF-8 form.
-
-    Broken output of a model may hold one, and so may an error's message that quotes it.
-    """
-    return text.encode("utf-8", "replace").decode()
-
-
 def dump(record: Mapping[str, Any]) -> str:
     """`record` as one line of strict JSON, without the line's end."""
     return json.dumps(plain(record), allow_nan=False, ensure_ascii=False)

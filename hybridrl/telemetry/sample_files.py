@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.telemetry.records import encodable, named
+from hybridrl.config.surrogates import without_surrogates
+from hybridrl.telemetry.records import named
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -60,7 +61,7 @@ def write(run_dir: Path, step: int, rank: int, columns: dict[str, Any]) -> Path:
     path = path_of(run_dir, step, rank)
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    table = pa.table(_encodable(columns), schema=schema())
+    table = pa.table(without_surrogates(columns)[0], schema=schema())
     try:
         with named(path), partial.open("wb") as file:
             pq.write_table(table, file, compression="zstd", row_group_size=_ROW_GROUP)
@@ -135,14 +136,3 @@ def read_sample(path: Path, id: str) -> dict[str, Any] | None:
                 (sample,) = row.select(schema().names).to_pylist()
                 return dict(sample)
     return None
-
-
-def _encodable(value: Any) -> Any:
-    """Columns whose texts have a UTF-8 form."""
-    if isinstance(value, str):
-        return encodable(value)
-    if isinstance(value, dict):
-        return {key: _encodable(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_encodable(item) for item in value]
-    return value

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.config.surrogates import encodable
 from hybridrl.flow.ledger import Drop
 from hybridrl.flow.sample import SampleId, Scalar, TokenSpan
 from hybridrl.telemetry import sample_files
-from hybridrl.telemetry.records import encodable
 from hybridrl.workers.store import StoredSample
 
 if TYPE_CHECKING:

@@ -113,6 +113,20 @@ def test_a_template_that_heeds_it_is_left_alone(
     assert prompts(load, jsonl, bare).prompt.endswith("?[/INST]")
 
 
+def test_calls_that_are_left_out_of_prompts(
+    load: Load, jsonl: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    turn = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    asked = [{"role": "user", "content": "add"}, turn, {"role": "tool", "content": "4"}]
+    rows = [{"prompt": asked, "answer": str(n)} for n in range(6)]
+    source = SourceConfig(kind=SourceKind.jsonl, name=jsonl(rows))
+    settings: dict[str, Any] = {"chat": True, "eval_size": 0, "generates": False}
+    load(source, tokenizer=tokenizer_of(chatml()), **settings)
+    assert not caplog.records
+    load(source, tokenizer=tokenizer_of(NO_CALLS), **settings)
+    assert "leaves out tool_calls (6 rows, the first is row 1)" in said(caplog)
+
+
 def test_system_messages_that_are_left_out(
     load: Load, jsonl: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -156,9 +170,29 @@ def test_thoughts_of_an_earlier_turn_are_refused(load: Load, jsonl: Any) -> None
     ],
 )
 def test_what_has_no_form_is_refused(load: Load, jsonl: Any, fields: Any, name: str) -> None:
-    tokenizer, messages = tokenizer_of(NO_CALLS), conversation("4", **fields)
+    """A call of `add` is not there because the text says so."""
+    tokenizer, messages = tokenizer_of(NO_CALLS), conversation("I add.", **fields)
     with pytest.raises(ConfigError, match=rf"turns of text.*leaves out {name} \(row 1\)"):
         conversations(load, jsonl, tokenizer, messages)
+
+
+@pytest.mark.parametrize(
+    ("opens", "answer", "reason"),
+    [
+        ("<think>\n", "4", "opens a thought with <think>, which the response does not close"),
+        ("<think>\n\n</think>\n\n", "<think>so</think>4", "and the response opens another"),
+    ],
+)
+def test_responses_that_do_not_go_on_where_the_prompt_ends(
+    load: Load, jsonl: Any, caplog: pytest.LogCaptureFixture, opens: str, answer: str, reason: str
+) -> None:
+    """Named where the user says how a prompt is answered, refused as a conversation."""
+    template = OPENS_THOUGHT.replace("assistant\n<think>\n", f"assistant\n{opens}")
+    tokenizer = tokenizer_of(template)
+    prompts(load, jsonl, tokenizer, answer_template=answer)
+    assert reason in said(caplog)
+    with pytest.raises(ConfigError, match=reason):
+        conversations(load, jsonl, tokenizer, conversation(answer))
 
 
 def test_a_thought_that_the_prompt_opens_is_opened_once(
@@ -170,8 +204,6 @@ def test_a_thought_that_the_prompt_opens_is_opened_once(
     assert item.prompt.endswith("<think>\n")
     assert tokenizer.decode(item.target_ids) == f"so\n</think>4{END}"
     assert not caplog.records
-    prompts(load, jsonl, tokenizer)
-    assert "opens a thought with <think>, which the response does not close" in said(caplog)
 
 
 SPELLED = f"hi{END}\n<|im_start|>assistant\nno"

@@ -114,6 +114,14 @@ def test_without_a_template_a_reply_is_its_text() -> None:
     assert tokenizer.decode(template.between(ids(tokenizer, "2+3"), reply)) == "5; on"
 
 
+def test_without_a_template_control_tokens_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    template = TurnTemplate(tokenizer_of(CHATML), chat=False)
+    for _ in range(2):
+        template.between((), [{"role": "tool", "content": "5<|im_end|>"}])
+    (record,) = caplog.records
+    assert "a reply has the control token '<|im_end|>'" in record.getMessage()
+
+
 @pytest.mark.parametrize("most", [45, 60, 61, 500])
 def test_a_long_reply_is_cut(most: int) -> None:
     tokenizer = tokenizer_of(CHATML)

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from environment_pools import Make, Pool, played, task
 
-from hybridrl.config import ConfigError
 from hybridrl.environments import EpisodePool, EpisodeStart, EpisodeStep, ModelTurn, Openings
 from hybridrl.environments import pool as pools
 from hybridrl.environments.episode_process import EpisodeProcess, ServedEpisode
@@ -171,6 +170,7 @@ async def rich(task, model, rng):
 
 async def broken(task, model, rng):
     await model.turn("a\\ud800b:")
+    await model.turn({"role": "tool", "content": "c\\udfff\\ud83d\\ude00"})
 
 
 async def stubborn(task, model, rng):
@@ -527,10 +527,14 @@ def test_processes_killed_at_random_change_nothing(make: Make, pool: Pool, seed:
     assert kills
 
 
-def test_a_first_message_that_no_tokenizer_takes_is_refused(make: Make) -> None:
-    with (
-        Openings(make(PROGRAMS, "broken")) as opening,
-        pytest.raises(ConfigError, match=r"lone surrogate \\ud800, wanted UTF-8") as caught,
-    ):
-        opening([task("q")])
-    assert "\n" not in str(caught.value)
+def test_lone_surrogates_are_replaced_and_counted(make: Make, pool: Pool) -> None:
+    """Those two that make a character are none."""
+    config = make(PROGRAMS, "broken")
+    with Openings(config) as opening:
+        ((message,),) = opening([task("q")])
+    assert message["content"] == "a?b:"
+    episodes = pool(config)
+    start, (step,) = played(episodes, task("q"), ["a"])
+    assert start.messages == (message,)
+    assert [m["content"] for m in step.messages or ()] == ["c?\U0001f600"]
+    assert episodes.counts["replaced_surrogates"] == 2

@@ -22,6 +22,8 @@ from hybridrl.environments.episode import Episode
 from hybridrl.environments.load import load_environment
 from hybridrl.environments.program import Model
 from hybridrl.environments.python import told
+from hybridrl.environments.tool_calls import ToolCall
+from hybridrl.environments.tools import answered
 from hybridrl.rewards import jail
 from hybridrl.rewards.jail import JailResult
 
@@ -263,3 +265,16 @@ def test_settings_of_a_run_that_cannot_work() -> None:
 )
 def test_the_error_is_told_though_several_processes_write(stderr: str, line: str) -> None:
     assert told(JailResult("error", "", stderr)) == line
+
+
+def test_lone_surrogates_in_the_arguments_of_a_call_are_replaced_and_counted() -> None:
+    def echo(text: str) -> str:
+        return text.encode().decode()  # raises for them
+
+    async def ask(messages: Any) -> Any:
+        raise AssertionError
+
+    model = Model(ask, 1, ask)
+    call = ToolCall("echo", {"text": "a\ud83db"})
+    assert asyncio.run(answered(call, {"echo": echo}, model))["content"] == "a?b"
+    assert model.replaced == 1
