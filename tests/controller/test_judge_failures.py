@@ -36,9 +36,9 @@ def run(make_run: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
     (folder / "judge.py").write_text(FUNCTION)
     (folder / "down").touch()
     reward = [f"reward.function={folder}/judge.py:score", "reward.max_failed_share=1"]
-    made = make_run(folder / "run", *reward, "cluster.ranks=1", "trainer.steps=3")
+    directory = make_run(folder / "run", *reward, "cluster.ranks=1", "trainer.steps=3")
     (folder / "down").unlink()
-    return made
+    return directory
 
 
 def test_no_value_is_invented(run: Path) -> None:

@@ -13,15 +13,15 @@ IM = ["<|im_start|>", "<|im_end|>"]
 
 
 def tokenizer(special: Sequence[str], plain: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    made = make_char_tokenizer("abcdefghij{}", 64)
-    made.add_tokens([AddedToken(token, special=True) for token in special], special_tokens=True)
-    made.add_tokens([AddedToken(token, special=False) for token in plain])
-    return made
+    mine = make_char_tokenizer("abcdefghij{}", 64)
+    mine.add_tokens([AddedToken(token, special=True) for token in special], special_tokens=True)
+    mine.add_tokens([AddedToken(token, special=False) for token in plain])
+    return mine
 
 
-def text(made: PreTrainedTokenizerFast, written: str, skips: bool | None = None) -> str:
-    ids = made(written, add_special_tokens=False)["input_ids"]
-    return ResponseText(made, skips)([*ids, made.eos_token_id])
+def text(mine: PreTrainedTokenizerFast, written: str, skips: bool | None = None) -> str:
+    ids = mine(written, add_special_tokens=False)["input_ids"]
+    return ResponseText(mine, skips)([*ids, mine.eos_token_id])
 
 
 @pytest.mark.parametrize(
@@ -42,24 +42,24 @@ def text(made: PreTrainedTokenizerFast, written: str, skips: bool | None = None)
 )  # fmt: skip
 def test_markers_of_thoughts_and_calls_stay(special: list[str], written: str, kept: str) -> None:
     """Ends and other special tokens do not; `true` takes all of them out, as the tokenizer does."""
-    made = tokenizer(special)
-    assert text(made, written) == kept
-    ids = made(written, add_special_tokens=False)["input_ids"]
-    plain = made.decode(ids, skip_special_tokens=True)
-    assert text(made, written, True) == plain
-    assert (plain == kept) == (not ResponseText(made).kept)
+    mine = tokenizer(special)
+    assert text(mine, written) == kept
+    ids = mine(written, add_special_tokens=False)["input_ids"]
+    plain = mine.decode(ids, skip_special_tokens=True)
+    assert text(mine, written, True) == plain
+    assert (plain == kept) == (not ResponseText(mine).kept)
 
 
 def test_markers_that_are_no_special_tokens_stay_as_they_are() -> None:
-    made = tokenizer(IM, ["<think>", "</think>"])
-    assert ResponseText(made).kept == {}
-    assert text(made, "<think>ab</think>c<|im_end|>") == "<think>ab</think>c"
-    assert text(made, "<think>ab</think>c<|im_end|>", True) == "<think>ab</think>c"
+    mine = tokenizer(IM, ["<think>", "</think>"])
+    assert ResponseText(mine).kept == {}
+    assert text(mine, "<think>ab</think>c<|im_end|>") == "<think>ab</think>c"
+    assert text(mine, "<think>ab</think>c<|im_end|>", True) == "<think>ab</think>c"
 
 
 def test_all_but_the_end() -> None:
-    made = tokenizer(["<think>", "</think>", "<|note|>", *IM])
-    assert text(made, "<think>a<|note|>b</think>c<|im_end|>", False) == (
+    mine = tokenizer(["<think>", "</think>", "<|note|>", *IM])
+    assert text(mine, "<think>a<|note|>b</think>c<|im_end|>", False) == (
         "<think>a<|note|>b</think>c"
     )
-    assert text(made, "ab<think>c</think>", False) == "ab<think>c</think>"
+    assert text(mine, "ab<think>c</think>", False) == "ab<think>c</think>"
