@@ -18,7 +18,8 @@ def parts(user_rewards: Path, model: str) -> list[str]:
         f"shape: {{kind: function, function: '{user_rewards}:troubled', timeout_s: 1.5, weight: 2}}"
     )
     liked = f"liked: {{kind: model, model: '{model}', weight: -0.5}}"
-    return ["reward=sum", f"+reward.parts={{{exact}, {shape}, {liked}}}"]
+    parts = f"+reward.parts={{{exact}, {shape}, {liked}}}"
+    return ["reward=sum", parts, "reward.max_failed_share=1"]
 
 
 @pytest.fixture(scope="module")
