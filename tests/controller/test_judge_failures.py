@@ -77,7 +77,7 @@ def test_a_replay_fails_where_the_run_has(run: Path) -> None:
 
 
 def failed_event(*ids: SampleId, status: str = "ok") -> Computed:
-    scalars = {"reward": (2.0,) * len(ids), "reward_status": (status,) * len(ids)}
+    scalars: dict[str, Any] = {"reward": (2.0,) * len(ids), "reward_status": (status,) * len(ids)}
     return Computed("reward", ids, scalars, (), seconds=1.0)
 
 
