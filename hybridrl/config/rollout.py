@@ -102,6 +102,10 @@ class RolloutConfig(SamplingConfig):
     stop: list[str] = field(default_factory=list)
     """Texts that end a response, besides the end-of-text token. The response keeps them. One that
     is a token of the vocabulary counts as that token alone; any other wherever it appears."""
+    skip_special_tokens: bool | None = None
+    """Whether the text of a response, which judges, environments and records get, is without the
+    tokenizer's special tokens. Null: but for the markers of thoughts and tool calls among them.
+    False: but for the ends of a text. It ends without a special token in any case."""
     max_running: int = bounded(256, least=1)
     """Samples that decode at the same time on an instance."""
     block_size: int = bounded(16, least=1)

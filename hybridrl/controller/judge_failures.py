@@ -1,6 +1,6 @@
 """The judgements that have failed in a run's whole steps: `RUN/judges/failures.jsonl`.
 
-Where such a step is made again, by the resumed run or a replay, they fail again: its batch stays
+Where such a step is made again, by the resumed run or a replay, they fail again. So its batch stays
 the same, though the judge may answer by then.
 """
 

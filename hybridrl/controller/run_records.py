@@ -205,7 +205,12 @@ def _turns(texts: SampleTexts) -> dict[str, Any]:
 
 def _score(sample: Sample, name: str) -> Any:
     """A judge's score, null where it has failed; a recipe's own reward has no judge's status."""
-    return None if failed_status(sample, (f"{name}_status",)) else sample.scalars.get(name)
+    return None if _has_failed(sample, name) else sample.scalars.get(name)
+
+
+def _has_failed(sample: Sample, name: str) -> bool:
+    """Whether the scalar `name` is a score that its judge did not give."""
+    return failed_status(sample, (f"{name}_status",)) is not None
 
 
 def _failure(sample: Sample) -> dict[str, Any]:
@@ -235,7 +240,8 @@ def sample_facts(result: StepResult, origin_of: OriginOf) -> dict[int, list[Samp
     for sample in result.dispatched:
         source, task = origin_of(sample.id.prompt)
         drop = result.dropped.get(sample.id)
-        facts = SampleFacts(sample.id, source, task, sample.spans, sample.scalars, drop)
+        scores = {name: x for name, x in sample.scalars.items() if not _has_failed(sample, name)}
+        facts = SampleFacts(sample.id, source, task, sample.spans, scores, drop)
         by_rank[sample.rank].append(facts)
     return by_rank
 

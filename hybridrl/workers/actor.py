@@ -40,6 +40,7 @@ from hybridrl.models.adapters import pair_of
 from hybridrl.models.buffers import copy_buffers
 from hybridrl.models.ends import end_token_ids
 from hybridrl.models.load import TORCH_DTYPES
+from hybridrl.models.response_text import ResponseText
 from hybridrl.models.shard import GenParallel
 from hybridrl.workers.answers import ActorDescription
 from hybridrl.workers.ema import MovingAverage
@@ -138,7 +139,7 @@ class Actor:
             # What is there already, its weights, is seen in use.
             max(0, staying.reserved_bytes - memory.nbytes * memory.stays),
         )
-        self._tokenizer = tokenizer
+        self._text_of = ResponseText(tokenizer, config.rollout.skip_special_tokens)
         self.sampling = SamplingTexts(
             tokenizer, config.data.chat, stop, end_token_ids(model_path, model_config)
         )
@@ -261,6 +262,7 @@ class Actor:
             instance=self.instance,
             peers=self._own_peers,
             wide={number: share.peers for number, share in self.wide.items()},
+            kept_tokens=tuple(self._text_of.kept.values()),
         )
 
     def close(self) -> None:
@@ -438,8 +440,7 @@ class Actor:
             self._items[id] = item, grown(spans, turn.response_tokens, self.generating_version)
         if not self._tells(id):
             return None
-        text = self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
-        assert isinstance(text, str)
+        text = self._text_of(turn.token_ids)
         return TurnEnded(id, tuple(turn.token_ids), text, turn.finish, turn.response_tokens)
 
     def _tells(self, id: SampleId) -> bool:

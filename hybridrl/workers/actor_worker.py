@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import AnswersStage, Graph, MapStage, Stage, UpdateStage
 from hybridrl.flow.sample import LOSS_MASK, NO_VERSION, SampleId, TokenSpan
+from hybridrl.models.response_text import ResponseText
 from hybridrl.planner.memory import PoolSizes
 from hybridrl.rewards import RewardInput
 from hybridrl.telemetry.digests import ShardDigest
@@ -81,6 +81,7 @@ class ActorWorker(BaseWorker):
     def setup(self, host: str, port: int, sizes: PoolSizes | None = None) -> Reply[RankDescription]:
         """Join the process group, whose first rank listens on `port` of `host`; load the actor."""
         process = self._join(host, port, sizes)
+        self.text_of = ResponseText(self.tokenizer, self.config.rollout.skip_special_tokens)
         with self._span("load"):
             model = (self.config, self.model_path, self.tokenizer, self.store, self.device)
             nodes = [process.node] * self.size
@@ -94,7 +95,7 @@ class ActorWorker(BaseWorker):
             for name in self.config.eval_judges:  # in every recipe
                 self._add_judge(name)
         if self.config.telemetry.samples is KeptSamples.all:
-            self.writer = SampleWriter(Path(self.config.run.dir), self.rank, self.tokenizer)
+            self.writer = SampleWriter(Path(self.config.run.dir), self.rank, self.text_of)
         return self._reply(RankDescription(process=process, actor=actor.describe()))
 
     def _actor_weights(
@@ -297,7 +298,7 @@ class ActorWorker(BaseWorker):
     @dispatch(Dispatch.SAME, concurrent=True)
     def reward_inputs(self, ids: tuple[SampleId, ...]) -> Reply[tuple[RewardInput, ...]]:
         """What a judge on the driver's node sees of samples that live here."""
-        return Reply(tuple(reward_inputs(self.store, self.tokenizer, ids)), (), concurrent=True)
+        return Reply(tuple(reward_inputs(self.store, self.text_of, ids)), (), concurrent=True)
 
     @dispatch(Dispatch.SAME)
     def infer(
@@ -401,7 +402,7 @@ class ActorWorker(BaseWorker):
     @dispatch(Dispatch.SAME)
     def texts(self, ids: tuple[SampleId, ...]) -> Reply[dict[SampleId, SampleTexts]]:
         """Prompt, response and turns of the samples that live here, for the record."""
-        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        decode = self.text_of
         texts = {}
         for id in ids:
             sample = self.store[id]

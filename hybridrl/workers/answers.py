@@ -45,6 +45,8 @@ class ActorDescription:
     """The ranks of its instance, stage by stage, each in the order of tp."""
     wide: dict[int, list[int]]
     """Ranks of the wide instances that this rank can be in, by their numbers."""
+    kept_tokens: tuple[str, ...] = ()
+    """The special tokens that the text of responses keeps (`rollout.skip_special_tokens`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.config import Config
 from hybridrl.flow.graph import Graph
 from hybridrl.models.load import load_config
+from hybridrl.models.response_text import ResponseText
 from hybridrl.models.shard import GenParallel
 from hybridrl.workers.actor import Actor
 from hybridrl.workers.critic import Critic
@@ -63,7 +64,8 @@ class RoleFactory:
     def verifier(self, name: str) -> Verifier:
         """A judge that runs in processes."""
         judge = self.config.judge_of(name)
-        return Verifier(judge, self.config.sources_of(name), self.tokenizer, self.store)
+        text_of = ResponseText(self.tokenizer, self.config.rollout.skip_special_tokens)
+        return Verifier(judge, self.config.sources_of(name), text_of, self.store)
 
     def neural_judge(self, name: str, parallel: GenParallel) -> NeuralReward:
         """A sequence classifier whose score is the reward, or the cost."""

@@ -4,11 +4,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from hybridrl.config import JudgeConfig, SourceConfig
 from hybridrl.flow.graph import MapStage, Stage
 from hybridrl.flow.sample import TRAINED, TURN, TURN_REWARDS, SampleId, Scalar
+from hybridrl.models.response_text import ResponseText
 from hybridrl.rewards import RewardInput, RewardPool
 from hybridrl.rewards.results import scalars_of
 from hybridrl.workers.store import SampleStore, StoredSample
@@ -23,16 +22,16 @@ class Verifier:
         self,
         config: JudgeConfig,
         sources: Mapping[str, SourceConfig],
-        tokenizer: PreTrainedTokenizerBase,
+        text_of: ResponseText,
         store: SampleStore,
     ) -> None:
         """`sources` are those of the rows, which kind=dataset has its scorers from."""
-        self.tokenizer, self.store = tokenizer, store
+        self.text_of, self.store = text_of, store
         self.pool = RewardPool(config, sources)
 
     def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
         """Decode and score; a verifier that fails marks its sample."""
-        results = self.pool.score(reward_inputs(self.store, self.tokenizer, ids))
+        results = self.pool.score(reward_inputs(self.store, self.text_of, ids))
         return scalars_of(stage.scalars, results), ()
 
     def close(self) -> None:
@@ -41,7 +40,7 @@ class Verifier:
 
 
 def reward_inputs(
-    store: SampleStore, tokenizer: PreTrainedTokenizerBase, ids: Sequence[SampleId]
+    store: SampleStore, text_of: ResponseText, ids: Sequence[SampleId]
 ) -> list[RewardInput]:
     """What a judge sees of samples.
 
@@ -50,8 +49,8 @@ def reward_inputs(
     """
     samples = [store[id] for id in ids]
     if samples and TURN in samples[0].tensors:
-        return [_conversation_input(sample, tokenizer) for sample in samples]
-    texts = [response_text(sample.response_ids, tokenizer) for sample in samples]
+        return [_conversation_input(sample, text_of) for sample in samples]
+    texts = [text_of(sample.response_ids) for sample in samples]
     return [
         RewardInput(
             prompt=sample.item.prompt,
@@ -66,18 +65,13 @@ def reward_inputs(
     ]
 
 
-def response_text(ids: Any, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a response's tokens, for judges, environments and records."""
-    return str(tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def _conversation_input(sample: StoredSample, tokenizer: PreTrainedTokenizerBase) -> RewardInput:
+def _conversation_input(sample: StoredSample, text_of: ResponseText) -> RewardInput:
     ids, turns = sample.response_ids.tolist(), sample.tensors[TURN].tolist()
     trained = sample.tensors[TRAINED].tolist()
     keys = list(zip(turns, (not by_model for by_model in trained), strict=True))
     messages = []
     for (_, replies), pairs in itertools.groupby(zip(keys, ids, strict=True), lambda pair: pair[0]):
-        text = response_text([id for _, id in pairs], tokenizer)
+        text = text_of([id for _, id in pairs])
         messages.append({"role": "environment" if replies else "assistant", "content": text})
     spoken = [message["content"] for message in messages if message["role"] == "assistant"]
     return RewardInput(

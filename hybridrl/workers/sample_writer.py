@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.surrogates import encodable
 from hybridrl.flow.ledger import Drop
 from hybridrl.flow.sample import SampleId, Scalar, TokenSpan
+from hybridrl.models.response_text import ResponseText
 from hybridrl.telemetry import sample_files
 from hybridrl.workers.store import StoredSample
 
@@ -52,9 +52,9 @@ class SampleWriter:
     read here while the rank does other work.
     """
 
-    def __init__(self, run_dir: Path, rank: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, run_dir: Path, rank: int, text_of: ResponseText) -> None:
         self.run_dir, self.rank = run_dir, rank
-        self._texts = TextColumns(tokenizer)
+        self._texts = TextColumns(text_of)
         self._thread = ThreadPoolExecutor(1, "samples")
         # It takes a second, so not when the first step ends.
         self._thread.submit(importlib.import_module, "pyarrow.parquet")
@@ -121,8 +121,8 @@ class SampleWriter:
 class TextColumns:
     """Decodes tokens; the text of each token of the vocabulary is looked up once."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, text_of: ResponseText) -> None:
+        self.text_of, self.tokenizer = text_of, text_of.tokenizer
         self._of_token: dict[int, str] = {}
 
     def prompts(self, positions: Sequence[int], prompts: Sequence[torch.Tensor]) -> list[str]:
@@ -134,9 +134,8 @@ class TextColumns:
         return [texts[position] for position in positions]
 
     def responses(self, responses: Sequence[torch.Tensor]) -> list[str]:
-        """Each response without special tokens."""
-        ids = [tokens.tolist() for tokens in responses]
-        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        """Each response, as judges get it."""
+        return [self.text_of(tokens) for tokens in responses]
 
     def tokens(self, responses: Sequence[torch.Tensor]) -> "pa.Array":
         """The text of every token, special ones too, a list for each response."""

@@ -14,9 +14,10 @@ from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.graph import ComputeStage, Stage, StageMethod
 from hybridrl.flow.sample import SampleId
 from hybridrl.models.load import TORCH_DTYPES
+from hybridrl.models.response_text import ResponseText
 from hybridrl.models.shard import GenParallel
 from hybridrl.rewards.model import TextReader, other_token
-from hybridrl.workers.roles import Scalars, response_text
+from hybridrl.workers.roles import Scalars
 from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
 from hybridrl.workers.training import sequence_of
 
@@ -287,7 +288,7 @@ class NeuralReward(InstanceScorer):
 
         All ranks of the world call it. `tokenizer` is the actor's.
         """
-        self.tokenizer = tokenizer
+        self.text_of = ResponseText(tokenizer, config.rollout.skip_special_tokens)
         self.reader = TextReader(model_path) if other_token(model_path, tokenizer, key) else None
         engine = ScoreEngine(
             AutoConfig.from_pretrained(model_path),
@@ -321,7 +322,7 @@ class NeuralReward(InstanceScorer):
         if self.reader is None:
             return self._read(sample, False)[0]
         item = sample.item
-        text = response_text(sample.response_ids, self.tokenizer)
+        text = self.text_of(sample.response_ids)
         try:
             ids = self.reader.ids(item.messages, item.prompt, text)
         except ValueError as error:

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from hybridrl.flow.ledger import Drop, DropReason
 from hybridrl.flow.sample import SampleId, TokenSpan
+from hybridrl.models.response_text import ResponseText
 from hybridrl.telemetry import sample_files
 from hybridrl.telemetry.rundata import load
 from hybridrl.workers.sample_writer import SampleFacts, SampleWriter
@@ -62,7 +63,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.run / "final")
     waits, walls, cpus = [], [], []
     with tempfile.TemporaryDirectory() as folder:
-        writer = SampleWriter(Path(folder), 0, tokenizer)
+        writer = SampleWriter(Path(folder), 0, ResponseText(tokenizer))
         for step in range(arguments.rounds + 1):  # the first looks up the tokens' texts
             begin, cpu = time.perf_counter(), time.process_time()
             writer.put(step, "rl", samples)

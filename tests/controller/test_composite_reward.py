@@ -18,7 +18,8 @@ def parts(user_rewards: Path, model: str) -> list[str]:
         f"shape: {{kind: function, function: '{user_rewards}:troubled', timeout_s: 1.5, weight: 2}}"
     )
     liked = f"liked: {{kind: model, model: '{model}', weight: -0.5}}"
-    return ["reward=sum", f"+reward.parts={{{exact}, {shape}, {liked}}}"]
+    parts = f"+reward.parts={{{exact}, {shape}, {liked}}}"
+    return ["reward=sum", parts, "reward.max_failed_share=1"]
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +49,14 @@ def test_the_reward_is_the_weighted_sum(runs: dict[str, Any]) -> None:
         assert len(lines) == 2 * 16
         for line in lines:
             kind = sum(map(ord, line["response"])) % 8
-            assert line["reward_shape"] == (kind / 7 if kind > 1 else 0)
             assert line["reward_exact"] == 0
-            wanted = 2 * line["reward_shape"] - 0.5 * line["reward_liked"]
-            assert line["reward"] == pytest.approx(wanted, abs=1e-9)
+            assert (line["drop_reason"] == "judge") == (kind <= 1)
+            if kind > 1:
+                assert line["reward_shape"] == kind / 7
+                wanted = 2 * line["reward_shape"] - 0.5 * line["reward_liked"]
+                assert line["reward"] == pytest.approx(wanted, abs=1e-9)
+            else:  # a part that fails is no score, and the sum none
+                assert (line["reward_shape"], line["reward"]) == (None, None)
             told = {0: "error: shape: ValueError: no such", 1: "timeout: shape: no reward within"}
             assert line["status"].startswith(told.get(kind, "ok"))
         assert len({line["reward_liked"] for line in lines}) > 20
@@ -71,6 +76,10 @@ def test_the_first_part_that_fails_is_told() -> None:
     assert total(1.0, "ok", 3.0, "ok") == (-1.0, "ok")
     assert total(1.0, "ok", 0.0, "error: exit 1") == (2.0, "error: b: exit 1")
     assert total(0.0, "timeout", 1.0, "error: x") == (-1.0, "timeout: a")
+    recorded = WeightedSum((("a", 0.0), ("b", -1.0)))
+    assert recorded(0.0, "timeout", 1.0, "ok") == (-1.0, "ok")  # nothing follows from its score
+    read = WeightedSum((("a", 0.0), ("b", -1.0)), reads=("a", "b"))
+    assert read(0.0, "timeout", 1.0, "ok") == (-1.0, "timeout: a")
 
 
 ONE = "a: {kind: exact}"

@@ -196,10 +196,11 @@ def test_a_reward_that_hangs_does_not_stop_its_rank(
     settings = [setting for setting in long_tail if not setting.startswith("reward")]
     reward = ["reward=function", f"reward.function={user_rewards}:sleepy", "reward.extract=null"]
     steps = ["trainer.steps=1", "reward.timeout_s=1", "cluster.ranks=2"]
+    steps += ["reward.max_failed_share=1"]
     schedule = ["schedule=fused", "schedule.migration_threshold=0"]  # ranks decode to the end
     run = train(tmp_path / "run", *settings, *reward, *schedule, *steps)
     (line,) = run.metrics
-    hung = [s for s in run.steps[0].samples if s.scalars["reward_status"].startswith("timeout")]
+    hung = [s for s in run.steps[0].dispatched if s.scalars["reward_status"].startswith("timeout")]
     assert line["reward_timeout"] == len(hung) > 0
     assert all(sample.response_tokens <= 3 for sample in hung)
     slices = [s for s in run.spans if s.lane.endswith("/concurrent") and s.end - s.start >= 1]

@@ -36,9 +36,9 @@ def run(make_run: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
     (folder / "judge.py").write_text(FUNCTION)
     (folder / "down").touch()
     reward = [f"reward.function={folder}/judge.py:score", "reward.max_failed_share=1"]
-    made = make_run(folder / "run", *reward, "cluster.ranks=1", "trainer.steps=3")
+    directory = make_run(folder / "run", *reward, "cluster.ranks=1", "trainer.steps=3")
     (folder / "down").unlink()
-    return made
+    return directory
 
 
 def test_no_value_is_invented(run: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_replay_fails_where_the_run_has(run: Path) -> None:
 
 
 def failed_event(*ids: SampleId, status: str = "ok") -> Computed:
-    scalars = {"reward": (2.0,) * len(ids), "reward_status": (status,) * len(ids)}
+    scalars: dict[str, Any] = {"reward": (2.0,) * len(ids), "reward_status": (status,) * len(ids)}
     return Computed("reward", ids, scalars, (), seconds=1.0)
 
 

@@ -9,7 +9,13 @@ import pytest
 from stubs import StubJudge
 
 from hybridrl.config.run import TelemetryConfig
-from hybridrl.controller.run_records import RunRecords, step_metrics
+from hybridrl.controller.run_records import (
+    RunRecords,
+    metrics_by_kind,
+    rewards_by_prompt,
+    sample_facts,
+    step_metrics,
+)
 from hybridrl.flow.ledger import Drop, DropReason
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules import StepResult
@@ -158,6 +164,21 @@ def test_lines_of_samples_say_where_they_come_from_and_whether_they_are_used(
         {"id": "4.0"},
         {"id": "5.0"},
     ]
+
+
+def test_a_score_that_its_judge_did_not_give_is_in_no_record() -> None:
+    scalars = {"reward": 0.0, "reward_status": "error: a", "cost": 2.0, "cost_status": "ok"}
+    good = Sample(id=SampleId(4), rank=0, scalars={**scalars, "reward_status": "ok", "reward": 3.0})
+    result = StepResult(1, (), (Sample(id=SampleId(3), rank=0, scalars=scalars), good), {}, {}, ())
+    failed, other = sample_facts(result, lambda position: ("sums", ""))[0]
+    assert "reward" not in failed.scalars
+    assert (failed.scalars["reward_status"], failed.scalars["cost"]) == ("error: a", 2.0)
+    assert other.scalars["reward"] == 3.0
+    assert rewards_by_prompt(result.dispatched) == {3: [], 4: [3.0]}
+    metrics = step_metrics(result, 1.0)
+    assert (metrics["reward_mean"], metrics["cost_mean"], metrics["reward_error"]) == (3.0, 2.0, 1)
+    by_kind = metrics_by_kind(result.dispatched, lambda position: ["all"])
+    assert (by_kind["all/samples"], by_kind["all/reward_mean"]) == (1, 3.0)
 
 
 def test_a_judge_that_fails_always_is_said_once(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from hybridrl.flow.schedules.partial import PartialSchedule
 class ToyLoss(Loss):
     fields = ("advantages",)
 
-    def __call__(self, log_probs, entropy, fields):
+    def __call__(self, log_probs: Any, entropy: Any, fields: Any) -> Any:
         raise AssertionError("only what it reads matters here")
 
 

@@ -1,11 +1,15 @@
 """What judges see of samples: of conversations the last turn, the messages, what was earned."""
 
+from typing import Any
+
 import torch
+from tokenizers import AddedToken
 
 from hybridrl.config import RewardConfig, RewardKind
 from hybridrl.data import Item
 from hybridrl.engines.rollout.interface import Turn
 from hybridrl.flow.sample import SampleId
+from hybridrl.models.response_text import ResponseText
 from hybridrl.models.tiny import make_char_tokenizer
 from hybridrl.rewards import RewardPool
 from hybridrl.workers.roles import reward_inputs
@@ -15,21 +19,24 @@ from hybridrl.workers.turns import conversation_tensors
 TOKENIZER = make_char_tokenizer("abcdefgh#?", 99)
 
 
-def stored(response: str, turns: list[Turn], rewards: list[float]) -> SampleStore:
-    ids = [*TOKENIZER("ab?")["input_ids"], *TOKENIZER(response)["input_ids"]]
+def stored(
+    response: str, turns: list[Turn], rewards: list[float], tokenizer: Any = TOKENIZER
+) -> SampleStore:
+    written = tokenizer(response)["input_ids"]
+    ids = [*tokenizer("ab?")["input_ids"], *written]
     item = Item("ab?", (), "#f", (), "s", {"question": "ab"})
     tensors = {"tokens": torch.tensor(ids)}
     if turns:
         tensors |= conversation_tensors(turns, ids[:3], ids[3:], rewards)
     store = SampleStore()
-    store.add(SampleId(0), StoredSample(len(response), item, tensors))
+    store.add(SampleId(0), StoredSample(len(written), item, tensors))
     return store
 
 
 def test_a_conversation_is_told_apart() -> None:
     turns = [Turn(0, 2, "stop"), Turn(5, 6, "length"), Turn(7, 9, "stop")]
     store = stored("cdefgha#f", turns, [0.25, 0.0, 0.5])
-    (seen,) = reward_inputs(store, TOKENIZER, [SampleId(0)])
+    (seen,) = reward_inputs(store, ResponseText(TOKENIZER), [SampleId(0)])
     assert (seen.prompt, seen.response, seen.answer, seen.earned) == ("ab?", "#f", "#f", 0.75)
     assert seen.item["question"] == "ab"
     told = [(m["role"], m["content"]) for m in seen.item["conversation"]]
@@ -45,5 +52,22 @@ def test_a_conversation_is_told_apart() -> None:
 
 
 def test_a_response_of_one_turn_is_as_ever() -> None:
-    (seen,) = reward_inputs(stored("cd#f", [], []), TOKENIZER, [SampleId(0)])
+    (seen,) = reward_inputs(stored("cd#f", [], []), ResponseText(TOKENIZER), [SampleId(0)])
     assert (seen.response, seen.earned, seen.item) == ("cd#f", None, {"question": "ab"})
+
+
+def test_special_tokens_around_thoughts_are_seen() -> None:
+    """In a response, and in the turns of a conversation."""
+    tokenizer = make_char_tokenizer("abcdefgh#?", 99)
+    markers = [AddedToken(token, special=True) for token in ("<think>", "</think>", "<|im_end|>")]
+    tokenizer.add_tokens(markers, special_tokens=True)
+    spoken = "<think>c</think>#f<|im_end|>"
+    plain = stored(spoken, [], [], tokenizer)
+    (seen,) = reward_inputs(plain, ResponseText(tokenizer), [SampleId(0)])
+    assert seen.response == "<think>c</think>#f"
+    (seen,) = reward_inputs(plain, ResponseText(tokenizer, skips=True), [SampleId(0)])
+    assert seen.response == "c#f"
+    turns = [Turn(0, 6, "stop"), Turn(7, 9, "stop")]
+    talk = stored(f"{spoken}a#h", turns, [0.0, 1.0], tokenizer)
+    (seen,) = reward_inputs(talk, ResponseText(tokenizer), [SampleId(0)])
+    assert [m["content"] for m in seen.item["conversation"]] == ["<think>c</think>#f", "a", "#h"]

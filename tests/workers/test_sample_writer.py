@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybridrl.flow.ledger import Drop, DropReason
 from hybridrl.flow.sample import SampleId, TokenSpan
+from hybridrl.models.response_text import ResponseText
 from hybridrl.models.tiny import make_char_tokenizer
 from hybridrl.telemetry import sample_files
 from hybridrl.workers.sample_writer import SampleFacts, SampleWriter, TextColumns
@@ -49,7 +50,7 @@ def sample(
 def test_datasets_reads_every_sample_with_all_that_is_known_of_it(tmp_path: Path) -> None:
     dropped = Drop(DropReason.FILTER, "has_spread let it go")
     for rank in range(2):
-        writer = SampleWriter(tmp_path, rank, TOKENIZER)
+        writer = SampleWriter(tmp_path, rank, ResponseText(TOKENIZER))
         writer.put(3, "rl", [sample("abc", "defg", position=rank, k=k) for k in range(2)])
         writer.put(4, "rl", [sample("ab", "ghi", position=9 + rank, drop=dropped)])
         writer.close()
@@ -98,7 +99,7 @@ def test_samples_without_log_probabilities_and_without_tokens_have_the_same_colu
     empty = sample("abc", "", k=1)
     with_advantages = sample("abc", "de", k=2)
     with_advantages[1].tensors["advantages"] = torch.tensor([0.25, 0.5])
-    writer = SampleWriter(tmp_path, 0, TOKENIZER)
+    writer = SampleWriter(tmp_path, 0, ResponseText(TOKENIZER))
     writer.put(1, "warm_start", [(facts, stored), empty, with_advantages])
     writer.close()
     table = sample_files.read(sample_files.files_by_step(tmp_path)[1], sample_files.schema().names)
@@ -109,7 +110,7 @@ def test_samples_without_log_probabilities_and_without_tokens_have_the_same_colu
 
 def test_a_sample_may_be_released_and_moved_while_it_waits(tmp_path: Path) -> None:
     facts, stored = sample("abc", "de")
-    writer = SampleWriter(tmp_path, 0, TOKENIZER)
+    writer = SampleWriter(tmp_path, 0, ResponseText(TOKENIZER))
     writer.put(1, "rl", [(facts, stored)])
     stored.tensors.clear()
     writer.flush()
@@ -121,7 +122,7 @@ def test_texts_that_have_no_utf8_form_are_written(tmp_path: Path) -> None:
     """A verifier's status may quote a model's broken output."""
     facts, stored = sample("abc", "de", drop=Drop(DropReason.FILTER, "a \udc80"))
     status = {"reward_status": "error: \ud800", "finish": "\udfff", "\ud800": 1.0}
-    writer = SampleWriter(tmp_path, 0, TOKENIZER)
+    writer = SampleWriter(tmp_path, 0, ResponseText(TOKENIZER))
     broken = replace(facts, source="\ud800", task="\udc80", scalars=status)
     writer.put(1, "rl", [(broken, stored)])
     writer.close()
@@ -137,7 +138,7 @@ def test_texts_that_have_no_utf8_form_are_written(tmp_path: Path) -> None:
 def test_an_error_of_the_thread_names_file_and_step(tmp_path: Path) -> None:
     facts, stored = sample("abc", "de")
     del stored.tensors["tokens"]
-    writer = SampleWriter(tmp_path, 3, TOKENIZER)
+    writer = SampleWriter(tmp_path, 3, ResponseText(TOKENIZER))
     writer.put(12, "rl", [(facts, stored)])
     with pytest.raises(RuntimeError, match=r"step-000012-rank-0003\.parquet: .*step 12: KeyError"):
         writer.flush()
@@ -149,13 +150,13 @@ def test_tokens_that_begin_a_word_keep_their_space() -> None:
     words = {"▁the": 0, "▁cat": 1, "s": 2}
     model = Tokenizer(BPE(words, []))
     model.decoder = decoders.Metaspace()
-    texts = TextColumns(PreTrainedTokenizerFast(tokenizer_object=model))
+    texts = TextColumns(ResponseText(PreTrainedTokenizerFast(tokenizer_object=model)))
     assert texts.tokens([torch.tensor([0, 1, 2])]).to_pylist() == [[" the", " cat", "s"]]
 
 
 def test_a_full_disk_is_told_at_the_next_step_by_its_path(tmp_path: Path) -> None:
     (tmp_path / "samples").write_text("no folder")
-    writer = SampleWriter(tmp_path, 0, TOKENIZER)
+    writer = SampleWriter(tmp_path, 0, ResponseText(TOKENIZER))
     writer.put(1, "rl", [sample("a", "b")])
     with pytest.raises(OSError, match="samples"):
         writer.flush()
@@ -164,7 +165,7 @@ def test_a_full_disk_is_told_at_the_next_step_by_its_path(tmp_path: Path) -> Non
 
 def test_later_steps_are_forgotten_and_what_a_kill_has_left(tmp_path: Path) -> None:
     for rank in range(2):
-        writer = SampleWriter(tmp_path, rank, TOKENIZER)
+        writer = SampleWriter(tmp_path, rank, ResponseText(TOKENIZER))
         for step in (1, 2, 12):
             writer.put(step, "rl", [sample("a", "b")])
         writer.close()
@@ -179,7 +180,7 @@ def test_later_steps_are_forgotten_and_what_a_kill_has_left(tmp_path: Path) -> N
 def write_without_end(run: Path) -> None:
     """Write step after step."""
     torch.set_num_threads(1)
-    writer = SampleWriter(run, 0, TOKENIZER)
+    writer = SampleWriter(run, 0, ResponseText(TOKENIZER))
     samples = [sample("abc", "defg" * 500, k=k) for k in range(64)]
     for step in range(1, 10**6):
         writer.put(step, "rl", samples)

@@ -222,7 +222,7 @@ def test_another_tokenizer_reads_the_text(
             wanted.append(model(torch.tensor([other(text)["input_ids"]])).logits.item())
     reward = NeuralReward(config_of(paths), str(judge), GenParallel(), CPU, store, actor)
     scalars, _ = reward.compute(REWARD, [SampleId(index) for index in range(4)])
-    statuses = list(scalars["reward_status"])
+    statuses = [str(status) for status in scalars["reward_status"]]
     wrong = {1: "error: "} | ({3: "error: its chat template refuses"} if chat == "template" else {})
     for index in range(4):
         if index in wrong:
