@@ -31,8 +31,13 @@ from hybridrl.workers.scorers import (
 from hybridrl.workers.store import SampleStore, StoredSample
 
 CPU = torch.device("cpu")
-REFERENCE = ComputeStage(name="reference", role="reference", outputs=("reference_log_probs",))
-OLD_POLICY = ComputeStage(name="old", role="actor", outputs=("old_log_probs",))
+TEMPERATURE = 0.7  # with which the samples were drawn
+REFERENCE = ComputeStage(
+    name="reference", role="reference", outputs=("reference_log_probs",), temperature=TEMPERATURE
+)
+OLD_POLICY = ComputeStage(
+    name="old", role="actor", outputs=("old_log_probs",), temperature=TEMPERATURE
+)
 REWARD = ComputeStage(name="reward", role="reward", scalars=("reward", "reward_status"))
 TINY = TinyModelConfig(
     hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
@@ -77,14 +82,14 @@ def sample(index: int) -> tuple[SampleId, StoredSample]:
 
 @torch.no_grad()
 def expected(paths: tuple[str, str]) -> dict[int, tuple[list[float], float]]:
-    """By transformers: log-probabilities at temperature 0.7, and the reward model's score."""
+    """By transformers: log-probabilities at `TEMPERATURE`, and the reward model's score."""
     actor = AutoModelForCausalLM.from_pretrained(paths[0])
     reward = AutoModelForSequenceClassification.from_pretrained(paths[1])
     by_index = {}
     for index in range(6):
         _, stored = sample(index)
         ids, response = stored.tensors["tokens"], stored.response_tokens
-        logits = actor(ids[None]).logits[0, len(ids) - response - 1 : -1] / 0.7
+        logits = actor(ids[None]).logits[0, len(ids) - response - 1 : -1] / TEMPERATURE
         log_probs = logits.log_softmax(-1).gather(-1, ids[len(ids) - response :, None])[:, 0]
         by_index[index] = log_probs.tolist(), reward(ids[None]).logits.item()
     return by_index
@@ -105,7 +110,6 @@ def config_of(paths: tuple[str, str]) -> Config:
         model=ModelConfig(path=paths[0]), data=DataConfig(),
         cluster=ClusterConfig(device=Device.cpu),
     )  # fmt: skip
-    config.rollout.temperature = 0.7
     config.trainer.max_tokens_per_micro_batch = 30
     return config
 
