@@ -17,7 +17,7 @@ from pathlib import Path  # noqa: E402
 from gpu_dry import fake_device  # noqa: E402
 from gpu_dry.cases import CASES, FULL, OTHER_RANKS  # noqa: E402
 from gpu_dry.dry_run import run_case  # noqa: E402
-from gpu_dry.provoke import provoke  # noqa: E402
+from gpu_dry.provoke import copies_of_host_memory, provoke  # noqa: E402
 
 
 def main() -> None:
@@ -34,6 +34,7 @@ def main() -> None:
     fake_cuda.install(lambda name: device.sync("wait"))
     fake_device.install(device)
     results = {"all": [*table], "provoked": provoke(device)}
+    results["host copies"] = copies_of_host_memory(device)
     results |= {"cases": {}, "memory": {}, "attention": {}}
     for name in options.case or table:
         begun = time.process_time()

@@ -98,6 +98,8 @@ def install(synchronized: Callable[[str], None]) -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from gpu_dry.host_memory import cudart
+
     cuda: Any = torch.cuda
     only = Stream()
     Event.synchronize = lambda self: synchronized("event.synchronize")
@@ -125,6 +127,7 @@ def install(synchronized: Callable[[str], None]) -> None:
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: None,
         "manual_seed_all": lambda seed: None,
+        "cudart": cudart,
     }
     for name, stand_in in replaced.items():
         assert hasattr(cuda, name), f"torch.cuda has no {name}"

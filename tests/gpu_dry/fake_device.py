@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gpu_dry.host_memory import is_pinned, pinned
 from gpu_dry.refused import refusal
 from gpu_dry.shortcuts import DEVICE, FakePeakMemory, FakeResults, fake_view, no_compiler
 
@@ -42,7 +43,8 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 """Fake ones take any dtypes."""
 ATTENTION = ("counted_attention", "attention_backward", "_varlen_attn", "_varlen_attn_backward")
 """The fake kernels of `world`, and the operators of torch's `varlen_attn`."""
-_VIEWS = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "set_", "is_pinned"}
+_VIEWS = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "set_"}
+_IS_PINNED, _PIN = torch.ops.aten.is_pinned.default, torch.ops.aten._pin_memory.default
 
 
 @dataclass(slots=True)
@@ -51,9 +53,10 @@ class Counts:
 
     `kernels` are operations dispatched on the device besides views and allocations. `collectives`
     are calls of process groups with tensors on the device. `syncs` are waits of the host, by
-    function and kind: `read` (device to host), `upload` (pageable host memory to device), `wait`.
-    `copies` are those between host and device that the host does not wait for, by function: `out`
-    and `in`. `peak` is the most bytes on the device.
+    function and kind: `read` (device to host), `upload` (host to device), `wait`, `pageable`. The
+    last is a copy that was not to be waited for, but whose host memory is not pinned. `copies` are
+    those between host and device that the host does not wait for, by function: `out` and `in`.
+    `peak` is the most bytes on the device.
     """
 
     kernels: int = 0
@@ -132,6 +135,8 @@ class FakeDevice(TorchDispatchMode):
     ) -> Any:
         if func is DEVICE:
             return args[0].device
+        if func is _IS_PINNED:
+            return is_pinned(args[0])
         kwargs = kwargs or {}
         if not _PLAIN.issuperset(types):
             return NotImplemented
@@ -146,6 +151,11 @@ class FakeDevice(TorchDispatchMode):
             viewed = fake_view(self.fake, func, args, kwargs)
             if viewed is not NotImplemented:
                 return viewed
+        if kwargs.get("pin_memory"):  # a CPU build has no memory to pin
+            ordinary = kwargs | {"pin_memory": False}
+            return pinned(self.__torch_dispatch__(func, types, args, ordinary))
+        if func is _PIN:
+            return pinned(args[0].clone())
         target = kwargs.get("device")
         if not fakes and not (target is not None and torch.device(target).type == "cuda"):
             return self._on_host(func, args, kwargs)
@@ -153,8 +163,6 @@ class FakeDevice(TorchDispatchMode):
         if name == "_local_scalar_dense":
             self.sync("read")
             return self.plausible(args[0].dtype)
-        if name == "_pin_memory":
-            return args[0]
         if name in ("_to_copy", "copy_"):
             return self._copy(func, name, args, kwargs)
         if refused := refusal(func, name, args, kwargs):
@@ -169,8 +177,6 @@ class FakeDevice(TorchDispatchMode):
         return out
 
     def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is torch.ops.aten._pin_memory.default:
-            return args[0]
         out = func(*args, **kwargs)
         if func in (torch.ops.c10d.recv_.default, torch.ops.c10d.broadcast_.default):
             received = func is torch.ops.c10d.recv_.default or args[2] != _group_rank(args[1])
@@ -192,10 +198,28 @@ class FakeDevice(TorchDispatchMode):
             out = self._results.run(func, args, kwargs)
             self._count(func, name, args, out)
             return out
+        out = self._copied(func, name, args, kwargs, source, to)
         if waits:
             self.sync("read" if to == "cpu" else "upload")
-        else:
+            return out
+        if to == "cpu" and name == "_to_copy":
+            pinned(out)  # as torch makes it
+        if is_pinned(out if to == "cpu" else source):
             self.counts.copies[f"{caller()}: {'out' if to == 'cpu' else 'in'}"] += 1
+        else:
+            self.sync("pageable")
+        return out
+
+    def _copied(
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        source: torch.Tensor,
+        to: str,
+    ) -> Any:
+        """The result of a copy between host and device."""
         if to == "cpu" and name == "copy_" and not isinstance(args[0], FakeTensor):
             return args[0].fill_(self.plausible(args[0].dtype))
         if to == "cpu" and name == "_to_copy" and source.numel() <= READABLE:

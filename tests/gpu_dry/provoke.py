@@ -1,4 +1,7 @@
-"""Mistakes that a dry run must find: each is made here, and the error that it raised noted."""
+"""Mistakes that a dry run must find: each is made here, and the error that it raised noted.
+
+Copies between the device and each kind of host memory are made here, too.
+"""
 
 from collections.abc import Callable
 
@@ -6,7 +9,8 @@ import torch
 from torch.nn.attention import varlen
 
 from gpu_dry.fake_device import FakeDevice
-from gpu_dry.world import kernels
+from gpu_dry.world import kernels, mirrors_without_values
+from hybridrl.engines.train.pinned import pinned_bytes
 
 
 def _two_devices() -> None:
@@ -104,3 +108,31 @@ def provoke(device: FakeDevice) -> dict[str, str]:
             else:
                 raised[name] = ""
     return raised
+
+
+def copies_of_host_memory(device: FakeDevice) -> dict[str, dict[str, int]]:
+    """What copies in and out that are not to be waited for count as, by kind of host memory."""
+    cuda = torch.device("cuda", 0)
+    counted = {}
+    with device, mirrors_without_values(device):
+        on_device = torch.ones(4, dtype=torch.uint8, device=cuda)
+        ordinary = torch.ones(4, dtype=torch.uint8)
+        kinds = {
+            "ordinary": ordinary,
+            "pin_memory()": ordinary.pin_memory(),
+            "pin_memory=True": torch.empty(4, dtype=torch.uint8, pin_memory=True),
+            "converted": ordinary.pin_memory().float(),
+            "pinned_bytes": pinned_bytes(4, cuda),
+            "pinned_bytes of a CPU": pinned_bytes(4, torch.device("cpu")),
+            "copied out": on_device.to("cpu", non_blocking=True),
+            "read": on_device.cpu(),
+        }
+        for name, memory in kinds.items():
+            with device.phase({}, name) as counts:
+                memory[1:].to(cuda, non_blocking=True)
+                memory[1:].copy_(on_device[1:], non_blocking=True)
+            counted[name] = {
+                kind.split(": ")[1]: number
+                for kind, number in (counts.syncs + counts.copies).items()
+            }
+    return counted

@@ -67,6 +67,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "attention": {**first["attention"], **second["attention"]},
         "all": set(first["all"]),
         "provoked": first["provoked"],
+        "host copies": first["host copies"],
         "missed": [line for line in first["missed"] if line in second["missed"]],
     }
 
@@ -164,7 +165,7 @@ def test_syncs_of_a_decode_step_do_not_grow_with_the_model(
 def test_a_step_copies_the_state_in_few_pieces(results: dict[str, Any]) -> None:
     """Trained weights and moments out and in, with adapters what is frozen in; none is waited for.
 
-    What stays is not copied.
+    A copy of memory that is not pinned would be waited for. What stays is not copied.
     """
     step, leaves = ("switch after updates", "onload with moments"), 0
     for name, figures in results["cases"].items():
@@ -175,6 +176,41 @@ def test_a_step_copies_the_state_in_few_pieces(results: dict[str, Any]) -> None:
         assert not [f for x in counted for f in x["syncs"] if STATE in f], name
         leaves += copies > 0
     assert leaves > 1
+
+
+def test_what_is_not_waited_for_is_copied_from_and_to_pinned_memory(
+    results: dict[str, Any],
+) -> None:
+    """Else torch copies while the host waits, whatever the caller asked for."""
+    pageable = [
+        (name, phase, sync)
+        for name, figures in results["cases"].items()
+        for phase, counted in figures["phases"].items()
+        for sync in counted["syncs"]
+        if sync.endswith(": pageable")
+    ]
+    assert not pageable
+
+
+@pytest.mark.parametrize(
+    ("memory", "is_pinned"),
+    [
+        ("ordinary", False),
+        ("pin_memory()", True),
+        ("pin_memory=True", True),
+        ("converted", False),
+        ("pinned_bytes", True),
+        ("pinned_bytes of a CPU", False),
+        ("copied out", True),
+        ("read", False),
+    ],
+)
+def test_a_fake_gpu_knows_pinned_memory(
+    results: dict[str, Any], memory: str, is_pinned: bool
+) -> None:
+    """Of a copy in and one out, which are not to be waited for."""
+    wanted = {"in": 1, "out": 1} if is_pinned else {"pageable": 2}
+    assert results["host copies"][memory] == wanted
 
 
 def test_the_adapters_switch_waits_once(results: dict[str, Any]) -> None:

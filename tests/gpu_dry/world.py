@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 from gpu_dry.fake_device import ROOT, FakeDevice
 from hybridrl.config import ClusterConfig, Device, TinyModelConfig
 from hybridrl.engines.score.shared_memory import SharedMemory
-from hybridrl.engines.train import pipeline_executor, state_memory
+from hybridrl.engines.train import pinned, pipeline_executor
 from hybridrl.layout import process_groups
 from hybridrl.models import stored_weights
 from hybridrl.models.counted_modules import counted_attention
@@ -174,15 +174,24 @@ class _Slice:
             return torch.empty(sizes, dtype=torch.bfloat16)
 
 
+class _EmptyTorch:
+    """torch, whose zeros are fake."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *args: Any, **settings: Any) -> torch.Tensor:
+        with self._device.fake:
+            return torch.zeros(*args, **settings)
+
+
 @contextmanager
 def mirrors_without_values(device: FakeDevice) -> Iterator[None]:
     """Pinned memory for what leaves the device is fake: it would be as large as the model."""
-
-    def pinned(size: int, _: torch.device) -> torch.Tensor:
-        with device.fake:
-            return torch.empty(size, dtype=torch.uint8)
-
-    with mock.patch.object(state_memory, "pinned_bytes", pinned):
+    with mock.patch.object(pinned, "torch", _EmptyTorch(device)):
         yield
 
 
