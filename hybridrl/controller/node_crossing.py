@@ -1,12 +1,17 @@
 """tp, ep and cp across nodes, which a run is warned of: each layer's collectives are slow."""
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from hybridrl.config import Config, Grouping
+from hybridrl.config import Config, ConfigError, Grouping, RolloutLayoutConfig
 from hybridrl.layout.grouping import TrainAxes, nodes_spanned
 from hybridrl.layout.parameters import context_mesh, expert_mesh
-from hybridrl.layout.switching import candidate_orders
+from hybridrl.layout.switching import candidate_orders, check_ascending
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Groups = Sequence[Sequence[int]]
 
@@ -55,14 +60,20 @@ def crossing_warnings(
         return f"trainer.layout.ep={ep} trainer.layout.ep_grouping=vanilla"
 
     def generation_instead() -> str:
-        def spans(tp: int) -> bool:
-            orders = candidate_orders(axes, gen.ranks // tp, tp, nodes=nodes)
-            return any(nodes_spanned(positions, nodes)[0] for positions in orders)
+        from hybridrl.models.shape import model_shape
 
-        if gen.grouping is not Grouping.auto and not spans(gen.tp):
-            return "rollout.layout.grouping=auto"
-        tp = _largest(gen.tp, lambda tp: not spans(tp))
-        return f"rollout.layout.tp={tp} rollout.layout.pp={gen.ranks // tp}"
+        shape = model_shape(config.model)
+
+        def helps(layout: RolloutLayoutConfig) -> bool:
+            if not _allowed(config, axes, layout, shape):
+                return False
+            ascending = config.rollout.features.ascending
+            sizes = layout.pp, layout.tp, layout.grouping
+            orders = candidate_orders(axes, *sizes, ascending=ascending, nodes=nodes)
+            return not any(nodes_spanned(positions, nodes)[0] for positions in orders)
+
+        alone = replace(gen, tp=1, ep=1, grouping=Grouping.auto)
+        return _changes(gen, next(filter(helps, _alternatives(gen)), alone))
 
     groups = of_training(axes, train.cp)
     decoding = [group for block in instances for group in _pieces(block, gen.tp)]
@@ -71,8 +82,9 @@ def crossing_warnings(
     lines = []
     if not stays(groups["tp"]):
         tp = _largest(train.tp, lambda tp: stays(_pieces(ranks, tp)))
-        setting = f"trainer.layout.tp={train.tp}"
-        lines += line(setting, groups["tp"], *of_tp, f"trainer.layout.tp={tp}")
+        setting, fsdp = f"trainer.layout.tp={train.tp}", train.fsdp * train.tp // tp
+        instead = f"trainer.layout.tp={tp} trainer.layout.fsdp={fsdp}"
+        lines += line(setting, groups["tp"], *of_tp, instead)
     if not stays(decoding):
         lines += line(f"rollout.layout.tp={gen.tp}", decoding, *of_tp, generation_instead())
     lines += line(
@@ -88,6 +100,54 @@ def crossing_warnings(
             f"trainer.layout.cp={train.cp}", groups["cp"], *kind, f"trainer.layout.cp={cp}"
         )
     return lines
+
+
+def _alternatives(gen: RolloutLayoutConfig) -> Iterator[RolloutLayoutConfig]:
+    """Layouts to generate with instead, those nearest to `gen` first.
+
+    Instances keep their size, or have fewer ranks: some models and settings allow no stages. Ranks
+    that have whole experts still do. An order by name gives way to `auto` before tp shrinks.
+    """
+    divisors = [tp for tp in range(gen.tp, 0, -1) if gen.tp % tp == 0]
+    sizes = [(tp, pp) for tp in divisors for pp in (gen.ranks // tp, gen.pp)]
+    for tp, pp in sizes:
+        for grouping in dict.fromkeys((gen.grouping, Grouping.auto)):
+            layout = replace(gen, tp=tp, pp=pp, ep=1 if gen.ep == 1 else tp, grouping=grouping)
+            if layout != gen:
+                yield layout
+
+
+def _allowed(
+    config: Config, axes: TrainAxes, layout: RolloutLayoutConfig, model: "PretrainedConfig"
+) -> bool:
+    """Whether a run with this generation layout passes the checks that depend on it."""
+    from hybridrl.engines.rollout.vllm.arguments import check_asynchronous
+    from hybridrl.models.parallel import check_gen_layout, check_tail_tp
+
+    other = copy.copy(config)
+    other.rollout = rollout = replace(config.rollout, layout=layout)
+    try:
+        layout.check(axes.ranks)
+        rollout.check()
+        rollout.check_tail_ranks(axes.ranks, "cluster.ranks")
+        other.check_experts()
+        check_asynchronous(rollout.vllm, layout.pp, on_cpu=False)
+        if rollout.features.ascending:
+            check_ascending(axes, layout.pp, layout.tp, layout.grouping)
+        check_gen_layout(model, layout.pp, layout.tp, ep=layout.ep)
+        check_tail_tp(model, rollout)
+    except ConfigError:
+        return False
+    return True
+
+
+def _changes(old: RolloutLayoutConfig, new: RolloutLayoutConfig) -> str:
+    """The overrides that make `new` of `old`."""
+    sizes = {"tp": new.tp, "pp": new.pp, "ep": new.ep}
+    changed = [f"{name}={size}" for name, size in sizes.items() if size != getattr(old, name)]
+    if new.grouping is not old.grouping:
+        changed.append(f"grouping={new.grouping.value}")
+    return " ".join(f"rollout.layout.{change}" for change in changed)
 
 
 def _largest(size: int, stays: Callable[[int], bool]) -> int:
