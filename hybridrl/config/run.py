@@ -1,11 +1,11 @@
 """The directory of a run, its determinism, its records and its log."""
 
-import importlib.util
 from dataclasses import dataclass, field
 from enum import Enum
 
 from hybridrl.config.bounds import bounded
 from hybridrl.config.errors import ConfigError
+from hybridrl.config.versions import is_installed
 
 
 class Deterministic(Enum):
@@ -92,9 +92,7 @@ class TelemetryConfig:
         """Raise ConfigError for a logger whose package is missing."""
         for logger in self.loggers:
             name = logger.value
-            spec = importlib.util.find_spec(name)
-            # A folder of that name in the working directory, as wandb makes one, has no origin.
-            if spec is None or spec.origin is None:
+            if not is_installed(name):
                 package = name if logger is LoggerName.tensorboard else f"'hybridrl[{name}]'"
                 allowed = f"loggers that are installed; {name} needs: pip install {package}"
                 raise ConfigError("telemetry.loggers", self._shown_loggers, allowed)

@@ -1,12 +1,12 @@
 """The training loop and its optimizer."""
 
-import importlib.util
 from dataclasses import dataclass, field
 from enum import Enum
 
 from hybridrl.config.bounds import bounded
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.layout import TrainLayoutConfig
+from hybridrl.config.versions import is_installed
 
 
 class LRSchedule(Enum):
@@ -86,7 +86,7 @@ class OptimConfig:
 
     def check_installed(self, key: str) -> None:
         """Raise ConfigError for a name whose package is missing; a plan does not need it."""
-        if self.name is OptimName.adamw8bit and importlib.util.find_spec("torchao") is None:
+        if self.name is OptimName.adamw8bit and not is_installed("torchao"):
             allowed = "adamw or muon; adamw8bit needs torchao: pip install 'hybridrl[adamw8bit]'"
             raise ConfigError(f"{key}.name", self.name.value, allowed)
 

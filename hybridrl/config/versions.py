@@ -4,6 +4,7 @@
 """
 
 import importlib.metadata
+import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -36,3 +37,10 @@ def installed() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return versions
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module of this name can be imported, without importing it."""
+    spec = importlib.util.find_spec(module)
+    # A folder of that name in the working directory, as wandb makes one, has no origin.
+    return spec is not None and spec.origin is not None

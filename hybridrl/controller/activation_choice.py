@@ -23,15 +23,17 @@ CHOICES = ActivationMode.keep, ActivationMode.selective, ActivationMode.recomput
 
 def decide_activations(
     config: Config, graph: Graph, shape: "PretrainedConfig", gpu_memory: int | None = None
-) -> None:
+) -> str:
     """Set `trainer.activations=auto` to the first of `CHOICES` that fits, with one line in the log.
+
+    It returns the line, which is empty where the key has another value.
 
     `shape` is the actor's model, `gpu_memory` bytes of a GPU of the cluster, where that is known.
     The attention is the one that ranks like this process would choose, so that ranks without
     flash-attn have room. Where no plan says what fits, the activations are recomputed.
     """
     if config.trainer.activations is not ActivationMode.auto:
-        return
+        return ""
     reason = _without_a_plan(config)
     if reason is not None:
         config.trainer.activations = ActivationMode.keep
@@ -45,7 +47,9 @@ def decide_activations(
             config.trainer.activations = ActivationMode.recompute
             reason = f"since there is no memory plan: {' '.join(str(error).split())}"
     level = logging.INFO if config.cluster.device is Device.cuda else logging.DEBUG
-    logger.log(level, "%s", line_of(config.trainer.activations, reason))
+    line = line_of(config.trainer.activations, reason)
+    logger.log(level, "%s", line)
+    return line
 
 
 def choose_activations(

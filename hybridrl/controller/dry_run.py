@@ -28,8 +28,9 @@ def check_runs(
 
     Nothing is written into `run_dirs`. Runs that differ in their directory alone are checked once.
     With `reads` the bytes of checkpoints are compared with their checksums. `show` is given the
-    first samples of each run that is checked, as text. Answers with the
-    configs as the checks have completed them: device, ranks, pools, layouts. Raises `ConfigError`.
+    first samples of each run that is checked, as text, and what `trainer.activations=auto` is.
+    Answers with the configs as the checks have completed them: device, ranks, pools, layouts.
+    Raises `ConfigError`.
     """
     seen: list[tuple[Config, Config]] = []
     completed = []
@@ -42,7 +43,10 @@ def check_runs(
             logger.debug("checking the run in %s", run_dir)
             with tempfile.TemporaryDirectory() as folder:
                 known = deepcopy(replace(config, run=replace(config.run, dir=folder)))
-                show(prepare(known).first_samples)
+                prepared = prepare(known)
+                show(prepared.first_samples)
+                if prepared.activations:
+                    show(f"{prepared.activations}\n")
             seen.append((alike, known))
         completed.append(known)
     return completed
@@ -51,7 +55,7 @@ def check_runs(
 def dry_run(configs: Sequence[Config]) -> dict[str, Any]:
     """Check runs whose ranks nothing starts; answers with the line that the command prints.
 
-    Their first samples go to standard error, which a script that reads the line passes over.
+    First samples and choices go to standard error, which a script that reads the line passes over.
     Raises `ConfigError` as `train` would.
     """
     for config in configs:
@@ -70,6 +74,7 @@ def dry_run(configs: Sequence[Config]) -> dict[str, Any]:
         "device": first.cluster.device.value,
         "schedule": first.schedule.kind.value,
         "fused_updates": first.trainer.fuses,
+        "activations": first.trainer.activations.value,
     }
 
 

@@ -5,6 +5,7 @@ import sys
 import traceback
 import typing
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -49,6 +50,7 @@ from hybridrl.controller.preflight_models import (
     resolve_role_paths,
     scores_with_copies,
 )
+from hybridrl.controller.preflight_packages import check_packages, check_ray
 from hybridrl.data import Data, Item, KnownRows, load_data, load_eval_set
 from hybridrl.data.prompts import RowUses
 from hybridrl.data.turns import TurnTemplate
@@ -81,6 +83,8 @@ class PreparedRun:
     """What stands between the turns of conversations; None without an environment."""
     first_samples: str = ""
     """Some of its rows as text: see `hybridrl.controller.first_samples`."""
+    activations: str = ""
+    """What `trainer.activations=auto` is, and why; empty where the key has another value."""
 
 
 def prepare(
@@ -108,7 +112,9 @@ def prepare(
         warm_start = _once(build_recipe({"target": WARM_START}))
     for line in untried(installed()):
         logger.warning("%s", line)
+    check_ray(config)
     gpu_memory = resolve_device(config, asks_memory=True)
+    check_packages(config)
     check_compiler(config)
     check_ranks(config.cluster)
     check_placement(config, graph)
@@ -138,13 +144,13 @@ def prepare(
         trials = try_judges(config, graph, items, is_recorded)
     check_schedule(config.schedule, graph)
     shape = load_config(model_path)
-    decide_activations(config, graph, shape, gpu_memory)
+    activations = decide_activations(config, graph, shape, gpu_memory)
     decide_fused_updates(config, graph, shape, gpu_memory)
     if not config.cluster.emulated:  # its accelerators are not here
         check_memory(config, graph, model_path, gpu_memory)
     ends = SamplingTexts(tokenizer, config.data.chat, (), end_token_ids(model_path, shape)).end_ids
     shown = FirstSamples(config, graph, tokenizer, sorted(ends), trials).text(data.train)
-    return PreparedRun(model_path, data, eval_items, graph, warm_start, turns, shown)
+    return PreparedRun(model_path, data, eval_items, graph, warm_start, turns, shown, activations)
 
 
 def _with_temperatures(graph: Graph, config: Config) -> Graph:
@@ -289,9 +295,10 @@ def _load_recipe(target: str) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise ConfigError("recipe.target", target, "a function marked @recipe(...)")
     if target.rpartition(":")[0].endswith(".py"):  # its functions travel to the ranks by value
-        from ray import cloudpickle
+        with suppress(ImportError):  # without Ray there are none but the driver's
+            from ray import cloudpickle
 
-        cloudpickle.register_pickle_by_value(sys.modules[recipe.function.__module__])
+            cloudpickle.register_pickle_by_value(sys.modules[recipe.function.__module__])
     return recipe
 
 

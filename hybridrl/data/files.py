@@ -106,8 +106,11 @@ def _opened(file: Path) -> IO[bytes]:
         return cast(IO[bytes], bz2.open(file))
     if ending not in COMPRESSED:
         return file.open("rb")
-    import pyarrow  # what a bare machine lacks
-
+    try:
+        import pyarrow
+    except ImportError:  # a bare machine
+        allowed = "a file without compression, .gz or .bz2, or first: pip install pyarrow"
+        raise UnreadableFile(allowed) from None
     stream: Any = pyarrow.CompressedInputStream(pyarrow.OSFile(str(file), "rb"), _CODECS[ending])
     return io.BufferedReader(stream)
 

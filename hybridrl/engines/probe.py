@@ -387,7 +387,7 @@ def _cache_file(config: PretrainedConfig) -> Path:
 
 def _code() -> str:
     """A digest of the code that the probe runs."""
-    digest = hashlib.sha256(version("hybridrl").encode())
+    digest = hashlib.sha256(hybridrl.__version__.encode())
     for package in (hybridrl.models, hybridrl.engines, hybridrl.kernels):
         for folder in package.__path__:
             for file in sorted(Path(folder).rglob("*.py")):
