@@ -19,7 +19,7 @@ from typing import Any
 
 PARTS = ("report", "demo", "large")
 _WORDS = 2000
-_SHOWN = (
+SHOWN = (
     "step", "step_s", "tokens_per_s", "generate_s", "update_actor_s", "to_generate_s", "to_train_s",
     "response_tokens_mean", "reward_mean", "grad_norm",
 )  # fmt: skip
@@ -90,7 +90,7 @@ def _steps(metrics: Path) -> Iterator[dict[str, Any]]:
         if isinstance(record, dict) and record.get("phase") == "rl":
             steps.setdefault(record["step"], {}).update(record)
     for step in steps.values():
-        yield {name: step[name] for name in _SHOWN if name in step}
+        yield {name: step[name] for name in SHOWN if name in step}
 
 
 def _json(line: str) -> object:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first quarter hour on a GPU: scripts/gpu_first_run.sh [--device auto|cpu|cuda] [OUT]
+# The first quarter hour on a GPU: scripts/gpu_first_run.sh [--device auto|cpu|cuda] [--help] [OUT]
 #
 # In ten minutes: the report (scripts/gpu_report.py), three steps of the demo, and three steps of a
 # model of 1.3B parameters with 512 new tokens. It needs torch, triton, transformers, and hydra-core
@@ -8,24 +8,51 @@
 # while it runs, seven small ones at most. docs/gpu.md says what they hold.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-device=auto
-if [ "${1:-}" = --device ]; then
-    device=${2:-}
-    shift 2 || true
-fi
-case "$#:$device" in
-    [01]:auto | [01]:cpu | [01]:cuda) ;;
-    *)
-        echo "--device=$device: wanted auto, cpu or cuda, then at most one directory" >&2
-        exit 2
-        ;;
+device=auto folders=()
+wrong() { # wrong WHAT WANTED
+    echo "$1: wanted $2" >&2
+    exit 2
+}
+while [ $# -gt 0 ]; do
+    case $1 in
+        -h | --help)
+            sed -n '2,/^set /s/^# \{0,1\}//p' "$0"
+            exit 0
+            ;;
+        --device) # without a value it is wrong below
+            device=${2:-}
+            shift
+            ;;
+        --device=*) device=${1#*=} ;;
+        -*) wrong "$1" "--device auto|cpu|cuda, --help, or a directory" ;;
+        *) folders+=("$1") ;;
+    esac
+    shift || true
+done
+case $device in
+    auto | cpu | cuda) ;;
+    *) wrong "--device=$device" "auto, cpu or cuda" ;;
 esac
+[ ${#folders[@]} -le 1 ] || wrong "${folders[*]}" "at most one directory"
 work=${FIRST_RUN_WORK:-$root/.cache/gpu_first_run}
-out=${1:-${OUT:-$work/out}}
+out=${folders[0]:-${OUT:-$work/out}}
 python=${PYTHON:-python3}
 companion=$root/scripts/gpu_first_run.py
-rm -rf "$work/site" "$work/runs" "$work/parts"
-mkdir -p "$work/site/hybridrl" "$work/runs" "$work/parts" "$out"
+
+# hybridrl as if it were installed: from links, since its parts are side by side in the tree.
+rm -rf "$work/site"
+mkdir -p "$work/site/hybridrl"
+ln -sfn "$root"/hybridrl/* "$root"/{conf,recipes,kernels} "$work/site/hybridrl/"
+for wheel in "$root"/.whl/*.whl; do
+    [ ! -e "$wheel" ] || "$python" -m zipfile -e "$wheel" "$work/site"
+done
+# Before the report, which takes most of the time: what the trainings need beside it.
+for module in hydra omegaconf antlr4; do
+    PYTHONPATH=$work/site "$python" -c "import $module" 2>/dev/null ||
+        wrong "$python" "one with $module; first, with a network: make gpu-first-run-wheels"
+done
+rm -rf "$work/runs" "$work/parts"
+mkdir -p "$work/runs" "$work/parts" "$out"
 out=$(cd "$out" && pwd)
 
 # What is measured so far, every few seconds: whoever ends this script early has it, too.
@@ -42,7 +69,7 @@ part() {
     local name=$1 limit=$2 code=0 begun=$SECONDS
     shift 2
     echo "$name: at most $limit s"
-    timeout --kill-after=10 "$limit" "$@" >"$work/parts/$name.log" 2>&1 </dev/null &
+    timeout --kill-after=5 "$limit" "$@" >"$work/parts/$name.log" 2>&1 </dev/null &
     child=$!
     wait $child || code=$? # a signal ends the wait at once
     child=
@@ -53,24 +80,17 @@ part() {
     echo "$name: $outcome ($((SECONDS - begun)) s)"
 }
 
-part report 400 "$python" "$root/scripts/gpu_report.py" --device "$device" --minutes 6.5 \
+# Limits of the three parts, with 5 s each to end: 590 s, and 10 s for the rest.
+part report 385 "$python" "$root/scripts/gpu_report.py" --device "$device" --minutes 6.25 \
     --out "$work/report" --scratch "$work/report"
 if [ "$(cut -d ' ' -f 1 "$work/parts/report.ended")" = 2 ]; then # wrong input, or no torch
     exit 2
 fi
-device=$("$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["device"])' \
-    "$work/report/report.json")
+[ ! -f "$work/report/report.json" ] || # it may have been cut off before its first figure
+    device=$("$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["device"])' \
+        "$work/report/report.json")
 
-# hybridrl as if it were installed: from links, since its parts are side by side in the tree.
-ln -sfn "$root"/hybridrl/* "$root"/{conf,recipes,kernels} "$work/site/hybridrl/"
-for wheel in "$root"/.whl/*.whl; do
-    [ ! -e "$wheel" ] || "$python" -m zipfile -e "$wheel" "$work/site"
-done
 export PYTHONPATH=$work/site PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1 # the working directory may be the tree
-if ! "$python" -c 'import hydra, omegaconf' 2>/dev/null; then
-    echo "hydra-core and omegaconf are missing: first, with a network, make gpu-first-run-wheels" >&2
-    exit 1
-fi
 "$python" "$companion" words "$work/words.jsonl"
 run() { # run NAME SECONDS OVERRIDES...
     local name=$1 limit=$2

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from gpu_steps import ROOT
 from gpu_steps.estimates import compared
 from gpu_steps.figures import replace_file
-from gpu_steps.report_shape import are_steps
+from gpu_steps.report_shape import MEASURED, are_steps
 from gpu_steps.steps import DEVICES, MODELS, STEPS, Settings
 from gpu_steps.table import table
 
@@ -322,6 +322,7 @@ def run_steps(
         limit = min(STEPS[name].limit_s, options.limit, left)
         step = measure(name, settings, options, limit, host)
         report["steps"][name] = step
+        report["measured"] = time.strftime(MEASURED, time.gmtime())
         report["estimates"] = compared(report)
         replace_file(options.out / "report.json", json.dumps(report, indent=1))
         replace_file(options.out / "report.txt", table(report))

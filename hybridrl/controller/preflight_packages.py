@@ -58,9 +58,11 @@ def _needs(config: Config) -> Iterator[Need]:
         if lora.rank:
             yield f"{place}.lora.rank", lora.rank, ("peft",), "0"
     sources = {f"data.sources.{name}": source for name, source in config.data.sources.items()}
-    sources |= {f"eval.sets.{name}.source": of.source for name, of in config.eval.sets.items()}
+    for name, of_set in config.eval.sets.items():
+        if of_set.source:
+            sources[f"eval.sets.{name}.source"] = of_set.source
     for place, source in sources.items():
-        if source and source.kind in _OF_SOURCE:
+        if source.kind in _OF_SOURCE:
             others = "jsonl, csv or function"
             yield f"{place}.kind", source.kind.value, (_OF_SOURCE[source.kind],), others
     for whole in config.whole_judges:

@@ -4,6 +4,9 @@ from typing import Any
 
 from gpu_steps.steps import STEPS
 
+MEASURED = "%Y-%m-%dT%H:%M:%SZ"
+"""The form of a report's `measured`: the time at which its last step has ended."""
+
 Kinds = dict[str, type | tuple[type, ...]]
 
 _STEP: Kinds = {

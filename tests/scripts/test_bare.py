@@ -5,10 +5,13 @@ Its environment is that of `make test-bare`, another than that of these tests.
 
 import json
 import os
+import re
 import signal
 import subprocess
+import sys
 import tarfile
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -135,13 +138,99 @@ def test_a_run_that_is_cut_off_loses_nothing(tmp_path: Path) -> None:
     assert not psutil.wait_procs(children, timeout=20)[1]
 
 
-@pytest.mark.parametrize("arguments", [["--device", "gpu"], ["out", "more"], ["--device"]])
-def test_wrong_input_is_one_line(arguments: list[str], tmp_path: Path) -> None:
-    done = subprocess.run(
-        [SCRIPT, *arguments], env=environment(tmp_path / "work"), cwd=tmp_path,
+def call(arguments: list[str], work: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The script, which ends before its first part."""
+    return subprocess.run(
+        [SCRIPT, *arguments], env=environment(work / "work") | variables, cwd=work,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "wanted auto, cpu or cuda, then at most one directory" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--device", "gpu"], "--device=gpu: wanted auto, cpu or cuda"),
+        (["--device=gpu"], "--device=gpu: wanted auto, cpu or cuda"),
+        (["--device"], "--device=: wanted auto, cpu or cuda"),
+        (["--device=cpu", "out", "more"], "out more: wanted at most one directory"),
+        (["--devices=cpu"], "--devices=cpu: wanted --device auto|cpu|cuda, --help, or a directory"),
+    ],
+)
+def test_wrong_input_is_one_line(arguments: list[str], line: str, tmp_path: Path) -> None:
+    done = call(arguments, tmp_path)
+    assert (done.returncode, done.stderr) == (2, f"{line}\n")
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_says_what_it_does(option: str, tmp_path: Path) -> None:
+    done = call([option], tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.startswith("The first quarter hour on a GPU: scripts/gpu_first_run.sh [")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_missing_wheel_is_said_before_the_report(tmp_path: Path) -> None:
+    """`python -S` of the tests has no packages, and the wheels are hidden from it."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nunset PYTHONPATH\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    done = call([str(tmp_path / "out")], tmp_path, PYTHON=str(python))
+    assert done.returncode == 2
+    wanted = "one with hydra; first, with a network: make gpu-first-run-wheels"
+    assert done.stderr == f"{python}: wanted {wanted}\n"
+    assert not (tmp_path / "work" / "parts").exists()
+
+
+def test_its_limits_are_ten_minutes() -> None:
+    text = SCRIPT.read_text()
+    limits = [int(limit) for limit in re.findall(r"^(?:part|run) \w+ (\d+) ", text, re.MULTILINE)]
+    (kill_after,) = map(int, re.findall(r"--kill-after=(\d+)", text))
+    (minutes,) = map(float, re.findall(r"--minutes (\S+)", text))
+    assert len(limits) == 3
+    assert 60 * minutes < limits[0]
+    assert sum(limits) + 3 * kill_after <= 590
+
+
+def train(work: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """A run of the demo for a step, by the packages that a first run has left in `work`."""
+    words = work / "words.jsonl"
+    companion = ROOT / "scripts" / "gpu_first_run.py"
+    subprocess.run([sys.executable, companion, "words", words], check=True)
+    return subprocess.run(
+        [
+            PYTHON, "-m", "hybridrl.cli", "train", "experiment=spell_tiny", "cluster=processes",
+            "trainer.steps=1", "warm_start.steps=0", "telemetry.loggers=[]", "data=jsonl",
+            f"data.sources.main.name={words}", "data.eval_size=64", "data.max_prompt_tokens=16",
+            f"run.dir={work / 'run'}", *overrides,
+        ],
+        env=environment(work) | {"PYTHONPATH": str(site(work)), "PYTHONSAFEPATH": "1"},
+        cwd=work, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def site(work: Path) -> Path:
+    """What `gpu_first_run.sh` makes: hybridrl by links, and the three wheels."""
+    folder = work / "site"
+    (folder / "hybridrl").mkdir(parents=True)
+    rooms = [*(ROOT / "hybridrl").iterdir(), *(ROOT / n for n in ("conf", "recipes", "kernels"))]
+    for room in rooms:
+        (folder / "hybridrl" / room.name).symlink_to(room)
+    for wheel in (ROOT / ".whl").glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
+    return folder
+
+
+def test_experts_train(tmp_path: Path) -> None:
+    """hybridrl is not installed as a package there."""
+    done = train(tmp_path, "model=tiny_moe")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_two_ranks_say_what_to_install(tmp_path: Path) -> None:
+    done = train(tmp_path, "cluster.ranks=2")
+    line = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2
+    assert line == "hybridrl: cluster.ranks=2: wanted 1, or first: pip install psutil ray"
+    assert "Traceback" not in done.stderr

@@ -39,6 +39,7 @@ def report(card: str = "NVIDIA H100 80GB HBM3", **steps: Any) -> dict[str, Any]:
         "python": "3.12.3", "cpus": 16, "cpu": "a CPU",
     }  # fmt: skip
     head = {"source": "a", "commit": "abc1234", "device": "cuda", "model": "1.5b"}
+    head |= {"measured": "2026-11-28T13:50:39Z"}
     return head | {"machine": machine, "steps": steps}
 
 
@@ -111,9 +112,9 @@ def test_the_table_names_a_missing_compiler_and_untried_versions(script: ModuleT
 def test_a_report_is_kept_under_its_card_and_date(script: ModuleType, tmp_path: Path) -> None:
     report_file = tmp_path / "report.json"
     report_file.write_text(json.dumps(REPORT))
-    os.utime(report_file, (0, 86_400 * 365))
+    os.utime(report_file, (0, 86_400 * 365))  # that of a copy: it does not count
     kept = script.keep(report_file, tmp_path / "figures")
-    assert kept == tmp_path / "figures" / "nvidia-h100-80gb-hbm3-19710101.json"
+    assert kept == tmp_path / "figures" / "nvidia-h100-80gb-hbm3-20261128.json"
     assert json.loads(kept.read_text()) == REPORT
     text = script.section(tmp_path / "figures")
     assert "1 x NVIDIA H100 80GB HBM3, CUDA 13.0, torch 2.11.0, transformers 5.17.0" in text
@@ -122,6 +123,46 @@ def test_a_report_is_kept_under_its_card_and_date(script: ModuleType, tmp_path: 
     assert "| `flops` | | failed | | no memory |" in text
     page = script.written(f"before\n{script.BEGIN}\nold\n{script.END}\nafter\n", text)
     assert page == f"before\n{script.BEGIN}\n\n{text}\n\n{script.END}\nafter\n"
+
+
+def test_two_reports_of_a_day_are_both_kept(script: ModuleType, tmp_path: Path) -> None:
+    other = report(decode=step(figure("decode_1", 70.0, "tokens/s")))
+    kept = []
+    for content in (REPORT, other, REPORT, other):
+        file = tmp_path / "report.json"
+        file.write_text(json.dumps(content))
+        kept.append(script.keep(file, tmp_path / "figures"))
+    stem = "nvidia-h100-80gb-hbm3-20261128"
+    assert [path.name for path in kept] == [f"{stem}.json", f"{stem}-2.json"] * 2
+    assert [json.loads(path.read_text()) for path in kept[:2]] == [REPORT, other]
+    text = script.section(tmp_path / "figures")
+    assert text.count("commit abc1234, measured 2026-11-28T13:50:39Z.") == 2
+    assert "| `decode_1` | 60 tokens/s |" in text
+    assert "| `decode_1` | 70 tokens/s |" in text
+
+
+TRAINED = {"step": 1, "step_s": 2.5, "tokens_per_s": 12_000.0, "reward_mean": 0.4}
+FIRST_RUN: dict[str, Any] = {
+    "report": {"state": "done", "seconds": 300},
+    "demo": {"state": "done", "seconds": 40, "steps": [TRAINED, TRAINED | {"step": 2}]},
+    "large": {"state": "failed", "seconds": 9, "reason": "no memory", "steps": []},
+}
+
+
+def test_a_first_run_is_kept_with_its_trainings(script: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(REPORT))
+    first_run = tmp_path / "first_run.json"
+    first_run.write_text(json.dumps(FIRST_RUN))
+    kept = script.keep(first_run, tmp_path / "figures")
+    trainings = {name: FIRST_RUN[name] for name in ("demo", "large")}
+    assert json.loads(kept.read_text()) == REPORT | {"trainings": trainings}
+    text = script.section(tmp_path / "figures")
+    assert "| `demo` | 2 | 2.5 | 12,000 |  |  |  |  |  | 0.4 |  |" in text
+    assert text.endswith("\n`large`: failed: no memory.")
+    assert "| `decode` | `decode_64` | 11,500 tokens/s | 12,500 |  |" in text
+    (tmp_path / "report.json").unlink()
+    with pytest.raises(ConfigError, match=r"first_run\.json beside its report"):
+        script.keep(first_run, tmp_path / "figures")
 
 
 ON_CPU = step(figure("decode_1", 60.0, "tokens/s"), device="cpu")
@@ -135,8 +176,10 @@ ON_CPU = step(figure("decode_1", 60.0, "tokens/s"), device="cpu")
         (report(decode=DECODED, train=ON_CPU), "figures of a GPU alone"),
         (report(other=DECODED), "of this source tree"),
         ({"steps": {}}, "of this source tree"),
+        (report(decode=DECODED) | {"measured": "today"}, "whose `measured` has the form"),
+        ({"report": {}, "demo": {}, "large": {}}, "the first_run.json of gpu_first_run.sh"),
         ([], "of this source tree"),
-        (None, "the JSON of gpu_report.py ("),
+        (None, "the JSON of gpu_report.py, or first_run.json beside"),
     ],
 )
 def test_figures_of_a_cpu_and_other_files_are_refused(

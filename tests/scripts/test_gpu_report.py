@@ -1,5 +1,6 @@
 """The GPU report on a CPU: its JSON and table, failing steps, continued calls, wrong input."""
 
+import calendar
 import json
 import os
 import re
@@ -44,7 +45,11 @@ def run(out: Path, *options: str, **environment: str) -> subprocess.CompletedPro
 def steps(out: Path) -> dict[str, Any]:
     """The steps of the JSON, by name, their shape checked."""
     report = json.loads((out / "report.json").read_text())
-    assert report.keys() == {"source", "commit", "device", "model", "machine", "steps", "estimates"}
+    assert report.keys() == {
+        "source", "commit", "device", "model", "machine", "steps", "estimates", "measured",
+    }  # fmt: skip
+    measured = calendar.timegm(time.strptime(report["measured"], "%Y-%m-%dT%H:%M:%SZ"))
+    assert abs(time.time() - measured) < 3600
     assert report["machine"]["versions"]["torch"]
     for step in report["steps"].values():
         assert step.keys() == {
