@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.compat import verl
-from hybridrl.config import ClusterKind, Config, Device
+from hybridrl.config import ClusterKind, Config, ConfigError, Device
 from hybridrl.runtime.ray_cluster import in_ray_job, ray_runtime
+from hybridrl.system.compiler import compiler_fault
 from hybridrl.system.devices import local_gpus
 from hybridrl.system.nvidia_smi import read_gpus
 
@@ -49,7 +50,8 @@ def gpu_memory(ray: Any, ranks: int, limit_s: float) -> int | None:
     That is the smallest of all if the run takes all, else the smallest of its number of largest
     ones: Ray may place it there. A task on each node that has GPUs asks `nvidia-smi`. It takes no
     GPU, so it does not wait for a free one. Nodes that do not answer within `limit_s` are left out,
-    and MIG devices, whose sizes it lacks; None where that leaves none.
+    and MIG devices, whose sizes it lacks; None where that leaves none. The task also looks for a C
+    compiler: one line warns of each node without, and ConfigError is raised where none has one.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -57,23 +59,34 @@ def gpu_memory(ray: Any, ranks: int, limit_s: float) -> int | None:
         num_cpus=0,
         max_retries=0,
         runtime_env={"env_vars": verl.environment(Device.cuda)},  # it sees what a rank sees
-    )(_gpu_sizes)
+    )(_gpus_and_compiler)
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
     strategies = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
     answers = [ask.options(scheduling_strategy=strategy).remote() for strategy in strategies]
     ray.wait(answers, num_returns=len(answers), timeout=limit_s)
     sizes: list[int] = []
+    faults: list[str] = []
     for node, answer in zip(nodes, answers, strict=True):
         try:
-            sizes += filter(None, ray.get(answer, timeout=0))
+            of_node, fault = ray.get(answer, timeout=0)
         except ray.exceptions.RayError as error:
             logger.info("the size of a GPU of %s: %s", node["NodeManagerAddress"], _line(error))
+            continue
+        sizes += filter(None, of_node)
+        if fault:
+            faults.append(f"{node['NodeManagerAddress']}: {fault}")
+    if faults and len(faults) == len(nodes):
+        allowed = f"a C compiler for Triton's kernels on nodes with GPUs ({faults[0]}), or cpu"
+        raise ConfigError("cluster.device", Device.cuda.value, allowed)
+    for line in faults:
+        logger.warning("no C compiler for Triton's kernels on %s", line)
     return min(sorted(sizes, reverse=True)[:ranks], default=None)
 
 
-def _gpu_sizes() -> list[int]:
-    """Bytes of each GPU that this process sees."""
-    return [gpu.memory_bytes for gpu in read_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))[0]]
+def _gpus_and_compiler() -> tuple[list[int], str]:
+    """Bytes of each GPU that this process sees, and why Triton cannot build a kernel here."""
+    gpus, _ = read_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return [gpu.memory_bytes for gpu in gpus], compiler_fault()
 
 
 def _line(error: Exception) -> str:

@@ -166,3 +166,53 @@ def test_cores_beside_a_gpu(tmp_path: Path, text: str | None, cores: set[int]) -
     if text is not None:
         (folder / "local_cpulist").write_text(text)
     assert cores_beside("0000:3b:00", tmp_path) == cores
+
+
+class AnsweringRay:
+    """Ray, whose nodes with GPUs answer a task with these; None is a node that fails."""
+
+    exceptions = SimpleNamespace(RayError=RuntimeError)
+
+    def __init__(self, answers: dict[str, tuple[list[int], str] | None]) -> None:
+        self.answers = answers
+
+    def remote(self, **_: Any) -> Any:
+        pick = SimpleNamespace(
+            options=lambda scheduling_strategy: SimpleNamespace(
+                remote=lambda: scheduling_strategy.node_id[0]
+            )
+        )
+        return lambda function: pick
+
+    def nodes(self) -> list[dict[str, Any]]:
+        of_all = {"Alive": True, "Resources": {"GPU": 1.0}}
+        return [of_all | {"NodeID": 56 * n, "NodeManagerAddress": n} for n in self.answers]
+
+    def wait(self, *_: Any, **__: Any) -> None:
+        """All have answered."""
+
+    def get(self, node: str, timeout: float) -> tuple[list[int], str]:
+        answer = self.answers[node]
+        if answer is None:
+            raise RuntimeError("gone")
+        return answer
+
+
+def test_a_clusters_nodes_without_a_compiler(caplog: pytest.LogCaptureFixture) -> None:
+    """Some are warned of: the run may not come there. A run that must is refused."""
+    ray = AnsweringRay({"a": ([80], ""), "b": ([40], "no gcc"), "c": None})
+    assert devices.gpu_memory(ray, 1, 1) == 80
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ["no C compiler for Triton's kernels on b: no gcc"]
+    del ray.answers["a"], ray.answers["c"]
+    line = r"cluster.device=cuda: wanted a C compiler .* on nodes with GPUs \(b: no gcc\), or cpu"
+    with pytest.raises(ConfigError, match=line):
+        devices.gpu_memory(ray, 1, 1)
+
+
+def test_a_node_says_what_its_gpus_and_its_compiler_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        devices, "read_gpus", lambda visible: ([SimpleNamespace(memory_bytes=8)], "")
+    )
+    monkeypatch.setattr(devices, "compiler_fault", lambda: "no gcc")
+    assert devices._gpus_and_compiler() == ([8], "no gcc")
