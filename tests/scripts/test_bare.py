@@ -188,7 +188,7 @@ def test_its_limits_are_ten_minutes() -> None:
     (kill_after,) = map(int, re.findall(r"--kill-after=(\d+)", text))
     (minutes,) = map(float, re.findall(r"--minutes (\S+)", text))
     assert len(limits) == 3
-    assert 60 * minutes < limits[0]
+    assert 60 * minutes + 20 <= limits[0]  # imports, and a look at the machine
     assert sum(limits) + 3 * kill_after <= 590
 
 
