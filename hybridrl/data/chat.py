@@ -76,8 +76,23 @@ def read_messages(value: Any, place: Place) -> list[ChatMessage]:
         content = content_text(message.get("content"))
         if content is None and not message.get("tool_calls"):
             raise place.refuse(f"messages whose content is text (one of {role} has none)")
+        if message.get("weight") == 0:  # OpenAI's files leave out a turn by it
+            raise place.refuse("messages without weight=0: every turn of the assistant is trained")
+        _check_calls(message, place)
         messages.append({**message, "content": content or ""})
     return messages
+
+
+def _check_calls(message: ChatMessage, place: Place) -> None:
+    """Raise ConfigError for a call whose arguments are neither an object nor the JSON of one."""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        arguments = function.get("arguments") if isinstance(function, Mapping) else None
+        if arguments and not isinstance(_parsed(arguments), Mapping):
+            raise place.refuse(
+                f"calls whose arguments are an object or its JSON, not {str(arguments)[:60]!r}"
+            )
 
 
 def as_message(entry: Mapping[str, Any]) -> ChatMessage:

@@ -8,6 +8,13 @@ _GUARD = "\U0010fffd"
 """A private character within a spelling, which keeps it from being a token."""
 
 
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Every special token by its id; `all_special_ids` has those alone that have a role."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    special = {int(id): str(token) for id, token in added if token.special}
+    return special | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+
+
 class ControlTokens:
     """Encodes texts in which some spellings of control tokens are only text.
 
@@ -17,9 +24,7 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        special = {str(token) for token in added if token.special}
-        self.spellings = frozenset(filter(None, special | set(tokenizer.all_special_tokens)))
+        self.spellings = frozenset(filter(None, special_tokens(tokenizer).values()))
         """Every control token as text."""
         self._any = _pattern(self.spellings)
         self._guarded = _pattern(map(_guard, self.spellings))

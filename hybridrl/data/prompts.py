@@ -16,7 +16,7 @@ from hybridrl.data.chat import (
     read_prompt,
     read_tools,
 )
-from hybridrl.data.control_tokens import ControlTokens
+from hybridrl.data.control_tokens import ControlTokens, special_tokens
 from hybridrl.data.left_out import RowNotes
 from hybridrl.data.records import SourceRecord, answer_texts, is_messages
 from hybridrl.environments.task import ChatMessage, EpisodeTask
@@ -131,7 +131,7 @@ def end_token_id(tokenizer: "PreTrainedTokenizerBase", chat: bool) -> int:
         messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
         text = ChatTemplate(tokenizer).text(messages, Place("data.chat", "true", ""))
         after = tokenizer(text.rpartition("A")[2].strip(), add_special_tokens=False)
-        if after["input_ids"] and after["input_ids"][0] in tokenizer.all_special_ids:
+        if after["input_ids"] and after["input_ids"][0] in special_tokens(tokenizer):
             return int(after["input_ids"][0])
     if eos is None:
         raise ConfigError("model.path", tokenizer.name_or_path, "a tokenizer with an eos token")

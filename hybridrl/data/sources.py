@@ -7,6 +7,7 @@ distinct prompts. File sources (jsonl, csv, parquet, huggingface) yield all thei
 import difflib
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -189,6 +190,8 @@ class _Columns:
                 allowed += "; or null where no judge reads one"
             missing = f" ({self.place} has no {error.args[0]!r})"
             raise ConfigError(f"{self.key}.{setting}", name, allowed + missing) from None
+        if isinstance(value, float) and math.isnan(value):  # pandas' word for a missing value
+            value = None
         if value is None and not may_be_null:
             allowed = f"a column with a value in every row ({self.place} has none)"
             raise ConfigError(f"{self.key}.{setting}", name, allowed)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import ConfigError
+from hybridrl.data.control_tokens import special_tokens
 from hybridrl.data.foreign_parsers import vllm_parser
 from hybridrl.environments.call_forms import FORMS, THOUGHTS
 from hybridrl.environments.tool_calls import CallForm, ToolCall, Tools, find_calls
@@ -170,7 +171,7 @@ def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, opens: b
 def _without_end(text: str, tokenizer: Any) -> str:
     """A turn without the special tokens that end it, which a response is read without."""
     text = text.rstrip()
-    for end in (tokenizer.eos_token, *tokenizer.all_special_tokens):
+    for end in (tokenizer.eos_token, *special_tokens(tokenizer).values()):
         if end and text.endswith(end):
             return text.removesuffix(end).rstrip()
     return text

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridrl.config import ConfigError
 from hybridrl.data.chat import ChatTemplate
-from hybridrl.data.control_tokens import ControlTokens
+from hybridrl.data.control_tokens import ControlTokens, special_tokens
 from hybridrl.data.prompts import Ids
 from hybridrl.environments.task import ChatMessage
 from hybridrl.environments.tool_calls import CallForm
@@ -45,7 +45,7 @@ class TurnTemplate:
         """`tools` are those that the prompt tells of; `call_form` is how turns call them."""
         self.tokenizer, self.tools, self.chat = tokenizer, list(tools) or None, chat
         self.call_form = call_form or CallForm()
-        self._special = set(tokenizer.all_special_ids)
+        self._special = special_tokens(tokenizer).keys()
         self._bases: dict[Calls, _Base] = {}
         self._ends: set[int] = set()
         self._template: ChatTemplate | None = None

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from transformers import AddedToken
 
 from hybridrl.config import ConfigError, SourceConfig, SourceKind
 from hybridrl.data import Data, end_token_id
@@ -81,12 +82,17 @@ def test_the_end_of_turn_is_read_off_the_template(tokenizer: Any, chat_tokenizer
     assert end_token_id(chat_tokenizer, chat=True) == tokenizer.eos_token_id
 
 
-def test_an_end_of_turn_that_is_not_the_eos_token(tokenizer: Any) -> None:
-    """As in SmolLM2-Instruct, whose eos is the token that opens a turn."""
+@pytest.mark.parametrize("has_a_role", [True, False])
+def test_an_end_of_turn_that_is_not_the_eos_token(has_a_role: bool) -> None:
+    """As in SmolLM2-Instruct, whose eos opens a turn; Phi's end is special without a role."""
     from hybridrl.models.tiny import make_char_tokenizer
 
     tokenizer = make_char_tokenizer("QAx\n", 64)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    if has_a_role:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    else:
+        tokenizer.add_tokens([AddedToken("<|end|>", special=True)])
+    assert ("<|end|>" in tokenizer.all_special_tokens) == has_a_role
     tokenizer.chat_template = "{% for m in messages %}<eos>x{{ m['content'] }}<|end|>\n{% endfor %}"
     assert end_token_id(tokenizer, chat=True) == tokenizer.convert_tokens_to_ids("<|end|>")
     assert end_token_id(tokenizer, chat=False) == tokenizer.eos_token_id

@@ -311,6 +311,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "first": (
         {"messages": conversation(0)[3:]}, BARE, r"the assistant does not begin \(row 3\)",
     ),
+    "arguments": (
+        {"messages": [*conversation(0)[:1], {"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "function": {"name": "add", "arguments": '{"a": '}}]}]}, BARE,
+        r"wanted calls whose arguments are an object or its JSON, not '\{\"a\": ' \(row 3\)",
+    ),
+    "weight": (
+        {"messages": [*conversation(0)[:1], {"role": "assistant", "content": "2", "weight": 0}]},
+        BARE, r"wanted messages without weight=0: .*\(row 3\)",
+    ),
     "tools": ({"tools": "{"}, BARE, r"sources\.s\.tools_column=tools: wanted a list of tools"),
     "no tools": ({}, NO_TOOLS, r"model\.path=.*: wanted a model whose chat template.*row 1"),
     "rewrites": (

@@ -273,6 +273,17 @@ def test_what_is_no_text_is_not_written_as_python_does(
         load(source)
 
 
+def test_nan_stands_for_a_missing_answer(load: Load, tmp_path: Path) -> None:
+    """As pandas writes it; the text nan is an answer."""
+    rows = [{"prompt": f"{n}?", "answer": float("nan") if n == 3 else "nan"} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_bytes(lines(rows))
+    source = SourceConfig(kind=SourceKind.jsonl, name=str(tmp_path / "rows.jsonl"))
+    with pytest.raises(ConfigError, match=r"answer_column=answer: .*\(row 4 has none\)"):
+        load(source)
+    (tmp_path / "rows.jsonl").write_bytes(lines(rows[:3] + rows[4:]))
+    assert {item.answer for item in load(source, eval_size=2).train} == {"nan"}
+
+
 def test_all_rows_are_trained_where_no_prompt_generates(
     load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
