@@ -43,6 +43,10 @@ _TEXTS = {
 """Names of the keys whose texts a model reads or writes; others, as paths and expressions, have
 backslashes with another meaning."""
 _ESCAPE = re.compile(r"\\(\\[nrt])|\\([nrt])")
+_LATEX = re.compile(
+    r"(?<!\\)\\(text(?:bf|it|rm|tt)?|times|theta|tau|triangle|right|rho|rangle|nabla|neq|not|notin)\b"
+)
+"""Commands that begin as an escape does; nobody means a tab before `ext`."""
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
 
 
@@ -88,6 +92,9 @@ def resolve_arguments(args: Sequence[str]) -> list[str]:
             arg = f"recipe={name}"
         key, assigns, value = arg.partition("=")
         if assigns and key.rpartition(".")[2] in _TEXTS:
+            if command := _LATEX.search(value):
+                told = f"\\{command[0]} for the command, since \\{command[1][0]} is an escape"
+                raise ConfigError(key, command[0], told)
             value = _with_breaks(value)
             arg = f"{key}={value}"
         if assigns and value != "null" and (below := _BELOW_SET.fullmatch(key)):

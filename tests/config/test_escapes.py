@@ -29,6 +29,18 @@ def test_escapes_mean_what_they_do_in_yaml(argument: str, value: object) -> None
     assert config == value
 
 
+@pytest.mark.parametrize("command", [r"\text", r"\right", r"\nabla", r"\theta"])
+def test_a_command_of_latex_is_no_escape(command: str) -> None:
+    """A tab before `ext` would stand in every prompt."""
+    key = "data.prompt_template"
+    with pytest.raises(compose.ConfigError) as caught:
+        compose.resolve_arguments([f"{key}='{{question}} in {command}{{x}} and \\boxed'"])
+    told = rf"{key}={command}: wanted \{command} for the command, since {command[:2]} is an escape"
+    assert str(caught.value) == told
+    (argument,) = compose.resolve_arguments([f"{key}='{{question}} in \\{command}'"])
+    assert argument == f"{key}='{{question}} in {command}'"
+
+
 def test_a_refused_text_stays_one_line() -> None:
     with pytest.raises(compose.ConfigError) as caught:
         compose.check(compose.resolve_arguments([*BASE, r"eval.sets.main.stop=['\n']"]))
