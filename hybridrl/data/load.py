@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import ConfigError, DataConfig, EvalSetConfig
 from hybridrl.config.patterns import compiled
+from hybridrl.config.row_fields import kind_of
 from hybridrl.data.known_rows import KnownRows
 from hybridrl.data.left_out import RowNotes
 from hybridrl.data.limits import RowLimits
@@ -149,18 +150,26 @@ def mixture_parts(config: DataConfig, item: Item) -> list[str]:
 def task_of(config: DataConfig, item: Item) -> str:
     """The task of an item; empty where its source has no `task_column`."""
     column = config.sources[item.source].task_column
-    if not column:
-        return ""
-    task: Any = item.item
+    return str(_task_value(column, item)) if column else ""
+
+
+def _task_value(column: str, item: Item) -> Any:
+    value: Any = item.item
     for name in column.split("."):
-        task = task.get(name, "") if isinstance(task, Mapping) else ""
-    return str(task)
+        value = value.get(name, "") if isinstance(value, Mapping) else ""
+    return value
 
 
 def _check_task_column(config: DataConfig, name: str, items: Sequence[Item]) -> None:
-    """Raise ConfigError where no row of a source has its `task_column`."""
+    """Raise ConfigError where no row of a source has its `task_column`, or one no text in it."""
     column = config.sources[name].task_column
-    if column and items and not any(task_of(config, item) for item in items):
+    if not column:
+        return
+    for item in items:
+        if isinstance(value := _task_value(column, item), Mapping | list | tuple):
+            allowed = f"a column of texts or numbers ({item.place} has {kind_of(value)})"
+            raise ConfigError(f"data.sources.{name}.task_column", column, allowed)
+    if items and not any(task_of(config, item) for item in items):
         columns = ", ".join(sorted(map(str, items[0].item)))
         allowed = f"a column of the rows, a field of one after a dot (columns: {columns})"
         raise ConfigError(f"data.sources.{name}.task_column", column, allowed)

@@ -1,5 +1,6 @@
 """Records of a source: the user's row, what it asks, and its right answers."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,8 @@ def answer_texts(value: Any) -> tuple[str, ...]:
     """
     if value is None:
         return ()
+    if isinstance(value, str) and value.startswith("{") and '"ground_truth"' in value:
+        value = _parsed(value)  # verl's struct, which some files have as text
     if isinstance(value, Mapping):
         if "ground_truth" in value:
             return answer_texts(value["ground_truth"])
@@ -83,3 +86,11 @@ def answer_texts(value: Any) -> tuple[str, ...]:
         whole = text_of(float(value))
         texts.append(whole if isinstance(value, WrittenNumber) else f"{whole}.0")
     return tuple(dict.fromkeys(texts))
+
+
+def _parsed(text: str) -> Any:
+    """The object of a JSON text; another text as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -196,6 +196,8 @@ def parquet_source(folder: Path) -> SourceConfig:
         ([1, 2.5], ("1", "2.5")),
         ({"target": ["Paris", "paris"]}, ("Paris", "paris")),
         ({"ground_truth": {"target": ["x"]}, "style": "rule"}, ("x",)),
+        ('{"style": "rule", "ground_truth": "2"}', ("2",)),
+        ('{"ground_truth"', ('{"ground_truth"',)),
         ({"target": 7, "numbers": [3, 4]}, ()),
         ([["a"], ["b"]], ()),
         ([], ()),
@@ -271,6 +273,19 @@ def test_what_is_no_text_is_not_written_as_python_does(
     source.prompt_column = "hint"
     with pytest.raises(ConfigError, match=r"data\.(sources\.s\.prompt_column|chat)="):
         load(source)
+
+
+def test_a_task_is_no_struct(load: Load, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}?", "answer": "x", "extra": {"index": n}} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_bytes(lines(rows))
+    source = SourceConfig(kind=SourceKind.jsonl, name=str(tmp_path / "rows.jsonl"))
+    source.task_column = "extra"
+    with pytest.raises(
+        ConfigError, match=r"task_column=extra: .*\(row \d+ has a struct with index"
+    ):
+        load(source)
+    source.task_column = "extra.index"
+    assert load(source, eval_size=2).train
 
 
 def test_nan_stands_for_a_missing_answer(load: Load, tmp_path: Path) -> None:
