@@ -41,6 +41,7 @@ from hybridrl.controller.preflight_judges import (
     check_groups,
     check_rows,
     try_judges,
+    warn_of_equal_samples,
     warn_of_lone_samples,
 )
 from hybridrl.controller.preflight_models import (
@@ -180,6 +181,7 @@ def check_recipe(config: Config, graph: Graph) -> None:
     _check_privileged(config, graph)
     check_groups(graph)
     warn_of_lone_samples(config, graph)
+    warn_of_equal_samples(config, graph)
 
 
 def check_optimizers(config: Config, graph: Graph) -> None:

@@ -17,7 +17,14 @@ from hybridrl.controller.preflight_models import judges_of
 from hybridrl.data import Item
 from hybridrl.data.records import SourceRecord, answer_texts
 from hybridrl.flow import Graph
-from hybridrl.flow.graph import ByBatchStage, ComputeStage, SourceStage, Stage, StageMethod
+from hybridrl.flow.graph import (
+    ByBatchStage,
+    ComputeStage,
+    GenerateStage,
+    SourceStage,
+    Stage,
+    StageMethod,
+)
 
 if TYPE_CHECKING:
     from hybridrl.rewards import RewardInput, RewardResult
@@ -180,6 +187,21 @@ def warn_of_lone_samples(config: Config, graph: Graph) -> None:
                 "trainer.prompts_per_step=1: stage %r compares the samples of a step, of which "
                 "there is one: it may learn nothing", stage.name,
             )  # fmt: skip
+
+
+def warn_of_equal_samples(config: Config, graph: Graph) -> None:
+    """Say where all samples of a prompt are drawn alike, so that comparing them teaches nothing."""
+    for stage in graph.stages.values():
+        if not isinstance(stage, GenerateStage) or (stage.num_samples or 0) < 2:
+            continue
+        for key in ("temperature", "top_k"):
+            own, run = getattr(stage.sampling, key), getattr(config.rollout, key)
+            if (run if own is None else own) == {"temperature": 0, "top_k": 1}[key]:
+                log.warning(
+                    "rollout.%s=%g: the %d samples of a prompt in stage %r are all the most likely "
+                    "one, and where they are compared nothing is learned",
+                    key, run, stage.num_samples, stage.name,
+                )  # fmt: skip
 
 
 def check_rows(config: Config, graph: Graph, items: Sequence[Item]) -> None:

@@ -10,7 +10,11 @@ import pytest
 import hybridrl.recipes
 from hybridrl.config import ConfigError, RewardConfig, RewardKind
 from hybridrl.controller.preflight import build_recipe
-from hybridrl.controller.preflight_judges import try_judges, warn_of_lone_samples
+from hybridrl.controller.preflight_judges import (
+    try_judges,
+    warn_of_equal_samples,
+    warn_of_lone_samples,
+)
 from hybridrl.data import Item
 
 FOLDERS = [path.parent for path in Path(hybridrl.recipes.__path__[0]).glob("*/config.yaml")]
@@ -46,6 +50,21 @@ def test_statistics_of_one_sample_are_told_once(caplog: pytest.LogCaptureFixture
             warn_of_lone_samples(config, graph)
         assert len(caplog.messages) == lines
     assert "of which there is one" in caplog.text
+
+
+@pytest.mark.parametrize(("setting", "value"), [("temperature", 0.0), ("top_k", 1)])
+def test_greedy_samples_of_a_group_are_told(
+    caplog: pytest.LogCaptureFixture, setting: str, value: float
+) -> None:
+    drawn = {"temperature": 1.0, "top_k": 0}
+    for name, settings, lines in (
+        ("grpo", drawn, 0), ("grpo", drawn | {setting: value}, 1), ("reinforce_pp", drawn, 0),
+        ("sft", drawn | {setting: value}, 0),
+    ):  # fmt: skip
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            warn_of_equal_samples(SimpleNamespace(rollout=SimpleNamespace(**settings)), built(name))  # type: ignore[arg-type]
+        assert len(caplog.messages) == lines, (name, settings)
 
 
 def items(answers: list[str]) -> list[Item]:
