@@ -16,6 +16,7 @@ from hybridrl.controller.schedule_factory import make_schedule, sampling_of
 from hybridrl.data import Item
 from hybridrl.flow import Flow, Graph
 from hybridrl.flow.judgements import check_failed_share
+from hybridrl.flow.ledger import DropReason
 from hybridrl.flow.roles import Judge
 from hybridrl.flow.sample import Sample
 from hybridrl.telemetry.run import Telemetry
@@ -143,7 +144,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Metrics of one set's graph; see `of_answers` and `of_pairs`.
 
-    Of several samples a prompt `record` gets the first.
+    Of several samples a prompt `record` gets the first, also where its judge has failed.
     """
     settings = config.eval.sets[name]
     longest = settings.max_new_tokens or config.rollout.max_new_tokens
@@ -153,8 +154,10 @@ def evaluate(
     with executor.apart():
         result = schedule.run_step(step)
     samples = result.samples
+    judged_in_vain = {id for id, drop in result.dropped.items() if drop.reason is DropReason.JUDGE}
+    shown = {sample.id for sample in samples} | judged_in_vain
+    record(name, [s for s in result.dispatched if s.id.k == 0 and s.id in shown])
     check_failed_share(graph, result.dispatched, failed_shares(config), f"the evaluation of {name}")
-    record(name, [sample for sample in samples if sample.id.k == 0])
     schedule.release()
     if not graph.columns:
         return of_answers(name, config.eval.sets[name], samples)

@@ -189,6 +189,7 @@ def test_a_reward_function_that_raises_or_hangs_costs_its_samples_only(
         "trainer.steps=1",
         f"reward.function={user_rewards}:troubled",
         "reward.timeout_s=0.5",
+        "reward.max_failed_share=1",
     )
     recorded = read_lines(tmp_path / "troubled" / "samples.jsonl")
     samples = [s for s in recorded if s["phase"] == "rl"]
@@ -200,7 +201,7 @@ def test_a_reward_function_that_raises_or_hangs_costs_its_samples_only(
         kind = sum(map(ord, sample["response"])) % 8
         reasons = {0: "error: ValueError: no such word", 1: "timeout: no reward within 0.5 s"}
         assert sample["status"] == reasons.get(kind, "ok")
-        assert sample["reward"] == (kind / 7 if kind > 1 else 0.0)
+        assert sample["reward"] == (kind / 7 if kind > 1 else None)
     for status in ("error", "timeout"):
         counted = sum(m[f"reward_{status}"] for m in metrics)
         assert counted == sum(s["status"].startswith(status) for s in samples) > 0
