@@ -128,6 +128,7 @@ def _check_trial(
     """Raise for a judge that failed on all responses of its trial; warn of one that failed on some,
     or can tell nothing apart. Where nothing `generates`, a function may judge the row alone.
     """
+    from hybridrl.rewards.results import WRONG_RETURNS
     from hybridrl.rewards.verifiers import make_selector
 
     own: list[float] = []
@@ -144,8 +145,10 @@ def _check_trial(
     if failed:
         is_function = judge.kind is RewardKind.function
         key, value = ("function", judge.function) if is_function else ("kind", judge.kind.value)
-        if len(failed) == len(tried):  # one that fails on some responses costs those alone
-            raise ConfigError(f"{role}.{key}", value, failed[0])
+        # One that raises on some responses costs those alone; what it returns must be a reward.
+        wrong = [text for text in failed if any(said in text for said in WRONG_RETURNS)]
+        if wrong or len(failed) == len(tried):
+            raise ConfigError(f"{role}.{key}", value, (wrong or failed)[0])
         log.warning("%s.%s=%s: wanted %s", role, key, value, failed[0])
     if judge.kind is RewardKind.function:
         blind = generates and bool(own) and own == empty[: len(own)]

@@ -89,6 +89,8 @@ def test_a_judge_that_likes_no_answer_is_named(
         "def right(response, answer): return 0.5 * (response == f'#{answer}')\n"
         "def blind(response): return 1.0\n"
         "def none(solution_str, ground_truth): return None\n"
+        "def some(response, answer): return 1.0 if response == answer else None\n"
+        "def raises(response, answer): return 1.0 if response == answer else 1 / 0\n"
     )
 
     def function(name: str) -> RewardConfig:
@@ -110,3 +112,8 @@ def test_a_judge_that_likes_no_answer_is_named(
         ConfigError, match=r"reward\.function=.*row 1 \(TypeError: the reward is None"
     ):
         tried(make_config, function("none"))
+    with pytest.raises(ConfigError, match=r"the response '' to .*TypeError: the reward is None"):
+        tried(make_config, function("some"))
+    caplog.clear()
+    tried(make_config, function("raises"))  # costs these samples alone
+    assert "ZeroDivisionError" in caplog.text
