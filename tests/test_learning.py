@@ -49,18 +49,18 @@ TASKS = {
 GAIN = {"demo": 0.1, "longtail": 0.05}  # at least, in every run
 NEAR_TIES = 0.01  # of the held-out words may be answered otherwise by the same weights
 COUNTS = (
-    "migrated", "trained_early", "widened", "samples/drafted_tokens", "samples/put_off",
-    "samples/off_policy_tokens",
+    "samples/migrated", "samples/trained_early", "samples/widened", "samples/drafted_tokens",
+    "samples/put_off", "samples/off_policy_tokens",
 )  # fmt: skip
 # By way, what it does in some step of some seed. Guesses that are `auto` are made where they are
 # expected to save time, which may be never. So is early backward, but for a first try.
 ACTS = {
     "partial": "samples/off_policy_tokens",
     "packed": "samples/put_off",
-    "early": "trained_early",
+    "early": "samples/trained_early",
     "speculate": "samples/drafted_tokens",
-    "wide": "widened",
-    "tail": "widened",
+    "wide": "samples/widened",
+    "tail": "samples/widened",
 }
 
 

@@ -251,7 +251,7 @@ class Config:
         if self.strict and self.rollout.draft_length != 0:
             allowed = f"{of_strict}: passes over several tokens differ in their last bits"
             raise ConfigError("rollout.speculate", self.rollout.speculate, allowed)
-        if self.rollout.tail_tp != "off":
+        if self.rollout.wide_tp != 0:
             if not self.schedule.entry.migrates_tail:
                 tails = " or ".join(k.value for k, e in SCHEDULES.items() if e.migrates_tail)
                 allowed = f"off with schedule={self.schedule.kind.value}, or schedule={tails}"

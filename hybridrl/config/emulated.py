@@ -30,12 +30,12 @@ def settle_processes(cluster: ClusterConfig, rollout: RolloutConfig) -> None:
     """
     layout, unit = rollout.layout, rollout.layout.ranks
     whole = f"rollout.layout's {layout.pp} x {layout.tp}"
-    if rollout.tail_tp not in ("off", "auto"):
-        unit = int(rollout.tail_tp) * layout.pp
-        whole = f"rollout.tail_tp={rollout.tail_tp} x {layout.pp}"
+    if rollout.wide_tp:
+        unit = rollout.wide_tp * layout.pp
+        whole = f"rollout.tail_tp={rollout.wide_tp} x {layout.pp}"
     if cluster.ranks_per_process is None:
         instances = max(1, _RANKS_PER_PROCESS // unit)
-        if rollout.tail_tp == "auto":  # whose widths are doublings
+        if rollout.wide_tp is None:  # whose widths are doublings
             instances = 2 ** (instances.bit_length() - 1)
         cluster.ranks_per_process = instances * unit
     if cluster.ranks_per_process % unit:

@@ -186,7 +186,7 @@ class RolloutConfig(SamplingConfig):
     def check_tail_ranks(self, ranks: int, ranks_key: str) -> None:
         """Raise ConfigError for a tail that takes more than the `ranks`."""
         pp = self.layout.pp
-        if self.tail_tp not in ("off", "auto") and int(self.tail_tp) * pp > ranks:
+        if (self.wide_tp or 0) * pp > ranks:
             of_pp = f" over rollout.layout.pp={pp}" if pp > 1 else ""
             allowed = f"off, auto, or at most {ranks // pp}: {ranks_key}={ranks}{of_pp}"
             raise ConfigError("rollout.tail_tp", self.tail_tp, allowed)
@@ -196,10 +196,8 @@ class RolloutConfig(SamplingConfig):
 
         With `auto` the doublings.
         """
-        if self.tail_tp == "off":
-            return ()
-        if self.tail_tp != "auto":
-            return (int(self.tail_tp) // self.layout.tp,)
+        if self.wide_tp is not None:
+            return (self.wide_tp // self.layout.tp,) if self.wide_tp else ()
         return tuple(2**n for n in range(1, num_instances.bit_length()) if 2**n <= num_instances)
 
     @property
@@ -208,6 +206,13 @@ class RolloutConfig(SamplingConfig):
         if self.speculate == "off":
             return 0
         return None if self.speculate == "auto" else int(self.speculate)
+
+    @property
+    def wide_tp(self) -> int | None:
+        """Tensor parallelism of the last samples; 0: the tail stays as it is, None: what pays."""
+        if self.tail_tp == "off":
+            return 0
+        return None if self.tail_tp == "auto" else int(self.tail_tp)
 
     @property
     def pass_tokens(self) -> int:

@@ -156,7 +156,7 @@ class RunRecords:
         self._noted_no_training = True
         step = self.current_step()
         self.telemetry.note(
-            f"step {step}: nothing to train on, {metrics['filtered']:g} samples left out;"
+            f"step {step}: nothing to train on, {metrics['samples/filtered']:g} samples left out;"
             " where the rewards of a prompt's samples are all alike, there is nothing to learn",
             step=step,
         )
@@ -271,25 +271,14 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
     by_choice = (DropReason.FILTER, DropReason.TAKE, DropReason.UNUSED)
     metrics |= {
         "step_s": seconds,
-        "dropped": float(len(reasons)),
-        "filtered": float(sum(reason in by_choice for reason in reasons)),
-        "join_dropped": float(reasons.count(DropReason.JOIN)),
-        "judge_dropped": float(reasons.count(DropReason.JUDGE)),
-        "aborted": float(reasons.count(DropReason.ABORTED)),
-        "migrated": result.metrics.get("samples/migrated", 0.0),
+        "samples/filtered": float(sum(reason in by_choice for reason in reasons)),
+        "samples/join_dropped": float(reasons.count(DropReason.JOIN)),
+        "samples/judge_dropped": float(reasons.count(DropReason.JUDGE)),
+        "samples/aborted": float(reasons.count(DropReason.ABORTED)),
     }
-    for name in (
-        "migration_threshold",
-        "trained_early",
-        "widened",
-        "parked",
-        "resumed",
-        "staleness",
-    ):
-        if f"samples/{name}" in result.metrics:
-            metrics[name] = result.metrics[f"samples/{name}"]
     if trained := result.metrics.get("samples/trained_tokens"):
-        metrics["off_policy_share"] = result.metrics["samples/off_policy_tokens"] / trained
+        old_tokens = result.metrics["samples/off_policy_tokens"]
+        metrics["samples/off_policy_share"] = old_tokens / trained
     metrics |= {stage_key(name): s for name, s in result.seconds_by_stage.items()}
     for name in ("kl", *judged(samples)):
         if values := [x for s in samples if (x := score_of(s, name)) is not None]:

@@ -71,7 +71,7 @@ def make_schedule(
         exports_kv=rollout.features.exports_kv,
         num_steps=num_steps,
         early=early or EarlySettings(),
-        must_widen=rollout.tail_tp not in ("off", "auto"),
+        must_widen=bool(rollout.wide_tp),
         timed=config.environment.partial == TIMED,
         turn_orders=recorded_orders(config) if is_partial else None,
     )

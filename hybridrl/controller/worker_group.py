@@ -225,7 +225,7 @@ class WorkerGroup:
         instances = [*peers.values()], [*self.wide.values()]
         for line in crossing_warnings(self.config, node_of, self.home.ranks, *instances):
             logger.warning("%s", line)
-        if self.config.rollout.tail_tp != "off" and not self.wide:
+        if self.config.rollout.wide_tp is None and not self.wide:
             reason = "there are no instances that the model lets decode as one"
             if len(self.instances) == 1:
                 reason = "all ranks are one instance"

@@ -173,10 +173,8 @@ def computes_halves() -> bool:
 
 def check_tail_tp(config: PretrainedConfig, rollout: RolloutConfig) -> None:
     """Raise ConfigError for a `rollout.tail_tp` that the model does not allow."""
-    if rollout.tail_tp in ("off", "auto"):
-        return
-    layout, tp = rollout.layout, int(rollout.tail_tp)
-    if (allowed := _wide_allowed(config, layout.tp, tp // layout.tp, layout.ep)) is not None:
+    layout, tp = rollout.layout, rollout.wide_tp
+    if tp and (allowed := _wide_allowed(config, layout.tp, tp // layout.tp, layout.ep)) is not None:
         raise ConfigError("rollout.tail_tp", tp, allowed)
 
 

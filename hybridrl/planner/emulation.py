@@ -132,7 +132,6 @@ def _check_axes(config: Config) -> None:
         return
     ranks = rollout.layout.ranks, config.ranks_of(ACTOR)
     models = _of_key("cluster.costs", lambda: Roofline.of(text, *ranks)).trained
-    tail_tp = 1 if rollout.tail_tp in ("off", "auto") else int(rollout.tail_tp)
     layouts: list[tuple[str, str, RolloutLayoutConfig | TrainLayoutConfig]] = [
         (ACTOR, "rollout", rollout.layout),
         (ACTOR, "trainer", config.trainer.layout),
@@ -146,8 +145,8 @@ def _check_axes(config: Config) -> None:
         if layout.pp > model.layers:
             allowed = f"at most the {model.layers} layers of cluster.costs={text}"
             raise ConfigError(f"{name}.layout.pp", layout.pp, allowed)
-        if name == "rollout" and model.heads % tail_tp:
-            raise ConfigError("rollout.tail_tp", tail_tp, f"off, auto, or {heads}")
+        if name == "rollout" and model.heads % (rollout.wide_tp or 1):
+            raise ConfigError("rollout.tail_tp", rollout.wide_tp, f"off, auto, or {heads}")
 
 
 def emulated_widths(config: Config) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ def _share(run: _History, key: str) -> float:
 
 
 def _no_spread(run: _History) -> Advice | None:
-    share = _share(run, "filtered")
+    share = _share(run, "samples/filtered")
     if share < 0.8:
         return None
     text = (

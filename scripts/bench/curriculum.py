@@ -32,10 +32,10 @@ def train(name: str, args: argparse.Namespace, seed: int, folder: Path) -> dict[
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     result = json.loads(done.stdout.splitlines()[-1])
-    rows = [line for line in read_lines(run / "metrics.jsonl") if "filtered" in line]
+    rows = [line for line in read_lines(run / "metrics.jsonl") if "samples/filtered" in line]
     recipe_rows = rows[-args.steps :]
     counted = recipe_rows[args.prompts // PROMPTS_PER_STEP :]
-    share = fmean(1 - row["filtered"] / (PROMPTS_PER_STEP * GROUP) for row in counted)
+    share = fmean(1 - row["samples/filtered"] / (PROMPTS_PER_STEP * GROUP) for row in counted)
     return {"groups_with_spread": share, "accuracy": result["accuracy_after"]}
 
 

@@ -134,7 +134,7 @@ def early_spans(run: Any) -> list[Any]:
 def test_it_trains_as_serial_does(run_of: Callable[..., Any], recipe: tuple[str, ...]) -> None:
     serial, early = run_of("serial", *recipe), run_of("early", *recipe, *EARLY)
     check_same(serial, early)
-    assert sum(line["trained_early"] for line in early.metrics) > 0
+    assert sum(line["samples/trained_early"] for line in early.metrics) > 0
     assert MOVED[early.dir]
     assert early_spans(early)
     assert not early_spans(serial)
@@ -145,7 +145,7 @@ def test_adapters(run_of: Callable[..., Any]) -> None:
     settings = ["recipe=gspo", "recipe.group_size=2", "actor.lora.rank=4"]
     serial, early = run_of("lora", *settings), run_of("lora_early", *settings, *EARLY)
     check_same(serial, early)
-    assert sum(line["trained_early"] for line in early.metrics) > 0
+    assert sum(line["samples/trained_early"] for line in early.metrics) > 0
 
 
 @pytest.mark.layouts
@@ -158,7 +158,7 @@ def test_instances_of_two_ranks(run_of: Callable[..., Any], layout: list[str]) -
     settings = ["recipe=grpo", "recipe.group_size=2", "recipe.kl_coef=0.05", *ranks]
     serial, early = run_of("wide", *settings), run_of("wide_early", *settings, *EARLY)
     check_same(serial, early)
-    assert sum(line["trained_early"] for line in early.metrics) > 0
+    assert sum(line["samples/trained_early"] for line in early.metrics) > 0
 
 
 @pytest.mark.layouts
@@ -168,7 +168,7 @@ def test_instances_of_two_stages(run_of: Callable[..., Any]) -> None:
     settings = ["recipe=grpo", "recipe.group_size=2", "rollout.layout.grouping=strided", *ranks]
     serial, early = run_of("staged", *settings), run_of("staged_early", *settings, *EARLY)
     check_same(serial, early)
-    assert sum(line["trained_early"] for line in early.metrics) > 0
+    assert sum(line["samples/trained_early"] for line in early.metrics) > 0
 
 
 @pytest.mark.layouts
@@ -185,7 +185,7 @@ def test_a_run_that_resumes_in_between(
         torch.testing.assert_close(weights, other, atol=1e-5, rtol=0)
     assert len(rest.steps) == 1
     for run in (whole, rest):
-        assert sum(line["trained_early"] for line in run.metrics) > 0
+        assert sum(line["samples/trained_early"] for line in run.metrics) > 0
 
 
 def test_a_step_that_fails_leaves_no_rank_behind() -> None:
@@ -325,7 +325,7 @@ def test_sigterm_while_an_instance_trains_early(
     monkeypatch.setattr(signals, "_requested_at", None)
     rest = train_here(tmp_path, *again)
     assert len(rest.steps) == 2
-    assert sum(line["trained_early"] for line in rest.metrics) > 0
+    assert sum(line["samples/trained_early"] for line in rest.metrics) > 0
     for name, weights in load_file(whole.dir / "final" / "model.safetensors").items():
         other = load_file(tmp_path / "final" / "model.safetensors")[name]
         torch.testing.assert_close(weights, other, atol=1e-5, rtol=0)
@@ -348,6 +348,6 @@ def test_what_needs_the_whole_batch_is_trained_late(
     check_same(serial, early)
     assert (early.dir / "final" / "critic").exists() == ("recipe=ppo" in recipe)
     assert not early_spans(early)
-    assert not any(line.get("trained_early") for line in early.metrics)
+    assert not any(line.get("samples/trained_early") for line in early.metrics)
     log = (early.dir / "logs" / "driver.log").read_text()
     assert f"schedule.early_backward has no effect: {reason}" in log

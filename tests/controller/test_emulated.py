@@ -211,7 +211,7 @@ def test_responses_have_the_turns_of_the_plan(trained: Callable[..., Path], sche
     ("schedule", "waited"),
     [
         (("schedule=packed", "schedule.limit_tokens=500"), "samples/put_off"),
-        (("schedule=partial",), "parked"),
+        (("schedule=partial",), "samples/parked"),
     ],
     ids=["packed", "partial"],
 )

@@ -87,7 +87,7 @@ def test_every_schedule_trains_on_the_conversations_of_serial(
         earned = sum(turn["reward"] for turn in turns)
         assert record["finish"] == "abort" or record["reward"] == pytest.approx(earned)
     metrics = serial.metrics[0]
-    assert metrics["environment/failed"] == metrics["aborted"] > 0
+    assert metrics["environment/failed"] == metrics["samples/aborted"] > 0
     assert metrics["environment/turns"] > metrics["environment/episodes"] >= len(texts[0])
     assert metrics["environment/reply_tokens"] > 0
     mine = [len(turn["text"]) for record in step_of(serial.dir, 1) for turn in record["turns"]]

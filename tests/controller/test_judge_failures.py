@@ -62,7 +62,7 @@ def test_no_value_is_invented(run: Path) -> None:
         mine = [line for line in lines if line["step"] == metrics["step"]]
         ok = [line["reward"] for line in mine if line["status"] == "ok"]
         assert metrics["reward_mean"] == pytest.approx(sum(ok) / len(ok))
-        assert metrics["reward_error"] == metrics["judge_dropped"] == len(mine) - len(ok)
+        assert metrics["reward_error"] == metrics["samples/judge_dropped"] == len(mine) - len(ok)
 
 
 def test_a_replay_fails_where_the_run_has(run: Path) -> None:

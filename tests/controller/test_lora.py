@@ -89,7 +89,7 @@ def test_a_run_with_adapters(
         tmp_path / "fused", *long_tail, *lora, "schedule=fused", "schedule.migration_threshold=12"
     )
     check_same(serial, fused)
-    assert all(line["migrated"] > 0 for line in fused.metrics)
+    assert all(line["samples/migrated"] > 0 for line in fused.metrics)
     start, final = (load_file(serial.dir / f / "model.safetensors") for f in ("start", "final"))
     linear = [name for name in start if name.endswith("proj.weight")]
     assert {name for name in start if not torch.equal(start[name], final[name])} == set(linear)

@@ -74,11 +74,13 @@ def check_record(run: Any) -> None:
         assert min(tokens_by_version) >= number - 2
         assert max(tokens_by_version) == number  # weights of as many updates
         old = sum(tokens for version, tokens in tokens_by_version.items() if version < number)
-        assert line["off_policy_share"] == pytest.approx(old / sum(tokens_by_version.values()))
-        assert line["staleness"] <= 2
-        resumed += line["resumed"]
+        assert line["samples/off_policy_share"] == pytest.approx(
+            old / sum(tokens_by_version.values())
+        )
+        assert line["samples/staleness"] <= 2
+        resumed += line["samples/resumed"]
     assert resumed > 0
-    assert max(line["off_policy_share"] for line in run.metrics) > 0
+    assert max(line["samples/off_policy_share"] for line in run.metrics) > 0
     events = read_lines(run.dir / "events.jsonl")
     (left,) = [event["samples"] for event in events if event["kind"] == "unfinished"]
     assert left == WANTED * GROUP  # over-provision 2

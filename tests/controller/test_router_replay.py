@@ -61,7 +61,7 @@ def test_fused_trains_on_what_serial_trains_on(
     """Samples migrate in the middle of their making and to the pass, and experts with them."""
     serial, fused = run_of(), run_of(*FUSED, f"schedule.migration={migration}")
     check_same(serial, fused)
-    assert all(line["migrated"] > 0 for line in fused.metrics)
+    assert all(line["samples/migrated"] > 0 for line in fused.metrics)
     for run in (serial, fused):
         for step, line in zip(run.steps, run.metrics, strict=True):
             tokens = sum(sample.tokens - 1 for sample in step.samples)
@@ -113,8 +113,8 @@ def test_a_resumed_run_replays_what_parked_samples_had(
     assert any(record.get("routed_experts") is not None for record in records)
     resumed = train_here(tmp_path / "resumed", *settings, f"trainer.resume={checkpoint}")
     before, (after,) = whole.metrics[-1], resumed.metrics
-    assert after["resumed"] > 0
-    for key in ("loss", "grad_norm", "routed_experts_bytes", "resumed"):
+    assert after["samples/resumed"] > 0
+    for key in ("loss", "grad_norm", "routed_experts_bytes", "samples/resumed"):
         assert before[key] == after[key], key
 
 

@@ -85,7 +85,9 @@ def test_runs_train_on_the_same(
             for figure in ("samples/parked", "samples/resumed"):
                 assert sum(line[figure] for line in run.metrics) > 0
     else:
-        assert all((line["migrated"] > 0) == (name == "fused") for line in run.metrics)
+        assert all(
+            (line.get("samples/migrated", 0) > 0) == (name == "fused") for line in run.metrics
+        )
 
 
 def test_the_mismatch_is_of_rounding(run_of: Callable[[str], Any]) -> None:

@@ -51,11 +51,11 @@ def test_the_tail_is_decoded_wide(
     wide = run_of(*settings, *WIDE, "rollout.tail_tp=2", on_ray=on_ray)
     check_same(serial, wide)
     for line in wide.metrics:
-        assert 0 < line["widened"] <= 6
+        assert 0 < line["samples/widened"] <= 6
         assert line["samples/moved_kv_bytes"] > 0
     assert {span.lane for span in wide_calls(wide)} == {"rank 0", "rank 1"}
     assert not wide_calls(serial)
-    assert all("widened" not in line for line in serial.metrics)
+    assert all("samples/widened" not in line for line in serial.metrics)
 
 
 @pytest.mark.layouts
@@ -70,7 +70,7 @@ def test_instances_of_two_ranks(
     settings += heads
     wide = run_of(*settings, *WIDE, tail)
     check_same(run_of(*settings), wide)
-    assert sum(line["widened"] for line in wide.metrics) > 0
+    assert sum(line["samples/widened"] for line in wide.metrics) > 0
 
 
 @pytest.mark.layouts
@@ -80,7 +80,7 @@ def test_adapters_and_guesses(
     settings = [*long_tail, "cluster.ranks=2", "actor.lora.rank=4"]
     wide = run_of(*settings, *WIDE, "rollout.tail_tp=2", "rollout.speculate=2")
     check_same(run_of(*settings), wide)
-    assert sum(line["widened"] for line in wide.metrics) > 0
+    assert sum(line["samples/widened"] for line in wide.metrics) > 0
     assert sum(line["samples/drafted_tokens"] for line in wide.metrics) > 0
 
 
@@ -92,7 +92,7 @@ def test_a_run_that_resumes_in_between(run_of: Callable[..., Any], long_tail: li
     rest = run_of(*settings, f"trainer.resume={second}")
     assert len(rest.steps) == 1
     for run in (whole, rest):
-        assert sum(line["widened"] for line in run.metrics) > 0
+        assert sum(line["samples/widened"] for line in run.metrics) > 0
     for name, weights in load_file(whole.dir / "final" / "model.safetensors").items():
         other = load_file(rest.dir / "final" / "model.safetensors")[name]
         torch.testing.assert_close(weights, other, atol=1e-5, rtol=0)
@@ -114,8 +114,8 @@ def test_an_instance_that_parted_trains(
     wide = run_of(*settings, *early)
     for one, other in zip(serial.steps, wide.steps, strict=True):
         assert [(s.id, s.tokens) for s in one.samples] == [(s.id, s.tokens) for s in other.samples]
-    assert sum(line["widened"] for line in wide.metrics) > 0
-    assert sum(line["trained_early"] for line in wide.metrics) > 0
+    assert sum(line["samples/widened"] for line in wide.metrics) > 0
+    assert sum(line["samples/trained_early"] for line in wide.metrics) > 0
 
 
 # -- emulated ranks -------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_emulated_ranks(tmp_path: Path, tail_tp: str) -> None:
     emulated(tmp_path / "serial", *settings, "schedule=serial")
     lines = emulated(tmp_path / "wide", *settings, "schedule=fused", f"rollout.tail_tp={tail_tp}")
     assert lengths(tmp_path / "serial") == lengths(tmp_path / "wide")
-    assert sum(line["widened"] for line in lines) > 0
+    assert sum(line["samples/widened"] for line in lines) > 0
     if tail_tp == "4":  # the only choice, once there are costs to choose by
         assert lines[-1]["plan/widen_to_2_chosen"] == 1
         assert timelines(load(tmp_path / "wide"))[-1]["label"] == "last: step 4, widen to 2"

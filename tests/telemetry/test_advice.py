@@ -25,7 +25,8 @@ def healthy(done: float) -> dict[str, float]:
     """The metrics of a step when the share `done` of the run is over, as the demo's are."""
     return {
         "loss": 0.01, "step_s": 0.4, "samples/used": 140.0, "samples/dropped": 116.0,
-        "filtered": 88.0 + 60 * done, "samples/preempted": 0.0, "entropy": 0.37 - 0.27 * done,
+        "samples/filtered": 88.0 + 60 * done, "samples/preempted": 0.0,
+        "entropy": 0.37 - 0.27 * done,
         "grad_norm": 0.9 + 0.5 * done, "reward_mean": 0.35 + 0.5 * done, "reward_timeout": 0.0,
         "reward_error": 0.0, "bubble_share": 0.15, "kl_mean": 0.1 + 0.3 * done,
         "source/a/reward_mean": 0.35 + 0.5 * done, "source/b/reward_mean": 0.3 + 0.4 * done,
@@ -57,7 +58,7 @@ def test_a_run_that_learns_gets_none(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
-    "no spread": ({"filtered": 230.0}, "90% of the samples were left out", "data.sources"),
+    "no spread": ({"samples/filtered": 230.0}, "90% of the samples were left out", "data.sources"),
     "ceiling": ({"reward_mean": 0.99}, "the mean reward is 0.99 of at most 1", "data.sources"),
     "cut off": ({"lengths": [24, 24, 9, 8]}, "50% of the responses", "rollout.max_new_tokens"),
     "entropy": (

@@ -46,7 +46,11 @@ def test_a_long_curve_keeps_its_peaks() -> None:
 
 
 def test_a_step_without_an_update_counts_and_an_evaluation_does_not() -> None:
-    rows = [{"eval_accuracy": 0.1}, {"step_s": 1.0, "loss": 0.5}, {"step_s": 1.0, "filtered": 8.0}]
+    rows = [
+        {"eval_accuracy": 0.1},
+        {"step_s": 1.0, "loss": 0.5},
+        {"step_s": 1.0, "samples/filtered": 8.0},
+    ]
     of_step = {StepKey(step, "rl", step): row for step, row in enumerate(rows)}
     steps = tiles(RunData(name="run", directory="run", metrics=of_step, offsets={"rl": 0}))[0]
     assert (steps["label"], steps["text"], steps["note"]) == ("Steps", "2", "rl 2")
