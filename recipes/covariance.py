@@ -11,7 +11,7 @@ def add_covariances(samples: Stream, cfg: RolloutCorrection) -> Stream:
     From `advantage` and the log-probabilities before the update: by the train engine where the
     recipe has them from there, else as sampled.
     """
-    sampled = cfg.old_log_probs is OldLogProbs.rollout
+    sampled = cfg.correction.old_log_probs is OldLogProbs.rollout
     log_probs = "log_probs" if sampled else "old_log_probs"
     scalars = ("length", "log_prob_sum")
     means = ("mean_log_prob", "mean_advantage", "batch_tokens")

@@ -61,7 +61,7 @@ class Correction:
     def __post_init__(self) -> None:
         assert self.rule is not CorrectionRule.none, "without a rule there is no correction"
         if not 1 < self.bound < float("inf"):
-            raise ConfigError("recipe.correction_bound", self.bound, "a number above 1")
+            raise ConfigError("recipe.correction.bound", self.bound, "a number above 1")
 
     def __call__(
         self, trainer_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor

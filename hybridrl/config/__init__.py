@@ -88,7 +88,7 @@ from hybridrl.config.trainer import (
     TrainerConfig,
     WarmStartConfig,
 )
-from hybridrl.config.value_model import VALUE_MODELS, ValueModelConfig
+from hybridrl.config.value_model import VALUE_MODELS, RolesConfig, ValueModelConfig
 
 WARM_START = "hybridrl.recipes.sft:sft"
 """The recipe of the warm start."""
@@ -110,12 +110,8 @@ class Config:
     """The judge of responses."""
     cost: RewardConfig = field(default_factory=RewardConfig)
     """The cost of responses, for recipes that have one (Safe-RLHF)."""
-    critic: ValueModelConfig = field(default_factory=ValueModelConfig)
-    """The value model."""
-    cost_critic: ValueModelConfig = field(default_factory=ValueModelConfig)
-    """The value model of the cost (Safe-RLHF)."""
-    reward_model: ValueModelConfig = field(default_factory=ValueModelConfig)
-    """The reward model that a recipe trains; the one that judges is `reward.model`."""
+    roles: RolesConfig = field(default_factory=RolesConfig)
+    """The value models that recipes train, by role."""
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     """The model to distil from."""
     recipe: dict[str, Any] = field(default_factory=dict)
@@ -353,7 +349,7 @@ class Config:
 
     def value_model_of(self, role: str) -> ValueModelConfig:
         """The settings of a value model, by its role's name."""
-        settings: ValueModelConfig = getattr(self, VALUE_MODELS[role])
+        settings: ValueModelConfig = getattr(self.roles, role)
         return settings
 
     def check_value_model(self, role: str) -> None:

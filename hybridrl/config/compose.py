@@ -31,7 +31,7 @@ from hybridrl.config.composition import CONFIG_MODULE, compose_train
 from hybridrl.config.errors import RenamedKeyError, names
 from hybridrl.config.recipe_folder import recipe_by_path
 from hybridrl.config.recipe_source import add_recipe
-from hybridrl.config.renamed_keys import REMOVED_KEYS, RENAMED_KEYS
+from hybridrl.config.renamed_keys import REMOVED_KEYS, RENAMED_GROUPS, new_name
 from hybridrl.config.schedule import SCHEDULES, ScheduleConfig, owners
 
 _BELOW_SET = re.compile(r"(?P<set>\+{0,2}eval\.sets\.\w+)\.(?P<names>(reward|source)(\.\w+)*)")
@@ -193,7 +193,10 @@ def _check_key(override: Override, overrides: Sequence[str]) -> None:
 
     It passes keys of a dict, as those of a recipe, and of a schedule: they depend on the rest.
     """
-    groups, _, name = override.get_key_element().lstrip("+").rpartition(".")
+    key = override.get_key_element().lstrip("+")
+    if key.partition(".")[0] in RENAMED_GROUPS and (now := new_name(key)):
+        raise RenamedKeyError(key, _value_of(key, overrides), now)
+    groups, _, name = key.rpartition(".")
     kind: Any = Config
     for group in filter(None, groups.split(".")):
         kind = get_type_hints(kind).get(group)
@@ -201,7 +204,6 @@ def _check_key(override: Override, overrides: Sequence[str]) -> None:
             return
     known = [field.name for field in fields(kind)]
     if groups and name not in known and not override.is_delete():
-        key = f"{groups}.{name}"
         raise unknown_key(key, _value_of(key, overrides), known)
 
 
@@ -311,9 +313,10 @@ def _explain_key(
 def unknown_key(key: str, value: object, known: Sequence[str]) -> ConfigError:
     """The error for a key that is not among those `known` in its place."""
     parent, _, name = key.rpartition(".")
-    new_parent, _, new_name = RENAMED_KEYS.get(key, "").rpartition(".")
-    if new_parent and (new_parent != parent or new_name in known):  # else another recipe had it
-        return RenamedKeyError(key, value, RENAMED_KEYS[key])
+    now = new_name(key) or ""
+    below = now.removeprefix(f"{parent}.").partition(".")[0]
+    if now and (not now.startswith(f"{parent}.") or below in known):  # else another recipe had it
+        return RenamedKeyError(key, value, now)
     if key in REMOVED_KEYS:
         return ConfigError(key, value, f"no such key: it is gone, and {REMOVED_KEYS[key]} always")
     if parent == "schedule" and (others := owners(name)):

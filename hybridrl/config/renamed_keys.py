@@ -10,9 +10,15 @@ RENAMED_KEYS = {
     "eval.num_samples": "eval.sets.main.num_samples",
     "eval.success_threshold": "eval.sets.main.success_threshold",
     "recipe.centre": "recipe.center",
+    "recipe.correction": "recipe.correction.weights",
+    "recipe.correction_bound": "recipe.correction.bound",
+    "recipe.correction_level": "recipe.correction.level",
+    "recipe.ewma_decay": "recipe.correction.ewma_decay",
     "recipe.normalise": "recipe.normalize",
+    "recipe.old_log_probs": "recipe.correction.old_log_probs",
     "recipe.reference_decay": "recipe.reference_ema_decay",
     "recipe.std_normalise": "recipe.std_normalize",
+    "recipe.step_scale": "recipe.correction.step_scale",
     "rollout.length_ranker": "schedule.length_ranker",
     "rollout.max_staleness": "schedule.max_staleness",
     "rollout.migration": "schedule.migration",
@@ -25,8 +31,23 @@ RENAMED_KEYS = {
 }
 """Old to new, in full."""
 
+RENAMED_GROUPS = {
+    "critic": "roles.critic",
+    "cost_critic": "roles.cost_critic",
+    "reward_model": "roles.reward",
+}
+"""Groups of keys, old to new."""
+
 REMOVED_KEYS: dict[str, Any] = {"schedule.draw_anew": False, "trainer.attention_cost": 1.0}
 """Keys that are gone, with the value that every run has now."""
+
+
+def new_name(key: str) -> str | None:
+    """The name of now of an old `key`, or of a key in a group that has another name."""
+    group, dot, rest = key.partition(".")
+    if group in RENAMED_GROUPS:
+        return RENAMED_GROUPS[group] + dot + rest
+    return RENAMED_KEYS.get(key)
 
 
 def with_new_names(settings: Mapping[str, Any], known: Container[str]) -> dict[str, Any]:
@@ -34,7 +55,4 @@ def with_new_names(settings: Mapping[str, Any], known: Container[str]) -> dict[s
 
     A `known` key keeps its name: a user's recipe may have a key that others had.
     """
-    return {
-        key if key in known else RENAMED_KEYS.get(key, key): value
-        for key, value in settings.items()
-    }
+    return {key if key in known else new_name(key) or key: value for key, value in settings.items()}

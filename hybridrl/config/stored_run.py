@@ -9,12 +9,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from hybridrl.config import Config, compose
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.recipe_source import add_recipe
-from hybridrl.config.renamed_keys import REMOVED_KEYS, RENAMED_KEYS
+from hybridrl.config.renamed_keys import REMOVED_KEYS, RENAMED_GROUPS, RENAMED_KEYS
 
 _NAME = "stored_run"
 GROUPS = {
-    "cluster", "cost", "cost_critic", "critic", "data", "environment", "model", "recipe",
-    "reward", "reward_model", "rollout", "schedule",
+    "cluster", "cost", "data", "environment", "model", "recipe", "reward", "rollout", "schedule",
 }  # fmt: skip
 """Groups of settings of which another is chosen by name."""
 
@@ -35,8 +34,8 @@ def overrides_of(run_dir: Path, following: Sequence[str] = ()) -> list[str]:
         raise ConfigError("run", run_dir, "a run directory (one that holds .hydra/config.yaml)")
     settings = OmegaConf.load(file)
     assert isinstance(settings, DictConfig)
-    recipe, kind = settings.pop("recipe"), settings.schedule.kind
     _rename(settings)
+    recipe, kind = settings.pop("recipe"), settings.schedule.kind
     for group in replaced:
         settings.pop(group, None)
     add_recipe(_NAME, recipe)
@@ -72,11 +71,17 @@ def _rename(settings: DictConfig) -> None:
                 raise ConfigError(key, group[name], f"{value}, as every run has it now")
             with open_dict(group):
                 del group[name]
-    for old, new in RENAMED_KEYS.items():
+    own_recipe = not str(settings.recipe.target).startswith("hybridrl.recipes.")
+    for old, new in {**RENAMED_GROUPS, **RENAMED_KEYS}.items():
         parent, _, name = old.rpartition(".")
-        group = OmegaConf.select(settings, parent) if parent else None
-        if isinstance(group, DictConfig) and name in group and not old.startswith("recipe."):
-            value = group[name]
-            with open_dict(group):
-                del group[name]
-            OmegaConf.update(settings, new, value, force_add=True)
+        if parent == "recipe" and own_recipe:
+            continue
+        group = OmegaConf.select(settings, parent) if parent else settings
+        if not isinstance(group, DictConfig) or name not in group:
+            continue
+        value = group[name]
+        if new.startswith(f"{old}.") and isinstance(value, DictConfig):
+            continue  # a group of now, which has the name of a key of old
+        with open_dict(group):
+            del group[name]
+        OmegaConf.update(settings, new, value, force_add=True)

@@ -6,7 +6,7 @@ from hybridrl.config.layout import TrainLayoutConfig
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.trainer import OptimConfig
 
-VALUE_MODELS = {"critic": "critic", "cost_critic": "cost_critic", "reward": "reward_model"}
+VALUE_MODELS = {role: f"roles.{role}" for role in ("critic", "cost_critic", "reward")}
 """The roles that are value models when a recipe trains them, and the key of each one's settings."""
 
 
@@ -32,3 +32,15 @@ class ValueModelConfig:
         self.optim.check(f"{key}.optim")
         self.layout.check(ranks, f"{key}.layout", ranks_key)
         self.lora.check(f"{key}.lora", self.layout.tp)
+
+
+@dataclass(kw_only=True, slots=True)
+class RolesConfig:
+    """The value models by the names of their roles."""
+
+    critic: ValueModelConfig = field(default_factory=ValueModelConfig)
+    """The value model."""
+    cost_critic: ValueModelConfig = field(default_factory=ValueModelConfig)
+    """The value model of the cost (Safe-RLHF)."""
+    reward: ValueModelConfig = field(default_factory=ValueModelConfig)
+    """The reward model that a recipe trains; the one that judges is `reward.model`."""

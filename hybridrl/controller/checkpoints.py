@@ -13,7 +13,7 @@ from typing import Any
 from hybridrl.checkpoint import folder
 from hybridrl.checkpoint.folder import Point
 from hybridrl.checkpoint.keep import to_keep
-from hybridrl.config import Config, ConfigError, OptimName, ScheduleKind
+from hybridrl.config import VALUE_MODELS, Config, ConfigError, OptimName, ScheduleKind
 from hybridrl.config.environment import COUNTED
 from hybridrl.config.renamed_keys import REMOVED_KEYS, with_new_names
 from hybridrl.config.schedule import SCHEDULES
@@ -30,7 +30,7 @@ MAY_CHANGE = (
     "trainer.resume_changed",
     "trainer.max_bad_steps", "trainer.max_tokens_per_micro_batch", "trainer.chunk_tokens",
     "trainer.activations", "trainer.attention_cost", "trainer.fuse_updates", "trainer.layout",
-    "critic.layout", "cost_critic.layout", "reward_model.layout", "model.attention",
+    *(f"{key}.layout" for key in VALUE_MODELS.values()), "model.attention",
     "rollout.layout", "rollout.max_running", "rollout.block_size", "rollout.kv_cache_tokens",
     "rollout.decode_steps", "rollout.speculate", "rollout.tail_tp",
     "schedule.migration_threshold", "schedule.migration", "schedule.early_backward",
@@ -48,7 +48,7 @@ MAY_CHANGE_OF_JUDGES = (
 
 FORMER_ONLY_CHOICE = {
     f"{role}.optim.name": OptimName.adamw.value
-    for role in ("trainer", "warm_start", "critic", "cost_critic", "reward_model")
+    for role in ("trainer", "warm_start", *VALUE_MODELS.values())
 }
 """Settings of checkpoints that are older than the choice."""
 

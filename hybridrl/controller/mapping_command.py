@@ -83,7 +83,7 @@ Finds which ranks each model of a recipe gets, its layouts in training and in ge
 schedule, for the least seconds of a step. The last line is the best mapping as a command:
 `hybridrl train` with its overrides. With --price it prices the mapping of the OVERRIDES instead.
 
-  the recipe         recipe=ppo model=qwen3_8b critic.path=DIR reward=model reward.model=DIR ...
+  the recipe         recipe=ppo model=qwen3_8b roles.critic.path=DIR reward=model ...
                      (a config.json is enough)
   --lengths          {LENGTHS}
   --prompt-tokens    of a prompt, where the lengths do not say (data.max_prompt_tokens)

@@ -22,7 +22,7 @@ SET = (
 
 
 def layout_key(role: str) -> str:
-    """The place of a trained role's layout: `trainer.layout`, `critic.layout`, ..."""
+    """The place of a trained role's layout: `trainer.layout`, `roles.critic.layout`, ..."""
     return "trainer.layout" if role == ACTOR else f"{VALUE_MODELS[role]}.layout"
 
 

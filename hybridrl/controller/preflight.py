@@ -24,9 +24,10 @@ from hybridrl.config import (
     RouterReplay,
     ScheduleConfig,
 )
-from hybridrl.config.bounds import check_finite, check_values
+from hybridrl.config.bounds import check_bounds, check_finite, check_values
 from hybridrl.config.compose import explain, unknown_key
 from hybridrl.config.dotted import load_function
+from hybridrl.config.renamed_keys import new_name
 from hybridrl.config.versions import installed, untried
 from hybridrl.controller.activation_choice import decide_activations
 from hybridrl.controller.composite_reward import with_parts
@@ -278,17 +279,29 @@ def build_recipe(settings: dict[str, Any]) -> Graph:
 
 def _typed(config_type: type, settings: dict[str, Any]) -> Any:
     """The recipe's own dataclass, filled from `recipe.*`."""
+    kinds = typing.get_type_hints(config_type)
     known = [field.name for field in fields(config_type)]
     for key in settings.keys() - set(known):
         raise unknown_key(f"recipe.{key}", settings[key], known)
+    for name in known:
+        if is_dataclass(kinds[name]) and not isinstance(value := settings.get(name, {}), dict):
+            if new_name(f"recipe.{name}"):
+                raise unknown_key(f"recipe.{name}", value, known)
+            raise ConfigError(f"recipe.{name}", value, f"settings, each as recipe.{name}.NAME=...")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(config_type), settings)
         values: Any = OmegaConf.to_container(merged)
         check_finite(values, "recipe")
         check_values(config_type, values, "recipe")
-        return OmegaConf.to_object(merged)
+        settled = OmegaConf.to_object(merged)
+        check_bounds(settled, "recipe")  # of the dataclasses in it, too
+        return settled
     except OmegaConfBaseException as error:
-        explained = explain(error, [f"{key}={value}" for key, value in settings.items()])
+        below = {
+            f"{k}.{n}": x for k, v in settings.items() if isinstance(v, dict) for n, x in v.items()
+        }
+        single = {key: value for key, value in settings.items() if not isinstance(value, dict)}
+        explained = explain(error, [f"{key}={value}" for key, value in {**single, **below}.items()])
         raise ConfigError(f"recipe.{explained.key}", explained.value, explained.allowed) from None
 
 

@@ -53,7 +53,7 @@ def _with_pipelines(config: Config, graph: Graph, costs: Costs) -> Costs:
         return costs
     named = Roofline.of(text, config.rollout.layout.ranks, config.ranks_of(ACTOR))
     if named.pp:
-        allowed = "no pp: trainer.layout and critic.layout have the run's pipelines"
+        allowed = "no pp: trainer.layout and roles.critic.layout have the run's pipelines"
         raise ConfigError("cluster.costs", text, allowed)
     stages = {
         stage.role: stage for stage in graph.stages.values() if isinstance(stage, UpdateStage)

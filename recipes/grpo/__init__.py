@@ -79,8 +79,10 @@ def add_advantages(samples: Stream, cfg: GRPOConfig) -> Stream:
     if cfg.baseline is Baseline.mean:
         compared = partial(advantages.group_relative, std_normalize=cfg.std_normalize)
         return samples.by_group(compared)
-    if cfg.old_log_probs is not OldLogProbs.trainer or cfg.std_normalize:
-        allowed = "mean, or recipe.old_log_probs=trainer recipe.std_normalize=false with it"
+    if cfg.correction.old_log_probs is not OldLogProbs.trainer or cfg.std_normalize:
+        allowed = (
+            "mean, or recipe.correction.old_log_probs=trainer recipe.std_normalize=false with it"
+        )
         raise ConfigError("recipe.baseline", cfg.baseline.value, allowed)
     samples = samples.map(len, ("log_probs",), scalars=("length",))
     samples = samples.map(response_ratio, ("old_log_probs", "log_probs"), scalars=("ratio",))

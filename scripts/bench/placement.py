@@ -96,7 +96,7 @@ def groups(configs: Mapping[str, Config], prepared: Mapping[str, PreparedRun]) -
                 )
                 group_by_name[name] = group
                 group.setup()
-                optims = {"actor": its.trainer.optim, "critic": its.critic.optim}
+                optims = {"actor": its.trainer.optim, "critic": its.roles.critic.optim}
                 training = {role: Training(optim, 10**6) for role, optim in optims.items()}
                 group.begin(graphs_of(prepared[name].graph, its), training, publishes=True)
             yield group_by_name
@@ -111,7 +111,8 @@ def configuration(placement: str, run_dir: Path, args: argparse.Namespace) -> Co
         "recipe=ppo", "recipe.num_samples=4", f"cluster.placement={placement}", "cluster.ranks=2",
         f"model.tiny.hidden_size={args.width}", f"model.tiny.intermediate_size={3 * args.width}",
         "model.tiny.num_layers=4", "warm_start.steps=0", f"trainer.prompts_per_step={args.prompts}",
-        f"rollout.max_new_tokens={args.tokens}", "trainer.optim.lr=1e-9", "critic.optim.lr=1e-9",
+        f"rollout.max_new_tokens={args.tokens}", "trainer.optim.lr=1e-9",
+        "roles.critic.optim.lr=1e-9",
         "trainer.steps=1000000", "data.eval_size=8", f"run.dir={run_dir}",
     )  # fmt: skip
 

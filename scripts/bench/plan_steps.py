@@ -41,7 +41,7 @@ QUIET = (
     *("cluster=processes", "cluster.rank_in_driver=false"),
     *("telemetry.loggers=[]", "telemetry.report=false"),
     *("telemetry.progress=false", "eval.sets.main.every=null", "eval.sets.main.num_prompts=2"),
-    *("trainer.steps=1000000", "trainer.optim.lr=1e-9", "critic.optim.lr=1e-9"),
+    *("trainer.steps=1000000", "trainer.optim.lr=1e-9", "roles.critic.optim.lr=1e-9"),
 )
 TRAINING = {
     "fsdp_2": (),

@@ -34,7 +34,7 @@ def by_hydra(overrides: list[str]) -> DictConfig:
         ["trainer.steps=3", "run.dir=x", "recipe=ppo", "+recipe.other=1", "trainer.steps=4"],
         ["experiment=spell_tiny", "~recipe.kl_coef", "++schedule.more=[1,2]"],
         ["eval/sets=[]", "+eval.sets={a: {num_prompts: 3}}", "eval.sets.a.num_prompts=4"],
-        ["reward={kind: regex}", "reward.pattern=x", "critic@cost_critic=default"],
+        ["reward={kind: regex}", "reward.pattern=x", "roles@roles.cost_critic=default"],
         ["run.dir=x/${hydra:job.override_dirname}", "hydra.job.num=3"],
     ],
     ids=["none", "values", "deleted and forced", "sets", "a mapping", "names hydra"],

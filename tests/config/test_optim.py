@@ -1,6 +1,7 @@
 """The optimizer's settings."""
 
 import sys
+from operator import attrgetter
 
 import pytest
 
@@ -8,7 +9,7 @@ from hybridrl.config import Config, ConfigError, OptimName
 from hybridrl.controller.preflight import build_recipe, check_optimizers
 
 
-@pytest.mark.parametrize("key", ["trainer", "warm_start", "critic"])
+@pytest.mark.parametrize("key", ["trainer", "warm_start", "roles.critic"])
 def test_moments_of_eight_bits_need_their_package(
     key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -16,7 +17,7 @@ def test_moments_of_eight_bits_need_their_package(
     monkeypatch.setitem(sys.modules, "torchao", None)
     config = Config()
     config.warm_start.steps = 1
-    getattr(config, key).optim.name = OptimName.adamw8bit
+    attrgetter(key)(config).optim.name = OptimName.adamw8bit
     config.check_groups()
     graph = build_recipe({"target": "hybridrl.recipes.ppo:ppo"})
     with pytest.raises(ConfigError) as raised:
@@ -25,5 +26,5 @@ def test_moments_of_eight_bits_need_their_package(
         f"{key}.optim.name=adamw8bit: wanted adamw or muon;"
         " adamw8bit needs torchao: pip install 'hybridrl[adamw8bit]'"
     )
-    getattr(config, key).optim.name = OptimName.adamw
+    attrgetter(key)(config).optim.name = OptimName.adamw
     check_optimizers(config, graph)

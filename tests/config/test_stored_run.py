@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
 
 from hybridrl.config import Config, ConfigError
 from hybridrl.config.compose import register
@@ -44,3 +45,21 @@ def test_a_group_that_is_chosen_replaces_that_of_the_run(
 def test_an_experiment_is_refused(run: Path) -> None:
     with pytest.raises(ConfigError, match=r"^experiment=: wanted settings one by one"):
         overrides_of(run, ["experiment=spell_tiny"])
+
+
+def test_a_run_of_old_has_its_settings_under_the_names_of_now(run: Path) -> None:
+    """Groups and keys of a recipe that moved, and a group that has the name of a key of old."""
+    file = run / ".hydra" / "config.yaml"
+    node = OmegaConf.load(file)
+    assert isinstance(node, DictConfig)
+    node.critic = {**node.roles.critic, "path": "somewhere"}
+    node.recipe.correction = "truncate"
+    node.recipe.old_log_probs = "trainer"
+    del node.roles["critic"]
+    OmegaConf.save(node, file)
+    for _ in range(2):  # what is written then is not renamed once more
+        config = with_settings(run, "rollout.temperature=1")
+        assert config.roles.critic.path == "somewhere"
+        correction = config.recipe["correction"]
+        assert (correction["weights"], correction["old_log_probs"]) == ("truncate", "trainer")
+        composed_run(overrides_of(run))

@@ -83,8 +83,16 @@ def test_ppo_ewma_is_a_setting(
     With a second average for a reference, of a decay of its own.
     """
     settings = [setting for setting in tiny_run if not setting.startswith("recipe")]
-    ewma = ["recipe=grpo", "recipe.old_log_probs=ewma", "recipe.ewma_decay=0.99"]
-    ewma += ["recipe.correction=truncate", "trainer.mini_batches=2", "trainer.optim.lr=2e-2"]
+    ewma = [
+        "recipe=grpo",
+        "recipe.correction.old_log_probs=ewma",
+        "recipe.correction.ewma_decay=0.99",
+    ]
+    ewma += [
+        "recipe.correction.weights=truncate",
+        "trainer.mini_batches=2",
+        "trainer.optim.lr=2e-2",
+    ]
     ewma += ["recipe.kl_coef=0.01", "recipe.reference_ema_decay=0.3"]
     run = train_here(
         tmp_path / "run", *settings, *ewma, "trainer.steps=3", "eval.sets.main.every=null"
@@ -99,8 +107,14 @@ def test_ppo_ewma_is_a_setting(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["recipe.ewma_decay=1", "recipe.old_log_probs=ewma"], "^recipe.ewma_decay=1.0: wanted ab"),
-        (["recipe.correction=mask"], "^recipe.correction=mask: wanted none, or recipe.old_log_pr"),
+        (
+            ["recipe.correction.ewma_decay=1", "recipe.correction.old_log_probs=ewma"],
+            "^recipe.correction.ewma_decay=1.0: wanted ab",
+        ),
+        (
+            ["recipe.correction.weights=mask"],
+            "^recipe.correction.weights=mask: wanted none, or recipe.old_log_pr",
+        ),
     ],
 )
 def test_wrong_settings(

@@ -353,7 +353,10 @@ def test_a_process_has_whole_instances(settings: str, ranks: int) -> None:
         ("rollout.layout.tp=3", "rollout.layout.tp=3: wanted a divisor of the 32 attention heads"),
         ("rollout.layout.pp=48", "rollout.layout.pp=48: wanted at most the 32 layers of cluster."),
         ("trainer.layout.tp=3", "trainer.layout.tp=3: wanted a divisor of the 32 attention heads"),
-        ("critic.layout.pp=48 critic.layout.fsdp=1", "critic.layout.pp=48: wanted at most the 32 "),
+        (
+            "roles.critic.layout.pp=48 roles.critic.layout.fsdp=1",
+            "roles.critic.layout.pp=48: wanted at most the 32 ",
+        ),
     ],
 )
 def test_axes_split_the_model_of_the_costs(settings: str, allowed: str, tmp_path: Path) -> None:
@@ -410,7 +413,7 @@ def test_checkpoints_of_a_run_are_refused(checkpoints: list[Path], tmp_path: Pat
     for checkpoint in checkpoints:
         with pytest.raises(ConfigError, match=f"^model.path={checkpoint}: wanted a model that is"):
             prepare(configured(f"model.path={checkpoint}", f"run.dir={tmp_path / 'own'}"))
-    for key in ("critic.path", "reward.model", "model.path"):
+    for key in ("roles.critic.path", "reward.model", "model.path"):
         own = [*PPO, f"{key}={checkpoints[1]}", f"run.dir={tmp_path / 'own'}"]
         with pytest.raises(ConfigError, match=f"^{key}=.*/final: wanted a model that is no check"):
             prepare(configured(*own))
@@ -513,7 +516,7 @@ def test_concurrent_calls_do_not_wait_for_a_busy_rank() -> None:
 
 # -- updates in one plan -----------------------------------------------------------------------
 
-PIPELINES = ("trainer.layout.pp=2", "critic.layout.pp=2", "trainer.mini_batches=2")
+PIPELINES = ("trainer.layout.pp=2", "roles.critic.layout.pp=2", "trainer.mini_batches=2")
 
 
 def fused(text: str) -> str:
@@ -552,7 +555,7 @@ def test_updates_in_one_plan_take_its_seconds(trained: Callable[..., Path], sche
     [
         (PIPELINES, "always"),
         (("trainer.mini_batches=2",), "never"),
-        ((*PIPELINES, "critic.layout.pp=1"), "never"),
+        ((*PIPELINES, "roles.critic.layout.pp=1"), "never"),
     ],
     ids=["both in pipelines", "none", "all weights of the critic at once"],
 )
@@ -566,7 +569,7 @@ def test_auto_asks_the_costs(settings: tuple[str, ...], decided: str, tmp_path: 
     ("settings", "reason"),
     [
         (("trainer.mini_batches=2",), "has no seconds of one plan"),
-        ((*PIPELINES, "critic.layout.tp=2"), "one plan has one tp"),
+        ((*PIPELINES, "roles.critic.layout.tp=2"), "one plan has one tp"),
         ((*PIPELINES, 'cluster.costs="gpu:model=8b,critic=8b,pp=2"'), "trainer.layout and critic"),
         ((*PIPELINES, "trainer.chunk_tokens=8192"), "trainer.chunk_tokens=0"),
     ],

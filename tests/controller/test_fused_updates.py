@@ -57,7 +57,7 @@ def decide(make_config: Callable[..., Config], model: str) -> Callable[..., tupl
         (PIPELINE, True),
         ([*PIPELINE, "trainer.fuse_updates=never"], False),
         ([*PIPELINE, "trainer.layout.pp=1"], False),  # nothing is idle
-        ([*PIPELINE, "trainer.layout.pp=1", "critic.layout.pp=2"], True),
+        ([*PIPELINE, "trainer.layout.pp=1", "roles.critic.layout.pp=2"], True),
         ([*PIPELINE, "recipe=grpo"], False),  # one role
         ([*PIPELINE, "recipe=safe_rlhf"], True),
         (["recipe=ppo", "cluster.ranks=4", "trainer.layout.pp=2", "cluster.placement=split",
@@ -118,11 +118,14 @@ def _reason_of(plan: Any, apart: Any, config: Any, graph: Any, model: str) -> st
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["critic.layout={pp: 1, tp: 2}"], "one plan has one tp; wanted .*tp="),
-        (["critic.layout={pp: 1, fsdp: 2, cp: 2}"], "wanted critic.layout.cp=1 .2."),
+        (["roles.critic.layout={pp: 1, tp: 2}"], "one plan has one tp; wanted .*tp="),
+        (["roles.critic.layout={pp: 1, fsdp: 2, cp: 2}"], "wanted roles.critic.layout.cp=1 .2."),
         (["trainer.max_tokens_per_micro_batch=64", "trainer.chunk_tokens=64",
-          "critic.layout.pp=2"], "wanted trainer.chunk_tokens=0"),
-        (["critic.lora.rank=2", "critic.lora.dropout=0.1"], "wanted critic.lora.dropout=0 .0.1."),
+          "roles.critic.layout.pp=2"], "wanted trainer.chunk_tokens=0"),
+        (
+            ["roles.critic.lora.rank=2", "roles.critic.lora.dropout=0.1"],
+            "wanted roles.critic.lora.dropout=0 .0.1.",
+        ),
         (["actor.lora.rank=2", "actor.lora.dropout=0.1"], "wanted actor.lora.dropout=0 .0.1."),
     ],
 )  # fmt: skip
@@ -153,9 +156,10 @@ SMALL = [
     "model.tiny.num_layers=2", "cluster.ranks=2", "trainer.layout.pp=2", "recipe.num_samples=4",
     "recipe.kl_coef=0.1", "trainer.steps=2", "trainer.max_tokens_per_micro_batch=96",
     "trainer.optim.lr=30", "trainer.optim.eps=1000", "trainer.optim.clip_grad_norm=0.5",
-    "critic.optim.lr=30", "critic.optim.eps=1000", "critic.optim.clip_grad_norm=0",
+    "roles.critic.optim.lr=30", "roles.critic.optim.eps=1000",
+    "roles.critic.optim.clip_grad_norm=0",
     "eval.sets.main.num_prompts=2", "trainer.mini_batches=2", "rollout.dtype=bfloat16",
-    "recipe.old_log_probs=trainer",
+    "recipe.correction.old_log_probs=trainer",
 ]  # fmt: skip
 SCORES = {
     "ppo": "old_log_probs and values",

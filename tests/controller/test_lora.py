@@ -18,7 +18,7 @@ from hybridrl.telemetry.records import read_lines
 REFUSED = {
     "actor.lora.rank=-1": r"^actor\.lora\.rank=-1: wanted 0 \(all weights are trained\) or above",
     "actor.lora.alpha=0": r"^actor\.lora\.alpha=0: wanted 1 or more",
-    "critic.lora.dropout=1.0": r"^critic\.lora\.dropout=1\.0: wanted 0 to below 1",
+    "roles.critic.lora.dropout=1.0": r"^critic\.lora\.dropout=1\.0: wanted 0 to below 1",
     "actor.lora.rank=4 actor.lora.dropout=0.1 trainer.layout.tp=2 cluster.ranks=2": (
         r"^actor\.lora\.dropout=0\.1: wanted 0 with tensor parallelism \(tp=2\)"
     ),
@@ -27,10 +27,10 @@ REFUSED = {
         r"^actor\.lora\.target_modules=qproj: wanted all-linear, or linear layers of a block: "
         r"down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj$"
     ),
-    "recipe=ppo critic.lora.rank=4 critic.lora.target_modules=[lm_head]": (
+    "recipe=ppo roles.critic.lora.rank=4 roles.critic.lora.target_modules=[lm_head]": (
         r"^critic\.lora\.target_modules=lm_head: wanted all-linear, or linear layers of a block: "
     ),
-    "recipe=grpo recipe.old_log_probs=ewma actor.lora.rank=4": (
+    "recipe=grpo recipe.correction.old_log_probs=ewma actor.lora.rank=4": (
         r"^actor\.lora\.rank=4: wanted 0: the recipe keeps a moving average \(\w+\), which adapters"
     ),
 }
@@ -57,8 +57,9 @@ def test_a_short_run_trains_adapters_of_actor_and_critic(
     kept = [setting for setting in tiny_run if not setting.startswith("recipe")]
     controller_train.train(
         make_config(
-            *kept, "recipe=ppo", "recipe.num_samples=4", "actor.lora.rank=2", "critic.lora.rank=2",
-            "critic.optim.lr=0.01", "trainer.steps=2", "eval.sets.main.num_prompts=2",
+            *kept, "recipe=ppo", "recipe.num_samples=4", "actor.lora.rank=2",
+            "roles.critic.lora.rank=2",
+            "roles.critic.optim.lr=0.01", "trainer.steps=2", "eval.sets.main.num_prompts=2",
             "eval.sets.main.every=null",
             "cluster=processes", "cluster.ranks=1", f"run.dir={tmp_path}",
         )
@@ -116,9 +117,9 @@ def test_critics_and_reward_models_with_adapters(
 ) -> None:
     """Beside an actor with adapters, after a warm start, and a reward model on its own."""
     kept = [setting for setting in long_tail if not setting.startswith("recipe")]
-    ppo = ["recipe=ppo", "recipe.num_samples=4", "actor.lora.rank=2", "critic.lora.rank=2"]
+    ppo = ["recipe=ppo", "recipe.num_samples=4", "actor.lora.rank=2", "roles.critic.lora.rank=2"]
     run = train(
-        tmp_path / "ppo", *kept, *ppo, "warm_start.steps=1", "critic.optim.lr=0.01",
+        tmp_path / "ppo", *kept, *ppo, "warm_start.steps=1", "roles.critic.optim.lr=0.01",
         "cluster.ranks=2", "trainer.steps=2",
     )  # fmt: skip
     for folder in ("final", "final/critic"):
@@ -126,7 +127,7 @@ def test_critics_and_reward_models_with_adapters(
         moved = {name for name, tensor in adapter.items() if "lora_B" in name and tensor.any()}
         assert len(moved) == 2 * 7
     rm = [s for s in tiny_run if not s.startswith(("recipe", "reward"))]
-    run = train(tmp_path / "rm", *rm, "recipe=rm", "reward_model.lora.rank=2", "trainer.steps=2")
+    run = train(tmp_path / "rm", *rm, "recipe=rm", "roles.reward.lora.rank=2", "trainer.steps=2")
     reward = AutoModelForSequenceClassification.from_pretrained(run.dir / "final" / "reward")
     assert reward.config.num_labels == 1
     assert (run.dir / "final" / "reward" / "adapter" / "adapter_config.json").is_file()

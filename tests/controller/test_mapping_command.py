@@ -310,7 +310,7 @@ def test_long_samples_that_have_no_costs_are_refused(key: str, value: int) -> No
 
 
 PIPELINES = (
-    *("recipe=ppo", "cluster.ranks=2", "trainer.layout.pp=2", "critic.layout.pp=2"),
+    *("recipe=ppo", "cluster.ranks=2", "trainer.layout.pp=2", "roles.critic.layout.pp=2"),
     *("model.tiny.num_layers=4", "--nodes=1", "--gpus-per-node=2", "--price"),
 )
 
@@ -318,7 +318,7 @@ PIPELINES = (
 @pytest.mark.parametrize(
     ("args", "key", "value"),
     [
-        ((*PIPELINES, "trainer.fuse_updates=always", "critic.layout={pp: 1, tp: 2}"),
+        ((*PIPELINES, "trainer.fuse_updates=always", "roles.critic.layout={pp: 1, tp: 2}"),
          "trainer.fuse_updates", "always"),
         ((*PIPELINES, "recipe=rloo", "trainer.mini_batches=2"), "trainer.mini_batches", "2"),
         (("recipe=rloo", "trainer.mini_batches=2", "--nodes=1"), "trainer.mini_batches", "2"),
@@ -340,7 +340,7 @@ def test_what_train_refuses_has_no_price(args: tuple[str, ...], key: str, value:
     [
         ("recipe=rloo", "schedule=partial"),
         ("recipe=dapo", "schedule=packed"),
-        ("recipe=grpo", "recipe.old_log_probs=trainer", "schedule=partial"),
+        ("recipe=grpo", "recipe.correction.old_log_probs=trainer", "schedule=partial"),
         ("recipe=grpo", "schedule=packed", "schedule.limit_tokens=192"),
     ],
 )
@@ -463,7 +463,7 @@ def test_the_command_prints_what_train_takes(
 def test_a_mapping_by_hand_is_written_as_it_is(tmp_path: Path) -> None:
     """Its overrides, what was decided, and the prediction, which knows a run of another mapping."""
     out = tmp_path / "by_hand"
-    mapping = ["cluster.ranks=2", "trainer.layout.pp=2", "critic.layout.pp=2"]
+    mapping = ["cluster.ranks=2", "trainer.layout.pp=2", "roles.critic.layout.pp=2"]
     ppo = [*TINY, "recipe=ppo", "model.tiny.num_layers=4"]
     options = ("--price", "--nodes=1", "--gpus-per-node=2", f"--out={out}")
     report = _plan(*ppo, *mapping, *options)

@@ -587,7 +587,7 @@ ZERO_BUBBLE = {"layout__pp": 2, "layout__schedule": PipelineSchedule.zero_bubble
         ("train actor", {"layout__cp": 4}, f"{SHORTER}; trainer.chunk_tokens"),
         ("train actor", {"chunk_tokens": 20}, SMALLER),
         ("train actor", {"chunk_tokens": 40}, f"{SMALLER} with trainer.chunk_tokens"),
-        ("train critic", {}, f"{SHORTER}; a larger critic.layout.cp; trainer.chunk_tokens"),
+        ("train critic", {}, f"{SHORTER}; a larger roles.critic.layout.cp; trainer.chunk_tokens"),
         ("train actor", {"layout__pp": 2}, f"{SHORTER}; a larger trainer.layout.cp; {CHUNKS}"),
         ("train actor", ZERO_BUBBLE, f"{SHORTER}; a larger trainer.layout.cp"),
         ("score reference", {"layout__cp": 4, "chunk_tokens": 20}, SHORTER),
@@ -605,7 +605,7 @@ def test_advice_for_rows_is_what_shortens_them(
 
 def test_advice_for_a_pool_names_its_key() -> None:
     text = advice(_split(), MemoryPhase("train critic", {"gradients": GIB}), "critic")
-    assert text.startswith("adapters (critic.lora.rank); more cluster.pools.critic")
+    assert text.startswith("adapters (roles.critic.lora.rank); more cluster.pools.critic")
 
 
 def test_advice_is_about_what_is_large() -> None:
@@ -616,8 +616,8 @@ def test_advice_is_about_what_is_large() -> None:
 
 def test_advice_for_a_critic_names_its_keys() -> None:
     assert _advice("train critic", "moments", "float32 weights") == (
-        "adapters (critic.lora.rank); critic.optim.name=adamw8bit; more cluster.ranks; "
-        "a larger critic.layout.tp or .pp"
+        "adapters (roles.critic.lora.rank); roles.critic.optim.name=adamw8bit; more cluster.ranks; "
+        "a larger roles.critic.layout.tp or .pp"
     )
 
 

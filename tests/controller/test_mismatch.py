@@ -47,10 +47,10 @@ def test_a_correction_weighs_the_update(
         "rollout.dtype=bfloat16",
         "trainer.steps=2",
         "trainer.mini_batches=2",
-        "recipe.old_log_probs=trainer",
-        "recipe.correction=mask",
-        "recipe.correction_level=sequence",
-        "recipe.correction_bound=1.0003",
+        "recipe.correction.old_log_probs=trainer",
+        "recipe.correction.weights=mask",
+        "recipe.correction.level=sequence",
+        "recipe.correction.bound=1.0003",
     )
     for line in run.metrics:
         assert set(FIGURES) <= line.keys()
@@ -69,8 +69,8 @@ def test_older_tokens_are_counted_apart(
     With VCPO's baseline and its factor of the learning rate, which is that of the worst batch.
     """
     partial = ["schedule=partial", "schedule.over_provision=2", "schedule.max_staleness=2"]
-    vcpo = ["recipe=grpo", "recipe.group_size=4", "recipe.old_log_probs=trainer"]
-    vcpo += ["recipe.correction=truncate", "recipe.step_scale=sqrt"]
+    vcpo = ["recipe=grpo", "recipe.group_size=4", "recipe.correction.old_log_probs=trainer"]
+    vcpo += ["recipe.correction.weights=truncate", "recipe.correction.step_scale=sqrt"]
     vcpo += ["recipe.baseline=minimum_variance", "recipe.std_normalize=false"]
     ours = ("schedule", "rollout.over", "rollout.max_st", "trainer.steps", "cluster", "recipe")
     kept = [setting for setting in long_tail if not setting.startswith(ours)]

@@ -50,7 +50,7 @@ def model_of(family: str, folder: Path) -> Path:
             "qwen3_moe",
             ["recipe.kl_coef=0.1", "trainer.layout.ep=2", "rollout.layout.tp=2"],
         ),
-        ("olmo2", ["recipe=ppo", "trainer.layout.tp=2", "critic.layout.tp=2"]),
+        ("olmo2", ["recipe=ppo", "trainer.layout.tp=2", "roles.critic.layout.tp=2"]),
     ],
 )
 def test_a_run(family: str, options: list[str], tmp_path: Path) -> None:

@@ -23,12 +23,13 @@ from hybridrl.telemetry.records import read_lines
 PPO = [
     "recipe=ppo", "recipe.num_samples=4", "recipe.critic_warmup=1", "recipe.kl_coef=0.2",
     "trainer.mini_batches=2", "trainer.epochs=2", "trainer.save_every=2",
-    "critic.optim.lr=30", "critic.optim.eps=1000", "critic.optim.clip_grad_norm=0",
+    "roles.critic.optim.lr=30", "roles.critic.optim.eps=1000",
+    "roles.critic.optim.clip_grad_norm=0",
 ]  # fmt: skip
 RUNS = {
     "serial": [],
     "fused": ["schedule=fused", "schedule.migration_threshold=12"],
-    "critic of tp 2": ["critic.layout.tp=2"],
+    "critic of tp 2": ["roles.critic.layout.tp=2"],
     "split": ["cluster.placement=split"],
     "split, fused": [
         "cluster.placement=split", "cluster.ranks=3", "cluster.pools.actor=2",
@@ -191,10 +192,10 @@ def test_strict_is_equal_bit_for_bit(
     train: Callable[..., Any], long_tail: list[str], tmp_path: Path
 ) -> None:
     """With AdamW, which carries a last bit somewhere into everything."""
-    changed = ("recipe", "trainer.optim.", "critic.optim.", "recipe.kl_coef")
+    changed = ("recipe", "trainer.optim.", "roles.critic.optim.", "recipe.kl_coef")
     kept = [setting for setting in (*long_tail, *PPO) if not setting.startswith(changed)]
     settings = [*kept, "recipe=ppo", "recipe.num_samples=4", "recipe.kl_coef=0.2"]
-    settings += ["trainer.optim.lr=1e-2", "critic.optim.lr=1e-2", "deterministic=strict"]
+    settings += ["trainer.optim.lr=1e-2", "roles.critic.optim.lr=1e-2", "deterministic=strict"]
     runs = [
         train(tmp_path / name, *settings, "cluster.ranks=2", *RUNS[name])
         for name in ("serial", "fused")
@@ -248,5 +249,5 @@ def test_a_critic_that_cannot_read_the_samples(
     config.num_labels, config.architectures = labels, ["Qwen3ForSequenceClassification"]
     config.save_pretrained(path)
     settings = ["data.size=20", "data.eval_size=4", f"run.dir={tmp_path / 'run'}"]
-    with pytest.raises(ConfigError, match=f"^critic.path={path}: wanted {allowed}$"):
-        prepare(make_config("recipe=ppo", f"critic.path={path}", *settings))
+    with pytest.raises(ConfigError, match=f"^roles.critic.path={path}: wanted {allowed}$"):
+        prepare(make_config("recipe=ppo", f"roles.critic.path={path}", *settings))

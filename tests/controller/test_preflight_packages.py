@@ -50,7 +50,10 @@ def checked(overrides: Sequence[str]) -> Config:
         ("cluster=local", "cluster=local: wanted processes, or first: "
                           "pip install ray verl tensordict psutil"),
         ("actor.lora.rank=4", "actor.lora.rank=4: wanted 0, or first: pip install peft"),
-        ("critic.lora.rank=4", "critic.lora.rank=4: wanted 0, or first: pip install peft"),
+        (
+            "roles.critic.lora.rank=4",
+            "roles.critic.lora.rank=4: wanted 0, or first: pip install peft",
+        ),
         ("data.sources.main.kind=parquet", "data.sources.main.kind=parquet: wanted jsonl, csv or "
                                            "function, or first: pip install pyarrow"),
         ("data.sources.main.kind=huggingface", "or first: pip install datasets"),

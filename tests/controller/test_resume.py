@@ -24,9 +24,9 @@ STRICT = [
 ADAM = ["trainer.optim.eps=1e-8", "trainer.optim.clip_grad_norm=1.0", "trainer.mini_batches=2"]
 PARTIAL = ["schedule=partial", "schedule.over_provision=2", "schedule.max_staleness=2"]
 PACKED = ["schedule=packed", "schedule.limit_tokens=24"]
-PPO = ["recipe=ppo", "recipe.num_samples=4", "recipe.critic_warmup=4", "critic.optim.lr=1e-2"]
+PPO = ["recipe=ppo", "recipe.num_samples=4", "recipe.critic_warmup=4", "roles.critic.optim.lr=1e-2"]
 ADAPTERS = [
-    "actor.lora.rank=2", "actor.lora.dropout=0.1", "critic.lora.rank=2", "warm_start.steps=2",
+    "actor.lora.rank=2", "actor.lora.dropout=0.1", "roles.critic.lora.rank=2", "warm_start.steps=2",
 ]  # fmt: skip
 SAFE = [
     "recipe=safe_rlhf", "recipe.multiplier=0.5", "recipe.multiplier_lr=0.8", "recipe.num_samples=4",

@@ -13,7 +13,7 @@ from hybridrl.config import ConfigError
 from hybridrl.controller.preflight import prepare
 from hybridrl.telemetry.records import read_lines
 
-RM = ["recipe=rm", "trainer.steps=6", "reward_model.optim.lr=1e-2", "eval.sets.main.every=3"]
+RM = ["recipe=rm", "trainer.steps=6", "roles.reward.optim.lr=1e-2", "eval.sets.main.every=3"]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def run(
 ) -> Any:
     settings = [setting for setting in tiny_run if not setting.startswith("recipe")]
     settings += [*RM, "trainer.prompts_per_step=16", "trainer.save_every=3", "data.eval_size=40"]
-    layout = ["reward_model.layout.tp=2", "warm_start.steps=2"]
+    layout = ["roles.reward.layout.tp=2", "warm_start.steps=2"]
     return train_here(tmp_path_factory.mktemp("rm") / "run", *settings, *layout)
 
 
@@ -80,16 +80,16 @@ def test_it_judges_and_begins_other_runs(
     path = run.dir / "final" / "reward"
     settings = [setting for setting in tiny_run if not setting.startswith(("recipe", "reward"))]
     settings += ["reward=model", f"reward.model={path}", f"run.dir={tmp_path / 'run'}"]
-    config = make_config(*settings, "recipe=ppo", f"critic.path={path}")
+    config = make_config(*settings, "recipe=ppo", f"roles.critic.path={path}")
     assert prepare(config).graph.judges == ("reward",)
-    prepare(make_config(*settings, "recipe=rm", f"reward_model.path={path}"))
+    prepare(make_config(*settings, "recipe=rm", f"roles.reward.path={path}"))
 
 
 def test_what_cannot_be_trained(make_config: Callable[..., Any], tmp_path: Path) -> None:
     settings = ["data.size=20", "data.eval_size=4", f"run.dir={tmp_path / 'run'}"]
     with pytest.raises(ConfigError, match=r"^data.sources.spell=.*whose 'chosen' is a response"):
         prepare(make_config("recipe=rm", "data=spell_backward", *settings))
-    with pytest.raises(ConfigError, match=r"^reward_model.path=nowhere/at/all: wanted a dir"):
-        prepare(make_config("recipe=rm", "reward_model.path=nowhere/at/all", *settings))
-    with pytest.raises(ConfigError, match=r"^reward_model.layout=.*cluster.ranks=2"):
-        make_config("recipe=rm", "reward_model.layout.tp=3", *settings)
+    with pytest.raises(ConfigError, match=r"^roles.reward.path=nowhere/at/all: wanted a dir"):
+        prepare(make_config("recipe=rm", "roles.reward.path=nowhere/at/all", *settings))
+    with pytest.raises(ConfigError, match=r"^roles.reward.layout=.*cluster.ranks=2"):
+        make_config("recipe=rm", "roles.reward.layout.tp=3", *settings)

@@ -26,7 +26,7 @@ from hybridrl.workers.turns import SampleTexts
 
 KINDS = {
     "fused": "cluster.ranks=2 schedule=fused recipe=grpo recipe.kl_coef=0.05"
-    " recipe.step_scale=sqrt trainer.layout.tp=2 trainer.layout.sequence_parallel=true"
+    " recipe.correction.step_scale=sqrt trainer.layout.tp=2 trainer.layout.sequence_parallel=true"
     " warm_start.steps=1 trainer.steps=3 rollout.decode_steps=1 eval.sets.main.num_samples=2"
     " log.level=debug",
     "partial": "cluster.ranks=1 schedule=partial recipe=grpo trainer.steps=3"

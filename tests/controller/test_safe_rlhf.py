@@ -84,7 +84,10 @@ def test_advantages_by_hand() -> None:
         ("cost.function=nowhere:f", "^cost.function=nowhere:f: wanted a function that can be imp"),
         ("cost.extract='('", "^cost.extract=.: wanted a regular expression"),
         ("cost.timeout_s=0", "^cost.timeout_s=0.0: wanted seconds above 0"),
-        ("cost_critic.path=./nowhere", "^cost_critic.path=./nowhere: wanted a directory that"),
+        (
+            "roles.cost_critic.path=./nowhere",
+            "^roles.cost_critic.path=./nowhere: wanted a directory that",
+        ),
     ],
 )
 def test_wrong_settings(

@@ -67,8 +67,8 @@ def test_pools_are_the_first_and_the_last_ranks(
             "rollout.layout=1 x 2: wanted pp x tp that divides cluster.pools.actor=1",
         ),
         (
-            [*SPLIT, "critic.layout.tp=2"],
-            "critic.layout=1 x 1 x ? x 2: wanted pp x replicas x fsdp x tp = cluster.pools.",
+            [*SPLIT, "roles.critic.layout.tp=2"],
+            "roles.critic.layout=1 x 1 x ? x 2: wanted pp x replicas x fsdp x tp = cluster.pools.",
         ),
         ([*SPLIT, "recipe=grpo"], "the recipe has nothing for cluster.pools.critic (a critic or "),
         ([*SPLIT, "recipe=rm"], "the recipe has nothing for cluster.pools.actor (an actor"),

@@ -111,9 +111,9 @@ def test_a_correction_of_bfloat16(
         "cluster.ranks=2",
         "rollout.dtype=bfloat16",
         "trainer.steps=3",
-        "recipe.old_log_probs=trainer",
-        "recipe.correction=truncate",
-        "recipe.correction_bound=1.0002",
+        "recipe.correction.old_log_probs=trainer",
+        "recipe.correction.weights=truncate",
+        "recipe.correction.bound=1.0002",
     )
     for line in run.metrics:
         assert set(FIGURES) <= line.keys()
@@ -134,7 +134,7 @@ def test_a_demo_of_conversations(train: Callable[..., Any], tmp_path: Path, sche
         "rollout=vllm",
         f"schedule={schedule}",
         "trainer.steps=2",
-        "recipe.old_log_probs=trainer",
+        "recipe.correction.old_log_probs=trainer",
         "recipe.skip_equal_groups=false",
     )
     assert len(run.metrics) == 2
@@ -158,7 +158,7 @@ def test_experts(train_here: Callable[..., Any], tiny_run: list[str], tmp_path: 
         "rollout.layout.tp=2",
         "rollout.layout.ep=2",
         "trainer.router_replay=rollout",
-        "recipe.old_log_probs=trainer",
+        "recipe.correction.old_log_probs=trainer",
         "trainer.steps=3",
     )
     assert len(run.metrics) == 3

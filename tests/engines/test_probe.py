@@ -170,9 +170,11 @@ def test_the_callers_randomness_is_untouched() -> None:
 
 
 def test_a_family_without_a_classifier_has_no_value_model() -> None:
-    check_has_classifier(Qwen3MoeConfig(), "DIR", "critic.path")
-    with pytest.raises(ConfigError, match=r"^critic.path=DIR: wanted a family with a value model"):
-        check_has_classifier(CohereConfig(), "DIR", "critic.path")
+    check_has_classifier(Qwen3MoeConfig(), "DIR", "roles.critic.path")
+    with pytest.raises(
+        ConfigError, match=r"^roles.critic.path=DIR: wanted a family with a value model"
+    ):
+        check_has_classifier(CohereConfig(), "DIR", "roles.critic.path")
 
 
 ROUTERS = [Qwen3MoeConfig(), MixtralConfig(), OlmoeConfig(), DeepseekV3Config(), GptOssConfig()]

@@ -192,7 +192,7 @@ def test_value_models_are_checked_by_their_own_config_json(tmp_path):
     LlamaConfig(hidden_size=48, num_attention_heads=6).save_pretrained(tmp_path)
     mixture, layout = ModelConfig(tiny=TinyModelConfig(num_experts=8)), TrainLayoutConfig(ep=2)
     check_value_layout(None, mixture, layout, "critic")  # the actor's
-    wanted = r"^critic.layout.ep=2: wanted 1 \(model type llama has no experts\)$"
+    wanted = r"^roles.critic.layout.ep=2: wanted 1 \(model type llama has no experts\)$"
     with pytest.raises(ConfigError, match=wanted):
         check_value_layout(str(tmp_path), mixture, layout, "critic")
 

@@ -144,7 +144,7 @@ def test_another_tokenizer_is_for_text(
     make_char_tokenizer("abcdefghjiQA", 128).save_pretrained(reward)
     set_config(reward, vocab_size=15)
     with pytest.raises(ConfigError, match=r"the actor's tokenizer .'i' is 11 for the actor, 12"):
-        check_tokenizer(str(reward), tokenizer, "critic.path")
+        check_tokenizer(str(reward), tokenizer, "roles.critic.path")
     with caplog.at_level(logging.INFO), pytest.raises(ConfigError, match=r"score.weight|embed"):
         check_reward_model(config_of(reward), actor, tokenizer)  # its weights are of 13 tokens
     assert f"reward.model={reward} reads responses as text: 'i' is 11 for the actor" in caplog.text

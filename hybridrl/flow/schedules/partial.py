@@ -394,6 +394,7 @@ def check_partial(graph: Graph) -> None:
         if field in single and "rollout_weights" not in update.inputs:
             raise ValueError(
                 "a recipe that takes old_log_probs as the rollout made them, or has a correction "
-                "(recipe.old_log_probs=rollout, recipe.correction=truncate): tokens are of several "
+                "(recipe.correction.old_log_probs=rollout, recipe.correction.weights=truncate): "
+                "tokens are of several "
                 f"versions, and stage {single[field]!r} gives those of the present weights"
             )

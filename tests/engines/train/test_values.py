@@ -217,5 +217,5 @@ def test_a_classifier_of_several_labels_is_refused(tiny, tmp_path):
     config.num_labels, config.architectures = 3, None
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="wanted a classifier with one label") as raised:
-        empty_value_model(str(tmp_path), "sdpa", key="critic.path")
-    assert raised.value.key == "critic.path"
+        empty_value_model(str(tmp_path), "sdpa", key="roles.critic.path")
+    assert raised.value.key == "roles.critic.path"
