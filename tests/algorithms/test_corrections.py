@@ -25,7 +25,7 @@ from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config import ConfigError
 from hybridrl.flow.graph import MapStage
 from hybridrl.recipes.grpo import GRPOConfig, grpo
-from hybridrl.recipes.rollout_correction import OldLogProbs
+from hybridrl.recipes.rollout_correction import CorrectionConfig, OldLogProbs
 
 RULES = [CorrectionRule.truncate, CorrectionRule.mask]
 LENGTHS = (3, 7, 1, 0, 12, 5)
@@ -245,8 +245,8 @@ def test_gradient_of_the_corrected_loss(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bound": 1.0}, r"recipe\.correction_bound=1.0: wanted a number above 1"),
-        ({"bound": math.nan}, r"recipe\.correction_bound=nan: wanted a number above 1"),
+        ({"bound": 1.0}, r"recipe\.correction\.bound=1.0: wanted a number above 1"),
+        ({"bound": math.nan}, r"recipe\.correction\.bound=nan: wanted a number above 1"),
     ],
 )
 def test_a_wrong_setting_is_named(settings: dict[str, Any], message: str) -> None:
@@ -255,25 +255,28 @@ def test_a_wrong_setting_is_named(settings: dict[str, Any], message: str) -> Non
 
 
 def test_a_correction_needs_the_trainers_log_probs() -> None:
-    with pytest.raises(ConfigError, match=r"correction=mask: .*recipe\.old_log_probs=trainer"):
-        grpo.build(GRPOConfig(correction=CorrectionRule.mask))
+    with pytest.raises(
+        ConfigError, match=r"correction\.weights=mask: .*correction\.old_log_probs=trainer"
+    ):
+        grpo.build(GRPOConfig(correction=CorrectionConfig(weights=CorrectionRule.mask)))
 
 
 def test_grpo_makes_the_weights_per_sample_before_the_update() -> None:
-    cfg = GRPOConfig(
+    settings = CorrectionConfig(
         old_log_probs=OldLogProbs.trainer,
-        correction=CorrectionRule.truncate,
-        correction_level=CorrectionLevel.sequence,
-        correction_bound=3.0,
+        weights=CorrectionRule.truncate,
+        level=CorrectionLevel.sequence,
+        bound=3.0,
     )
-    graph = grpo.build(cfg)
+    graph = grpo.build(GRPOConfig(correction=settings))
     stage = graph.stages["correction"]
     assert isinstance(stage, MapStage)
     assert stage.inputs == ("old_log_probs", "log_probs")
     function = pickle.loads(pickle.dumps(stage.function))
     assert function == Correction(level=CorrectionLevel.sequence, bound=3.0)
     assert "rollout_weights" in graph.stages["update_actor"].inputs
-    assert "correction" not in grpo.build(GRPOConfig(old_log_probs=OldLogProbs.trainer)).stages
+    without = CorrectionConfig(old_log_probs=OldLogProbs.trainer)
+    assert "correction" not in grpo.build(GRPOConfig(correction=without)).stages
 
 
 def test_the_ratio_of_a_response_is_the_product_of_its_tokens() -> None:

@@ -87,7 +87,7 @@ def test_a_recipe_s_settings_decide_too(virtual_executor: Any) -> None:
     assert derived(graph_of("grpo", kl_coef=0.1), executor).stage is not None
     # Old log-probabilities by a rollout engine whose weights are not the trainer's.
     executor.scopes = {"actor": Scope.WORLD}
-    trainer = graph_of("grpo", old_log_probs="trainer")
+    trainer = graph_of("grpo", correction={"old_log_probs": "trainer"})
     assert derived(trainer, executor).reason == (
         "old_log_probs needs the training shards of all ranks"
     )
@@ -157,7 +157,10 @@ def schedule_of(
     ("name", "keys"),
     [
         ("grpo", {}),
-        ("grpo", {"old_log_probs": "trainer"}),  # passes with the generation weights
+        (
+            "grpo",
+            {"correction": {"old_log_probs": "trainer"}},
+        ),  # passes with the generation weights
         ("grpo", {"kl_coef": 0.1}),
         ("rloo", {}),
         ("gspo", {}),

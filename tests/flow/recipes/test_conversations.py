@@ -93,11 +93,19 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "self_distill": [{"top_k": 4}],
     "grpo": [
         {},
-        {"kl_coef": 0.1, "old_log_probs": "trainer", "normalize": "sequence"},
-        {"old_log_probs": "trainer", "correction": "truncate"},
-        {"old_log_probs": "trainer", "baseline": "minimum_variance", "std_normalize": False},
+        {"kl_coef": 0.1, "correction": {"old_log_probs": "trainer"}, "normalize": "sequence"},
+        {"correction": {"old_log_probs": "trainer", "weights": "truncate"}},
+        {
+            "correction": {"old_log_probs": "trainer"},
+            "baseline": "minimum_variance",
+            "std_normalize": False,
+        },
     ],
-    "ppo": [{}, {"kl_target": 0.1}, {"old_log_probs": "trainer", "correction": "mask"}],
+    "ppo": [
+        {},
+        {"kl_target": 0.1},
+        {"correction": {"old_log_probs": "trainer", "weights": "mask"}},
+    ],
 }
 
 

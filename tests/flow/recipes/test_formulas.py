@@ -154,7 +154,7 @@ def test_grpo_with_the_baseline_of_least_variance(bench: Bench) -> None:
 
     responses = set_advantages(varied(bench.groups(8)), least)
     loss = token_mean([surrogate(r, 0.2, 0.2, old=r.old_log_probs) for r in responses])
-    keys = {"std_normalize": False, "old_log_probs": "trainer"}
+    keys = {"std_normalize": False, "correction": {"old_log_probs": "trainer"}}
     bench.run("grpo", baseline="minimum_variance", **keys).agrees(responses, loss)
 
 
@@ -176,8 +176,8 @@ def test_the_decoupled_objective(bench: Bench, old: str, level: str, rule: str) 
         return weight * surrogate(r, 0.2, 0.2, old=r.old_log_probs)
 
     loss = token_mean([terms(r) for r in responses])
-    keys = {"correction": rule, "correction_level": level, "correction_bound": 1.5}
-    bench.run("grpo", old_log_probs=old, **keys).agrees(responses, loss)
+    correction = {"old_log_probs": old, "weights": rule, "level": level, "bound": 1.5}
+    bench.run("grpo", correction=correction).agrees(responses, loss)
 
 
 def test_dr_grpo(bench: Bench) -> None:
