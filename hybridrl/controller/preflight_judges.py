@@ -15,7 +15,7 @@ from hybridrl.config import (
 from hybridrl.config.row_fields import field_of, fill, names_in, text_of
 from hybridrl.controller.preflight_models import judges_of
 from hybridrl.data import Item
-from hybridrl.data.records import SourceRecord, answer_texts
+from hybridrl.data.records import SourceRecord, answer_texts, form_of
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import (
     ByBatchStage,
@@ -208,9 +208,19 @@ def warn_of_equal_samples(config: Config, graph: Graph) -> None:
 
 
 def check_rows(config: Config, graph: Graph, items: Sequence[Item]) -> None:
-    """Raise where a judge needs something of the rows that one of them lacks."""
+    """Raise where a judge needs something of the rows that one of them lacks.
+
+    Also where responses are trained, all alike, of which some are labeled as wrong.
+    """
     from hybridrl.rewards.code import check_tests
 
+    if graph.trains_targets and not graph.judges:
+        for item in items:
+            source = config.data.sources.get(item.source)  # none: a set for evaluation
+            wrong = item.item.get("label") is False and form_of(item.item)
+            if source and wrong:
+                allowed = f"rows whose label is true ({item.place}){wrong}"
+                raise ConfigError(f"data.sources.{item.source}.name", source.name, allowed)
     for role in judges_of(config, graph):
         sources, judge = config.sources_of(role), config.judge_of(role)
         judged = [item for item in items if item.source in sources]
@@ -241,7 +251,7 @@ def _check_answers(
 ) -> None:
     """Raise for a row without an answer that is text: no response to it could be right."""
     for item in items:
-        if item.answers:
+        if any(item.answers):
             continue
         problem = "there is none"
         try:
