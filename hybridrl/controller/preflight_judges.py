@@ -24,6 +24,7 @@ from hybridrl.flow.graph import (
     SourceStage,
     Stage,
     StageMethod,
+    UpdateStage,
 )
 
 if TYPE_CHECKING:
@@ -59,8 +60,9 @@ def try_judges(
 
     A verifier or function is given rows' own answers, an endpoint or a model nothing. Raises
     ConfigError for a judge that cannot be built, or fails on one of them. A judge that gives its
-    best value to none of them is named in a warning. With `is_recorded`, of a replay, only those
-    are started that its steps ask: it evaluates nothing.
+    best value to none of them is named in a warning, and so is an `extract` that finds nothing in
+    them. With `is_recorded`, of a replay, only those are started that its steps ask: it evaluates
+    nothing.
     """
     from hybridrl.rewards import validate_reward
 
@@ -72,6 +74,7 @@ def try_judges(
     trials = {}
     for role in roles:
         judge, sources = config.judge_of(role), config.sources_of(role)
+        _warn_of_extract(config, role, judge, [i for i in items if i.source in sources])
         tried = _own_answers(config, judge, [item for item in items if item.source in sources])
         trial = validate_reward(judge, sources, role, [reward_input for _, reward_input in tried])
         if judge.kind is RewardKind.function:
@@ -108,6 +111,21 @@ def _own_answers(
             )  # fmt: skip
             tried.append((item, reward_input))
     return tried
+
+
+def _warn_of_extract(config: Config, role: str, judge: JudgeConfig, items: Sequence[Item]) -> None:
+    """Say where `extract` finds nothing in rows' own answers: no judge is asked of them then."""
+    from hybridrl.rewards.verifiers import make_selector
+
+    select = make_selector(judge)
+    own = [(item, _target_of(config, item)) for item in items if any(item.answers)][:_TRIED_ROWS]
+    if judge.extract is None or not own or any(select(text) for _, text in own):
+        return
+    log.warning(
+        "%s.extract=%s finds nothing in %d rows' own answers (%s, %r): does data.answer_template "
+        "write them as the model is to write its own?",
+        role, judge.extract, len(own), own[0][0].place, own[0][1][:60],
+    )  # fmt: skip
 
 
 def _target_of(config: Config, item: Item) -> str:
@@ -189,6 +207,19 @@ def warn_of_lone_samples(config: Config, graph: Graph) -> None:
             log.warning(
                 "trainer.prompts_per_step=1: stage %r compares the samples of a step, of which "
                 "there is one: it may learn nothing", stage.name,
+            )  # fmt: skip
+
+
+def warn_of_idle_updates(config: Config, graph: Graph) -> None:
+    """Say where the run is over before an update begins."""
+    steps = config.trainer.steps
+    if steps == 0 and config.warm_start_steps:  # it is the warm start that is wanted
+        return
+    for stage in graph.stages.values():
+        if isinstance(stage, UpdateStage) and stage.after >= steps:
+            log.warning(
+                "trainer.steps=%d: %s is never trained, since stage %r begins after %d steps",
+                steps, stage.role, stage.name, stage.after,
             )  # fmt: skip
 
 
