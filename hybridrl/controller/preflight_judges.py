@@ -307,7 +307,7 @@ def _check_rubric(role: str, template: str, items: Sequence[Item]) -> None:
                 text_of(field_of({**item.item, "row": item.item}, name))
             except KeyError:
                 known = ", ".join(sorted({*item.item, "prompt", "response"}))
-                problem = f"fields of the rows ({known}; {item.source} has no {name})"
+                problem = f"fields of the rows ({known}; {item.source}, {item.place} has no {name})"
             except TypeError as error:
                 problem = f"fields that are text or numbers ({item.place}: {error})"
             else:
