@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from hybridrl.algorithms.losses import Fields
 from hybridrl.algorithms.sequence_losses import at_tokens, per_pair, per_sequence, reward_metrics
-from hybridrl.config import bounded
+from hybridrl.config import ConfigError, bounded
 from hybridrl.config.bounds import check_bounds
 from hybridrl.config.loss import Loss
 
@@ -114,6 +114,9 @@ class KTOLoss(Loss[torch.Tensor]):
 
     def __post_init__(self) -> None:
         check_bounds(self, "recipe")
+        if self.desirable_weight == self.undesirable_weight == 0:
+            allowed = "above 0, or undesirable_weight above 0: responses of weight 0 teach nothing"
+            raise ConfigError("recipe.desirable_weight", self.desirable_weight, allowed)
 
     def __call__(
         self, log_probs: torch.Tensor, entropy: torch.Tensor | None, fields: Fields

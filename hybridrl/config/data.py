@@ -123,5 +123,6 @@ class DataConfig:
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Which prompts rest, by their solve rate."""
     skip_unusable_rows: bool = False
-    """Leave rows out that cannot be used, and report their number, instead of stopping. A prompt is
-    empty or too long, or a response goes beyond the model's context."""
+    """Leave rows out that cannot be used, and report their number, instead of stopping. A prompt or
+    an answer is missing, empty or too long, a pair does not differ, or a text has half a surrogate
+    pair."""

@@ -1,5 +1,6 @@
 """Fields of a row of data: found by a dotted name, told as text, filled into a template."""
 
+import math
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -73,6 +74,11 @@ def text_of(value: Any) -> str:
     if value is None or isinstance(value, bytes) or hasattr(value, "__len__"):
         raise TypeError(f"{kind_of(value)} is no text")
     return str(value)
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a value is null, NaN (pandas' word for it), or an empty text: CSV has no null."""
+    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
 
 
 def kind_of(value: Any) -> str:

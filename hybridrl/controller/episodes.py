@@ -156,7 +156,7 @@ class Episodes:
         """
         samples = {sample.id: sample for sample in pending}
         for record in records:
-            sample = samples[SampleId(*record["id"])]
+            sample = samples[SampleId.read(record["id"])]
             item, sampling = sample.prompt, sample.sampling
             assert sampling is not None, "a conversation that is finished"
             past = [

@@ -9,6 +9,7 @@ from hybridrl.config import Config
 from hybridrl.controller.preflight_judges import Judged
 from hybridrl.controller.preflight_models import judges_of
 from hybridrl.data import Item
+from hybridrl.data.control_tokens import ControlTokens, special_tokens
 from hybridrl.flow import Graph
 
 FILE = "first_samples.txt"
@@ -16,6 +17,7 @@ _MOST_ROWS = 4
 _MOST_CHARACTERS = 20_000
 _HEAD = """\
 The first samples of this run. [[...]] marks what is trained; line breaks are the model's.
+A backslash before a control token says that a text only spells it: it is encoded as characters.
 """
 
 
@@ -33,6 +35,7 @@ class FirstSamples:
         """`ends` are the tokens that end a turn, `trials` what judges said of rows, by role."""
         self.config, self.graph, self.tokenizer = config, graph, tokenizer
         self.ends, self.trials = ends, trials
+        self._special, self._control = special_tokens(tokenizer), ControlTokens(tokenizer)
 
     def text(self, items: Sequence[Item]) -> str:
         """The file's text: the first rows of each source."""
@@ -110,10 +113,19 @@ class FirstSamples:
         return ", ".join(repr(self._decoded([id])) for id in ids)
 
     def _decoded(self, ids: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return _shown(text)
+        """The text of tokens, in which a control token that is only spelled is marked."""
+        parts = [
+            (is_special, self._text(list(part)))
+            for is_special, part in itertools.groupby(ids, self._special.__contains__)
+        ]
+        if not any(self._control.spelled(text) for is_special, text in parts if not is_special):
+            return _shown(self._text(list(ids)))
+        return _shown("".join(x if special else self._control.escaped(x) for special, x in parts))
+
+    def _text(self, ids: list[int]) -> str:
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        text: str = self.tokenizer.decode(ids, **options)
+        return text
 
 
 def write_first_samples(run_dir: Path, text: str) -> None:

@@ -43,6 +43,7 @@ from hybridrl.controller.preflight_judges import (
     check_rows,
     try_judges,
     warn_of_equal_samples,
+    warn_of_idle_updates,
     warn_of_lone_samples,
 )
 from hybridrl.controller.preflight_models import (
@@ -183,6 +184,7 @@ def check_recipe(config: Config, graph: Graph) -> None:
     check_groups(graph)
     warn_of_lone_samples(config, graph)
     warn_of_equal_samples(config, graph)
+    warn_of_idle_updates(config, graph)
 
 
 def check_optimizers(config: Config, graph: Graph) -> None:

@@ -15,7 +15,7 @@ from hybridrl.config import (
 from hybridrl.config.row_fields import field_of, fill, names_in, text_of
 from hybridrl.controller.preflight_models import judges_of
 from hybridrl.data import Item
-from hybridrl.data.records import SourceRecord, answer_texts
+from hybridrl.data.records import SourceRecord, answer_texts, form_of
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import (
     ByBatchStage,
@@ -24,6 +24,7 @@ from hybridrl.flow.graph import (
     SourceStage,
     Stage,
     StageMethod,
+    UpdateStage,
 )
 
 if TYPE_CHECKING:
@@ -59,8 +60,9 @@ def try_judges(
 
     A verifier or function is given rows' own answers, an endpoint or a model nothing. Raises
     ConfigError for a judge that cannot be built, or fails on one of them. A judge that gives its
-    best value to none of them is named in a warning. With `is_recorded`, of a replay, only those
-    are started that its steps ask: it evaluates nothing.
+    best value to none of them is named in a warning, and so is an `extract` that finds nothing in
+    them. With `is_recorded`, of a replay, only those are started that its steps ask: it evaluates
+    nothing.
     """
     from hybridrl.rewards import validate_reward
 
@@ -72,6 +74,7 @@ def try_judges(
     trials = {}
     for role in roles:
         judge, sources = config.judge_of(role), config.sources_of(role)
+        _warn_of_extract(config, role, judge, [i for i in items if i.source in sources])
         tried = _own_answers(config, judge, [item for item in items if item.source in sources])
         trial = validate_reward(judge, sources, role, [reward_input for _, reward_input in tried])
         if judge.kind is RewardKind.function:
@@ -108,6 +111,21 @@ def _own_answers(
             )  # fmt: skip
             tried.append((item, reward_input))
     return tried
+
+
+def _warn_of_extract(config: Config, role: str, judge: JudgeConfig, items: Sequence[Item]) -> None:
+    """Say where `extract` finds nothing in rows' own answers: no judge is asked of them then."""
+    from hybridrl.rewards.verifiers import make_selector
+
+    select = make_selector(judge)
+    own = [(item, _target_of(config, item)) for item in items if any(item.answers)][:_TRIED_ROWS]
+    if judge.extract is None or not own or any(select(text) for _, text in own):
+        return
+    log.warning(
+        "%s.extract=%s finds nothing in %d rows' own answers (%s, %r): does data.answer_template "
+        "write them as the model is to write its own?",
+        role, judge.extract, len(own), own[0][0].place, own[0][1][:60],
+    )  # fmt: skip
 
 
 def _target_of(config: Config, item: Item) -> str:
@@ -192,6 +210,19 @@ def warn_of_lone_samples(config: Config, graph: Graph) -> None:
             )  # fmt: skip
 
 
+def warn_of_idle_updates(config: Config, graph: Graph) -> None:
+    """Say where the run is over before an update begins."""
+    steps = config.trainer.steps
+    if steps == 0 and config.warm_start_steps:  # it is the warm start that is wanted
+        return
+    for stage in graph.stages.values():
+        if isinstance(stage, UpdateStage) and stage.after >= steps:
+            log.warning(
+                "trainer.steps=%d: %s is never trained, since stage %r begins after %d steps",
+                steps, stage.role, stage.name, stage.after,
+            )  # fmt: skip
+
+
 def warn_of_equal_samples(config: Config, graph: Graph) -> None:
     """Say where all samples of a prompt are drawn alike, so that comparing them teaches nothing."""
     for stage in graph.stages.values():
@@ -208,9 +239,19 @@ def warn_of_equal_samples(config: Config, graph: Graph) -> None:
 
 
 def check_rows(config: Config, graph: Graph, items: Sequence[Item]) -> None:
-    """Raise where a judge needs something of the rows that one of them lacks."""
+    """Raise where a judge needs something of the rows that one of them lacks.
+
+    Also where responses are trained, all alike, of which some are labeled as wrong.
+    """
     from hybridrl.rewards.code import check_tests
 
+    if graph.trains_targets and not graph.judges:
+        for item in items:
+            source = config.data.sources.get(item.source)  # none: a set for evaluation
+            wrong = item.item.get("label") is False and form_of(item.item)
+            if source and wrong:
+                allowed = f"rows whose label is true ({item.place}){wrong}"
+                raise ConfigError(f"data.sources.{item.source}.name", source.name, allowed)
     for role in judges_of(config, graph):
         sources, judge = config.sources_of(role), config.judge_of(role)
         judged = [item for item in items if item.source in sources]
@@ -241,7 +282,7 @@ def _check_answers(
 ) -> None:
     """Raise for a row without an answer that is text: no response to it could be right."""
     for item in items:
-        if item.answers:
+        if any(item.answers):
             continue
         problem = "there is none"
         try:
@@ -266,7 +307,7 @@ def _check_rubric(role: str, template: str, items: Sequence[Item]) -> None:
                 text_of(field_of({**item.item, "row": item.item}, name))
             except KeyError:
                 known = ", ".join(sorted({*item.item, "prompt", "response"}))
-                problem = f"fields of the rows ({known}; {item.source} has no {name})"
+                problem = f"fields of the rows ({known}; {item.source}, {item.place} has no {name})"
             except TypeError as error:
                 problem = f"fields that are text or numbers ({item.place}: {error})"
             else:

@@ -37,6 +37,10 @@ class ControlTokens:
         match = self._any.search(text)
         return match and match.group()
 
+    def escaped(self, text: str) -> str:
+        """The text with a backslash before each control token that it spells."""
+        return self._any.sub(r"\\\g<0>", text)
+
     def guard(self, value: Any, only: Collection[str] | None = None) -> Any:
         """A text, or all texts of a nested value, with the spellings of control tokens marked.
 

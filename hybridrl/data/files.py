@@ -6,6 +6,7 @@ import glob
 import gzip
 import io
 import json
+import logging
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import IO, Any, cast
 
 from hybridrl.config import ConfigError, SourceConfig, SourceKind
 from hybridrl.config.row_fields import WrittenNumber
+
+log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 NumberedRows = Iterator[tuple[int, Row]]
@@ -70,10 +73,16 @@ def _files_of_name(key: str, kind: SourceKind, name: Any) -> list[Path]:
         raise ConfigError(f"{key}.name", name, wanted)
     path = Path(name).expanduser()
     if path.is_dir():
-        files = [file for file in sorted(path.rglob("*")) if _is_read(kind, file, path)]
+        there = [file for file in sorted(path.rglob("*")) if _is_shown(file, path)]
+        files = [file for file in there if _is_read(kind, file)]
+        endings = ", ".join(f"*{ending}" for ending in ENDINGS[kind])
         if not files:
-            endings = ", ".join(f"*{ending}" for ending in ENDINGS[kind])
             raise ConfigError(f"{key}.name", name, f"a folder with files of {endings}")
+        if others := [file.name for file in there if file not in files]:
+            log.warning(
+                "%s.name=%s: %d files are read, those of %s; %d others are not, such as %s",
+                key, name, len(files), endings, len(others), others[0],
+            )  # fmt: skip
         return files
     if path.exists():
         return [path]
@@ -85,14 +94,18 @@ def _files_of_name(key: str, kind: SourceKind, name: Any) -> list[Path]:
     raise ConfigError(f"{key}.name", name, wanted)
 
 
-def _is_read(kind: SourceKind, file: Path, folder: Path) -> bool:
-    """Whether a file below a named folder is one of its rows' files; hidden ones are not."""
-    if any(name.startswith(".") for name in file.relative_to(folder).parts):
-        return False
+def _is_shown(file: Path, folder: Path) -> bool:
+    """Whether a path below a folder is a file, and not hidden."""
+    hidden = any(name.startswith(".") for name in file.relative_to(folder).parts)
+    return file.is_file() and not hidden
+
+
+def _is_read(kind: SourceKind, file: Path) -> bool:
+    """Whether a file below a named folder is one of its rows' files."""
     name = file.name.lower()
     for ending in COMPRESSED:
         name = name.removesuffix(ending)
-    return file.is_file() and name.endswith(ENDINGS[kind])
+    return name.endswith(ENDINGS[kind])
 
 
 def _opened(file: Path) -> IO[bytes]:

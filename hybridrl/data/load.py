@@ -7,7 +7,7 @@ import random
 import re
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from hybridrl.data.known_rows import KnownRows
 from hybridrl.data.left_out import RowNotes
 from hybridrl.data.limits import RowLimits
 from hybridrl.data.prompts import Item, Opening, RowUses, make_items
-from hybridrl.data.records import SourceRecord
+from hybridrl.data.records import SourceRecord, UnusableRowError
 from hybridrl.data.sources import GENERATED, records
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def load_data(
     if not config.sources:
         raise ConfigError("data.sources", {}, "at least one source")
     weights = _weights(config)
-    limits = RowLimits(config, max_context, max_new_tokens, vocab_size)
+    limits = RowLimits(config, tokenizer.name_or_path, max_context, max_new_tokens, vocab_size)
     collector = _Collector(config, tokenizer, limits, uses, opening, frozenset(reserved), known)
     # sizes of the held-out and the training part of each source
     generated = {
@@ -88,8 +88,7 @@ def load_data(
         held_out += items[: eval_sizes[name]]
         train += items[eval_sizes[name] :]
     if collector.dropped:
-        counts = ", ".join(f"{number} with {why}" for why, number in collector.dropped.items())
-        log.warning("data.skip_unusable_rows: %s left out", counts)
+        log.warning("data.skip_unusable_rows: %s", collector.told)
     _warn_of_unknown_characters(train, tokenizer)
     return Data(train, held_out, weights, dict(collector.dropped))
 
@@ -119,7 +118,7 @@ def load_eval_set(
         privileged_template=None,
     )  # fmt: skip
     uses = RowUses(targets=False)
-    limits = RowLimits(of_set, max_context, max_new_tokens, vocab_size)
+    limits = RowLimits(of_set, tokenizer.name_or_path, max_context, max_new_tokens, vocab_size)
     collector = _Collector(of_set, tokenizer, limits, uses, opening)
     size = settings.num_prompts or (config.eval_size if source.kind in GENERATED else None)
     try:
@@ -132,7 +131,8 @@ def load_eval_set(
             raise ConfigError(f"{key}.prompt_template", error.value, error.allowed) from None
         raise
     if not items:
-        raise ConfigError(f"{key}.source.name", source.name, "a source with a prompt")
+        told = f" ({collector.told})" if collector.dropped else ""
+        raise ConfigError(f"{key}.source.name", source.name, f"a source with a prompt{told}")
     return items
 
 
@@ -193,10 +193,17 @@ class _Collector:
         self.limits, self.uses, self.reserved = limits, uses, reserved
         self.keep = compiled("data.keep", config.keep or ".*", re.DOTALL)
         self.dropped: Counter[str] = Counter()
+        self._first_dropped: UnusableRowError | None = None
         self.notes = RowNotes()
         """Of the source that is being loaded."""
         self._seen: set[str] = set()
         self._twice: Counter[str] = Counter()
+
+    @property
+    def told(self) -> str:
+        """What was left out, in a line."""
+        counts = ", ".join(f"{number} with {why}" for why, number in self.dropped.items())
+        return f"{counts} left out; the first: {self._first_dropped}"
 
     def collect(self, name: str, num_eval: int, num_train: int | None) -> list[Item]:
         """Items of the source `name`, the held-out ones first; `num_train` None takes all."""
@@ -217,7 +224,8 @@ class _Collector:
                 "data.eval_size",
                 self.config.eval_size,
                 f"fewer held-out items: source {name} should give {num_eval} of them and has "
-                f"{len(items)} different prompts in all, some of which training needs",
+                f"{len(items)} different prompts in all, some of which training needs"
+                + (f" ({self.told})" if self.dropped else ""),
             )
         if wanted is not None and len(items) < wanted:
             log.warning(
@@ -260,7 +268,7 @@ class _Collector:
         stream = records(key, source, self.config.seed, wanted or 0)
         if wanted is not None and source.kind in GENERATED:
             return self._draw(name, stream, wanted)
-        items = self._accept(self._items(name, list(stream)))[:wanted]
+        items = self._accept(self._items(name, stream))[:wanted]
         if self._twice[name]:
             log.warning(
                 "%s: %d rows ask what an earlier row asks, and are left out: a prompt that "
@@ -268,12 +276,27 @@ class _Collector:
             )  # fmt: skip
         return items
 
-    def _items(self, name: str, read: list[SourceRecord]) -> list[Item]:
+    def _items(self, name: str, read: Iterable[SourceRecord | UnusableRowError]) -> list[Item]:
+        usable = []
+        for record in read:
+            if isinstance(record, UnusableRowError):
+                self._leave_out(record)
+            else:
+                usable.append(record)
         return make_items(
-            name, read, self.config, self.tokenizer, self.uses, self.opening, self.notes
+            name, usable, self.config, self.tokenizer, self.uses, self.opening, self.notes
         )
 
-    def _draw(self, name: str, stream: Iterator[SourceRecord], wanted: int) -> list[Item]:
+    def _leave_out(self, error: UnusableRowError) -> None:
+        """Count a row that cannot be used; raises its error where none may be left out."""
+        if not self.config.skip_unusable_rows:
+            raise error
+        self.dropped[error.reason] += 1
+        self._first_dropped = self._first_dropped or error
+
+    def _draw(
+        self, name: str, stream: Iterator[SourceRecord | UnusableRowError], wanted: int
+    ) -> list[Item]:
         """Up to `wanted` items; stops when a round of drawing yields almost nothing new."""
         items: list[Item] = []
         while len(items) < wanted:
@@ -300,13 +323,12 @@ class _Collector:
                 self._twice[item.source] += 1
                 continue
             self._seen.add(item.identity)
-            unusable = self.limits.obstacle(item)
-            if unusable is None:
-                accepted.append(item)
-            elif self.config.skip_unusable_rows and unusable.may_be_skipped:
-                self.dropped[unusable.reason] += 1
+            try:
+                self.limits.check(item)
+            except UnusableRowError as error:
+                self._leave_out(error)
             else:
-                raise unusable.error
+                accepted.append(item)
         return accepted
 
 

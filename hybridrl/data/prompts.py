@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybridrl.config import ConfigError, DataConfig
-from hybridrl.config.row_fields import field_of, fill, text_of
+from hybridrl.config.row_fields import field_of, fill, is_missing, text_of
 from hybridrl.data.chat import (
     ChatTemplate,
     Place,
@@ -18,7 +18,7 @@ from hybridrl.data.chat import (
 )
 from hybridrl.data.control_tokens import ControlTokens, special_tokens
 from hybridrl.data.left_out import RowNotes
-from hybridrl.data.records import SourceRecord, answer_texts, is_messages
+from hybridrl.data.records import SourceRecord, answer_texts, form_of, is_messages
 from hybridrl.environments.task import ChatMessage, EpisodeTask
 
 if TYPE_CHECKING:
@@ -67,7 +67,13 @@ class Item:
     @property
     def tokens(self) -> int:
         """Tokens of its longest trained sequence: the prompt and a target, or another response."""
-        return len(self.prompt_ids) + max(map(len, (self.target_ids, *self.columns.values())))
+        return len(self.prompt_ids) + max(map(len, self.responses.values()), default=0)
+
+    @property
+    def responses(self) -> dict[str, tuple[int, ...]]:
+        """Tokens of every response that is trained, by column."""
+        target = {"answer": self.target_ids} if self.target_ids else {}
+        return {**target, **self.columns}
 
     @property
     def identity(self) -> str:
@@ -497,9 +503,10 @@ def _with_system(config: DataConfig, messages: list[ChatMessage]) -> list[ChatMe
 
 
 def _response(source: str, record: SourceRecord, column: str, config: DataConfig) -> str:
-    """The text of a column that holds a response, or the last of its messages."""
+    """The text of a column that holds a response, or the last of its messages; empty for null."""
     try:
         response = field_of(record.item, column)
+        response = "" if is_missing(response) else response
     except KeyError:
         response = None
     if is_messages(response):
@@ -511,7 +518,7 @@ def _response(source: str, record: SourceRecord, column: str, config: DataConfig
     if not isinstance(response, str):
         allowed = (
             f"rows whose {column!r} is a response, a text or messages, as the recipe wants"
-            f" ({record.place})"
+            f" ({record.place}){form_of(record.row)}"
         )
         raise ConfigError(f"data.sources.{source}", sorted(record.row), allowed)
     return response

@@ -5,8 +5,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hybridrl.config import ConfigError
 from hybridrl.config.row_fields import WrittenNumber, kind_of, text_of
 from hybridrl.data.chat import as_message, content_text
+
+
+class UnusableRowError(ConfigError):
+    """A row that cannot be used; `data.skip_unusable_rows` leaves it out."""
+
+    def __init__(self, reason: str, key: str, value: object, allowed: str) -> None:
+        """`reason` says why in a few words, to count by; the others as in a ConfigError."""
+        super().__init__(key, value, allowed)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +62,16 @@ def is_messages(value: Any) -> bool:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and ("role" in value or "from" in value)
+
+
+def form_of(row: Mapping[str, Any]) -> str:
+    """The name of a form of TRL's that rows have and few recipes take; empty for others."""
+    completions, labels = row.get("completions"), row.get("labels")
+    if isinstance(completions, list) and isinstance(labels, list):
+        return ": stepwise supervision, completions with labels, which no recipe takes"
+    if "completion" in row and isinstance(row.get("label"), bool):
+        return ": unpaired preference, which recipe=kto recipe.unpaired=true takes"
+    return ""
 
 
 def answer_texts(value: Any) -> tuple[str, ...]:

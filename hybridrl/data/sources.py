@@ -7,7 +7,6 @@ distinct prompts. File sources (jsonl, csv, parquet, huggingface) yield all thei
 import difflib
 import itertools
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,29 +17,43 @@ from hybridrl.config import ConfigError, SourceConfig, SourceKind
 from hybridrl.config.dotted import load_function
 from hybridrl.config.patterns import compiled, last_match
 from hybridrl.config.reasoning import import_reasoning_gym
-from hybridrl.config.row_fields import field_of, text_of
+from hybridrl.config.row_fields import field_of, is_missing, text_of
 from hybridrl.data.files import READERS, Row, read_files
 from hybridrl.data.images import column_with_images
-from hybridrl.data.records import SourceRecord
+from hybridrl.data.records import SourceRecord, UnusableRowError, form_of
+
+SKIP = "; data.skip_unusable_rows=true leaves such rows out"
 
 
-def records(key: str, source: SourceConfig, seed: int, chunk: int) -> Iterator[SourceRecord]:
+def records(
+    key: str, source: SourceConfig, seed: int, chunk: int
+) -> Iterator[SourceRecord | UnusableRowError]:
     """Every record of `source`; `key` is its config key, for error messages.
 
-    `chunk` is the number of rows of a generated source per call. Raises ConfigError for a missing
-    name, parameter, file or column. So does half a surrogate pair in a text, which no tokenizer
-    takes.
+    In place of a row without a value where one is named, or with half a surrogate pair, which no
+    tokenizer takes, there is its error. `chunk` is the number of rows of a generated source per
+    call. Raises ConfigError for a missing name, parameter or file.
     """
-    read: Iterator[SourceRecord]
-    if source.kind in GENERATED:
+    pattern = None
+    if source.answer_pattern is not None:
+        pattern = compiled(f"{key}.answer_pattern", source.answer_pattern)
+    generated = source.kind in GENERATED
+    if generated:
         rows = _GENERATORS[source.kind](key, source, seed, chunk)
-        read = itertools.starmap(_generated, enumerate(rows, 1))
+        read = ((f"row {number}", row) for number, row in enumerate(rows, 1))
     elif source.kind is SourceKind.huggingface:
-        read = _of_columns(key, source, _huggingface(key, source))
+        read = _huggingface(key, source)
     else:
-        read = _of_columns(key, source, read_files(key, source))
-    for record in read:
-        _check_text(key, source, record)
+        read = read_files(key, source)
+    place = ""
+    for place, row in read:
+        columns = _Columns(key, source, row, place)
+        try:
+            record = columns.generated() if generated else columns.record(pattern)
+            _check_text(key, source, record)
+        except UnusableRowError as error:
+            yield error
+            continue
         if (column := column_with_images(record.row)) is not None:
             allowed = (
                 f"rows of text: {record.place} has images or other media in {column!r}, which the "
@@ -48,20 +61,19 @@ def records(key: str, source: SourceConfig, seed: int, chunk: int) -> Iterator[S
             )
             raise ConfigError(f"{key}.name", source.name, allowed)
         yield record
-
-
-def _generated(number: int, row: Row) -> SourceRecord:
-    return SourceRecord(row, row["question"], row["answer"], f"row {number}")
+    if not place:
+        raise ConfigError(f"{key}.name", source.name, "at least one row (there is none)")
 
 
 def _check_text(key: str, source: SourceConfig, record: SourceRecord) -> None:
-    """Raise ConfigError for a lone surrogate anywhere in a row."""
+    """Raise for a lone surrogate anywhere in a row."""
     try:
         json.dumps(record.row, ensure_ascii=False, skipkeys=True, default=str).encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
-        allowed = f"rows of text in Unicode ({record.place} has {half}, half of a surrogate pair)"
-        raise ConfigError(f"{key}.name", source.name, allowed) from None
+        reason = "half of a surrogate pair"
+        allowed = f"rows of text in Unicode ({record.place} has {half}, {reason}){SKIP}"
+        raise UnusableRowError(reason, f"{key}.name", source.name, allowed) from None
 
 
 def _reasoning_gym(key: str, source: SourceConfig, seed: int, chunk: int) -> Iterator[Row]:
@@ -141,35 +153,6 @@ _GENERATORS: dict[SourceKind, Callable[[str, SourceConfig, int, int], Iterator[R
 GENERATED = frozenset(_GENERATORS)
 
 
-def _of_columns(
-    key: str, source: SourceConfig, read: Iterable[tuple[str, Row]]
-) -> Iterator[SourceRecord]:
-    """Records of rows by the columns that the source names; each row comes with its place."""
-    pattern = None
-    if source.answer_pattern is not None:
-        pattern = compiled(f"{key}.answer_pattern", source.answer_pattern)
-    place = ""
-    for place, row in read:
-        columns = _Columns(key, source, row, place)
-        if source.tools_column is not None:
-            columns.value("tools_column", may_be_null=True)
-        if source.messages_column is not None:  # `hybridrl.data.prompts` splits them
-            yield SourceRecord(row, columns.value("messages_column"), None, place)
-            continue
-        expected = None
-        if source.answer_column is not None:
-            expected = columns.value("answer_column")
-        if pattern is not None:
-            expected = columns.matched(pattern, expected)
-        if source.prompt_column is None:
-            row, question = columns.without_prompt()
-            yield SourceRecord(row, question, expected, place)
-            continue
-        yield SourceRecord(row, columns.value("prompt_column"), expected, place)
-    if not place:
-        raise ConfigError(f"{key}.name", source.name, "at least one row (there is none)")
-
-
 @dataclass(frozen=True, slots=True)
 class _Columns:
     """The columns of one row that a source names."""
@@ -179,8 +162,36 @@ class _Columns:
     row: Row
     place: str
 
+    def generated(self) -> SourceRecord:
+        """The record of a generator's row."""
+        return SourceRecord(self.row, self.row["question"], self.row["answer"], self.place)
+
+    def record(self, pattern: re.Pattern[str] | None) -> SourceRecord:
+        """The record of a row by the columns that the source names; `pattern` takes its answer."""
+        row, source = self.row, self.source
+        if source.tools_column is not None:
+            self.value("tools_column", may_be_null=True)
+        if source.messages_column is not None:  # `hybridrl.data.prompts` splits them
+            return SourceRecord(row, self.value("messages_column"), None, self.place)
+        expected = None
+        if source.answer_column is not None:
+            expected = self.value("answer_column")
+        if source.answer_column in ("completions", "labels") and (form := form_of(row)):
+            allowed = f"a column with answers ({self.place}){form}"
+            raise ConfigError(f"{self.key}.answer_column", source.answer_column, allowed)
+        if pattern is not None:
+            expected = self.matched(pattern, expected)
+        if source.prompt_column is None:
+            row, question = self.without_prompt()
+        else:
+            question = self.value("prompt_column")
+        return SourceRecord(row, question, expected, self.place)
+
     def value(self, setting: str, *, may_be_null: bool = False) -> Any:
-        """The value at the dotted name that is the source's `setting`; raises ConfigError."""
+        """The value at the dotted name that is the source's `setting`.
+
+        Raises UnusableRowError for a row that has none.
+        """
         name = getattr(self.source, setting)
         try:
             value = field_of(self.row, name)
@@ -188,13 +199,14 @@ class _Columns:
             allowed = f"one of {', '.join(sorted(self.row))}; a dot leads into a field"
             if setting == "answer_column":
                 allowed += "; or null where no judge reads one"
-            missing = f" ({self.place} has no {error.args[0]!r})"
-            raise ConfigError(f"{self.key}.{setting}", name, allowed + missing) from None
-        if isinstance(value, float) and math.isnan(value):  # pandas' word for a missing value
-            value = None
-        if value is None and not may_be_null:
-            allowed = f"a column with a value in every row ({self.place} has none)"
-            raise ConfigError(f"{self.key}.{setting}", name, allowed)
+            form = form_of(self.row) or SKIP
+            allowed += f" ({self.place} has no {error.args[0]!r}){form}"
+            key = f"{self.key}.{setting}"
+            raise UnusableRowError(f"no {name!r}", key, name, allowed) from None
+        may_be_empty = setting == "prompt_column"  # where a template has other columns
+        if is_missing(value) and not may_be_null and not (value == "" and may_be_empty):
+            allowed = f"a column with a value in every row ({self.place} has none){SKIP}"
+            raise UnusableRowError(f"no {name!r}", f"{self.key}.{setting}", name, allowed)
         return value
 
     def without_prompt(self) -> tuple[Row, Any]:
@@ -215,20 +227,22 @@ class _Columns:
         if not end:
             allowed = (
                 "a column, or rows whose chosen and rejected begin alike and then differ "
-                f"({self.place})"
+                f"({self.place}){SKIP}"
             )
-            raise ConfigError(f"{self.key}.prompt_column", "null", allowed)
+            reason = "no prompt that chosen and rejected begin with"
+            raise UnusableRowError(reason, f"{self.key}.prompt_column", "null", allowed)
         return {**self.row, "chosen": chosen[end:], "rejected": rejected[end:]}, chosen[:end]
 
     def matched(self, pattern: re.Pattern[str], expected: Any) -> str:
         """The part of the answer that `answer_pattern` takes; raises ConfigError."""
-        allowed = f"an expression that every answer matches (that of {self.place} does not)"
+        allowed = f"an expression that every answer matches (that of {self.place} does not){SKIP}"
         try:
             answer = last_match(pattern, text_of(expected))
         except TypeError as error:
             answer, allowed = None, f"null, or answers that are text ({self.place}: {error})"
-        if answer is None:
-            raise ConfigError(f"{self.key}.answer_pattern", pattern.pattern, allowed)
+        if not answer:
+            reason, key = "no match of answer_pattern", f"{self.key}.answer_pattern"
+            raise UnusableRowError(reason, key, pattern.pattern, allowed)
         return answer
 
 

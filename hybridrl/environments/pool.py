@@ -266,7 +266,8 @@ class EpisodePool:
             if episode.process is None:
                 episode.process = process
                 process.num_episodes += 1
-                key = "/".join(map(str, (self.seed, *episode.id)))
+                # The 0 was a part of ids in earlier versions, whose runs resume.
+                key = "/".join(map(str, (self.seed, *episode.id, 0)))
                 past, steps = tuple(episode.past), 2 + len(episode.past)
                 process.send(
                     "begin", request, episode.number, episode.task, key, past, episode.opening,

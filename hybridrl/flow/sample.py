@@ -1,6 +1,6 @@
 """The driver's metadata of a sample: identity, lengths, scalars, and which tensors exist where."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,19 +24,20 @@ class SampleId(NamedTuple):
     A tuple, since ranks look samples up and send them by the thousand. The order of ids is the
     order of training. `prompt` is the position in the run's prompt stream (it grows over the whole
     run), `k` the sample's number among those of one prompt. `branch` is the generating stage where
-    a recipe has several; `attempt` counts regenerations.
+    a recipe has several.
     """
 
     prompt: int
     branch: str = ""
     k: int = 0
-    attempt: int = 0
 
     def __str__(self) -> str:
-        fields = [str(self.prompt), self.branch, str(self.k)] + [str(self.attempt)] * (
-            self.attempt > 0
-        )
-        return ".".join(filter(None, fields))
+        return ".".join(filter(None, (str(self.prompt), self.branch, str(self.k))))
+
+    @classmethod
+    def read(cls, parts: Sequence[Any]) -> "SampleId":
+        """An id as a file has it; those of earlier versions have a fourth part, 0."""
+        return cls(*parts[:3])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Sample:
     def from_json(cls, values: Mapping[str, Any]) -> "Sample":
         """A sample as it was written."""
         return cls(
-            id=SampleId(*values["id"]),
+            id=SampleId.read(values["id"]),
             rank=values["rank"],
             prompt_tokens=values["prompt_tokens"],
             response_tokens=values["response_tokens"],

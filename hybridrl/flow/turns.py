@@ -62,7 +62,7 @@ def order_to_json(order: RoundOrder) -> list[list[Any]]:
 def order_from_json(rows: Sequence[Sequence[Any]]) -> dict[SampleId, TurnsTaken]:
     """What `order_to_json` has made."""
     return {
-        SampleId(*id): TurnsTaken(int(num), bool(ended), *map(str, failure))
+        SampleId.read(id): TurnsTaken(int(num), bool(ended), *map(str, failure))
         for id, num, ended, *failure in rows
     }
 

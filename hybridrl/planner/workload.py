@@ -59,8 +59,8 @@ class Workload:
         return replace(self, groups=tuple(groups))
 
     def length_of(self, id: SampleId) -> int:
-        """Response tokens of a sample; an attempt that draws anew has other ones."""
-        lengths = self.groups[(id.prompt + id.attempt) % len(self.groups)].lengths
+        """Response tokens of a sample."""
+        lengths = self.groups[id.prompt % len(self.groups)].lengths
         return lengths[id.k % len(lengths)]
 
     def prompt_tokens_of(self, position: int) -> int:

@@ -55,10 +55,18 @@ class UserFunction:
     signature: Signature
     accepts: frozenset[str] | None
     """None: all, since it has `**kwargs`."""
+    needs: frozenset[str]
+    """Those without a default."""
 
     def arguments(self, items: Sequence[RewardInput], texts: Sequence[str]) -> dict[str, Any]:
-        """The arguments for responses whose judged texts are `texts`: lists, or of one its own."""
+        """The arguments for responses whose judged texts are `texts`: lists, or of one its own.
+
+        Raises ValueError where the function needs a column that the rows do not have.
+        """
         several = _ARGUMENTS[self.signature](items, texts)
+        if missing := self.needs - several.keys():
+            wanted, there = ", ".join(sorted(missing)), ", ".join(map(str, items[0].item))
+            raise ValueError(f"the function wants {wanted}; the columns of the row are {there}")
         if self.accepts is not None:
             several = {name: value for name, value in several.items() if name in self.accepts}
         if self.signature.is_of_several:
@@ -114,28 +122,30 @@ def _loaded(path: str) -> Callable[..., Any]:
 def _described(path: str, function: Callable[..., Any]) -> UserFunction:
     try:
         parameters = list(inspect.signature(function).parameters.values())
+        written = " ".join(str(inspect.signature(function)).split())
     except (TypeError, ValueError):  # of a builtin
-        parameters = []
+        parameters, written = [], "none that can be read"
     known = ", ".join(f"{name}({', '.join(x.value)})" for name, x in _EXAMPLES.items())
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     signatures = {_MARKS[name] for name in named if name in _MARKS}
     if not signatures and takes_any:
         signatures = {Signature.own}
-    if len(signatures) != 1:
-        allowed = f"a function with the parameters of {known}; it has ({', '.join(named)})"
+    by_position = any(p.kind is p.POSITIONAL_ONLY for p in parameters)
+    if len(signatures) != 1 or by_position:
+        allowed = f"a function with the parameters of {known}, by name; it has {written}"
         raise ConfigError("reward.function", path, allowed)
     (signature,) = signatures
     needed = {p.name for p in parameters if p.name in named and p.default is p.empty}
     strange = needed - set(signature.value)
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
-    if positional or (strange and signature is not Signature.trl):
-        others = ", ".join([*positional, *sorted(strange)])
+    if strange and signature is not Signature.trl:
         allowed = (
-            f"a function whose parameters are among {', '.join(signature.value)}; not {others}"
+            f"a function whose parameters are among {', '.join(signature.value)}; "
+            f"not {', '.join(sorted(strange))}"
         )
         raise ConfigError("reward.function", path, allowed)
-    return UserFunction(function, signature, None if takes_any else frozenset(named))
+    accepts = None if takes_any else frozenset(named)
+    return UserFunction(function, signature, accepts, frozenset(needed))
 
 
 _EXAMPLES = {"score": Signature.own, "verl's": Signature.verl, "TRL's": Signature.trl}
@@ -160,10 +170,9 @@ def _own_batch(items: Sequence[RewardInput], texts: Sequence[str]) -> dict[str, 
 def _verl(items: Sequence[RewardInput], texts: Sequence[str]) -> dict[str, list[Any]]:
     """As verl's reward managers call it: `data_source` and `extra_info` are the row's columns."""
     rows = [item.item for item in items]
+    sources = [row["data_source"] for row in rows if "data_source" in row]
     return {
-        "data_source": [
-            row.get("data_source", item.source) for row, item in zip(rows, items, strict=True)
-        ],
+        **({"data_source": sources} if len(sources) == len(rows) else {}),
         "solution_str": list(texts),
         "ground_truth": [_ground_truth(item) for item in items],
         "extra_info": [dict(row.get("extra_info") or {}) for row in rows],

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FOLDER = "samples"
 _NAME = re.compile(r"step-(\d+)-rank-(\d+)\.parquet")
 _ROW_GROUP = 64  # samples, of which a reader of one sample decodes all
-_ORDER = ("prompt_position", "branch", "k", "attempt")
+_ORDER = ("prompt_position", "branch", "k")
 UNREADABLE = (OSError, ValueError, KeyError)
 """What reading raises of a file that is gone, is damaged, or lacks a column."""
 
@@ -36,7 +36,7 @@ def schema() -> "pa.Schema":
     return pa.schema(
         {
             **{"step": whole, "phase": text, "id": text},
-            **{"prompt_position": whole, "branch": text, "k": pa.int32(), "attempt": pa.int32()},
+            **{"prompt_position": whole, "branch": text, "k": pa.int32()},
             **{"source": text, "task": text, "prompt": text, "response": text},
             **{"prompt_tokens": pa.int32(), "response_tokens": pa.int32()},
             **{"prompt_ids": many(pa.int32()), "response_ids": many(pa.int32())},

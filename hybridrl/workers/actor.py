@@ -460,7 +460,7 @@ class Actor:
             id=id,
             prompt_ids=item.prompt_ids,
             sampling=self.sampling.params(sampling),
-            stream=stream_key(self.config.run.seed, id.prompt, id.branch, id.k, id.attempt),
+            stream=stream_key(self.config.run.seed, *id),
             prefix=(id.prompt, id.branch) if shares else None,
             task=item.source,
         )

@@ -63,7 +63,7 @@ def load_pending(
     """Load a rank's share: finished samples go into the store; gives the parked ones."""
     files = sorted(folder.glob("samples_*.pt"))
     records = {
-        SampleId(*record["id"]): record
+        SampleId.read(record["id"]): record
         for file in files
         for record in torch.load(file, weights_only=True)
     }

@@ -163,7 +163,6 @@ def _fact_columns(facts: Sequence[SampleFacts]) -> dict[str, list[Any]]:
         "prompt_position": [f.id.prompt for f in facts],
         "branch": [f.id.branch for f in facts],
         "k": [f.id.k for f in facts],
-        "attempt": [f.id.attempt for f in facts],
         "source": [f.source for f in facts],
         "task": [f.task for f in facts],
         "reward": [_number(f.scalars.get("reward")) for f in facts],

@@ -29,7 +29,7 @@ def stored(row: dict[str, Any]) -> tuple[SampleFacts, StoredSample]:
     """A recorded sample as its rank had it."""
     drop = Drop(DropReason(row["drop_reason"]), row["drop_text"]) if row["drop_reason"] else None
     facts = SampleFacts(
-        SampleId(row["prompt_position"], row["branch"], row["k"], row["attempt"]),
+        SampleId(row["prompt_position"], row["branch"], row["k"]),
         row["source"],
         row["task"],
         tuple(TokenSpan(**span) for span in row["spans"]),

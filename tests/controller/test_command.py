@@ -67,6 +67,22 @@ def test_two_runs_are_equal_bit_for_bit_and_need_no_network(
     assert curves[0] == curves[1]
 
 
+@pytest.mark.ray
+def test_ray_starts_below_a_long_tmpdir(
+    command: Callable[..., Any], tiny_run: list[str], tmp_path: Path
+) -> None:
+    """Its sockets have room, and nothing is left there."""
+    folder = tmp_path / ("a-folder-of-a-cluster-" * 5)
+    folder.mkdir()
+    settings = ["trainer.steps=1", "eval.sets.main.every=null", "run.dir=long"]
+    run = command(*tiny_run, *settings, prefix=("env", f"TMPDIR={folder}"))
+    code, out, err = run.end(timeout=150)
+    assert (code, run.left) == (0, []), err
+    assert json.loads(out.splitlines()[-1])["run"] == str(tmp_path / "long")
+    assert state(tmp_path / "long") == "finished"
+    assert list(folder.iterdir()) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_rank_is_named_with_its_log(

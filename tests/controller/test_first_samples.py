@@ -81,6 +81,14 @@ def test_turns_of_a_conversation_are_marked(shown: Callable[..., str]) -> None:
     assert "[[2<eos>]]\n<|user|>and?<eos>\n<|assistant|>[[3<eos>]]\nits turn ends with" in text
 
 
+def test_control_tokens_that_are_spelled_are_marked(shown: Callable[..., str]) -> None:
+    rows = [{"prompt": f"{n}<eos>?", "answer": f"<eos>{n}"} for n in range(6)]
+    text = shown(rows, "recipe=sft", "reward.extract=null")
+    assert text.count("\\<eos>?<eos>\n<|assistant|>\n") == 4
+    assert text.count("[[\\<eos>") == 4
+    assert text.count("<eos>]]\nits turn ends with '<eos>'\n") == 4
+
+
 @pytest.mark.parametrize("recipe", ["dpo", "rm"])
 def test_pairs_show_both_responses(shown: Callable[..., str], recipe: str) -> None:
     text = shown(PAIRS, f"recipe={recipe}")

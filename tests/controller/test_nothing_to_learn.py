@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 import hybridrl.recipes
-from hybridrl.config import ConfigError, RewardConfig, RewardKind
+from hybridrl.config import ConfigError, RewardConfig, RewardKind, RewardPartConfig
 from hybridrl.controller.preflight import build_recipe
 from hybridrl.controller.preflight_judges import (
     try_judges,
     warn_of_equal_samples,
+    warn_of_idle_updates,
     warn_of_lone_samples,
 )
 from hybridrl.data import Item
@@ -40,6 +41,33 @@ def test_a_ratio_that_may_not_move() -> None:
     with pytest.raises(ConfigError, match=r"recipe\.clip_high=0\.0: wanted above 0, or clip_low"):
         built("grpo", clip_low=0.0, clip_high=0.0)
     assert built("grpo", clip_low=0.0).stages
+
+
+def test_weights_of_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"recipe\.desirable_weight=0\.0: wanted above 0, or un"):
+        built("kto", desirable_weight=0.0, undesirable_weight=0.0)
+    assert built("kto", undesirable_weight=0.0).stages
+    parts = {name: RewardPartConfig(weight=0.0) for name in ("a", "b")}
+    with pytest.raises(ConfigError, match=r"cost\.parts=.*: wanted a part whose weight is not 0"):
+        RewardConfig(kind=RewardKind.sum, parts=parts).check("cost")
+    parts["c"] = RewardPartConfig()
+    RewardConfig(kind=RewardKind.sum, parts=parts).check("cost")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "steps", "warm", "lines"),
+    [("grpo", {}, 0, 0, 1), ("grpo", {}, 0, 9, 0), ("grpo", {}, 1, 0, 0),
+     ("ppo", {"critic_warmup": 5}, 5, 0, 1), ("ppo", {"critic_warmup": 5}, 6, 0, 0)],
+)  # fmt: skip
+def test_updates_that_never_begin_are_told(
+    caplog: pytest.LogCaptureFixture, name: str, settings: Any, steps: int, warm: int, lines: int
+) -> None:
+    trainer = SimpleNamespace(steps=steps)
+    config: Any = SimpleNamespace(trainer=trainer, warm_start_steps=warm)
+    with caplog.at_level(logging.WARNING):
+        warn_of_idle_updates(config, built(name, **settings))
+    assert len(caplog.messages) == lines
+    assert all("actor is never trained" in line for line in caplog.messages)
 
 
 def test_statistics_of_one_sample_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -99,9 +127,14 @@ def test_a_judge_that_likes_no_answer_is_named(
     with caplog.at_level(logging.WARNING):
         tried(make_config, RewardConfig(kind=RewardKind.exact))
         tried(make_config, RewardConfig(kind=RewardKind.exact, extract="#(.*)"), "so #{answer}")
-        tried(make_config, RewardConfig(kind=RewardKind.exact, extract="#(.*)"))  # cannot tell
         tried(make_config, function("right"), "#{answer}")
         assert not caplog.messages
+        tried(make_config, RewardConfig(kind=RewardKind.exact, extract="#(.*)"))
+        assert caplog.messages[0].startswith(
+            "reward.extract=#(.*) finds nothing in 3 rows' own answers (row 1, '0'): does data.ans"
+        )
+        assert len(caplog.messages) == 1
+        caplog.clear()
         tried(make_config, RewardConfig(kind=RewardKind.exact), "#{answer}")
         assert "reward.kind=exact gives none of 3 rows' own answers its best value" in caplog.text
         assert "row 1, '#0' got 0" in caplog.text

@@ -157,6 +157,30 @@ def test_a_run_of_an_earlier_version_resumes_with_one_warning(
     assert "whether they have changed since is not known" in line
 
 
+def test_another_function_judges_from_where_the_run_goes_on(
+    folder: Path, settings: list[str], train_here: Callable[..., Any], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folder / "run", run)
+    own = [setting for setting in settings if not setting.startswith("run.dir=")]
+    again = [*own, "trainer.steps=2", "trainer.resume=auto", "eval.sets.main.every=null"]
+    other = REWARD.replace("% 7 / 6", "% 5 / 9")
+    restore = restored(folder / "reward.py", lambda file: file.write_text(other))
+    try:
+        with pytest.raises(ConfigError, match=r"^trainer\.resume=auto: .*reward .*reward.py:score"):
+            train_here(run, *again)
+        train_here(run, *again, "trainer.resume_changed=true")
+    finally:
+        restore()
+    lines = [line for line in read_lines(run / "samples.jsonl") if line["phase"] == "rl"]
+    assert {line["step"] for line in lines} == {1, 2}
+    for line in lines:
+        total = sum(map(ord, line["response"]))
+        assert line["reward"] == pytest.approx(
+            total % 7 / 6 if line["step"] == 1 else total % 5 / 9
+        )
+
+
 def test_appended_rows_are_trained_on_and_the_held_out_stay_so(
     folder: Path, settings: list[str], train_here: Callable[..., Any], tmp_path: Path
 ) -> None:

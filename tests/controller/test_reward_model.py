@@ -11,6 +11,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hybridrl.config import ConfigError
 from hybridrl.controller.preflight import prepare
+from hybridrl.models.tiny import make_char_tokenizer, make_tiny_model
+from hybridrl.rewards.model import make_reward_model
 from hybridrl.telemetry.records import read_lines
 
 RM = ["recipe=rm", "trainer.steps=6", "roles.reward.optim.lr=1e-2", "eval.sets.main.every=3"]
@@ -83,6 +85,37 @@ def test_it_judges_and_begins_other_runs(
     config = make_config(*settings, "recipe=ppo", f"roles.critic.path={path}")
     assert prepare(config).graph.judges == ("reward",)
     prepare(make_config(*settings, "recipe=rm", f"roles.reward.path={path}"))
+
+
+@pytest.mark.layouts
+def test_a_judge_with_another_tokenizer_in_a_pool_of_its_own(
+    train_here: Callable[..., Any], make_config: Callable[..., Any], tiny_run: list[str],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """It judges the text, on its rank, as transformers does with its own tokenizer."""
+    tiny = make_config(*tiny_run, "run.dir=out").model.tiny
+    make_tiny_model(tmp_path / "actor", tiny, 0)
+    make_reward_model(tmp_path / "judge", str(tmp_path / "actor"), 1)
+    tokenizer = make_char_tokenizer(tiny.alphabet[::-1], tiny.max_positions)
+    tokenizer.save_pretrained(tmp_path / "judge")
+    settings = [setting for setting in tiny_run if not setting.startswith("reward")]
+    settings += ["model=pretrained", f"model.path={tmp_path / 'actor'}", "trainer.steps=1",
+                 "reward=model", f"reward.model={tmp_path / 'judge'}",
+                 "cluster.pool_of.reward=reward", "eval.sets.main.every=null"]  # fmt: skip
+    run = train_here(tmp_path / "run", *settings)
+    lanes = {span.lane for span in run.spans if span.name == "reward"}
+    assert {lane for lane in lanes if lane.startswith("rank")} == {"rank 1"}
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "judge")
+    rewards = set()
+    for line in read_lines(run.dir / "samples.jsonl"):
+        if line["phase"] != "rl":
+            continue
+        ids = tokenizer(line["prompt"] + line["response"])["input_ids"]
+        with torch.no_grad():
+            wanted = model(torch.tensor([ids])).logits.item()
+        assert line["reward"] == pytest.approx(wanted, abs=1e-5)
+        rewards.add(line["reward"])
+    assert len(rewards) > 8
 
 
 def test_what_cannot_be_trained(make_config: Callable[..., Any], tmp_path: Path) -> None:

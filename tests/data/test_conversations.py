@@ -238,7 +238,7 @@ def test_preferences_that_repeat_the_prompt(load: Load, jsonl: Any, asked: str) 
 
 def test_a_response_that_another_begins(load: Load, jsonl: Any) -> None:
     turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    of_another = [{"prompt": f"{n}?", "chosen": turns, "answer": ""} for n in range(4)]
+    of_another = [{"prompt": f"{n}?", "chosen": turns, "answer": "4"} for n in range(4)]
     message = r"sources\.s=chosen: wanted messages that begin and end with the assistant's.*row 1"
     with pytest.raises(ConfigError, match=message):
         load(
@@ -375,7 +375,7 @@ def test_conversations_beyond_the_context(load: Load, jsonl: Any) -> None:
     long = rows(6)
     long[3]["messages"] = [*conversation(3)[:3], {"role": "assistant", "content": "x" * 900}]
     with pytest.raises(
-        ConfigError, match=r"skip_unusable_rows=False: wanted true: s has a prompt and response of"
+        ConfigError, match=r"skip_unusable_rows=False: wanted true, or .*: s, row 4 has 1045"
     ):
         load(source(jsonl(long)), **settings)
     data = load(source(jsonl(long)), skip_unusable_rows=True, **settings)

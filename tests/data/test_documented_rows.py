@@ -6,15 +6,17 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hybridrl.config import ConfigError
+from hybridrl.config import ConfigError, SourceConfig
 from hybridrl.config.compose import check, register, resolve_arguments
 from hybridrl.controller.preflight import build_recipe
+from hybridrl.controller.preflight_judges import check_rows
 from hybridrl.data import Data, load_data
 from hybridrl.data.prompts import RowUses
 from hybridrl.models.tiny import make_char_tokenizer
@@ -160,12 +162,37 @@ def test_an_implicit_prompt_is_trls(request: pytest.FixtureRequest, load_form: L
             assert item.prompt == theirs["prompt"]
 
 
-@pytest.mark.parametrize("pair", [("a sky", "a sky"), ("sky", "no"), ("", "")])
+@pytest.mark.parametrize("pair", [("a sky", "a sky"), ("sky", "no"), ("no", "")])
 def test_pairs_without_a_prompt_are_refused(load_form: LoadForm, pair: tuple[str, str]) -> None:
     row = {"chosen": pair[0], "rejected": pair[1]}
     message = "rows whose chosen and rejected begin alike and then differ"
     with pytest.raises(ConfigError, match=rf"prompt_column=null: wanted .*{message} \(row 1\)"):
         load_form(row, FORMS["preference, the prompt implicit"][1])
+
+
+def test_forms_that_few_recipes_take_are_named(load_form: LoadForm) -> None:
+    steps = {"prompt": "The sky is", "completions": ["blue", "red"], "labels": [True, False]}
+    line, pairs = FORMS["prompt and completion"][1], FORMS["preference"][1]
+    for changed in (line.replace("=completion", "=completions"), line, pairs):
+        with pytest.raises(ConfigError, match=r"row 1.*: stepwise supervision.*no recipe takes"):
+            load_form(steps, changed)
+    prompts = FORMS["prompt only"][1]
+    assert len(load_form(steps, prompts).train) == 5  # they are prompts
+    row = FORMS["unpaired preference"][0]
+    with pytest.raises(ConfigError, match=r"row 1.*: unpaired preference, which recipe=kto"):
+        load_form(row, pairs)
+    items = load_form({**row, "label": False}, line).train
+    data = SimpleNamespace(sources={"main": SourceConfig(name="x")})
+    config: Any = SimpleNamespace(data=data, eval_judges=())
+    with pytest.raises(
+        ConfigError, match=r"name=x: wanted rows whose label is true \(row \d\): un"
+    ):
+        check_rows(config, sft_graph(), items)
+    check_rows(config, sft_graph(), load_form(row, line).train)
+
+
+def sft_graph() -> Any:
+    return build_recipe({"target": "hybridrl.recipes.sft:sft"})
 
 
 def test_whole_texts_do_not_generate(load_form: LoadForm) -> None:

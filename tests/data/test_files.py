@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,15 +73,19 @@ def test_every_form_of_file_gives_the_same_rows(load: Load, tmp_path: Path) -> N
     assert len(loaded) == 10
 
 
-def test_several_files_of_parquet_and_csv(load: Load, tmp_path: Path) -> None:
+def test_several_files_of_parquet_and_csv(
+    load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for number, rows in enumerate((ROWS[:12], ROWS[12:])):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{number}.parquet")
         text = "prompt,answer\n" + "".join(f"{r['prompt']},{r['answer']}\n" for r in rows)
         (tmp_path / f"{number}.csv.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / ".cache").write_text("hidden")
     for kind in (SourceKind.parquet, SourceKind.csv):
         data = load(SourceConfig(kind=kind, name=str(tmp_path)), eval_size=5)
         assert len(data.train) + len(data.eval) == 20
         assert data.train[0].item["prompt"] == data.train[0].prompt
+    assert "2 files are read, those of *.csv; 2 others are not, such as 0.parquet" in caplog.text
 
 
 REFUSED_NAMES: dict[str, tuple[Any, str]] = {
@@ -122,12 +127,12 @@ def test_only_files_come_in_lists(load: Load) -> None:
 
 
 def test_half_a_surrogate_pair_is_named(load: Load, tmp_path: Path) -> None:
-    rows = [*ROWS, {"prompt": "fine", "answer": "", "more": [{"x": "broken \ud83d emoji"}]}]
+    rows = [*ROWS, {"prompt": "fine", "answer": "x", "more": [{"x": "broken \ud83d emoji"}]}]
     (tmp_path / "rows.jsonl").write_bytes(lines(rows))
     source = SourceConfig(kind=SourceKind.jsonl, name=str(tmp_path / "rows.jsonl"))
     with pytest.raises(ConfigError, match=r"row 21 has \\ud83d, half of a surrogate pair"):
         load(source)
-    (tmp_path / "rows.jsonl").write_bytes(lines([*ROWS, {"prompt": "\U0001f600", "answer": ""}]))
+    (tmp_path / "rows.jsonl").write_bytes(lines([*ROWS, {"prompt": "\U0001f600", "answer": "x"}]))
     assert len(load(source, eval_size=5).train) == 16
 
 
@@ -353,6 +358,50 @@ def test_limits_hold_for_every_form_of_row(load: Load, tmp_path: Path, tokenizer
     with pytest.raises(ConfigError, match=r"model\.path=.*a row for each token.*the embedding 9"):
         load(source, vocab_size=9, skip_unusable_rows=True, **small)
     assert load(source, vocab_size=len(tokenizer), **small).train
+
+
+UNUSABLE: dict[str, list[dict[str, Any]]] = {
+    "no 'prompt'": [{"prompt": None}, {"prompt": math.nan}, {"prompt": ...}],
+    "no 'answer'": [{"answer": None}, {"answer": math.nan}, {"answer": ""}, {"answer": ...}],
+    "an empty prompt": [{"prompt": ""}],
+    "an empty response": [{"chosen": None}, {"rejected": ""}, {"rejected": math.nan}],
+    "a pair that does not differ": [{"rejected": "yes"}],
+    "half of a surrogate pair": [{"chosen": "\ud83d"}, {"more": {"x": ["\ud83d"]}}],
+}
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("why", UNUSABLE)
+def test_rows_that_cannot_be_used_are_named_or_left_out(
+    load: Load, tmp_path: Path, chat_tokenizer: Any, why: str, chat: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    good = [{"prompt": f"{n}?", "answer": "x", "chosen": "yes", "rejected": "n"} for n in range(6)]
+    source = SourceConfig(kind=SourceKind.jsonl, name=str(tmp_path / "rows.jsonl"))
+    settings: dict[str, Any] = {"chat": chat, "tokenizer": chat_tokenizer, "generates": False}
+    settings |= {"eval_size": 2, "columns": ("chosen", "rejected")}
+    for change in UNUSABLE[why]:
+        bad = {name: x for name, x in {**good[0], **change}.items() if x is not ...}
+        (tmp_path / "rows.jsonl").write_bytes(lines([*good, bad]))
+        with pytest.raises(ConfigError, match=r"row 7\b") as refused:
+            load(source, **settings)
+        assert "data.skip_unusable_rows" in str(refused.value)
+        caplog.clear()
+        data = load(source, skip_unusable_rows=True, **settings)
+        assert (len(data.train), data.dropped) == (4, {why: 1})
+        assert f"1 with {why} left out; the first: {refused.value}" in caplog.text
+    (tmp_path / "rows.jsonl").write_bytes(lines([bad] * 3))
+    with pytest.raises(ConfigError, match=rf"eval_size=2: .*3 with {why} left out; .*row 1\b"):
+        load(source, skip_unusable_rows=True, **settings)
+
+
+def test_an_empty_cell_is_no_answer(load: Load, tmp_path: Path) -> None:
+    """As null is in other files."""
+    (tmp_path / "rows.csv").write_text("prompt,answer\n1?,x\n2?,\n3?,x\n4?,x\n")
+    source = SourceConfig(kind=SourceKind.csv, name=str(tmp_path / "rows.csv"))
+    with pytest.raises(ConfigError, match=r"answer_column=answer: .*\(row 2 has none\)"):
+        load(source, eval_size=1)
+    assert load(source, eval_size=1, skip_unusable_rows=True).dropped == {"no 'answer'": 1}
 
 
 JSON = st.recursive(

@@ -129,7 +129,8 @@ def test_csv(load: Load, jsonl: Any, tmp_path: Path) -> None:
     assert (len(data.train), len(data.eval)) == (30, 10)
     items = {item.answer: item.prompt for item in [*data.train, *data.eval]}
     assert items["a3"] == '3, "quoted"\nin two lines'
-    unanswered = load(SourceConfig(kind=SourceKind.csv, name=str(path), answer_column=None))
+    source = SourceConfig(kind=SourceKind.csv, name=str(path), answer_column=None)
+    unanswered = load(source, targets=False)
     assert {item.answer for item in unanswered.train} == {""}
 
 
@@ -198,9 +199,11 @@ def test_a_template_with_an_unknown_field_lists_them(load: Load, key: str, templ
 
 
 def test_a_long_prompt_is_an_error_or_skipped(load: Load, jsonl: Any) -> None:
-    rows = [{"prompt": "x" * n, "answer": ""} for n in range(1, 41)]
+    rows = [{"prompt": "x" * n, "answer": "y"} for n in range(1, 41)]
     source = SourceConfig(kind=SourceKind.jsonl, name=jsonl(rows))
-    with pytest.raises(ConfigError, match=r"data\.max_prompt_tokens=30: wanted \d\d.*s has 'xxx"):
+    with pytest.raises(
+        ConfigError, match=r"data\.max_prompt_tokens=30: wanted \d\d.*s, row 31 has 'xxx"
+    ):
         load(source, max_prompt_tokens=30)
     with pytest.raises(ConfigError, match=r"rollout\.max_new_tokens=20: wanted at most \d+.*'xxx"):
         load(source, max_context=50, max_new_tokens=20)
@@ -248,6 +251,6 @@ def test_sources_are_asked_for(load: Load, jsonl: Any) -> None:
 def test_characters_that_the_tokenizer_lacks_are_reported(
     load: Load, jsonl: Any, caplog: Any
 ) -> None:
-    rows = [{"prompt": f"{n} Ä", "answer": ""} for n in range(30)]
+    rows = [{"prompt": f"{n} Ä", "answer": "y"} for n in range(30)]
     load(SourceConfig(kind=SourceKind.jsonl, name=jsonl(rows)))
     assert "20 of 20 training items hold characters that the tokenizer does not know" in caplog.text

@@ -117,7 +117,7 @@ def test_responses_of_columns_are_tokens(load: Load, tokenizer: Any, jsonl: Any)
     rows = [
         {
             "prompt": f"{n}?",
-            "answer": "",
+            "answer": "yes",
             "chosen": f"yes{n}",
             "rejected": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "no"}],
         }

@@ -633,12 +633,6 @@ def test_lengths_may_say_how_many_guesses_are_right() -> None:
         read_workload("lognormal:median=200,sigma=1,accept=1.5", shape)
 
 
-def test_an_attempt_that_draws_anew_has_other_lengths() -> None:
-    workload = Workload((Group(1, (5, 6)), Group(1, (7, 8))), 2, 1)
-    lengths = [workload.length_of(SampleId(0, k=1, attempt=attempt)) for attempt in (0, 1)]
-    assert lengths == [6, 8]
-
-
 def test_lmsys_has_the_published_mean_and_tail() -> None:
     draw = random.Random(0)
     lengths = sorted(LMSYS.median * draw.lognormvariate(0, LMSYS.sigma) for _ in range(200_000))

@@ -97,7 +97,8 @@ def test_a_batch_with_other_than_a_number_for_each_response_is_an_error(
 
 def test_rows_reach_every_signature(functions: dict[Signature, UserFunction]) -> None:
     """Its arguments are those of its parameters, whatever the row has."""
-    item = RewardInput("p", "r", "a", {"prompt": None, "response": 3, "kwargs": 1, "a b": 2})
+    item = RewardInput("p", "r", "a", {"prompt": None, "response": 3, "kwargs": 1, "a b": 2,
+                                        "data_source": None})  # fmt: skip
     for signature, function in functions.items():
         arguments = function.arguments([item], ["r"])
         assert arguments, Path(signature.name)

@@ -111,8 +111,9 @@ UNCLEAR: dict[str, tuple[str, str]] = {
     "ours and verl's": ("(response, solution_str)", r"it has \(response, solution_str\)"),
     "one that is not passed": ("(response, tokenizer)", "not tokenizer"),
     "one that verl has not": ("(solution_str, ground_truth, model)", "not model"),
-    "by position alone": ("(response, /)", r"it has \(\)"),
-    "any number": ("(*args)", r"it has \(\)"),
+    "by position alone": ("(response, /)", r"by name; it has \(response, /\)"),
+    "some by position": ("(prompt, /, response)", r"by name; it has \(prompt, /, response\)"),
+    "any number": ("(*args)", r"by name; it has \(\*args\)"),
 }
 
 
@@ -124,6 +125,30 @@ def test_unclear_parameters_are_refused(tmp_path: Path, case: str) -> None:
         validate_reward(config(tmp_path / "mine.py", "score"), role="cost")
     assert caught.value.key == "cost.function"
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "wanted"),
+    [
+        ("completions, difficulty, answers", "answers, difficulty"),
+        ("completions, completion_ids", "completion_ids"),
+        ("data_source, solution_str, ground_truth", "data_source"),
+        ("data_sources, solution_strs, ground_truths, extra_infos", "data_sources"),
+    ],
+)
+def test_a_column_that_rows_do_not_have(tmp_path: Path, parameters: str, wanted: str) -> None:
+    """It is named with those that there are; one with a default may be missing."""
+    (tmp_path / "mine.py").write_text(f"def score({parameters}): return [1.0]\n")
+    row = RewardInput("1+1", "2", "2", {"question": "1+1", "answer": "2"}, "main", answers=("2",))
+    (result,) = validate_reward(config(tmp_path / "mine.py", "score"), items=[row]).results
+    message = (
+        f"ValueError: the function wants {wanted}; the columns of the row are question, answer"
+    )
+    assert result.message == message
+    defaults = ", ".join(f"{name}=None" for name in parameters.split(", "))
+    (tmp_path / "other.py").write_text(f"def score({defaults}): return [1.0][0]\n")
+    trial = validate_reward(config(tmp_path / "other.py", "score"), items=[row])
+    assert "wants" not in trial.results[0].message
 
 
 def test_a_function_of_one_response_is_no_batch(file: Path) -> None:

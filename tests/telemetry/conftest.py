@@ -179,7 +179,7 @@ def sample_columns(step: int, rank: int) -> dict[str, list[Any]]:
             rows.append(
                 {
                     "step": step, "phase": "rl", "id": f"{position}.{k}",
-                    "prompt_position": position, "branch": "", "k": k, "attempt": 0,
+                    "prompt_position": position, "branch": "", "k": k,
                     "source": ("sums", "words")[position % 2],
                     "task": ("short", "long")[position % 2],
                     "prompt": f"prompt {position} -> ", "response": "".join(texts),

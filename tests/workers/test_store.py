@@ -24,7 +24,7 @@ def sample(prompt: int, response: int) -> StoredSample:
 def filled(lengths: list[tuple[int, int]]) -> tuple[SampleStore, dict[SampleId, StoredSample]]:
     store, samples = SampleStore(), {}
     for i, (prompt, response) in enumerate(lengths):
-        id = SampleId(i // 2, "main", i % 2, attempt=i % 3)
+        id = SampleId(i // 2, "main", i % 2)
         samples[id] = sample(prompt, response)
         store.add(id, samples[id])
     return store, samples

@@ -24,9 +24,10 @@ UniformsOf = Callable[[Sequence[Request], _Ints, _Ints], npt.NDArray[np.float64]
 """Uniforms of requests in slots, at token numbers: `UniformTable.draw`, `draw_ahead`."""
 
 
-def stream_key(seed: int, prompt: int, branch: str = "", k: int = 0, attempt: int = 0) -> int:
+def stream_key(seed: int, prompt: int, branch: str = "", k: int = 0) -> int:
     """The 64-bit key of a sample's random stream, from the run's seed and the sample's identity."""
-    identity = repr((int(seed), int(prompt), str(branch), int(k), int(attempt)))
+    # The last part was of earlier versions: without it their runs would go on with other draws.
+    identity = repr((int(seed), int(prompt), str(branch), int(k), 0))
     return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little")
 
 

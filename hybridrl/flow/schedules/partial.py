@@ -148,7 +148,7 @@ class PartialSchedule(StreamingSchedule):
         super().load_state_dict(state, prompt_at=prompt_at, num_ranks=num_ranks)
         records = [task for group in state["open"] for task in group["jobs"]]
         tokens = {
-            SampleId(*record["sample"]["id"]): record["parked"]
+            SampleId.read(record["sample"]["id"]): record["parked"]
             for record in records
             if record["parked"] is not None
         }
