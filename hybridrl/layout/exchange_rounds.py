@@ -12,14 +12,18 @@ Invariants, asserted by the tests:
 
 A group has as few rounds as its busiest rank allows, so that rank is busy in all of them. Small
 links would send very small messages in all rounds of large ones, so they have a group of their own.
+Where a rank has many peers, a group has few of them: its messages are then larger than most boxes,
+so that few boxes are cut.
+
 Parameters with small boxes come first, in groups of their own: the boxes from all peers are then
-alike, and are copied together (`box_copies`).
+alike, and are copied together (`box_copies`). For the same reason parameters that a rank exchanges
+with many peers, such as experts, are apart from those that it exchanges with few.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -31,6 +35,9 @@ MOST_MESSAGES = 256
 
 _SMALL_BOX = 2**15
 """Elements of a box whose launch takes longer than its copy."""
+
+_PEERS = 16
+"""That a rank sends to at a time, where there are more than a round has messages for."""
 
 _PARTS = 64
 """A round may waste one in 64 parts of its room on whole rows. A smaller message is not worth a
@@ -76,14 +83,24 @@ def exchange_rounds(
     classes: Sequence[ClassLinks], num_ranks: int, rank: int, room: int
 ) -> Iterator[Exchange]:
     """The rounds of `rank`, each with at most `room` elements sent and as many received."""
-    most = min(_SMALL_BOX, room // _PARTS)
-    small = [c for c in classes if c.sizes.max(initial=0) <= most]
-    large = [c for c in classes if c.sizes.max(initial=0) > most]
-    for alike in (small, large):
+    kinds: dict[tuple[bool, bool], list[ClassLinks]] = defaultdict(list)
+    for c in classes:
+        small = c.sizes.max(initial=0) <= min(_SMALL_BOX, room // _PARTS)
+        many_peers = _most_peers(_summed([c], num_ranks)) > MOST_MESSAGES // 2
+        kinds[not small, many_peers].append(c)
+    for _, alike in sorted(kinds.items()):
         links = _connected_links(_summed(alike, num_ranks), num_ranks, rank)
-        sends, receives = _own_pieces(alike, rank)
+        keys = [_keys(alike, rank, side) for side in (0, 1)]
+        cut = cache(partial(_portions, alike))
         for group, rounds, grain in _groups(links, num_ranks, room):
-            yield from _rounds_of(group, rank, rounds, grain, sends, receives)
+            sends, receives = (
+                [(peer, cut(of_peer[peer], rounds, grain)) for peer in peers]
+                for of_peer, peers in zip(keys, _peers(group, rank), strict=True)
+            )
+            for number in range(rounds):
+                exchange = Exchange(_messages(sends, number), _messages(receives, number))
+                if exchange.sends or exchange.receives:
+                    yield exchange
 
 
 def first_contacts(
@@ -95,7 +112,7 @@ def first_contacts(
     """
     links = _connected_links(_summed(classes, num_ranks), num_ranks, rank)
     rounds = []
-    for group in _windows(links, num_ranks):
+    for group in _windows(links, num_ranks, MOST_MESSAGES // 2):
         receivers, senders = _peers(group, rank)
         if receivers or senders:
             rounds.append((receivers, senders))
@@ -142,22 +159,22 @@ def _groups(links: np.ndarray, num_ranks: int, room: int) -> Iterator[tuple[np.n
         small = links[:, 2] < rounds * (room // _PARTS)
         if rounds == 1 or small.all():
             small[:] = False
-        for group in _windows(links[~small], num_ranks):
+        width = min(MOST_MESSAGES // 2, max(_PEERS, num_ranks // rounds))
+        for group in _windows(links[~small], num_ranks, width):
             yield group, *_num_rounds(group, num_ranks, room)
         links = links[small]
 
 
-def _windows(links: np.ndarray, num_ranks: int) -> Iterator[np.ndarray]:
+def _windows(links: np.ndarray, num_ranks: int, width: int) -> Iterator[np.ndarray]:
     """Links in groups in which no rank has more than `MOST_MESSAGES`.
 
-    Where one has more in all, the first group has the links from each rank to the next 128, say. A
+    Where one has more in all, the first group has the links from each rank to the next `width`. A
     distance occurs once among what a rank sends, and once among what it receives.
     """
-    most = MOST_MESSAGES // 2
-    if _most(links[:, 0], num_ranks) <= most and _most(links[:, 1], num_ranks) <= most:
+    if _most_peers(links) <= MOST_MESSAGES // 2:
         yield from [links] * (len(links) > 0)
         return
-    window = (links[:, 1] - links[:, 0]) % num_ranks // most
+    window = (links[:, 1] - links[:, 0]) % num_ranks // width
     for number in np.unique(window):
         yield links[window == number]
 
@@ -168,79 +185,53 @@ def _num_rounds(links: np.ndarray, num_ranks: int, room: int) -> tuple[int, int]
     A portion may exceed its share by less than the grain. Together the messages of a rank keep
     within `room`, or are of one element each where a rank has more of them.
     """
-    sides = [links[:, side] for side in (0, 1)]
-    load = max(_most(side, num_ranks, links[:, 2]) for side in sides)
+    load = int(max(np.bincount(links[:, side], links[:, 2]).max() for side in (0, 1)))
     if load <= room:
         return 1, 1
-    messages = max(_most(side, num_ranks) for side in sides)
+    messages = _most_peers(links)
     grain = max(1, room // (_PARTS * messages))
     return -(-load // max(1, room - messages * grain)), grain
 
 
-def _most(ranks: np.ndarray, num_ranks: int, sizes: np.ndarray | None = None) -> int:
-    """The largest sum of sizes (or number of links) that a rank has."""
-    total = np.zeros(num_ranks, np.int64)
-    np.add.at(total, ranks, 1 if sizes is None else sizes)
-    return int(total.max())
+def _most_peers(links: np.ndarray) -> int:
+    """The largest number of ranks that one sends to, or receives from."""
+    return max(int(np.bincount(links[:, side]).max(initial=0)) for side in (0, 1))
 
 
 # What a rank itself sends and receives
 
 _Key = tuple[tuple[int, tuple[int, ...]], ...]
-"""What a link has: of each class the numbers of its boxes."""
+"""What a link has: of each class the numbers of its boxes. Links of equal keys are cut once."""
 
 
-class _OwnPieces:
-    """The pieces of a rank's links by peer; peers that get the same share them."""
-
-    def __init__(self, classes: Sequence[ClassLinks], rank: int, side: int) -> None:
-        boxes: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for number, c in enumerate(classes):
-            for peer, box in c.links[c.links[:, side] == rank][:, [1 - side, 2]].tolist():
-                boxes[peer][number].append(box)
-        self.key: dict[int, _Key] = {
-            peer: tuple((number, tuple(ids)) for number, ids in sorted(by_class.items()))
-            for peer, by_class in boxes.items()
-        }
-        self._classes = classes
-        self.portions = cache(self._portions)
-
-    def _portions(self, key: _Key, rounds: int, grain: int) -> list[tuple[Piece, ...]]:
-        pieces = [
-            Piece(name, self._classes[number].boxes[box])
-            for number, boxes in key
-            for name in self._classes[number].names
-            for box in boxes
-        ]
-        return portions(pieces, rounds, grain)
+def _keys(classes: Sequence[ClassLinks], rank: int, side: int) -> dict[int, _Key]:
+    """What a rank sends (`side` 0) or receives (1), by peer."""
+    boxes: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for number, c in enumerate(classes):
+        for peer, box in c.links[c.links[:, side] == rank][:, [1 - side, 2]].tolist():
+            boxes[peer][number].append(box)
+    return {
+        peer: tuple((number, tuple(ids)) for number, ids in by_class.items())
+        for peer, by_class in boxes.items()
+    }
 
 
-def _own_pieces(classes: Sequence[ClassLinks], rank: int) -> tuple[_OwnPieces, _OwnPieces]:
-    """What a rank sends, and what it receives."""
-    return _OwnPieces(classes, rank, 0), _OwnPieces(classes, rank, 1)
+def _portions(
+    classes: Sequence[ClassLinks], key: _Key, rounds: int, grain: int
+) -> list[tuple[Piece, ...]]:
+    pieces = [
+        Piece(name, classes[number].boxes[box])
+        for number, boxes in key
+        for name in classes[number].names
+        for box in boxes
+    ]
+    return portions(pieces, rounds, grain)
 
 
 def _peers(links: np.ndarray, rank: int) -> tuple[list[int], list[int]]:
     """The ranks that `rank` sends to, and those that it receives from, ascending."""
     receivers, senders = links[links[:, 0] == rank, 1], links[links[:, 1] == rank, 0]
     return sorted(receivers.tolist()), sorted(senders.tolist())
-
-
-def _rounds_of(
-    group: np.ndarray,
-    rank: int,
-    rounds: int,
-    grain: int,
-    sends: _OwnPieces,
-    receives: _OwnPieces,
-) -> Iterator[Exchange]:
-    receivers, senders = _peers(group, rank)
-    sent = [(peer, sends.portions(sends.key[peer], rounds, grain)) for peer in receivers]
-    received = [(peer, receives.portions(receives.key[peer], rounds, grain)) for peer in senders]
-    for number in range(rounds):
-        exchange = Exchange(_messages(sent, number), _messages(received, number))
-        if exchange.sends or exchange.receives:
-            yield exchange
 
 
 def _messages(

@@ -80,24 +80,21 @@ class Plan:
     @cached_property
     def traffic(self) -> "Traffic":
         """Elements sent and received, by rank and by link."""
-        received, sent = (np.zeros(self.num_ranks, np.int64) for _ in range(2))
-        kept = np.zeros(self.num_ranks, np.int64)
         pairs, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for cls in self.classes:
             for transfer in cls.transfers:
-                size = transfer.box.size * len(cls.names)
-                away = transfer.senders != transfer.receivers
-                np.add.at(received, transfer.receivers[away], size)
-                np.add.at(sent, transfer.senders[away], size)
-                np.add.at(kept, transfer.receivers[~away], size)
-                pairs.append(transfer.senders[away] * self.num_ranks + transfer.receivers[away])
-                sizes.append(np.full(len(pairs[-1]), size))
-        # Sum the sizes of equal links.
-        links, link_of_pair = np.unique(np.concatenate(pairs), return_inverse=True)
-        total = np.zeros(len(links), np.int64)
-        np.add.at(total, link_of_pair, np.concatenate(sizes))
-        ends = zip(*(side.tolist() for side in np.divmod(links, self.num_ranks)), strict=True)
-        return Traffic(received, sent, kept, dict(zip(ends, total.tolist(), strict=True)))
+                pairs.append(transfer.senders * self.num_ranks + transfer.receivers)
+                sizes.append(np.full(len(pairs[-1]), transfer.box.size * len(cls.names)))
+        square = (self.num_ranks, self.num_ranks)
+        total = np.bincount(np.concatenate(pairs), np.concatenate(sizes), self.num_ranks**2)
+        moved = total.astype(np.int64).reshape(square)
+        kept = moved.diagonal().copy()
+        np.fill_diagonal(moved, 0)
+        ends = np.nonzero(moved)
+        links = zip(
+            zip(*map(np.ndarray.tolist, ends), strict=True), moved[ends].tolist(), strict=True
+        )
+        return Traffic(moved.sum(0), moved.sum(1), kept, dict(links))
 
     @cached_property
     def least(self) -> np.ndarray:
@@ -166,16 +163,18 @@ def _transfers(src: Layout, dst: Layout, name: str) -> Iterator[Transfer]:
         raise ValueError(
             f"{name}: the source holds {num_elements} of {size} elements, counted once each"
         )
+    rule, mesh = src.rules[name], src.mesh_of(name)
+    grid, axes = mesh.grid(), [split.axis for split in rule.splits]
     for cell, boxes in dst.cells(name).items():
         receivers = dst.ranks(name, cell)
-        coordinates = _at_holding_stage(
-            _coordinates(src.mesh_of(name), receivers), src.rules[name].stages
-        )
+        coordinates = _at_holding_stage(_coordinates(mesh, receivers), rule.stages)
         covered = 0
         for held, cells in holders.items():
             overlaps = [o for a in boxes for b in held if (o := a.intersect(b)) is not None]
             if overlaps:
-                senders = _senders(src, name, cells, coordinates)
+                nearest = coordinates | _chosen(cells, axes, coordinates, mesh)
+                places = tuple(nearest[axis] for axis in mesh.names)
+                senders = np.broadcast_to(grid[places], receivers.shape)
                 for box in overlaps:
                     covered += box.size
                     yield Transfer(box, senders, receivers)
@@ -184,26 +183,23 @@ def _transfers(src: Layout, dst: Layout, name: str) -> Iterator[Transfer]:
             raise ValueError(f"{name}: {covered} elements for {wanted} at {cell}")
 
 
-def _senders(
-    src: Layout, name: str, cells: list[Coordinates], receiver: dict[str, np.ndarray]
-) -> np.ndarray:
-    """For each receiver the holder that is nearest to it in the source mesh.
+def _chosen(
+    cells: list[Coordinates], axes: list[str], receiver: dict[str, np.ndarray], mesh: Mesh
+) -> dict[str, np.ndarray]:
+    """The coordinates on the split `axes` of the holder that is nearest to each receiver.
 
-    `cells` are the coordinates on the split axes that hold the same boxes. `receiver` are the
-    receivers' coordinates in the parameter's source mesh, at a stage that holds it. On all other
-    axes sender and receiver agree.
+    `cells` are the coordinates that hold the same boxes. `receiver` are the receivers' coordinates
+    in the parameter's source mesh, at a stage that holds it. On all other axes sender and receiver
+    agree.
     """
-    rule, mesh, receiver = src.rules[name], src.mesh_of(name), dict(receiver)
-    axes = [split.axis for split in rule.splits]
-    if axes:
-        options = np.array(cells)
+    options = np.array(cells)
+    if len(cells) > 1:
         # The receiver's own coordinate if it is a holder, else spread over the holders.
         wanted = np.stack([receiver[axis] for axis in axes], 1)
         same = (wanted[:, None] == options[None]).all(-1)
         spread = (wanted * np.cumprod([1, *map(mesh.extent, axes[:-1])])).sum(1) % len(cells)
-        chosen = options[np.where(same.any(1), same.argmax(1), spread)]
-        receiver |= {axis: chosen[:, i] for i, axis in enumerate(axes)}
-    return mesh.grid()[tuple(receiver[axis] for axis, _ in mesh.axes)]
+        options = options[np.where(same.any(1), same.argmax(1), spread)]
+    return {axis: options[:, i] for i, axis in enumerate(axes)}
 
 
 def _at_holding_stage(

@@ -121,11 +121,14 @@ class _Links:
     def _gathers(self, links: np.ndarray, least_group: int) -> bool:
         """Whether connected links are an all-gather: every member gives all others the same."""
         ranks = np.unique(links[:, :2])
-        distinct, counts = np.unique(links[:, [0, 2]], axis=0, return_counts=True)
+        distinct, counts = np.unique(
+            links[:, 0] * len(self.boxes) + links[:, 2], return_counts=True
+        )
         if len(ranks) < least_group or (counts != len(ranks) - 1).any():
             return False
         boxes: dict[int, list[Box]] = {rank: [] for rank in ranks.tolist()}
-        for sender, box in distinct.tolist():
+        for number in distinct.tolist():
+            sender, box = divmod(number, len(self.boxes))
             boxes[sender].append(self.boxes[box])
         if (
             len({tuple(box.shape for box in sorted(rank_boxes)) for rank_boxes in boxes.values()})

@@ -50,6 +50,7 @@ CASES = {
     "70b on 64": LargeSwitch("llama3_70b", TrainAxes(fsdp=64), 8),
     "70b on 64, pipeline": LargeSwitch("llama3_70b", TrainAxes(pp=4, fsdp=4, tp=4), 8),
     "671b on 512": LargeSwitch("", TrainAxes(pp=8, fsdp=64, ep=64), 32, 32),
+    "671b on 512, fsdp": LargeSwitch("", TrainAxes(fsdp=512), 16, 16),
 }
 
 
