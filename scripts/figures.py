@@ -69,23 +69,24 @@ def commit() -> str:
 
 
 def tables(folder: Path) -> str:
-    """Return a table for each kept bench, for docs/benchmarks.md."""
-    files = sorted(folder.glob("*.json"))
-    return "\n\n".join("\n".join(_table(json.loads(file.read_text()))) for file in files)
+    """Return a table of the kept benches and one of their figures, for docs/benchmarks.md."""
+    benches = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    rows = ["| bench | date | commit | machine |", "|---|---|---|---|"]
+    for bench in benches:
+        about = (f"`{bench['command']}`", bench["date"], bench["commit"], bench["machine"])
+        rows.append(f"| {' | '.join(about)} |")
+    rows += ["", "| figure | ours | over the baseline |", "|---|---|---|"]
+    return "\n".join([*rows, *(row for bench in benches for row in _figures(bench["figures"]))])
 
 
-def _table(bench: dict[str, Any]) -> Iterator[str]:
-    emulated = any(record.get("emulated") for record in bench["figures"])
-    place = f"{'emulated devices on ' * emulated}{bench['machine']}"
-    yield f"`{bench['command']}`, {bench['date']}, commit {bench['commit']}: {place}."
-    yield ""
-    yield "| figure | ours | over the baseline |"
-    yield "|---|---|---|"
-    for record in bench["figures"]:
+def _figures(records: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a row for each record that has a value or a ratio; others describe the run."""
+    for record in records:
         value, ratio = (_number(record.get(key)) for key in ("value", "ratio"))
-        if value or ratio:  # other records describe the run
+        if value or ratio:
             unit = record.get("unit", "") if value else ""
-            yield f"| `{record['name']}` | {value} {unit} | {ratio} |"
+            mark = {True: " (emulated)", False: " (planned)"}.get(record.get("emulated"), "")
+            yield f"| `{record['name']}` | {value} {unit}{mark} | {ratio} |"
 
 
 def _number(value: float | None) -> str:

@@ -12,7 +12,7 @@ from script_modules import SCRIPTS, load_script
 BENCH = """
 import json, sys
 print("so far so good")
-print(json.dumps({"name": "a_vs_b", "value": 12345.6, "unit": "s", "ratio": 0.5}))
+print(json.dumps({"name": "a_vs_b", "value": 12345.6, "unit": "s", "ratio": 0.5, "emulated": True}))
 print(json.dumps({"name": "took", "s": 3}))
 sys.exit(int(sys.argv[1]))
 """
@@ -47,7 +47,8 @@ def test_a_bench_is_kept_and_shown(
     assert [record["name"] for record in kept["figures"]] == ["a_vs_b", "took"]
     page = (tmp_path / "page.md").read_text()
     assert page.startswith("before\n")
-    assert "| `a_vs_b` | 12,346 s | 0.5 |\n\n" in page
+    assert "| `a_vs_b` | 12,346 s (emulated) | 0.5 |\n\n" in page
+    assert "| `make bench-mine ARGS=0` | 20" in page
     assert "took" not in page
     assert "old" not in page
 
