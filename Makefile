@@ -171,68 +171,71 @@ test-slow-slurm: $(BIN)/.dev  ## those of them that take minutes
 test-slow-vllm: $(BIN)/.dev $(BIN)/.vllm  ## those of them that take minutes
 	$(PYTEST) -q -m "vllm and slow"
 
+# Runs a bench, and keeps what it prints in docs/figures/NAME.json, which docs/benchmarks.md shows.
+KEEP = $(BIN)/python scripts/figures.py
+
 bench: $(BIN)/.bench  ## every figure of docs/benchmarks.md, one JSON object a line
-	@$(BIN)/python scripts/bench/run.py
+	@$(KEEP) bench scripts/bench/run.py $(ARGS)
 
 bench-kernels: $(BIN)/.bench  ## kernels against Liger's on a GPU, against plain torch on a CPU
-	@$(BIN)/python scripts/bench/linear_log_probs.py $(ARGS)
+	@$(KEEP) kernels scripts/bench/linear_log_probs.py $(ARGS)
 
 bench-reshard: $(BIN)/.core  ## the weight switch against other ways to make it, on 4 and 8 processes
-	@$(BIN)/python scripts/bench/reshard.py
+	@$(KEEP) reshard scripts/bench/reshard.py $(ARGS)
 
 bench-fusion: $(BIN)/.core  ## schedules fused and partial against serial, on a long-tailed task
-	@$(BIN)/python scripts/bench/fusion.py $(ARGS)
+	@$(KEEP) fusion scripts/bench/fusion.py $(ARGS)
 
 bench-jail: $(BIN)/.core  ## programs judged per second in each jail and without one
-	@$(BIN)/python scripts/bench/jail.py $(ARGS)
+	@$(KEEP) jail scripts/bench/jail.py $(ARGS)
 
 bench-judges: $(BIN)/.core  ## responses judged per second by an endpoint, against the bound of its requests in flight
-	@$(BIN)/python scripts/bench/judges.py $(ARGS)
+	@$(KEEP) judges scripts/bench/judges.py $(ARGS)
 
 bench-speculate: $(BIN)/.core  ## tokens per second with guessed tokens against without, with few rows left
-	@$(BIN)/python scripts/bench/speculate.py $(ARGS)
+	@$(KEEP) speculate scripts/bench/speculate.py $(ARGS)
 
 bench-wide: $(BIN)/.core  ## a decode step of two instances as one, against one of them alone, on two ranks
-	@$(BIN)/python scripts/bench/wide_tail.py $(ARGS)
+	@$(KEEP) wide scripts/bench/wide_tail.py $(ARGS)
 
-bench-samples: $(BIN)/.core  ## the cost of telemetry.samples=all, on a run that has it: make bench-samples RUN=DIR
-	@$(BIN)/python scripts/bench/kept_samples.py $(or $(RUN),runs/latest)
+bench-samples: $(BIN)/.core  ## the cost of telemetry.samples=all, on a run that has it: make bench-samples ARGS=DIR
+	@$(KEEP) samples scripts/bench/kept_samples.py $(or $(ARGS),runs/latest)
 
 bench-turns: $(BIN)/.core  ## conversations held between turns against lockstep, new requests and the bound
-	@$(BIN)/python scripts/bench/turns.py $(ARGS)
+	@$(KEEP) turns scripts/bench/turns.py $(ARGS)
 
 bench-moe: $(BIN)/.core  ## mixtures of experts: the gap with and without router replay, a step under ep
-	@$(BIN)/python scripts/bench/moe.py $(ARGS)
+	@$(KEEP) moe scripts/bench/moe.py $(ARGS)
 
 bench-placement: $(BIN)/.core  ## PPO with the critic on separate ranks against all roles on all ranks
-	@$(BIN)/python scripts/bench/placement.py $(ARGS)
+	@$(KEEP) placement scripts/bench/placement.py $(ARGS)
 
 bench-long: $(BIN)/.core  ## the longest trainable sequence at a fixed memory, on 2 processes
-	@$(BIN)/python scripts/bench/long_rows.py $(ARGS)
+	@$(KEEP) long scripts/bench/long_rows.py $(ARGS)
 
 bench-driver: $(BIN)/.core  ## what one driver costs a step and a sample, on 8 to 1,024 emulated ranks
-	@$(BIN)/python scripts/bench/driver.py $(ARGS)
+	@$(KEEP) driver scripts/bench/driver.py $(ARGS)
 
 bench-tail: $(BIN)/.core  ## each mechanism of the tail on emulated devices, next to plan schedule and the bound
-	@$(BIN)/python scripts/bench/tail.py $(ARGS)
+	@$(KEEP) tail scripts/bench/tail.py $(ARGS)
 
 bench-tail-ranks: $(BIN)/.core  ## each mechanism of the tail on two real ranks, against serial and fused
-	@$(BIN)/python scripts/bench/tail_ranks.py $(ARGS)
+	@$(KEEP) tail-ranks scripts/bench/tail_ranks.py $(ARGS)
 
 bench-fused-update: $(BIN)/.core  ## fused updates of two models against RLHFuse's plans, by searched pipelines
-	@$(BIN)/python scripts/bench/fused_update.py $(ARGS)
+	@$(KEEP) fused-update scripts/bench/fused_update.py $(ARGS)
 
 bench-plan: $(BIN)/.core  ## predicted updates against measured ones on two ranks, under every layout
-	@$(BIN)/python scripts/bench/plan.py $(ARGS)
+	@$(KEEP) plan scripts/bench/plan.py $(ARGS)
 
 bench-plan-steps: $(BIN)/.core  ## predicted steps of whole runs against measured ones on two ranks, under every mapping
-	@$(BIN)/python scripts/bench/plan_steps.py $(ARGS)
+	@$(KEEP) plan-steps scripts/bench/plan_steps.py $(ARGS)
 
 bench-plan-search: $(BIN)/.core  ## seconds of the search for a mapping on 128 and 1,024 GPUs
-	@$(BIN)/python scripts/bench/mapping_search.py $(ARGS)
+	@$(KEEP) plan-search scripts/bench/mapping_search.py $(ARGS)
 
 bench-vllm: $(BIN)/.vllm  ## vLLM against the native engine, its own sampler and its own way to load weights
-	@$(BIN)/python scripts/bench/vllm_engine.py $(ARGS)
+	@$(KEEP) vllm scripts/bench/vllm_engine.py $(ARGS)
 
 $(BIN)/.curves: $(BIN)/.core
 	@$(PIP) -e ".[curves]"

@@ -152,10 +152,15 @@ def _row(step: str, figure: dict[str, Any], estimate: dict[str, Any] | None) -> 
 
 def written(page: str, tables: str) -> str:
     """Return the page with `tables` between its two marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    assert after, f"docs/gpu.md has no {BEGIN} and {END}"
-    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}"
+    return written_between(page, BEGIN, END, tables)
+
+
+def written_between(page: str, begin: str, end: str, text: str) -> str:
+    """Return the page with `text` between the marks `begin` and `end`."""
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    assert after, f"the page has no {begin} and {end}"
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
 
 
 def main() -> None:

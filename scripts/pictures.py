@@ -1,4 +1,4 @@
-"""Draws the pictures of the README: `python scripts/pictures.py` writes docs/images/*.svg.
+"""Draw the pictures of the pages: `python scripts/pictures.py` writes docs/images/*.svg.
 
 `architecture.svg`: the driver, the ranks, both engines, the switch. `step.svg`: a step's timeline
 under `schedule=serial` and `schedule=fused`, a sketch and no measurement. `tail.svg`: such steps of

@@ -1,4 +1,4 @@
-"""End-to-end samples/s: ours against a plain loop and against TRL, in blocks of steps, in turns.
+"""End-to-end samples/s: ours against a plain loop and TRL's two ways to generate, in turns.
 
 A sample is generated, judged and trained on. Same starting weights, prompts in the same order,
 sampling, lengths, batch, algorithm and cores for all sides; see docs/benchmarks.md.
@@ -16,7 +16,11 @@ from lines import line, show
 from tasks import TASKS, THREADS
 
 HERE = Path(__file__).parent
-SCRIPTS = {"ours": "our_side.py", "loop": "plain_loop.py", "trl": "trl_loop.py"}
+SCRIPTS = {
+    "ours": "our_side.py", "loop": "plain_loop.py", "trl": "trl_loop.py",
+    "trl_batching": "trl_batching.py",
+}  # fmt: skip
+OTHERS = list(SCRIPTS)[1:]
 STEPS = {"short": 8, "longtail": 4}  # of a block
 WARM_UP = 2
 
@@ -66,14 +70,14 @@ def main(argv: list[str] | None = None) -> None:
     """Parse and run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--task", choices=TASKS, action="append")
-    parser.add_argument("--against", choices=["loop", "trl"], action="append")
+    parser.add_argument("--against", choices=OTHERS, action="append")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, help="of a block")
     parser.add_argument("--prompts", type=int, default=32, help="of a step; 8 samples each")
     parser.add_argument("--cache", type=Path, default=Path(".cache/bench"))
     args = parser.parse_args(argv)
     for task in args.task or TASKS:
-        against = args.against or ["loop", "trl"]
+        against = args.against or OTHERS
         steps = args.steps or STEPS[task]
         compare(task, against, args.cache, args.rounds, steps, args.prompts)
 

@@ -19,8 +19,22 @@ FIGURES = {
     "rollout_tokens_per_s_vs_loop": ("rollout.py",),
     "samples_per_s_short_vs_loop": ("end_to_end.py", "--task", "short", "--against", "loop"),
     "samples_per_s_short_vs_trl": ("end_to_end.py", "--task", "short", "--against", "trl"),
+    "samples_per_s_short_vs_trl_batching": (
+        "end_to_end.py",
+        "--task",
+        "short",
+        "--against",
+        "trl_batching",
+    ),
     "samples_per_s_longtail_vs_loop": ("end_to_end.py", "--task", "longtail", "--against", "loop"),
     "samples_per_s_longtail_vs_trl": ("end_to_end.py", "--task", "longtail", "--against", "trl"),
+    "samples_per_s_longtail_vs_trl_batching": (
+        "end_to_end.py",
+        "--task",
+        "longtail",
+        "--against",
+        "trl_batching",
+    ),
 }
 
 

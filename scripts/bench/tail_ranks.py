@@ -2,7 +2,7 @@
 
 `make bench-tail-ranks`. The long-tailed task and the model of `make bench-fusion`. The sides are
 runs of their own that take turns, step by step; the others wait. Four are alive at a
-time. "The tail" in docs/benchmarks.md explains the figures, and what two cores allow.
+time. docs/tail.md describes the mechanisms.
 """
 
 import argparse

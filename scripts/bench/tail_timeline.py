@@ -1,4 +1,4 @@
-"""A step's timeline of emulated runs, for the picture of the README: docs/images/tail.json.
+"""A step's timeline of emulated runs, for the picture of docs/tail.md: docs/images/tail.json.
 
 `python scripts/bench/tail_timeline.py`, then `python scripts/pictures.py`. Each side is a run of
 `tail_cases.py`; the step is the same for all, with the same responses. A lane is an instance.

@@ -39,7 +39,7 @@ class TurnTaking(TrainerCallback):
         self.lengths.clear()
 
 
-def settings(task: Task, output: str) -> GRPOConfig:
+def settings(task: Task, output: str, continuous_batching: bool) -> GRPOConfig:
     """The other sides' algorithm; one forward and backward pass over the whole batch."""
     return GRPOConfig(
         output_dir=output,
@@ -51,6 +51,7 @@ def settings(task: Task, output: str) -> GRPOConfig:
         per_device_train_batch_size=task.prompts_per_step * GROUP_SIZE,
         gradient_checkpointing=False,  # TRL's default trades time for memory
         num_generations=GROUP_SIZE,
+        use_transformers_continuous_batching=continuous_batching,  # else transformers' `generate`
         max_completion_length=task.max_new_tokens,
         temperature=1.0,
         top_k=0,
@@ -70,7 +71,7 @@ def settings(task: Task, output: str) -> GRPOConfig:
     )
 
 
-def main() -> None:
+def main(continuous_batching: bool = False) -> None:
     """Parse and run blocks of steps."""
     task, model_path = side_arguments(__doc__)
     blocks = Blocks()
@@ -90,7 +91,7 @@ def main() -> None:
             model=AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
             processing_class=AutoTokenizer.from_pretrained(model_path),
             reward_funcs=reward,
-            args=settings(task, output),
+            args=settings(task, output, continuous_batching),
             train_dataset=Dataset.from_list(rows),
             callbacks=[TurnTaking(blocks, lengths)],
         )

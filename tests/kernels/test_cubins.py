@@ -119,24 +119,3 @@ def test_one_compilation_serves_any_number_of_tokens(kernel: str) -> None:
             cubins.launch(kernel, tokens, "divisible", torch.bfloat16, True)
     assert len(compiled) == 4
     assert len({launched.hash for launched in compiled}) == 1
-
-
-@pytest.mark.parametrize("capability", cubins.SHARED_LIMITS)
-def test_the_page_has_the_tables_figures(capability: int) -> None:
-    """In bfloat16 at divisible shapes, the larger of those with and without the entropy."""
-    table = _table()
-    cells = []
-    for kernel in cubins.KERNELS:
-        taken = [
-            table[f"sm_{capability} bfloat16 divisible {kernel}{entropy}"]
-            for entropy in ("", " with entropy")
-        ]
-        most = {key: max(row[key] for row in taken) for key in ("registers", "stack", "shared")}
-        cells.append(f"{most['registers']} / {most['stack']}")
-    shared = f"{most['shared'] // cubins.KIB} of {cubins.SHARED_LIMITS[capability]}"
-    row = f"| `{taken[0]['instruction']}` | {shared} | {' | '.join(cells)} |"
-    page = (ROOT / "docs/kernels.md").read_text()
-    assert any(
-        line.startswith(f"| {capability / 10} |") and line.endswith(row)
-        for line in page.splitlines()
-    ), row

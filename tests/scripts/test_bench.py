@@ -169,9 +169,9 @@ def test_dispatch_and_transfer() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["short", "longtail"])
-@pytest.mark.parametrize("other", ["loop", "trl"])
+@pytest.mark.parametrize("other", ["loop", "trl", "trl_batching"])
 def test_end_to_end(task: str, other: str, tmp_path: Path) -> None:
-    if other == "trl":
+    if other.startswith("trl"):
         pytest.importorskip("trl", reason="the extra `bench` is not installed")
     # Untrained weights under the name of the warm-started ones: the shape is what is tested.
     name = f"{task}-{load('tasks').TASKS[task].warm_start_steps}"

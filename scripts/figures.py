@@ -1,0 +1,115 @@
+"""Keep a bench's figures, and bring docs/benchmarks.md up to date with those that are kept.
+
+    python scripts/figures.py NAME SCRIPT [OPTION...]
+
+The command runs the script, whose lines of JSON become `docs/figures/NAME.json`, with machine,
+commit, command and date; `make bench-NAME` calls it. What was kept under that name is replaced, so
+a try with small options shows in `git diff`. Without arguments the page is written anew.
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpu_figures import written_between
+
+from hybridrl.system.node_info import read_node_info
+
+ROOT = Path(__file__).resolve().parents[1]
+FIGURES = ROOT / "docs" / "figures"
+PAGE = ROOT / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- figures: scripts/figures.py writes this -->", "<!-- end of figures -->"
+
+
+def run(script: str, options: Sequence[str]) -> list[dict[str, Any]]:
+    """Run a bench, show what it prints, and return its records; exits where it fails."""
+    command = [sys.executable, script, *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as bench:
+        assert bench.stdout is not None
+        lines = []
+        for line in bench.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    if bench.returncode:
+        sys.exit(bench.returncode)
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def kept(figures: list[dict[str, Any]], command: str) -> dict[str, Any]:
+    """Return what is kept of a bench: its records, and what is needed to measure them again."""
+    return {
+        "command": command,
+        "machine": machine(),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "figures": figures,
+    }
+
+
+def machine() -> str:
+    """Return the machine in words."""
+    node = read_node_info()
+    gpus = ", ".join(gpu.name for gpu in node.gpus) or "no GPU"
+    return (
+        f"{node.cpus} CPUs ({node.cpu}), {node.memory / 1e9:.0f} GB, {gpus},"
+        f" torch {node.packages['torch']}"
+    )
+
+
+def commit() -> str:
+    """Return the tree's commit, with a mark where files differ from it."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+changes", "--exclude=*"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def tables(folder: Path) -> str:
+    """Return a table of the kept benches and one of their figures, for docs/benchmarks.md."""
+    benches = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    rows = ["| bench | date | commit | machine |", "|---|---|---|---|"]
+    for bench in benches:
+        about = (f"`{bench['command']}`", bench["date"], bench["commit"], bench["machine"])
+        rows.append(f"| {' | '.join(about)} |")
+    rows += ["", "| figure | ours | over the baseline |", "|---|---|---|"]
+    return "\n".join([*rows, *(row for bench in benches for row in _figures(bench["figures"]))])
+
+
+def _figures(records: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a row for each record that has a value or a ratio; others describe the run."""
+    for record in records:
+        value, ratio = (_number(record.get(key)) for key in ("value", "ratio"))
+        if value or ratio:
+            unit = record.get("unit", "") if value else ""
+            mark = {True: " (emulated)", False: " (planned)"}.get(record.get("emulated"), "")
+            yield f"| `{record['name']}` | {value} {unit}{mark} | {ratio} |"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def write_page() -> None:
+    """Write the tables into the page."""
+    page = PAGE.read_text()
+    PAGE.write_text(written_between(page, BEGIN, END, tables(FIGURES)))
+
+
+def main() -> None:
+    """Run and keep a bench, if one is named, and write the page."""
+    if sys.argv[1:]:
+        name, script, *options = sys.argv[1:]
+        target = "make bench" if name == "bench" else f"make bench-{name}"
+        command = f"{target} ARGS={shlex.quote(shlex.join(options))}" if options else target
+        content = kept(run(script, options), command)
+        FIGURES.mkdir(exist_ok=True)
+        (FIGURES / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    write_page()
+
+
+if __name__ == "__main__":
+    main()
