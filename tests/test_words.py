@@ -1,12 +1,10 @@
-"""One name for one thing, words that the code has replaced, short sentences in docs and docstrings.
+"""One name for one thing, words that the code has replaced, names that say something.
 
 Names are read with `ast`: classes, functions, arguments, variables and attributes. The name of a
 test is a sentence, and hypothesis has a function `given`.
 """
 
 import ast
-import inspect
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -30,10 +28,6 @@ REPLACED = {
 
 # Names that say nothing of what they hold.
 EMPTY_WORDS = {"found", "made", "given", "part"}
-
-MOST_WORDS = 25
-# A formula, an example in its own block, a table.
-NO_PROSE = re.compile(r"( {4}|.*\|.*\|)")
 
 
 def modules(folders: tuple[str, ...] = PACKAGE) -> list[Path]:
@@ -171,83 +165,3 @@ def test_equal_classes_are_caught() -> None:
 def test_equal_types_are_caught() -> None:
     sources = {"a": "Rows = list[int]\n_Own = dict[str, int]", "b": "Rows = int | str\nMAX = a.b"}
     assert type_aliases(sources) == {"Rows": ["a", "b"]}
-
-
-# Sentences
-
-
-def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of every docstring, those below attributes and constants too."""
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Expr(value=ast.Constant(value=str(text))):
-                yield node.lineno, inspect.cleandoc(text)
-
-
-def sentences(text: str) -> Iterator[str]:
-    """The sentences of prose, without parentheses: they hold citations and asides.
-
-    Formulas, examples and tables in blocks of their own are no prose. Code is one word.
-    """
-    prose = "\n".join("" if NO_PROSE.match(line) else line for line in text.splitlines())
-    for paragraph in re.split(r"\n\s*\n|(?:^|\n)\s*(?:[-*]|\d+\.)\s", prose):
-        plain = re.sub(r"`[^`]*`", "Code", " ".join(paragraph.split()))
-        plain = re.sub(r"\([^()]*\)", "", re.sub(r"\([^()]*\)", "", plain))
-        yield from re.split(r"(?<=[.!?]) +(?=[^a-z ])", plain)
-
-
-def num_words(sentence: str) -> int:
-    """Words of a sentence; a sign is none."""
-    return sum(any(map(str.isalnum, word)) for word in sentence.split())
-
-
-def test_sentences_of_docstrings_are_short() -> None:
-    long = [
-        f"{path.relative_to(ROOT)}:{line}: {sentence}"
-        for path in modules(ALL_CODE)
-        for line, text in docstrings(path.read_text())
-        for sentence in sentences(text)
-        if num_words(sentence) > MOST_WORDS
-    ]
-    assert not long, "\n".join(long)
-
-
-def prose_of(page: str) -> str:
-    """A page without code, comments, headings and the targets of links."""
-    page = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
-    page = re.sub(r"<!--.*?-->", "", page, flags=re.DOTALL)
-    page = re.sub(r"^#+ .*$", "", page, flags=re.MULTILINE)
-    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", page).replace("**", "")
-
-
-def test_sentences_of_pages_are_short() -> None:
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/**/*.md")]
-    assert len(pages) > 60
-    long = [
-        f"{page.relative_to(ROOT)}: {sentence}"
-        for page in pages
-        for block in sentences(prose_of(page.read_text()))
-        for sentence in re.split(r"(?<=[.!?]) +", block)
-        if num_words(sentence) > MOST_WORDS
-    ]
-    assert not long, "\n".join(long)
-
-
-def test_long_sentences_of_pages_are_caught() -> None:
-    words = "word " * MOST_WORDS
-    page = f"# {words * 2}\n\n```\n{words * 2}\n```\n\n[a](b) {words}end."
-    assert [num_words(sentence) for sentence in sentences(prose_of(page))][-1] == MOST_WORDS + 2
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("One (two, three) four. Five", [2, 1]),
-        ("Of `a b c` and 3 - 2.\n\n    x = y + z\n\nThe end.", [5, 2]),
-        ("- one two\n  three\n- four", [3, 1]),
-        ("state | next | then\nand one", [2]),
-    ],
-)
-def test_words_are_counted(text: str, words: list[int]) -> None:
-    counts = [num_words(sentence) for sentence in sentences(text)]
-    assert [count for count in counts if count] == words

@@ -183,8 +183,8 @@ class RewardConfig(JudgeConfig):
         if (self.kind is RewardKind.sum) != bool(self.parts):
             allowed = f"parts with {key}.kind=sum, and with it alone"
             raise ConfigError(f"{key}.parts", list(self.parts), allowed)
-        if self.parts and not any(part.weight for part in self.parts.values()):
-            weights = {name: part.weight for name, part in self.parts.items()}
+        if self.parts and not any(judge.weight for judge in self.parts.values()):
+            weights = {name: judge.weight for name, judge in self.parts.items()}
             raise ConfigError(f"{key}.parts", weights, "a part whose weight is not 0")
         for name, judge in self.parts.items():
             if not _NAME.fullmatch(name) or name == "status":

@@ -115,8 +115,8 @@ class FirstSamples:
     def _decoded(self, ids: Sequence[int]) -> str:
         """The text of tokens, in which a control token that is only spelled is marked."""
         parts = [
-            (is_special, self._text(list(part)))
-            for is_special, part in itertools.groupby(ids, self._special.__contains__)
+            (is_special, self._text(list(same)))
+            for is_special, same in itertools.groupby(ids, self._special.__contains__)
         ]
         if not any(self._control.spelled(text) for is_special, text in parts if not is_special):
             return _shown(self._text(list(ids)))
