@@ -28,6 +28,9 @@ RENAMED_KEYS = {
 REMOVED_KEYS: dict[str, Any] = {"schedule.draw_anew": False, "trainer.attention_cost": 1.0}
 """Keys that are gone, with the value that every run has now."""
 
+NEEDLESS_KEYS = {"telemetry.predicted": "the report of every run shows predicted seconds"}
+"""Keys that are gone and had no part in what a run computes, with the reason."""
+
 
 def with_new_names(settings: Mapping[str, Any], known: Container[str]) -> dict[str, Any]:
     """Stored `settings`, by dotted key, with the names of now.

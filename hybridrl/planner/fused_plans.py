@@ -13,8 +13,8 @@ from dataclasses import replace
 from hybridrl.layout.fsdp_groups import stays_unsharded
 from hybridrl.pipelines.evaluation import lower_bound
 from hybridrl.pipelines.problem import PipelinedModel, PipelineProblem
-from hybridrl.planner.mapping import PlannedRole, TrainLayout
-from hybridrl.planner.mapping_costs import MappingCosts, SampleLengths
+from hybridrl.planner.mapping import PlannedRole, SampleTotals, TrainLayout
+from hybridrl.planner.mapping_costs import MappingCosts, SampleLengths, micro_batches
 
 Layouts = Mapping[str, TrainLayout]
 """By role."""
@@ -58,11 +58,11 @@ def shared_problem(
     nbytes: dict[str, float] = {}
     for number, (role, width) in enumerate(zip(roles, widths, strict=True)):
         layout = layouts[role.name]
-        batch = (own or {}).get(role.name, samples)
-        pipelines = costs.pipelines(role, layout, ranks, batch, trains, even=False)
-        nbytes[role.name] = costs.longest_message(role, layout, batch)
-        for index, (problem, _) in enumerate(pipelines):
-            (model,) = problem.models
+        totals = SampleTotals.of((own or {}).get(role.name, samples))
+        rows = micro_batches(layout, totals)
+        nbytes[role.name] = costs.message_bytes(role, layout, rows.work[0])
+        (model,) = costs.pipeline(role, layout, ranks, rows, trains)[0].models
+        for index in range(width):
             stages = model.ranks
             if number % 2:
                 stages = tuple(layout.pp - 1 - stage for stage in stages)

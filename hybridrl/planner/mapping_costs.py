@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hybridrl.config import ActivationMode
 from hybridrl.flow.costs import Costs
@@ -21,7 +21,7 @@ from hybridrl.pipelines.problem import (
     PipelinePlan,
     PipelineProblem,
 )
-from hybridrl.pipelines.standard import standard_plan
+from hybridrl.pipelines.standard import least_micro_batches, standard_plan
 from hybridrl.planner.chunk_layers import chunk_layers
 from hybridrl.planner.chunk_passes import (
     ChunkPasses,
@@ -29,7 +29,6 @@ from hybridrl.planner.chunk_passes import (
     chunk_passes,
     largest_stage,
 )
-from hybridrl.planner.dealt_rows import rows_of_ranks, sequence_cost
 from hybridrl.planner.layer_costs import LayerCosts, LayerWork, LinearPass
 from hybridrl.planner.layout_links import LayoutLinks
 from hybridrl.planner.mapping import (
@@ -47,11 +46,35 @@ from hybridrl.planner.model_shape import ModelShape
 
 SampleLengths = Sequence[SampleLength]
 """Of a micro-batch, or of a batch."""
-RowsOfRank = Sequence[SampleLengths]
-"""Micro-batches."""
 
 MASTER = 4
 _MOMENTS = 2 * MASTER
+
+
+class MicroBatches(NamedTuple):
+    """The micro-batches of a data-parallel rank: `filled` equal ones, the rest of them empty.
+
+    Example: of 20 samples of 1,000 tokens two ranks have 10 each: with 4,096 tokens in a
+    micro-batch these are 3 of 3,333 tokens.
+    """
+
+    number: int
+    filled: int
+    work: tuple[float, float, float]
+    """Tokens, scored tokens, and pairs of a query and a key of one that is filled."""
+
+
+def micro_batches(layout: TrainLayout, totals: SampleTotals) -> MicroBatches:
+    """The share of the busiest rank, which is the mean one's, or the longest sample alone."""
+    share = max(1 / layout.data_ranks, totals.longest / max(1, totals.tokens))
+    samples = max(1, math.ceil(totals.samples * share))
+    least = min(samples, max(1, math.ceil(totals.tokens * share / layout.micro_batch_tokens)))
+    number, filled = least, least
+    if layout.pp > 1:
+        number = least_micro_batches(layout.schedule.value, layout.pp, least)
+        filled = min(number, samples)
+    work = (totals.tokens * share, totals.scored * share, totals.pairs * share)
+    return MicroBatches(number, filled, (work[0] / filled, work[1] / filled, work[2] / filled))
 
 
 class _Chunk(NamedTuple):
@@ -80,7 +103,7 @@ class MappingCosts:
         # A search asks for the same ones again and again.
         self._chunks = lru_cache(4096)(self._make_chunks)
         self._moved = lru_cache(4096)(self._switch_traffic_s)
-        self._rows = lru_cache(4096)(self._longest_rows_s)
+        self._rows = lru_cache(4096)(self._all_rows_s)
         self._reduce = lru_cache(4096)(self._hidden_reduce)
         self._passes = lru_cache(4096)(self._passes_at)
         self._elements = lru_cache(4096)(largest_stage)
@@ -201,8 +224,7 @@ class MappingCosts:
         """
         if layout.pp == 1:
             return ()
-        rows = max(1.0, totals.tokens / layout.data_ranks / layout.micro_batch_tokens)
-        row = [n / layout.data_ranks / rows for n in (totals.tokens, totals.scored, totals.pairs)]
+        row = micro_batches(layout, totals).work
 
         def of_chunks(layers: int) -> list[float]:
             """Of chunks with so many layers each."""
@@ -216,16 +238,8 @@ class MappingCosts:
         sizes = chunk_layers(role.shape.layers, stages, layer_s, [s - layer_s for s in one])
         return () if sizes == layout.layers_of_chunks(role.shape.layers) else sizes
 
-    def longest_message(
-        self, role: PlannedRole, layout: TrainLayout, samples: SampleLengths
-    ) -> float:
-        """Bytes of the hidden states of the longest micro-batch of any rank."""
-        rows = rows_of_ranks(role.shape, layout, tuple(samples), even=False)
-        return max(self._message_bytes(role, layout, of_rank) for of_rank in rows)
-
-    def _message_bytes(self, role: PlannedRole, layout: TrainLayout, rows: RowsOfRank) -> float:
-        """Of the hidden states of the longest micro-batch, which a rank sends to the next stage."""
-        tokens = max(sum(sample.tokens for sample in row) for row in rows)
+    def message_bytes(self, role: PlannedRole, layout: TrainLayout, tokens: float) -> float:
+        """Bytes of a micro-batch's hidden states, which a rank sends to the next stage."""
         parts = layout.tp if layout.sequence_parallel else 1
         return tokens * role.shape.hidden * self.layer_costs.itemsize / parts
 
@@ -234,22 +248,18 @@ class MappingCosts:
         role: PlannedRole,
         layout: TrainLayout,
         ranks: range,
-        rows: RowsOfRank,
+        rows: MicroBatches,
         trains: bool = True,
     ) -> tuple[PipelineProblem, PipelinePlan]:
         """The micro-batches of a data-parallel rank, and the order that the engine takes."""
-        costs = []
-        for row in rows:
-            tokens = sum(sample.tokens for sample in row)
-            scored = sum(sample.response for sample in row)
-            pairs = sum(sample.pairs for sample in row)
-            costs.append(self.row_passes(role, layout, ranks, max(1, tokens), scored, pairs))
+        costs = [self.row_passes(role, layout, ranks, *rows.work)] * rows.filled
+        costs += [self.row_passes(role, layout, ranks, 1, 0, 1)] * (rows.number - rows.filled)
         stages = tuple(layout.stage_of_chunk(chunk) for chunk in range(layout.chunks))
         kinds: tuple[PassKind, ...] = (PassKind.backward,) if trains else ()
         if trains and layout.splits_backward:
             kinds = (PassKind.backward_input, PassKind.backward_weights)
         model = PipelinedModel(name=role.name, ranks=stages, costs=costs, backward=kinds)
-        nbytes = self._message_bytes(role, layout, rows)
+        nbytes = self.message_bytes(role, layout, rows.work[0])
         hops = self.links.hops(layout, ranks) if layout.pp > 1 else ()
         sends_s = [[link.send_s(nbytes) for link in row] for row in hops]
         problem = PipelineProblem(models=[model], num_ranks=layout.pp, sends_s=sends_s)
@@ -292,10 +302,7 @@ class MappingCosts:
     def update_s(
         self, role: PlannedRole, layout: TrainLayout, ranks: range, samples: SampleLengths
     ) -> float:
-        """Of one optimizer step on these samples, on all ranks, pipelines action by action.
-
-        They are dealt to ranks and micro-batches as the engine does.
-        """
+        """Of one optimizer step on these samples, on all ranks, pipelines action by action."""
         seconds = self._rows_s(role, layout, ranks, samples, trains=True)
         return seconds + self.step_s(role, layout, ranks)
 
@@ -313,42 +320,20 @@ class MappingCosts:
         trains: bool,
     ) -> float:
         """Of the micro-batches of the rank that takes longest."""
-        return self._rows(role, layout, self.cluster.aligned(ranks), tuple(samples), trains)
+        totals = SampleTotals.of(samples)
+        return self._rows(role, layout, self.cluster.aligned(ranks), totals, trains)
 
-    def _longest_rows_s(
+    def _all_rows_s(
         self,
         role: PlannedRole,
         layout: TrainLayout,
         ranks: range,
-        samples: tuple[SampleLength, ...],
+        totals: SampleTotals,
         trains: bool,
     ) -> float:
-        # Of ranks with equal numbers of rows the one with most work takes longest, or nearly so.
-        cost = sequence_cost(role.shape)
-        rows = max(
-            rows_of_ranks(role.shape, layout, samples, even=True),
-            key=lambda rows: sum(cost(sample.tokens) for row in rows for sample in row),
-        )
+        rows = micro_batches(layout, totals)
         problem, plan = self.pipeline(role, layout, ranks, rows, trains)
         return evaluate(problem, plan).seconds
-
-    def pipelines(
-        self,
-        role: PlannedRole,
-        layout: TrainLayout,
-        ranks: range,
-        samples: SampleLengths,
-        trains: bool = True,
-        even: bool = True,
-    ) -> list[tuple[PipelineProblem, PipelinePlan]]:
-        """The micro-batches of each data-parallel rank, and the order that the engine takes.
-
-        If `even`, all ranks have equally many; fused updates do not.
-        """
-        return [
-            self.pipeline(role, layout, ranks, rows, trains)
-            for rows in rows_of_ranks(role.shape, layout, tuple(samples), even)
-        ]
 
     def bound_of(
         self,
@@ -364,17 +349,12 @@ class MappingCosts:
         `filled`: the mean stage, since others' work fills gaps. The sum of roles is what no plan of
         all (`fused_plans.shared_update_s`) is below.
         """
-        tokens = totals.tokens / layout.data_ranks
-        scored = totals.scored / layout.data_ranks
-        pairs = totals.pairs / layout.data_ranks
-        rows = max(1, math.ceil(tokens / layout.micro_batch_tokens))
-        if totals.longest > layout.micro_batch_tokens:
-            rows = 1  # a long sample is a row by itself
+        rows = micro_batches(layout, totals)
         stages = [0.0] * layout.pp
         sizes = layout.layers_of_chunks(role.shape.layers)
         for number, chunk in enumerate(self._chunks(role, layout, ranks, sizes)):
-            once = chunk.together.call_s * (rows - 1)
-            stages[layout.stage_of_chunk(number)] += chunk.together(tokens, scored, pairs) + once
+            seconds = rows.filled * chunk.together(*rows.work)
+            stages[layout.stage_of_chunk(number)] += seconds
         work = sum(stages) / layout.pp if filled else max(stages)
         return work + self.step_s(role, layout, ranks)
 
@@ -574,23 +554,3 @@ class MappingCosts:
     def on(self, cluster: ClusterShape) -> "MappingCosts":
         """The same costs of layers on another cluster, or in another order of its ranks."""
         return MappingCosts(self.layer_costs, cluster, self.row_tokens)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, which `from_json` takes back: `hybridrl plan calibrate` writes it."""
-        return {
-            "layer_costs": self.layer_costs.to_json(),
-            "cluster": self.cluster.to_json(),
-            "row_tokens": self.row_tokens,
-        }
-
-    @classmethod
-    def from_json(cls, values: Any) -> "MappingCosts":
-        """Raises ValueError for anything else."""
-        wanted = {"layer_costs", "cluster"}
-        if not isinstance(values, dict) or not wanted <= set(values):
-            raise ValueError("costs of a mapping: wanted layer_costs and cluster")
-        return cls(
-            LayerCosts.from_json(values["layer_costs"]),
-            ClusterShape.from_json(values["cluster"]),
-            int(values.get("row_tokens", 8192)),
-        )

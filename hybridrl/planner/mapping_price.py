@@ -10,7 +10,6 @@ from functools import lru_cache
 
 from hybridrl.config import ScheduleKind, SerialScheduleConfig
 from hybridrl.flow.executor import Scope
-from hybridrl.planner.fused_plans import shared_update_s, updates_s
 from hybridrl.planner.mapped_work import MappedWork, step_samples
 from hybridrl.planner.mapping import (
     ACTOR,
@@ -127,18 +126,6 @@ class MappingPrices:
         each = self.costs.bound_of(role, layout, ranks, self._totals[role], filled=True)
         return self._all_updates(role, layout, each)
 
-    def fused_update_s(
-        self, roles: Sequence[PlannedRole], train: Mapping[str, TrainLayout], ranks: range
-    ) -> float:
-        """Of all of a step's updates of roles that share a plan, with their ways."""
-        numbers = {(role.epochs, role.mini_batches) for role in roles}
-        if len(numbers) > 1:  # some mini-batches are left over
-            sizes = {"mini_batches": self.mini_batches, "epochs": self.epochs}
-            return updates_s(self.costs, roles, train, ranks, self.samples, **sizes)
-        batch = self._mini_batch(roles[0])
-        once = shared_update_s(self.costs, roles, train, ranks, batch) / len(roles)
-        return sum(self._all_updates(role, train[role.name], once) for role in roles)
-
     def balanced(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> TrainLayout:
         """The layout with chunk borders by cost, which may be where they are."""
         # How data ranks are divided into replicas changes nothing within a pipeline.
@@ -204,18 +191,12 @@ class MappingPrices:
             reason=reason,
         )
 
-    def priced(
-        self, mapping: DeviceMapping, fused: Mapping[str, float] | None = None
-    ) -> StepSeconds:
-        """Like the bound, with updates action by action and the bytes that a switch must move.
-
-        `fused` has the shares of roles in updates that they do in one plan.
-        """
-        updates = dict(fused or {})
-        for name, layout in mapping.train.items():
-            if name not in updates:
-                role, ranks = self._by_name[name], mapping.ranks_of(name)
-                updates[name] = self.update_s(role, layout, ranks)
+    def priced(self, mapping: DeviceMapping) -> StepSeconds:
+        """Like the bound, with updates action by action and the bytes that a switch must move."""
+        updates = {
+            name: self.update_s(self._by_name[name], layout, mapping.ranks_of(name))
+            for name, layout in mapping.train.items()
+        }
         switch = self.costs.to_generation_bound_s(self._by_name[ACTOR], mapping)
         return replace(self.bound(mapping, updates), switch=switch)
 

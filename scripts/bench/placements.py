@@ -53,7 +53,7 @@ def all_placements(
 
 def long_tailed() -> Workload:
     """The workload with responses up to eight times the median."""
-    lengths = f"lognormal:median={_RESPONSE // 8},p99={_RESPONSE}"
+    lengths = f"lognormal:median={_RESPONSE // 8},sigma=0.894"
     shape = Shape(
         prompts_per_step=_PROMPTS,
         group_size=1,

@@ -24,7 +24,7 @@ from hybridrl.planner.workload import Shape, read_workload
 
 TEXT = "gpu:model=13b,critic=7b,gpus=8,total=32"
 SHAPE = Shape(prompts_per_step=64, group_size=4, num_steps=4, prompt_tokens=128)
-WORKLOAD = read_workload("lognormal:median=400,p99=2400,max=4000", SHAPE)
+WORKLOAD = read_workload("lognormal:median=400,sigma=0.77,max=4000", SHAPE)
 SAMPLES = step_samples(WORKLOAD, 4)
 TOKENS = sum(sample.tokens for sample in SAMPLES)
 
@@ -115,7 +115,7 @@ def test_what_cannot_share_a_plan_has_no_seconds_of_one(train: dict[str, TrainLa
     assert costs.fused_train_token_s == 0
 
 
-LENGTHS = ("--lengths=lognormal:median=300,p99=2000,max=2000", "--prompts=8", "--steps=2")
+LENGTHS = ("--lengths=lognormal:median=300,sigma=0.816,max=2000", "--prompts=8", "--steps=2")
 
 
 def step_s(*args: str) -> dict[str, float]:
