@@ -14,7 +14,7 @@ from hybridrl.layout.fsdp_groups import stays_unsharded
 from hybridrl.pipelines.evaluation import lower_bound
 from hybridrl.pipelines.problem import PipelinedModel, PipelineProblem
 from hybridrl.planner.mapping import PlannedRole, SampleTotals, TrainLayout
-from hybridrl.planner.mapping_costs import MappingCosts, SampleLengths, micro_batches
+from hybridrl.planner.mapping_costs import MappingCosts, SampleLengths, even_rows
 
 Layouts = Mapping[str, TrainLayout]
 """By role."""
@@ -59,7 +59,7 @@ def shared_problem(
     for number, (role, width) in enumerate(zip(roles, widths, strict=True)):
         layout = layouts[role.name]
         totals = SampleTotals.of((own or {}).get(role.name, samples))
-        rows = micro_batches(layout, totals)
+        rows = even_rows(layout, totals)
         nbytes[role.name] = costs.message_bytes(role, layout, rows.work[0])
         (model,) = costs.pipeline(role, layout, ranks, rows, trains)[0].models
         for index in range(width):

@@ -51,7 +51,7 @@ MASTER = 4
 _MOMENTS = 2 * MASTER
 
 
-class MicroBatches(NamedTuple):
+class EvenRows(NamedTuple):
     """The micro-batches of a data-parallel rank: `filled` equal ones, the rest of them empty.
 
     Example: of 20 samples of 1,000 tokens two ranks have 10 each: with 4,096 tokens in a
@@ -64,7 +64,7 @@ class MicroBatches(NamedTuple):
     """Tokens, scored tokens, and pairs of a query and a key of one that is filled."""
 
 
-def micro_batches(layout: TrainLayout, totals: SampleTotals) -> MicroBatches:
+def even_rows(layout: TrainLayout, totals: SampleTotals) -> EvenRows:
     """The share of the busiest rank, which is the mean one's, or the longest sample alone."""
     share = max(1 / layout.data_ranks, totals.longest / max(1, totals.tokens))
     samples = max(1, math.ceil(totals.samples * share))
@@ -74,7 +74,7 @@ def micro_batches(layout: TrainLayout, totals: SampleTotals) -> MicroBatches:
         number = least_micro_batches(layout.schedule.value, layout.pp, least)
         filled = min(number, samples)
     work = (totals.tokens * share, totals.scored * share, totals.pairs * share)
-    return MicroBatches(number, filled, (work[0] / filled, work[1] / filled, work[2] / filled))
+    return EvenRows(number, filled, (work[0] / filled, work[1] / filled, work[2] / filled))
 
 
 class _Chunk(NamedTuple):
@@ -224,7 +224,7 @@ class MappingCosts:
         """
         if layout.pp == 1:
             return ()
-        row = micro_batches(layout, totals).work
+        row = even_rows(layout, totals).work
 
         def of_chunks(layers: int) -> list[float]:
             """Of chunks with so many layers each."""
@@ -248,7 +248,7 @@ class MappingCosts:
         role: PlannedRole,
         layout: TrainLayout,
         ranks: range,
-        rows: MicroBatches,
+        rows: EvenRows,
         trains: bool = True,
     ) -> tuple[PipelineProblem, PipelinePlan]:
         """The micro-batches of a data-parallel rank, and the order that the engine takes."""
@@ -331,7 +331,7 @@ class MappingCosts:
         totals: SampleTotals,
         trains: bool,
     ) -> float:
-        rows = micro_batches(layout, totals)
+        rows = even_rows(layout, totals)
         problem, plan = self.pipeline(role, layout, ranks, rows, trains)
         return evaluate(problem, plan).seconds
 
@@ -349,7 +349,7 @@ class MappingCosts:
         `filled`: the mean stage, since others' work fills gaps. The sum of roles is what no plan of
         all (`fused_plans.shared_update_s`) is below.
         """
-        rows = micro_batches(layout, totals)
+        rows = even_rows(layout, totals)
         stages = [0.0] * layout.pp
         sizes = layout.layers_of_chunks(role.shape.layers)
         for number, chunk in enumerate(self._chunks(role, layout, ranks, sizes)):

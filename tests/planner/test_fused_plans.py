@@ -24,7 +24,7 @@ from hybridrl.planner.mapping import (
     TrainLayout,
     cluster_of,
 )
-from hybridrl.planner.mapping_costs import MappingCosts, micro_batches
+from hybridrl.planner.mapping_costs import MappingCosts, even_rows
 
 COSTS = MappingCosts(
     layer_roofline(ACCELERATORS["a100"]), cluster_of(ACCELERATORS["a100"], nodes=2, per_node=8)
@@ -70,7 +70,7 @@ def test_ranks_that_do_not_meet_are_problems_of_their_own(train: dict[str, Train
     roles, models, nbytes = ROLES[: len(train)], list[PipelinedModel](), dict[str, float]()
     for number, role in enumerate(roles):
         layout = train[role.name]
-        rows = micro_batches(layout, SampleTotals.of(SAMPLES))
+        rows = even_rows(layout, SampleTotals.of(SAMPLES))
         nbytes[role.name] = COSTS.message_bytes(role, layout, rows.work[0])
         (model,) = COSTS.pipeline(role, layout, range(16), rows)[0].models
         for index in range(layout.data_ranks):

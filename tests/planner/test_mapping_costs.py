@@ -23,7 +23,7 @@ from hybridrl.planner.mapping import (
     TrainLayout,
     cluster_of,
 )
-from hybridrl.planner.mapping_costs import MappingCosts, micro_batches
+from hybridrl.planner.mapping_costs import MappingCosts, even_rows
 from hybridrl.planner.model_matrices import matrices
 from hybridrl.planner.model_shape import ModelShape
 
@@ -100,7 +100,7 @@ def test_a_pipeline_by_hand() -> None:
     layout = TrainLayout(pp=2, micro_batch_tokens=8192)
     shape = ModelShape(32, 4096, 14_336, 32, 8, vocabulary=1)  # a head that takes nothing
     role = PlannedRole(name="actor", shape=shape, trained=True)
-    rows = micro_batches(layout, SampleTotals.of(SAMPLES[:16]))
+    rows = even_rows(layout, SampleTotals.of(SAMPLES[:16]))
     _, plan = costs.pipeline(role, layout, range(2), rows)
     first, last = costs.passes(role, layout, range(2), SAMPLES[:4])
     assert first.forward_s == pytest.approx(last.forward_s, rel=1e-6)
