@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from hybridrl.config import ActivationMode, Config, ConfigError
 from hybridrl.config.schedule import SCHEDULES
 from hybridrl.controller.mapping_overrides import layout_key
+from hybridrl.costs.mapping import ACTOR, PlannedRole, SampleLength
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import GenerateStage, UpdateStage
-from hybridrl.planner.mapping import ACTOR, PlannedRole, SampleLength
 
 
 def check_planned_recipe(config: Config, graph: Graph) -> None:

@@ -42,13 +42,9 @@ from hybridrl.controller.preflight import (
 )
 from hybridrl.controller.preflight_environment import check_environment
 from hybridrl.controller.roles_together import roles_together
-from hybridrl.flow import Graph
-from hybridrl.flow.graph import SourceStage
-from hybridrl.flow.schedules.base import schedule_class
-from hybridrl.planner.accelerators import ACCELERATORS, layer_roofline
-from hybridrl.planner.fitting_layouts import DoesNotFit, check_fits
-from hybridrl.planner.links import LinkTable
-from hybridrl.planner.mapping import (
+from hybridrl.costs.devices import ACCELERATORS, layer_roofline
+from hybridrl.costs.links import LinkTable
+from hybridrl.costs.mapping import (
     ACTOR,
     AT_ONCE,
     ClusterShape,
@@ -57,7 +53,11 @@ from hybridrl.planner.mapping import (
     TrainLayout,
     cluster_of,
 )
-from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.costs.model import CostModel
+from hybridrl.flow import Graph
+from hybridrl.flow.graph import SourceStage
+from hybridrl.flow.schedules.base import schedule_class
+from hybridrl.planner.fitting_layouts import DoesNotFit, check_fits
 from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
 from hybridrl.planner.mapping_price import MappingPrices
 from hybridrl.planner.mapping_search import MappingResults, MappingSearch
@@ -255,7 +255,7 @@ def _problem(
         itemsize=config.rollout.dtype.itemsize,
         layer_bytes=CountedLayerBytes(config, shapes),
     )
-    costs = MappingCosts(layer_roofline(cluster.accelerator), cluster)
+    costs = CostModel(layer_roofline(cluster.accelerator), cluster)
     prices = MappingPrices(
         costs,
         memory,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hybridrl.planner.mapping import TrainLayout
+from hybridrl.costs.mapping import TrainLayout
 from hybridrl.planner.mapping_search import MappingResults, PricedMapping
 from hybridrl.planner.memory import GIB
 

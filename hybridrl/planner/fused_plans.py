@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from hybridrl.costs.mapping import PlannedRole, SampleTotals, TrainLayout
+from hybridrl.costs.model import CostModel, SampleLengths, even_rows
 from hybridrl.layout.fsdp_groups import stays_unsharded
 from hybridrl.pipelines.evaluation import lower_bound
 from hybridrl.pipelines.problem import PipelinedModel, PipelineProblem
-from hybridrl.planner.mapping import PlannedRole, SampleTotals, TrainLayout
-from hybridrl.planner.mapping_costs import MappingCosts, SampleLengths, even_rows
 
 Layouts = Mapping[str, TrainLayout]
 """By role."""
@@ -37,7 +37,7 @@ def can_share_a_plan(roles: Sequence[PlannedRole], layouts: Layouts) -> bool:
 
 
 def shared_problem(
-    costs: MappingCosts,
+    costs: CostModel,
     roles: Sequence[PlannedRole],
     layouts: Layouts,
     ranks: range,
@@ -77,7 +77,7 @@ def shared_problem(
 
 
 def _sends(
-    costs: MappingCosts,
+    costs: CostModel,
     models: Sequence[PipelinedModel],
     nbytes: Mapping[str, float],
     places: Sequence[range],
@@ -92,7 +92,7 @@ def _sends(
 
 
 def shared_update_s(
-    costs: MappingCosts,
+    costs: CostModel,
     roles: Sequence[PlannedRole],
     layouts: Layouts,
     ranks: range,
@@ -106,7 +106,7 @@ def shared_update_s(
 
 
 def updates_s(
-    costs: MappingCosts,
+    costs: CostModel,
     roles: Sequence[PlannedRole],
     layouts: Layouts,
     ranks: range,
@@ -150,7 +150,7 @@ def _steps(
 
 
 def shared_score_s(
-    costs: MappingCosts,
+    costs: CostModel,
     roles: Sequence[PlannedRole],
     layouts: Layouts,
     ranks: range,

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from hybridrl.config import ScheduleKind, SerialScheduleConfig
-from hybridrl.flow.executor import Scope
-from hybridrl.planner.mapped_work import MappedWork, step_samples
-from hybridrl.planner.mapping import (
+from hybridrl.costs.mapping import (
     ACTOR,
     ClusterShape,
     DeviceMapping,
@@ -21,7 +19,8 @@ from hybridrl.planner.mapping import (
     SampleTotals,
     TrainLayout,
 )
-from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.costs.model import CostModel
+from hybridrl.planner.mapped_work import MappedWork, step_samples
 from hybridrl.planner.mapping_memory import MappingMemory
 from hybridrl.planner.schedule import mapped_setting, replay
 from hybridrl.planner.workload import Workload
@@ -72,7 +71,7 @@ class MappingPrices:
 
     def __init__(
         self,
-        costs: MappingCosts,
+        costs: CostModel,
         memory: MappingMemory,
         roles: Sequence[PlannedRole],
         workload: Workload,
@@ -170,7 +169,7 @@ class MappingPrices:
             seconds, pool = infer.get(role.name, 0.0), mapping.pool_of(role.name)
             if pool != mapping.pool_of(ACTOR):
                 pools[pool] = pools.get(pool, 0.0) + seconds
-            elif self.costs.stage_layout(role, mapping)[1] is Scope.WORLD:
+            elif isinstance(self.costs.stage_layout(role, mapping)[0], TrainLayout):
                 after += seconds
             else:
                 shared += seconds

@@ -30,6 +30,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from hybridrl.config import ActivationMode
+from hybridrl.costs.mapping import (
+    ACTOR,
+    DeviceMapping,
+    GenLayout,
+    PlannedRole,
+    TrainLayout,
+)
 from hybridrl.planner.fitting_layouts import (
     DoesNotFit,
     FittingLayouts,
@@ -39,13 +46,6 @@ from hybridrl.planner.fitting_layouts import (
     total,
 )
 from hybridrl.planner.fused_plans import can_share_a_plan
-from hybridrl.planner.mapping import (
-    ACTOR,
-    DeviceMapping,
-    GenLayout,
-    PlannedRole,
-    TrainLayout,
-)
 from hybridrl.planner.mapping_memory import MappingMemory
 from hybridrl.planner.mapping_price import MappingPrices, StepSeconds
 from hybridrl.planner.memory import MemoryPlan

@@ -18,7 +18,7 @@ from hybridrl.config import Config, ConfigError, TinyModelConfig, compose
 from hybridrl.controller import train as runs
 from hybridrl.controller.preflight import build_recipe, prepare
 from hybridrl.controller.replay import ReplayRequest, replay
-from hybridrl.flow.costs import Costs
+from hybridrl.costs.instance import Costs
 from hybridrl.flow.executor import Sampling, Submit
 from hybridrl.flow.sample import SampleId
 from hybridrl.models.tiny import make_tiny_model

@@ -16,9 +16,9 @@ from hybridrl import cli
 from hybridrl.config import Config, ConfigError, Device, TinyModelConfig, compose
 from hybridrl.controller import mapping_command, preflight
 from hybridrl.controller.preflight import prepare
+from hybridrl.costs.devices import ACCELERATORS
+from hybridrl.costs.mapping import DeviceMapping, cluster_of
 from hybridrl.models.tiny import make_tiny_model
-from hybridrl.planner.accelerators import ACCELERATORS
-from hybridrl.planner.mapping import DeviceMapping, cluster_of
 from hybridrl.planner.memory import GIB
 from hybridrl.planner.partitions import set_partitions
 from hybridrl.rewards.model import make_reward_model

@@ -6,10 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from hybridrl.costs.devices import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.costs.mapping import (
+    PlannedRole,
+    SampleLength,
+    SampleTotals,
+    TrainLayout,
+    cluster_of,
+)
+from hybridrl.costs.model import CostModel, even_rows
 from hybridrl.pipelines.evaluation import lower_bound
 from hybridrl.pipelines.problem import PipelinedModel, PipelineProblem
 from hybridrl.pipelines.search import search
-from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
 from hybridrl.planner.fused_plans import (
     OVER_BOUND,
     can_share_a_plan,
@@ -17,16 +25,8 @@ from hybridrl.planner.fused_plans import (
     shared_score_s,
     shared_update_s,
 )
-from hybridrl.planner.mapping import (
-    PlannedRole,
-    SampleLength,
-    SampleTotals,
-    TrainLayout,
-    cluster_of,
-)
-from hybridrl.planner.mapping_costs import MappingCosts, even_rows
 
-COSTS = MappingCosts(
+COSTS = CostModel(
     layer_roofline(ACCELERATORS["a100"]), cluster_of(ACCELERATORS["a100"], nodes=2, per_node=8)
 )
 ACTOR = PlannedRole(name="actor", shape=MODELS["13b"], trained=True)

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
-from hybridrl.planner.links import LinkSpeed, LinkTable
-from hybridrl.planner.mapping import (
+from hybridrl.costs.devices import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.costs.links import LinkSpeed, LinkTable
+from hybridrl.costs.mapping import (
     ClusterShape,
     PlannedRole,
     SampleLength,
     TrainLayout,
     cluster_of,
 )
-from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.costs.model import CostModel
 
 A100 = ACCELERATORS["a100"]
 ACTOR = PlannedRole(name="actor", shape=MODELS["7b"], trained=True)
@@ -35,7 +35,7 @@ def seconds_of(layout: TrainLayout):  # type: ignore[no-untyped-def]
     """An update in a layout, by the cluster."""
 
     def seconds(ordered: ClusterShape) -> float:
-        costs = MappingCosts(layer_roofline(A100), ordered)
+        costs = CostModel(layer_roofline(A100), ordered)
         return costs.update_s(ACTOR, layout, range(ordered.ranks), SAMPLES)
 
     return seconds

@@ -7,13 +7,10 @@ import random
 import pytest
 
 from hybridrl.config import ActivationMode, PipelineSchedule, SerialScheduleConfig
-from hybridrl.flow.executor import Scope
-from hybridrl.layout.grouping import TrainAxes
-from hybridrl.layout.switching import plan_switch
-from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
-from hybridrl.planner.layer_costs import DecodeRates, LayerCosts, PassRates
-from hybridrl.planner.links import LinkSpeed
-from hybridrl.planner.mapping import (
+from hybridrl.costs.devices import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.costs.layers import DecodeRates, LayerCosts, PassRates
+from hybridrl.costs.links import LinkSpeed
+from hybridrl.costs.mapping import (
     ClusterShape,
     DeviceMapping,
     GenLayout,
@@ -23,14 +20,16 @@ from hybridrl.planner.mapping import (
     TrainLayout,
     cluster_of,
 )
-from hybridrl.planner.mapping_costs import MappingCosts, even_rows
-from hybridrl.planner.model_matrices import matrices
-from hybridrl.planner.model_shape import ModelShape
+from hybridrl.costs.model import CostModel, even_rows
+from hybridrl.costs.model_matrices import matrices
+from hybridrl.costs.model_shape import ModelShape
+from hybridrl.layout.grouping import TrainAxes
+from hybridrl.layout.switching import plan_switch
 
 H100 = ACCELERATORS["h100"]
 LLAMA = MODELS["8b"]
 ACTOR = PlannedRole(name="actor", shape=LLAMA, trained=True)
-COSTS = MappingCosts(layer_roofline(H100), cluster_of(H100, nodes=2, per_node=8))
+COSTS = CostModel(layer_roofline(H100), cluster_of(H100, nodes=2, per_node=8))
 SAMPLES = [SampleLength(512, 1536)] * 64
 
 
@@ -96,7 +95,7 @@ def test_traffic_by_hand() -> None:
 def test_a_pipeline_by_hand() -> None:
     """Two stages, four equal micro-batches, links that take no time: 1F1B is five passes long."""
     still = LinkSpeed(math.inf)
-    costs = MappingCosts(layer_roofline(H100), ClusterShape(1, 2, H100, still, still, still))
+    costs = CostModel(layer_roofline(H100), ClusterShape(1, 2, H100, still, still, still))
     layout = TrainLayout(pp=2, micro_batch_tokens=8192)
     shape = ModelShape(32, 4096, 14_336, 32, 8, vocabulary=1)  # a head that takes nothing
     role = PlannedRole(name="actor", shape=shape, trained=True)
@@ -166,7 +165,7 @@ def test_the_switch_by_hand() -> None:
     """Two ranks with a half each make two instances: each receives the other half."""
     still = LinkSpeed(1e9)
     cluster = ClusterShape(1, 2, H100, still, still, still)
-    costs = MappingCosts(NOTHING, cluster)
+    costs = CostModel(NOTHING, cluster)
     switch = costs.switch_s(ACTOR, TrainLayout(fsdp=2), GenLayout(), range(2))
     assert switch == pytest.approx(LLAMA.parameters * 2 / 2 / 1e9, rel=1e-3)
     assert costs.switch_s(ACTOR, TrainLayout(tp=2), GenLayout(tp=2), range(2)) == 0
@@ -193,10 +192,10 @@ def test_the_layouts_of_forward_passes() -> None:
         gen=GenLayout(tp=2),
         schedule=SerialScheduleConfig(),
     )
-    assert COSTS.stage_layout(critic, together) == (train["critic"], Scope.WORLD)
-    assert COSTS.stage_layout(reference, together) == (GenLayout(tp=2), Scope.INSTANCE)
-    assert COSTS.stage_layout(critic, apart) == (train["critic"], Scope.POOL)
-    assert COSTS.stage_layout(reference, apart) == (GenLayout(tp=2), Scope.POOL)
+    assert COSTS.stage_layout(critic, together) == (train["critic"], True)
+    assert COSTS.stage_layout(reference, together) == (GenLayout(tp=2), True)
+    assert COSTS.stage_layout(critic, apart) == (train["critic"], False)
+    assert COSTS.stage_layout(reference, apart) == (GenLayout(tp=2), False)
     assert apart.ranks_of("reference") == range(16, 20)
     assert together.instances == 4
     # Two copies of the reference share what one instance would compute alone.

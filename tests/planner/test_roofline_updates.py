@@ -5,12 +5,8 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.config import ConfigError, SerialScheduleConfig
-from hybridrl.flow.graph import Stage
-from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.planner.accelerators import Roofline, layer_roofline, read_roofline
-from hybridrl.planner.command import run
-from hybridrl.planner.mapped_work import MappedWork, step_samples
-from hybridrl.planner.mapping import (
+from hybridrl.costs.devices import Roofline, layer_roofline, read_roofline
+from hybridrl.costs.mapping import (
     DeviceMapping,
     GenLayout,
     PlannedRole,
@@ -18,7 +14,11 @@ from hybridrl.planner.mapping import (
     TrainLayout,
     cluster_of,
 )
-from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.costs.model import CostModel
+from hybridrl.flow.graph import Stage
+from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.planner.command import run
+from hybridrl.planner.mapped_work import MappedWork, step_samples
 from hybridrl.planner.roofline_updates import layouts_of, roles_of, with_pipelines
 from hybridrl.planner.workload import Shape, read_workload
 
@@ -63,7 +63,7 @@ def mapped_seconds(text: str, mini_batches: int, epochs: int) -> tuple[float, fl
         schedule=SerialScheduleConfig(),
         fuses=True,
     )
-    costs = MappingCosts(layer_roofline(named.accelerator), cluster)
+    costs = CostModel(layer_roofline(named.accelerator), cluster)
     work = MappedWork(
         costs=costs, mapping=mapping, roles=roles, mini_batches=mini_batches, epochs=epochs
     )

@@ -22,7 +22,8 @@ from hybridrl.config import (
     ScheduleConfig,
     SerialScheduleConfig,
 )
-from hybridrl.flow.costs import Costs, Drafting
+from hybridrl.costs.devices import ACCELERATORS, MODELS, read_roofline, roofline
+from hybridrl.costs.instance import Costs, Drafting
 from hybridrl.flow.executor import (
     Advanced,
     Computed,
@@ -40,7 +41,6 @@ from hybridrl.flow.graph import ComputeStage, StageMethod, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
 from hybridrl.flow.schedules.fused import FusedSchedule
 from hybridrl.flow.schedules.packed import PackedSchedule
-from hybridrl.planner.accelerators import ACCELERATORS, MODELS, read_roofline, roofline
 from hybridrl.planner.command import read_setting, run
 from hybridrl.planner.schedule import (
     Setting,

@@ -1,7 +1,7 @@
 """What a mapping of models to devices consists of (HybridFlow, arXiv 2409.19256, section 6).
 
 A mapping has pools of ranks, the roles of each pool, the training layout of each trained role, the
-layout of generation, and a schedule. These are plain data: `MappingCosts` has their seconds.
+layout of generation, and a schedule. These are plain data: `CostModel` has their seconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,10 @@ from hybridrl.config import (
     TrainerConfig,
     TrainLayoutConfig,
 )
+from hybridrl.costs.devices import Accelerator
+from hybridrl.costs.links import LinkSpeed, LinkTable
+from hybridrl.costs.model_shape import ModelShape
 from hybridrl.layout.layout import chunk_bounds, rank_of_chunk
-from hybridrl.planner.accelerators import Accelerator
-from hybridrl.planner.links import LinkSpeed, LinkTable
-from hybridrl.planner.model_shape import ModelShape
 
 ACTOR = "actor"
 

@@ -7,8 +7,28 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from hybridrl.config import ActivationMode
-from hybridrl.flow.costs import Costs
-from hybridrl.flow.executor import Scope
+from hybridrl.costs.chunk_layers import chunk_layers
+from hybridrl.costs.chunk_passes import (
+    ChunkPasses,
+    ChunkSetting,
+    chunk_passes,
+    largest_stage,
+)
+from hybridrl.costs.instance import Costs
+from hybridrl.costs.layers import LayerCosts, LayerWork, LinearPass
+from hybridrl.costs.layout_links import LayoutLinks
+from hybridrl.costs.mapping import (
+    ACTOR,
+    ClusterShape,
+    DeviceMapping,
+    GenLayout,
+    PlannedRole,
+    SampleLength,
+    SampleTotals,
+    TrainLayout,
+)
+from hybridrl.costs.model_matrices import matrices
+from hybridrl.costs.model_shape import ModelShape
 from hybridrl.layout.fsdp_groups import stays_unsharded
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.switching import plan_switch
@@ -22,27 +42,6 @@ from hybridrl.pipelines.problem import (
     PipelineProblem,
 )
 from hybridrl.pipelines.standard import least_micro_batches, standard_plan
-from hybridrl.planner.chunk_layers import chunk_layers
-from hybridrl.planner.chunk_passes import (
-    ChunkPasses,
-    ChunkSetting,
-    chunk_passes,
-    largest_stage,
-)
-from hybridrl.planner.layer_costs import LayerCosts, LayerWork, LinearPass
-from hybridrl.planner.layout_links import LayoutLinks
-from hybridrl.planner.mapping import (
-    ACTOR,
-    ClusterShape,
-    DeviceMapping,
-    GenLayout,
-    PlannedRole,
-    SampleLength,
-    SampleTotals,
-    TrainLayout,
-)
-from hybridrl.planner.model_matrices import matrices
-from hybridrl.planner.model_shape import ModelShape
 
 SampleLengths = Sequence[SampleLength]
 """Of a micro-batch, or of a batch."""
@@ -87,7 +86,7 @@ class _Chunk(NamedTuple):
     reduce_s: float
 
 
-class MappingCosts:
+class CostModel:
     """Predicts seconds of roles in layouts on a cluster.
 
     `ranks` are always the cluster's ranks of the role's pool: they decide which links are crossed.
@@ -468,28 +467,28 @@ class MappingCosts:
 
     def stage_layout(
         self, role: PlannedRole, mapping: DeviceMapping
-    ) -> tuple[TrainLayout | GenLayout, Scope]:
-        """The layout of a role's forward-only stages, and the ranks that take part in one.
+    ) -> tuple[TrainLayout | GenLayout, bool]:
+        """The layout of a role's forward-only stages, and whether its pool is the actor's.
 
         As runs have it (`PlannedRole.scores_with_shards`). Others have generation's layout, and a
         copy on every instance.
         """
         home = mapping.pool_of(role.name) == mapping.pool_of(ACTOR)
         if role.scores_with_shards:
-            return mapping.train[role.name], Scope.WORLD if home else Scope.POOL
-        return mapping.gen, Scope.INSTANCE if home else Scope.POOL
+            return mapping.train[role.name], home
+        return mapping.gen, home
 
     def stage_s(self, role: PlannedRole, mapping: DeviceMapping, samples: SampleLengths) -> float:
         """Of one call of a role's forward-only stage: on one instance, or on all ranks of a pool.
 
         In a separate pool the copies of a role that only scores share the samples.
         """
-        layout, scope = self.stage_layout(role, mapping)
+        layout, home = self.stage_layout(role, mapping)
         ranks = mapping.ranks_of(role.name)
         if isinstance(layout, TrainLayout):
             return self.score_s(role, layout, ranks, samples)
         ranks = ranks[: layout.ranks]
-        if scope is Scope.INSTANCE:
+        if home:
             return self.score_s(role, layout, ranks, samples)
         copies = len(mapping.ranks_of(role.name)) // layout.ranks
         shares = balance([sample.tokens for sample in samples], copies)
@@ -551,6 +550,6 @@ class MappingCosts:
         local += self.layer_costs.switch_byte_s * own * self.layer_costs.itemsize
         return self.cluster.host.send_s(MASTER * elements) + local + received / fastest
 
-    def on(self, cluster: ClusterShape) -> "MappingCosts":
+    def on(self, cluster: ClusterShape) -> "CostModel":
         """The same costs of layers on another cluster, or in another order of its ranks."""
-        return MappingCosts(self.layer_costs, cluster, self.row_tokens)
+        return CostModel(self.layer_costs, cluster, self.row_tokens)

@@ -14,7 +14,7 @@ of either (`recorded_costs.py`).
 
 from dataclasses import dataclass, field
 
-from hybridrl.planner.model_shape import ModelShape
+from hybridrl.costs.model_shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
