@@ -266,8 +266,6 @@ def _plan(args: list[str]) -> None:
         return _plan_schedule(args[1:])
     if args[:1] == ["auto"]:
         return _plan_auto(args[1:])
-    if args[:1] == ["calibrate"]:
-        return _plan_calibrate(args[1:])
     from rich.console import Console
     from rich.table import Table
 
@@ -284,21 +282,6 @@ def _plan(args: list[str]) -> None:
     console.width = max(120, console.width)  # without a terminal it takes 80
     console.print(table)
     _print_json(plan.record())
-
-
-def _plan_calibrate(args: list[str]) -> None:
-    """Measure what a layer costs on this machine, and its links."""
-    from rich.console import Console
-
-    from hybridrl.doctor import calibrate, run_costs
-
-    if {"-h", "--help"} & set(args):
-        print(calibrate.USAGE)
-        return
-    with Console(stderr=True).status("measuring"):
-        lines, costs = (run_costs if run_costs.is_asked(args) else calibrate).run(args)
-    print("\n".join(lines))
-    _print_json(costs.to_json())
 
 
 def _plan_schedule(args: list[str]) -> None:

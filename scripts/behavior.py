@@ -29,7 +29,10 @@ SCHEDULES = {name: [f"schedule={name}", *REFERENCE] for name in NAMES}
 TAIL = ["schedule=fused", "cluster.ranks=2", "schedule.early_backward=auto"]
 TAIL += ["trainer.layout.replicas=2", "rollout.tail_tp=2", "rollout.speculate=2"]
 EMULATED = ["cluster=emulated", "cluster.ranks=16", "rollout.layout.tp=4", "cluster.time_scale=0.1"]
-EMULATED += ["cluster.costs='gpu:model=8b'", "cluster.lengths='lognormal:median=400,p99=4000'"]
+EMULATED += [
+    "cluster.costs='gpu:model=8b'",
+    "cluster.lengths='lognormal:median=400,sigma=0.9899334019750842'",
+]
 EMULATED += ["rollout.max_new_tokens=4000", "trainer.steps=3", "cluster.ranks_per_process=0"]
 MORE = {
     "vllm": ["rollout=vllm", *SHORT],

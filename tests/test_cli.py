@@ -741,8 +741,8 @@ def test_a_run_s_checkpoint_is_not_evaluated_on_ranks_without_a_model(
 
 LLAMA = "model=llama3_8b cluster.ranks=8 "
 WRONG_LAYOUTS = [
-    ("", "plan=: wanted auto, layout, memory, schedule or calibrate, then its options"),
-    ("speed", "plan=speed: wanted auto, layout, memory, schedule or calibrate, then its options"),
+    ("", "plan=: wanted auto, layout, memory or schedule, then its options"),
+    ("speed", "plan=speed: wanted auto, layout, memory or schedule, then its options"),
     (
         "layout trainer.layout.x=1",
         "trainer.layout.x=1: wanted a known key: one of chunk_layers, cp, ep, ep_gr",

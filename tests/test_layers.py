@@ -16,7 +16,17 @@ ROOT = Path(__file__).parents[1]
 MAX_FILE, MAX_FUNCTION, MAX_RECIPE = 600, 100, 150
 
 # Room -> the rooms of the package that it may import: the floor plan in AGENTS.md.
-CORE = {"config", "layout", "kernels", "models", "algorithms", "engines", "flow", "pipelines"}
+CORE = {
+    "config",
+    "layout",
+    "kernels",
+    "models",
+    "algorithms",
+    "engines",
+    "flow",
+    "pipelines",
+    "costs",
+}
 WORKERS = CORE | {"system", "telemetry", "data", "rewards", "checkpoint", "environments"}
 RUNTIME = WORKERS | {"workers", "compat"}
 ALLOWED: dict[str, set[str]] = {
@@ -27,8 +37,9 @@ ALLOWED: dict[str, set[str]] = {
     "system": {"config"},
     "layout": {"config"},
     "pipelines": set(),
-    "flow": {"config", "layout"},
-    "planner": {"config", "flow", "layout", "pipelines"},
+    "costs": {"config", "layout", "pipelines"},
+    "flow": {"config", "layout", "costs"},
+    "planner": {"config", "costs", "flow", "layout", "pipelines"},
     "telemetry": {"config", "system"},
     "kernels": {"config"},
     "models": {"config", "layout", "kernels"},
@@ -47,7 +58,16 @@ ALLOWED: dict[str, set[str]] = {
     "cli": RUNTIME | {"runtime", "controller", "jobs", "doctor", "planner"},
     "recipes": {"config", "flow", "algorithms"},
 }
-TORCH_FREE = ("config", "environments", "flow", "pipelines", "planner", "telemetry", "jobs")
+TORCH_FREE = (
+    "config",
+    "costs",
+    "environments",
+    "flow",
+    "pipelines",
+    "planner",
+    "telemetry",
+    "jobs",
+)
 # Only these touch Ray; `compat` is verl's door, and verl's workers are Ray's.
 RAY_ROOMS = {"controller", "runtime", "jobs", "doctor", "cli", "compat"}
 # Starting fast: these import the heavy libraries inside functions.

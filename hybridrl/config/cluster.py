@@ -210,7 +210,7 @@ class ClusterConfig:
     roofline of the run's ranks (`gpu:model=8b`)."""
     lengths: str | None = None
     """Emulated: lengths of responses, as its `--lengths` has them: the directory of a run, a file,
-    `lmsys`, or `lognormal:median=M,p99=N`. Those of a distribution follow from `run.seed`."""
+    `lmsys`, or `lognormal:median=M,sigma=S`. Those of a distribution follow from `run.seed`."""
     prompt_tokens: int | None = bounded(None, least=1)
     """Emulated: tokens of each prompt; null: the recorded ones, or 128 with a distribution."""
     turns: str | None = None

@@ -15,7 +15,7 @@ from hybridrl.config import Config, ConfigError
 OPTIONS = {
     "train": ("--help", "--dry-run", "--cfg", "--config-dir", "--multirun"),
     "eval": ("--help", "--cfg", "--config-dir", "--checkpoints"),
-    "plan": ("--help", "auto", "calibrate", "layout", "memory", "schedule"),
+    "plan": ("--help", "auto", "layout", "memory", "schedule"),
     "report": (),
     "watch": ("--help", "--port", "--host"),
     "compare": ("--help", "--out"),

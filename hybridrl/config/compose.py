@@ -31,7 +31,12 @@ from hybridrl.config.composition import CONFIG_MODULE, compose_train
 from hybridrl.config.errors import RenamedKeyError, names
 from hybridrl.config.recipe_folder import recipe_by_path
 from hybridrl.config.recipe_source import add_recipe
-from hybridrl.config.renamed_keys import REMOVED_KEYS, RENAMED_GROUPS, new_name
+from hybridrl.config.renamed_keys import (
+    NEEDLESS_KEYS,
+    REMOVED_KEYS,
+    RENAMED_GROUPS,
+    new_name,
+)
 from hybridrl.config.schedule import SCHEDULES, ScheduleConfig, owners
 
 _BELOW_SET = re.compile(r"(?P<set>\+{0,2}eval\.sets\.\w+)\.(?P<names>(reward|source)(\.\w+)*)")
@@ -317,6 +322,8 @@ def unknown_key(key: str, value: object, known: Sequence[str]) -> ConfigError:
     below = now.removeprefix(f"{parent}.").partition(".")[0]
     if now and (not now.startswith(f"{parent}.") or below in known):  # else another recipe had it
         return RenamedKeyError(key, value, now)
+    if key in NEEDLESS_KEYS:
+        return ConfigError(key, value, f"no such key: it is gone, {NEEDLESS_KEYS[key]}")
     if key in REMOVED_KEYS:
         return ConfigError(key, value, f"no such key: it is gone, and {REMOVED_KEYS[key]} always")
     if parent == "schedule" and (others := owners(name)):

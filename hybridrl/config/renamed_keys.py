@@ -41,6 +41,9 @@ RENAMED_GROUPS = {
 REMOVED_KEYS: dict[str, Any] = {"schedule.draw_anew": False, "trainer.attention_cost": 1.0}
 """Keys that are gone, with the value that every run has now."""
 
+NEEDLESS_KEYS = {"telemetry.predicted": "the report of every run shows predicted seconds"}
+"""Keys that are gone and had no part in what a run computes, with the reason."""
+
 
 def new_name(key: str) -> str | None:
     """The name of now of an old `key`, or of a key in a group that has another name."""

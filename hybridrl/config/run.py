@@ -73,9 +73,6 @@ class TelemetryConfig:
     """Render report.html at the end."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """torch's operations in the trace."""
-    predicted: str | None = None
-    """A prediction that `hybridrl plan auto --out` wrote. The run keeps it, and its report shows
-    predicted beside measured seconds."""
     digests: bool | None = None
     """Record digests of every sample and of the weights after each step, for `hybridrl replay` and
     `hybridrl blame`. Null: under `deterministic=strict`."""

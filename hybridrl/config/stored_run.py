@@ -9,7 +9,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from hybridrl.config import Config, compose
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.recipe_source import add_recipe
-from hybridrl.config.renamed_keys import REMOVED_KEYS, RENAMED_GROUPS, RENAMED_KEYS
+from hybridrl.config.renamed_keys import (
+    NEEDLESS_KEYS,
+    REMOVED_KEYS,
+    RENAMED_GROUPS,
+    RENAMED_KEYS,
+)
 
 _NAME = "stored_run"
 GROUPS = {
@@ -63,10 +68,11 @@ def _rename(settings: DictConfig) -> None:
 
     Raises ConfigError where one of these had another value than every run has now.
     """
-    for key, value in REMOVED_KEYS.items():
+    for key in (*REMOVED_KEYS, *NEEDLESS_KEYS):
         parent, _, name = key.rpartition(".")
         group = OmegaConf.select(settings, parent)
         if isinstance(group, DictConfig) and name in group:
+            value = REMOVED_KEYS.get(key, group[name])
             if group[name] != value:
                 raise ConfigError(key, group[name], f"{value}, as every run has it now")
             with open_dict(group):

@@ -1,17 +1,13 @@
 """What `hybridrl plan auto` refuses or assumes, since its costs do not know it."""
 
 from collections.abc import Sequence
-from enum import Enum
 
-import yaml
-
-from hybridrl.config import ActivationMode, Config, ConfigError, FuseUpdates
+from hybridrl.config import ActivationMode, Config, ConfigError
 from hybridrl.config.schedule import SCHEDULES
 from hybridrl.controller.mapping_overrides import layout_key
+from hybridrl.costs.mapping import ACTOR, PlannedRole, SampleLength
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import GenerateStage, UpdateStage
-from hybridrl.planner.mapping import ACTOR, PlannedRole, SampleLength
-from hybridrl.telemetry.prediction import StepPrediction
 
 
 def check_planned_recipe(config: Config, graph: Graph) -> None:
@@ -84,27 +80,3 @@ def assumptions(config: Config) -> list[str]:
             " alone do not compare them"
         )
     return lines
-
-
-def differences(config: Config, prediction: StepPrediction) -> list[str]:
-    """Settings of the mapping that is predicted which a run does not have, as overrides."""
-    others = []
-    recipe = str(config.recipe.get("target", ""))
-    if prediction.recipe and prediction.recipe != recipe:
-        others.append(f"recipe={prediction.recipe.rpartition(':')[2]}")
-    for override in prediction.overrides:
-        key, _, text = override.partition("=")
-        value = config.schedule.kind if key == "schedule" else _setting(config, key)
-        wanted = yaml.safe_load(text)
-        if value is FuseUpdates.auto or (value == [] and wanted is None):
-            continue
-        if (value.value if isinstance(value, Enum) else value) != wanted:
-            others.append(override)
-    return others
-
-
-def _setting(config: Config, key: str) -> object:
-    value: object = config
-    for name in key.split("."):
-        value = getattr(value, name, None)
-    return value

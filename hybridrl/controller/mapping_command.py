@@ -7,7 +7,6 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import ActivationMode, ClusterKind, Config, ConfigError, Device, FuseUpdates
@@ -32,7 +31,7 @@ from hybridrl.controller.mapping_overrides import (
     pools_of,
     train_config,
 )
-from hybridrl.controller.mapping_report import MappingReport, describe, prediction
+from hybridrl.controller.mapping_report import MappingReport, describe
 from hybridrl.controller.placement import HOME, check_apart, check_placement, graphs_of
 from hybridrl.controller.preflight import (
     build_recipe,
@@ -43,13 +42,9 @@ from hybridrl.controller.preflight import (
 )
 from hybridrl.controller.preflight_environment import check_environment
 from hybridrl.controller.roles_together import roles_together
-from hybridrl.flow import Graph
-from hybridrl.flow.graph import SourceStage
-from hybridrl.flow.schedules.base import schedule_class
-from hybridrl.planner.accelerators import ACCELERATORS, layer_roofline
-from hybridrl.planner.fitting_layouts import DoesNotFit, check_fits
-from hybridrl.planner.links import LinkTable
-from hybridrl.planner.mapping import (
+from hybridrl.costs.devices import ACCELERATORS, layer_roofline
+from hybridrl.costs.links import LinkTable
+from hybridrl.costs.mapping import (
     ACTOR,
     AT_ONCE,
     ClusterShape,
@@ -58,16 +53,19 @@ from hybridrl.planner.mapping import (
     TrainLayout,
     cluster_of,
 )
-from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.costs.model import CostModel
+from hybridrl.flow import Graph
+from hybridrl.flow.graph import SourceStage
+from hybridrl.flow.schedules.base import schedule_class
+from hybridrl.planner.fitting_layouts import DoesNotFit, check_fits
 from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
 from hybridrl.planner.mapping_price import MappingPrices
-from hybridrl.planner.mapping_search import MappingResults, MappingSearch, PricedMapping
+from hybridrl.planner.mapping_search import MappingResults, MappingSearch
 from hybridrl.planner.memory import GIB, MemoryPlan
 from hybridrl.planner.options import option_name, read_number
 from hybridrl.planner.search_space import SearchSpace, micro_batch_choices
 from hybridrl.planner.workload import LENGTHS, Shape, Workload, read_workload
 from hybridrl.telemetry.log import command_log
-from hybridrl.telemetry.records import write_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -91,10 +89,8 @@ schedule, for the least seconds of a step. The last line is the best mapping as 
                      --gpu-gib=N (80); --node-gbs, --network-gbs, --host-gbs: GB/s of a GPU within
                      its node, to other nodes, to the host (the datasheet's); --links=FILE, a table
                      of all workers' links where they differ
-  --costs=FILE       what `hybridrl plan calibrate` measured, in place of a roofline of --gpu
   the search         --number=N of results (10), --seconds=N at most (60)
-  --out=FILE         writes the overrides of the best mapping, one a line, and its seconds to
-                     FILE.json: the report of a run with them shows predicted beside measured
+  --out=FILE         writes the overrides of the best mapping, one a line
 
   hybridrl plan auto recipe=ppo model=llama3_8b rollout.max_new_tokens=2048 --nodes=4 \\
     --lengths=lmsys"""
@@ -112,7 +108,7 @@ _NUMBERS = {
 }
 """Options that are numbers, and the least of each."""
 _WHOLE = ("nodes", "gpus_per_node", "prompt_tokens", "number")
-_TEXTS = ("lengths", "costs", "gpu", "out", "links")
+_TEXTS = ("lengths", "gpu", "out", "links")
 _FLAGS = ("--price",)
 
 
@@ -186,22 +182,13 @@ def read_options(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _cluster(options: Mapping[str, Any]) -> ClusterShape:
-    """The cluster that the options describe, or that of measured costs. Raises ConfigError."""
+    """The cluster that the options describe. Raises ConfigError."""
     gpu = options.get("gpu", "h100")
     if gpu not in ACCELERATORS:
         raise ConfigError("--gpu", gpu, f"one of {', '.join(ACCELERATORS)}")
-    nodes, per_node = options.get("nodes"), options.get("gpus_per_node")
-    if "costs" in options:
-        cluster = read_mapping_costs(options["costs"]).cluster
-        nodes, per_node = nodes or cluster.nodes, per_node or cluster.per_node
-        _check_links_known(options, cluster, nodes, per_node)
-        same = (nodes, per_node) == (cluster.nodes, cluster.per_node)
-        table = cluster.table if same else None
-        cluster = replace(cluster, nodes=nodes, per_node=per_node, table=table)
-    elif nodes is None:
+    if "nodes" not in options:
         raise ConfigError("--nodes", "", "how many nodes the planned cluster has")
-    else:
-        cluster = cluster_of(ACCELERATORS[gpu], nodes, per_node or 8)
+    cluster = cluster_of(ACCELERATORS[gpu], options["nodes"], options.get("gpus_per_node", 8))
     links = {"within": "node_gbs", "between": "network_gbs", "host": "host_gbs"}
     speeds: dict[str, Any] = {
         link: replace(getattr(cluster, link), bytes_per_s=options[name] * 1e9)
@@ -211,24 +198,6 @@ def _cluster(options: Mapping[str, Any]) -> ClusterShape:
     if "links" in options:
         speeds["table"] = _links(options["links"], cluster.ranks)
     return replace(cluster, **speeds)
-
-
-def _check_links_known(
-    options: Mapping[str, Any], measured: ClusterShape, nodes: int, per_node: int
-) -> None:
-    """Raises ConfigError where ranks were measured that have no link of a kind that is needed."""
-    if "links" in options:
-        return
-    for name, is_missing, count, kind in (
-        ("network_gbs", nodes > 1 and measured.nodes == 1, nodes, "nodes"),
-        ("node_gbs", per_node > 1 and measured.per_node == 1, per_node, "GPUs of a node"),
-    ):
-        if is_missing and name not in options:
-            allowed = (
-                f"GB/s of a GPU, or --links: {options['costs']} has no links between the {kind},"
-                f" of which {count} are planned"
-            )
-            raise ConfigError(option_name(name), "", allowed)
 
 
 def _links(file: str, ranks: int) -> LinkTable:
@@ -241,16 +210,6 @@ def _links(file: str, ranks: int) -> LinkTable:
         allowed = f"a file with bytes_per_s (and message_s) from each worker to each ({reason})"
         raise ConfigError("--links", file, allowed) from None
     return table
-
-
-def read_mapping_costs(file: str) -> MappingCosts:
-    """Those of `--costs`. Raises ConfigError."""
-    try:
-        return MappingCosts.from_json(json.loads(Path(file).read_text()))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        allowed = f"a file of hybridrl plan calibrate ({reason})"
-        raise ConfigError("--costs", file, allowed) from None
 
 
 def _problem(
@@ -275,8 +234,7 @@ def _problem(
     check_attention(config, shape)
     config = memory_plan.with_flash(config, shape)
     if config.cluster.device is Device.cuda:
-        default = cluster.accelerator.memory_bytes / GIB if "costs" in options else 80
-        room = memory_plan.gpu_room(round(options.get("gpu_gib", default) * GIB))
+        room = memory_plan.gpu_room(round(options.get("gpu_gib", 80) * GIB))
     else:
         room = memory_plan.local_room(config)
     shapes = role_shapes(config, graph, shape)
@@ -297,10 +255,7 @@ def _problem(
         itemsize=config.rollout.dtype.itemsize,
         layer_bytes=CountedLayerBytes(config, shapes),
     )
-    if "costs" in options:
-        costs = MappingCosts(read_mapping_costs(options["costs"]).layer_costs, cluster)
-    else:
-        costs = MappingCosts(layer_roofline(cluster.accelerator), cluster)
+    costs = CostModel(layer_roofline(cluster.accelerator), cluster)
     prices = MappingPrices(
         costs,
         memory,
@@ -432,7 +387,7 @@ def _search(
         allowed = f"a recipe and cluster of which a mapping runs: {'; '.join(refused)}"
         raise ConfigError("plan", "auto", allowed)
     if "out" in options:
-        settings[0] = _written(options["out"], problem, best[0], settings[0])
+        _write(options["out"], settings[0])
     source = problem.prices.costs.layer_costs.source
     result = replace(result, best=best)
     assumed = cut_lengths(problem.config, problem.prices.samples)
@@ -468,9 +423,7 @@ def _price(problem: _Problem, options: Mapping[str, Any]) -> MappingReport:
     if len(mapping.train) > 1 and problem.config.trainer.fuse_updates is FuseUpdates.auto:
         settings.append(f"trainer.fuse_updates={config.trainer.fuse_updates.value}")
     if "out" in options:  # the file has the mapping, the command has it in its arguments
-        by_hand = list(keys_set(problem.user_args))
-        written = _written(options["out"], problem, priced, [*by_hand, *settings])
-        settings = written[len(by_hand) :]
+        _write(options["out"], [*keys_set(problem.user_args), *settings])
     source = problem.prices.costs.layer_costs.source
     assumed = [*assumptions(config), *cut_lengths(config, problem.prices.samples)]
     return MappingReport(result, [settings], [], problem.user_args, source, assumed)
@@ -515,18 +468,9 @@ def _first_line(args: Sequence[str]) -> str:
     return " ".join(keys_set(args)) or "of the defaults"
 
 
-def _written(
-    path: str, problem: _Problem, one: PricedMapping, settings: Sequence[str]
-) -> list[str]:
-    """The overrides as `--out` has them, with the prediction in a file next to it."""
-    source, samples = problem.prices.costs.layer_costs.source, problem.prices.samples
-    tokens = fmean(sample.response for sample in samples)
-    predicted = f"{path}.json"
-    recipe, own = str(problem.config.recipe.get("target", "")), overrides(one.mapping)
-    settings = [*settings, f"telemetry.predicted={predicted}"]
+def _write(path: str, settings: Sequence[str]) -> None:
+    """Write the overrides as `--out` has them. Raises ConfigError."""
     try:
-        write_json(Path(predicted), prediction(one, source, tokens, recipe, own).to_json())
         Path(path).write_text("".join(f"{setting}\n" for setting in settings))
     except OSError as error:
         raise ConfigError("--out", path, f"a file that can be written ({error.strerror})") from None
-    return settings

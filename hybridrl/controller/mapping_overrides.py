@@ -10,7 +10,7 @@ from hybridrl.config import (
     PoolOfConfig,
     TrainLayoutConfig,
 )
-from hybridrl.planner.mapping import ACTOR, DeviceMapping, GenLayout, PlannedRole, TrainLayout
+from hybridrl.costs.mapping import ACTOR, DeviceMapping, GenLayout, PlannedRole, TrainLayout
 
 SET = (
     *("cluster.ranks", "cluster.placement", "cluster.pools", "cluster.pool_of", "schedule"),

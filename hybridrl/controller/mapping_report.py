@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hybridrl.planner.mapping import TrainLayout
+from hybridrl.costs.mapping import TrainLayout
 from hybridrl.planner.mapping_search import MappingResults, PricedMapping
 from hybridrl.planner.memory import GIB
-from hybridrl.telemetry.prediction import StepPrediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,20 +107,6 @@ def _axes_text(layout: TrainLayout) -> str:
     if layout.chunk_layers:
         order += f" layers {'+'.join(map(str, layout.chunk_layers))}"
     return (" ".join(sizes) or "whole") + order
-
-
-def prediction(
-    one: PricedMapping, source: str, response_tokens: float, recipe: str, overrides: Sequence[str]
-) -> StepPrediction:
-    """What a run of the mapping, which has these `overrides`, compares its steps with."""
-    return StepPrediction(
-        source=source,
-        mapping=describe(one),
-        response_tokens=response_tokens,
-        seconds={"step": one.seconds.step_s, **one.seconds.stages},
-        recipe=recipe,
-        overrides=tuple(overrides),
-    )
 
 
 def _record(one: PricedMapping, settings: Sequence[str]) -> dict[str, Any]:

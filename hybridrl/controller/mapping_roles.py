@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from hybridrl.config import VALUE_MODELS, ActivationMode, Config, ConfigError
 from hybridrl.controller.memory_inputs import attention_of, has_triton
 from hybridrl.controller.placement import scope_of
+from hybridrl.costs.mapping import ACTOR, PlannedRole
+from hybridrl.costs.model_shape import ModelShape
 from hybridrl.flow import Graph
 from hybridrl.flow.executor import Scope
 from hybridrl.flow.graph import ComputeStage, UpdateStage
 from hybridrl.models.activations import head_activations, layer_activations, prefill_activations
 from hybridrl.models.load import TORCH_DTYPES, load_config
-from hybridrl.planner.mapping import ACTOR, PlannedRole
-from hybridrl.planner.model_shape import ModelShape
 from hybridrl.planner.train_memory import ActivationSizes
 
 if TYPE_CHECKING:

@@ -84,9 +84,7 @@ def run(args: list[str]) -> "LayoutPlan | RunPlan":
 
     what = args[0] if args else ""
     if what not in ("layout", "memory"):
-        raise ConfigError(
-            "plan", what, "auto, layout, memory, schedule or calibrate, then its options"
-        )
+        raise ConfigError("plan", what, "auto, layout, memory or schedule, then its options")
     compose.register()
     gpus, rest = _number_option(args[1:], _GPUS, whole=True)
     gpus_per_node = int(gpus) or local_gpus() or _USUAL_GPUS

@@ -33,7 +33,6 @@ from hybridrl.controller.activation_choice import decide_activations
 from hybridrl.controller.composite_reward import with_parts
 from hybridrl.controller.first_samples import FirstSamples
 from hybridrl.controller.fused_updates import decide_fused_updates
-from hybridrl.controller.mapping_checks import differences
 from hybridrl.controller.memory_plan import check_memory, local_obstacle, unknown_room
 from hybridrl.controller.placement import check_placement
 from hybridrl.controller.preflight_environment import check_environment, openings, turn_template
@@ -68,7 +67,6 @@ from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
 from hybridrl.system.compiler import compiler_fault
 from hybridrl.system.short_tmpdir import shorten_tmpdir
-from hybridrl.telemetry.prediction import read_prediction
 
 logger = logging.getLogger(__name__)
 
@@ -125,14 +123,6 @@ def prepare(
     engine_checks(config.rollout).check_installed()
     check_optimizers(config, graph)
     config.telemetry.check_installed()
-    if config.telemetry.predicted is not None:
-        others = differences(config, read_prediction(config.telemetry.predicted))
-        if others:
-            logger.warning(
-                "telemetry.predicted=%s is of another run: %s",
-                config.telemetry.predicted,
-                " ".join(others),
-            )
     check_environment(config, graph)
     if config.cluster.emulated:
         check_no_checkpoints(config, graph)

@@ -21,7 +21,6 @@ from hybridrl.controller.async_calls import (
 from hybridrl.controller.driver_judges import DriverJudges, read_together
 from hybridrl.controller.episodes import Episodes
 from hybridrl.controller.event_lines import described
-from hybridrl.controller.fused_search import NO_SEARCH, FusedSearch
 from hybridrl.controller.judge_failures import JudgeFailures
 from hybridrl.controller.load_balance import (
     UNKNOWN_WORK,
@@ -99,12 +98,11 @@ class RayExecutor:
         on_switch: Callable[[list[SwitchStats]], None],
         works: Mapping[str, RankWork] = MappingProxyType({}),
         episodes: Episodes | None = None,
-        fused_search: FusedSearch = NO_SEARCH,
         together: Sequence[Sequence[str]] = (),
     ) -> None:
         self.judges = DriverJudges(config)
         self.group, self.config, self.on_switch = group, config, on_switch
-        self._works, self.episodes, self._fused_search = works, episodes, fused_search
+        self._works, self.episodes = works, episodes
         self._together = together
         self.failures: JudgeFailures | None = None  # of the run so far, or of one that is replayed
         self.clock: Clock = WallClock()
@@ -171,8 +169,6 @@ class RayExecutor:
         if phase is Phase.GENERATE and self._early:  # a step has failed before its update
             self.group.enter(Phase.TRAIN, self._check_stop_requested)  # so that all ranks switch
             self._early.clear()
-        if phase is Phase.GENERATE:
-            self._fused_search.begin()
         answers = self.group.enter(phase, self._check_stop_requested)
         logger.debug("phase %s: all ranks have changed", phase.value)
         self.version = answers[0].version
@@ -219,7 +215,6 @@ class RayExecutor:
             finished = answer.event.finished
             self._moves.publish(answer, [f.id for f in finished], generated_tensors(finished))
         in_order = sorted((f for a in answers for f in a.finished), key=lambda f: f.id)
-        self._fused_search.saw(in_order)
         parked = [
             replace(same[0], state={rank: state for p in same for rank, state in p.state.items()})
             for same in zip(*(a.parked for a in answers), strict=True)
@@ -488,15 +483,14 @@ class RayExecutor:
                 read |= {*stage.inputs, *self._fields_of_role[stage.role or ""]}
             parcels = yield from self._moves.copies(samples, ranks, common & read)
         rank_of = {sample.id: rank for sample, rank in zip(samples, ranks, strict=True)}
-        policies = self._fused_search.policies(stages[0].role or "")
         shares: dict[int, list[UpdateShare]] = {rank: [] for rank in pool.ranks}
         for stage, batch in zip(stages, batches, strict=True):
             ranks = [rank_of[sample.id] for sample in batch]
             of_stage = update_shares(stage, batch, ranks, pool.ranks, self.config.trainer)
             for rank, share in of_stage.items():
                 first = () if shares[rank] else once(parcels[rank])
-                share = replace(share, parcels=first, num_early=len(early[stage.name]))
-                shares[rank].append(replace(share, policies=policies))
+                own = replace(share, parcels=first, num_early=len(early[stage.name]))
+                shares[rank].append(own)
         filled = [tuple(shares[rank]) for rank in pool.ranks]
         answers = yield from answers_of(self.group.call_update(pool, tuple(stages), filled))
         return [UpdateDone(s.name, metrics) for s, metrics in zip(stages, answers[0], strict=True)]

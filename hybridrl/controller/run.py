@@ -21,7 +21,6 @@ from hybridrl.controller.early_backward import early_settings
 from hybridrl.controller.emulated_episodes import EmulatedEpisodes
 from hybridrl.controller.episodes import EnvironmentFailed, Episodes
 from hybridrl.controller.evaluate import HeldOutEvaluation, evaluation_graphs, failed_shares
-from hybridrl.controller.fused_search import NO_SEARCH, FusedSearch
 from hybridrl.controller.inputs import inputs_of
 from hybridrl.controller.judge_failures import JudgeFailures
 from hybridrl.controller.load_balance import RankWork, work_of_roles
@@ -104,7 +103,6 @@ class Run:
             prepared.model_path,
             self.records.on_span,
             self.records.on_memory,
-            self.records.on_passes,
         )
         sizes = sizes_of_run(config, prepared.graph, prepared.model_path)
         decided = {"activations": config.trainer.activations.value}
@@ -116,10 +114,9 @@ class Run:
         # the model of emulated ranks is not the one that is here
         emulated = config.cluster.emulated
         works: dict[str, RankWork] = {}
-        searched, together = NO_SEARCH, list[tuple[str, ...]]()
+        together = list[tuple[str, ...]]()
         if not emulated:
             works = work_of_roles(config, prepared.graph, prepared.model_path)
-            searched = FusedSearch.of(config, prepared.graph, works, prepared.model_path)
             if config.trainer.fuses:
                 together = roles_together(config, prepared.graph, HOME)
         self.episodes = _episodes(config, prepared)
@@ -129,7 +126,6 @@ class Run:
             self.records.on_switch,
             works,
             self.episodes,
-            searched,
             together,
         )
         self.failures = self.executor.failures = _judge_failures(config, origin)

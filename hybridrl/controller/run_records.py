@@ -14,9 +14,7 @@ from hybridrl.flow.sample import ENVIRONMENT_FAILURE, Sample, SampleId
 from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.turns import order_to_json
 from hybridrl.layout.weight_switch import SwitchStats
-from hybridrl.pipelines.recorded import RolePasses
 from hybridrl.system.memory import MemoryReading
-from hybridrl.telemetry.prediction import stage_key
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.telemetry.trace import TimeSpan, rank_lane
 from hybridrl.workers.sample_writer import SampleFacts
@@ -69,10 +67,6 @@ class RunRecords:
     def on_memory(self, rank: int, memory: MemoryReading) -> None:
         """A rank has measured its memory."""
         self.telemetry.memory(rank_lane(rank), memory.when, memory.held)
-
-    def on_passes(self, rank: int, passes: RolePasses) -> None:
-        """A rank has trained micro-batches of a role, or scored them."""
-        self.telemetry.passes(self.current_step(), rank, passes.role, passes.passes)
 
     def on_switch(self, switches: Sequence[SwitchStats]) -> None:
         """All ranks have switched weights.
@@ -279,7 +273,7 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
     if trained := result.metrics.get("samples/trained_tokens"):
         old_tokens = result.metrics["samples/off_policy_tokens"]
         metrics["samples/off_policy_share"] = old_tokens / trained
-    metrics |= {stage_key(name): s for name, s in result.seconds_by_stage.items()}
+    metrics |= {f"{name.replace(' ', '_')}_s": s for name, s in result.seconds_by_stage.items()}
     for name in ("kl", *judged(samples)):
         if values := [x for s in samples if (x := score_of(s, name)) is not None]:
             metrics |= {f"{name}_mean": fmean(values), f"{name}_std": pstdev(values)}

@@ -21,7 +21,6 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import AnswersStage, Graph, Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
-from hybridrl.pipelines.recorded import RolePasses
 from hybridrl.planner.memory import PoolSizes
 from hybridrl.rewards import RewardInput
 from hybridrl.runtime.launcher import CallFailed, Launcher
@@ -48,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 OnSpan = Callable[[str, TimeSpan], None]
 OnMemory = Callable[[int, MemoryReading], None]
-OnPasses = Callable[[int, RolePasses], None]
 _UNKNOWN = ("?", "")  # node and log of a rank that has not answered yet
 
 
@@ -91,10 +89,9 @@ class WorkerGroup:
         model_path: str,
         on_span: OnSpan,
         on_memory: OnMemory,
-        on_passes: OnPasses = lambda rank, passes: None,
     ) -> None:
         self.launcher, self.config = launcher, config
-        self.on_span, self.on_memory, self.on_passes = on_span, on_memory, on_passes
+        self.on_span, self.on_memory = on_span, on_memory
         workers = launcher.start(ActorWorker, make_worker, config, model_path, launcher.data_plane)
         order = config.cluster.rank_order
         self._group = launcher.subgroup(workers, order) if order else workers
@@ -121,7 +118,7 @@ class WorkerGroup:
     # -- waiting -------------------------------------------------------------------------------
 
     def value_of(self, rank: int, reference: Reference[Answer]) -> Answer:
-        """The value of a call that has ended; spans, memory and passes go to telemetry."""
+        """The value of a call that has ended; spans and memory go to telemetry."""
         try:
             reply: Reply[Answer] = self.launcher.get(reference)
         except CallFailed as error:
@@ -132,8 +129,6 @@ class WorkerGroup:
             self.on_span(rank_lane(rank, reply.concurrent), span)
         for memory in reply.memory:
             self.on_memory(rank, memory)
-        for passes in reply.passes:
-            self.on_passes(rank, passes)
         return reply.value
 
     def gather(

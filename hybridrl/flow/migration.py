@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridrl.flow.costs import Costs
+from hybridrl.costs.instance import Costs
 
 _EXACT = 64  # every threshold up to here is tried; above it some, and those near the best
 _NEAR = 64  # at most, of those near it

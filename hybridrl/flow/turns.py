@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
-from hybridrl.flow.costs import Costs
+from hybridrl.costs.instance import Costs
 from hybridrl.flow.executor import ENOUGH_TURNS, Answer, EpisodeReply, Replied, TurnEnded
 from hybridrl.flow.sample import ENVIRONMENT_FAILURE, SampleId
 from hybridrl.flow.waits import WaitModel

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridrl.flow.costs import Costs
+from hybridrl.costs.instance import Costs
 
 _KEPT = 1024  # waits
 _ENOUGH = 16

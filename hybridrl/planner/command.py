@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from hybridrl.config import SPECULATED, ConfigError, ScheduleConfig
 from hybridrl.config.schedule import SCHEDULES
-from hybridrl.planner.accelerators import Roofline, read_roofline, samples_held
+from hybridrl.costs.devices import Roofline, read_roofline, samples_held
 from hybridrl.planner.conversations import TURNS, read_conversations
 from hybridrl.planner.mapped_work import step_samples
 from hybridrl.planner.options import option_name, read_number

@@ -13,7 +13,9 @@ from hybridrl.config import (
     RolloutLayoutConfig,
     TrainLayoutConfig,
 )
-from hybridrl.flow.costs import Costs, Drafting
+from hybridrl.costs.devices import Roofline, read_roofline
+from hybridrl.costs.instance import Costs, Drafting
+from hybridrl.costs.mapping import ACTOR, TrainLayout
 from hybridrl.flow.graph import (
     ComputeStage,
     GenerateStage,
@@ -23,10 +25,8 @@ from hybridrl.flow.graph import (
     StageMethod,
     UpdateStage,
 )
-from hybridrl.planner.accelerators import Roofline, read_roofline
 from hybridrl.planner.conversations import ConversationModel, read_conversations
 from hybridrl.planner.mapped_work import step_samples
-from hybridrl.planner.mapping import ACTOR, TrainLayout
 from hybridrl.planner.roofline_updates import roles_of, with_pipelines
 from hybridrl.planner.schedule import read_costs
 from hybridrl.planner.workload import Shape, Workload, known_guesses, read_workload

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from hybridrl.planner.mapping import ACTOR, DeviceMapping, TrainLayout
+from hybridrl.costs.mapping import ACTOR, DeviceMapping, TrainLayout
 from hybridrl.planner.memory import GIB, MemoryPlan
 
 NamedLayouts = tuple[tuple[str, TrainLayout], ...]

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from hybridrl.costs.mapping import PlannedRole, SampleTotals, TrainLayout
+from hybridrl.costs.model import CostModel, SampleLengths, even_rows
 from hybridrl.layout.fsdp_groups import stays_unsharded
 from hybridrl.pipelines.evaluation import lower_bound
 from hybridrl.pipelines.problem import PipelinedModel, PipelineProblem
-from hybridrl.planner.mapping import PlannedRole, TrainLayout
-from hybridrl.planner.mapping_costs import MappingCosts, SampleLengths
 
 Layouts = Mapping[str, TrainLayout]
 """By role."""
@@ -37,7 +37,7 @@ def can_share_a_plan(roles: Sequence[PlannedRole], layouts: Layouts) -> bool:
 
 
 def shared_problem(
-    costs: MappingCosts,
+    costs: CostModel,
     roles: Sequence[PlannedRole],
     layouts: Layouts,
     ranks: range,
@@ -58,11 +58,11 @@ def shared_problem(
     nbytes: dict[str, float] = {}
     for number, (role, width) in enumerate(zip(roles, widths, strict=True)):
         layout = layouts[role.name]
-        batch = (own or {}).get(role.name, samples)
-        pipelines = costs.pipelines(role, layout, ranks, batch, trains, even=False)
-        nbytes[role.name] = costs.longest_message(role, layout, batch)
-        for index, (problem, _) in enumerate(pipelines):
-            (model,) = problem.models
+        totals = SampleTotals.of((own or {}).get(role.name, samples))
+        rows = even_rows(layout, totals)
+        nbytes[role.name] = costs.message_bytes(role, layout, rows.work[0])
+        (model,) = costs.pipeline(role, layout, ranks, rows, trains)[0].models
+        for index in range(width):
             stages = model.ranks
             if number % 2:
                 stages = tuple(layout.pp - 1 - stage for stage in stages)
@@ -77,7 +77,7 @@ def shared_problem(
 
 
 def _sends(
-    costs: MappingCosts,
+    costs: CostModel,
     models: Sequence[PipelinedModel],
     nbytes: Mapping[str, float],
     places: Sequence[range],
@@ -92,7 +92,7 @@ def _sends(
 
 
 def shared_update_s(
-    costs: MappingCosts,
+    costs: CostModel,
     roles: Sequence[PlannedRole],
     layouts: Layouts,
     ranks: range,
@@ -106,7 +106,7 @@ def shared_update_s(
 
 
 def updates_s(
-    costs: MappingCosts,
+    costs: CostModel,
     roles: Sequence[PlannedRole],
     layouts: Layouts,
     ranks: range,
@@ -150,7 +150,7 @@ def _steps(
 
 
 def shared_score_s(
-    costs: MappingCosts,
+    costs: CostModel,
     roles: Sequence[PlannedRole],
     layouts: Layouts,
     ranks: range,

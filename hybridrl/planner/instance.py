@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hybridrl.flow.costs import UNLIMITED, Costs
+from hybridrl.costs.instance import UNLIMITED, Costs
 from hybridrl.flow.executor import (
     ENOUGH_TURNS,
     Answer,

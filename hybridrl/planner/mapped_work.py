@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hybridrl.config import ConfigError
-from hybridrl.flow.costs import Costs
+from hybridrl.costs.instance import Costs
+from hybridrl.costs.mapping import ACTOR, DeviceMapping, PlannedRole, SampleLength, TrainLayout
+from hybridrl.costs.model import CostModel
 from hybridrl.flow.executor import Scope
 from hybridrl.flow.graph import Stage
 from hybridrl.flow.sample import Sample
 from hybridrl.planner.fused_plans import can_share_a_plan, shared_score_s, updates_s
-from hybridrl.planner.mapping import ACTOR, DeviceMapping, PlannedRole, SampleLength
-from hybridrl.planner.mapping_costs import MappingCosts
 from hybridrl.planner.workload import Workload
 
 
@@ -25,7 +25,7 @@ class MappedWork:
     Invariant: every role is in one pool, and every trained role has a layout of its pool's ranks.
     """
 
-    costs: MappingCosts
+    costs: CostModel
     mapping: DeviceMapping
     roles: Sequence[PlannedRole]
     mini_batches: int = 1
@@ -67,10 +67,12 @@ class MappedWork:
     @property
     def scopes(self) -> dict[str, Scope]:
         """Those of forward-only stages, by their names."""
-        return {
-            stage: self.costs.stage_layout(role, self.mapping)[1]
-            for stage, role in self._by_stage.items()
-        }
+        scopes = {}
+        for stage, role in self._by_stage.items():
+            layout, home = self.costs.stage_layout(role, self.mapping)
+            here = Scope.WORLD if isinstance(layout, TrainLayout) else Scope.INSTANCE
+            scopes[stage] = here if home else Scope.POOL
+        return scopes
 
     def flow_costs(self, samples: Sequence[SampleLength]) -> Costs:
         """For the scheduler's choices, of an instance's share of samples like these."""

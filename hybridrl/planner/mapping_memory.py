@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hybridrl.config import ActivationMode, OptimName
-from hybridrl.layout.fsdp_groups import is_one_group, stays_unsharded
-from hybridrl.layout.transfer_rounds import BUCKET_BYTES
-from hybridrl.pipelines.standard import least_micro_batches
-from hybridrl.planner.generation_memory import NativeSizes
-from hybridrl.planner.mapping import (
+from hybridrl.costs.mapping import (
     ACTOR,
     DeviceMapping,
     GenLayout,
     PlannedRole,
     TrainLayout,
 )
+from hybridrl.costs.model_shape import ModelShape
+from hybridrl.layout.fsdp_groups import is_one_group, stays_unsharded
+from hybridrl.layout.transfer_rounds import BUCKET_BYTES
+from hybridrl.pipelines.standard import least_micro_batches
+from hybridrl.planner.generation_memory import NativeSizes
 from hybridrl.planner.memory import MemoryPlan, PoolSizes, ScoringSizes, plan_memory
-from hybridrl.planner.model_shape import ModelShape
 from hybridrl.planner.train_memory import (
     EIGHT_BIT_MOMENT,
     MASTER,

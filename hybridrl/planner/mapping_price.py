@@ -9,10 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from hybridrl.config import ScheduleKind, SerialScheduleConfig
-from hybridrl.flow.executor import Scope
-from hybridrl.planner.fused_plans import shared_update_s, updates_s
-from hybridrl.planner.mapped_work import MappedWork, step_samples
-from hybridrl.planner.mapping import (
+from hybridrl.costs.mapping import (
     ACTOR,
     ClusterShape,
     DeviceMapping,
@@ -22,7 +19,8 @@ from hybridrl.planner.mapping import (
     SampleTotals,
     TrainLayout,
 )
-from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.costs.model import CostModel
+from hybridrl.planner.mapped_work import MappedWork, step_samples
 from hybridrl.planner.mapping_memory import MappingMemory
 from hybridrl.planner.schedule import mapped_setting, replay
 from hybridrl.planner.workload import Workload
@@ -73,7 +71,7 @@ class MappingPrices:
 
     def __init__(
         self,
-        costs: MappingCosts,
+        costs: CostModel,
         memory: MappingMemory,
         roles: Sequence[PlannedRole],
         workload: Workload,
@@ -127,18 +125,6 @@ class MappingPrices:
         each = self.costs.bound_of(role, layout, ranks, self._totals[role], filled=True)
         return self._all_updates(role, layout, each)
 
-    def fused_update_s(
-        self, roles: Sequence[PlannedRole], train: Mapping[str, TrainLayout], ranks: range
-    ) -> float:
-        """Of all of a step's updates of roles that share a plan, with their ways."""
-        numbers = {(role.epochs, role.mini_batches) for role in roles}
-        if len(numbers) > 1:  # some mini-batches are left over
-            sizes = {"mini_batches": self.mini_batches, "epochs": self.epochs}
-            return updates_s(self.costs, roles, train, ranks, self.samples, **sizes)
-        batch = self._mini_batch(roles[0])
-        once = shared_update_s(self.costs, roles, train, ranks, batch) / len(roles)
-        return sum(self._all_updates(role, train[role.name], once) for role in roles)
-
     def balanced(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> TrainLayout:
         """The layout with chunk borders by cost, which may be where they are."""
         # How data ranks are divided into replicas changes nothing within a pipeline.
@@ -183,7 +169,7 @@ class MappingPrices:
             seconds, pool = infer.get(role.name, 0.0), mapping.pool_of(role.name)
             if pool != mapping.pool_of(ACTOR):
                 pools[pool] = pools.get(pool, 0.0) + seconds
-            elif self.costs.stage_layout(role, mapping)[1] is Scope.WORLD:
+            elif isinstance(self.costs.stage_layout(role, mapping)[0], TrainLayout):
                 after += seconds
             else:
                 shared += seconds
@@ -204,18 +190,12 @@ class MappingPrices:
             reason=reason,
         )
 
-    def priced(
-        self, mapping: DeviceMapping, fused: Mapping[str, float] | None = None
-    ) -> StepSeconds:
-        """Like the bound, with updates action by action and the bytes that a switch must move.
-
-        `fused` has the shares of roles in updates that they do in one plan.
-        """
-        updates = dict(fused or {})
-        for name, layout in mapping.train.items():
-            if name not in updates:
-                role, ranks = self._by_name[name], mapping.ranks_of(name)
-                updates[name] = self.update_s(role, layout, ranks)
+    def priced(self, mapping: DeviceMapping) -> StepSeconds:
+        """Like the bound, with updates action by action and the bytes that a switch must move."""
+        updates = {
+            name: self.update_s(self._by_name[name], layout, mapping.ranks_of(name))
+            for name, layout in mapping.train.items()
+        }
         switch = self.costs.to_generation_bound_s(self._by_name[ACTOR], mapping)
         return replace(self.bound(mapping, updates), switch=switch)
 

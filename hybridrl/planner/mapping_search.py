@@ -30,6 +30,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from hybridrl.config import ActivationMode
+from hybridrl.costs.mapping import (
+    ACTOR,
+    DeviceMapping,
+    GenLayout,
+    PlannedRole,
+    TrainLayout,
+)
 from hybridrl.planner.fitting_layouts import (
     DoesNotFit,
     FittingLayouts,
@@ -39,14 +46,6 @@ from hybridrl.planner.fitting_layouts import (
     total,
 )
 from hybridrl.planner.fused_plans import can_share_a_plan
-from hybridrl.planner.joint_layouts import JointLayouts
-from hybridrl.planner.mapping import (
-    ACTOR,
-    DeviceMapping,
-    GenLayout,
-    PlannedRole,
-    TrainLayout,
-)
 from hybridrl.planner.mapping_memory import MappingMemory
 from hybridrl.planner.mapping_price import MappingPrices, StepSeconds
 from hybridrl.planner.memory import MemoryPlan
@@ -129,7 +128,6 @@ class MappingSearch:
         self._numbers = itertools.count()
         self._sorted = lru_cache(None)(self._sorted_layouts)
         self._layouts = lru_cache(None)(self._bounded_layouts)
-        self._joint = JointLayouts(prices, memory, self._sorted)
         self._best = lru_cache(None)(self._best_layout)
         self._filled = lru_cache(None)(self._least_filled_s)
         self._gens = lru_cache(None)(self._gen_layouts)
@@ -271,7 +269,7 @@ class MappingSearch:
         Nothing where nothing fits; for small ones that is found out once they could win.
         """
         usual = self.space.micro_batch_tokens
-        settings = [*self._shared_layouts(frame, usual), *self._joint_layouts(frame, usual)]
+        settings = list(self._shared_layouts(frame, usual))
         if settings:
             all_seconds = ({name: s for name, (s, _) in least.items()} for least in settings)
             yield min(_longest_pool(frame, seconds) for seconds in all_seconds), usual
@@ -309,40 +307,14 @@ class MappingSearch:
             else:
                 yield least
 
-    def _joint_layouts(
-        self, frame: DeviceMapping, micro_batch_tokens: Sequence[int]
-    ) -> Iterator[dict[str, tuple[float, TrainLayout]]]:
-        """The same with layouts of roles that train in one plan, each with its share of a bound."""
-        shared = self._shared_layouts(frame, micro_batch_tokens) if self.space.fuses else ()
-        for least in shared:
-            first = next(iter(least.values()))[1]
-            joint = dict[str, tuple[float, TrainLayout]]()
-            for roles, ranks in self._trained_together(frame):
-                bound = self._joint.bound(roles, ranks, first.activations, first.micro_batch_tokens)
-                if bound is not None:
-                    share = bound[0] / len(roles)
-                    joint |= {name: (share, layout) for name, layout in bound[1].items()}
-            if joint:
-                yield least | joint
-
-    def _trained_together(self, frame: DeviceMapping) -> Iterator[tuple[list[PlannedRole], range]]:
-        """The trained roles of each pool that has several, the actor first; their ranks."""
-        for pool, names in frame.pools.items():
-            roles = [role for role in self.roles if role.name in names and role.trained]
-            if len(roles) > 1:
-                roles.sort(key=lambda role: role.name != ACTOR)
-                yield roles, self.prices.costs.cluster.aligned(frame.pool_ranks[pool])
-
     def _mappings(self, frame: DeviceMapping, tokens: Sequence[int]) -> Iterator[_Candidate]:
         """Those of a placement and an allocation, with training layouts of the least bound."""
         gens = self._gens_of(frame)
-        apart = ((least, False) for least in self._shared_layouts(frame, tokens))
-        joint = ((least, True) for least in self._joint_layouts(frame, tokens))
-        for least, fuses in itertools.chain(apart, joint):
+        for least in self._shared_layouts(frame, tokens):
             bounds = {name: seconds for name, (seconds, _) in least.items()}
             train = {name: layout for name, (_, layout) in least.items()}
             for gen, schedule in itertools.product(gens, self.space.schedules):
-                mapping = replace(frame, train=train, gen=gen, schedule=schedule, fuses=fuses)
+                mapping = replace(frame, train=train, gen=gen, schedule=schedule)
                 bound = self.prices.bound(mapping, bounds).step_s
                 yield _Candidate(bound, next(self._numbers), 1, mapping, bound_s=bound)
 
@@ -375,20 +347,12 @@ class MappingSearch:
         if candidate.level == 1:
             first = next(iter(mapping.train.values()))
             shared = first.activations, first.micro_batch_tokens
-            train, fused = dict[str, TrainLayout](), dict[str, float]()
-            for roles, ranks in self._trained_together(mapping) if mapping.fuses else ():
-                if (joint := self._joint.best(roles, ranks, *shared)) is not None:
-                    train |= joint[1]
-                    fused |= dict.fromkeys(joint[1], joint[0] / len(roles))
-            for name in mapping.train.keys() - train.keys():
+            train = dict[str, TrainLayout]()
+            for name in mapping.train:
                 ranks = self.prices.costs.cluster.aligned(mapping.ranks_of(name))
                 train[name] = self._best(self._by_name[name], ranks, *shared)
-            mapping = replace(mapping, train={name: train[name] for name in mapping.train})
-            if not mapping.fuses:
-                mapping = self._fitting_together(mapping)
-            elif not all(plan.fits for plan in self.memory.plans(self.roles, mapping).values()):
-                return
-            priced = self.prices.priced(mapping, fused)
+            mapping = self._fitting_together(replace(mapping, train=train))
+            priced = self.prices.priced(mapping)
         else:
             assert candidate.priced is not None
             mapping, priced = self._replayed(mapping, candidate.priced)
@@ -403,7 +367,7 @@ class MappingSearch:
     ) -> tuple[DeviceMapping, StepSeconds]:
         """The mapping with updates in one plan or apart, whichever is quicker, and its seconds."""
         apart = self.prices.replayed(mapping, priced)
-        if mapping.fuses or not self.space.fuses or not self._may_fuse(mapping):
+        if not self.space.fuses or not self._may_fuse(mapping):
             return mapping, apart
         fused = replace(mapping, fuses=True)
         if not all(plan.fits for plan in self.memory.plans(self.roles, fused).values()):

@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import lru_cache
 from math import gcd
 
-from hybridrl.flow.costs import Costs
-from hybridrl.planner.accelerators import Accelerator, Roofline, layer_roofline
+from hybridrl.costs.devices import Accelerator, Roofline, layer_roofline
+from hybridrl.costs.instance import Costs
+from hybridrl.costs.mapping import ACTOR, PlannedRole, SampleLength, TrainLayout, cluster_of
+from hybridrl.costs.model import CostModel, SampleLengths
 from hybridrl.planner.fused_plans import Layouts, can_share_a_plan, updates_s
-from hybridrl.planner.mapping import ACTOR, PlannedRole, SampleLength, TrainLayout, cluster_of
-from hybridrl.planner.mapping_costs import MappingCosts, SampleLengths
 
 _PER_NODE = 8
 
@@ -80,7 +80,7 @@ def _updates_s(
     ranks = range(layouts[0].ranks)
     per_node = gcd(len(ranks), _PER_NODE)
     cluster = cluster_of(accelerator, len(ranks) // per_node, per_node)
-    costs = MappingCosts(layer_roofline(accelerator), cluster)
+    costs = CostModel(layer_roofline(accelerator), cluster)
     train = {role.name: layout for role, layout in zip(roles, layouts, strict=True)}
 
     def seconds(*together: PlannedRole) -> float:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from hybridrl.config import ConfigError, EarlyBackward, FusedScheduleConfig, ScheduleConfig
 from hybridrl.config.loss import Loss
 from hybridrl.config.schedule import SCHEDULES
-from hybridrl.flow.costs import LONGEST_DRAFT, UNLIMITED, Costs, Drafting
+from hybridrl.costs.instance import LONGEST_DRAFT, UNLIMITED, Costs, Drafting
 from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.graph import (
     ComputeStage,

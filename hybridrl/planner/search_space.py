@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridrl.config import ActivationMode, PipelineSchedule, ScheduleConfig
-from hybridrl.planner.mapping import GenLayout, PlannedRole, TrainLayout
+from hybridrl.costs.mapping import GenLayout, PlannedRole, TrainLayout
 
 Pools = Mapping[str, tuple[str, ...]]
 PoolNaming = Callable[[Sequence[Sequence[str]]], Pools | None]

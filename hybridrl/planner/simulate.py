@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hybridrl.costs.instance import Costs
+from hybridrl.costs.mapping import ACTOR
 from hybridrl.flow.clock import Clock, VirtualClock
-from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import (
     ENOUGH_TURNS,
     Advanced,
@@ -32,7 +33,6 @@ from hybridrl.layout.wide import wide_instances
 from hybridrl.planner.conversations import ConversationModel, ModeledConversation, reply_to
 from hybridrl.planner.instance import ModeledInstance, ModeledRow
 from hybridrl.planner.mapped_work import MappedWork
-from hybridrl.planner.mapping import ACTOR
 
 EARLY_BACKWARD = "early backward"
 """The name of an instance's part of an update that others wait for."""

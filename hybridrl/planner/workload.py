@@ -13,7 +13,7 @@ from hybridrl.flow.sample import SampleId
 
 LENGTHS = (
     "a run's directory, FILE.jsonl with {lengths: [...]} a line, lmsys, or "
-    "lognormal:median=M,sigma=S[,max=N][,alike=A][,seed=K][,accept=P] (p99=N in place of sigma)"
+    "lognormal:median=M,sigma=S[,max=N][,alike=A][,seed=K][,accept=P]"
 )
 
 
@@ -103,7 +103,6 @@ class LogNormal:
 # log-normal has at sigma = ln(10) / 3.09; with that mean its median is 163.
 LMSYS = LogNormal(median=163.0, sigma=0.745)
 _PUBLISHED = {"lmsys": LMSYS}
-_P99 = 2.326  # of a standard normal
 
 
 @dataclass(kw_only=True, slots=True)
@@ -154,34 +153,26 @@ def read_workload(text: str, shape: Shape) -> Workload:
 def _log_normal(text: str, settings: str, seed: int) -> LogNormal:
     parameters = dict(item.split("=", 1) for item in settings.split(",") if "=" in item)
     try:
-        median = float(parameters.pop("median"))
         drawn = LogNormal(
-            median=median,
-            sigma=_sigma(parameters, median),
+            median=float(parameters.pop("median")),
+            sigma=float(parameters.pop("sigma")),
             max=int(parameters.pop("max", 2**31)),
             seed=int(parameters.pop("seed", seed)),
             alike=float(parameters.pop("alike", 0)),
             accept=float(parameters.pop("accept")) if "accept" in parameters else None,
         )
-    except (KeyError, ValueError, ZeroDivisionError):
+    except (KeyError, ValueError):
         raise ConfigError("--lengths", text, LENGTHS) from None
     if parameters:
         raise ConfigError("--lengths", text, LENGTHS)
     if not (0 < drawn.median < 1e9 and 0 <= drawn.sigma < 10 and drawn.max >= 1):
-        allowed = "median above 0, sigma from 0 to 10 or p99 from the median up, max 1 or more"
+        allowed = "median above 0, sigma from 0 to 10, max 1 or more"
         raise ConfigError("--lengths", text, allowed)
     if not 0 <= drawn.alike <= 1:
         raise ConfigError("--lengths", text, "alike from 0 to 1")
     if drawn.accept is not None and not 0 <= drawn.accept <= 1:
         raise ConfigError("--lengths", text, "accept between 0 and 1")
     return drawn
-
-
-def _sigma(parameters: dict[str, str], median: float) -> float:
-    """That which is named, or the one of a 99th percentile."""
-    if "p99" in parameters:
-        return math.log(float(parameters.pop("p99")) / median) / _P99
-    return float(parameters.pop("sigma"))
 
 
 def _drawn(lengths: LogNormal, shape: Shape) -> Workload:

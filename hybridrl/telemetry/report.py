@@ -14,7 +14,6 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.telemetry.advice import advise
 from hybridrl.telemetry.environment import essentials
 from hybridrl.telemetry.figures import charts, headline, lengths, memory, phases, tiles
-from hybridrl.telemetry.prediction import compared
 from hybridrl.telemetry.records import dump, write_atomic
 from hybridrl.telemetry.rundata import RunData, load
 from hybridrl.telemetry.tables import events, samples, switches, timelines
@@ -76,7 +75,6 @@ def gather(run: RunData) -> dict[str, Any]:
         "phases": known,
         "charts": charts(run),
         "timelines": timelines(run),
-        "predicted": compared(run),
         "memory": memory(run),
         "lengths": lengths(run),
         "switches": switches(run),

@@ -14,7 +14,6 @@ from typing import Any, Self
 from hybridrl.config.run import TelemetryConfig
 from hybridrl.telemetry.environment import capture
 from hybridrl.telemetry.loggers.run_loggers import RunLoggers, logged_run
-from hybridrl.telemetry.prediction import PREDICTION, read_prediction
 from hybridrl.telemetry.progress import make_display
 from hybridrl.telemetry.records import JsonLines, parse, write_atomic, write_json
 from hybridrl.telemetry.trace import (
@@ -87,9 +86,6 @@ class Telemetry:
     def _open(self) -> None:
         self._write_status()
         self._capture()
-        if self._config.predicted is not None:
-            prediction = read_prediction(self._config.predicted)
-            write_json(self.run_dir / PREDICTION, prediction.to_json())
         label = "emulated" if self._emulated else ""
         self._trace = TraceFile(self.run_dir / "trace.json", label)
         self._loggers = RunLoggers(self._config.loggers, self._run)
@@ -184,11 +180,6 @@ class Telemetry:
     def turn_orders(self, step: int, rounds: Sequence[Sequence[Any]]) -> None:
         """Record what replies have come into each round of `step`: lists of [id, turns, ended]."""
         self._append("turn_orders", {"step": step, "phase": self._phase, "rounds": list(rounds)})
-
-    def passes(self, step: int, rank: int, role: str, passes: Sequence[Sequence[Any]]) -> None:
-        """Record timed micro-batches: kind, chunk, tokens, scored tokens, pairs, seconds each."""
-        line = {"step": step, "phase": self._phase, "rank": rank, "role": role}
-        self._append("passes", {**line, "passes": list(map(list, passes))})
 
     def digests(self, step: int, record: Mapping[str, Any]) -> None:
         """Record the digests of a step: a `StepRecord` of `telemetry.digests`."""
@@ -301,7 +292,7 @@ def _evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
     return shown | {k: metrics[k] for k in estimates if not (shown and "/avg@" in k)}
 
 
-_GROWING = ("metrics", "samples", "lengths", "events", "digests", "turn_orders", "passes")
+_GROWING = ("metrics", "samples", "lengths", "events", "digests", "turn_orders")
 
 
 def records_of(run_dir: Path) -> list[Path]:

@@ -13,10 +13,9 @@ from hybridrl.telemetry.records import parse, read_lines
 from hybridrl.telemetry.trace import Counter, TraceSpan, read_timeline
 
 _CONFIGS = ("config.yaml", "config.json", ".hydra/config.yaml")
-PREDICTION = "predicted.json"
 RECORD_FILES = (
     *("run.json", "environment.json", "metrics.jsonl", "events.jsonl", "samples.jsonl"),
-    *("lengths.jsonl", "trace.json", PREDICTION, *_CONFIGS),
+    *("lengths.jsonl", "trace.json", *_CONFIGS),
 )
 """All that `load` reads."""
 _NOT_METRICS = {"step", "time", "phase"}
@@ -47,8 +46,6 @@ class RunData:
     spans: list[TraceSpan] = field(default_factory=list)
     counters: list[Counter] = field(default_factory=list)
     config: str = ""
-    predicted: dict[str, Any] = field(default_factory=dict)
-    """What the planner predicted of a step; empty for a run that was not planned."""
 
     @property
     def state(self) -> str:
@@ -132,7 +129,6 @@ def load(run_dir: Path) -> RunData:
         spans=spans,
         counters=counters,
         config=next((_text(run_dir / n) for n in _CONFIGS if (run_dir / n).is_file()), ""),
-        predicted=_read_json(run_dir / PREDICTION),
     )
     rows = [row for row in read_lines(run_dir / "metrics.jsonl") if is_number(row.get("step"))]
     run.offsets = _offsets(rows)

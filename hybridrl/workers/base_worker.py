@@ -24,7 +24,6 @@ from hybridrl.flow.graph import Graph, Stage, StageMethod, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.layout.process_groups import warm_up
 from hybridrl.models.load import TORCH_DTYPES, load_tokenizer
-from hybridrl.pipelines.recorded import RolePasses
 from hybridrl.planner.memory import PoolSizes
 from hybridrl.system.devices import prepare_gpu
 from hybridrl.system.memory import MemoryReading
@@ -66,14 +65,12 @@ Value = TypeVar("Value")
 class Reply(Generic[Value]):
     """A method's value, the rank's time spans meanwhile, and its memory at changes of phase.
 
-    `passes` are timed micro-batches of trained roles. `concurrent` is true of methods that run
-    while the rank does other work.
+    `concurrent` is true of methods that run while the rank does other work.
     """
 
     value: Value
     spans: tuple[TimeSpan, ...]
     memory: tuple[MemoryReading, ...] = ()
-    passes: tuple[RolePasses, ...] = ()
     concurrent: bool = False
 
 
@@ -132,7 +129,6 @@ class BaseWorker:
         self._store: Any = None
         self._spans: list[TimeSpan] = []
         self._memory: list[MemoryReading] = []
-        self._passes: list[RolePasses] = []
         self._profile: StepProfile | None = None
         self._early_s = 0.0  # seconds of gradients for an update that is to come
         self._together: dict[tuple[str, ...], FusedUpdate] = {}  # by roles
@@ -222,10 +218,7 @@ class BaseWorker:
                 self._add_judge(name)
             self._add_scorers(graph, weights)
         for name, how in training.items():
-            engine = self.trained[name].train_engine
-            engine.reset_optimizer(how.optim, how.total_updates)
-            # Ranks of one pipeline are enough.
-            engine.clock.enabled = engine.dims.is_first_of("replica", "fsdp", "tp")
+            self.trained[name].train_engine.reset_optimizer(how.optim, how.total_updates)
         return self._reply(descriptions)
 
     def _actor_weights(
@@ -336,7 +329,6 @@ class BaseWorker:
                 role.scoring(x, ids) for x, role in zip(stages, roles.values(), strict=True)
             ]
             results = score(scorings, together)
-            self._take_passes(roles)
         seconds = (time.perf_counter() - start) / len(stages)
         return [
             Computed(stage.name, ids, *of_stage, seconds=seconds)
@@ -364,22 +356,14 @@ class BaseWorker:
         roles = {stage.role: self.trained[stage.role] for stage in stages if stage.role}
         with self._span("update", len(ids)):
             together = self._activate(roles)
-            if together is not None:
-                together.begin(shares[0].policies)
             start = time.perf_counter()
             each = zip(roles.values(), stages, shares, strict=True)
             metrics = train([r.update_steps(stage, share) for r, stage, share in each], together)
-            self._take_passes(roles)
             seconds = time.perf_counter() - start + self._early_s
             self._early_s = 0.0
             for of_role in metrics:
                 of_role["mfu"] = of_role["flops"] / seconds / self._pool_peak
         return self._reply(metrics)
-
-    def _take_passes(self, roles: Mapping[str, TrainableModel]) -> None:
-        for name, role in roles.items():
-            if passes := role.train_engine.clock.take():
-                self._passes.append(RolePasses(name, passes))
 
     def _fused(self, roles: tuple[str, ...]) -> FusedUpdate:
         """What trains or scores these roles together, made once. Collective."""
@@ -456,8 +440,7 @@ class BaseWorker:
     def _reply(self, value: Value) -> Reply[Value]:
         spans, self._spans = tuple(self._spans), []
         memory, self._memory = tuple(self._memory), []
-        passes, self._passes = tuple(self._passes), []
-        return Reply(value, spans, memory, passes)
+        return Reply(value, spans, memory)
 
 
 def _log_file() -> str:

@@ -100,7 +100,7 @@ class CriticWorker(BaseWorker):
         reply = self._run_stage(stage, ids, parcels)
         published = self._published(reply.value, ids, reply.value.tensors)
         self.store.drop(ids)
-        return Reply(published, reply.spans, reply.memory, reply.passes)
+        return Reply(published, reply.spans, reply.memory)
 
     @dispatch(Dispatch.PER_RANK)
     def update(

@@ -13,8 +13,8 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from hybridrl.config import Config
+from hybridrl.costs.instance import Costs
 from hybridrl.data import Item
-from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import (
     ENOUGH_TURNS,
     Advanced,

@@ -12,7 +12,6 @@ from hybridrl.engines.train.fused_update import FusedUpdate, ScoreInputs, Update
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.graph import Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
-from hybridrl.pipelines.policies import Policy
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
 
@@ -35,7 +34,7 @@ class UpdateShare:
     those samples. `versions` has the oldest policy version of their tokens. `parcels` are the
     references to samples from other ranks; in a call of several updates the first share has all.
     `num_early` further samples of the update, on all ranks together, are in their gradients already
-    (`accumulate`). With `policies` begins the search for the plan that several updates share.
+    (`accumulate`).
     """
 
     mini_batches: tuple[tuple[SampleId, ...], ...]
@@ -43,7 +42,6 @@ class UpdateShare:
     versions: dict[SampleId, int]
     parcels: tuple[Any, ...]
     num_early: int = 0
-    policies: tuple[Policy, ...] = ()
 
     @property
     def ids(self) -> tuple[SampleId, ...]:

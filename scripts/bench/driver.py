@@ -50,7 +50,7 @@ def one(
 ) -> None:
     """One number of ranks under one schedule."""
     instances, longest = ranks // args.tp, args.longest
-    lengths = f"lognormal:median={longest // 8},p99={longest},max={longest}"
+    lengths = f"lognormal:median={longest // 8},sigma=0.894,max={longest}"
     settings = [
         *SETTINGS,
         f"schedule={schedule}",

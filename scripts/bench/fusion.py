@@ -31,8 +31,8 @@ from hybridrl.controller.preflight import PreparedRun, prepare
 from hybridrl.controller.ray_executor import RayExecutor
 from hybridrl.controller.schedule_factory import make_schedule
 from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.costs.instance import CostMeter, Costs
 from hybridrl.data import Item, PromptStream
-from hybridrl.flow.costs import CostMeter, Costs
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.schedules.base import Prompt, Schedule
 from hybridrl.planner.schedule import Setting, replay

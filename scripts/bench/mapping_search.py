@@ -8,7 +8,7 @@ result.
 
 - `serial`: the paper's lengths, which are all the same, under `serial`;
 - `fused_long_tailed`: `fused` beside `serial`, responses up to eight times the median;
-- `joint`: as `serial`, with updates in one plan and layouts that pay only together;
+- `joint`: as `serial`, with updates in one plan where that is quicker;
 - `all`: `fused` beside `serial`, long-tailed, with updates in one plan.
 
 The others are not among the default cases: `fused_split`, `fused_standalone` and `fused_colocate`

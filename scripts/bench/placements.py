@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hybridrl.config import ScheduleConfig, SerialScheduleConfig
-from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
-from hybridrl.planner.mapping import ACTOR, PlannedRole, cluster_of
-from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.costs.devices import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.costs.mapping import ACTOR, PlannedRole, cluster_of
+from hybridrl.costs.model import CostModel
 from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
 from hybridrl.planner.mapping_price import MappingPrices
 from hybridrl.planner.mapping_search import MappingResults, MappingSearch
@@ -53,7 +53,7 @@ def all_placements(
 
 def long_tailed() -> Workload:
     """The workload with responses up to eight times the median."""
-    lengths = f"lognormal:median={_RESPONSE // 8},p99={_RESPONSE}"
+    lengths = f"lognormal:median={_RESPONSE // 8},sigma=0.894"
     shape = Shape(
         prompts_per_step=_PROMPTS,
         group_size=1,
@@ -93,7 +93,7 @@ def _search(
         reserved=_RESERVED,
     )
     prices = MappingPrices(
-        MappingCosts(layer_roofline(accelerator), cluster),
+        CostModel(layer_roofline(accelerator), cluster),
         memory,
         roles,
         workload,

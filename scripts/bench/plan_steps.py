@@ -1,10 +1,9 @@
 """Predicted steps of whole runs against measured ones, on two ranks, under each mapping of them.
 
-`hybridrl plan calibrate` measures this machine once (or --costs=FILE). Then PPO runs under every
-layout that two ranks have in training and in generation, under `serial` and `fused`, and with the
-critic apart. A few runs are alive at a time and take turns, step by step; the first mapping is in
-each group. Weights stay as they are to the last bits, so all of them train on the same samples.
-`hybridrl plan auto --price` predicts each step for its own lengths.
+PPO runs under every layout that two ranks have in training and in generation, under `serial` and
+`fused`, and with the critic apart. A few runs are alive at a time and take turns, step by step; the
+first mapping is in each group. Weights stay as they are to the last bits, so all of them train on
+the same samples. `hybridrl plan auto --price` predicts each step for its own lengths.
 
 A line's value is the predicted seconds of a step, its baseline the measured ones. `over_first` is
 the measured ratio to the first mapping in the same rounds, `predicted_over_first` the predicted
@@ -19,7 +18,6 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -87,12 +85,19 @@ def measured_s(folder: Path, names: Sequence[str], rounds: int) -> dict[str, lis
     return {name: [block["step_s"] for block in blocks[name]] for name in names}
 
 
-def predicted_s(run_dir: Path, overrides: Sequence[str], costs: Path) -> tuple[list[float], int]:
+def predicted_s(run_dir: Path, overrides: Sequence[str]) -> tuple[list[float], int]:
     """Of the measured steps of a run; the response tokens of all of them."""
     lengths, seconds, tokens = run_dir / "one_step.jsonl", [], 0
     for row in (run_dir / "lengths.jsonl").read_text().splitlines()[WARM_UP:]:
         lengths.write_text(row)
-        args = [*RUN, *overrides, "--price", f"--costs={costs}", f"--lengths={lengths}"]
+        args = [
+            *RUN,
+            *overrides,
+            "--price",
+            "--nodes=1",
+            "--gpus-per-node=2",
+            f"--lengths={lengths}",
+        ]
         (one,) = mapping_command.run(args).result.best
         seconds.append(one.seconds.step_s)
         tokens += sum(json.loads(row)["lengths"])
@@ -100,13 +105,12 @@ def predicted_s(run_dir: Path, overrides: Sequence[str], costs: Path) -> tuple[l
 
 
 def main() -> None:
-    """Calibrate, run, price, compare."""
+    """Run, price, compare."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="*", default=list(MAPPINGS), choices=list(MAPPINGS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--costs", type=Path, help="of plan calibrate, instead of a new one")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     groups = list(groups_of(args.only))
@@ -114,24 +118,19 @@ def main() -> None:
     minutes = 1 + sum(map(len, groups)) * run_s / 60
     print(f"about {minutes:.0f} minutes on two cores", file=sys.stderr)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        costs = args.costs or folder / "costs.json"
-        if args.costs is None:
-            command = [sys.executable, "-m", "hybridrl.cli", "plan", "calibrate", *RUN]
-            subprocess.run([*command, f"--out={costs}"], check=True, stdout=subprocess.DEVNULL)
-        compare(folder, groups, args.rounds, costs)
+        compare(Path(name), groups, args.rounds)
 
 
-def compare(folder: Path, groups: Sequence[Sequence[str]], rounds: int, costs: Path) -> None:
+def compare(folder: Path, groups: Sequence[Sequence[str]], rounds: int) -> None:
     """A line for each mapping, and those of all; the first mapping counts in its first group."""
     predicted, over = dict[str, float](), dict[str, float]()
     errors, of_ratios = list[float](), list[float]()
     for number, names in enumerate(groups):
         runs = folder / str(number)
         measured = measured_s(runs, names, rounds)
-        first_s, _ = predicted_s(runs / FIRST, MAPPINGS[FIRST], costs)
+        first_s, _ = predicted_s(runs / FIRST, MAPPINGS[FIRST])
         for name in names[number > 0 :]:
-            seconds, tokens = predicted_s(runs / name, MAPPINGS[name], costs)
+            seconds, tokens = predicted_s(runs / name, MAPPINGS[name])
             ratios = [a / b for a, b in zip(measured[name], measured[FIRST], strict=True)]
             predicted[name], over[name] = statistics.median(seconds), statistics.median(ratios)
             expected = statistics.median(a / b for a, b in zip(seconds, first_s, strict=True))

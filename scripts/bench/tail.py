@@ -19,8 +19,8 @@ from tail_bounds import Machine, bounds, pass_tokens
 from tail_cases import ACCEPT, CASES, CYCLE, MORE_CASES, RECIPES, SIDES, Case
 
 from hybridrl.config import Config, SerialScheduleConfig
-from hybridrl.flow.costs import LONGEST_DRAFT, Costs
-from hybridrl.planner.accelerators import read_roofline
+from hybridrl.costs.devices import read_roofline
+from hybridrl.costs.instance import LONGEST_DRAFT, Costs
 from hybridrl.planner.emulation import scaled
 from hybridrl.planner.schedule import Setting, replay
 

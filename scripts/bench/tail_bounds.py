@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean
 
-from hybridrl.flow.costs import Costs
+from hybridrl.costs.instance import Costs
 from hybridrl.planner.workload import Group
 
 

@@ -10,9 +10,9 @@ from gpu_steps.steps import Settings
 from gpu_steps.timing import median_seconds, seconds
 from hybridrl.algorithms.losses import ReinforceLoss
 from hybridrl.config import Config
+from hybridrl.costs.devices import ACCELERATORS
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
-from hybridrl.planner.accelerators import ACCELERATORS
 
 MICRO_BATCHES = 2
 _ROUNDS = 3

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 from hybridrl.config import Config, TinyModelConfig
 from hybridrl.controller.early_backward import early_settings, layout_obstacle
-from hybridrl.controller.fused_search import NO_SEARCH
 from hybridrl.controller.ray_executor import RayExecutor
 from hybridrl.controller.run import Interrupted
 from hybridrl.flow.executor import Phase
@@ -199,7 +198,6 @@ def test_a_step_that_fails_leaves_no_rank_behind() -> None:
     executor = object.__new__(RayExecutor)
     executor.group = cast(Any, SimpleNamespace(enter=enter))
     executor._early = defaultdict(set, {"update_actor": {SampleId(0)}})
-    executor._fused_search = NO_SEARCH
     for _ in range(2):
         executor.enter(Phase.GENERATE)
     assert entered == [Phase.TRAIN, Phase.GENERATE, Phase.GENERATE]

@@ -18,7 +18,7 @@ from hybridrl.config import Config, ConfigError, TinyModelConfig, compose
 from hybridrl.controller import train as runs
 from hybridrl.controller.preflight import build_recipe, prepare
 from hybridrl.controller.replay import ReplayRequest, replay
-from hybridrl.flow.costs import Costs
+from hybridrl.costs.instance import Costs
 from hybridrl.flow.executor import Sampling, Submit
 from hybridrl.flow.sample import SampleId
 from hybridrl.models.tiny import make_tiny_model
@@ -104,7 +104,10 @@ def test_fused_has_the_batch_of_serial(
     assert len(rewards(serial)) == 3
 
 
-GUESSES = ("rollout.speculate=auto", 'cluster.lengths="lognormal:median=200,p99=2000,accept=0.6"')
+GUESSES = (
+    "rollout.speculate=auto",
+    'cluster.lengths="lognormal:median=200,sigma=0.9899,accept=0.6"',
+)
 
 
 @pytest.mark.parametrize("schedule", ["serial", "fused", "packed"])
@@ -140,7 +143,7 @@ def test_the_plan_packs_the_same_prompts(
     trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step by step: what a length ranker knows of prompts is the same."""
-    lengths = 'cluster.lengths="lognormal:median=200,p99=2000,alike=0.5"'
+    lengths = 'cluster.lengths="lognormal:median=200,sigma=0.9899,alike=0.5"'
     settings = ("schedule=packed", *GRPO, lengths, "trainer.steps=12")
     trains = [
         sorted({*line["prompts"]}) for line in read_lines(trained(*settings) / "lengths.jsonl")
@@ -375,7 +378,8 @@ def test_axes_split_the_model_of_the_costs(settings: str, allowed: str, tmp_path
         ('cluster.costs="gpu:model=8b,total=64"', "a roofline of 4 instances of 1"),
         ("recipe=ppo", "costs of stage values, or of its role critic"),
         (
-            'schedule=packed schedule.limit_tokens=9 cluster.lengths="lognormal:median=90,p99=99"',
+            "schedule=packed schedule.limit_tokens=9 "
+            'cluster.lengths="lognormal:median=90,sigma=0.04"',
             "the longest responses of prompts of cluster.lengths",
         ),
         (

@@ -1,9 +1,7 @@
 """Whether updates are one plan, decided before a run; and runs whose updates are."""
 
-import random
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,15 +12,12 @@ from safetensors.torch import load_file
 from hybridrl.config import Config, ConfigError, Device, FuseUpdates
 from hybridrl.config.compose import check, register
 from hybridrl.controller import fused_updates
-from hybridrl.controller.fused_search import FusedSearch
 from hybridrl.controller.fused_updates import decide_fused_updates, predicted_gain
 from hybridrl.controller.memory_plan import Room, gpu_room, plan_run
 from hybridrl.controller.preflight import build_recipe
 from hybridrl.controller.roles_together import roles_together
-from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.models.load import load_config
 from hybridrl.models.tiny import make_tiny_model
-from hybridrl.pipelines.policies import Policy, draw_policy
 
 GIB = 2**30
 PIPELINE = ["recipe=ppo", "cluster.ranks=2", "trainer.layout.pp=2"]
@@ -177,39 +172,11 @@ def test_a_fused_run_trains_as_one_that_is_not(
     train_here: Callable[..., Any],
     tiny_run: list[str],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     recipe: str,
     more: list[str],
 ) -> None:
     """Two steps of two mini-batches each; the weights of all roles in the end."""
-    searched = watch_search(monkeypatch)
     check_runs(train_here, tiny_run, tmp_path, recipe, more)
-    # Of each step it knows the lengths of a mini-batch before the update.
-    assert [len(lengths) for lengths in searched.lengths] == [8, 8]
-    fused = [shares for shares in searched.shares if len(shares) > 1]
-    assert len(fused) == 2 * (1 if recipe == "ppo" else 2)  # ranks and steps; one warms up
-    assert all(share.policies == (searched.policy,) for shares in fused for share in shares)
-
-
-def watch_search(patch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What the search of a step's plans knows, and what the ranks get of it: always one policy."""
-    policy = draw_policy(random.Random(0), 2)
-    seen = SimpleNamespace(lengths=[], shares=[], policy=policy)
-    policies, call_update = FusedSearch.policies, WorkerGroup.call_update
-
-    def policies_of(self: FusedSearch, role: str) -> tuple[Policy, ...]:
-        policies(self, role)
-        if self.lengths():
-            seen.lengths.append(self.lengths())
-        return (policy,)
-
-    def update(self: WorkerGroup, pool: Any, stages: Any, shares: Any) -> Any:
-        seen.shares += shares
-        return call_update(self, pool, stages, shares)
-
-    patch.setattr(FusedSearch, "policies", policies_of)
-    patch.setattr(WorkerGroup, "call_update", update)
-    return seen
 
 
 @pytest.mark.ray

@@ -15,17 +15,13 @@ from transformers import AutoConfig
 from hybridrl import cli
 from hybridrl.config import Config, ConfigError, Device, TinyModelConfig, compose
 from hybridrl.controller import mapping_command, preflight
-from hybridrl.controller.mapping_checks import differences
 from hybridrl.controller.preflight import prepare
+from hybridrl.costs.devices import ACCELERATORS
+from hybridrl.costs.mapping import DeviceMapping, cluster_of
 from hybridrl.models.tiny import make_tiny_model
-from hybridrl.planner.accelerators import ACCELERATORS, layer_roofline
-from hybridrl.planner.mapping import DeviceMapping, cluster_of
-from hybridrl.planner.mapping_costs import MappingCosts
 from hybridrl.planner.memory import GIB
 from hybridrl.planner.partitions import set_partitions
 from hybridrl.rewards.model import make_reward_model
-from hybridrl.telemetry.prediction import read_prediction
-from hybridrl.telemetry.report import render
 
 LENGTHS = "--lengths=lognormal:median=60,sigma=0.8"
 TINY = (
@@ -249,7 +245,6 @@ BIG = ("model=llama3_70b", "cluster.device=cuda")
         ((*TINY, "--nodes=1", "trainer.layout.tp=2"), "trainer.layout.tp", "--price prices it"),
         ((*TINY, "--nodes=1", "actor.lora.rank=4"), "actor.lora.rank", "0 with plan auto"),
         ((*TINY, "--nodes=1", "cluster=emulated"), "cluster", "local or slurm: a mapping is of"),
-        ((*TINY, "--nodes=1", "--costs=/none.json"), "--costs", "plan calibrate"),
         ((*TINY, "--nodes=1", "--out=/none/plan"), "--out", "a directory that is there"),
         (("model=tiny_moe", "--nodes=1", "--gpus-per-node=2"), "model", "a dense decoder"),
     ],
@@ -394,46 +389,6 @@ def test_a_workload_without_lengths_says_where_they_come_from() -> None:
         mapping_command.run([*TINY, "--nodes=1"])
 
 
-def _costs_file(directory: Path, per_node: int) -> str:
-    """Of a node with so many GPUs, as `plan calibrate` writes it."""
-    accelerator = ACCELERATORS["a100"]
-    cluster = cluster_of(accelerator, 1, per_node)
-    costs = MappingCosts(layer_roofline(accelerator), cluster)
-    file = directory / "node.json"
-    file.write_text(json.dumps(costs.to_json()))
-    return f"--costs={file}"
-
-
-@pytest.mark.parametrize(
-    ("per_node", "args", "key"),
-    [
-        (2, ["--nodes=2"], "--network-gbs"),
-        (1, ["--nodes=1", "--gpus-per-node=2"], "--node-gbs"),
-        (1, ["--nodes=2", "--gpus-per-node=2", "--node-gbs=100"], "--network-gbs"),
-    ],
-)
-def test_links_that_were_not_measured_are_asked_for(
-    per_node: int, args: list[str], key: str, tmp_path: Path
-) -> None:
-    """A node's costs know no network, and one GPU's no link at all."""
-    costs = _costs_file(tmp_path, per_node)
-    with pytest.raises(ConfigError, match=r"node\.json has no links between the") as error:
-        _plan(*TINY, *args, costs)
-    assert error.value.key == key
-
-
-def test_with_the_networks_speed_one_nodes_costs_are_enough(tmp_path: Path) -> None:
-    """A slower network makes the same mapping dearer."""
-
-    def step_s(network_gbs: float) -> float:
-        layout = ("cluster.ranks=4", "trainer.layout.fsdp=4")
-        costs = (_costs_file(tmp_path, 2), "--nodes=2", f"--network-gbs={network_gbs}")
-        (one,) = _plan(*TINY, *layout, *costs, "--price").result.best
-        return one.seconds.step_s
-
-    assert step_s(0.1) > step_s(10)
-
-
 def test_a_mapping_by_hand_that_does_not_fit_names_the_largest_size() -> None:
     """Without FSDP, 70B parameters have too large moments."""
     layout = ("trainer.layout.replicas=8", "trainer.layout.fsdp=1", "rollout.layout.tp=8")
@@ -455,13 +410,10 @@ def test_the_command_prints_what_train_takes(
     assert out.read_text().splitlines() == overrides
     config = compose.check([*TINY, *overrides])
     assert config.cluster.ranks == 2
-    assert config.telemetry.predicted == f"{out}.json"
-    predicted = read_prediction(f"{out}.json")
-    assert predicted.seconds["step"] == record["mappings"][0]["step_s"]
 
 
 def test_a_mapping_by_hand_is_written_as_it_is(tmp_path: Path) -> None:
-    """Its overrides, what was decided, and the prediction, which knows a run of another mapping."""
+    """Its overrides, and what was decided."""
     out = tmp_path / "by_hand"
     mapping = ["cluster.ranks=2", "trainer.layout.pp=2", "roles.critic.layout.pp=2"]
     ppo = [*TINY, "recipe=ppo", "model.tiny.num_layers=4"]
@@ -470,14 +422,9 @@ def test_a_mapping_by_hand_is_written_as_it_is(tmp_path: Path) -> None:
     written = out.read_text().splitlines()
     (fuses,) = [line for line in written if line.startswith("trainer.fuse_updates=")]
     kept = "trainer.activations=keep"  # of CPUs
-    assert written == [*mapping, kept, fuses, f"telemetry.predicted={out}.json"]
+    assert written == [*mapping, kept, fuses]
     command = report.remarks()[-1].split()
     assert all(command.count(setting) == 1 for setting in written)
-    same = compose.check([*ppo, *written])
-    other = compose.check([*TINY, "cluster.ranks=2"])
-    predicted = read_prediction(f"{out}.json")
-    assert differences(same, predicted) == []
-    assert {"recipe=ppo", "trainer.layout.pp=2"} <= set(differences(other, predicted))
 
 
 def test_what_the_seconds_leave_out_is_said() -> None:
@@ -485,22 +432,3 @@ def test_what_the_seconds_leave_out_is_said() -> None:
     lines = _plan(*TINY, *settings, "--price", "--nodes=1", "--gpus-per-node=2").remarks()
     assumed = [line for line in lines if line.startswith("assumed: ")]
     assert [line.split()[1] for line in assumed] == ["rollout.speculate=4:", "schedule=partial:"]
-
-
-def test_a_planned_run_shows_predicted_beside_measured(
-    tiny_run: list[str], train_here: Callable[..., Any], tmp_path: Path
-) -> None:
-    """Of every stage of a step on two ranks; both name the stages alike."""
-    out = tmp_path / "plan"
-    options = ("--price", "--nodes=1", "--gpus-per-node=2", f"--out={out}")
-    tiny = [*tiny_run, "cluster.memory_check=warn", "cluster.ranks=2"]
-    _plan(*tiny, *options, lengths="--lengths=lognormal:median=8,sigma=0.5")
-    run_dir = train_here(tmp_path / "run", *tiny, *out.read_text().split()).dir
-    page = render(run_dir).read_text()
-    assert "Predicted and measured" in page
-    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
-    rows = {name: rest for name, *rest in data["predicted"]["rows"]}
-    assert set(rows) >= {"step", "to_generate", "generate", "update_actor"}
-    for predicted, measured, ratio in (rows[name] for name in ("step", "generate", "update_actor")):
-        assert predicted > 0
-        assert ratio == pytest.approx(measured / predicted)

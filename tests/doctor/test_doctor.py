@@ -13,11 +13,11 @@ import torch
 from hybridrl.cli import main
 from hybridrl.config import ClusterConfig, ConfigError
 from hybridrl.config.compose import check, register
+from hybridrl.costs.links import LinkTable
 from hybridrl.doctor import command
 from hybridrl.doctor.checks import Facts, Needs, Severity, diagnose
 from hybridrl.doctor.command import Report, examine, needs_of, write_links
 from hybridrl.doctor.measure import Disk, Link, gpu_problem, measure_disk
-from hybridrl.planner.links import LinkTable
 from hybridrl.system import node_info, signals
 from hybridrl.system.node_info import NodeInfo, read_node_info
 from hybridrl.system.nvidia_smi import Gpu

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hybridrl.flow.costs import LONGEST_DRAFT, UNLIMITED, CostMeter, Costs, Drafting
+from hybridrl.costs.instance import LONGEST_DRAFT, UNLIMITED, CostMeter, Costs, Drafting
 from hybridrl.flow.executor import Computed
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules.base import learn

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 
 from hybridrl.algorithms.losses import ClippedLoss
 from hybridrl.controller.preflight import build_recipe
+from hybridrl.costs.instance import Costs
 from hybridrl.flow import Flow, Graph, recipe
-from hybridrl.flow.costs import Costs
 from hybridrl.flow.early_updates import EarlySettings, EarlyUpdate, early_update
 from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.ledger import generation_first, sections

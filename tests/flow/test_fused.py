@@ -11,8 +11,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from hybridrl.config.loss import Loss
+from hybridrl.costs.instance import Costs
 from hybridrl.flow import Flow, SampleId, recipe
-from hybridrl.flow.costs import Costs
 from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.judgements import leaving_failed

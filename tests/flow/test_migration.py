@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hybridrl.flow.costs import Costs, Drafting
+from hybridrl.costs.instance import Costs, Drafting
 from hybridrl.flow.migration import (
     MigrationPlan,
     StepModel,

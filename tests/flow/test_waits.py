@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hybridrl.flow.costs import Costs
+from hybridrl.costs.instance import Costs
 from hybridrl.flow.executor import EpisodeReply, Replied, TurnEnded
 from hybridrl.flow.sample import SampleId
 from hybridrl.flow.turns import OpenTurns, enough_turns

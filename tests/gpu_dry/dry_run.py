@@ -182,12 +182,9 @@ class DryRun:
         share = UpdateShare(
             (ids,), scalars, dict.fromkeys(ids, self.actor.train_engine.version), ()
         )
-        clock = self.actor.train_engine.clock
-        clock.enabled = True  # as in a run
         for name in ("first update", "update"):
             with self.phase(name):
                 train([self.actor.update_steps(stage, share)], None)
-            clock.take()
 
     def _resume(self) -> None:
         """Read the checkpoint; copies of the trained weights and of their average."""

@@ -6,16 +6,16 @@ import random
 import pytest
 
 from hybridrl.config import PipelineSchedule
-from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
-from hybridrl.planner.chunk_layers import chunk_layers
-from hybridrl.planner.mapping import (
+from hybridrl.costs.chunk_layers import chunk_layers
+from hybridrl.costs.devices import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.costs.mapping import (
     PlannedRole,
     SampleLength,
     SampleTotals,
     TrainLayout,
     cluster_of,
 )
-from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.costs.model import CostModel
 
 
 def _slowest(
@@ -58,7 +58,7 @@ def test_examples() -> None:
 def test_a_large_vocabulary_takes_layers_from_its_stage(schedule: PipelineSchedule) -> None:
     """Updates are quicker; a value model, whose head is small, is cut evenly."""
     accelerator = ACCELERATORS["a100"]
-    costs = MappingCosts(layer_roofline(accelerator), cluster_of(accelerator, nodes=1, per_node=8))
+    costs = CostModel(layer_roofline(accelerator), cluster_of(accelerator, nodes=1, per_node=8))
     layout = TrainLayout(pp=4, fsdp=2, schedule=schedule, micro_batch_tokens=4096)
     samples = [SampleLength(128, 896)] * 128
     actor = PlannedRole(name="actor", shape=MODELS["8b"], trained=True)

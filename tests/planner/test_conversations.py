@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.config import ConfigError, FusedScheduleConfig
+from hybridrl.costs.instance import Costs
 from hybridrl.flow import Flow, TokenSpan
-from hybridrl.flow.costs import Costs
 from hybridrl.flow.executor import Answer, EpisodeReply, Park, Resume, Sampling, Scope, Submit
 from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.sample import NO_VERSION, SampleId

@@ -19,7 +19,7 @@ from hybridrl.config import (
     ScheduleConfig,
     SerialScheduleConfig,
 )
-from hybridrl.flow.costs import Costs, Drafting
+from hybridrl.costs.instance import Costs, Drafting
 from hybridrl.planner.command import read_setting
 from hybridrl.planner.schedule import Setting, replay, replay_steps
 from hybridrl.planner.workload import Group, Workload

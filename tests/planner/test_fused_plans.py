@@ -6,10 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from hybridrl.costs.devices import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.costs.mapping import (
+    PlannedRole,
+    SampleLength,
+    SampleTotals,
+    TrainLayout,
+    cluster_of,
+)
+from hybridrl.costs.model import CostModel, even_rows
 from hybridrl.pipelines.evaluation import lower_bound
-from hybridrl.pipelines.problem import PipelineProblem
+from hybridrl.pipelines.problem import PipelinedModel, PipelineProblem
 from hybridrl.pipelines.search import search
-from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
 from hybridrl.planner.fused_plans import (
     OVER_BOUND,
     can_share_a_plan,
@@ -17,10 +25,8 @@ from hybridrl.planner.fused_plans import (
     shared_score_s,
     shared_update_s,
 )
-from hybridrl.planner.mapping import PlannedRole, SampleLength, TrainLayout, cluster_of
-from hybridrl.planner.mapping_costs import MappingCosts
 
-COSTS = MappingCosts(
+COSTS = CostModel(
     layer_roofline(ACCELERATORS["a100"]), cluster_of(ACCELERATORS["a100"], nodes=2, per_node=8)
 )
 ACTOR = PlannedRole(name="actor", shape=MODELS["13b"], trained=True)
@@ -61,18 +67,18 @@ def test_plans_are_found_near_the_bound(train: dict[str, TrainLayout], trains: b
 @pytest.mark.parametrize("train", CASES)
 def test_ranks_that_do_not_meet_are_problems_of_their_own(train: dict[str, TrainLayout]) -> None:
     """The one with most is the bound of all ranks as one problem."""
-    roles, models = ROLES[: len(train)], []
+    roles, models, nbytes = ROLES[: len(train)], list[PipelinedModel](), dict[str, float]()
     for number, role in enumerate(roles):
         layout = train[role.name]
-        pipelines = COSTS.pipelines(role, layout, range(16), SAMPLES, even=False)
-        for index, (problem, _) in enumerate(pipelines):
-            (model,) = problem.models
+        rows = even_rows(layout, SampleTotals.of(SAMPLES))
+        nbytes[role.name] = COSTS.message_bytes(role, layout, rows.work[0])
+        (model,) = COSTS.pipeline(role, layout, range(16), rows)[0].models
+        for index in range(layout.data_ranks):
             stages = [layout.pp - 1 - s if number % 2 else s for s in model.ranks]
             places = tuple(layout.rank(stage=s) // layout.tp + index for s in stages)
             models.append(replace(model, ranks=places))
     problem = shared_problem(COSTS, roles, train, range(16), SAMPLES)
     tp, sends_s = train[roles[0].name].tp, [[0.0] * 8 for _ in range(8)]
-    nbytes = {r.name: COSTS.longest_message(r, train[r.name], SAMPLES) for r in roles}
     for model in models:
         for a, b in itertools.pairwise(model.ranks):
             seconds = COSTS.cluster.link([tp * a, tp * b]).send_s(nbytes[model.name])

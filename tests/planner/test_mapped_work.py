@@ -6,11 +6,8 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.config import ConfigError, FusedScheduleConfig, ScheduleConfig, SerialScheduleConfig
-from hybridrl.flow.executor import Scope
-from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
-from hybridrl.planner.fused_plans import shared_score_s, shared_update_s, updates_s
-from hybridrl.planner.mapped_work import MappedWork
-from hybridrl.planner.mapping import (
+from hybridrl.costs.devices import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.costs.mapping import (
     DeviceMapping,
     GenLayout,
     PlannedRole,
@@ -18,12 +15,15 @@ from hybridrl.planner.mapping import (
     TrainLayout,
     cluster_of,
 )
-from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.costs.model import CostModel
+from hybridrl.flow.executor import Scope
+from hybridrl.planner.fused_plans import shared_score_s, shared_update_s, updates_s
+from hybridrl.planner.mapped_work import MappedWork
 from hybridrl.planner.schedule import mapped_setting, replay
 from hybridrl.planner.workload import Group, Workload
 
 A100 = ACCELERATORS["a100"]
-COSTS = MappingCosts(layer_roofline(A100), cluster_of(A100, nodes=2, per_node=8))
+COSTS = CostModel(layer_roofline(A100), cluster_of(A100, nodes=2, per_node=8))
 SHAPE = MODELS["7b"]
 ACTOR = PlannedRole(name="actor", shape=SHAPE, trained=True)
 CRITIC = PlannedRole(name="critic", shape=SHAPE, trained=True, passes=("values",), value_head=True)

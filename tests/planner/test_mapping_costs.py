@@ -1,20 +1,16 @@
 """Seconds under a mapping: by hand of one model, in proportion between layouts and sizes."""
 
 import itertools
-import json
 import math
 import random
 
 import pytest
 
 from hybridrl.config import ActivationMode, PipelineSchedule, SerialScheduleConfig
-from hybridrl.flow.executor import Scope
-from hybridrl.layout.grouping import TrainAxes
-from hybridrl.layout.switching import plan_switch
-from hybridrl.planner.accelerators import ACCELERATORS, MODELS, layer_roofline
-from hybridrl.planner.layer_costs import LayerCosts
-from hybridrl.planner.links import LinkSpeed
-from hybridrl.planner.mapping import (
+from hybridrl.costs.devices import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.costs.layers import DecodeRates, LayerCosts, PassRates
+from hybridrl.costs.links import LinkSpeed
+from hybridrl.costs.mapping import (
     ClusterShape,
     DeviceMapping,
     GenLayout,
@@ -24,14 +20,16 @@ from hybridrl.planner.mapping import (
     TrainLayout,
     cluster_of,
 )
-from hybridrl.planner.mapping_costs import MappingCosts
-from hybridrl.planner.model_matrices import matrices
-from hybridrl.planner.model_shape import ModelShape
+from hybridrl.costs.model import CostModel, even_rows
+from hybridrl.costs.model_matrices import matrices
+from hybridrl.costs.model_shape import ModelShape
+from hybridrl.layout.grouping import TrainAxes
+from hybridrl.layout.switching import plan_switch
 
 H100 = ACCELERATORS["h100"]
 LLAMA = MODELS["8b"]
 ACTOR = PlannedRole(name="actor", shape=LLAMA, trained=True)
-COSTS = MappingCosts(layer_roofline(H100), cluster_of(H100, nodes=2, per_node=8))
+COSTS = CostModel(layer_roofline(H100), cluster_of(H100, nodes=2, per_node=8))
 SAMPLES = [SampleLength(512, 1536)] * 64
 
 
@@ -97,11 +95,12 @@ def test_traffic_by_hand() -> None:
 def test_a_pipeline_by_hand() -> None:
     """Two stages, four equal micro-batches, links that take no time: 1F1B is five passes long."""
     still = LinkSpeed(math.inf)
-    costs = MappingCosts(layer_roofline(H100), ClusterShape(1, 2, H100, still, still, still))
+    costs = CostModel(layer_roofline(H100), ClusterShape(1, 2, H100, still, still, still))
     layout = TrainLayout(pp=2, micro_batch_tokens=8192)
     shape = ModelShape(32, 4096, 14_336, 32, 8, vocabulary=1)  # a head that takes nothing
     role = PlannedRole(name="actor", shape=shape, trained=True)
-    _, plan = costs.pipeline(role, layout, range(2), [SAMPLES[:4]] * 4)
+    rows = even_rows(layout, SampleTotals.of(SAMPLES[:16]))
+    _, plan = costs.pipeline(role, layout, range(2), rows)
     first, last = costs.passes(role, layout, range(2), SAMPLES[:4])
     assert first.forward_s == pytest.approx(last.forward_s, rel=1e-6)
     rest = costs.gradient_s(role, layout, range(2)) + costs.optimizer_s(role, layout, range(2))
@@ -151,62 +150,27 @@ def test_the_bound_is_below(seed: int) -> None:
         assert seconds < 3 * bound, layout
 
 
+FREE = PassRates()
+NOTHING = LayerCosts(
+    source="nothing",
+    forward=FREE,
+    backward=FREE,
+    head_forward=FREE,
+    head_backward=FREE,
+    decode=DecodeRates(),
+)
+
+
 def test_the_switch_by_hand() -> None:
     """Two ranks with a half each make two instances: each receives the other half."""
     still = LinkSpeed(1e9)
     cluster = ClusterShape(1, 2, H100, still, still, still)
-    costs = MappingCosts(LayerCosts.from_json(NOTHING), cluster)
+    costs = CostModel(NOTHING, cluster)
     switch = costs.switch_s(ACTOR, TrainLayout(fsdp=2), GenLayout(), range(2))
     assert switch == pytest.approx(LLAMA.parameters * 2 / 2 / 1e9, rel=1e-3)
     assert costs.switch_s(ACTOR, TrainLayout(tp=2), GenLayout(tp=2), range(2)) == 0
     shards = costs.activate_s(ACTOR, TrainLayout(fsdp=2))
     assert shards == pytest.approx(12 * LLAMA.parameters / 2 / 1e9)
-
-
-FREE: dict[str, float] = {}
-NOTHING = {
-    "source": "nothing",
-    "decode": FREE,
-    "forward": FREE,
-    "backward": FREE,
-    "head_forward": FREE,
-    "head_backward": FREE,
-}
-
-
-def test_the_file() -> None:
-    values = json.loads(json.dumps(COSTS.to_json()))
-    again = MappingCosts.from_json(values)
-    assert again.to_json() == COSTS.to_json()
-    assert again.update_s(ACTOR, TrainLayout(fsdp=4), range(4), SAMPLES) == COSTS.update_s(
-        ACTOR, TrainLayout(fsdp=4), range(4), SAMPLES
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"forwards": FREE}, r"got .*forwards"),
-        ({"forward": {"flop": 1}}, "forward: got flop, wanted some of call_s"),
-        ({"forward": {"flop_s": -1}}, "forward.flop_s: got -1, wanted a number, 0 or more"),
-        ({"row_s": True}, "row_s: got True"),
-        ({"overlaps": 1}, "overlaps: got 1, wanted a bool"),
-        ({"source": None}, "source: got None, wanted a str"),
-    ],
-)
-def test_costs_that_are_refused(change: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LayerCosts.from_json(NOTHING | change)
-    with pytest.raises(ValueError, match="decode"):
-        LayerCosts.from_json({name: NOTHING[name] for name in NOTHING if name != "decode"})
-
-
-def test_a_cluster_that_is_refused() -> None:
-    values = COSTS.to_json()["cluster"]
-    with pytest.raises(ValueError, match="numbers above 0"):
-        ClusterShape.from_json(values | {"nodes": 0})
-    with pytest.raises(ValueError, match=r"a cluster of nodes, .*within"):
-        ClusterShape.from_json({name: values[name] for name in values if name != "within"})
 
 
 def test_the_layouts_of_forward_passes() -> None:
@@ -228,10 +192,10 @@ def test_the_layouts_of_forward_passes() -> None:
         gen=GenLayout(tp=2),
         schedule=SerialScheduleConfig(),
     )
-    assert COSTS.stage_layout(critic, together) == (train["critic"], Scope.WORLD)
-    assert COSTS.stage_layout(reference, together) == (GenLayout(tp=2), Scope.INSTANCE)
-    assert COSTS.stage_layout(critic, apart) == (train["critic"], Scope.POOL)
-    assert COSTS.stage_layout(reference, apart) == (GenLayout(tp=2), Scope.POOL)
+    assert COSTS.stage_layout(critic, together) == (train["critic"], True)
+    assert COSTS.stage_layout(reference, together) == (GenLayout(tp=2), True)
+    assert COSTS.stage_layout(critic, apart) == (train["critic"], False)
+    assert COSTS.stage_layout(reference, apart) == (GenLayout(tp=2), False)
     assert apart.ranks_of("reference") == range(16, 20)
     assert together.instances == 4
     # Two copies of the reference share what one instance would compute alone.

@@ -14,22 +14,22 @@ from hybridrl.config import (
     PipelineSchedule,
     SerialScheduleConfig,
 )
-from hybridrl.planner.accelerators import ACCELERATORS, layer_roofline
-from hybridrl.planner.fitting_layouts import DoesNotFit
-from hybridrl.planner.links import LinkSpeed
-from hybridrl.planner.mapping import (
+from hybridrl.costs.devices import ACCELERATORS, layer_roofline
+from hybridrl.costs.links import LinkSpeed
+from hybridrl.costs.mapping import (
     ClusterShape,
     DeviceMapping,
     GenLayout,
     PlannedRole,
     TrainLayout,
 )
-from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.costs.model import CostModel
+from hybridrl.costs.model_shape import ModelShape
+from hybridrl.planner.fitting_layouts import DoesNotFit
 from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
 from hybridrl.planner.mapping_price import MappingPrices
 from hybridrl.planner.mapping_search import TOLERANCE, MappingSearch
 from hybridrl.planner.memory import GIB
-from hybridrl.planner.model_shape import ModelShape
 from hybridrl.planner.partitions import set_partitions
 from hybridrl.planner.search_space import Pools, SearchSpace, micro_batch_choices
 from hybridrl.planner.workload import Group, Workload
@@ -78,7 +78,7 @@ def _search(
         device=device,
     )
     prices = MappingPrices(
-        MappingCosts(layer_roofline(A100), cluster),
+        CostModel(layer_roofline(A100), cluster),
         memory,
         roles,
         Workload(tuple(Group(PROMPT, one) for one in lengths), 4, 1),

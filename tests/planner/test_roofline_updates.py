@@ -5,12 +5,8 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.config import ConfigError, SerialScheduleConfig
-from hybridrl.flow.graph import Stage
-from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.planner.accelerators import Roofline, layer_roofline, read_roofline
-from hybridrl.planner.command import run
-from hybridrl.planner.mapped_work import MappedWork, step_samples
-from hybridrl.planner.mapping import (
+from hybridrl.costs.devices import Roofline, layer_roofline, read_roofline
+from hybridrl.costs.mapping import (
     DeviceMapping,
     GenLayout,
     PlannedRole,
@@ -18,13 +14,17 @@ from hybridrl.planner.mapping import (
     TrainLayout,
     cluster_of,
 )
-from hybridrl.planner.mapping_costs import MappingCosts
+from hybridrl.costs.model import CostModel
+from hybridrl.flow.graph import Stage
+from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.planner.command import run
+from hybridrl.planner.mapped_work import MappedWork, step_samples
 from hybridrl.planner.roofline_updates import layouts_of, roles_of, with_pipelines
 from hybridrl.planner.workload import Shape, read_workload
 
 TEXT = "gpu:model=13b,critic=7b,gpus=8,total=32"
 SHAPE = Shape(prompts_per_step=64, group_size=4, num_steps=4, prompt_tokens=128)
-WORKLOAD = read_workload("lognormal:median=400,p99=2400,max=4000", SHAPE)
+WORKLOAD = read_workload("lognormal:median=400,sigma=0.77,max=4000", SHAPE)
 SAMPLES = step_samples(WORKLOAD, 4)
 TOKENS = sum(sample.tokens for sample in SAMPLES)
 
@@ -63,7 +63,7 @@ def mapped_seconds(text: str, mini_batches: int, epochs: int) -> tuple[float, fl
         schedule=SerialScheduleConfig(),
         fuses=True,
     )
-    costs = MappingCosts(layer_roofline(named.accelerator), cluster)
+    costs = CostModel(layer_roofline(named.accelerator), cluster)
     work = MappedWork(
         costs=costs, mapping=mapping, roles=roles, mini_batches=mini_batches, epochs=epochs
     )
@@ -115,7 +115,7 @@ def test_what_cannot_share_a_plan_has_no_seconds_of_one(train: dict[str, TrainLa
     assert costs.fused_train_token_s == 0
 
 
-LENGTHS = ("--lengths=lognormal:median=300,p99=2000,max=2000", "--prompts=8", "--steps=2")
+LENGTHS = ("--lengths=lognormal:median=300,sigma=0.816,max=2000", "--prompts=8", "--steps=2")
 
 
 def step_s(*args: str) -> dict[str, float]:

@@ -12,7 +12,7 @@ from script_modules import SCRIPTS, load_script
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config import TinyModelConfig
-from hybridrl.flow.costs import Costs
+from hybridrl.costs.instance import Costs
 from hybridrl.flow.sample import SampleId
 from hybridrl.models.tiny import make_tiny_model
 

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 from script_modules import load_script
 
-from hybridrl.flow.costs import Costs
+from hybridrl.costs.instance import Costs
 from hybridrl.planner.workload import Group
 
 

@@ -89,10 +89,6 @@ class TrainDims:
         """This rank's coordinate on an axis."""
         return int(self.mesh.get_local_rank(axis))
 
-    def is_first_of(self, *axes: str) -> bool:
-        """Whether this rank is the first one on each of these axes."""
-        return all(self.rank(axis) == 0 for axis in axes)
-
     @property
     def token_parts(self) -> int:
         """Number of shards of a row's tokens between the blocks."""

@@ -35,7 +35,6 @@ from hybridrl.engines.train.interface import TrainSequence, ended
 from hybridrl.engines.train.muon import MatrixOwners
 from hybridrl.engines.train.optim import make_optimizer
 from hybridrl.engines.train.packed import Candidates, PackedBatch, keep_experts
-from hybridrl.engines.train.pass_clock import PassClock
 from hybridrl.engines.train.pipeline import Pipeline, StageModel
 from hybridrl.engines.train.pipeline_executor import PipelineGroups
 from hybridrl.engines.train.replica import MicroBatches, Replica
@@ -160,7 +159,6 @@ class TrainEngine(ModelShards):
         )
 
         # What trains it: the pipeline, the ranks that share its sequences, the optimizer.
-        self.clock = PassClock(device)
         self.pipeline = self._make_pipeline(compute, messages)
         self._replica = Replica(
             self.dims,
@@ -213,7 +211,6 @@ class TrainEngine(ModelShards):
             compute,
             groups,
             self.dims.token_parts,
-            self.clock,
         )
 
     @property
@@ -306,7 +303,7 @@ class TrainEngine(ModelShards):
             self.pipeline.score(rows.batches, rows.finish)
             return self.finish_scores(rows)
         (root,) = self.roots
-        score_rows(root, rows, self.clock)
+        score_rows(root, rows)
         return self.finish_scores(rows)
 
     def prepare_scores(
@@ -539,7 +536,7 @@ class TrainEngine(ModelShards):
             self.pipeline.train(batches, finish, all_reduce)
             return
         (root,) = self.roots
-        train_rows(root, batches, finish, self.keep_unsharded, self.clock, all_reduce)
+        train_rows(root, batches, finish, self.keep_unsharded, all_reduce)
 
     def _step(
         self, sums: dict[str, torch.Tensor], lr_scale: float, factor: float

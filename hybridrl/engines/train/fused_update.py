@@ -46,13 +46,12 @@ from hybridrl.pipelines.problem import (
     PipelinePlan,
     PipelineProblem,
 )
-from hybridrl.pipelines.search import ELITE, search
+from hybridrl.pipelines.search import search
 
 logger = logging.getLogger(__name__)
 
 SEARCH_SHARE, LEAST_SEARCH_S = 0.02, 0.02
 """Of an update's time, and in seconds."""
-_MOST_POLICIES = 2 * ELITE
 """Those of the driver's search, and those of the last plan's."""
 
 
@@ -134,14 +133,6 @@ class FusedUpdate:
         self._groups = PipelineGroups(self.device)
         self._last_s = 0.0
         self._policies: tuple[Policy, ...] = ()
-
-    def begin(self, policies: Sequence[Policy]) -> None:
-        """Search the next plans from `policies` on, and from those of earlier plans.
-
-        The first rank alone keeps them: its search leaves the best, and no other rank searches.
-        """
-        if dist.get_rank() == 0:
-            self._policies = (*policies, *self._policies)[:_MOST_POLICIES]
 
     def update(
         self, updates: Sequence[tuple[TrainEngine, UpdateInputs]], even: bool = False
@@ -313,9 +304,6 @@ class FusedUpdate:
                 chunks=chunks,
                 modules=modules,
                 trains=trains,
-                timed=lambda kind, chunk, number: engine.clock.of(
-                    kind, chunk, rows.batches[number]
-                ),
             )
 
 

@@ -14,7 +14,6 @@ from hybridrl.config import PipelineSchedule
 from hybridrl.engines.train.chunks import LossOfPasses, free_keys
 from hybridrl.engines.train.gathering import keep_unreduced, reduce_gradients
 from hybridrl.engines.train.packed import PackedBatch, PackedModel
-from hybridrl.engines.train.pass_clock import PassClock
 from hybridrl.engines.train.pipeline_executor import (
     ChunkEnded,
     LocalPipeline,
@@ -63,7 +62,6 @@ class Pipeline:
         dtype: torch.dtype,
         groups: PipelineGroups,
         token_parts: int = 1,
-        clock: PassClock | None = None,
     ) -> None:
         """`ranks` are the pipeline ranks of all chunks; `chunks` are those of this one.
 
@@ -75,7 +73,7 @@ class Pipeline:
         self._token_parts = token_parts
         self._features: int = chunks[0].model.config.hidden_size
         self._global_ranks = dist.get_process_group_ranks(group)
-        self._groups, self._clock = groups, clock or PassClock(device)
+        self._groups = groups
         pairs = [(self._global_ranks[a], self._global_ranks[b]) for a, b in pairwise(ranks)]
         self._groups.connect(pair for pair in pairs if pair[0] != pair[1])
 
@@ -186,7 +184,6 @@ class Pipeline:
             modules=chunks,
             trains=trains,
             chunk_ended=chunk_ended,
-            timed=lambda kind, chunk, number: self._clock.of(kind, chunk, batches[number]),
         )
         plan = standard_plan(model, self.kind.value)
         executor = PipelineExecutor(plan, [pipeline], self._groups, self.device, self._global_ranks)

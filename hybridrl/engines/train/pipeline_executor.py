@@ -22,7 +22,6 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from hybridrl.engines.train.pass_clock import TimePass, untimed
 from hybridrl.layout.process_groups import shared_group, warm_up
 from hybridrl.pipelines.problem import PassKind, PipelineAction, PipelinePlan
 
@@ -51,8 +50,6 @@ class LocalPipeline:
     trains: bool = True
     """Else it only scores: no graph is kept."""
     chunk_ended: ChunkEnded | None = None
-    timed: TimePass = untimed
-    """Around each pass of a chunk, once what it waits for is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +171,7 @@ class PipelineExecutor:
             x = pipeline.ids[number]
         else:
             x = self._take(_Message(model, True, chunk, number)).requires_grad_(pipeline.trains)
-        with (
-            torch.set_grad_enabled(pipeline.trains),
-            pipeline.timed(PassKind.forward, chunk, number),
-        ):
+        with torch.set_grad_enabled(pipeline.trains):
             out = pipeline.chunks[chunk](x, number)
         if pipeline.trains:
             self._kept[model, chunk, number] = _Kept(x, out)
@@ -192,35 +186,31 @@ class PipelineExecutor:
         return self._take(_Message(model, False, chunk, number))
 
     def _backward(self, action: PipelineAction) -> None:
-        model, kind, chunk, number = action
+        model, _, chunk, number = action
         kept, gradient = self._kept.pop((model, chunk, number)), self._gradient(action)
-        with self.pipelines[model].timed(kind, chunk, number):
-            torch.autograd.backward(kept.out, gradient)
+        torch.autograd.backward(kept.out, gradient)
         self._give_gradient(action, kept.x.grad)
         del kept
         self._end(action)
 
     def _backward_input(self, action: PipelineAction) -> None:
-        model, kind, chunk, number = action
+        model, _, chunk, number = action
         kept = self._kept[model, chunk, number]
         kept.gradient = self._gradient(action)
         if chunk == 0:
             return  # it has no gradient of its input: the other half is all
         weights = self.pipelines[model].modules[chunk].parameters()
         gradient = None if kept.gradient is None else [kept.gradient]
-        with self.pipelines[model].timed(kind, chunk, number):
-            (dx,), kept.halves = stage_backward_input([kept.out], gradient, [kept.x], weights)
+        (dx,), kept.halves = stage_backward_input([kept.out], gradient, [kept.x], weights)
         self._give_gradient(action, dx)
 
     def _backward_weights(self, action: PipelineAction) -> None:
-        model, kind, chunk, number = action
+        model, _, chunk, number = action
         kept, pipeline = self._kept.pop((model, chunk, number)), self.pipelines[model]
-        is_whole = kept.halves is None
-        with pipeline.timed(PassKind.backward if is_whole else kind, chunk, number):
-            if kept.halves is None:
-                torch.autograd.backward(kept.out, kept.gradient)
-            else:
-                stage_backward_weight(pipeline.modules[chunk].parameters(), kept.halves)
+        if kept.halves is None:
+            torch.autograd.backward(kept.out, kept.gradient)
+        else:
+            stage_backward_weight(pipeline.modules[chunk].parameters(), kept.halves)
         del kept
         self._end(action)
 

@@ -8,9 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hybridrl.engines.train.chunks import score_in_passes, train_in_passes
 from hybridrl.engines.train.packed import PackedBatch, PackedModel
-from hybridrl.engines.train.pass_clock import PassClock
 from hybridrl.engines.train.scored_rows import ScoredRows
-from hybridrl.pipelines.problem import PassKind
 
 
 def train_rows(
@@ -18,7 +16,6 @@ def train_rows(
     batches: Sequence[PackedBatch],
     finish: Callable[..., Any],
     keep_unsharded: bool,
-    clock: PassClock,
     all_reduce: bool = True,
 ) -> None:
     """Forward and backward of one row after another; `finish` gives a row's loss by its number.
@@ -44,16 +41,13 @@ def train_rows(
             train_in_passes(root, batch, partial(finish, number), before_backward)
         else:
             prepare(last_row, True)
-            with clock.of(PassKind.forward, 0, batch):
-                loss = finish(number, *root(batch.ids, batch, True))
-            with clock.of(PassKind.backward, 0, batch):
-                loss.backward()
+            loss = finish(number, *root(batch.ids, batch, True))
+            loss.backward()
             del loss  # and with it the row's graph, before the next one
 
 
-def score_rows(root: PackedModel, rows: ScoredRows, clock: PassClock) -> None:
+def score_rows(root: PackedModel, rows: ScoredRows) -> None:
     """Forward of one row after another; within `torch.no_grad`."""
     for number, row in enumerate(rows.batches):
-        with clock.of(PassKind.forward, 0, row):
-            values = score_in_passes(root, row) if row.passes else root(row.ids, row)[0]
-            rows.finish(number, values, None)
+        values = score_in_passes(root, row) if row.passes else root(row.ids, row)[0]
+        rows.finish(number, values, None)

@@ -10,8 +10,8 @@ from itertools import islice
 from typing import Any, Self, final
 
 from hybridrl.config import ScheduleConfig
+from hybridrl.costs.instance import UNLIMITED, CostMeter
 from hybridrl.flow.barriers import run_barrier
-from hybridrl.flow.costs import UNLIMITED, CostMeter
 from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import (
     Advanced,

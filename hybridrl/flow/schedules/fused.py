@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any, NamedTuple, Self
 
 from hybridrl.config import FusedScheduleConfig, Migration, ScheduleConfig
-from hybridrl.flow.costs import Costs
+from hybridrl.costs.instance import Costs
 from hybridrl.flow.early_updates import EarlySettings, EarlyUpdate, early_update
 from hybridrl.flow.executor import Executor, Scope
 from hybridrl.flow.graph import Graph, SourceStage, Stage, UpdateStage

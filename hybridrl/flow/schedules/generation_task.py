@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config import Migration
-from hybridrl.flow.costs import Costs
+from hybridrl.costs.instance import Costs
 from hybridrl.flow.executor import Parked, Sampling
 from hybridrl.flow.graph import SourceStage
 from hybridrl.flow.sample import Sample

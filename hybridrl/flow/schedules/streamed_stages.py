@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from hybridrl.flow.costs import CostMeter, Costs
+from hybridrl.costs.instance import CostMeter, Costs
 from hybridrl.flow.executor import Computed, Executor, SamplesRead, Scope
 from hybridrl.flow.graph import ComputeStage, Stage
 from hybridrl.flow.ledger import record_computed

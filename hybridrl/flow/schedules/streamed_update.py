@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
-from hybridrl.flow.costs import Costs
+from hybridrl.costs.instance import Costs
 from hybridrl.flow.executor import EarlyTrained
 from hybridrl.flow.graph import UpdateStage
 from hybridrl.flow.ledger import ready

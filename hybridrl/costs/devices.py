@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hybridrl.config import ConfigError
-from hybridrl.flow.costs import Costs
-from hybridrl.planner.layer_costs import DecodeRates, LayerCosts, PassRates
-from hybridrl.planner.model_shape import ModelShape
+from hybridrl.costs.instance import Costs
+from hybridrl.costs.layers import DecodeRates, LayerCosts, PassRates
+from hybridrl.costs.model_shape import ModelShape
 
 _BYTES = 2  # bfloat16 weights and cache
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridrl.config import PipelineSchedule
-from hybridrl.planner.layer_costs import LayerCosts, LayerWork, LinearPass
-from hybridrl.planner.mapping import TrainLayout
-from hybridrl.planner.model_shape import ModelShape
+from hybridrl.costs.layers import LayerCosts, LayerWork, LinearPass
+from hybridrl.costs.mapping import TrainLayout
+from hybridrl.costs.model_shape import ModelShape
 
 _HALF = 0.5  # of a backward pass's operations on matrices are for the weights
 

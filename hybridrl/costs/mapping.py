@@ -1,13 +1,13 @@
 """What a mapping of models to devices consists of (HybridFlow, arXiv 2409.19256, section 6).
 
 A mapping has pools of ranks, the roles of each pool, the training layout of each trained role, the
-layout of generation, and a schedule. These are plain data: `MappingCosts` has their seconds.
+layout of generation, and a schedule. These are plain data: `CostModel` has their seconds.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hybridrl.config import (
     ActivationMode,
@@ -17,10 +17,10 @@ from hybridrl.config import (
     TrainerConfig,
     TrainLayoutConfig,
 )
+from hybridrl.costs.devices import Accelerator
+from hybridrl.costs.links import LinkSpeed, LinkTable
+from hybridrl.costs.model_shape import ModelShape
 from hybridrl.layout.layout import chunk_bounds, rank_of_chunk
-from hybridrl.planner.accelerators import Accelerator
-from hybridrl.planner.links import LinkSpeed, LinkTable
-from hybridrl.planner.model_shape import ModelShape
 
 ACTOR = "actor"
 
@@ -46,6 +46,7 @@ class SampleLength(NamedTuple):
 class SampleTotals:
     """Sums over samples, in tokens and in pairs of a query and a key; the longest sample."""
 
+    samples: int
     tokens: int
     scored: int
     pairs: int
@@ -55,6 +56,7 @@ class SampleTotals:
     def of(cls, samples: Sequence[SampleLength]) -> "SampleTotals":
         """Those of a mini-batch."""
         return cls(
+            len(samples),
             sum(sample.tokens for sample in samples),
             sum(sample.response for sample in samples),
             sum(sample.pairs for sample in samples),
@@ -83,29 +85,6 @@ class ClusterShape:
     """Links between workers where they differ, in place of `within` and `between`."""
     order: tuple[int, ...] = ()
     """The worker of each rank; empty: its own number."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, which `from_json` takes back."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Any) -> "ClusterShape":
-        """Raises ValueError on a name that is unknown or missing, or no number above 0."""
-        try:
-            nodes, per_node = (int(values[name]) for name in ("nodes", "per_node"))
-            links = [LinkSpeed(**values[name]) for name in ("within", "between", "host")]
-            within, between, host = links
-            accelerator = Accelerator(**values["accelerator"])
-            table = LinkTable.from_json(values["table"]) if values.get("table") else None
-            cluster = cls(nodes, per_node, accelerator, within, between, host, table)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"a cluster of {', '.join(cls.__slots__)}: {error}") from None
-        if table is not None and table.size != cluster.ranks:
-            raise ValueError(f"links of {table.size} workers, wanted {cluster.ranks}")
-        numbers = [nodes, per_node, *(link.bytes_per_s for link in links)]
-        if not all(isinstance(n, int | float) and n > 0 for n in numbers):
-            raise ValueError(f"a cluster: numbers above 0, not {numbers}")
-        return cluster
 
     @property
     def ranks(self) -> int:

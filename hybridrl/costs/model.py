@@ -4,11 +4,31 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hybridrl.config import ActivationMode
-from hybridrl.flow.costs import Costs
-from hybridrl.flow.executor import Scope
+from hybridrl.costs.chunk_layers import chunk_layers
+from hybridrl.costs.chunk_passes import (
+    ChunkPasses,
+    ChunkSetting,
+    chunk_passes,
+    largest_stage,
+)
+from hybridrl.costs.instance import Costs
+from hybridrl.costs.layers import LayerCosts, LayerWork, LinearPass
+from hybridrl.costs.layout_links import LayoutLinks
+from hybridrl.costs.mapping import (
+    ACTOR,
+    ClusterShape,
+    DeviceMapping,
+    GenLayout,
+    PlannedRole,
+    SampleLength,
+    SampleTotals,
+    TrainLayout,
+)
+from hybridrl.costs.model_matrices import matrices
+from hybridrl.costs.model_shape import ModelShape
 from hybridrl.layout.fsdp_groups import stays_unsharded
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.switching import plan_switch
@@ -21,37 +41,39 @@ from hybridrl.pipelines.problem import (
     PipelinePlan,
     PipelineProblem,
 )
-from hybridrl.pipelines.standard import standard_plan
-from hybridrl.planner.chunk_layers import chunk_layers
-from hybridrl.planner.chunk_passes import (
-    ChunkPasses,
-    ChunkSetting,
-    chunk_passes,
-    largest_stage,
-)
-from hybridrl.planner.dealt_rows import rows_of_ranks, sequence_cost
-from hybridrl.planner.layer_costs import LayerCosts, LayerWork, LinearPass
-from hybridrl.planner.layout_links import LayoutLinks
-from hybridrl.planner.mapping import (
-    ACTOR,
-    ClusterShape,
-    DeviceMapping,
-    GenLayout,
-    PlannedRole,
-    SampleLength,
-    SampleTotals,
-    TrainLayout,
-)
-from hybridrl.planner.model_matrices import matrices
-from hybridrl.planner.model_shape import ModelShape
+from hybridrl.pipelines.standard import least_micro_batches, standard_plan
 
 SampleLengths = Sequence[SampleLength]
 """Of a micro-batch, or of a batch."""
-RowsOfRank = Sequence[SampleLengths]
-"""Micro-batches."""
 
 MASTER = 4
 _MOMENTS = 2 * MASTER
+
+
+class EvenRows(NamedTuple):
+    """The micro-batches of a data-parallel rank: `filled` equal ones, the rest of them empty.
+
+    Example: of 20 samples of 1,000 tokens two ranks have 10 each: with 4,096 tokens in a
+    micro-batch these are 3 of 3,333 tokens.
+    """
+
+    number: int
+    filled: int
+    work: tuple[float, float, float]
+    """Tokens, scored tokens, and pairs of a query and a key of one that is filled."""
+
+
+def even_rows(layout: TrainLayout, totals: SampleTotals) -> EvenRows:
+    """The share of the busiest rank, which is the mean one's, or the longest sample alone."""
+    share = max(1 / layout.data_ranks, totals.longest / max(1, totals.tokens))
+    samples = max(1, math.ceil(totals.samples * share))
+    least = min(samples, max(1, math.ceil(totals.tokens * share / layout.micro_batch_tokens)))
+    number, filled = least, least
+    if layout.pp > 1:
+        number = least_micro_batches(layout.schedule.value, layout.pp, least)
+        filled = min(number, samples)
+    work = (totals.tokens * share, totals.scored * share, totals.pairs * share)
+    return EvenRows(number, filled, (work[0] / filled, work[1] / filled, work[2] / filled))
 
 
 class _Chunk(NamedTuple):
@@ -64,7 +86,7 @@ class _Chunk(NamedTuple):
     reduce_s: float
 
 
-class MappingCosts:
+class CostModel:
     """Predicts seconds of roles in layouts on a cluster.
 
     `ranks` are always the cluster's ranks of the role's pool: they decide which links are crossed.
@@ -80,7 +102,7 @@ class MappingCosts:
         # A search asks for the same ones again and again.
         self._chunks = lru_cache(4096)(self._make_chunks)
         self._moved = lru_cache(4096)(self._switch_traffic_s)
-        self._rows = lru_cache(4096)(self._longest_rows_s)
+        self._rows = lru_cache(4096)(self._all_rows_s)
         self._reduce = lru_cache(4096)(self._hidden_reduce)
         self._passes = lru_cache(4096)(self._passes_at)
         self._elements = lru_cache(4096)(largest_stage)
@@ -201,8 +223,7 @@ class MappingCosts:
         """
         if layout.pp == 1:
             return ()
-        rows = max(1.0, totals.tokens / layout.data_ranks / layout.micro_batch_tokens)
-        row = [n / layout.data_ranks / rows for n in (totals.tokens, totals.scored, totals.pairs)]
+        row = even_rows(layout, totals).work
 
         def of_chunks(layers: int) -> list[float]:
             """Of chunks with so many layers each."""
@@ -216,16 +237,8 @@ class MappingCosts:
         sizes = chunk_layers(role.shape.layers, stages, layer_s, [s - layer_s for s in one])
         return () if sizes == layout.layers_of_chunks(role.shape.layers) else sizes
 
-    def longest_message(
-        self, role: PlannedRole, layout: TrainLayout, samples: SampleLengths
-    ) -> float:
-        """Bytes of the hidden states of the longest micro-batch of any rank."""
-        rows = rows_of_ranks(role.shape, layout, tuple(samples), even=False)
-        return max(self._message_bytes(role, layout, of_rank) for of_rank in rows)
-
-    def _message_bytes(self, role: PlannedRole, layout: TrainLayout, rows: RowsOfRank) -> float:
-        """Of the hidden states of the longest micro-batch, which a rank sends to the next stage."""
-        tokens = max(sum(sample.tokens for sample in row) for row in rows)
+    def message_bytes(self, role: PlannedRole, layout: TrainLayout, tokens: float) -> float:
+        """Bytes of a micro-batch's hidden states, which a rank sends to the next stage."""
         parts = layout.tp if layout.sequence_parallel else 1
         return tokens * role.shape.hidden * self.layer_costs.itemsize / parts
 
@@ -234,22 +247,18 @@ class MappingCosts:
         role: PlannedRole,
         layout: TrainLayout,
         ranks: range,
-        rows: RowsOfRank,
+        rows: EvenRows,
         trains: bool = True,
     ) -> tuple[PipelineProblem, PipelinePlan]:
         """The micro-batches of a data-parallel rank, and the order that the engine takes."""
-        costs = []
-        for row in rows:
-            tokens = sum(sample.tokens for sample in row)
-            scored = sum(sample.response for sample in row)
-            pairs = sum(sample.pairs for sample in row)
-            costs.append(self.row_passes(role, layout, ranks, max(1, tokens), scored, pairs))
+        costs = [self.row_passes(role, layout, ranks, *rows.work)] * rows.filled
+        costs += [self.row_passes(role, layout, ranks, 1, 0, 1)] * (rows.number - rows.filled)
         stages = tuple(layout.stage_of_chunk(chunk) for chunk in range(layout.chunks))
         kinds: tuple[PassKind, ...] = (PassKind.backward,) if trains else ()
         if trains and layout.splits_backward:
             kinds = (PassKind.backward_input, PassKind.backward_weights)
         model = PipelinedModel(name=role.name, ranks=stages, costs=costs, backward=kinds)
-        nbytes = self._message_bytes(role, layout, rows)
+        nbytes = self.message_bytes(role, layout, rows.work[0])
         hops = self.links.hops(layout, ranks) if layout.pp > 1 else ()
         sends_s = [[link.send_s(nbytes) for link in row] for row in hops]
         problem = PipelineProblem(models=[model], num_ranks=layout.pp, sends_s=sends_s)
@@ -292,10 +301,7 @@ class MappingCosts:
     def update_s(
         self, role: PlannedRole, layout: TrainLayout, ranks: range, samples: SampleLengths
     ) -> float:
-        """Of one optimizer step on these samples, on all ranks, pipelines action by action.
-
-        They are dealt to ranks and micro-batches as the engine does.
-        """
+        """Of one optimizer step on these samples, on all ranks, pipelines action by action."""
         seconds = self._rows_s(role, layout, ranks, samples, trains=True)
         return seconds + self.step_s(role, layout, ranks)
 
@@ -313,42 +319,20 @@ class MappingCosts:
         trains: bool,
     ) -> float:
         """Of the micro-batches of the rank that takes longest."""
-        return self._rows(role, layout, self.cluster.aligned(ranks), tuple(samples), trains)
+        totals = SampleTotals.of(samples)
+        return self._rows(role, layout, self.cluster.aligned(ranks), totals, trains)
 
-    def _longest_rows_s(
+    def _all_rows_s(
         self,
         role: PlannedRole,
         layout: TrainLayout,
         ranks: range,
-        samples: tuple[SampleLength, ...],
+        totals: SampleTotals,
         trains: bool,
     ) -> float:
-        # Of ranks with equal numbers of rows the one with most work takes longest, or nearly so.
-        cost = sequence_cost(role.shape)
-        rows = max(
-            rows_of_ranks(role.shape, layout, samples, even=True),
-            key=lambda rows: sum(cost(sample.tokens) for row in rows for sample in row),
-        )
+        rows = even_rows(layout, totals)
         problem, plan = self.pipeline(role, layout, ranks, rows, trains)
         return evaluate(problem, plan).seconds
-
-    def pipelines(
-        self,
-        role: PlannedRole,
-        layout: TrainLayout,
-        ranks: range,
-        samples: SampleLengths,
-        trains: bool = True,
-        even: bool = True,
-    ) -> list[tuple[PipelineProblem, PipelinePlan]]:
-        """The micro-batches of each data-parallel rank, and the order that the engine takes.
-
-        If `even`, all ranks have equally many; fused updates do not.
-        """
-        return [
-            self.pipeline(role, layout, ranks, rows, trains)
-            for rows in rows_of_ranks(role.shape, layout, tuple(samples), even)
-        ]
 
     def bound_of(
         self,
@@ -364,17 +348,12 @@ class MappingCosts:
         `filled`: the mean stage, since others' work fills gaps. The sum of roles is what no plan of
         all (`fused_plans.shared_update_s`) is below.
         """
-        tokens = totals.tokens / layout.data_ranks
-        scored = totals.scored / layout.data_ranks
-        pairs = totals.pairs / layout.data_ranks
-        rows = max(1, math.ceil(tokens / layout.micro_batch_tokens))
-        if totals.longest > layout.micro_batch_tokens:
-            rows = 1  # a long sample is a row by itself
+        rows = even_rows(layout, totals)
         stages = [0.0] * layout.pp
         sizes = layout.layers_of_chunks(role.shape.layers)
         for number, chunk in enumerate(self._chunks(role, layout, ranks, sizes)):
-            once = chunk.together.call_s * (rows - 1)
-            stages[layout.stage_of_chunk(number)] += chunk.together(tokens, scored, pairs) + once
+            seconds = rows.filled * chunk.together(*rows.work)
+            stages[layout.stage_of_chunk(number)] += seconds
         work = sum(stages) / layout.pp if filled else max(stages)
         return work + self.step_s(role, layout, ranks)
 
@@ -488,28 +467,28 @@ class MappingCosts:
 
     def stage_layout(
         self, role: PlannedRole, mapping: DeviceMapping
-    ) -> tuple[TrainLayout | GenLayout, Scope]:
-        """The layout of a role's forward-only stages, and the ranks that take part in one.
+    ) -> tuple[TrainLayout | GenLayout, bool]:
+        """The layout of a role's forward-only stages, and whether its pool is the actor's.
 
         As runs have it (`PlannedRole.scores_with_shards`). Others have generation's layout, and a
         copy on every instance.
         """
         home = mapping.pool_of(role.name) == mapping.pool_of(ACTOR)
         if role.scores_with_shards:
-            return mapping.train[role.name], Scope.WORLD if home else Scope.POOL
-        return mapping.gen, Scope.INSTANCE if home else Scope.POOL
+            return mapping.train[role.name], home
+        return mapping.gen, home
 
     def stage_s(self, role: PlannedRole, mapping: DeviceMapping, samples: SampleLengths) -> float:
         """Of one call of a role's forward-only stage: on one instance, or on all ranks of a pool.
 
         In a separate pool the copies of a role that only scores share the samples.
         """
-        layout, scope = self.stage_layout(role, mapping)
+        layout, home = self.stage_layout(role, mapping)
         ranks = mapping.ranks_of(role.name)
         if isinstance(layout, TrainLayout):
             return self.score_s(role, layout, ranks, samples)
         ranks = ranks[: layout.ranks]
-        if scope is Scope.INSTANCE:
+        if home:
             return self.score_s(role, layout, ranks, samples)
         copies = len(mapping.ranks_of(role.name)) // layout.ranks
         shares = balance([sample.tokens for sample in samples], copies)
@@ -571,26 +550,6 @@ class MappingCosts:
         local += self.layer_costs.switch_byte_s * own * self.layer_costs.itemsize
         return self.cluster.host.send_s(MASTER * elements) + local + received / fastest
 
-    def on(self, cluster: ClusterShape) -> "MappingCosts":
+    def on(self, cluster: ClusterShape) -> "CostModel":
         """The same costs of layers on another cluster, or in another order of its ranks."""
-        return MappingCosts(self.layer_costs, cluster, self.row_tokens)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, which `from_json` takes back: `hybridrl plan calibrate` writes it."""
-        return {
-            "layer_costs": self.layer_costs.to_json(),
-            "cluster": self.cluster.to_json(),
-            "row_tokens": self.row_tokens,
-        }
-
-    @classmethod
-    def from_json(cls, values: Any) -> "MappingCosts":
-        """Raises ValueError for anything else."""
-        wanted = {"layer_costs", "cluster"}
-        if not isinstance(values, dict) or not wanted <= set(values):
-            raise ValueError("costs of a mapping: wanted layer_costs and cluster")
-        return cls(
-            LayerCosts.from_json(values["layer_costs"]),
-            ClusterShape.from_json(values["cluster"]),
-            int(values.get("row_tokens", 8192)),
-        )
+        return CostModel(self.layer_costs, cluster, self.row_tokens)

@@ -12,12 +12,9 @@ Sources: a roofline (`accelerators.py`), `hybridrl plan calibrate`, and a run th
 of either (`recorded_costs.py`).
 """
 
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
-from hybridrl.planner.model_shape import ModelShape
+from hybridrl.costs.model_shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,53 +103,6 @@ class LayerCosts:
     """Bytes of an element in the compute format."""
     overlaps: bool = True
     """Whether gathering weights by layer takes place while other layers compute."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, which `from_json` takes back."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Any) -> "LayerCosts":
-        """Raises ValueError on a name that is unknown or missing, and on a number below 0."""
-        nested = {"decode": DecodeRates} | dict.fromkeys(
-            ("forward", "backward", "head_forward", "head_backward", "prefill"), PassRates
-        )
-        known = {f.name: f for f in fields(cls)}
-        wanted = f"an object with some of {', '.join(known)}"
-        if not isinstance(values, Mapping) or not set(values) <= set(known):
-            raise ValueError(f"layer costs: got {_names(values)}, wanted {wanted}")
-        read: dict[str, Any] = {}
-        for name, value in values.items():
-            if name in nested:
-                rates = nested[name]
-                own = {f.name for f in fields(rates)}
-                if not isinstance(value, Mapping) or not set(value) <= own:
-                    allowed = ", ".join(sorted(own))
-                    raise ValueError(f"{name}: got {_names(value)}, wanted some of {allowed}")
-                seconds = {key: _number(f"{name}.{key}", number) for key, number in value.items()}
-                read[name] = rates(**seconds)
-            elif isinstance(known[name].default, bool) or name == "source":
-                kind = str if name == "source" else bool
-                if not isinstance(value, kind):
-                    raise ValueError(f"{name}: got {value!r}, wanted a {kind.__name__}")
-                read[name] = value
-            else:
-                read[name] = _number(name, value)
-        try:
-            return cls(**read)
-        except TypeError as error:
-            raise ValueError(f"layer costs: {error}") from None
-
-
-def _number(name: str, value: Any) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf:
-        raise ValueError(f"{name}: got {value!r}, wanted a number, 0 or more")
-    return value
-
-
-def _names(value: Any) -> str:
-    return ", ".join(sorted(map(str, value))) if isinstance(value, Mapping) else repr(value)
 
 
 @dataclass(frozen=True, slots=True)

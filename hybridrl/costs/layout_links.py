@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from functools import lru_cache
 
+from hybridrl.costs.links import LinkSpeed
+from hybridrl.costs.mapping import ClusterShape, TrainLayout
 from hybridrl.layout.mesh import Mesh
-from hybridrl.planner.links import LinkSpeed
-from hybridrl.planner.mapping import ClusterShape, TrainLayout
 
 AXES = ("pp", "replicas", "fsdp", "tp")
 

@@ -2,8 +2,8 @@
 
 from functools import cache
 
+from hybridrl.costs.model_shape import ModelShape
 from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
-from hybridrl.planner.model_shape import ModelShape
 
 
 @cache
