@@ -14,8 +14,8 @@ from hybridrl.config.patterns import compiled, last_match
 from hybridrl.config.reasoning import import_reasoning_gym
 from hybridrl.rewards.code import judge_program, program_in
 from hybridrl.rewards.functions import MAX_TEXT, as_reward, user_function
-from hybridrl.rewards.jail import choose
 from hybridrl.rewards.results import RewardInput
+from hybridrl.sandbox.jail import choose
 
 Verify = Callable[[RewardInput, str], float]
 """Reward of an input whose judged text is the second argument."""
