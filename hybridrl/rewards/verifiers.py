@@ -1,6 +1,6 @@
 """Verifiers: from a response to a number. Pure functions, built from the config.
 
-They run in sandboxed processes (see `hybridrl.rewards.pool`); nothing here imports torch or ray.
+They run in sandboxes (see `hybridrl.rewards.judge`); nothing here imports torch or ray.
 """
 
 import functools

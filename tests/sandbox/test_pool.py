@@ -65,7 +65,9 @@ def test_one_that_is_queued_has_its_time_anew(make: Make) -> None:
 
 
 def test_a_process_has_so_many_tasks_and_no_more(make: Make) -> None:
-    results = make(2, window=2, seconds=5.0).all(*["pause"] * 6)
+    pool = make(2, window=2, seconds=5.0)
+    pool.wait_ready(every=True)
+    results = pool.all(*["pause"] * 6)
     assert {len(told) for _, told in results} == {1, 2}
     assert len({pid for pid, _ in results}) == 2
 
@@ -92,6 +94,8 @@ def test_a_process_that_reads_nothing_holds_nobody_up(make: Make) -> None:
     """Not even the owner, when what it sends fills the connection."""
     pool = make()
     ((pid, _),) = pool.all("a")
+    while pool._processes[0].mark.read()[0]:
+        time.sleep(0.01)  # it has answered, and is about to say that it has ended
     os.kill(pid, signal.SIGSTOP)
     assert pool.all("x" * (4 << 20))[0] == LATE
     assert pool.all("a")[0][1] == ["a"]
