@@ -47,7 +47,7 @@ LONG_FILES = (
     "engines/rollout/test_speculation.py",
     "controller/test_pools.py",
     "flow/test_fused.py",
-    "rewards/test_pool.py",
+    "rewards/test_judge.py",
     "engines/rollout/test_deterministic.py",
     "engines/score/test_parallel.py",
     "test_nccl_runs.py",

@@ -47,6 +47,7 @@ from hybridrl.config.reward import (
     JailKind,
     JailLimits,
     JudgeConfig,
+    JudgeHome,
     OnJudgeFailure,
     RewardCall,
     RewardConfig,
@@ -306,9 +307,11 @@ class Config:
         """Whether a judge is a model; else it judges in processes."""
         return self.judge_of(role).kind is RewardKind.model
 
-    def is_central(self, role: str) -> bool:
-        """Whether a judge works on the driver's node, not on the samples' ranks."""
-        return self.judge_of(role).is_central
+    def home_of(self, role: str) -> JudgeHome:
+        """Where a judge works."""
+        if self.is_neural(role):
+            return JudgeHome.instance if self.pool_of(role) == "actor" else JudgeHome.pool
+        return JudgeHome.driver if self.judge_of(role).is_central else JudgeHome.rank
 
     def judges_of(self, role: str) -> tuple[str, ...]:
         """The roles that judge where a recipe says `reward` or `cost`: that one, or its parts."""
@@ -483,6 +486,7 @@ __all__ = [
     "JailKind",
     "JailLimits",
     "JudgeConfig",
+    "JudgeHome",
     "KeptSamples",
     "LRSchedule",
     "LogConfig",

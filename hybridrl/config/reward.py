@@ -46,6 +46,15 @@ class OnJudgeFailure(Enum):
     stop = "stop"  # the run ends
 
 
+class JudgeHome(Enum):
+    """Where a judge works; `Config.home_of` decides it."""
+
+    rank = "rank"  # in sandboxes of each sample's rank
+    instance = "instance"  # a model beside the actor, on its generation instances
+    pool = "pool"  # a model on ranks of another pool
+    driver = "driver"  # in sandboxes of the driver's node
+
+
 class JailKind(Enum):
     """What confines a program that a model has written."""
 

@@ -10,8 +10,7 @@ from hybridrl.config import Config
 from hybridrl.controller.parcels import by_rank
 from hybridrl.flow.graph import ComputeStage, Stage
 from hybridrl.flow.sample import Sample
-from hybridrl.rewards import RewardInput, RewardResult
-from hybridrl.rewards.waiting import WaitingJudge
+from hybridrl.rewards import JudgePool, RewardInput, RewardResult
 
 logger = logging.getLogger(__name__)
 
@@ -24,16 +23,16 @@ class DriverJudges:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._judges: dict[str, WaitingJudge] = {}
+        self._judges: dict[str, JudgePool] = {}
         self._recorded: dict[str, dict[str, int]] = {}
 
     def submit(self, role: str, items: Sequence[RewardInput]) -> "Future[list[RewardResult]]":
-        """Have responses judged together; see `WaitingJudge.submit`."""
+        """Have responses judged together; see `JudgePool.submit`."""
         if role not in self._judges:
             judge = self.config.judge_of(role)
             replies = Path(self.config.run.dir) / FOLDER / f"{role}.jsonl"
             sources = self.config.sources_of(role)
-            self._judges[role] = WaitingJudge(judge, sources, replies, role)
+            self._judges[role] = JudgePool(judge, sources, replies, role)
             logger.info("judge %s starts on the driver's node", role)
         return self._judges[role].submit(items)
 
@@ -45,7 +44,7 @@ class DriverJudges:
         """`judge/requests`, `/retries` and `/cached` of endpoints, since the last call."""
         total: dict[str, float] = {}
         for role, judge in self._judges.items():
-            before, counts = self._recorded.get(role, {}), dict(judge.counts)
+            before, counts = self._recorded.get(role, {}), judge.asked
             self._recorded[role] = counts
             for name, count in counts.items():
                 key = f"judge/{name}"

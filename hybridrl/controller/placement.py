@@ -34,9 +34,7 @@ def scope_of(stage: Stage, config: Config) -> Scope:
         return Scope.RANK
     if stage.method is StageMethod.SCORE:
         assert stage.role is not None
-        if config.is_central(stage.role):
-            return Scope.DRIVER
-        return Scope.INSTANCE if config.is_neural(stage.role) else Scope.RANK
+        return Scope(config.home_of(stage.role).value)
     rollout = config.rollout
     shared = rollout.features.shares_weights and rollout.dtype is config.model.compute_dtype
     passes = (StageMethod.LOG_PROBS, StageMethod.TOP_LOG_PROBS)

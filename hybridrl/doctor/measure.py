@@ -17,7 +17,7 @@ import psutil
 from hybridrl.compat import verl
 from hybridrl.config import ClusterConfig, ConfigError, JailKind
 from hybridrl.costs.links import LinkTable
-from hybridrl.rewards import jail
+from hybridrl.sandbox import jail
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
 from hybridrl.system.rendezvous import join_group, open_store
 

@@ -3,15 +3,12 @@
 import asyncio
 import contextlib
 import json
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
-from contextvars import ContextVar
+from collections.abc import Awaitable, Callable, Sequence
 from random import Random
 from typing import Any
 
 from hybridrl.config import EnvironmentConfig
 from hybridrl.config.surrogates import without_surrogates
-from hybridrl.environments.fork import ForkGuard
 from hybridrl.environments.program import Model, Program, TurnLimit
 from hybridrl.environments.task import (
     ChatMessage,
@@ -24,70 +21,14 @@ from hybridrl.environments.task import (
     failed,
 )
 from hybridrl.environments.time_limit import TimeLimit
+from hybridrl.sandbox.mark import start_marked
 
 CLOSE_S = 5.0
 """Seconds for a program that is no longer needed to come to its end."""
 CHARACTERS_OF_TOKEN = 64
 """More than a token has: messages are cut to this times `max_reply_tokens` before they are sent."""
 
-_episode: ContextVar[int] = ContextVar("episode", default=0)
-
-
 Serve = Callable[[Model], Awaitable[tuple[str, str]]]
-
-
-class Marker:
-    """Says whose code runs: the number of an episode, 0 for none, and since when.
-
-    `tell(number, time)` is called before and after every step of a program's coroutine, and of the
-    tasks that it starts. A child that such a step has forked ends with it.
-    """
-
-    def __init__(self, tell: Callable[[int, float], None]) -> None:
-        self.tell = tell
-        self.guard = ForkGuard()
-
-    def make_task(
-        self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
-    ) -> asyncio.Task[Any]:
-        """The event loop's task factory."""
-        context = options.get("context")
-        number = _episode.get() if context is None else context.get(_episode, 0)
-        coroutine = _Marked(coroutine, number, self) if number else coroutine
-        return asyncio.Task(coroutine, loop=loop, **options)
-
-
-class _Marked(Coroutine[Any, Any, Any]):
-    """A coroutine each of whose steps is marked as an episode's."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], number: int, marker: Marker) -> None:
-        self._coroutine, self._number = coroutine, number
-        self._tell, self._guard = marker.tell, marker.guard
-
-    def send(self, value: Any) -> Any:
-        """One step."""
-        return self._step(self._coroutine.send, value)
-
-    def throw(self, *error: Any) -> Any:
-        """One step, which begins with an error."""
-        return self._step(self._coroutine.throw, *error)
-
-    def _step(self, go: Callable[..., Any], *arguments: Any) -> Any:
-        self._guard.check()  # before a mark, which a child shares
-        self._tell(self._number, time.monotonic())
-        try:
-            return self._guard.run(go, *arguments)
-        except (SystemExit, KeyboardInterrupt) as error:  # they would end the loop
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-        finally:
-            self._tell(0, 0.0)
-
-    def close(self) -> None:
-        """End it."""
-        self._coroutine.close()
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self._coroutine.__await__()
 
 
 class Episode:
@@ -169,9 +110,7 @@ class Episode:
         reached = self.limit.begin(seconds)
         self._asked = asyncio.get_running_loop().create_future()
         if turn is None:
-            token = _episode.set(self.number)
-            self._task = asyncio.get_running_loop().create_task(self._run())
-            _episode.reset(token)
+            self._task = start_marked(self.number, self._run())
         else:
             assert self._turn is not None
             if self._turn.done():

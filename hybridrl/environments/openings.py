@@ -7,7 +7,7 @@ from typing import Any
 from hybridrl.config import ConfigError, EnvironmentConfig, JailKind, JailLimits, SourceConfig
 from hybridrl.environments.pool import EpisodePool
 from hybridrl.environments.task import ChatMessage, EpisodeStart, EpisodeTask
-from hybridrl.rewards.closing import Closing
+from hybridrl.sandbox.closing import Closing
 
 TWICE = 32
 """Tasks of each call that are started a second time, in another process."""

@@ -1,25 +1,15 @@
-"""Episodes in processes, as the driver has them: many at a time on few event loops."""
+"""Episodes in sandboxes, as the driver has them: many at a time on few event loops."""
 
-import itertools
+import functools
 import logging
-import signal
-import sys
-import threading
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from typing import Any, Literal
+from typing import Any, cast
 
 from hybridrl.config import EnvironmentConfig, JailKind, JailLimits, SourceConfig
-from hybridrl.environments.episode_process import (
-    EpisodeId,
-    EpisodeProcess,
-    ServedEpisode,
-    settle,
-)
+from hybridrl.environments.episode import CLOSE_S
 from hybridrl.environments.task import (
     ChatMessage,
     EpisodeStart,
@@ -31,54 +21,40 @@ from hybridrl.environments.task import (
     failed,
 )
 from hybridrl.environments.tool_calls import CallForm
-from hybridrl.rewards.process import wait_for
+from hybridrl.sandbox import SandboxPool, SandboxProcess, SandboxTask, Settings
+from hybridrl.sandbox.process import settle
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.1
-"""Seconds between two looks at whose code runs, while answers are due."""
-PATIENCE = 5
-"""Times that an episode is served again whose process was killed while nobody's code ran: most
-likely from outside, since memory is short say."""
-GRACE_S = 5.0
-"""Seconds beyond the limits for a process to tell that one was reached."""
-MOST_SPANS = 10_000
-"""Stretches of work that are kept until somebody takes them."""
+EpisodeId = tuple[Any, ...]
+"""The identity of a sample: it keys the episode's random numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class BusySpan:
-    """A process had answers due from `start` to `end`, in seconds since the epoch; it gave some."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class ServedEpisode(SandboxTask):
+    """An episode of the pool; `home` is where its program is, None where it must be started.
 
-    place: int
-    start: float
-    end: float
-    answers: int
+    `turn` and `future` are what it is to answer: without a turn its start. One is `lost`, of a kind
+    and with an error, where its process ended while no answer was due.
+    """
 
-
-@dataclass(eq=False, slots=True)
-class _Command:
-    kind: Literal["start", "turn", "end"]
     id: EpisodeId
-    episode: ServedEpisode | None = None
+    task: EpisodeTask
+    past: list[PastTurn] = field(default_factory=list)
+    opening: tuple[ChatMessage, ...] | None = None
     turn: ModelTurn | None = None
-    future: "Future[Any]" = field(default_factory=Future)
+    lost: tuple[str, str] | None = None
 
 
-class EpisodePool:
-    """Runs episodes in `num_processes` processes; each has one event loop for all that it has.
+class EpisodePool(SandboxPool[ServedEpisode]):
+    """Runs episodes in `num_processes` sandboxes; each has one event loop for all that it has.
 
     Life of an episode: `start`, then a `turn` for each turn of the model's. It is over when a step
     says that it has ended or failed, or `end` gives it up. At most one answer is due at a time.
 
-    A process says whose code it is about to run (`Mark`). If it hangs or dies, that episode has
-    failed. The others are rebuilt by replay, when their next turn comes: their programs run again
-    on the turns already made, and must answer the same. Where nobody's code was running, those that
-    were being served are suspects. The new process serves one of them at a time, so that the next
-    death tells who it is. An episode that fails is replayed once at that turn, unless it took too
-    long: a second try would cost the limit again.
-
-    Invariant: each future is resolved once. A thread owns the processes, which end with it.
+    See `SandboxPool` for who has failed where a process hangs or dies. The others are rebuilt by
+    replay, when their next turn comes: their programs run again on the turns already made, and must
+    answer the same. An episode that fails is replayed once at that turn.
     """
 
     def __init__(
@@ -95,36 +71,31 @@ class EpisodePool:
 
         `call_form` is how the model writes calls of tools; None: in any form.
         """
-        self.config, self.seed = config, seed
-        paths = list(sys.path)
-        judged = jail, limits or JailLimits()
-        self._settings = (config, dict(sources or {}), paths, *judged, call_form or CallForm())
+        self.config, self.seed, self.tries_again = config, seed, config.replay
         self.counts: Counter[str] = Counter()
         """Of this pool so far: `episodes`, `turns`, `replays`, `failed/KIND`, `close_errors`, and
         `replaced_surrogates`, each of which is a question mark in what a program said."""
-        self.spans: deque[BusySpan] = deque(maxlen=MOST_SPANS)
-        """What the processes did; for the driver to take."""
         self.tools: tuple[dict[str, Any], ...] = ()
         """Schemas of the tools that the model may call, once a process is ready."""
-        self._ready, self._all_ready = threading.Event(), threading.Event()
-        self._lock = threading.Lock()
-        self._commands: deque[_Command] = deque()
-        self._wake, self._waker = Pipe(duplex=False)
-        self._processes: list[EpisodeProcess] = []
         self._episodes: dict[EpisodeId, ServedEpisode] = {}
-        self._queue: deque[ServedEpisode] = deque()
-        self._numbers, self._requests = itertools.count(1), itertools.count(1)
-        self._closed, self._bad_starts = False, 0
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="episode-pool", daemon=True)
-        self._thread.start()
-
-    def wait_ready(self, every: bool = False) -> None:
-        """Wait for a process, or for `every` one; raises ConfigError or RuntimeError where it
-        cannot start."""
-        (self._all_ready if every else self._ready).wait()
-        if self._error is not None:
-            raise self._error
+        known, form = dict(sources or {}), call_form or CallForm()
+        ports = [config.port and config.port + place for place in range(config.num_processes)]
+        super().__init__(
+            [
+                Settings(
+                    "hybridrl.environments.worker",
+                    (config, known, form, port),
+                    jail,
+                    limits or JailLimits(),
+                    config.memory_mb,
+                )
+                for port in ports
+            ],
+            f"environment ({config.kind.value})",
+            step_s=config.turn_timeout_s,
+            late=f"no answer within environment.turn_timeout_s={config.turn_timeout_s:g}",
+            closes_s=CLOSE_S,
+        )
 
     def start(
         self,
@@ -137,319 +108,136 @@ class EpisodePool:
 
         `opening` are the first messages that it must have, if they are known: those of the task.
         """
-        future: Future[EpisodeStart] = Future()
-        number = next(self._numbers)
         first = task.opening if opening is None else opening
-        episode = ServedEpisode(id, number, task, future, list(past), first)
-        self._send(_Command("start", id, episode, future=future))
-        return future
+        episode = ServedEpisode(id=id, task=task, past=list(past), opening=first)
+        self._do(functools.partial(self._begin, episode), episode.future)
+        return episode.future
 
     def turn(self, id: EpisodeId, turn: ModelTurn) -> "Future[EpisodeStep]":
         """Hand an episode the model's turn; its next step comes when it waits again or has ended.
 
         A step that has ended or failed is the last: the pool has forgotten the episode then.
         """
-        command = _Command("turn", id, turn=turn)
-        self._send(command)
-        return command.future
+        future: Future[EpisodeStep] = Future()
+        self._do(functools.partial(self._take_turn, id, turn, future), future)
+        return future
 
     def end(self, id: EpisodeId) -> None:
         """Give an episode up, and close its environment; one that has ended is passed over."""
-        self._send(_Command("end", id))
+        self._do(functools.partial(self._end, id))
 
-    def close(self) -> None:
-        """Close all environments and end the processes; what is due is cancelled. May be called
-        twice."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._waker.send_bytes(b"0")
-        self._thread.join()
+    # -- in the thread -------------------------------------------------------------------------
 
-    def _send(self, command: _Command) -> None:
-        with self._lock:
-            if self._error is not None or self._closed:
-                error = self._error or ValueError("the pool of episodes is closed")
-                command.future.set_exception(error)
-                return
-            self._commands.append(command)
-            self._waker.send_bytes(b"1")
-
-    # -- the thread ----------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            self._processes = [self._start(place) for place in range(self.config.num_processes)]
-            while not self._closed:
-                self._take_commands()
-                self._give()
-                self._step()
-        except BaseException as error:
-            self._error = error
-        finally:
-            with self._lock:
-                self._closed = True
-                left = [episode.future for episode in self._episodes.values() if episode.due]
-                left += [command.future for command in self._commands]
-            for process in self._processes:
-                process.finish()
-            for future in left:
-                settle(future, self._error)
-            self._ready.set()
-            self._all_ready.set()
-
-    def _take_commands(self) -> None:
-        """What the driver asks for."""
-        while self._commands:
-            command = self._commands.popleft()
-            episode = self._episodes.get(command.id)
-            if command.kind == "start":
-                assert command.episode is not None
-                if episode is not None:
-                    error = ValueError(f"the episode of sample {command.id} is there already")
-                    settle(command.future, error)
-                    continue
-                self.counts["episodes"] += 1
-                self._episodes[command.id] = command.episode
-                self._queue.append(command.episode)
-            elif command.kind == "turn":
-                if episode is None or episode.due:
-                    error = ValueError(f"no episode of sample {command.id} waits for a turn")
-                    settle(command.future, error)
-                    continue
-                self.counts["turns"] += 1
-                episode.turn, episode.future, episode.due = command.turn, command.future, True
-                if episode.lost is not None:
-                    (kind, reason), episode.lost = episode.lost, None
-                    self._fail(episode, kind, reason)
-                else:
-                    self._queue.append(episode)
-            elif episode is not None:
-                self._forget(episode)
-                if episode.process is not None:
-                    episode.process.send("end", episode.number)
-                self._leave(episode)
-                if episode.due:
-                    episode.settle(None)
-
-    def _give(self) -> None:
-        """Send what is queued to processes that can take it.
-
-        A suspect waits for a process without requests. One of those that are ready is kept for the
-        first of them: what is queued behind it does not go there.
-        """
-        waiting: deque[ServedEpisode] = deque()
-        kept: EpisodeProcess | None = None
-        while self._queue:
-            episode = self._queue.popleft()
-            if not episode.due:
-                continue
-            mine = self._processes if episode.process is None else [episode.process]
-            able = [process for process in mine if process is not kept and process.takes(episode)]
-            if able:
-                self._serve(min(able, key=lambda process: process.num_episodes), episode)
-                continue
-            waiting.append(episode)
-            if episode.suspect and kept is None:
-                ready = (process for process in self._processes if process.ready)
-                kept = min(ready, key=EpisodeProcess.until_alone, default=None)
-        self._queue = waiting
-
-    def _serve(self, process: EpisodeProcess, episode: ServedEpisode) -> None:
-        """Send an episode's start, its turn, or both."""
-        request = next(self._requests)
-        if not process.requests:
-            process.busy_since, process.num_answers = time.time(), 0
-        process.requests[request] = episode
-        steps = 1
-        try:
-            if episode.process is None:
-                episode.process = process
-                process.num_episodes += 1
-                # The 0 was a part of ids in earlier versions, whose runs resume.
-                key = "/".join(map(str, (self.seed, *episode.id, 0)))
-                past, steps = tuple(episode.past), 2 + len(episode.past)
-                process.send(
-                    "begin", request, episode.number, episode.task, key, past, episode.opening,
-                    episode.turn,
-                )  # fmt: skip
-            else:
-                process.send("step", request, episode.number, episode.turn)
-        except Exception as error:  # what pickle raises for a row's values
-            del process.requests[request]
-            self._leave(episode)
-            self._fail(episode, "error", error)
+    def _begin(self, episode: ServedEpisode) -> None:
+        if episode.id in self._episodes:
+            error = ValueError(f"the episode of sample {episode.id} is there already")
+            settle(episode.future, error)
             return
-        process.limits[request] = steps * self.config.turn_timeout_s + GRACE_S
-        process.wait_on(request)
+        self.counts["episodes"] += 1
+        self._episodes[episode.id] = episode
+        self._queue.append(episode)
 
-    def _step(self) -> None:
-        """Wait for answers, commands, deaths or a limit of time, and handle them."""
-        limit = min(process.deadline for process in self._processes) - time.monotonic()
-        if self._queue or any(process.requests for process in self._processes):
-            limit = LOOK_S
-        for process in wait_for(self._processes, self._wake, limit):
-            self._receive(process)
-        for process in list(self._processes):
-            if process.connection.closed or process.connection.poll():
-                continue
-            if not process.ready and time.monotonic() > process.deadline:
-                self._start_anew(process)
-            elif process.hangs(self.config.turn_timeout_s):
-                seconds = self.config.turn_timeout_s
-                error = f"no answer within environment.turn_timeout_s={seconds:g}"
-                self._replace(process, "timeout", error)
+    def _take_turn(self, id: EpisodeId, turn: ModelTurn, future: "Future[EpisodeStep]") -> None:
+        episode = self._episodes.get(id)
+        if episode is None or episode.due:
+            settle(future, ValueError(f"no episode of sample {id} waits for a turn"))
+            return
+        self.counts["turns"] += 1
+        episode.turn, episode.future, episode.due = turn, future, True
+        if episode.lost is not None:
+            (kind, reason), episode.lost = episode.lost, None
+            self._fail(episode, kind, reason)
+        else:
+            self._queue.append(episode)
 
-    def _receive(self, process: EpisodeProcess) -> None:
-        if not process.ready:
-            try:
-                process.set_ready()
-            except (EOFError, OSError):
-                self._start_anew(process)
-                return
-            self.tools, self._bad_starts = process.tools, 0
-            self._ready.set()
-            if all(other.ready for other in self._processes):
-                self._all_ready.set()
+    def _end(self, id: EpisodeId) -> None:
+        episode = self._episodes.pop(id, None)
+        if episode is None:
             return
-        try:
-            request, *answer = process.receive()
-            if not answer:
-                process.wait_on(request)
-                return
-            start, step, close_error, replaced = answer
-            episode = process.requests.pop(request)
-            process.deadlines.pop(request)
-            process.limits.pop(request)
-            started = None if start is None else EpisodeStart.from_json(start)
-            stepped = None if step is None else EpisodeStep.from_json(step)
-        except (EOFError, OSError, ValueError, LookupError, TypeError):
-            self._replace(process, "crash", "")
-            return
-        process.num_answers += 1
-        if not process.requests:
-            self._note_busy(process)
+        if episode.home is not None:
+            episode.home.send(("end", episode.number))
+            episode.home.leave(episode)
+        if episode.due:
+            episode.settle(None)
+
+    def _is_ready(self, process: SandboxProcess, details: list[Any]) -> None:
+        self.tools = tuple(details[0])
+
+    def _request(
+        self, task: ServedEpisode, process: SandboxProcess
+    ) -> tuple[str, tuple[Any, ...], float]:
+        """An episode's start, its turn, or both."""
+        if task.home is not None:
+            return "step", (task.turn,), self.config.turn_timeout_s
+        # The 0 was a part of ids in earlier versions, whose runs resume.
+        key, past = "/".join(map(str, (self.seed, *task.id, 0))), tuple(task.past)
+        seconds = (2 + len(past)) * self.config.turn_timeout_s
+        return "begin", (task.task, key, past, task.opening, task.turn), seconds
+
+    def _read(self, task: ServedEpisode, answer: list[Any]) -> Any:
+        start, step, close_error, replaced = answer
+        started = None if start is None else EpisodeStart.from_json(start)
+        stepped = None if step is None else EpisodeStep.from_json(step)
+        return started, stepped, close_error, replaced
+
+    def _answered(self, task: ServedEpisode, answer: Any) -> None:
+        """Hand an answer to the driver, or see to a failure."""
+        start, step, close_error, replaced = answer
         self.counts["replaced_surrogates"] += replaced
         if close_error:
             self.counts["close_errors"] += 1
-            logger.warning("environment of sample %s: close failed: %s", episode.id, close_error)
-        if episode.due:
-            episode.suspect = False
-            self._answered(episode, started, stepped)
-
-    def _answered(
-        self, episode: ServedEpisode, start: EpisodeStart | None, step: EpisodeStep | None
-    ) -> None:
-        """Hand an answer to the driver, or see to a failure."""
-        for answer in (start, step):
-            if answer is not None and answer.failure is not None:
-                self._leave(episode)
-                self._fail(episode, answer.failure, answer.error)
+            logger.warning("environment of sample %s: close failed: %s", task.id, close_error)
+        if not task.due:
+            return
+        for one in (start, step):
+            if one is not None and one.failure is not None:
+                self._leave(task)
+                self._fail(task, one.failure, one.error)
                 return
         if start is not None:
-            episode.opening = start.messages
-            episode.past = [
+            task.opening = start.messages
+            task.past = [
                 PastTurn(known.turn, step)
-                for known, step in zip(episode.past, start.steps, strict=True)
+                for known, step in zip(task.past, start.steps, strict=True)
             ]
-        episode.strikes = 0  # of other turns: who dies of bad luck has a second one
-        if episode.turn is None:
-            episode.settle(start)
+        task.strikes = 0  # of other turns: who dies of bad luck has a second one
+        if task.turn is None:
+            task.settle(start)
             return
         assert step is not None
-        episode.past.append(PastTurn(episode.turn, step))
-        episode.turn = None
+        task.past.append(PastTurn(task.turn, step))
+        task.turn = None
         if step.messages is None:
-            self._forget(episode)
-            self._leave(episode)
-        episode.settle(step)
+            self._episodes.pop(task.id, None)
+            self._leave(task)
+        task.settle(step)
 
-    def _fail(
-        self,
-        episode: ServedEpisode,
-        kind: FailureKind,
-        error: BaseException | str,
-        patience: int = 1,
-    ) -> None:
-        """An episode has failed: run it again, once or so many times, or tell the driver."""
-        episode.strikes += 1
-        again = self.config.replay and kind in ("error", "crash")
-        if again and episode.strikes <= patience:
-            self.counts["replays"] += 1
-            self._queue.append(episode)
-            return
+    def _again(self, task: ServedEpisode) -> None:
+        self.counts["replays"] += 1
+        super()._again(task)
+
+    def _failed(self, task: ServedEpisode, kind: str, error: BaseException | str) -> None:
         self.counts[f"failed/{kind}"] += 1
-        step = failed(kind, error)
-        self._forget(episode)
-        is_start = episode.turn is None
-        episode.settle(EpisodeStart((), (), kind, step.error) if is_start else step)
+        step = failed(cast(FailureKind, kind), error)
+        self._episodes.pop(task.id, None)
+        is_start = task.turn is None
+        task.settle(EpisodeStart((), (), step.failure, step.error) if is_start else step)
 
-    def _replace(self, process: EpisodeProcess, kind: FailureKind, error: str) -> None:
-        """Replace a hung or dead process; the episode whose code ran is to blame."""
-        number, _ = process.mark.read()
-        ended = process.kill()
-        if process.requests:
-            self._note_busy(process)
-        error = error or f"its process ended ({ended})"
-        logger.debug("environment process %d is replaced: %s", process.popen.pid, error)
-        served = [episode for episode in process.requests.values() if episode.due]
-        guilty = [episode for episode in served if episode.number == number]
-        patience = PATIENCE if ended == signal.SIGKILL.name and not number else 1
-        if not number and len(served) == 1:
-            guilty = served
-        for episode in list(self._episodes.values()):
-            if episode.process is not process:
-                continue
-            if episode.number == number and not episode.due:  # a task that its program has left
-                episode.process, episode.lost = None, (kind, error)
-                continue
-            self._bereave(episode, is_guilty=episode in guilty, known=bool(number or guilty))
-        place = self._processes.index(process)
-        self._processes[place] = self._start(place)
-        for episode in guilty:
-            self._fail(episode, kind, error, patience)
-
-    def _start_anew(self, process: EpisodeProcess) -> None:
-        """Replace a process that has ended before it was ready, if others were: it was killed."""
-        self._bad_starts += 1
-        if not self._ready.is_set() or self._bad_starts > PATIENCE:
-            raise process.no_start()
-        process.kill()
-        place = self._processes.index(process)
-        self._processes[place] = self._start(place)
-
-    def _bereave(self, episode: ServedEpisode, is_guilty: bool, known: bool) -> None:
-        """An episode whose process is gone: it is replayed when an answer is due."""
-        episode.process = None
-        if is_guilty:
-            return
-        if not self.config.replay:
-            reason = "its process ended with another episode, and environment.replay=false"
-            if episode.due:
-                self._fail(episode, "crash", reason)
-            else:
-                episode.lost = "crash", reason
+    def _bereaved(self, task: ServedEpisode, suspect: bool, error: tuple[str, str] | None) -> None:
+        """It is replayed when an answer is due."""
+        if not self.config.replay and error is None:
+            error = "crash", "its process ended with another episode, and environment.replay=false"
+            if task.due:
+                self._fail(task, *error)
+                return
+        if error is not None:
+            task.lost = error
             return
         self.counts["replays"] += 1
-        if episode.due:
-            episode.suspect = not known
-            if episode not in self._queue:
-                self._queue.append(episode)
+        if task.due:
+            super()._bereaved(task, suspect, error)
 
-    def _note_busy(self, process: EpisodeProcess) -> None:
-        """A process has worked until now."""
-        place, now = self._processes.index(process), max(time.time(), process.busy_since)
-        self.spans.append(BusySpan(place, process.busy_since, now, process.num_answers))
-
-    def _leave(self, episode: ServedEpisode) -> None:
+    def _leave(self, task: ServedEpisode) -> None:
         """An episode's program has ended in its process."""
-        if episode.process is not None:
-            episode.process.leave()
-            episode.process = None
-
-    def _forget(self, episode: ServedEpisode) -> None:
-        self._episodes.pop(episode.id, None)
-
-    def _start(self, place: int) -> EpisodeProcess:
-        port = self.config.port and self.config.port + place
-        return EpisodeProcess((*self._settings, port), self.config.kind.value)
+        if task.home is not None:
+            task.home.leave(task)

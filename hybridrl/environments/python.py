@@ -13,8 +13,8 @@ from hybridrl.config import EnvironmentConfig, SourceConfig
 from hybridrl.environments.arguments import read_params
 from hybridrl.environments.program import Environment, Messages, Model
 from hybridrl.environments.task import EpisodeTask
-from hybridrl.rewards import jail
-from hybridrl.rewards.jail import Jail, JailError, JailResult
+from hybridrl.sandbox import jail
+from hybridrl.sandbox.jail import Jail, JailError, JailResult
 
 DEFAULTS = {"empty": "The program has printed nothing."}
 NUM_THREADS = min(32, (os.cpu_count() or 1) + 4)

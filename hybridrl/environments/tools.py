@@ -1,5 +1,6 @@
 """Tools: plain functions that the model may call, told by their types and docstrings."""
 
+import asyncio
 import inspect
 import json
 import re
@@ -46,9 +47,25 @@ def with_tools(functions: Sequence[Tool], path: str) -> Environment:
             calls = find_calls(turn.text, schemas)
             if not calls:
                 return
-            messages = [await answered(call, tools, model) for call in calls]
+            messages = await all_answered(calls, tools, model)
 
     return Environment(program, schemas)
+
+
+async def all_answered(
+    calls: Sequence[ToolCall], tools: dict[str, Tool], model: Model
+) -> list[ChatMessage]:
+    """The messages that answer the calls of a turn, in order.
+
+    The calls run at the same time: tools that are `async` wait together. Plain functions run one
+    after the other, in the order of their calls.
+    """
+    running = [asyncio.ensure_future(answered(call, tools, model)) for call in calls]
+    try:
+        return await asyncio.gather(*running)
+    finally:
+        for task in running:  # the program ends where one of them raises
+            task.cancel()
 
 
 async def answered(call: ToolCall, tools: dict[str, Tool], model: Model) -> ChatMessage:

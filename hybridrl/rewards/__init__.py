@@ -1,12 +1,13 @@
-"""Verifiers of responses, in sandboxed processes, and reward models.
+"""Judges of responses, in sandboxes, and reward models.
 
-Start from `RewardPool` (`pool.py`: processes with time limits), `verifiers.py` (the kinds that
-ship), `code.py` and `jail.py` (programs, and what confines them) and `model.py` (what a reward
-model must be).
+Start from `judge.py` (`JudgePool`: responses in, results out), `worker.py` (the judge inside a
+sandbox), `verifiers.py` and `code.py` (the kinds that ship) and `model.py` (what a reward model
+must be).
 """
 
-from hybridrl.rewards.pool import RewardPool
+from hybridrl.rewards.judge import JudgePool
 from hybridrl.rewards.results import RewardInput, RewardResult
 from hybridrl.rewards.validate import validate_reward
+from hybridrl.sandbox import jail  # for users' functions
 
-__all__ = ["RewardInput", "RewardPool", "RewardResult", "validate_reward"]
+__all__ = ["JudgePool", "RewardInput", "RewardResult", "jail", "validate_reward"]

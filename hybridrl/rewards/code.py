@@ -9,7 +9,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from hybridrl.config import ConfigError, JudgeConfig, SourceConfig
-from hybridrl.rewards.jail import Jail, choose
+from hybridrl.sandbox.jail import Jail, choose
 
 TIME_SHARE = 0.9
 """Of `timeout_s`, for the tests of one sample; the rest is the verifier's own."""

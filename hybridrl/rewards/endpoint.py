@@ -25,10 +25,10 @@ from hybridrl.config import ConfigError, JudgeConfig, RewardCall, RewardKind
 from hybridrl.config.endpoint import GROUP_SCORE, NUMBER, SCORE, SCORE_FIELDS
 from hybridrl.config.patterns import compiled
 from hybridrl.config.row_fields import fill
-from hybridrl.rewards.cpu_limit import cpu_limit
 from hybridrl.rewards.reply_file import ReplyFile
 from hybridrl.rewards.request_slots import RequestSlots
 from hybridrl.rewards.results import BudgetSpent, EndpointError, EndpointTimeout, RewardInput
+from hybridrl.sandbox.cpu_limit import cpu_limit
 
 MAX_BACKOFF_S = 60.0
 MAX_RETRY_AFTER_S = 600.0

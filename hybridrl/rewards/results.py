@@ -9,12 +9,10 @@ JudgeAnswer = list[Any]
 """`[reward, message, text]`, as JSON; the message is null where all is well, and else the reward is
 0. A message that begins with TIMEOUT says that the judge took too long."""
 TIMEOUT = "timeout: "
+BUDGET_SPENT = "budget"
+"""Begins the answer to a unit that the budget does not allow."""
 WRONG_RETURNS = ("Error: the reward is ", "Error: the function returned ")
 """In the message of a function that returned what is no reward, after the error's class."""
-
-
-class JudgeTimeout(Exception):
-    """A judge took longer than `timeout_s`."""
 
 
 class EndpointError(RuntimeError):

@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import wait
 
 from hybridrl.config import ConfigError, JudgeConfig, RewardKind, SourceConfig
-from hybridrl.rewards import pool, waiting
-from hybridrl.rewards.process import JudgeProcess
-from hybridrl.rewards.results import TIMEOUT, RewardInput, RewardResult, failure, result_of
+from hybridrl.rewards.judge import JudgePool
+from hybridrl.rewards.results import RewardInput, RewardResult, failure, result_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,34 +35,18 @@ def validate_reward(
     """
     if config.kind is RewardKind.model:
         return Trial()
-    program = waiting.PROGRAM if config.is_central else pool.PROGRAM
-    replies = [""] if config.is_central else []
-    process = JudgeProcess(program, config, sources or {}, *replies, role=role)
-    try:
-        process.wait_ready()
-        if process.waits and not config.is_central and items:  # an async function, told by itself
-            process.kill()
-            return validate_reward(replace(config, waits=True), sources, role, items)
-        results = () if config.kind.asks else tuple(_judged(process, item) for item in items)
-        return Trial(process.waits, results)
-    except RuntimeError as error:
-        key = f"{role}.function" if config.kind is RewardKind.function else f"{role}.kind"
-        value = config.function or config.kind.value
-        raise ConfigError(key, value, f"a verifier that starts ({error})") from error
-    finally:
-        process.kill()
-
-
-def _judged(process: JudgeProcess, item: RewardInput) -> RewardResult:
-    """The result of one response, judged alone."""
-    central = process.config.is_central
-    try:
-        process.connection.send((1, [item]) if central else [item])
-        wait(process.waitables, process.config.timeout_s + waiting.GRACE_S)
-        if not process.connection.poll():
-            process.kill()
-            return result_of(failure(f"{TIMEOUT}no reward within {process.config.timeout_s} s"))
-        answer = process.receive()
-    except (EOFError, OSError, ValueError):  # it has died, or been killed before
-        return result_of(failure("the verifier process has ended"))
-    return result_of(answer[1][0] if central else answer)
+    results = list[RewardResult]()
+    with JudgePool(replace(config, num_processes=1), sources, "", role) as judge:
+        try:
+            judge.wait_ready()
+        except RuntimeError as error:
+            key = f"{role}.function" if config.kind is RewardKind.function else f"{role}.kind"
+            value = config.function or config.kind.value
+            raise ConfigError(key, value, f"a verifier that starts ({error})") from error
+        for item in () if config.kind.asks else items:
+            results += judge.submit([item]).result()
+            if results[-1].status == "timeout" or judge.ended in results[-1].message:
+                gone = result_of(failure("the verifier process has ended"))
+                results += [gone] * (len(items) - len(results))
+                break  # each of the others could take as long
+    return Trial(judge.waits, tuple(results))

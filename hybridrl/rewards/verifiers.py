@@ -1,6 +1,6 @@
 """Verifiers: from a response to a number. Pure functions, built from the config.
 
-They run in sandboxed processes (see `hybridrl.rewards.pool`); nothing here imports torch or ray.
+They run in sandboxes (see `hybridrl.rewards.judge`); nothing here imports torch or ray.
 """
 
 import functools
@@ -14,8 +14,8 @@ from hybridrl.config.patterns import compiled, last_match
 from hybridrl.config.reasoning import import_reasoning_gym
 from hybridrl.rewards.code import judge_program, program_in
 from hybridrl.rewards.functions import MAX_TEXT, as_reward, user_function
-from hybridrl.rewards.jail import choose
 from hybridrl.rewards.results import RewardInput
+from hybridrl.sandbox.jail import choose
 
 Verify = Callable[[RewardInput, str], float]
 """Reward of an input whose judged text is the second argument."""

@@ -1,88 +1,179 @@
-"""The program of a verifier process: `python -m hybridrl.rewards.worker FD PARENT`.
+"""The judge inside a sandbox. It imports neither torch nor ray."""
 
-It reads pickles from its parent, which it trusts. It answers in JSON, since the parent must not
-trust a process that judges a model's output. It imports neither torch nor ray.
-"""
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import contextlib
-import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
-
-from hybridrl.config import (
-    JailKind,
-    JudgeConfig,
-    RewardCall,
-    RewardKind,
-    SourceConfig,
+from hybridrl.config import JailKind, JudgeConfig, RewardCall, RewardKind, SourceConfig
+from hybridrl.rewards.functions import answer_of, is_async, user_function
+from hybridrl.rewards.results import (
+    BUDGET_SPENT,
+    TIMEOUT,
+    BudgetSpent,
+    EndpointError,
+    EndpointTimeout,
+    JudgeAnswer,
+    RewardInput,
+    failure,
 )
-from hybridrl.rewards import jail
-from hybridrl.rewards.child import limit_process, start_failure
-from hybridrl.rewards.functions import is_async, user_function
-from hybridrl.rewards.results import JudgeAnswer, RewardInput, failure
 from hybridrl.rewards.verifiers import make_selector, make_verifier
+from hybridrl.sandbox import Service, jail
+from hybridrl.sandbox.cpu_limit import TimeLimitReached, cpu_limit
+
+if TYPE_CHECKING:
+    from hybridrl.rewards.endpoint import Endpoint
+
+Unit = Sequence[RewardInput]
+JudgeUnit = Callable[[Unit], Awaitable[list[JudgeAnswer]]]
 
 
-def make_judge(
-    config: JudgeConfig, sources: Mapping[str, SourceConfig]
-) -> Callable[[Sequence[RewardInput]], list[JudgeAnswer]]:
-    """Judges a batch in one call, or one of a single response. Raises ConfigError."""
-    if config.call is not RewardCall.sample:
-        function, select = user_function(config), make_selector(config)
+class JudgeService(Service):
+    """Judges units: responses that one call is about."""
 
-        def judge_batch(items: Sequence[RewardInput]) -> list[JudgeAnswer]:
-            texts = [select(item.response) for item in items]
-            arguments = function.arguments(items, [text or "" for text in texts])
-            return function.answers(function.function(**arguments), texts)
+    def __init__(
+        self,
+        answer: Callable[..., None],
+        config: JudgeConfig,
+        sources: Mapping[str, SourceConfig],
+        replies: str | None,
+    ) -> None:
+        super().__init__(answer)
+        self.config, self.sources, self.replies = config, sources, replies
+        self._endpoint: Endpoint | None = None
+        self._told: dict[str, int] = {}
 
-        return judge_batch
-    verify = make_verifier(config, sources)
+    async def open(self) -> list[Any]:
+        """Build the judge; what confines programs, and whether it waits."""
+        config, itself_waits = self.config, waits(self.config)
+        # An endpoint's code is not foreign, and its process has requests that others would lose.
+        self.marks_requests = not config.kind.asks
+        if config.kind.asks:
+            # aiohttp takes longer to import than all the rest, which every verifier does.
+            from hybridrl.rewards.endpoint import Endpoint
 
-    def judge_one(items: Sequence[RewardInput]) -> list[JudgeAnswer]:
-        ((reward, text),) = map(verify, items)
-        return [[reward, None, text]]
+            self._endpoint = Endpoint(config, Path(self.replies) if self.replies else None)
+            self._judge = endpoint_judge(config, self._endpoint)
+            if self.replies == "":
+                await self._endpoint.probe()
+        elif itself_waits:
+            self._judge = waiting_judge(config)
+        else:
+            self._judge = computing_judge(config, self.sources)
+        return [jail_of(config), itself_waits]
 
-    return judge_one
+    async def judge(self, number: int, unit: Unit) -> None:
+        """Answer with `[answers, counts]`, counts since the last answer."""
+        answers = await answered(self._judge, unit, self.config.timeout_s)
+        told, self._told = self._told, dict(self._endpoint.counts) if self._endpoint else {}
+        fresh = {name: count - told.get(name, 0) for name, count in self._told.items()}
+        self.answer(number, answers, fresh)
+
+    async def close(self, running: Collection["asyncio.Task[None]"]) -> None:
+        """As the base class."""
+        if self._endpoint is not None:
+            await self._endpoint.close()
 
 
-def judged(
-    judge: Callable[[Sequence[RewardInput]], list[JudgeAnswer]], items: Sequence[RewardInput]
-) -> list[JudgeAnswer]:
-    """The answers of `judge`, or its error for each of `items`."""
+make = JudgeService
+
+
+def computing_judge(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> JudgeUnit:
+    """Judges in the only thread, where nothing bounds it: its process can be killed."""
+    if config.call is RewardCall.sample:
+        verify = make_verifier(config, sources)
+
+        async def judge_one(unit: Unit) -> list[JudgeAnswer]:
+            ((reward, text),) = map(verify, unit)
+            return [[reward, None, text]]
+
+        return judge_one
+    function, select = user_function(config), make_selector(config)
+
+    async def judge(unit: Unit) -> list[JudgeAnswer]:
+        texts = [select(item.response) for item in unit]
+        arguments = function.arguments(unit, [text or "" for text in texts])
+        return function.answers(function.function(**arguments), texts)
+
+    return judge
+
+
+def waiting_judge(config: JudgeConfig) -> JudgeUnit:
+    """Judges by a user's function that waits, within `timeout_s`."""
+    function, select = user_function(config), make_selector(config)
+    call = function.function if is_async(function.function) else in_thread(function.function)
+
+    async def judge(unit: Unit) -> list[JudgeAnswer]:
+        with cpu_limit(config.timeout_s):  # `extract` holds all others up
+            texts = [select(item.response) for item in unit]
+        if config.call is RewardCall.sample and texts == [None]:
+            return [answer_of(0.0, None)]
+        arguments = function.arguments(unit, [text or "" for text in texts])
+        try:
+            async with asyncio.timeout(config.timeout_s) as limit:
+                returned = await call(**arguments)
+        except TimeoutError as error:
+            if limit.expired():
+                raise TimeLimitReached from error
+            raise  # the function's own
+        return function.answers(returned, texts)
+
+    return judge
+
+
+def endpoint_judge(config: JudgeConfig, endpoint: "Endpoint") -> JudgeUnit:
+    """Judges by an endpoint; a unit is one response, or those to one prompt."""
+    select = make_selector(config)
+
+    async def judge(unit: Unit) -> list[JudgeAnswer]:
+        with cpu_limit(config.timeout_s):  # `extract` holds all others up
+            texts = [select(item.response) for item in unit]
+        if all(text is None for text in texts):
+            return [answer_of(0.0, text) for text in texts]
+        scores = await endpoint.scores(unit, texts)
+        return [answer_of(score, text) for score, text in zip(scores, texts, strict=True)]
+
+    return judge
+
+
+def in_thread(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+    """`function`, each call in a thread, of which one that hangs takes no other's place."""
+
+    def outcome(arguments: dict[str, Any]) -> tuple[Any, BaseException | None]:
+        try:
+            return function(**arguments), None
+        except BaseException as error:  # a future takes no StopIteration, and SystemExit ends loops
+            return None, error
+
+    async def call(**arguments: Any) -> Any:
+        value, error = await asyncio.to_thread(outcome, arguments)
+        if error is not None:
+            raise error
+        return value
+
+    return call
+
+
+async def answered(judge: JudgeUnit, unit: Unit, timeout_s: float) -> list[Any]:
+    """The answers to a unit, or `[BUDGET_SPENT, message]`."""
     try:
-        return judge(items)
+        return await judge(unit)
+    except BudgetSpent as error:
+        return [BUDGET_SPENT, str(error)]
+    except EndpointTimeout as error:
+        answer = failure(f"{TIMEOUT}{error}")
+    except EndpointError as error:
+        answer = failure(str(error))
+    except TimeLimitReached:
+        answer = failure(f"{TIMEOUT}no reward within {timeout_s} s")
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        answer = failure(error)  # the function's own
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the user's as well
-        return [failure(error)] * len(items)
-
-
-def main(descriptor: int, parent: int) -> None:
-    """Build the verifier, report ready, then judge chunk after chunk, with one answer a sample.
-
-    The parent closes the connection to end the process.
-    """
-    limit_process(parent)
-    connection = Connection(descriptor)
-
-    def answer(value: object) -> None:
-        connection.send_bytes(json.dumps(value).encode())
-
-    config, sources, paths = connection.recv()
-    sys.path[:] = paths  # a user's module is found as in the parent
-    jail.configure(config.jail, config.limits)
-    try:
-        judge = make_judge(config, sources)
-        answer(["ready", jail_of(config), waits(config)])
-    except BaseException as error:
-        answer(start_failure(error))
-        return
-    with contextlib.suppress(EOFError):
-        while True:
-            chunk = connection.recv()
-            size = len(chunk) if config.call is RewardCall.batch else 1
-            for start in range(0, len(chunk), size):
-                for one in judged(judge, chunk[start : start + size]):
-                    answer(one)
+        answer = failure(error)
+    return [answer] * len(unit)
 
 
 def jail_of(config: JudgeConfig) -> str:
@@ -96,7 +187,3 @@ def waits(config: JudgeConfig) -> bool:
     if config.waits is None and config.kind is RewardKind.function:
         return is_async(user_function(config).function)
     return bool(config.waits)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

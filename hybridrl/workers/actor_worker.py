@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.checkpoint import distributed
-from hybridrl.config import Config, KeptSamples
+from hybridrl.config import Config, JudgeHome, KeptSamples
 from hybridrl.data import Item
 from hybridrl.flow.executor import (
     ENOUGH_TURNS,
@@ -105,18 +105,18 @@ class ActorWorker(BaseWorker):
         return chain(engine.weights(), engine.buffers().items()) if engine.version else None
 
     def _add_judge(self, name: str) -> None:
-        if name in self.verifiers or name in self.scorers or self.config.is_central(name):
+        if name in self.verifiers or name in self.scorers:
             return
-        if not self.config.is_neural(name):
+        home = self.config.home_of(name)
+        if home is JudgeHome.rank:
             self.verifiers[name] = self.build.verifier(name)
             logger.debug("verifier %s made", name)
-        elif self.config.pool_of(name) == "actor":
+        elif home is JudgeHome.instance:
             self.scorers[name] = self.build.neural_judge(name, self.actor.parallel)
             logger.debug("neural judge %s made", name)
 
     def _add_scorers(self, graph: Graph, weights: Sequence[Any]) -> None:
-        central = [name for name in graph.judges if self.config.is_central(name)]
-        known = {*self.trained, *self.verifiers, *self.scorers, *central}
+        known = {*self.trained, *self.verifiers, *self.scorers, *graph.judges}
         for name in graph.roles:
             if name not in known:
                 self.scorers[name] = self.build.scorer(name, graph)

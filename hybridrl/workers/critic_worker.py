@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from hybridrl.config import Config, Grouping
+from hybridrl.config import Config, Grouping, JudgeHome
 from hybridrl.flow.executor import Computed
 from hybridrl.flow.graph import Graph, Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
@@ -80,7 +80,8 @@ class CriticWorker(BaseWorker):
         return ((name, from_dlpack(self.data_plane.get([ref])[0])) for name, ref in references)
 
     def _add_judge(self, name: str) -> None:
-        is_here = self.config.is_neural(name) and self.config.pool_of(name) == self.pool
+        home = self.config.home_of(name)
+        is_here = home is JudgeHome.pool and self.config.pool_of(name) == self.pool
         if is_here and name not in self.scorers:
             self.scorers[name] = self.build.neural_judge(name, self._parallel)
             logger.debug("neural judge %s made", name)

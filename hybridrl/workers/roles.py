@@ -8,7 +8,7 @@ from hybridrl.config import JudgeConfig, SourceConfig
 from hybridrl.flow.graph import MapStage, Stage
 from hybridrl.flow.sample import TRAINED, TURN, TURN_REWARDS, SampleId, Scalar
 from hybridrl.models.response_text import ResponseText
-from hybridrl.rewards import RewardInput, RewardPool
+from hybridrl.rewards import JudgePool, RewardInput
 from hybridrl.rewards.results import scalars_of
 from hybridrl.workers.store import SampleStore, StoredSample
 
@@ -27,16 +27,16 @@ class Verifier:
     ) -> None:
         """`sources` are those of the rows, which kind=dataset has its scorers from."""
         self.text_of, self.store = text_of, store
-        self.pool = RewardPool(config, sources)
+        self.judge = JudgePool(config, sources)
 
     def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
-        """Decode and score; a verifier that fails marks its sample."""
-        results = self.pool.score(reward_inputs(self.store, self.text_of, ids))
+        """Decode and score; a judge that fails marks its sample."""
+        results = self.judge.score(reward_inputs(self.store, self.text_of, ids))
         return scalars_of(stage.scalars, results), ()
 
     def close(self) -> None:
         """End the verifier processes."""
-        self.pool.close()
+        self.judge.close()
 
 
 def reward_inputs(

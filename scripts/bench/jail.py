@@ -12,7 +12,7 @@ import time
 
 from hybridrl.config import ConfigError, JailKind, JudgeConfig, RewardKind
 from hybridrl.rewards.code import judge_program
-from hybridrl.rewards.jail import choose
+from hybridrl.sandbox.jail import choose
 
 PROGRAM = "numbers = list(map(int, input().split()))\nprint(sum(numbers))\n"
 

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import EndpointConfig, JudgeConfig, RewardKind
-from hybridrl.rewards import RewardInput
-from hybridrl.rewards.waiting import WaitingJudge
+from hybridrl.rewards import JudgePool, RewardInput
 
 STUB = Path(__file__).parents[1] / "stub_judge.py"
 TINY = [
@@ -69,7 +68,7 @@ def pool(url: str, options: argparse.Namespace) -> None:
         url=url, model="stub", template=TEMPLATE, backoff_s=0.1, retries=10, cache=False
     )
     config = JudgeConfig(kind=RewardKind.chat, endpoint=endpoint, max_in_flight=options.in_flight)
-    with closing(WaitingJudge(config)) as judge:
+    with closing(JudgePool(config)) as judge:
         futures = [judge.submit([RewardInput("", str(i), "")]) for i in range(options.responses)]
         assert all(result.status == "ok" for f in futures for result in f.result())
 

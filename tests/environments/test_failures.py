@@ -6,18 +6,14 @@ import random
 import signal
 import threading
 import time
-from collections import deque
-from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from environment_pools import Make, Pool, played, task
 
 from hybridrl.environments import EpisodePool, EpisodeStart, EpisodeStep, ModelTurn, Openings
-from hybridrl.environments import pool as pools
-from hybridrl.environments.episode_process import EpisodeProcess, ServedEpisode
+from hybridrl.sandbox import pool as sandboxes
 
 PROGRAMS = '''
 import asyncio, ctypes, os, sys, threading, time
@@ -275,46 +271,12 @@ def test_a_start_goes_to_a_process_that_takes_it(make: Make, pool: Pool) -> None
     episodes.wait_ready(every=True)
     for n in range(3):
         episodes.start((n,), task("q")).result(60)
-    alone = next(e for e in episodes._episodes.values() if e.process.num_episodes == 1)
+    alone = next(e for e in episodes._episodes.values() if len(e.home.tasks) == 1)
     computes = episodes.turn(alone.id, ModelTurn("compute"))
     time.sleep(1.5)
     assert episodes.start((3,), task("q")).result(60).failure is None
     assert not computes.done()
     assert computes.result(60).failure is None
-
-
-def test_no_others_overtake_a_suspect() -> None:
-    """It waits for a process without requests; others go to those that it does not wait for."""
-    served = list[tuple[int, str]]()
-
-    def serve(process: EpisodeProcess, episode: ServedEpisode) -> None:
-        process.requests[len(served)] = episode
-        process.num_episodes += 1
-        served.append((processes.index(process), str(episode.id[0])))
-
-    def episode(name: str, suspect: bool = False) -> ServedEpisode:
-        return ServedEpisode((name,), 1, task("q"), Future(), [], suspect=suspect)
-
-    processes = [EpisodeProcess.__new__(EpisodeProcess) for _ in range(2)]
-    for number, process in enumerate(processes):
-        process.ready, process.mark = True, SimpleNamespace(read=lambda: (0, 0.0))  # type: ignore
-        process.requests, process.num_episodes = {-1: episode("first")}, number
-    processes[1].requests[-2] = episode("another")
-    episodes = EpisodePool.__new__(EpisodePool)
-    episodes._processes, episodes._serve = processes, serve  # type: ignore
-    episodes._queue = deque([episode("a"), episode("suspect", True), episode("b"), episode("c")])
-    episodes._give()
-    assert served == [(0, "a"), (1, "b"), (1, "c")]
-    episodes._queue.append(episode("d", True))
-    processes[0].requests.clear()
-    episodes._give()
-    assert served[3:] == [(0, "suspect")]
-    episodes._queue.append(episode("e"))
-    episodes._give()
-    assert served[4:] == [(1, "e")]
-    processes[0].requests.clear()
-    episodes._give()
-    assert served[5:] == [(0, "d")]
 
 
 def test_each_turn_is_tried_twice_though_the_start_was(make: Make, pool: Pool) -> None:
@@ -338,25 +300,11 @@ def test_a_task_that_its_program_has_left_is_its_own(make: Make, pool: Pool) -> 
     )
 
 
-def test_a_process_that_reads_nothing_holds_nobody_up(
-    make: Make, pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not even the driver, when what it sends fills the connection."""
-    monkeypatch.setattr(pools, "GRACE_S", 0.5)
-    episodes, id = pool(make(PROGRAMS, "echo", turn_timeout_s=1.0)), (0, "", 0)
-    assert episodes.start(id, task("q")).result(60).failure is None
-    (process,) = episodes._processes
-    os.kill(process.popen.pid, signal.SIGSTOP)
-    step = episodes.turn(id, ModelTurn("x" * (4 << 20))).result(60)
-    assert step.failure == "timeout"
-    assert episodes.start((1,), task("q")).result(60).failure is None
-
-
 def test_the_time_in_a_queue_does_not_count(
     make: Make, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For the process that serves the episode, and for the pool that waits for the process."""
-    monkeypatch.setattr(pools, "GRACE_S", 1.0)
+    monkeypatch.setattr(sandboxes, "GRACE_S", 1.0)
     episodes = pool(make(PROGRAMS, "queues", turn_timeout_s=1.0))
     _, steps = played(episodes, task("q"), ["a", "b"])
     assert [step.failure for step in steps] == [None, "timeout"]
@@ -380,7 +328,7 @@ def test_processes_share_the_episodes_however_they_end(make: Make, pool: Pool) -
     played(episodes, task("q"), list("abcd"), (4,))
     played(episodes, task("q"), ["raise"], (5,))
     episodes.start((6,), task("q")).result(60)
-    assert sum(process.num_episodes for process in episodes._processes) == 1
+    assert sum(len(process.tasks) for process in episodes._processes) == 1
 
 
 def test_a_reply_of_a_megabyte_is_cut_before_it_is_sent(make: Make, pool: Pool) -> None:

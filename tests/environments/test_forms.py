@@ -108,6 +108,17 @@ async def fail(text: str) -> str:
 
 
 TOOLS = [add, fail]
+MET = None
+
+
+async def meet(name: str) -> str:
+    """Wait until two are there."""
+    global MET
+    MET = MET or asyncio.Barrier(2)
+    return f"{name} came {'last' if await MET.wait() else 'first'}"
+
+
+MEETING = [meet]
 
 
 def untyped(a, b: int):
@@ -260,6 +271,15 @@ def test_tools(tools: EpisodePool, turn: str, answers: list[str]) -> None:
     assert [m["role"] for m in replies] == ["tool"] * len(answers)
     assert all(m["content"].startswith(a) for m, a in zip(replies, answers, strict=True)), replies
     assert steps[1] == EpisodeStep(None, (0.0, 0.0))
+
+
+def test_calls_of_a_turn_run_at_the_same_time(make: Make, pool: Pool) -> None:
+    """Each waits for the other; their answers come in the order of the calls."""
+    episodes = pool(make(PROGRAMS, "MEETING", kind=EnvironmentKind.tools, turn_timeout_s=5.0))
+    turn = CALL % ("meet", '{"name": "Ada"}') + CALL % ("meet", '{"name": "Bob"}')
+    _, (step,) = played(episodes, task("q"), [turn])
+    assert step.failure is None, step.error
+    assert [message["content"][:8] for message in step.messages or ()] == ["Ada came", "Bob came"]
 
 
 def test_tools_are_called_in_the_form_of_the_model(make: Make, pool: Pool) -> None:

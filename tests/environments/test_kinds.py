@@ -24,8 +24,8 @@ from hybridrl.environments.program import Model
 from hybridrl.environments.python import told
 from hybridrl.environments.tool_calls import ToolCall
 from hybridrl.environments.tools import answered
-from hybridrl.rewards import jail
-from hybridrl.rewards.jail import JailResult
+from hybridrl.sandbox import jail
+from hybridrl.sandbox.jail import JailResult
 
 SOURCES = {"main": SourceConfig(kind=SourceKind.reasoning_gym, name="spell_backward")}
 

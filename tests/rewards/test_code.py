@@ -22,9 +22,9 @@ from hybridrl.config import (
 )
 from hybridrl.controller.preflight import build_recipe
 from hybridrl.controller.preflight_judges import check_rows
-from hybridrl.rewards import RewardInput, RewardPool, jail, validate_reward
+from hybridrl.rewards import JudgePool, RewardInput, jail, validate_reward
 from hybridrl.rewards.code import judge_program, parse_tests, program_in, same_text, same_value
-from hybridrl.rewards.jail import Jail, JailError, JailResult, Mechanism, run
+from hybridrl.sandbox.jail import Jail, JailError, JailResult, Mechanism, run
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
 WRONG = "print(3)\n"
@@ -203,7 +203,7 @@ def test_the_pool_judges_programs_and_says_where_they_run(
     tests = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
     responses = [f"```python\n{ADD}```", ADD, "print(4)", "words", "while True: pass"]
     settings = config(limits=JailLimits(seconds=2.0), timeout_s=30.0)
-    with RewardPool(settings) as pool:
+    with JudgePool(settings) as pool:
         results = pool.score([RewardInput("", text, "", expected=tests) for text in responses])
         assert [result.reward for result in results] == [1.0, 1.0, 0.0, 0.0, 0.0]
         assert {result.status for result in results} == {"ok"}
@@ -222,7 +222,7 @@ def test_a_users_function_may_run_programs(tmp_path: Path) -> None:
         "    return float(result.status == 'ok' and result.stdout == answer)\n"
     )
     settings = config(kind=RewardKind.function, function=f"{path}:score")
-    with RewardPool(settings) as pool:
+    with JudgePool(settings) as pool:
         items = [RewardInput("", "print(int(input()) * 6)", answer) for answer in ("42\n", "7\n")]
         assert [result.reward for result in pool.score(items)] == [1.0, 0.0]
 

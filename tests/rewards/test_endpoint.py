@@ -12,11 +12,10 @@ import pytest
 from stubs import StubJudge, grade
 
 from hybridrl.config import ConfigError, EndpointConfig, RewardCall, RewardConfig, RewardKind
-from hybridrl.rewards import RewardInput, RewardResult, validate_reward
+from hybridrl.rewards import JudgePool, RewardInput, RewardResult, validate_reward
 from hybridrl.rewards.endpoint import Endpoint
-from hybridrl.rewards.results import BudgetSpent, EndpointError, result_of
-from hybridrl.rewards.waiting import WaitingJudge
-from hybridrl.rewards.waiting_worker import BUDGET_SPENT, answered, endpoint_judge
+from hybridrl.rewards.results import BUDGET_SPENT, BudgetSpent, EndpointError, result_of
+from hybridrl.rewards.worker import answered, endpoint_judge
 
 KEY = "sk-verysecret123"
 
@@ -92,7 +91,7 @@ def test_one_that_hangs_holds_no_other_up() -> None:
     """The last of many is judged while the first still hangs."""
     with StubJudge(trouble=lambda text, attempt: "hang" if text == "slow" else None) as stub:
         config = config_of(stub, timeout_s=1.0, retries=0, max_in_flight=2)
-        with closing(WaitingJudge(config)) as judge:
+        with closing(JudgePool(config)) as judge:
             slow = judge.submit([RewardInput("", "slow", "")])
             others = [judge.submit([RewardInput("", str(i), "")]) for i in range(50)]
             for i, future in enumerate(others):
@@ -180,17 +179,17 @@ def test_replies_are_kept_and_shared(tmp_path: Path) -> None:
     with StubJudge(delay=lambda: 0.05) as stub:
         config = config_of(stub)
         file = tmp_path / "judges" / "reward.jsonl"
-        with closing(WaitingJudge(config, replies=file)) as judge:
+        with closing(JudgePool(config, replies=file)) as judge:
             for _ in range(2):
                 futures = [judge.submit([RewardInput("", "same", "")]) for _ in range(5)]
                 assert {f.result(60)[0].reward for f in futures} == {grade("same") / 10}
-            assert judge.counts == {"requests": 1, "retries": 0, "cached": 9}
+            assert judge.asked == {"requests": 1, "retries": 0, "cached": 9}
             (process,) = judge._processes
             process.popen.kill()
             while judge._processes == [process]:
                 time.sleep(0.01)  # the next one counts on
             assert judge.submit([RewardInput("", "same", "")]).result(60)[0].status == "ok"
-            assert judge.counts == {"requests": 1, "retries": 0, "cached": 10}
+            assert judge.asked == {"requests": 1, "retries": 0, "cached": 10}
         with file.open("a") as open_file:
             open_file.write('{"key": "cut o')  # a run that was killed
         assert rewards(config, ["same", "new"], replies=file) == [
@@ -225,7 +224,7 @@ def test_the_budget_holds_over_resumed_runs(tmp_path: Path) -> None:
         assert len(rewards(unbounded, ["0", "0"], replies=file)) == 2
         config = config_of(stub, budget=20)
         assert len(rewards(config, [str(i) for i in range(10)], replies=file)) == 10
-        with closing(WaitingJudge(config, replies=file)) as judge:
+        with closing(JudgePool(config, replies=file)) as judge:
             futures = [judge.submit([RewardInput("", str(i), "")]) for i in range(40)]
             with pytest.raises(BudgetSpent, match=r"^reward\.endpoint\.budget=20: all of these"):
                 [future.result(60) for future in futures]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridrl.config import ConfigError, RewardCall, RewardConfig, RewardKind
-from hybridrl.rewards import RewardInput, RewardPool, validate_reward
+from hybridrl.rewards import JudgePool, RewardInput, validate_reward
 from hybridrl.rewards.functions import as_reward, user_function
 
 FUNCTIONS = """
@@ -77,14 +77,14 @@ OF_SEVERAL = ["ours_of_many", "verl_batch", "trl"]
 
 @pytest.mark.parametrize("name", [*NAMES, *OF_SEVERAL])
 def test_one_response_a_call(file: Path, name: str) -> None:
-    with RewardPool(config(file, name)) as pool:
+    with JudgePool(config(file, name)) as pool:
         results = pool.score(SAMPLES)
     assert [(r.status, r.reward) for r in results] == [("ok", x) for x in (1.0, 0.0, 1.0, 0.0)]
 
 
 @pytest.mark.parametrize("name", [*OF_SEVERAL, "trl_own_columns"])
 def test_several_responses_a_call(file: Path, name: str) -> None:
-    with RewardPool(config(file, name, call=RewardCall.batch)) as pool:
+    with JudgePool(config(file, name, call=RewardCall.batch)) as pool:
         results = pool.score(SAMPLES[:3] if name == "trl_own_columns" else SAMPLES)
     expected = [1.0, 1.0, 1.0] if name == "trl_own_columns" else [1.0, 0.0, 1.0, 0.0]
     assert [(result.status, result.reward) for result in results] == [("ok", x) for x in expected]
@@ -101,7 +101,7 @@ def test_the_struct_of_verl_is_told_by_its_ground_truth(file: Path) -> None:
     )
     sample = RewardInput("", "3 + 4", "", {"data_source": "x"}, "main", expected=struct)
     for name in ("score", "mine"):
-        with RewardPool(config(path, name)) as pool:
+        with JudgePool(config(path, name)) as pool:
             assert [r.reward for r in pool.score([sample])] == [1.0]
 
 

@@ -21,7 +21,7 @@ from hybridrl.config import (
 from hybridrl.controller.preflight_models import resolve_role_paths
 from hybridrl.flow import Flow
 from hybridrl.models.tiny import make_char_tokenizer, make_tiny_model
-from hybridrl.rewards import RewardPool, validate_reward
+from hybridrl.rewards import JudgePool, validate_reward
 from hybridrl.rewards.model import check_reward_model, check_tokenizer, make_reward_model
 
 TINY = TinyModelConfig(
@@ -169,4 +169,4 @@ def test_has_no_verifier() -> None:
     config = RewardConfig(kind=RewardKind.model, model="somewhere")
     validate_reward(config)  # checked by check_reward_model; no process is started
     with pytest.raises(AssertionError, match="no verifier"):
-        RewardPool(config)
+        JudgePool(config)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from hybridrl.config import RewardCall, RewardConfig, RewardKind
-from hybridrl.rewards import RewardInput, RewardPool
-from hybridrl.rewards.waiting import WaitingJudge
+from hybridrl.rewards import JudgePool, RewardInput
 
 FUNCTIONS = """
 import os, time
@@ -62,10 +61,10 @@ def test_a_second_try(tmp_path: Path, kind: str) -> None:
     config.waits = kind == "waits" or None
     inputs = {response: RewardInput("", response, "") for response in TRIES}
     if kind == "pool":
-        with RewardPool(config) as pool:
+        with JudgePool(config) as pool:
             results = dict(zip(TRIES, pool.score([*inputs.values()]), strict=True))
     else:
-        with closing(WaitingJudge(config)) as judge:
+        with closing(JudgePool(config)) as judge:
             results = {name: judge.submit([one]).result(60)[0] for name, one in inputs.items()}
     told = {response: (result.status, result.reward) for response, result in results.items()}
     assert told == {

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import ConfigError, RewardCall, RewardConfig, RewardKind
-from hybridrl.rewards import RewardInput, RewardPool, RewardResult, validate_reward, waiting
-from hybridrl.rewards.waiting import WaitingJudge
+from hybridrl.rewards import JudgePool, RewardInput, RewardResult, validate_reward
 from hybridrl.rewards.worker import waits
+from hybridrl.sandbox import pool as sandboxes
 
 FUNCTIONS = """
 import asyncio, os, threading, time
@@ -88,7 +88,7 @@ def unit(*responses: str) -> list[RewardInput]:
 
 
 def judged(config: RewardConfig, *units: list[RewardInput]) -> list[list[RewardResult]]:
-    with closing(WaitingJudge(config)) as judge:
+    with closing(JudgePool(config)) as judge:
         return [future.result(60) for future in [judge.submit(each) for each in units]]
 
 
@@ -102,7 +102,7 @@ def test_many_wait_at_a_time_and_never_more(make: Make) -> None:
 
 def test_it_is_full_while_so_many_are_judged(make: Make) -> None:
     """So a further one would have to wait."""
-    with closing(WaitingJudge(make("blocking", waits=True, max_in_flight=2))) as judge:
+    with closing(JudgePool(make("blocking", waits=True, max_in_flight=2))) as judge:
         full, futures = [], []
         for _ in range(3):
             full.append(judge.is_full)
@@ -115,7 +115,7 @@ def test_it_is_full_while_so_many_are_judged(make: Make) -> None:
 def test_who_is_guilty_is_marked_and_the_others_get_their_reward(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "GRACE_S", 0.5)
+    monkeypatch.setattr(sandboxes, "GRACE_S", 0.5)
     bad = ["die", "late", "cancel", "slow", "raise", "block"]
     responses = ["a", *bad, *["ccc"] * 10, "die", "dddd"]
     results = judged(make("score", waits=True), *(unit(response) for response in responses))
@@ -147,7 +147,7 @@ def test_a_group_is_judged_together(make: Make) -> None:
 def test_a_group_that_fails_is_marked_as_a_whole(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "GRACE_S", 0.5)
+    monkeypatch.setattr(sandboxes, "GRACE_S", 0.5)
     config = make("ranks", call=RewardCall.group)
     names = ("raise", "die", "spin", "few", "nan")
     results = judged(config, *(unit("a", name) for name in names), unit("b", "a"))
@@ -164,7 +164,7 @@ def test_a_group_that_fails_is_marked_as_a_whole(
 
 def test_a_group_that_was_given_up_computes_no_more(make: Make) -> None:
     config = make("ranks", call=RewardCall.group)
-    with closing(WaitingJudge(config)) as judge:
+    with closing(JudgePool(config)) as judge:
         before, late, after = (
             judge.submit(unit(response)).result(60)[0]
             for response in ("threads", "spin", "threads")
@@ -187,7 +187,7 @@ def test_an_async_function_of_a_batch(make: Make) -> None:
 
 def test_a_batch_function_on_a_rank(make: Make) -> None:
     config = make("ranks", call=RewardCall.batch)
-    with RewardPool(config) as pool:
+    with JudgePool(config) as pool:
         assert [r.reward for r in pool.score(unit("b", "a", "c"))] == [1, 0, 2]
         for name, status in (("raise", "error"), ("die", "error"), ("slow", "timeout")):
             assert [r.status for r in pool.score(unit("a", name))] == [status] * 2
@@ -205,7 +205,7 @@ def test_which_functions_wait_is_found_out(make: Make) -> None:
 
 
 def test_a_closed_judge_resolves_what_it_has(make: Make) -> None:
-    judge = WaitingJudge(make("score", waits=True, timeout_s=100.0))
+    judge = JudgePool(make("score", waits=True, timeout_s=100.0))
     cancelled, future, other = (judge.submit(unit(response)) for response in ("a", "slow", "bb"))
     assert cancelled.cancel()
     assert other.result(60)[0].reward == 2
@@ -223,7 +223,7 @@ def test_a_row_that_cannot_be_sent(make: Make) -> None:
 
 
 def test_a_judge_that_cannot_start_says_why(make: Make) -> None:
-    with closing(WaitingJudge(make("nothing", waits=True))) as judge:
+    with closing(JudgePool(make("nothing", waits=True))) as judge:
         with pytest.raises(ConfigError, match=r"reward\.function"):
             judge.submit(unit("a")).result(60)
         with pytest.raises(ConfigError, match=r"reward\.function"):

@@ -11,7 +11,7 @@ from hybridrl.engines.rollout.interface import Turn
 from hybridrl.flow.sample import SampleId
 from hybridrl.models.response_text import ResponseText
 from hybridrl.models.tiny import make_char_tokenizer
-from hybridrl.rewards import RewardPool
+from hybridrl.rewards import JudgePool
 from hybridrl.workers.roles import reward_inputs
 from hybridrl.workers.store import SampleStore, StoredSample
 from hybridrl.workers.turns import conversation_tensors
@@ -45,9 +45,9 @@ def test_a_conversation_is_told_apart() -> None:
         ("assistant", "#f"),
     ]  # fmt: skip
     for extract in (None, "nowhere"):  # what was earned does not follow from the text
-        with RewardPool(RewardConfig(kind=RewardKind.environment, extract=extract)) as pool:
+        with JudgePool(RewardConfig(kind=RewardKind.environment, extract=extract)) as pool:
             assert [result.reward for result in pool.score([seen])] == [0.75]
-    with RewardPool(RewardConfig(kind=RewardKind.exact)) as pool:
+    with JudgePool(RewardConfig(kind=RewardKind.exact)) as pool:
         assert [result.reward for result in pool.score([seen])] == [1.0]
 
 

@@ -1,4 +1,4 @@
-"""The process at the root of a jail: `python -S jail_child.py SPEC` (`hybridrl.rewards.jail`).
+"""The process at the root of a jail: `python -S jail_child.py SPEC` (`hybridrl.sandbox.jail`).
 
 Phases: confine itself (`confine`), then run the program once for each request (`serve`), each time
 in a separate process. It runs where the package cannot be read, so it imports only the standard

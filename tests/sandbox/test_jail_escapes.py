@@ -13,7 +13,7 @@ import pytest
 
 from hybridrl.config import JailKind, JailLimits, JudgeConfig, RewardKind
 from hybridrl.rewards.code import judge_program
-from hybridrl.rewards.jail import Jail, JailResult, Mechanism, run, try_mechanism
+from hybridrl.sandbox.jail import Jail, JailResult, Mechanism, run, try_mechanism
 
 SECRET = "KEY-4711-of-the-host"
 LIMITS = JailLimits(seconds=5.0, memory_mb=192, processes=8, open_files=32, disk_mb=4, output_kb=64)
@@ -374,7 +374,7 @@ def test_sleep_ends_at_the_limit_with_all_that_it_has_started(kind: JailKind) ->
 def test_a_jail_dies_with_its_verifier(kind: JailKind) -> None:
     source = (
         "from hybridrl.config import JailKind, JailLimits\n"
-        "from hybridrl.rewards.jail import Jail\n"
+        "from hybridrl.sandbox.jail import Jail\n"
         f"with Jail('import time; time.sleep(60)', None, JailKind('{kind.value}')) as jail:\n"
         "    print('ready', flush=True)\n"
         "    jail.run(seconds=60)\n"

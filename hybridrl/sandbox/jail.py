@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridrl.config import ConfigError, JailKind, JailLimits
-from hybridrl.rewards.closing import Closing
+from hybridrl.sandbox.closing import Closing
 
 START_TIMEOUT_S = 20.0
 """Seconds for a jail to stand, and beyond a limit of time for it to answer."""

@@ -4,12 +4,14 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
-from hybridrl.rewards.results import JudgeTimeout
+
+class TimeLimitReached(Exception):
+    """Foreign code took longer than it may."""
 
 
 @contextlib.contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise JudgeTimeout after `seconds` of this process's computing; in its main thread alone.
+    """Raise TimeLimitReached after `seconds` of this process's computing; in its main thread alone.
 
     Python looks for signals within a regular expression that backtracks, too. Elsewhere no thread
     could end one, since it holds the interpreter. Waiting does not count, so a loaded machine ends
@@ -17,7 +19,7 @@ def cpu_limit(seconds: float) -> Iterator[None]:
     """
 
     def end(*_: object) -> None:
-        raise JudgeTimeout(f"it computes for more than {seconds:g} s")
+        raise TimeLimitReached(f"it computes for more than {seconds:g} s")
 
     before = signal.signal(signal.SIGVTALRM, end)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)

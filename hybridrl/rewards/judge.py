@@ -1,0 +1,190 @@
+"""A judge in sandboxes: responses go in, results come out, under a time limit."""
+
+import functools
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config import (
+    ConfigError,
+    JailKind,
+    JudgeConfig,
+    RewardCall,
+    RewardKind,
+    SourceConfig,
+)
+from hybridrl.rewards.results import (
+    BUDGET_SPENT,
+    TIMEOUT,
+    BudgetSpent,
+    RewardInput,
+    RewardResult,
+    failure,
+    result_of,
+)
+from hybridrl.rewards.verifiers import make_verifier
+from hybridrl.sandbox import SandboxPool, SandboxProcess, SandboxTask, Settings
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 4
+"""Calls that a process has where it computes: the next ones are there when one ends."""
+
+
+_NAMES = {True: "judge's", False: "verifier"}
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Unit(SandboxTask):
+    """Responses that are judged by one call; `left` are those without a result."""
+
+    items: list[RewardInput]
+    results: list[RewardResult | None]
+    left: list[int]
+
+
+class JudgePool(SandboxPool[_Unit]):
+    """Judges units of responses, each by one call, in any order.
+
+    A judge that computes has `num_processes`, each with one call at a time. A judge that waits has
+    one process, whose event loop has up to `max_in_flight` calls at a time. So has an endpoint,
+    which bounds its requests itself. `SandboxPool` says what becomes of calls that hang or die. A
+    call that fails by an error is made once more, for the responses that have failed.
+
+    kind=exact without `extract`, and kind=environment, cannot hang and are judged in this process:
+    128 samples take 0.1 ms against 30 ms through a sandbox (docs/rewards.md).
+    """
+
+    def __init__(
+        self,
+        config: JudgeConfig,
+        sources: Mapping[str, SourceConfig] | None = None,
+        replies: Path | str | None = None,
+        key: str = "reward",
+    ) -> None:
+        """`replies` is where those of an endpoint are kept, `key` the place of the settings.
+
+        With empty `replies` it is seen at the start whether the endpoint answers.
+        """
+        assert config.kind is not RewardKind.model, "a reward model needs no verifier"
+        self.config, self.key = config, key
+        self.ended = f"the {_NAMES[config.is_central]} process ended"
+        self.waits = bool(config.waits)
+        self.asked: dict[str, int] = {}
+        """What an endpoint was asked so far: see `Endpoint`."""
+        self._jail_is_logged = False
+        self._unresolved: set[Future[list[RewardResult]]] = set()
+        self._inline = None
+        computes = not (config.kind.asks or self.waits)
+        number = config.num_processes if computes else 1
+        self._num_at_once = number if computes else config.max_in_flight
+        if config.kind is RewardKind.environment or (
+            config.kind is RewardKind.exact and config.extract is None
+        ):
+            self._inline, number = make_verifier(config), 0
+        settings = Settings(
+            "hybridrl.rewards.worker",
+            (config, dict(sources or {}), None if replies is None else str(replies)),
+            config.jail,
+            config.limits,
+        )
+        super().__init__(
+            [settings] * number,
+            f"verifier ({key}.kind={config.kind.value})",
+            step_s=config.timeout_s,
+            late=f"no reward within {config.timeout_s} s",
+        )
+
+    def score(self, items: Sequence[RewardInput]) -> list[RewardResult]:
+        """One result per input, in order. With call=batch each process has one call.
+
+        Raises ConfigError or RuntimeError if a process cannot start.
+        """
+        size = 1
+        if self.config.call is not RewardCall.sample:
+            size = max(1, math.ceil(len(items) / max(1, len(self.settings))))
+        logger.debug("verifying %d responses", len(items))
+        units = [self.submit(items[i : i + size]) for i in range(0, len(items), size)]
+        results = [result for unit in units for result in unit.result()]
+        logger.debug("%d responses are verified", len(results))
+        return results
+
+    def submit(self, items: Sequence[RewardInput]) -> "Future[list[RewardResult]]":
+        """Have responses judged by one call; gives their results, in order.
+
+        The future raises BudgetSpent, or the error of a judge that cannot start.
+        """
+        unit = _Unit(items=list(items), results=[None] * len(items), left=[*range(len(items))])
+        if self._inline is not None:
+            judged = [self._inline(item) for item in items]
+            unit.settle([RewardResult(reward, text=text) for reward, text in judged])
+            return unit.future
+        self._unresolved.add(unit.future)
+        unit.future.add_done_callback(self._unresolved.discard)
+        self._do(functools.partial(self._queue.append, unit), unit.future)
+        return unit.future
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a unit that is submitted now waits until others are judged."""
+        return len(self._unresolved) >= self._num_at_once
+
+    # -- in the thread -------------------------------------------------------------------------
+
+    def _is_ready(self, process: SandboxProcess, details: list[Any]) -> None:
+        jail, self.waits = str(details[0]), bool(details[1])
+        if not self.config.kind.asks:
+            self.window = self.config.max_in_flight if self.waits else WINDOW
+        if jail and not self._jail_is_logged:
+            self._jail_is_logged = True
+            level = logging.WARNING if self.config.jail is JailKind.off else logging.INFO
+            logger.log(level, "the programs in responses run in: %s", jail)
+
+    def _refusal(self, error: BaseException) -> BaseException:
+        """The process calls its settings `reward`."""
+        if isinstance(error, ConfigError):
+            key = error.key.replace("reward.", f"{self.key}.", 1)
+            return ConfigError(key, error.value, error.allowed)
+        return error
+
+    def _request(self, task: _Unit, process: SandboxProcess) -> tuple[str, tuple[Any, ...], float]:
+        before = 0 if self.waits else len(process.requests)  # calls that it makes first
+        seconds = (before + 1) * self.config.timeout_s
+        left = [task.items[i] for i in task.left]
+        return "judge", (left,), math.inf if self.config.kind.asks else seconds
+
+    def _read(self, task: _Unit, answer: list[Any]) -> list[RewardResult] | BudgetSpent:
+        answers, counts = answer
+        new = {str(name): int(count) for name, count in counts.items()}
+        self.asked = {name: self.asked.get(name, 0) + count for name, count in new.items()}
+        if answers[:1] == [BUDGET_SPENT]:
+            return BudgetSpent(f"{self.key}.endpoint.{answers[1]}")
+        if len(answers) != len(task.left):
+            raise ValueError(f"{len(answers)} results for {len(task.left)} responses")
+        return list(map(result_of, answers))
+
+    def _answered(self, task: _Unit, answer: list[RewardResult] | BudgetSpent) -> None:
+        assert task.home is not None
+        task.home.leave(task)
+        if isinstance(answer, BudgetSpent):
+            task.settle(answer)
+            return
+        for index, result in zip(task.left, answer, strict=True):
+            task.results[index] = result
+        failed = [i for i, x in zip(task.left, answer, strict=True) if x.status == "error"]
+        whole = self.config.call is not RewardCall.group or len(failed) == len(task.left)
+        if failed and whole and not task.strikes and not self.config.kind.asks:
+            task.left, task.strikes = failed, 1
+            self._again(task)
+        else:
+            task.settle(task.results)
+
+    def _failed(self, task: _Unit, kind: str, error: BaseException | str) -> None:
+        result = result_of(failure(f"{TIMEOUT}{error}" if kind == "timeout" else error))
+        for index in task.left:
+            task.results[index] = result
+        task.settle(task.results)
