@@ -89,7 +89,7 @@ class Facts:
     peaks: Sequence[float] = ()
     """By rank, floating-point operations a second in products of large matrices."""
     peak_format: str = ""
-    """Of these matrices: that of the run, `model.compute_dtype`."""
+    """The number format of these matrices: the run's `model.compute_dtype`."""
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By node, its clock less the driver's, and by how much that may be wrong; in seconds."""
     jails: dict[str, tuple[str, str]] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from hybridrl.pipelines.operations import Operations
 
 EPSILON = 1e-12
-"""Of all passes' seconds: what rounding may do to a time."""
+"""What rounding may do to a time, as a share of all passes' seconds."""
 
 
 class MutablePlan:

@@ -39,7 +39,7 @@ class Operations:
     queues: list[list[int]]
     """Operations of a chunk and a kind, in their order."""
     in_flight: list[list[tuple[int, int]]]
-    """Of each model and chunk the queues that take memory and that free it."""
+    """By model and chunk, the queue that takes memory and the queue that frees it."""
     queue: list[int] = field(default_factory=list)
     """The queue of each operation."""
     by_rank: list[list[int]] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Operations:
         )
 
     def mirrored(self) -> "Operations":
-        """The same with time backward: its plans are plans of this with each list reversed."""
+        """These operations with time backward: a plan of theirs has each list reversed."""
         return Operations(
             actions=self.actions,
             num_ranks=self.num_ranks,

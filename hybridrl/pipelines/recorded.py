@@ -14,7 +14,7 @@ class RecordedPass(NamedTuple):
     tokens: int
     scored: int
     pairs: int
-    """Of a query and a key."""
+    """Pairs of a query and a key in attention."""
     seconds: float
 
 

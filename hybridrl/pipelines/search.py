@@ -24,7 +24,7 @@ from hybridrl.pipelines.policies import Policy, RuleMaker, change_policy, draw_p
 from hybridrl.pipelines.problem import PipelinePlan, PipelineProblem
 
 POLICIES, SHAKES, MOVES = 60, 40, 6_000
-"""Of a round."""
+"""Policies, shaken schedules and moves of annealing in a round."""
 ELITE = 8
 
 

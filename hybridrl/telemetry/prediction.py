@@ -31,9 +31,9 @@ class StepPrediction:
     mapping: str
     """The mapping in words."""
     response_tokens: float
-    """Of a response, in the mean: of the lengths that the plan was made for."""
+    """The mean of the lengths that the plan was made for."""
     seconds: Mapping[str, float]
-    """Of the step (`step`), of each stage, and of the changes of phase, by their names."""
+    """Seconds by name: the step (`step`), each stage, and the changes of phase."""
     recipe: str = ""
     """The recipe's function; empty where it is not known."""
     overrides: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class StepPrediction:
 
 
 def read_prediction(path: str) -> StepPrediction:
-    """That of `telemetry.predicted`. Raises ConfigError."""
+    """The prediction in the file of `telemetry.predicted`. Raises ConfigError."""
     try:
         return StepPrediction.of_json(json.loads(Path(path).read_text("utf-8")))
     except (OSError, ValueError) as error:
@@ -106,7 +106,7 @@ def compared(run: RunData) -> dict[str, Any] | None:
 
 
 def _mean(steps: list[dict[str, Any]], key: str) -> float | None:
-    """Of a metric over the steps that have it."""
+    """The mean of a metric over the steps that have it."""
     values = [finite(row[key]) for row in steps if is_number(row.get(key))]
     known = [value for value in values if value is not None]
     return fmean(known) if known else None

@@ -94,7 +94,7 @@ class Actor:
         staying: StayingRoles = ALL_LEAVE,
         nodes: Sequence[str] = (),
     ) -> None:
-        """Of the roles that are `staying` on the device this may be one.
+        """The actor may be one of the roles that are `staying` on the device.
 
         `nodes` has the node of each rank; without it all are on one.
         """

@@ -65,7 +65,7 @@ def named_token_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> 
 def stop_strings(
     tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], key: str = "rollout.stop"
 ) -> StopStrings | None:
-    """Those texts of `rollout.stop`, or of another `key`, that are not tokens; None if all are.
+    """The texts of `rollout.stop`, or of another `key`, that are no tokens; None if all are.
 
     Raises `ConfigError` for a text that no tokens of the vocabulary make.
     """

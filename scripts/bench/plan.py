@@ -137,7 +137,7 @@ def measure(
 
 
 def _seconds(engine: TrainEngine, sequences: Sequence[TrainSequence]) -> float:
-    """Of an update, from the moment that all ranks are there."""
+    """Seconds of an update, from the moment that all ranks are there."""
     dist.barrier()
     start = time.perf_counter()
     engine.update(sequences, CrossEntropyLoss())
@@ -199,7 +199,7 @@ def _scaled(costs: MappingCosts, shape: ModelShape, passes: Sequence[RecordedPas
 
 
 def _config() -> Config:
-    """That of calibration: the model as it comes, two ranks."""
+    """The config of calibration: the model as it comes, two ranks."""
     compose.register()
     config = compose.check(
         ["cluster.device=cpu", f"cluster.ranks={RANKS}", "cluster.threads_per_rank=1"]

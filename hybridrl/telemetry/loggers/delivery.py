@@ -87,7 +87,7 @@ class BackgroundDelivery:
         self._logger, self._run = logger, run
         self._file = run.run_dir / "loggers" / f"{name}.json"
         self._metrics = run.run_dir / "metrics.jsonl"
-        # Those of earlier processes; the later ones come by `log`.
+        # Bytes of earlier processes' lines; this process's metrics come by `log`.
         self._recorded = self._metrics.stat().st_size if self._metrics.is_file() else 0
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
         self._id: str | None = None
