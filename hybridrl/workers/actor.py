@@ -1,9 +1,9 @@
 """The actor on one rank: its training shard, its rollout engine, and the switch between them."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,6 @@ from hybridrl.workers.training import (
     SampleFields,
     UpdateShare,
     UpdateSteps,
-    accumulate,
     log_probs_stage,
 )
 from hybridrl.workers.turns import (
@@ -515,32 +514,18 @@ class Actor:
         there its log-probabilities are compared with the rollout engine's: `ENGINE_GAPS`.
         """
         self.train_engine.temperature = stage.temperature
+        version = self.train_engine.version
         return UpdateSteps(
             engine=self.train_engine,
             store=self.store,
             config=self.config,
             stage=stage,
             share=share,
+            compare=ENGINE_GAPS,
+            compared=lambda id: _sampled(self.store[id], share.versions[id], version),
             stepped=self._stepped,
-            **self._compared(share),
+            replays=self.config.trainer.router_replay is not RouterReplay.off,
         )
-
-    def accumulate(self, stage: UpdateStage, share: UpdateShare) -> None:
-        """The gradient of this rank's share, before the rest of the update is there.
-
-        Collective over the ranks of the instance alone.
-        """
-        compared = self._compared(share)
-        self.train_engine.temperature = stage.temperature
-        accumulate(self.train_engine, self.store, stage, share, **compared)
-
-    def _compared(self, share: UpdateShare) -> "EngineComparison":
-        version = self.train_engine.version
-        return {
-            "compare": ENGINE_GAPS,
-            "compared": lambda id: _sampled(self.store[id], share.versions[id], version),
-            "replays": self.config.trainer.router_replay is not RouterReplay.off,
-        }
 
     def _stepped(self) -> None:
         for average in self.averages.values():
@@ -552,14 +537,6 @@ def _num_admitted(command: Command) -> int:
     if isinstance(command, Answer):
         return sum(reply.tokens is not None for reply in command.replies)
     return 0 if isinstance(command, Park) else len(command.ids)
-
-
-class EngineComparison(TypedDict):
-    """Arguments of `workers.training` that say what sequences are compared with."""
-
-    compare: Mapping[str, str]
-    compared: Callable[[SampleId], SampleFields]
-    replays: bool
 
 
 ENGINE_GAPS = {"rollout_log_probs": "mismatch", "stale_log_probs": "staleness"}

@@ -341,7 +341,7 @@ class ActorWorker(BaseWorker):
                 self.residency.enter_training()
             self.residency.activate(self.actor.train_engine)
             start = time.perf_counter()
-            self.actor.accumulate(stage, share)
+            self.actor.update_steps(stage, share).accumulate()
             seconds = time.perf_counter() - start
         self._early_s += seconds
         return self._reply(EarlyTrained(stage.name, instance, share.ids, seconds))

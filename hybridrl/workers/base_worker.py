@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from hybridrl.checkpoint import distributed
 from hybridrl.checkpoint.distributed import Progress
 from hybridrl.checkpoint.hf import save_hf
 from hybridrl.config import Config
-from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.fused_update import FusedUpdate
 from hybridrl.flow.executor import Computed
 from hybridrl.flow.graph import Graph, Stage, StageMethod, UpdateStage
@@ -34,6 +33,7 @@ from hybridrl.system.rendezvous import address_here, join_group, open_store
 from hybridrl.system.short_tmpdir import shorten_tmpdir
 from hybridrl.telemetry.digests import ShardDigest
 from hybridrl.telemetry.trace import ThreadSlice, TimeSpan
+from hybridrl.workers.actor import Actor
 from hybridrl.workers.answers import ModelDescription, ProcessDescription, RankDescription
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.device_residency import (
@@ -49,14 +49,12 @@ from hybridrl.workers.scorers import InstanceScorer
 from hybridrl.workers.staying_roles import StayingRoles, staying_roles
 from hybridrl.workers.store import SampleStore
 from hybridrl.workers.training import (
-    RoleScoring,
     Training,
     UpdateShare,
-    UpdateSteps,
     score,
     train,
 )
-from hybridrl.workers.value_model import runs_reversed
+from hybridrl.workers.value_model import ValueModel, runs_reversed
 
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
@@ -89,23 +87,8 @@ class Published(Generic[Value]):
     reference: Any = None
 
 
-class TrainableModel(Protocol):
-    """A role with an optimizer."""
-
-    train_engine: TrainEngine
-
-    @property
-    def end_ids(self) -> Sequence[int]:
-        """The tokens that end what it writes; none for a role that writes nothing."""
-        ...
-
-    def scoring(self, stage: Stage, ids: Sequence[SampleId]) -> RoleScoring:
-        """A forward-only stage on this rank's samples."""
-        ...
-
-    def update_steps(self, stage: UpdateStage, share: UpdateShare) -> UpdateSteps:
-        """The steps of training on this rank's share."""
-        ...
+TrainableModel = Actor | ValueModel
+"""A role with an optimizer."""
 
 
 class BaseWorker:

@@ -1,6 +1,7 @@
 """From settings of sampling to what engines take: texts become tokens of the model's vocabulary."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -69,13 +70,9 @@ def stop_strings(
 
     Raises `ConfigError` for a text that no tokens of the vocabulary make.
     """
-
-    def decode(ids: Sequence[int]) -> str:
-        return _decode(tokenizer, ids)
-
     texts = [text for text in stop if _token_id(tokenizer, text) is None]
     _check_texts(tokenizer, texts, key)
-    return StopStrings(decode, texts) if texts else None
+    return StopStrings(partial(_decode, tokenizer), texts) if texts else None
 
 
 def bad_word_ids(

@@ -12,12 +12,8 @@ from hybridrl.flow.sample import LOSS_MASK, TRAINED, TURN_REWARDS, TURN_STATE, S
 
 ROUTED_EXPERTS = "routed_experts"
 """The field of the experts that a sample's tokens take (uint8 or uint16)."""
-_OF_ALL_TOKENS = (
-    "tokens",
-    ROUTED_EXPERTS,
-    TURN_REWARDS,
-    TURN_STATE,
-)  # not one entry a response token
+# Fields that do not have one entry a response token.
+_OF_ALL_TOKENS = ("tokens", ROUTED_EXPERTS, TURN_REWARDS, TURN_STATE)
 
 
 @dataclass(slots=True)
