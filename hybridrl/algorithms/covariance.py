@@ -42,7 +42,6 @@ class ClipCovLoss(ClippedLoss):
 
     @property
     def surrogate_fields(self) -> tuple[str, ...]:
-        """What the surrogate reads."""
         return (*super().surrogate_fields, "cov_kept")
 
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
@@ -68,7 +67,6 @@ class KLCovLoss(PolicyLoss):
 
     @property
     def surrogate_fields(self) -> tuple[str, ...]:
-        """What the surrogate reads."""
         return (*super().surrogate_fields, "cov_held")
 
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
