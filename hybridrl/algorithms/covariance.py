@@ -113,7 +113,7 @@ def share_out(
     """How many of each response's candidates Clip-Cov leaves out, and a seed to draw them.
 
     Of all `candidates` [samples] it leaves out max(1, ratio * tokens) at most, each as likely. Here
-    the number of each response's is drawn, by `keep` which of its own.
+    the number of each response's is drawn, by `keep` which of its candidates.
     """
     ends = list(itertools.accumulate(candidates))
     total = ends[-1] if ends else 0

@@ -211,7 +211,7 @@ def per_pair(x: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
 
 
 def sequence_mean(x: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """The mean of `x` [tokens] over each token's sequence, with the gradient of its own x whole.
+    """The mean of `x` [tokens] over each token's sequence, with the gradient of each x whole.
 
     With one weight for all tokens of a sequence, the sum has the gradient of the mean.
     """

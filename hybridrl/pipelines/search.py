@@ -40,11 +40,6 @@ class SearchResult:
     """The best of the search, the best first: a search for a similar problem may begin with them.
     """
 
-    @property
-    def is_optimal(self) -> bool:
-        """Whether no plan is shorter."""
-        return self.times.seconds <= self.bound_s * (1 + 1e-9)
-
 
 @dataclass(order=True, slots=True)
 class _Candidate:

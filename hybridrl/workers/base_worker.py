@@ -11,6 +11,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._autograd import DeviceType
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging as transformers_logging
 
 from hybridrl.checkpoint import distributed
@@ -43,7 +46,6 @@ from hybridrl.workers.device_residency import (
 )
 from hybridrl.workers.digests import digests_of_weights
 from hybridrl.workers.dispatch import Dispatch, dispatch
-from hybridrl.workers.profiling import StepProfile
 from hybridrl.workers.role_factory import RoleFactory
 from hybridrl.workers.scorers import InstanceScorer
 from hybridrl.workers.staying_roles import StayingRoles, staying_roles
@@ -58,6 +60,10 @@ from hybridrl.workers.value_model import ValueModel, runs_reversed
 
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
+
+_MAX_SLICES = 50_000
+"""The longest operations of a rank and step that are kept; Perfetto is slow with many more."""
+_MAX_ALLOCATIONS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +148,7 @@ class BaseWorker:
         raise NotImplementedError
 
     def _join(self, host: str, port: int, sizes: PoolSizes | None) -> ProcessDescription:
-        """As `setup`, without the models."""
+        """Do what `setup` does, without the models."""
         transformers_logging.disable_progress_bar()
         shorten_tmpdir()  # on other nodes than the driver's
         cluster = self.config.cluster
@@ -227,8 +233,8 @@ class BaseWorker:
     def save_weights(self, path: str) -> Reply[list[str]]:
         """Write the actor as a Hugging Face directory; every other trained role as one inside it.
 
-        All ranks write (`checkpoint.hf`). Answers, on the first rank, with the files beside weights
-        that could not be written, and why.
+        All ranks write (`checkpoint.hf`). The first rank answers with a line for each file
+        besides the weights that could not be written.
         """
         missing = []
         self._finish_records()
@@ -441,6 +447,45 @@ class BaseWorker:
         memory, self._memory = tuple(self._memory), []
         passes, self._passes = tuple(self._passes), []
         return Reply(value, spans, memory, passes)
+
+
+class StepProfile:
+    """torch's own record of a step, from its creation to `end`, on all threads of the process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self._on_gpu]
+        every_thread = _ExperimentalConfig(profile_all_threads=True)
+        self._profiler = profile(activities=kinds, experimental_config=every_thread)
+        if self._on_gpu:
+            torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS)
+        self._profiler.start()
+
+    def end(self, snapshot: Path) -> list[ThreadSlice]:
+        """The longest operations by start; on a GPU its allocations go to the file `snapshot`."""
+        self._profiler.stop()
+        if self._on_gpu:
+            snapshot.parent.mkdir(parents=True, exist_ok=True)
+            partial = snapshot.with_name(f".{snapshot.name}")
+            torch.cuda.memory._dump_snapshot(str(partial))
+            partial.replace(snapshot)
+            torch.cuda.memory._record_memory_history(enabled=None)
+        assert self._profiler.profiler is not None
+        results = self._profiler.profiler.kineto_results
+        assert results is not None
+        events = sorted(results.events(), key=lambda event: -event.duration_ns())[:_MAX_SLICES]
+        slices = [
+            ThreadSlice(
+                event.name(),
+                event.start_ns() / 1e9,
+                event.end_ns() / 1e9,
+                thread=f"stream {event.device_resource_id()}"
+                if event.device_type() == DeviceType.CUDA
+                else f"thread {event.start_thread_id()}",
+            )
+            for event in events
+        ]
+        return sorted(slices, key=lambda one: (one.start, -one.end))
 
 
 def _log_file() -> str:
