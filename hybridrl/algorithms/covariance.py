@@ -42,7 +42,6 @@ class ClipCovLoss(ClippedLoss):
 
     @property
     def surrogate_fields(self) -> tuple[str, ...]:
-        """What the surrogate reads."""
         return (*super().surrogate_fields, "cov_kept")
 
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
@@ -68,7 +67,6 @@ class KLCovLoss(PolicyLoss):
 
     @property
     def surrogate_fields(self) -> tuple[str, ...]:
-        """What the surrogate reads."""
         return (*super().surrogate_fields, "cov_held")
 
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
@@ -115,7 +113,7 @@ def share_out(
     """How many of each response's candidates Clip-Cov leaves out, and a seed to draw them.
 
     Of all `candidates` [samples] it leaves out max(1, ratio * tokens) at most, each as likely. Here
-    the number of each response's is drawn, by `keep` which of its own.
+    the number of each response's is drawn, by `keep` which of its candidates.
     """
     ends = list(itertools.accumulate(candidates))
     total = ends[-1] if ends else 0

@@ -16,10 +16,9 @@ from typing import SupportsFloat
 
 import torch
 
-from hybridrl.algorithms import KL_ESTIMATORS, NORMALIZATIONS, resolve
-from hybridrl.algorithms.losses import Fields
+from hybridrl.algorithms import KL_ESTIMATORS, resolve
+from hybridrl.algorithms.losses import CheckedLoss, Fields
 from hybridrl.config import ConfigError
-from hybridrl.config.loss import Loss
 
 
 def turn_credit(reward: float, turn: torch.Tensor, turn_rewards: torch.Tensor) -> torch.Tensor:
@@ -146,15 +145,14 @@ def whiten(x: torch.Tensor, mean: float, scale: float) -> torch.Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValueLoss(Loss[torch.Tensor]):
+class ValueLoss(CheckedLoss):
     """Half the squared error of the critic's values, clipped around the old ones.
 
     max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 per token (value clipping of
     PPO's reference code; Engstrom et al., arXiv 2005.12729, section 3). `clip` None leaves it out.
 
     For a model with a value head: its first argument are the values [tokens]. Metrics: `value`,
-    `value_clip_fraction`, `value_error`, the squared error without clipping. Raises ConfigError for
-    a setting that cannot work.
+    `value_clip_fraction`, `value_error`, the squared error without clipping.
     """
 
     clip: float | None = 0.2
@@ -163,7 +161,7 @@ class ValueLoss(Loss[torch.Tensor]):
     def __post_init__(self) -> None:
         if self.clip is not None and not self.clip > 0:
             raise ConfigError("recipe.value_clip", self.clip, "above 0, or null")
-        resolve(NORMALIZATIONS, "recipe.normalize", self.normalize)
+        super().__post_init__()
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -12,17 +12,15 @@ from enum import Enum
 
 import torch
 
-from hybridrl.algorithms import NORMALIZATIONS, resolve
 from hybridrl.algorithms.kl import k1, k2
-from hybridrl.algorithms.losses import Fields
-from hybridrl.config.loss import Loss
+from hybridrl.algorithms.losses import CheckedLoss, Fields
 
 LEAST_REST = 1e-6
 """The least probability of all tokens outside of the top k: float32's sums are off by 1e-7."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillLoss(Loss[torch.Tensor]):
+class DistillLoss(CheckedLoss):
     """Reverse KL per token from the sampled token alone: (log p - log q)^2 / 2.
 
     Over tokens that the student sampled its expected gradient is that of the exact KL at each
@@ -33,13 +31,7 @@ class DistillLoss(Loss[torch.Tensor]):
 
     normalize: str = "token"
 
-    def __post_init__(self) -> None:
-        resolve(NORMALIZATIONS, "recipe.normalize", self.normalize)
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """`teacher_log_probs`."""
-        return ("teacher_log_probs",)
+    fields = ("teacher_log_probs",)
 
     def __call__(
         self, log_probs: torch.Tensor, entropy: torch.Tensor | None, fields: Fields
@@ -58,7 +50,7 @@ class Divergence(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopKDistillLoss(Loss[torch.Tensor]):
+class TopKDistillLoss(CheckedLoss):
     """A divergence per token over the teacher's `top_k` likeliest tokens, and all others as one.
 
     p and q are the probabilities [top_k + 1] of student and teacher, the last that of the rest.
@@ -69,7 +61,7 @@ class TopKDistillLoss(Loss[torch.Tensor]):
     verl's forward_kl_topk is the first one without the rest. The rest as one makes it a divergence
     of distributions: never below 0, and 0 only where all agree. With the whole vocabulary it is
     exact. Metrics: `divergence`; `teacher_mass` and `student_mass`, the shares that these tokens
-    have. Raises ConfigError for a setting that is none.
+    have.
     """
 
     top_k: int
@@ -79,12 +71,8 @@ class TopKDistillLoss(Loss[torch.Tensor]):
     candidates = "teacher_top_ids"
     fields = ("teacher_top_ids", "teacher_top_log_probs")
 
-    def __post_init__(self) -> None:
-        resolve(NORMALIZATIONS, "recipe.normalize", self.normalize)
-
     @property
     def num_candidates(self) -> int:  # type: ignore[override]
-        """The teacher's tokens a position."""
         return self.top_k
 
     def __call__(

@@ -21,7 +21,16 @@ Fields = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLoss(Loss[torch.Tensor]):
+class CheckedLoss(Loss[torch.Tensor]):
+    """A loss whose settings are checked when it is made. Raises ConfigError."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "recipe")
+        resolve(NORMALIZATIONS, "recipe.normalize", self.normalize)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss(CheckedLoss):
     """What policy losses have in common: per token
 
         w surrogate + kl_coef KL - entropy_coef H
@@ -36,7 +45,6 @@ class PolicyLoss(Loss[torch.Tensor]):
 
     Metrics per token: the surrogate's, `kl` where there is a reference, and `correction_weight` and
     `correction_cut` (the share truncated or masked) where there is a correction.
-    Raises ConfigError for a setting that cannot work.
     """
 
     kl_coef: float = 0.0
@@ -47,13 +55,11 @@ class PolicyLoss(Loss[torch.Tensor]):
     step_scale: StepScale = StepScale.none
 
     def __post_init__(self) -> None:
-        check_bounds(self, "recipe")
+        super().__post_init__()
         resolve(KL_ESTIMATORS, "recipe.kl", self.kl)
-        resolve(NORMALIZATIONS, "recipe.normalize", self.normalize)
 
     @property
     def surrogate_fields(self) -> tuple[str, ...]:
-        """What the surrogate reads."""
         return ("advantages", "old_log_probs")
 
     @abc.abstractmethod
@@ -74,7 +80,6 @@ class PolicyLoss(Loss[torch.Tensor]):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether `entropy_coef` is in use."""
         return self.entropy_coef != 0
 
     def __call__(
@@ -124,7 +129,7 @@ class ClippedLoss(PolicyLoss):
     dual_clip: float | None = bounded(None, above=1)
 
     def __post_init__(self) -> None:
-        PolicyLoss.__post_init__(self)
+        super().__post_init__()
         if self.clip_low == self.clip_high == 0:
             allowed = "above 0, or clip_low above 0: a ratio that may not move teaches nothing"
             raise ConfigError("recipe.clip_high", self.clip_high, allowed)
@@ -232,7 +237,6 @@ class ReinforceLoss(PolicyLoss):
 
     @property
     def surrogate_fields(self) -> tuple[str, ...]:
-        """`advantages` alone."""
         return ("advantages",)
 
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
@@ -252,13 +256,10 @@ def ratio_metrics(ratio: torch.Tensor, log_ratio: torch.Tensor) -> Fields:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrossEntropyLoss(Loss[torch.Tensor]):
+class CrossEntropyLoss(CheckedLoss):
     """Negative log-likelihood of the target tokens: supervised fine-tuning."""
 
     normalize: str = "token"
-
-    def __post_init__(self) -> None:
-        resolve(NORMALIZATIONS, "recipe.normalize", self.normalize)
 
     def __call__(
         self, log_probs: torch.Tensor, entropy: torch.Tensor | None, fields: Fields

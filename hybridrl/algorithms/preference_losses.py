@@ -11,18 +11,22 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import logsigmoid
 
-from hybridrl.algorithms.losses import Fields
-from hybridrl.algorithms.sequence_losses import at_tokens, per_pair, per_sequence, reward_metrics
+from hybridrl.algorithms.losses import CheckedLoss, Fields
+from hybridrl.algorithms.sequence_losses import (
+    PairLoss,
+    at_tokens,
+    per_pair,
+    per_sequence,
+    reward_metrics,
+)
 from hybridrl.config import ConfigError, bounded
-from hybridrl.config.bounds import check_bounds
-from hybridrl.config.loss import Loss
 
 SURE = -1e-6
 """The largest mean log-probability in ORPO's odds, which are infinite at 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimPOLoss(Loss[torch.Tensor]):
+class SimPOLoss(PairLoss):
     """SimPO: the reward is what the policy samples by (Meng et al., arXiv 2405.14734, equation 6).
 
     With h the mean of a response's log p, a pair's loss is
@@ -30,17 +34,11 @@ class SimPOLoss(Loss[torch.Tensor]):
         -log sigmoid(beta h_chosen - beta h_rejected - gamma)
 
     where `gamma` is the margin that is wanted. A side without a trained token has h = 0. Metrics:
-    as `DPOLoss`, of the rewards beta h. Raises ConfigError for a setting that cannot work.
+    as `DPOLoss`, of the rewards beta h.
     """
 
     beta: float = bounded(2.0, above=0)
     gamma: float = bounded(1.0, least=0)
-
-    normalize = "sequence"
-    samples_per_row = 2
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "recipe")
 
     def __call__(
         self, log_probs: torch.Tensor, entropy: torch.Tensor | None, fields: Fields
@@ -54,7 +52,7 @@ class SimPOLoss(Loss[torch.Tensor]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ORPOLoss(Loss[torch.Tensor]):
+class ORPOLoss(PairLoss):
     """ORPO: fine-tuning on the chosen response, and the odds ratio (Hong et al., arXiv 2403.07691).
 
     With h the mean of a response's log p, and its odds p / (1 - p) for p = exp(h), a pair's loss is
@@ -63,16 +61,10 @@ class ORPOLoss(Loss[torch.Tensor]):
 
     (equations 3, 6 and 7). In the odds h is at most -1e-6; a pair of which one side has no trained
     token has none. Metrics: as `DPOLoss`, of the rewards odds_weight h as in TRL; `nll`, the first
-    term; `log_odds_ratio`. Raises ConfigError for a setting that cannot work.
+    term; `log_odds_ratio`.
     """
 
     odds_weight: float = bounded(0.1, least=0)
-
-    normalize = "sequence"
-    samples_per_row = 2
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "recipe")
 
     def __call__(
         self, log_probs: torch.Tensor, entropy: torch.Tensor | None, fields: Fields
@@ -91,7 +83,7 @@ class ORPOLoss(Loss[torch.Tensor]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KTOLoss(Loss[torch.Tensor]):
+class KTOLoss(CheckedLoss):
     """KTO: responses that are wanted or not, without pairs (Ethayarajh et al., arXiv 2402.01306).
 
     With h = log p - log p_reference of a whole response, z the scalar field `kl` and s the scalar
@@ -101,8 +93,7 @@ class KTOLoss(Loss[torch.Tensor]):
 
     (equations 7 and 8) with `desirable_weight` or `undesirable_weight`. z is the batch's
     `reference_point`, without a gradient. Metrics: `accuracy`, the share of responses on their side
-    of z; `reward_margin`, beta s (h - z); `kl`, z. Raises ConfigError for a setting that cannot
-    work.
+    of z; `reward_margin`, beta s (h - z); `kl`, z.
     """
 
     beta: float = bounded(0.1, above=0)
@@ -113,7 +104,7 @@ class KTOLoss(Loss[torch.Tensor]):
     fields = ("reference_log_probs", "sign", "kl")
 
     def __post_init__(self) -> None:
-        check_bounds(self, "recipe")
+        CheckedLoss.__post_init__(self)
         if self.desirable_weight == self.undesirable_weight == 0:
             allowed = "above 0, or undesirable_weight above 0: responses of weight 0 teach nothing"
             raise ConfigError("recipe.desirable_weight", self.desirable_weight, allowed)

@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from hybridrl.algorithms.losses import (
+    CheckedLoss,
     ClippedLoss,
     Fields,
     PolicyLoss,
@@ -21,8 +22,6 @@ from hybridrl.algorithms.losses import (
     ratio_metrics,
 )
 from hybridrl.config import ConfigError, bounded
-from hybridrl.config.bounds import check_bounds
-from hybridrl.config.loss import Loss
 
 
 class DPOVariant(Enum):
@@ -95,7 +94,15 @@ class GMPOLoss(PolicyLoss):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOLoss(Loss[torch.Tensor]):
+class PairLoss(CheckedLoss):
+    """A loss of pairs: the settings that all of them have."""
+
+    normalize = "sequence"
+    samples_per_row = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOLoss(PairLoss):
     """Direct preference optimization of pairs (Rafailov et al., arXiv 2305.18290, equation 7).
 
     With h = log p - log p_reference of a whole response and m = beta (h_chosen - h_rejected), a
@@ -109,20 +116,17 @@ class DPOLoss(Loss[torch.Tensor]):
     h per token is not in the paper; its authors did so, says TRL.
 
     A pair of which one side has no trained token counts as a whole. Metrics: `accuracy`, the share
-    of pairs with m > 0; `reward_margin`, m; `chosen_reward` and `rejected_reward`, beta h. Raises
-    ConfigError for a setting that cannot work.
+    of pairs with m > 0; `reward_margin`, m; `chosen_reward` and `rejected_reward`, beta h.
     """
 
     beta: float = bounded(0.1, above=0)
     variant: DPOVariant = DPOVariant.sigmoid
     label_smoothing: float = 0.0
 
-    normalize = "sequence"
     fields = ("reference_log_probs",)
-    samples_per_row = 2
 
     def __post_init__(self) -> None:
-        check_bounds(self, "recipe")
+        super().__post_init__()
         smooths = self.variant is DPOVariant.sigmoid
         allowed = "0 to 0.5" if smooths else "0: it is for variant=sigmoid"
         if not 0 <= self.label_smoothing <= (0.5 if smooths else 0):
@@ -147,7 +151,7 @@ class DPOLoss(Loss[torch.Tensor]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BradleyTerryLoss(Loss[torch.Tensor]):
+class BradleyTerryLoss(PairLoss):
     """A reward model's loss on pairs: -log sigmoid(r_chosen - r_rejected).
 
     Bradley and Terry 1952; InstructGPT, arXiv 2203.02155, equation 1. `center` c adds
@@ -161,22 +165,16 @@ class BradleyTerryLoss(Loss[torch.Tensor]):
     reward model.
 
     Metrics: as `DPOLoss`, of the rewards r; with `signed` `sign_accuracy`, the share of responses
-    whose r has their sign. Raises ConfigError for a setting that cannot work.
+    whose r has their sign.
     """
 
     center: float = bounded(0.0, least=0)
     signed: bool = False
 
-    normalize = "sequence"
-    samples_per_row = 2
     needs_last_token_only = True
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "recipe")
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """`sign`, if `signed`."""
         return ("sign",) * self.signed
 
     def __call__(
@@ -213,7 +211,7 @@ def per_pair(x: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
 
 
 def sequence_mean(x: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """The mean of `x` [tokens] over each token's sequence, with the gradient of its own x whole.
+    """The mean of `x` [tokens] over each token's sequence, with the gradient of each x whole.
 
     With one weight for all tokens of a sequence, the sum has the gradient of the mean.
     """

@@ -67,7 +67,7 @@ def difference(name: str, one: torch.Tensor, other: torch.Tensor) -> TensorDiffe
 
 
 def batch_difference(one: Path, other: Path, key: str) -> TensorDifference | None:
-    """Of the tensor `ID/FIELD` in two folders that `write_batch` wrote; None where it is equal."""
+    """The difference of the tensor `ID/FIELD` in two folders of `write_batch`; None if equal."""
     tensors = [_batch_tensor(folder, key) for folder in (one, other)]
     if tensors[0] is None or tensors[1] is None:
         return None
@@ -84,9 +84,10 @@ def _batch_tensor(folder: Path, key: str) -> torch.Tensor | None:
 
 
 def weight_difference(one: Path, other: Path) -> list[TensorDifference]:
-    """Of all parameters in two folders of a role's trained weights, one tensor at a time.
+    """The differences of all parameters in two folders of a role's trained weights.
 
-    With those that one of them lacks: adapters, say, or layers of another model.
+    Tensors are read one at a time. A parameter that one folder lacks differs: an adapter, say, or a
+    layer of another model.
     """
     first, second = _parameters(one), _parameters(other)
     differences = list[TensorDifference]()

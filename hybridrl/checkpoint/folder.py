@@ -182,6 +182,20 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / RESUME).is_dir() or (named and (run_dir_of(folder) / "run.json").is_file())
 
 
+def to_keep(scores: Mapping[int, float | None], keep_last: int) -> set[int]:
+    """Steps whose checkpoints stay: the best and the last `keep_last`.
+
+    `scores` maps the step of every checkpoint to its held-out score (higher is better), or None if
+    it was not evaluated. Of equal scores the earliest is the best.
+    """
+    steps = sorted(scores)
+    kept = set(steps[max(0, len(steps) - keep_last) :])
+    evaluated = [step for step in steps if scores[step] is not None]
+    if evaluated:
+        kept.add(max(evaluated, key=lambda step: (scores[step], -step)))
+    return kept
+
+
 def forget_later(point: Point) -> None:
     """Delete the run's checkpoints after `point`: later steps, and the final ones.
 

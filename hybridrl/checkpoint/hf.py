@@ -68,8 +68,8 @@ def save_hf(
     stays in host memory: the rollout engine may have the device. An existing checkpoint is replaced
     at the end, by a rename. Raises OSError, on all ranks, that names the path.
 
-    The weights come first. A file beside them that cannot be written is left out: answers, on the
-    first rank, with a line for each.
+    The weights come first. Another file that cannot be written is left out: the first rank answers
+    with a line for each.
     """
     with logged(logger, f"export to {path}"):
         return _save_hf(engine, path, tokenizer, dtype, ends)
@@ -154,7 +154,7 @@ def shares_of(
     layout: Layout,
     dtype: torch.dtype,
 ) -> list[WeightShare]:
-    """What each rank of `layout` writes of parameters in `dtype` and of buffers, as they are.
+    """The share of each rank of `layout` in parameters of `dtype`, and in buffers as they are.
 
     Every rank has the buffers; those of the first pipeline stage write them.
     """
@@ -239,7 +239,7 @@ def side_files(
     tokenizer: PreTrainedTokenizerBase | None = None,
     ends: Sequence[int] = (),
 ) -> dict[str, Callable[[Path], object]]:
-    """What writes each file beside the weights of a model into a directory, by its name.
+    """The functions that write the files of a model besides its weights, by their names.
 
     Configs are written as they were read, also with values that transformers' `save_pretrained`
     refuses, such as a `temperature` without `do_sample`.
@@ -254,7 +254,7 @@ def side_files(
 
 
 def check_side_files(path: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write what a run of the model at `path` writes beside its weights, once, below `folder`.
+    """Write what a run of the model at `path` writes besides its weights, once, below `folder`.
 
     Raises ConfigError for what cannot be written: at the end of a run that would be too late.
     """

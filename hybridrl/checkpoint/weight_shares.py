@@ -144,7 +144,7 @@ def _turns(own: Sequence[Conversion], most: int) -> Iterator[Names]:
 
 
 def _file_names(number: int) -> list[str]:
-    """Those that transformers gives the files of a model."""
+    """The names that transformers gives the files of a model."""
     if number == 1:
         return ["model.safetensors"]
     return [f"model-{i:05d}-of-{number:05d}.safetensors" for i in range(1, number + 1)]

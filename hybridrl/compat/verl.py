@@ -163,7 +163,7 @@ def worker_group(
 
 
 def subgroup(group: Any, ranks: list[int]) -> Any:
-    """The same actors, but only those of `ranks`: one, or a pool."""
+    """A group of the actors of some `ranks` of `group`: of one rank, or of a pool."""
     from verl.single_controller.ray import RayWorkerGroup
 
     return RayWorkerGroup.from_detached(

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.checkpoint import folder
-from hybridrl.checkpoint.folder import Point
-from hybridrl.checkpoint.keep import to_keep
+from hybridrl.checkpoint.folder import Point, to_keep
 from hybridrl.config import VALUE_MODELS, Config, ConfigError, OptimName, ScheduleKind
 from hybridrl.config.environment import COUNTED
 from hybridrl.config.renamed_keys import REMOVED_KEYS, with_new_names

@@ -89,7 +89,7 @@ class Facts:
     peaks: Sequence[float] = ()
     """By rank, floating-point operations a second in products of large matrices."""
     peak_format: str = ""
-    """Of these matrices: that of the run, `model.compute_dtype`."""
+    """The number format of these matrices: the run's `model.compute_dtype`."""
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By node, its clock less the driver's, and by how much that may be wrong; in seconds."""
     jails: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -98,23 +98,9 @@ class Facts:
 
 def diagnose(facts: Facts, needs: Needs) -> list[Finding]:
     """Findings, the worst first; the same on several nodes is one."""
-    findings = [
-        finding
-        for check in (
-            _gpus,
-            _compilers,
-            _memory,
-            _shm,
-            _files,
-            _cpus,
-            _versions,
-            _disks,
-            _links,
-            _clocks,
-            _jails,
-        )
-        for finding in check(facts, needs)
-    ]
+    nodes = (_gpus, _compilers, _memory, _shm, _files, _cpus, _versions)
+    checks = (*nodes, _disks, _links, _clocks, _jails)
+    findings = [finding for check in checks for finding in check(facts, needs)]
     merged: dict[tuple[Severity, str, str, str], list[str]] = defaultdict(list)
     for finding in findings:
         key = (finding.severity, finding.what, finding.why, finding.fix)
@@ -267,8 +253,7 @@ def _disks(facts: Facts, needs: Needs) -> Iterator[Finding]:
         what = "the run directory is another one there"
         yield Finding(Severity.ERROR, what, why, fix, tuple(facts.hidden))
     for disk in facts.disks:
-        findings = _scratch(disk) if disk.role == "scratch" else _run_dir(disk, needs)
-        yield from findings
+        yield from _scratch(disk) if disk.role == "scratch" else _run_dir(disk, needs)
 
 
 def _run_dir(disk: Disk, needs: Needs) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from hybridrl.pipelines.operations import Operations
 
 EPSILON = 1e-12
-"""Of all passes' seconds: what rounding may do to a time."""
+"""What rounding may do to a time, as a share of all passes' seconds."""
 
 
 class MutablePlan:
@@ -37,31 +37,12 @@ class MutablePlan:
                 if place:
                     self.before[i] = numbers[place - 1]
                     self.after[numbers[place - 1]] = i
-        self.starts = self._all_starts()
+        self.starts = operations.earliest_starts(self.after)
 
     @property
     def seconds(self) -> float:
-        """The end of the last operation."""
         seconds = self.operations.seconds
         return max(self.starts[own[-1]] + seconds[own[-1]] for own in self.lists if own)
-
-    def _all_starts(self) -> list[float]:
-        ops = self.operations
-        waits = [
-            len(edges) + (before >= 0) for edges, before in zip(ops.needs, self.before, strict=True)
-        ]
-        starts = [0.0] * len(waits)
-        todo = [i for i, count in enumerate(waits) if not count]
-        for i in todo:
-            end = starts[i] + ops.seconds[i]
-            after = self.after[i]
-            for j, delay in ops.feeds[i] if after < 0 else (*ops.feeds[i], (after, 0.0)):
-                starts[j] = max(starts[j], end + delay)
-                waits[j] -= 1
-                if not waits[j]:
-                    todo.append(j)
-        assert len(todo) == len(waits), "a circle"
-        return starts
 
     def may_swap(self, i: int, j: int) -> bool:
         """Whether j, right after i on its rank, waits for i alone, and memory has room."""

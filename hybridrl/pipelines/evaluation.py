@@ -137,7 +137,7 @@ def _one_rank(passes: list[tuple[float, float, float]]) -> float:
         until = passes[arrived][0] if arrived < len(passes) else math.inf
         if now + seconds > until:
             heapq.heappush(waiting, (tail, now + seconds - until))
-            now = until  # not a sum, which rounding could keep below it for ever
+            now = until  # not a sum, which rounding could keep below it without end
         else:
             now += seconds
             latest = max(latest, now - tail)

@@ -4,12 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from hybridrl.pipelines.problem import (
-    PassKind,
-    PipelineAction,
-    PipelinePlan,
-    PipelineProblem,
-)
+from hybridrl.pipelines.problem import PassKind, PipelineAction, PipelinePlan, PipelineProblem
 
 Edges = list[tuple[tuple[int, float], ...]]
 """For each operation other operations, with the seconds between the two."""
@@ -39,7 +34,7 @@ class Operations:
     queues: list[list[int]]
     """Operations of a chunk and a kind, in their order."""
     in_flight: list[list[tuple[int, int]]]
-    """Of each model and chunk the queues that take memory and that free it."""
+    """By model and chunk, the queue that takes memory and the queue that frees it."""
     queue: list[int] = field(default_factory=list)
     """The queue of each operation."""
     by_rank: list[list[int]] = field(default_factory=list)
@@ -92,7 +87,7 @@ class Operations:
         )
 
     def mirrored(self) -> "Operations":
-        """The same with time backward: its plans are plans of this with each list reversed."""
+        """These operations with time backward: a plan of theirs has each list reversed."""
         return Operations(
             actions=self.actions,
             num_ranks=self.num_ranks,
@@ -107,31 +102,30 @@ class Operations:
             in_flight=[[(free, take) for take, free in pairs] for pairs in self.in_flight],
         )
 
-    def following(self) -> list[int]:
-        """The next operation of the same queue, -1 after the last."""
+    def heads(self) -> list[float]:
+        """The earliest start of each operation, if no rank were ever busy with another queue."""
         following = [-1] * len(self.actions)
         for queue in self.queues:
             for i, j in pairwise(queue):
                 following[i] = j
-        return following
+        return self.earliest_starts(following)
 
-    def heads(self) -> list[float]:
-        """The earliest start of each operation, if no rank were ever busy with another queue."""
-        following = self.following()
-        left = [len(edges) for edges in self.needs]
+    def earliest_starts(self, following: Sequence[int]) -> list[float]:
+        """The earliest start of each operation, where `following[i]` waits for i; -1: none does."""
+        waits = [len(edges) for edges in self.needs]
         for j in following:
             if j >= 0:
-                left[j] += 1
-        starts = [0.0] * len(left)
-        todo = [i for i, count in enumerate(left) if not count]
+                waits[j] += 1
+        starts = [0.0] * len(waits)
+        todo = [i for i, count in enumerate(waits) if not count]
         for i in todo:
-            end = starts[i] + self.seconds[i]
-            edges = self.feeds[i] if following[i] < 0 else (*self.feeds[i], (following[i], 0.0))
-            for j, delay in edges:
+            end, after = starts[i] + self.seconds[i], following[i]
+            for j, delay in self.feeds[i] if after < 0 else (*self.feeds[i], (after, 0.0)):
                 starts[j] = max(starts[j], end + delay)
-                left[j] -= 1
-                if not left[j]:
+                waits[j] -= 1
+                if not waits[j]:
                     todo.append(j)
+        assert len(todo) == len(waits), "a circle"
         return starts
 
     def plan(self, lists: Sequence[Sequence[int]]) -> PipelinePlan:

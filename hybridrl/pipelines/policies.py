@@ -17,12 +17,12 @@ from hybridrl.pipelines.problem import PassKind, PipelineProblem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelPolicy:
-    """Of the models of one name."""
+    """The part of a policy that is about the models of one name."""
 
     slope: float
     """Micro-batches in flight on a chunk, for each chunk from it to the last."""
     extra: int
-    """And so many more."""
+    """Further micro-batches in flight on each chunk."""
     step: float
     """Time between micro-batches, in that of a micro-batch on a chunk; 0: no forward waits."""
     shared_step: bool
@@ -86,7 +86,7 @@ def draw_policy(rng: random.Random, models: int) -> Policy:
 
 
 def change_policy(rng: random.Random, policy: Policy) -> Policy:
-    """The same with one to three fields drawn again."""
+    """A policy with one to three fields drawn again."""
     for _ in range(rng.randint(1, 3)):
         if rng.random() < 0.3:
             name = rng.choice(list(FIELDS))
@@ -173,7 +173,7 @@ class RuleMaker:
 
 
 def _mean_seconds(problem: PipelineProblem, index: int) -> float:
-    """Of all passes of a micro-batch on a chunk."""
+    """The mean seconds of all passes of a micro-batch on a chunk."""
     model = problem.models[index]
     seconds = [
         model.seconds(kind, chunk, number)

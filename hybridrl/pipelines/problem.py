@@ -131,7 +131,7 @@ class PipelineProblem:
     send_s: float = 0.0
     """Between the end of a pass and the next one on another rank."""
     sends_s: Sequence[Sequence[float]] = ()
-    """The same by the two ranks, from [row] to [column], where links differ."""
+    """`send_s` by the two ranks, [from][to], where links differ."""
 
     def __post_init__(self) -> None:
         for model in self.models:

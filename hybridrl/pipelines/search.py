@@ -24,7 +24,7 @@ from hybridrl.pipelines.policies import Policy, RuleMaker, change_policy, draw_p
 from hybridrl.pipelines.problem import PipelinePlan, PipelineProblem
 
 POLICIES, SHAKES, MOVES = 60, 40, 6_000
-"""Of a round."""
+"""Policies, shaken schedules and moves of annealing in a round."""
 ELITE = 8
 
 
@@ -39,11 +39,6 @@ class SearchResult:
     policies: tuple[Policy, ...]
     """The best of the search, the best first: a search for a similar problem may begin with them.
     """
-
-    @property
-    def is_optimal(self) -> bool:
-        """Whether no plan is shorter."""
-        return self.times.seconds <= self.bound_s * (1 + 1e-9)
 
 
 @dataclass(order=True, slots=True)

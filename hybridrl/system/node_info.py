@@ -27,7 +27,7 @@ PACKAGES = (
 )  # fmt: skip
 _CGROUP, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 OBJECT_STORE_LEAST = 512 * 2**20
-"""Of Ray's object store, also where /dev/shm is smaller and it goes to a file."""
+"""The least size of Ray's object store: where /dev/shm is smaller, Ray puts it in a file."""
 _UNLIMITED = 2**60  # cgroup v1 writes a number near 2**63 for "no limit"
 
 
@@ -63,7 +63,7 @@ class NodeInfo:
     open_files: int
     """The hard limit, to which Ray raises the soft one."""
     gpus: tuple[Gpu, ...]
-    """Those that this process sees."""
+    """The GPUs that this process sees."""
     networks: dict[str, float]
     """Gbit/s of each interface that is up and has a speed."""
     infiniband: dict[str, float]
@@ -160,7 +160,7 @@ def _versions(names: Iterable[str]) -> dict[str, str]:
 
 @functools.cache
 def _version(name: str) -> str | None:
-    """That of an installed package: to read all of them takes a tenth of a second."""
+    """The version of an installed package, read once: all of them take a tenth of a second."""
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
     return None

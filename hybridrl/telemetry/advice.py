@@ -61,7 +61,7 @@ class _History:
         return _numbers(self.rows[-steps:], key)
 
     def first(self, key: str, steps: int = _WINDOW) -> list[float]:
-        """The same in the first steps."""
+        """A metric's values in the first steps; see `last`."""
         return _numbers(self.rows[:steps], key)
 
 
@@ -71,7 +71,7 @@ def _numbers(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
 
 
 def _share(run: _History, key: str) -> float:
-    """Of all samples of the last steps, those that the metric `key` counts."""
+    """The share of the last steps' samples that the metric `key` counts."""
     samples = sum(run.last("samples/used")) + sum(run.last("samples/dropped"))
     return sum(run.last(key)) / samples if samples else 0.0
 

@@ -226,7 +226,7 @@ def memory(run: RunData) -> dict[str, Any] | None:
 
 
 def _extremes(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each stretch the lowest and the highest: a curve that goes up and down keeps its ends."""
+    """The lowest and the highest point of each stretch, so that a curve keeps its turns."""
     stride = -(-len(points) // _MAX_TURNS)
     if stride < 3:
         return points

@@ -13,7 +13,7 @@ own process, and its lines are in the driver's log. Commands without a run (`hyb
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -32,21 +32,10 @@ def driver_log(level: LogLevel, file: Path) -> Iterator[None]:
     Warnings are shown on standard error too, as they are without a log.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    logger, shown = logging.getLogger(_PACKAGE), logging.lastResort
+    handler, shown = _formatted(logging.FileHandler(file, encoding="utf-8")), logging.lastResort
     assert shown is not None
-    before, handler = logger.level, _formatted(logging.FileHandler(file, encoding="utf-8"))
-    logger.setLevel(level.value.upper())
-    logger.addHandler(handler)
-    logger.addHandler(shown)
-    propagates, logger.propagate = logger.propagate, False  # verl's import gives root a handler
-    try:
+    with closing(handler), _handled(level, handler, shown):
         yield
-    finally:
-        logger.propagate = propagates
-        logger.removeHandler(shown)
-        logger.removeHandler(handler)
-        logger.setLevel(before)
-        handler.close()
 
 
 @contextmanager
@@ -55,17 +44,8 @@ def command_log(level: LogLevel) -> Iterator[None]:
     if level is not LogLevel.debug:
         yield
         return
-    logger, handler = logging.getLogger(_PACKAGE), _formatted(logging.StreamHandler())
-    before, propagates = logger.level, logger.propagate
-    logger.setLevel(logging.DEBUG)
-    logger.addHandler(handler)
-    logger.propagate = False  # verl's import gives root a handler, which would repeat the lines
-    try:
+    with _handled(level, _formatted(logging.StreamHandler())):
         yield
-    finally:
-        logger.propagate = propagates
-        logger.removeHandler(handler)
-        logger.setLevel(before)
 
 
 def rank_log(rank: int, level: LogLevel, file: Path | None) -> None:
@@ -80,10 +60,7 @@ def rank_log(rank: int, level: LogLevel, file: Path | None) -> None:
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(file, encoding="utf-8")
-    _formatted(handler, f"rank {rank}")
-    logger.setLevel(level.value.upper())
-    logger.addHandler(handler)
-    logger.propagate = False  # verl's import gives root a handler, which would repeat the lines
+    _attach(level, _formatted(handler, f"rank {rank}"))
 
 
 @contextmanager
@@ -107,6 +84,29 @@ def logged(logger: logging.Logger, what: str) -> Iterator[None]:
         outcome = "ended"
     finally:
         logger.debug("%s %s after %.3f s", what, outcome, time.monotonic() - start)
+
+
+@contextmanager
+def _handled(level: LogLevel, *handlers: logging.Handler) -> Iterator[None]:
+    """Within, the package's lines from `level` on go to the `handlers`."""
+    logger = logging.getLogger(_PACKAGE)
+    before, propagates = logger.level, logger.propagate
+    _attach(level, *handlers)
+    try:
+        yield
+    finally:
+        logger.propagate = propagates
+        for handler in handlers:
+            logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def _attach(level: LogLevel, *handlers: logging.Handler) -> None:
+    logger = logging.getLogger(_PACKAGE)
+    logger.setLevel(level.value.upper())
+    for handler in handlers:
+        logger.addHandler(handler)
+    logger.propagate = False  # verl's import gives root a handler, which would repeat the lines
 
 
 class _ProcessName(logging.Filter):

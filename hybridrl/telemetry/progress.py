@@ -7,7 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -16,28 +16,29 @@ _TITLES = {"warm_start": "warm start", "rl": "rl", "evaluation": "evaluation"}
 _WINDOW = 20  # steps that the time left is estimated from
 
 
-class Display(Protocol):
-    """A display of progress. Used from one thread."""
+class Display:
+    """A display of progress; by itself it shows notes alone. Used from one thread."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
 
     def phase(self, name: str, num_steps: int) -> None:
-        """A phase of `num_steps` steps begins."""
-        ...
+        """Begin a phase of `num_steps` steps."""
 
     def stage(self, name: str) -> None:
-        """The ranks now do `name`."""
-        ...
+        """Show that the ranks now do `name`."""
 
     def step(self, done: int, metrics: Mapping[str, float]) -> None:
-        """`done` steps of the phase are done; `metrics` are the last one's."""
-        ...
+        """Show that `done` steps of the phase are done; `metrics` are the last one's."""
 
     def note(self, text: str) -> None:
-        """One line that stays: an evaluation's result, a warning, the run's directory."""
-        ...
+        """Show one line that stays: an evaluation's result, a warning, the run's directory."""
+        visible = "".join(c if c.isprintable() else " " for c in text)
+        self._stream.write(visible + "\n")
+        self._stream.flush()
 
     def close(self) -> None:
         """Leave the terminal as it was; may be called twice."""
-        ...
 
 
 def make_display(enabled: bool, stream: TextIO | None = None) -> Display:
@@ -47,59 +48,34 @@ def make_display(enabled: bool, stream: TextIO | None = None) -> Display:
     """
     stream = stream or sys.stderr
     if not enabled:
-        return Notes(stream)
+        return Display(stream)
     # rich takes FORCE_COLOR for a terminal; a log file must stay free of control characters.
     if stream.isatty() and not Console(file=stream).is_dumb_terminal:
         return Live(stream)
     return Lines(stream)
 
 
-class Notes:
-    """No progress: only the lines that stay."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def phase(self, name: str, num_steps: int) -> None:
-        """See `Display`."""
-
-    def stage(self, name: str) -> None:
-        """See `Display`."""
-
-    def step(self, done: int, metrics: Mapping[str, float]) -> None:
-        """See `Display`."""
-
-    def note(self, text: str) -> None:
-        """See `Display`."""
-        _write_line(self._stream, text)
-
-    def close(self) -> None:
-        """See `Display`."""
-
-
-class Lines:
+class Lines(Display):
     """A line per `every_s` seconds at most, and one at the end of each phase; no control codes."""
 
     def __init__(self, stream: TextIO, every_s: float = 5.0) -> None:
-        self._stream, self._every_s = stream, every_s
-        self._title, self._num_steps, self._stage = "", 0, ""
+        super().__init__(stream)
+        self._every_s = every_s
+        self._title, self._num_steps = "", 0
         self._shown = 0.0
         self._pace = _Pace()
 
     def phase(self, name: str, num_steps: int) -> None:
-        """See `Display`."""
-        self._title, self._num_steps, self._stage = _TITLES.get(name, name), num_steps, ""
+        self._title, self._num_steps = _TITLES.get(name, name), num_steps
         self._pace = _Pace()
         self._shown = 0.0
 
     def stage(self, name: str) -> None:
-        """See `Display`. Until the first phase begins each is a line: starting may take minutes."""
-        self._stage = name
+        """Until the first phase begins each stage is a line: starting may take minutes."""
         if not self._title:
-            _write_line(self._stream, name)
+            self.note(name)
 
     def step(self, done: int, metrics: Mapping[str, float]) -> None:
-        """See `Display`."""
         left = self._pace.seconds_left(done, self._num_steps)
         now = time.monotonic()
         if done < self._num_steps and now - self._shown < self._every_s:
@@ -108,20 +84,14 @@ class Lines:
         parts = [f"{self._title} {done}/{self._num_steps}", *_figures(metrics)]
         if done < self._num_steps and left:
             parts.append(left + " left")
-        _write_line(self._stream, "  ".join(filter(None, parts)))
-
-    def note(self, text: str) -> None:
-        """See `Display`."""
-        _write_line(self._stream, text)
-
-    def close(self) -> None:
-        """See `Display`."""
+        self.note("  ".join(filter(None, parts)))
 
 
-class Live:
+class Live(Display):
     """A bar per phase, redrawn in place; other output of the process appears above it."""
 
     def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
         columns = (
             TextColumn("{task.fields[title]:<10}", style="bold"),
             BarColumn(bar_width=24),
@@ -143,7 +113,6 @@ class Live:
         self._progress.start()
 
     def phase(self, name: str, num_steps: int) -> None:
-        """See `Display`."""
         if self._task is not None:
             self._progress.update(self._task, stage="", left="")
         self._num_steps, self._pace = num_steps, _Pace()
@@ -152,12 +121,10 @@ class Live:
         )
 
     def stage(self, name: str) -> None:
-        """See `Display`."""
         if self._task is not None:
             self._progress.update(self._task, stage=name)
 
     def step(self, done: int, metrics: Mapping[str, float]) -> None:
-        """See `Display`."""
         if self._task is None:
             return
         left = self._pace.seconds_left(done, self._num_steps)
@@ -169,11 +136,9 @@ class Live:
         )
 
     def note(self, text: str) -> None:
-        """See `Display`."""
         self._progress.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        """See `Display`."""
         self._progress.stop()
 
 
@@ -194,12 +159,6 @@ class _Pace:
         minutes, seconds = divmod(seconds, 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-def _write_line(stream: TextIO, text: str) -> None:
-    visible = "".join(c if c.isprintable() else " " for c in text)
-    stream.write(visible + "\n")
-    stream.flush()
 
 
 def _figures(metrics: Mapping[str, float]) -> list[str]:

@@ -283,9 +283,9 @@ def append_metrics(run_dir: Path, step: int, metrics: Mapping[str, float]) -> No
 
 
 def _evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Of the metrics of an evaluation those to show: its estimates, without their intervals.
+    """The metrics of an evaluation that are shown: its estimates, without their intervals.
 
-    `eval_accuracy` is the first of `main`.
+    `eval_accuracy` is the first estimate of the set `main`, so that `avg@K` would repeat it.
     """
     shown = {key: value for key, value in metrics.items() if key.startswith("eval_")}
     estimates = [key for key in metrics if key.startswith("eval/") and "@" in key.split("/")[-1]]

@@ -58,8 +58,8 @@ class RunData:
             os.kill(pid, 0)
         except ProcessLookupError:
             return "killed"
-        except PermissionError:  # it lives, as another user
-            return state
+        except PermissionError:
+            pass  # it lives, as another user
         return state
 
     @property

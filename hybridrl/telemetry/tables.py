@@ -12,7 +12,6 @@ _MAX_LANES = 66
 _MAX_SAMPLE_STEPS = 80
 _MAX_TEXT = 6000
 _FACTS = ("id", "set", "tokens", "finish", "failure", "advantage")
-_OWN_TABLE = ("switch",)
 
 
 def timelines(run: RunData) -> list[dict[str, Any]]:
@@ -66,7 +65,7 @@ def _steps_on_ranks(run: RunData) -> dict[StepKey, list[TraceSpan]]:
     for span in run.spans:
         key = run.key({"step": span.step, "phase": span.args.get("phase")})
         steps.setdefault(key, []).append(span)
-    return {key: spans for key, spans in steps.items() if _on_ranks(spans)}
+    return {k: spans for k, spans in steps.items() if any(is_rank(span.lane) for span in spans)}
 
 
 def switches(run: RunData) -> dict[str, Any] | None:
@@ -123,7 +122,7 @@ def events(run: RunData) -> list[list[Any]]:
     rows = []
     for row in run.events:
         kind = str(row.get("kind", ""))
-        if kind in _OWN_TABLE:
+        if kind == "switch":
             continue
         rest = {k: v for k, v in row.items() if k not in ("kind", "time", "phase")}
         what = ", ".join(f"{name} {_short(value)}" for name, value in rest.items())
@@ -168,10 +167,6 @@ def _slice(span: TraceSpan, start: float) -> dict[str, Any]:
 
 def _bounds(spans: list[TraceSpan]) -> tuple[float, float]:
     return min(span.start for span in spans), max(span.end for span in spans)
-
-
-def _on_ranks(spans: list[TraceSpan]) -> bool:
-    return any(is_rank(span.lane) for span in spans)
 
 
 def _lane_order(lane: str) -> tuple[bool, int, str]:

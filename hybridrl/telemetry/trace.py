@@ -117,25 +117,15 @@ class TraceFile:
         if span.end < span.start:
             raise ValueError(f"span {span.name} on {span.lane} ends before it starts")
         events, pid, tid = self._track(span.lane)
-        # Both ends are rounded, never the duration: neighbors stay neighbors.
-        start, end = _micros(span.start), _micros(span.end)
-        slice_ = {
-            "ph": "X", "name": span.name, "cat": "stage", "pid": pid, "tid": tid,
-            "ts": start, "dur": end - start, "args": {"step": span.step, **span.args},
-        }  # fmt: skip
-        self._append(map(dump, [*events, slice_]))
+        args = {"step": span.step, **span.args}
+        self._append(map(dump, [*events, _slice(span, "stage", pid, tid, args)]))
 
     def profile(self, lane: str, slices: Iterable[ThreadSlice], step: int) -> None:
         """Add the operations of a lane's process, on lanes of its threads, in one write."""
         events: list[Mapping[str, Any]] = []
         for one in slices:
             names, pid, tid = self._track(f"{lane}/{one.thread}")
-            start, end = _micros(one.start), _micros(one.end)
-            slice_ = {
-                "ph": "X", "name": one.name, "cat": _PROFILE, "pid": pid, "tid": tid,
-                "ts": start, "dur": end - start, "args": {"step": step},
-            }  # fmt: skip
-            events += [*names, slice_]
+            events += [*names, _slice(one, _PROFILE, pid, tid, {"step": step})]
         self._append(map(dump, events))
 
     def counter(self, counter: Counter) -> None:
@@ -236,6 +226,17 @@ def read_timeline(path: Path) -> tuple[list[TraceSpan], list[Counter]]:
 
 def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+
+
+def _slice(
+    span: TimeSpan, category: str, pid: int, tid: int, args: Mapping[str, Any]
+) -> dict[str, Any]:
+    # The two ends are rounded, never the duration: neighbors stay neighbors.
+    start, end = _micros(span.start), _micros(span.end)
+    return {
+        "ph": "X", "name": span.name, "cat": category, "pid": pid, "tid": tid,
+        "ts": start, "dur": end - start, "args": args,
+    }  # fmt: skip
 
 
 def _micros(seconds: float) -> int:

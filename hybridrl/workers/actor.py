@@ -1,9 +1,9 @@
 """The actor on one rank: its training shard, its rollout engine, and the switch between them."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,6 @@ from hybridrl.workers.training import (
     SampleFields,
     UpdateShare,
     UpdateSteps,
-    accumulate,
     log_probs_stage,
 )
 from hybridrl.workers.turns import (
@@ -94,7 +93,7 @@ class Actor:
         staying: StayingRoles = ALL_LEAVE,
         nodes: Sequence[str] = (),
     ) -> None:
-        """Of the roles that are `staying` on the device this may be one.
+        """The actor may be one of the roles that are `staying` on the device.
 
         `nodes` has the node of each rank; without it all are on one.
         """
@@ -228,7 +227,7 @@ class Actor:
     ) -> None:
         """Fill the `parameters` of a `local_model` on this rank. Collective.
 
-        With the present weights, or with `shards`, which have the layout of the training weights.
+        They get the present weights, or `shards` in the layout of the training weights.
         """
         layout = gen_layout(
             self.train_engine.parameters,
@@ -271,7 +270,7 @@ class Actor:
 
     @property
     def unfinished(self) -> int:
-        """Samples that were submitted and are neither finished, nor parked, nor held."""
+        """Samples that decode or wait for room: neither finished, nor parked, nor at a reply."""
         stats = self.engine.stats()
         return stats.running + stats.waiting
 
@@ -305,7 +304,7 @@ class Actor:
                 share.join(self.rollout, self.train_engine.parameters)
 
     def leave(self) -> None:
-        """Be an instance of its own again, where a wide one has no samples left."""
+        """Leave a wide instance that has no samples left, and decode alone again."""
         if self._joined is not None and not self.unfinished + self.engine.stats().held:
             assert self._joined.engine is not None
             self._joined.engine.leave()
@@ -357,7 +356,7 @@ class Actor:
                     self._resume(command)
                 case Answer():
                     outputs += self._answer(command)
-        held = self.engine.take_turns()
+        ended = self.engine.take_turns()
         steps = 0
         # With drafts a step may make several tokens of a sample.
         # What conversations make follows from turns, whatever the calls are.
@@ -366,13 +365,13 @@ class Actor:
         self.engine.begin_call(num_decode_steps if equal else None)
         while steps < num_decode_steps and self.unfinished and not self.engine.call_is_done:
             outputs += [(output, None) for output in self.engine.step()]
-            held += self.engine.take_turns()
+            ended += self.engine.take_turns()
             steps += 1
-            if held and not equal and enough_turns * len(held) >= self.unfinished:
+            if ended and not equal and enough_turns * len(ended) >= self.unfinished:
                 break
         after = self.engine.stats()
         finished = [sample for o, reply in outputs if (sample := self._finish(o, reply))]
-        turns = [ended for turn in held if (ended := self._turn_ended(turn))]
+        turns = [told for turn in ended if (told := self._turn_ended(turn))]
         work = Work(
             seconds=time.perf_counter() - start,
             decode_steps=after.decode_steps - before.decode_steps,
@@ -418,7 +417,10 @@ class Actor:
         self.engine.submit(requests)
 
     def _answer(self, command: Answer) -> list[tuple[Output, EpisodeReply]]:
-        """Continue held samples, or end them: their outputs. Those not here are passed over."""
+        """Continue or end samples whose reply has come; gives the outputs of those that end.
+
+        Replies to samples of other instances are left out.
+        """
         ended = []
         for reply in command.replies:
             if reply.id not in self._items:
@@ -433,7 +435,7 @@ class Actor:
         return ended
 
     def _turn_ended(self, turn: HeldTurn) -> TurnEnded | None:
-        """A sample is held from now on; one rank of the instance says so."""
+        """A sample waits for a reply from now on; one rank of the instance says so."""
         id = cast(SampleId, turn.id)
         if id in self._items:  # else it was parked in the same call
             item, spans = self._items[id]
@@ -515,32 +517,18 @@ class Actor:
         there its log-probabilities are compared with the rollout engine's: `ENGINE_GAPS`.
         """
         self.train_engine.temperature = stage.temperature
+        version = self.train_engine.version
         return UpdateSteps(
             engine=self.train_engine,
             store=self.store,
             config=self.config,
             stage=stage,
             share=share,
+            compare=ENGINE_GAPS,
+            compared=lambda id: _sampled(self.store[id], share.versions[id], version),
             stepped=self._stepped,
-            **self._compared(share),
+            replays=self.config.trainer.router_replay is not RouterReplay.off,
         )
-
-    def accumulate(self, stage: UpdateStage, share: UpdateShare) -> None:
-        """The gradient of this rank's share, before the rest of the update is there.
-
-        Collective over the ranks of the instance alone.
-        """
-        compared = self._compared(share)
-        self.train_engine.temperature = stage.temperature
-        accumulate(self.train_engine, self.store, stage, share, **compared)
-
-    def _compared(self, share: UpdateShare) -> "EngineComparison":
-        version = self.train_engine.version
-        return {
-            "compare": ENGINE_GAPS,
-            "compared": lambda id: _sampled(self.store[id], share.versions[id], version),
-            "replays": self.config.trainer.router_replay is not RouterReplay.off,
-        }
 
     def _stepped(self) -> None:
         for average in self.averages.values():
@@ -552,14 +540,6 @@ def _num_admitted(command: Command) -> int:
     if isinstance(command, Answer):
         return sum(reply.tokens is not None for reply in command.replies)
     return 0 if isinstance(command, Park) else len(command.ids)
-
-
-class EngineComparison(TypedDict):
-    """Arguments of `workers.training` that say what sequences are compared with."""
-
-    compare: Mapping[str, str]
-    compared: Callable[[SampleId], SampleFields]
-    replays: bool
 
 
 ENGINE_GAPS = {"rollout_log_probs": "mismatch", "stale_log_probs": "staleness"}

@@ -337,11 +337,11 @@ class ActorWorker(BaseWorker):
         self._fetch(share.parcels, arriving)
         with self._span("early backward", len(share.ids)):
             if self.residency.status is DeviceStatus.GENERATING:
-                assert not self.actor.unfinished, "training beside samples that decode"
+                assert not self.actor.unfinished, "training while samples decode"
                 self.residency.enter_training()
             self.residency.activate(self.actor.train_engine)
             start = time.perf_counter()
-            self.actor.accumulate(stage, share)
+            self.actor.update_steps(stage, share).accumulate()
             seconds = time.perf_counter() - start
         self._early_s += seconds
         return self._reply(EarlyTrained(stage.name, instance, share.ids, seconds))

@@ -7,17 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._autograd import DeviceType
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging as transformers_logging
 
 from hybridrl.checkpoint import distributed
 from hybridrl.checkpoint.distributed import Progress
 from hybridrl.checkpoint.hf import save_hf
 from hybridrl.config import Config
-from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.fused_update import FusedUpdate
 from hybridrl.flow.executor import Computed
 from hybridrl.flow.graph import Graph, Stage, StageMethod, UpdateStage
@@ -33,6 +35,7 @@ from hybridrl.system.rendezvous import address_here, join_group, open_store
 from hybridrl.system.short_tmpdir import shorten_tmpdir
 from hybridrl.telemetry.digests import ShardDigest
 from hybridrl.telemetry.trace import ThreadSlice, TimeSpan
+from hybridrl.workers.actor import Actor
 from hybridrl.workers.answers import ModelDescription, ProcessDescription, RankDescription
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.device_residency import (
@@ -42,23 +45,24 @@ from hybridrl.workers.device_residency import (
 )
 from hybridrl.workers.digests import digests_of_weights
 from hybridrl.workers.dispatch import Dispatch, dispatch
-from hybridrl.workers.profiling import StepProfile
 from hybridrl.workers.role_factory import RoleFactory
 from hybridrl.workers.scorers import InstanceScorer
 from hybridrl.workers.staying_roles import StayingRoles, staying_roles
 from hybridrl.workers.store import SampleStore
 from hybridrl.workers.training import (
-    RoleScoring,
     Training,
     UpdateShare,
-    UpdateSteps,
     score,
     train,
 )
-from hybridrl.workers.value_model import runs_reversed
+from hybridrl.workers.value_model import ValueModel, runs_reversed
 
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
+
+_MAX_SLICES = 50_000
+"""The longest operations of a rank and step that are kept; Perfetto is slow with many more."""
+_MAX_ALLOCATIONS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +90,8 @@ class Published(Generic[Value]):
     reference: Any = None
 
 
-class TrainableModel(Protocol):
-    """A role with an optimizer."""
-
-    train_engine: TrainEngine
-
-    @property
-    def end_ids(self) -> Sequence[int]:
-        """The tokens that end what it writes; none for a role that writes nothing."""
-        ...
-
-    def scoring(self, stage: Stage, ids: Sequence[SampleId]) -> RoleScoring:
-        """A forward-only stage on this rank's samples."""
-        ...
-
-    def update_steps(self, stage: UpdateStage, share: UpdateShare) -> UpdateSteps:
-        """The steps of training on this rank's share."""
-        ...
+TrainableModel = Actor | ValueModel
+"""A role with an optimizer."""
 
 
 class BaseWorker:
@@ -155,7 +144,7 @@ class BaseWorker:
         raise NotImplementedError
 
     def _join(self, host: str, port: int, sizes: PoolSizes | None) -> ProcessDescription:
-        """As `setup`, without the models."""
+        """Do what `setup` does, without the models."""
         transformers_logging.disable_progress_bar()
         shorten_tmpdir()  # on other nodes than the driver's
         cluster = self.config.cluster
@@ -237,8 +226,8 @@ class BaseWorker:
     def save_weights(self, path: str) -> Reply[list[str]]:
         """Write the actor as a Hugging Face directory; every other trained role as one inside it.
 
-        All ranks write (`checkpoint.hf`). Answers, on the first rank, with the files beside weights
-        that could not be written, and why.
+        All ranks write (`checkpoint.hf`). The first rank answers with a line for each file
+        besides the weights that could not be written.
         """
         missing = []
         self._finish_records()
@@ -441,6 +430,45 @@ class BaseWorker:
         spans, self._spans = tuple(self._spans), []
         memory, self._memory = tuple(self._memory), []
         return Reply(value, spans, memory)
+
+
+class StepProfile:
+    """torch's own record of a step, from its creation to `end`, on all threads of the process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self._on_gpu]
+        every_thread = _ExperimentalConfig(profile_all_threads=True)
+        self._profiler = profile(activities=kinds, experimental_config=every_thread)
+        if self._on_gpu:
+            torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS)
+        self._profiler.start()
+
+    def end(self, snapshot: Path) -> list[ThreadSlice]:
+        """The longest operations by start; on a GPU its allocations go to the file `snapshot`."""
+        self._profiler.stop()
+        if self._on_gpu:
+            snapshot.parent.mkdir(parents=True, exist_ok=True)
+            partial = snapshot.with_name(f".{snapshot.name}")
+            torch.cuda.memory._dump_snapshot(str(partial))
+            partial.replace(snapshot)
+            torch.cuda.memory._record_memory_history(enabled=None)
+        assert self._profiler.profiler is not None
+        results = self._profiler.profiler.kineto_results
+        assert results is not None
+        events = sorted(results.events(), key=lambda event: -event.duration_ns())[:_MAX_SLICES]
+        slices = [
+            ThreadSlice(
+                event.name(),
+                event.start_ns() / 1e9,
+                event.end_ns() / 1e9,
+                thread=f"stream {event.device_resource_id()}"
+                if event.device_type() == DeviceType.CUDA
+                else f"thread {event.start_thread_id()}",
+            )
+            for event in events
+        ]
+        return sorted(slices, key=lambda one: (one.start, -one.end))
 
 
 def _log_file() -> str:

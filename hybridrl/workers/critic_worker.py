@@ -107,7 +107,7 @@ class CriticWorker(BaseWorker):
     def update(
         self, stages: tuple[UpdateStage, ...], shares: tuple[UpdateShare, ...]
     ) -> Reply[list[dict[str, float]]]:
-        """As in any pool."""
+        """Train as in any pool, then drop the copies of samples."""
         reply = super().update(stages, shares)
         for share in shares:
             self.store.drop(share.ids)

@@ -10,7 +10,8 @@ from typing import Protocol
 
 import torch
 
-from hybridrl.engines.rollout.interface import Stats
+from hybridrl.engines.rollout.interface import RolloutEngine
+from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.system.memory import MemoryReading, measure_memory
 
 logger = logging.getLogger(__name__)
@@ -25,18 +26,6 @@ class DeviceResident(Protocol):
 
     def offload(self) -> None:
         """Free the device of the weights."""
-        ...
-
-
-class TrainedResident(DeviceResident, Protocol):
-    """A trained role whose weights go to the rollout engine."""
-
-    def onload_weights(self) -> None:
-        """Bring the weights to the device, sharded, without the optimizer."""
-        ...
-
-    def start_offload(self) -> None:
-        """Begin to copy to the host what does not change until `offload`."""
         ...
 
 
@@ -55,26 +44,6 @@ class ResidentGroup:
         """Free the device of the weights of all."""
         for role in self.roles:
             role.offload()
-
-
-class RolloutResident(Protocol):
-    """The memory of a rollout engine, as `RolloutEngine` has it."""
-
-    def sleep(self) -> None:
-        """Free weights and KV cache."""
-        ...
-
-    def wake(self) -> None:
-        """Allocate the weights; the weight switch fills them."""
-        ...
-
-    def release_cache(self) -> None:
-        """Free the KV cache, keep the weights."""
-        ...
-
-    def stats(self) -> Stats:
-        """The load, and whether there is a KV cache."""
-        ...
 
 
 class DeviceStatus(Enum):
@@ -128,7 +97,7 @@ class DeviceResidency:
         self,
         device: torch.device,
         on_reading: Callable[[MemoryReading], None],
-        rollout: RolloutResident | None = None,
+        rollout: RolloutEngine | None = None,
     ) -> None:
         """`rollout` is None on a rank that never generates, which stays in TRAINING."""
         self.device, self.rollout = device, rollout
@@ -150,7 +119,7 @@ class DeviceResidency:
         logger.debug("active on the device: %s", type(role).__name__ if role else "no role")
 
     @contextmanager
-    def entering_generation(self, trained: TrainedResident) -> Iterator[bool]:
+    def entering_generation(self, trained: TrainEngine) -> Iterator[bool]:
         """Enter GENERATING; within the body the weights of `trained` can move to the engine.
 
         Yields whether the engine has just woken, so that its weights are yet to be filled.

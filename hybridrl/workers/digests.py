@@ -35,12 +35,12 @@ def digest(tensor: torch.Tensor) -> ShardDigest:
 def digests_of_samples(
     store: SampleStore, ids: Iterable[SampleId]
 ) -> dict[SampleId, dict[str, ShardDigest]]:
-    """Of every tensor of the samples, by field."""
+    """A digest of every tensor of the samples, by field."""
     return {id: {name: digest(tensor) for name, tensor in store[id].tensors.items()} for id in ids}
 
 
 def digests_of_weights(engine: TrainEngine) -> dict[str, ShardDigest]:
-    """Of this rank's shards of what is trained, by parameter."""
+    """Digests of this rank's shards of what is trained, by parameter."""
     trained = engine.trained()
     return {name: digest(x) for name, x in engine.named_shards().items() if name in trained}
 

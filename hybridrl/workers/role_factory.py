@@ -12,7 +12,6 @@ from hybridrl.models.load import load_config
 from hybridrl.models.response_text import ResponseText
 from hybridrl.models.shard import GenParallel
 from hybridrl.workers.actor import Actor
-from hybridrl.workers.critic import Critic
 from hybridrl.workers.device_residency import DeviceResidency, free_cached_memory
 from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.roles import Verifier
@@ -24,7 +23,7 @@ from hybridrl.workers.scorers import (
     TeachersBySource,
 )
 from hybridrl.workers.store import SampleStore
-from hybridrl.workers.value_model import LearnedReward, ValueModel
+from hybridrl.workers.value_model import Critic, LearnedReward, ValueModel
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,6 @@ class RoleFactory:
             self.store,
             self.tokenizer,
             key=f"{name}.model",
-            deterministic=self.config.strict,
         )
         scorer.offload()
         return scorer
@@ -115,7 +113,6 @@ class RoleFactory:
             self.device,
             self.store,
             key=key,
-            deterministic=self.config.strict,
             weights=shared,
             num_likeliest=load_config(self.model_path).vocab_size,
         )
@@ -158,13 +155,10 @@ class ActorRoleFactory(RoleFactory):
 
     def old_policy(self) -> OldPolicyScorer | None:
         """A scorer over the generation weights, where the engine shares them."""
-        actor, strict = self.actor, self.config.strict
-        model = actor.rollout.model
+        model = self.actor.rollout.model
         if model is None:
             return None
-        return OldPolicyScorer(
-            self.config, model, actor.parallel, actor.device, self.store, deterministic=strict
-        )
+        return OldPolicyScorer(self.config, model, self.actor.parallel, self.device, self.store)
 
     def frozen_copy(self) -> ReferenceScorer:
         """The actor as it is now.

@@ -184,13 +184,8 @@ def _fact_columns(facts: Sequence[SampleFacts]) -> dict[str, list[Any]]:
 
 
 def _plain(span: TokenSpan) -> dict[str, Any]:
-    """As `asdict`, which takes ten times as long."""
-    return {
-        "start": span.start,
-        "stop": span.stop,
-        "version": span.version,
-        "trained": span.trained,
-    }
+    # Not `asdict`, which takes ten times as long.
+    return {name: getattr(span, name) for name in ("start", "stop", "version", "trained")}
 
 
 def _other_tensors(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """From settings of sampling to what engines take: texts become tokens of the model's vocabulary."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -65,17 +66,13 @@ def named_token_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> 
 def stop_strings(
     tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], key: str = "rollout.stop"
 ) -> StopStrings | None:
-    """Those texts of `rollout.stop`, or of another `key`, that are not tokens; None if all are.
+    """The texts of `rollout.stop`, or of another `key`, that are no tokens; None if all are.
 
     Raises `ConfigError` for a text that no tokens of the vocabulary make.
     """
-
-    def decode(ids: Sequence[int]) -> str:
-        return _decode(tokenizer, ids)
-
     texts = [text for text in stop if _token_id(tokenizer, text) is None]
     _check_texts(tokenizer, texts, key)
-    return StopStrings(decode, texts) if texts else None
+    return StopStrings(partial(_decode, tokenizer), texts) if texts else None
 
 
 def bad_word_ids(

@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hybridrl.config import Config, RouterReplay
+from hybridrl.config import Config, DType, RouterReplay
 from hybridrl.engines.score.engine import ScoreEngine
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.graph import ComputeStage, Stage, StageMethod
@@ -128,24 +128,15 @@ class ReferenceScorer(InstanceScorer):
         store: SampleStore,
         *,
         key: str = "model.path",
-        deterministic: bool = False,
         weights: Mapping[str, torch.Tensor] | None = None,
         num_likeliest: int | None = None,
     ) -> None:
         """Read this rank's shard of the weights, once a node; all ranks of the world call it.
 
-        See `ScoreEngine` for the last settings.
-
         Or share `weights`, see `ScoreEngine.share`. Errors name `key`.
         """
-        engine = ScoreEngine(
-            AutoConfig.from_pretrained(model_path),
-            parallel,
-            dtype=TORCH_DTYPES[config.model.compute_dtype],
-            device=device,
-            num_likeliest=num_likeliest,
-            **_passes(config, deterministic),
-        )
+        model_config = AutoConfig.from_pretrained(model_path)
+        engine = _engine(config, model_config, parallel, device, num_likeliest=num_likeliest)
         if weights is None:
             engine.load_once(model_path, key=key)
         else:
@@ -226,18 +217,10 @@ class OldPolicyScorer(InstanceScorer):
         parallel: GenParallel,
         device: torch.device,
         store: SampleStore,
-        *,
-        deterministic: bool = False,
     ) -> None:
         """An engine over `model`, whose weights must be on the device whenever it computes."""
-        engine = ScoreEngine(
-            model.config,
-            parallel,
-            model=model,
-            dtype=TORCH_DTYPES[config.rollout.dtype],
-            device=device,
-            **_passes(config, deterministic),
-        )
+        dtype = config.rollout.dtype
+        engine = _engine(config, model.config, parallel, device, dtype=dtype, model=model)
         super().__init__(engine, store)
         self.replays = config.trainer.router_replay is RouterReplay.rollout
         self._records = config.trainer.router_replay is RouterReplay.trainer
@@ -282,7 +265,6 @@ class NeuralReward(InstanceScorer):
         tokenizer: PreTrainedTokenizerBase,
         *,
         key: str = "reward.model",
-        deterministic: bool = False,
     ) -> None:
         """Read this rank's shard of the weights at `model_path`, the value of `key`, once a node.
 
@@ -290,14 +272,8 @@ class NeuralReward(InstanceScorer):
         """
         self.text_of = ResponseText(tokenizer, config.rollout.skip_special_tokens)
         self.reader = TextReader(model_path) if other_token(model_path, tokenizer, key) else None
-        engine = ScoreEngine(
-            AutoConfig.from_pretrained(model_path),
-            parallel,
-            dtype=TORCH_DTYPES[config.model.compute_dtype],
-            device=device,
-            classifier=True,
-            **_passes(config, deterministic),
-        )
+        model_config = AutoConfig.from_pretrained(model_path)
+        engine = _engine(config, model_config, parallel, device, classifier=True)
         engine.load_once(model_path, key=key)
         super().__init__(engine, store)
 
@@ -353,10 +329,23 @@ def _along(size: int, group: dist.ProcessGroup | None, peers: Sequence[int], val
     return [gathered[peer] for peer in peers]  # by position in the instance, not by rank
 
 
-def _passes(config: Config, deterministic: bool) -> dict[str, Any]:
-    """The packing and attention of rows, as in training."""
-    return {
-        "attention": config.model.attention,
-        "max_tokens_per_micro_batch": config.trainer.max_tokens_per_micro_batch,
-        "deterministic": deterministic,
-    }
+def _engine(
+    config: Config,
+    model_config: PretrainedConfig,
+    parallel: GenParallel,
+    device: torch.device,
+    *,
+    dtype: DType | None = None,
+    **more: Any,
+) -> ScoreEngine:
+    """An engine whose rows are packed, and whose attention is, as in training."""
+    return ScoreEngine(
+        model_config,
+        parallel,
+        dtype=TORCH_DTYPES[dtype or config.model.compute_dtype],
+        device=device,
+        attention=config.model.attention,
+        max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
+        deterministic=config.strict,
+        **more,
+    )

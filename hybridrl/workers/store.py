@@ -12,12 +12,8 @@ from hybridrl.flow.sample import LOSS_MASK, TRAINED, TURN_REWARDS, TURN_STATE, S
 
 ROUTED_EXPERTS = "routed_experts"
 """The field of the experts that a sample's tokens take (uint8 or uint16)."""
-_OF_ALL_TOKENS = (
-    "tokens",
-    ROUTED_EXPERTS,
-    TURN_REWARDS,
-    TURN_STATE,
-)  # not one entry a response token
+# Fields that do not have one entry a response token.
+_OF_ALL_TOKENS = ("tokens", ROUTED_EXPERTS, TURN_REWARDS, TURN_STATE)
 
 
 @dataclass(slots=True)
@@ -143,7 +139,7 @@ class SampleStore:
     def accept(self, parcel: Parcel, only: Collection[SampleId] | None = None) -> None:
         """Store the samples of a parcel, or `only` some of them.
 
-        A sample that is here already gets the new fields: samples may come in several parcels, and
+        A sample that is here already gets the new fields: samples come in several parcels, and
         back to a rank with an old copy. The tensors share the parcel's memory, which an object
         store may hand out to several readers. So no tensor of a sample is written in place: a new
         value is a new tensor.

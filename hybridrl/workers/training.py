@@ -34,7 +34,7 @@ class UpdateShare:
     those samples. `versions` has the oldest policy version of their tokens. `parcels` are the
     references to samples from other ranks; in a call of several updates the first share has all.
     `num_early` further samples of the update, on all ranks together, are in their gradients already
-    (`accumulate`).
+    (`UpdateSteps.accumulate`).
     """
 
     mini_batches: tuple[tuple[SampleId, ...], ...]
@@ -82,14 +82,32 @@ class UpdateSteps:
         loss, number = self.stage.loss, len(self._history)
         compares = loss.lr_scale(1.0) is not None or not number
         ids = self.share.mini_batches[number % len(self.share.mini_batches)]
-        compared = self.compared if compares else None
         return UpdateInputs(
-            sequences=_sequences(self.store, self.stage, self.share, ids, compared, self.replays),
+            sequences=self._sequences(ids, compares),
             loss=loss,
             max_response_tokens=self.config.rollout.max_new_tokens,
             compare=self.compare if compares else {},
             continues=self.share.num_early > 0,
         )
+
+    def accumulate(self) -> None:
+        """Compute the gradient of the whole share, for an update that is to come."""
+        sequences = self._sequences(self.share.ids, compares=True)
+        self.engine.accumulate(sequences, self.stage.loss, compare=self.compare)
+
+    def _sequences(self, ids: Sequence[SampleId], compares: bool) -> list[TrainSequence]:
+        """Samples with the fields that the stage's loss reads, and those of `compared`."""
+        names, sequences = self.stage.fields, []
+        for id in ids:
+            sample, scalars = self.store[id], self.share.scalars[id]
+            fields: SampleFields = {}
+            for field_name in self.stage.loss.fields:
+                name = names.get(field_name, field_name)
+                fields[field_name] = scalars[name] if name in scalars else sample.tensors[name]
+            if compares and self.compared is not None:
+                fields |= self.compared(id)
+            sequences.append(sequence_of(sample, fields, self.replays))
+        return sequences
 
     def record(self, metrics: dict[str, float]) -> None:
         """The metrics of the step that `inputs` was of, which is done."""
@@ -150,40 +168,6 @@ def train(updates: Sequence[UpdateSteps], together: FusedUpdate | None) -> list[
     return [update.metrics() for update in updates]
 
 
-def accumulate(
-    engine: TrainEngine,
-    store: SampleStore,
-    stage: UpdateStage,
-    share: UpdateShare,
-    *,
-    compare: Mapping[str, str],
-    compared: Callable[[SampleId], SampleFields],
-    replays: bool,
-) -> None:
-    """The gradient of this rank's share, for an update that is to come: see `UpdateSteps`."""
-    sequences = _sequences(store, stage, share, share.ids, compared, replays)
-    engine.accumulate(sequences, stage.loss, compare=compare)
-
-
-def _sequences(
-    store: SampleStore,
-    stage: UpdateStage,
-    share: UpdateShare,
-    ids: Sequence[SampleId],
-    compared: Callable[[SampleId], SampleFields] | None,
-    replays: bool,
-) -> list[TrainSequence]:
-    """Samples with the fields that the stage's loss reads, and those of `compared`."""
-    names, sequences = stage.fields, []
-    for id in ids:
-        sample, scalars = store[id], share.scalars[id]
-        fields = {x: _field(names.get(x, x), sample, scalars) for x in stage.loss.fields}
-        if compared is not None:
-            fields |= compared(id)
-        sequences.append(sequence_of(sample, fields, replays))
-    return sequences
-
-
 def sequence_of(
     sample: StoredSample, fields: SampleFields | None = None, replays: bool = False
 ) -> TrainSequence:
@@ -204,10 +188,6 @@ def mean_metrics(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
         for name, value in metrics.items():
             by_name.setdefault(name, []).append(value)
     return {name: sum(values) / len(values) for name, values in by_name.items()}
-
-
-def _field(name: str, sample: StoredSample, scalars: dict[str, float]) -> torch.Tensor | float:
-    return scalars[name] if name in scalars else sample.tensors[name]
 
 
 def log_probs_stage(

@@ -65,12 +65,10 @@ def grown(spans: tuple[TokenSpan, ...], num_tokens: int, version: int) -> tuple[
 
 def answered(spans: tuple[TokenSpan, ...], num_tokens: int, version: int) -> tuple[TokenSpan, ...]:
     """`spans` with the `num_tokens` of a reply, which are read by `version` and not trained."""
+    if not num_tokens:
+        return spans
     start = spans[-1].stop
-    return (
-        spans
-        if not num_tokens
-        else (*spans, TokenSpan(start, start + num_tokens, version, trained=False))
-    )
+    return (*spans, TokenSpan(start, start + num_tokens, version, trained=False))
 
 
 def conversation_tensors(

@@ -39,7 +39,7 @@ class WideShare:
         if not self.engine.joined:
             stats = own.stats()
             unfinished = stats.running + stats.waiting + stats.held
-            assert not unfinished, "an instance joins with samples of its own"
+            assert not unfinished, "an instance joins with unfinished samples"
             self.engine.join()
         return self.engine
 
@@ -65,8 +65,8 @@ def cut_samples(
 ) -> dict[int, dict[Any, Any]]:
     """Parked samples for each rank that continues them on an instance `width` times as wide.
 
-    By instance rank there. Each gets the keys and values of its own heads; `samples` are
-    `ParkedSample`s by id. Without keys and values all get the same.
+    The answer is by instance rank there. A rank gets the keys and values of its heads alone;
+    `samples` are `ParkedSample`s by id. Without keys and values all ranks get the same.
     """
     first = (parallel.pp_rank * parallel.tp + parallel.tp_rank) * width
     if all(sample.request.kv is None for sample in samples.values()):

@@ -30,7 +30,7 @@ class ClipCovConfig(RolloutCorrection):
     cov_high: float = 5.0
     """and below this."""
     seed: int = 0
-    """Of the choice among them: run.seed."""
+    """Seed of the choice among these tokens: run.seed."""
 
 
 @recipe("clip_cov")

@@ -14,7 +14,7 @@ class TopKDistillConfig:
     num_samples: int = bounded(4, least=1)
     """Samples per prompt."""
     top_k: int = bounded(32, least=1)
-    """Of each position the teacher's likeliest tokens; all others together are one more."""
+    """The teacher's likeliest tokens at each position; all others together are one more."""
     divergence: Divergence = Divergence.reverse_kl
     """forward_kl, reverse_kl or jsd, of student and teacher at each token."""
     normalize: str = "token"

@@ -25,7 +25,7 @@ class XRPOConfig(RolloutCorrection):
     max_samples: int = 32
     """Samples per prompt at most."""
     confidence: float = bounded(0.95, above=0, below=1)
-    """Of the interval of a prompt's mean reward."""
+    """Confidence of the interval of a prompt's mean reward."""
     exploration: float = bounded(0.1, least=0)
     """Weight of the bonus for prompts with few samples."""
     novelty: float = bounded(0.5, least=0)

@@ -31,9 +31,9 @@ EMULATED = (
     "telemetry.progress=false", "telemetry.loggers=[]", "telemetry.report=false",
 )  # fmt: skip
 LENGTHS = "lognormal:median=128,sigma=0.5"
-"""Of responses whose passes are to be hidden."""
+"""Lengths of responses whose passes are to be hidden."""
 LIMIT_S = 2.0
-"""Of a turn."""
+"""Time limit of a turn."""
 WALK = Path(__file__).with_name("walk.py")
 
 
@@ -43,7 +43,10 @@ def driver_s(turns: int) -> float:
 
 
 def _executor_s(turns: int) -> float:
-    """Of runs with this many turns, eight at least, over those with one; the least of two each."""
+    """CPU seconds a turn of runs with so many turns, eight at least, over those of one turn.
+
+    The quicker one of two runs each counts.
+    """
     turns = max(turns, 8)  # else the noise of two runs is all that there is
     spent, num_turns = {1: math.inf, turns: math.inf}, {}
     for index, number in enumerate((1, turns, 1, turns, 1)):
@@ -73,7 +76,7 @@ def hidden_planned(turns: int) -> float:
 
 
 def hidden_emulated(turns: int, scale: float = 0.1) -> float:
-    """The same in an emulated run, without its first step; times are `scale` of those planned."""
+    """The hidden share in an emulated run, whose times are `scale` of those planned."""
     settings = (
         "schedule=fused", "recipe.kl_coef=0.1", f"cluster.time_scale={scale}",
         f'cluster.lengths="{LENGTHS}"', f'cluster.turns="{_waits(turns)}"',

@@ -103,7 +103,7 @@ def compare(side: str, fusion: Fusion, budget_s: float, seed: int) -> None:
     """One search, as a line."""
     began = time.process_time()
     limit = fusion.peak_bytes if side == "limited" else math.inf
-    # Of this process: what else the machine does takes none of the budget.
+    # This process's time: what else the machine does takes none of the budget.
     result = search(fusion.problem(limit), budget_s=budget_s, seed=seed, clock=time.process_time)
     show(
         {

@@ -50,7 +50,7 @@ class Stub:
         self.url = self._process.stdout.readline().split()[0].partition("=")[2]
 
     def counts(self) -> dict[str, float]:
-        """Those of the server."""
+        """The counts of the server."""
         url = self.url.replace("/v1", "/counts")
         with urllib.request.urlopen(url) as reply:
             counts: dict[str, float] = json.load(reply)

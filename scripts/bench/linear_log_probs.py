@@ -123,9 +123,9 @@ def why_not_liger() -> str | None:
 
 
 def cases(sizes: Iterable[Sequence[int]] | None, on_gpu: bool) -> Iterator[Case]:
-    """Of the sizes asked for; otherwise small and large models' heads on a GPU, a tiny one's not.
+    """The cases of `sizes`; by default two large models' heads on a GPU, a small one's elsewhere.
 
-    One at a time: a case's tensors are gone before those of the next are made.
+    One case at a time is made: a case's tensors are gone before those of the next are made.
     """
     usual = [(8192, 2048, 151_936), (8192, 4096, 151_936)] if on_gpu else [(2048, 128, 32_000)]
     for size in sizes or usual:

@@ -69,7 +69,7 @@ START_S, STEP_S = 10, 3.5  # of a run, about
 
 
 def groups_of(mappings: Sequence[str]) -> Iterator[list[str]]:
-    """Those that are alive at a time, the first mapping among them."""
+    """The mappings that are alive at a time, the first mapping among them."""
     others = [name for name in mappings if name != FIRST]
     for i in range(0, max(1, len(others)), AT_ONCE):
         yield [FIRST, *others[i : i + AT_ONCE]]
@@ -86,7 +86,7 @@ def measured_s(folder: Path, names: Sequence[str], rounds: int) -> dict[str, lis
 
 
 def predicted_s(run_dir: Path, overrides: Sequence[str]) -> tuple[list[float], int]:
-    """Of the measured steps of a run; the response tokens of all of them."""
+    """Predicted seconds of the measured steps of a run; the response tokens of all of them."""
     lengths, seconds, tokens = run_dir / "one_step.jsonl", [], 0
     for row in (run_dir / "lengths.jsonl").read_text().splitlines()[WARM_UP:]:
         lengths.write_text(row)

@@ -6,7 +6,7 @@ import torch
 
 
 def layer_weights(body: Any) -> list[dict[str, torch.Tensor]]:
-    """Of each decoder layer of a Qwen3 without its head; products of one input are one matrix."""
+    """The weights of each decoder layer of a Qwen3; products of one input are one matrix."""
     return [
         {
             "qkv": torch.cat([getattr(layer.self_attn, f"{x}_proj").weight for x in "qkv"]),

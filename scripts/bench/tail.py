@@ -98,7 +98,7 @@ class CaseRuns:
         return config_of([*settings_of(case, self.recipe), *own], self.folder / f"{side}{seed}")
 
     def planned(self, side: str, seed: int = SEEN, steps: int | None = None) -> Setting:
-        """The same for the planner, in the wall time of the run.
+        """The setting of a side for the planner, in the wall time of the run.
 
         A schedule has constants in seconds, such as the length of a call that others wait for.
         """

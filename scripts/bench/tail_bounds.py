@@ -103,7 +103,7 @@ def _bound(groups: Sequence[Group], machine: Machine, names: Sequence[str]) -> f
 
 
 def _packed(steps: Sequence[Sequence[Group]]) -> list[list[Group]]:
-    """The same prompts, those with short responses first."""
+    """The prompts of all steps, those with short responses first."""
     order = sorted((group for step in steps for group in step), key=lambda g: max(g.lengths))
     starts = accumulate((len(step) for step in steps), initial=0)
     return [order[start : start + len(step)] for start, step in zip(starts, steps, strict=False)]

@@ -107,7 +107,7 @@ class Case:
 
     @property
     def decode_steps(self) -> int:
-        """Of a call: at least 32 calls until the longest response has ended."""
+        """Decode steps of a call: the longest response ends after at least 32 calls."""
         return max(16, self.limit // 32)
 
 

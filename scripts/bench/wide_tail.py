@@ -102,12 +102,12 @@ def step_seconds(engine: NativeEngine, rows: int, steps: int) -> float:
 
 
 def alone_seconds(engine: NativeEngine, rows: int, steps: int) -> float:
-    """The same of the first rank; the other one waits for it."""
+    """`step_seconds` of the first rank; the other one waits for it."""
     return step_seconds(engine, rows, steps) if dist.get_rank() == 0 else 0.0
 
 
 def wide_seconds(engine: WideEngine, rows: int, steps: int) -> float:
-    """The same of both ranks together."""
+    """`step_seconds` of both ranks together."""
     engine.join()
     seconds = step_seconds(engine, rows, steps)
     engine.leave()

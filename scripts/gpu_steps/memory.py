@@ -37,9 +37,9 @@ class PlanKeys:
     rollout_dtype: str
     attention: str
     row_tokens: int
-    """Of the packed row of a micro-batch."""
+    """Tokens of the packed row of a micro-batch."""
     scored_tokens: int
-    """Of the row: those of responses, whose logits are computed."""
+    """Tokens of responses in the row, whose logits are computed."""
     micro_batches: int
     activations: str
     kv_cache_tokens: int

@@ -13,13 +13,13 @@ class Sizes:
 
     shape: dict[str, Any]
     sequence_tokens: int
-    """Of a sample that is trained; a quarter of it is the prompt."""
+    """Tokens of a sample that is trained; a quarter of it is the prompt."""
     row_tokens: int
-    """Of a micro-batch, which is one packed row."""
+    """Tokens of a micro-batch, which is one packed row."""
     prompt_tokens: int
-    """Of a prompt in decoding."""
+    """Tokens of a prompt in decoding."""
     new_tokens: int
-    """Of a response in decoding."""
+    """Tokens of a response in decoding."""
     decode_rows: tuple[int, ...] = (1, 64, 256)
     """Samples that decode together."""
     mismatch_samples: int = 16

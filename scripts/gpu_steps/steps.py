@@ -51,7 +51,7 @@ MODELS = ("tiny", "1.5b")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Of one call of the report.
+    """Settings of one call of the report.
 
     `gpus` are those of this machine, `gpu_memory` the bytes of the smallest, 0 without one.
     `folder` is for a step's files, `scratch` for the model, which all steps and calls share.
@@ -70,5 +70,5 @@ class Settings:
 
     @classmethod
     def read(cls, file: Path) -> "Settings":
-        """Those of `write`."""
+        """Read what `write` has written."""
         return cls(**json.loads(file.read_text()))

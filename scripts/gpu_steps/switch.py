@@ -50,7 +50,7 @@ def switches_on_ranks(device: torch.device, settings: Settings, ranks: int) -> l
 
 
 def _switch(device: torch.device, settings: Settings, ranks: int, gen_tp: int) -> dict[str, Any]:
-    """Of the slowest rank: the quickest switch, and the second entry into generation."""
+    """The slowest rank's quickest switch, and its second entry into generation."""
     rank = ActorRank(run_config(settings, ranks=ranks, gen_tp=gen_tp), device)
     actor, residency = rank.actor, rank.residency
     switches: list[SwitchStats] = []

@@ -130,7 +130,7 @@ def test_greedy_baseline_agrees_with_verl(core_algos: ModuleType) -> None:
 
 
 def test_minimum_variance_is_where_the_variance_is_least() -> None:
-    """Of the group's off-policy gradient sum w_i g_i (R_i - b): b minimizes sum |w g (R - b)|^2."""
+    """The group's off-policy gradient is sum w_i g_i (R_i - b): b minimizes sum |w g (R - b)|^2."""
     generator = np.random.default_rng(4)
     rewards, norms = generator.normal(size=6), generator.gamma(1.0, size=6)
     ratios = np.exp(generator.normal(size=6))
@@ -211,8 +211,9 @@ def test_mean_normalized_agrees_with_the_formula() -> None:
 
 
 def test_standardized_sum_agrees_with_verl(core_algos: ModuleType) -> None:
-    """Of responses of one token, since verl weighs them by their tokens. Its rewards are float32,
-    and it adds 1e-8 to the variance.
+    """Responses have one token, since verl weighs them by their tokens.
+
+    Its rewards are float32, and it adds 1e-8 to the variance.
     """
     first, second = Groups(seed=0), Groups(seed=1)
     size, weights = len(first.flat), [1.0, -0.25]

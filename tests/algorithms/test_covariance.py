@@ -42,7 +42,7 @@ class Batch:
         self.responses = [x[:n] for x, n in zip(self.log_probs, LENGTHS, strict=True)]
 
     def covariances(self) -> list[torch.Tensor]:
-        """Of each response, by the recipe's own stages."""
+        """The covariances of each response, by the recipe's own stages."""
         sums = [log_prob_sum(x)[1] for x in self.responses]
         advantages = self.advantages[:, 0].tolist()
         means, mean_advantages, tokens = token_means(LENGTHS, sums, advantages)

@@ -10,7 +10,7 @@ from hybridrl.algorithms.turns import group_in_group, of_tokens, turn_returns
 
 
 def test_returns_are_discounted_by_turns() -> None:
-    """Of 1, 0 and 2 earned, and 4 more in the end: 1 + 0.5 (0 + 0.5 * 6)."""
+    """Turns have earned 1, 0 and 2, and 4 more in the end: 1 + 0.5 (0 + 0.5 * 6)."""
     earned, states = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([7, -(2**63), 2**63 - 1])
     assert turn_returns(7.0, earned, states, gamma=0.5) == (states.tolist(), [2.5, 3.0, 6.0])
     assert turn_returns(7.0, earned, states, gamma=0.0)[1] == [1.0, 0.0, 6.0]
@@ -20,7 +20,7 @@ def test_returns_are_discounted_by_turns() -> None:
 @pytest.mark.parametrize("std_normalize", [True, False])
 @pytest.mark.parametrize("seed", range(5))
 def test_turns_are_compared_with_all_that_began_alike(seed: int, std_normalize: bool) -> None:
-    """Also with turns of the same conversation; one that is alone has its conversation's alone."""
+    """Turns of one conversation are compared, too; a lone one has its conversation's advantage."""
     draw = random.Random(seed)
     rewards = [draw.random() for _ in range(6)]
     states = [[draw.randrange(5) for _ in range(draw.randrange(1, 6))] for _ in rewards]

@@ -39,7 +39,7 @@ def test_tokens_of_other_lengths() -> None:
 
 
 def test_weights_of_two_models(tmp_path: Path) -> None:
-    """Those that both have are compared; other sizes and missing ones are said, not compared."""
+    """Parameters of both are compared; other sizes and missing ones are said, not compared."""
     one = {"a": torch.zeros(2, 3), "b": torch.ones(4), "c": torch.zeros(2, 2), "d": torch.ones(3)}
     other = {"a": torch.zeros(2, 3), "b": torch.ones(5), "c": torch.ones(2, 2), "e": torch.ones(3)}
     for name, weights in (("one", one), ("other", other)):

@@ -37,7 +37,7 @@ REPLICAS = TrainLayoutConfig(replicas=2, fsdp=1, tp=2)
 
 
 class Reversed(TrainLayoutConfig):
-    """Of an engine whose first chunk is on the last rank."""
+    """The layout of an engine whose first stage is on the last rank."""
 
 
 FORWARD = TrainLayoutConfig(pp=2, fsdp=1)

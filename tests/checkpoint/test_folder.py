@@ -135,3 +135,20 @@ def test_what_is_damaged_is_told(tmp_path: Path, damage: str) -> None:
         tensors.unlink()
         message = f"{tensors}: is not there"
     assert folder.search(tmp_path) == ([], [message])
+
+
+@pytest.mark.parametrize(
+    ("scores", "keep_last", "kept"),
+    [
+        ({}, 2, set()),
+        ({10: 0.5, 20: 0.9, 30: 0.7, 40: 0.8}, 2, {20, 30, 40}),
+        ({10: 0.5, 20: 0.9, 30: 0.7, 40: 0.8}, 0, {20}),
+        ({10: 0.9, 20: 0.9}, 0, {10}),
+        ({10: None, 20: None, 30: None}, 1, {30}),
+        ({10: None, 20: 0.1, 30: None}, 1, {20, 30}),
+    ],
+)
+def test_the_best_and_the_last_stay(
+    scores: dict[int, float | None], keep_last: int, kept: set[int]
+) -> None:
+    assert folder.to_keep(scores, keep_last) == kept

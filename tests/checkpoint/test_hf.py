@@ -155,7 +155,7 @@ def _save_shares(source, target, layout, lora, failing_rank=None):
 )
 @pytest.mark.parametrize("source", [False], indirect=True, ids=["untied"])
 def test_every_rank_writes_its_share(fresh_ranks, source, tmp_path, layout, lora):
-    """And receives no more than that: a parameter goes to its writer alone."""
+    """A rank receives no more than its share: a parameter goes to its writer alone."""
     number = math.prod(layout.values())
     if lora:  # what one rank writes
         fresh_ranks(1, _save_shares, source, tmp_path / "alone", {"fsdp": 1}, lora)

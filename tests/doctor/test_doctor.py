@@ -193,7 +193,7 @@ def test_the_worst_comes_first_and_the_same_is_said_once() -> None:
 
 
 def test_what_a_model_needs() -> None:
-    """Of 16 bytes a parameter in training, each of 8 x 2 ranks has its share."""
+    """Each of 8 x 2 ranks has its share of the 16 bytes a parameter in training."""
     register()
     overrides = (
         "model=llama3_8b cluster=slurm cluster.nodes=2 cluster.gpus_per_node=8"

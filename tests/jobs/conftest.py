@@ -260,7 +260,7 @@ def score(prompt, response, answer, item):
 def pair(
     two_nodes: Any, exact: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Jobs, str, str]]:
-    """The same run twice, side by side on the same nodes: `whole`, and `short` in jobs of minutes.
+    """One run twice, side by side on the same nodes: `whole`, and `short` in jobs of minutes.
 
     They run while other tests run. Their verifier sleeps for 173 seconds in all. Slurm's
     warning comes in the middle of the run, 150 to 180 seconds after a job's start.

@@ -103,7 +103,7 @@ def test_hydras_submitit_launcher(jobs: Any, small: list[str]) -> None:
 
 @pytest.mark.slow
 def test_scripts_given_to_sbatch_by_hand(jobs: Any, tiny: list[str], two: list[str]) -> None:
-    """That of a run, and the template of an array: five jobs on two nodes at once."""
+    """The script of a run, and the template of an array: five jobs on two nodes at once."""
     text = "\n".join(commands.submit(["--dry-run", *two, "run.dir=run"]))
     script = Path("run/slurm/job.sh")
     script.parent.mkdir(parents=True)
@@ -178,7 +178,7 @@ def test_wrong_input_is_one_line_and_nothing_is_submitted(
     with pytest.raises(error) as raised:
         list(commands.submit([*two, *overrides.split()]))
     assert str(raised.value) == line
-    # Of earlier tests' jobs some may have left the queue meanwhile.
+    # Some jobs of earlier tests may have left the queue meanwhile.
     assert set(jobs.slurm.call("squeue", "-h", "-o%i").split()) <= set(before)
     assert [path.name for path in jobs.folder.rglob("*")] == ["full", "notes"]
 

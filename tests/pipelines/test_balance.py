@@ -108,7 +108,7 @@ def test_micro_batches_by_cost(lengths, max_tokens, number):
 
 
 def test_the_spread_of_seconds_falls():
-    """Of heavy-tailed lengths: attention's share grows with the square of a sequence's length."""
+    """Lengths are heavy-tailed: attention's share grows with the square of a sequence's length."""
     source = random.Random(0)
     spreads = []
     for _ in range(40):

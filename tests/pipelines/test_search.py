@@ -29,7 +29,7 @@ def test_search_finds_the_best_of_all_plans() -> None:
 
 
 def test_search_under_a_limit_for_each_rank() -> None:
-    """Of 120 such problems 4 are missed by one round, and 2 by 30 rounds, by at most 6.2 %.
+    """One round misses 4 of 120 such problems, and 30 rounds miss 2, by at most 6.2 %.
 
     There a rank has no room for both models, and the better one to begin with arrives later.
     """

@@ -114,7 +114,7 @@ def test_shards_are_joined_in_rank_order() -> None:
 
 
 def test_records_are_read_back(tmp_path: Path) -> None:
-    """Of a step that was made again the later line; without digests, metrics and some samples."""
+    """The later line of a step counts; without digests, metrics and some samples do."""
     from dataclasses import asdict
 
     lines = [{"step": 1, "phase": "rl", **asdict(record(dropped={"12.0": x}))} for x in "ab"]

@@ -92,7 +92,7 @@ def test_one_sample_has_a_value_for_each_token(search: SampleSearch) -> None:
 def test_one_sample_is_read_from_its_row_group(
     new_sampled_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two files with several groups of rows."""
+    """A sample is found in two files with several groups of rows."""
     monkeypatch.setattr(sample_files, "_ROW_GROUP", 2)
     with new_sampled_run(tmp_path) as run:
         run.step(2)

@@ -146,7 +146,7 @@ def test_a_server_that_is_gone_is_told(viewer: Any, sampled_run: Path) -> None:
 def test_a_finished_run_and_a_copy_of_it_look_alike(
     viewer: Any, run_dir: Path, tmp_path: Path
 ) -> None:
-    """Also a copy of a run whose process is on another host, and runs there."""
+    """A copy is shown of a run whose process is on another host, and runs there."""
     copy = tmp_path / run_dir.name
     shutil.copytree(run_dir, copy)
     shown = []

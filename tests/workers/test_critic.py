@@ -32,8 +32,8 @@ from hybridrl.flow.graph import Graph
 from hybridrl.flow.sample import SampleId
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.workers.actor_worker import ActorWorker
-from hybridrl.workers.critic import explained_variance
 from hybridrl.workers.training import Training, UpdateShare
+from hybridrl.workers.value_model import explained_variance
 
 TINY = TinyModelConfig(
     hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,

@@ -181,9 +181,10 @@ def test_a_rank_that_trains_early_keeps_its_shards_at_the_barrier(rank: Rank) ->
     )
     worker._spans, worker._memory, worker._passes = [], [], []
     worker.residency = rank.residency
+    steps = SimpleNamespace(accumulate=lambda: setattr(engine, "has_early_gradient", True))
     worker.actor = cast(Any, SimpleNamespace(
         train_engine=engine, generating_version=0, unfinished=0, switch_weights=lambda woken: None,
-        accumulate=lambda stage, share: setattr(engine, "has_early_gradient", True), averages={},
+        update_steps=lambda stage, share: steps, averages={},
     ))  # fmt: skip
     worker._early_s = 0.0
     rank.generate()

@@ -8,7 +8,7 @@ from hybridrl.workers import digests
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_squares_are_summed_in_pieces(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a tensor of any shape, with a last piece that is shorter."""
+    """The tensor has any shape, and its last piece is shorter."""
     tensor = torch.randn(5, 7, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
     whole = digests.digest(tensor)
     monkeypatch.setattr(digests, "_CHUNK", 16)

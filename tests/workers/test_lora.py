@@ -119,7 +119,7 @@ def test_only_adapters_move_after_the_first_switch(
     train: dict[str, int],
     gen: dict[str, int],
 ) -> None:
-    """And what generates is what is trained; the reference is the base, which nothing changes.
+    """What generates is what is trained; the reference is the base, which nothing changes.
 
     Measured: log-probabilities of order 3 differ by 2e-6.
     """

@@ -71,7 +71,7 @@ def hand_over(model: str, folder: Path, tp: int, pp: int, with_kv: bool) -> dict
 def test_another_instance_goes_on(
     tp: int, pp: int, with_kv: bool, ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    """The same tokens; those that were done stay, the others lie on the other instance."""
+    """Tokens are equal; finished samples stay, unfinished ones are on the other instance."""
     model, folder = tmp_path / "model", tmp_path / "plane"
     make_tiny_model(model, TINY, seed=0)
     folder.mkdir()

@@ -134,7 +134,7 @@ def score(paths: tuple[str, str], pp: int, tp: int, shares: list[list[int]]) -> 
         store.add(*sample(id.prompt))
     reference = ReferenceScorer(config, paths[0], parallel, CPU, store)
     tokenizer = AutoTokenizer.from_pretrained(paths[0])
-    reward = NeuralReward(config, paths[1], parallel, CPU, store, tokenizer, deterministic=True)
+    reward = NeuralReward(config, paths[1], parallel, CPU, store, tokenizer)
     for role in (reference, reward):
         assert role.weights_bytes > 0
         role.offload()

@@ -76,7 +76,7 @@ class Instance:
 
 
 def talk(model: str, folder: Path, tp: int, with_kv: bool) -> dict[str, Any]:
-    """Both instances alike; then again, where all that is unfinished moves to the other one."""
+    """Two instances do alike; then again, where all that is unfinished moves to the other one."""
     layout = RolloutLayoutConfig(tp=tp)
     worker = generating_worker(model, folder, RolloutConfig(max_new_tokens=40, layout=layout))
     instance, submit = Instance(worker, tp), Submit(IDS, PROMPT, SAMPLING)

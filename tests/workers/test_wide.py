@@ -97,7 +97,7 @@ def widen(
 
 
 def check(results: list[dict[str, Any]], width: int, num_samples: int) -> None:
-    """The same tokens as alone, some of them of samples that moved."""
+    """The tokens are those of an instance alone, some of them of samples that moved."""
     assert all(result["views"] for result in results)
     assert 0 < results[0]["running"] <= sum(map(len, results[0]["parked"]))
     for result in results:
@@ -173,7 +173,7 @@ def test_experts_are_shared_out_whole(ranks: Callable[..., list[Any]], tmp_path:
 
 @pytest.mark.layouts
 def test_a_head_of_its_own(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
-    """Of 13 rows of the vocabulary a rank has 7, another one 6. Biases are cut, too."""
+    """One rank has 7 of the vocabulary's 13 rows, the other one 6. Biases are cut, too."""
     model, folder = tmp_path / "model", tmp_path / "plane"
     make_tiny_model(model, TINY, seed=0)
     config = LlamaConfig(

@@ -1,13 +1,13 @@
 """The ways to a logger: in the caller's thread, or in a separate thread.
 
-Either keeps what the logger raises as `failure`, and leaves the logger out from then on.
+Each keeps what the logger raises as `failure`, and leaves the logger out from then on.
 """
 
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from hybridrl.telemetry.environment import without_secrets
 from hybridrl.telemetry.loggers.interface import LoggedRun, RunLogger, with_phase
@@ -17,63 +17,55 @@ _MOST_WAITING = 256  # calls, two a step; with eight samples of 16 kB each, 30 M
 _MOST_CHARACTERS = 300  # of a failure
 
 
-class Delivery(Protocol):
-    """Calls a logger; the calls are those of `RunLogger`. None of them raises or takes long."""
+class Delivery:
+    """Calls a logger of local files in the caller's thread: a checkpoint notes their sizes.
 
-    failure: str
-    """Why the logger is left out; empty while it is not."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `RunLogger`."""
-        ...
-
-    def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """See `RunLogger`."""
-        ...
-
-    def close(self, state: str) -> None:
-        """See `RunLogger`; does not wait."""
-        ...
-
-    def wait(self, seconds: float) -> None:
-        """Wait until the logger has ended, or has failed to within so many seconds."""
-        ...
-
-
-class InlineDelivery:
-    """In the caller's thread: for a logger of local files, whose sizes a checkpoint notes."""
+    The calls are those of `RunLogger`. None of them raises or takes long.
+    """
 
     def __init__(self, logger: RunLogger, run: LoggedRun) -> None:
         self.failure = ""
-        self._logger = logger
-        self._try(partial(logger.start, run, None))
+        """Why the logger is left out; empty while it is not."""
+        self._logger, self._run = logger, run
+        self._open()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Delivery`."""
-        self._try(partial(self._logger.log, step, metrics))
+        """Send the metrics of a step."""
+        self._do(partial(self._log, step, metrics))
 
     def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """See `Delivery`."""
-        self._try(partial(self._logger.samples, step, name, rows))
+        """Send samples of a step as a table."""
+        self._do(partial(self._samples, step, name, rows))
 
     def close(self, state: str) -> None:
-        """See `Delivery`."""
-        self._try(partial(self._logger.close, state))
+        """Begin to end the run at the service."""
+        self._do(partial(self._close, state))
 
     def wait(self, seconds: float) -> None:
-        """See `Delivery`."""
+        """Wait until the logger has ended, or has failed to within so many seconds."""
 
-    def _try(self, call: Callable[[], object]) -> None:
-        if self.failure:
-            return
-        try:
-            call()
-        except Exception as error:
-            self.failure = _line(error)
+    def _open(self) -> None:
+        self._do(partial(self._logger.start, self._run, None))
+
+    def _do(self, call: Callable[[], object]) -> None:
+        if not self.failure:
+            try:
+                call()
+            except Exception as error:
+                self.failure = _line(error)
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._logger.log(step, metrics)
+
+    def _samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._logger.samples(step, name, rows)
+
+    def _close(self, state: str) -> None:
+        self._logger.close(state)
 
 
-class BackgroundDelivery:
-    """In a separate thread: a server that does not answer holds up no step.
+class BackgroundDelivery(Delivery):
+    """Calls a logger in a separate thread: a server that does not answer holds up no step.
 
     The libraries' own asynchrony differs, and none covers start and end, where most time goes. The
     queue is bounded: a logger that is too far behind is left out. RUN/loggers/NAME.json has the
@@ -83,56 +75,43 @@ class BackgroundDelivery:
     """
 
     def __init__(self, name: str, logger: RunLogger, run: LoggedRun) -> None:
-        self.failure = ""
-        self._logger, self._run = logger, run
         self._file = run.run_dir / "loggers" / f"{name}.json"
         self._metrics = run.run_dir / "metrics.jsonl"
-        # Those of earlier processes; the later ones come by `log`.
+        # Bytes of earlier processes' lines; this process's metrics come by `log`.
         self._recorded = self._metrics.stat().st_size if self._metrics.is_file() else 0
-        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
+        self._calls: queue.Queue[Callable[[], object]] = queue.Queue(_MOST_WAITING)
         self._id: str | None = None
         self._sent: dict[str, int] = {}
         self._held: dict[str, int] = {}  # taken, but not stored: see `keeps_last_step`
+        self._closed = False
         self._thread = threading.Thread(target=self._deliver, name=f"logger-{name}", daemon=True)
-        self._thread.start()
+        super().__init__(logger, run)
 
-    # -- from the caller's thread --------------------------------------------------------------
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Delivery`."""
-        self._put(partial(self._log, step, metrics))
-
-    def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """See `Delivery`."""
-        self._put(partial(self._samples, step, name, rows))
-
-    def close(self, state: str) -> None:
-        """See `Delivery`."""
-        self._put(partial(self._close, state))
-        self._put(None)
+    # -- in the caller's thread ----------------------------------------------------------------
 
     def wait(self, seconds: float) -> None:
-        """See `Delivery`."""
         if not self.failure:
             self._thread.join(max(0.0, seconds))
         if self._thread.is_alive() and not self.failure:
             self.failure = f"it has not ended in time, {self._calls.qsize()} calls wait"
 
-    def _put(self, call: Callable[[], None] | None) -> None:
-        if self.failure:
-            return
-        try:
-            self._calls.put_nowait(call)
-        except queue.Full:
-            self.failure = f"it is {_MOST_WAITING} calls behind"
+    def _open(self) -> None:
+        self._thread.start()
+
+    def _do(self, call: Callable[[], object]) -> None:
+        if not self.failure:
+            try:
+                self._calls.put_nowait(call)
+            except queue.Full:
+                self.failure = f"it is {_MOST_WAITING} calls behind"
 
     # -- in the logger's thread ----------------------------------------------------------------
 
     def _deliver(self) -> None:
         try:
             self._start()
-            while not self.failure and (call := self._calls.get()) is not None:
-                call()
+            while not self.failure and not self._closed:
+                self._calls.get()()
         except Exception as error:
             self.failure = self.failure or _line(error)
 
@@ -166,6 +145,7 @@ class BackgroundDelivery:
         self._logger.close(state)
         self._sent |= self._held
         self._write()
+        self._closed = True
 
     def _unsent(self, step: int, names: Iterable[str]) -> list[str]:
         return [name for name in names if step > self._sent.get(name, -1)]

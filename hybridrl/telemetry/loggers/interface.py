@@ -34,10 +34,10 @@ class RunLogger(Protocol):
     It imports its library in `start`. Whatever it raises, the run continues without it.
     """
 
-    keeps_last_step: bool
+    keeps_last_step: bool = False
     """Whether the library stores a step only when a later one comes, or `close`."""
 
-    last_step: int | None
+    last_step: int | None = None
     """Set by `start`: the last step that the service has, where it says so."""
 
     def start(self, run: LoggedRun, run_id: str | None) -> str:

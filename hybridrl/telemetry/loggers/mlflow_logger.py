@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.telemetry.loggers.interface import LoggedRun
+from hybridrl.telemetry.loggers.interface import LoggedRun, RunLogger
 
 _PARAMS_PER_CALL = 100  # MLflow's limits
 _PARAM_CHARACTERS = 6000
@@ -13,18 +13,15 @@ _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
 _STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 
 
-class MlflowLogger:
+class MlflowLogger(RunLogger):
     """A run of MLflow, in the experiment of the project's name.
 
     It goes by the client, not by `mlflow.log_*`, whose present run belongs to the user's own code.
     Samples are one artifact a step: MLflow would read and write a table that grows as a whole.
     """
 
-    keeps_last_step = False
-    last_step: int | None = None
-
     def start(self, run: LoggedRun, run_id: str | None) -> str:
-        """See `RunLogger`. Raises MlflowException for a `run_id` that the store does not have."""
+        """Raises MlflowException for a `run_id` that the store does not have."""
         import mlflow
         from mlflow.entities import Metric, Param
 
@@ -42,7 +39,7 @@ class MlflowLogger:
         return self._id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `RunLogger`; characters that MLflow refuses in a name become underscores."""
+        """Characters that MLflow refuses in a name become underscores."""
         now = round(time.time() * 1000)
         batch = [
             self._metric(_NOT_IN_NAMES.sub("_", name), value, now, step)
@@ -51,10 +48,8 @@ class MlflowLogger:
         self._client.log_batch(self._id, metrics=batch)
 
     def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """See `RunLogger`."""
         columns = {key: [row[key] for row in rows] for key in rows[0]}
         self._client.log_table(self._id, columns, f"{name}/step_{step:06d}.json")
 
     def close(self, state: str) -> None:
-        """See `RunLogger`."""
         self._client.set_terminated(self._id, _STATUS[state])

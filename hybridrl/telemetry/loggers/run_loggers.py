@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridrl.config.run import LoggerName
 from hybridrl.telemetry.environment import without_secrets
-from hybridrl.telemetry.loggers.delivery import BackgroundDelivery, Delivery, InlineDelivery
+from hybridrl.telemetry.loggers.delivery import BackgroundDelivery, Delivery
 from hybridrl.telemetry.loggers.interface import CLOSE_S, LoggedRun, RunLogger, with_phase
 from hybridrl.telemetry.loggers.mlflow_logger import MlflowLogger
 from hybridrl.telemetry.loggers.tensorboard_logger import TensorBoardLogger
@@ -33,7 +33,7 @@ class RunLoggers:
         for name in names:
             logger = LOGGERS[name]()
             self._deliveries[name.value] = (
-                InlineDelivery(logger, run)
+                Delivery(logger, run)
                 if name is LoggerName.tensorboard
                 else BackgroundDelivery(name.value, logger, run)
             )

@@ -4,17 +4,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.telemetry.loggers.interface import LoggedRun
+from hybridrl.telemetry.loggers.interface import LoggedRun, RunLogger
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(RunLogger):
     """Its files are records of the run: each call flushes, and a resumed run cuts them back."""
 
-    keeps_last_step = False
-    last_step: int | None = None
-
     def start(self, run: LoggedRun, run_id: str | None) -> str:
-        """See `RunLogger`; a directory has no id."""
+        """A directory has no id."""
         # A third of a second, and a bare machine has no TensorBoard.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.plugins.scalar.summary_v2 import scalar_pb
@@ -26,20 +23,18 @@ class TensorBoardLogger:
         return ""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `RunLogger`."""
         for name, value in metrics.items():
             self._add(step, self._scalar(name, value))
         self._writer.flush()
 
     def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """See `RunLogger`; TensorBoard shows a matrix of texts as a table, each in Markdown."""
+        """TensorBoard shows a matrix of texts as a table, each in Markdown."""
         table = [[f"**{key}**" for key in rows[0]]]
         table += [[_as_code(value) for value in row.values()] for row in rows]
         self._add(step, self._text(name, table))
         self._writer.flush()
 
     def close(self, state: str) -> None:
-        """See `RunLogger`."""
         self._writer.close()
 
     def _add(self, step: int, summary: Any) -> None:

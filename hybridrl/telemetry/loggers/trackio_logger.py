@@ -6,20 +6,17 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from hybridrl.telemetry.loggers.interface import LoggedRun
+from hybridrl.telemetry.loggers.interface import LoggedRun, RunLogger
 
 
-class TrackioLogger:
+class TrackioLogger(RunLogger):
     """A run of Trackio, found again by its name, which therefore ends in random characters.
 
     Trackio writes twice a second from a separate thread; a killed driver loses what waits there.
     """
 
-    keeps_last_step = False
-    last_step: int | None = None
-
     def start(self, run: LoggedRun, run_id: str | None) -> str:
-        """See `RunLogger`; the id is the name."""
+        """The id is the name."""
         import trackio
 
         _keep_standard_output_clean()
@@ -37,16 +34,14 @@ class TrackioLogger:
         return name
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `RunLogger`."""
         self._run.log(dict(metrics), step=step)
 
     def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """See `RunLogger`."""
         data = [list(row.values()) for row in rows]
         self._run.log({name: self._table(columns=list(rows[0]), data=data)}, step=step)
 
     def close(self, state: str) -> None:
-        """See `RunLogger`; Trackio has no states."""
+        """Trackio has no states."""
         self._run.finish()
 
 

@@ -3,22 +3,21 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.telemetry.loggers.interface import CLOSE_S, LoggedRun
+from hybridrl.telemetry.loggers.interface import CLOSE_S, LoggedRun, RunLogger
 
 _FLUSH_S = 1.0  # by itself wandb writes RUN/wandb every 15 s, and a kill loses what waits
 
 
-class WandbLogger:
+class WandbLogger(RunLogger):
     """A run of wandb; its files are in RUN/wandb.
 
     With WANDB_MODE=offline every process of a run writes a folder there, all with the run's id.
     """
 
     keeps_last_step = True
-    last_step: int | None = None
 
     def start(self, run: LoggedRun, run_id: str | None) -> str:
-        """See `RunLogger`. Raises RuntimeError without an API key: wandb would ask for one."""
+        """Raises RuntimeError without an API key: wandb would ask for one."""
         import wandb
 
         online = wandb.setup().settings.mode == "online"
@@ -44,16 +43,13 @@ class WandbLogger:
         return str(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `RunLogger`."""
         # A step below the last is dropped: that of an evaluation which the resumed run makes late.
         self._run.log(dict(metrics), step=max(step, self._run.step))
 
     def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """See `RunLogger`."""
         data = [list(row.values()) for row in rows]
         table = self._table(columns=list(rows[0]), data=data, allow_mixed_types=True)
         self._run.log({name: table}, step=max(step, self._run.step))
 
     def close(self, state: str) -> None:
-        """See `RunLogger`."""
         self._run.finish(exit_code=int(state != "finished"))
