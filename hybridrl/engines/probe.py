@@ -213,7 +213,7 @@ def compare_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tens
 
 
 def _copy(model: PreTrainedModel, attention: str) -> PreTrainedModel:
-    """The same weights with another attention, as the train engine has it."""
+    """A model of the same weights with another attention, as the train engine has it."""
     copied = AutoModelForCausalLM.from_config(
         copy.deepcopy(model.config), dtype=torch.float32, attn_implementation=attention
     )

@@ -72,7 +72,7 @@ _Result = TypeVar("_Result")
 def _once(
     count: Callable[Concatenate[PretrainedConfig, int, _P], _Result],
 ) -> Callable[Concatenate[PretrainedConfig, int, _P], _Result]:
-    """The same function, which counts anew only for arguments that this process has not had."""
+    """Return `count`, which counts anew only for arguments that this process has not had."""
     known: dict[tuple[object, ...], _Result] = {}
 
     @functools.wraps(count)
@@ -112,7 +112,7 @@ def layer_activations(
     earlier: int = 0,
     ep: int | None = None,
 ) -> Activations:
-    """Of a decoder layer over a row of `tokens`, on one of `tp` tensor-parallel ranks.
+    """Count a decoder layer over a row of `tokens`, on one of `tp` tensor-parallel ranks.
 
     Under sequence parallelism norms and sums have 1 / tp of the tokens, of a row that is filled up
     to a multiple of tp. With `fused_dropout`, as on GPUs, a mask of dropout has a byte for each
@@ -150,7 +150,7 @@ def backward_in_halves(
     cp: int = 1,
     ep: int | None = None,
 ) -> Halves:
-    """Of a decoder layer, as zero-bubble pipelines compute its backward pass."""
+    """Count a decoder layer, as zero-bubble pipelines compute its backward pass."""
     tokens = _filled_up(tokens, tp, sequence_parallel)
     model, row = _narrow_model(config, tp, dtype, lora, ep), CountedRow(attention, cp)
     layer, hidden, run, present = _trained_layer(
@@ -260,7 +260,7 @@ def head_activations(
     tp: int = 1,
     trained: bool = True,
 ) -> Activations:
-    """Of the head over `scored` hidden states; `trained` is whether it gets a gradient."""
+    """Count the head over `scored` hidden states; `trained` is whether it gets a gradient."""
     rows, features = -(-config.vocab_size // tp), config.hidden_size
     transform = logits_transform(config).under(1.0)
     if triton:

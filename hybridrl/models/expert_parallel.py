@@ -61,33 +61,6 @@ class AllToAll:
         return outputs[order.argsort()].view(tokens, k, hidden.shape[1]).sum(1)
 
 
-class GatherAll:
-    """The reference: every rank gets the tokens of all ranks, and returns its experts' part."""
-
-    def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
-        self.group, self.num_experts = group, num_experts
-
-    def __call__(
-        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, compute: Compute
-    ) -> torch.Tensor:
-        """See `TokenDispatch`."""
-        tokens, local = len(hidden), self.num_experts // self.group.size()
-        most = torch.tensor(tokens, device=hidden.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
-        missing = int(most) - tokens
-        hidden, weights = (
-            funcol.all_gather_tensor_autograd(_padded(x, missing), 0, self.group)
-            for x in (hidden, weights)
-        )
-        chosen = funcol.all_gather_tensor(_padded(chosen, missing), 0, self.group)
-        chosen = chosen - self.group.rank() * local
-        token, choice = ((chosen >= 0) & (chosen < local)).nonzero(as_tuple=True)
-        outputs = compute(hidden[token], chosen[token, choice]) * weights[token, choice, None]
-        total = torch.zeros_like(hidden).index_add(0, token, outputs)
-        total = funcol.reduce_scatter_tensor_autograd(total, "sum", 0, self.group)
-        return total[:tokens]
-
-
 class Stay:
     """The dispatch of ranks that hold every expert."""
 

@@ -28,10 +28,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from hybridrl.config import Attention
-from hybridrl.models.attention_keywords import check_keywords
+from hybridrl.models.attention_shape import check_keywords
 from hybridrl.models.chunk_keys import ChunkKeys
-from hybridrl.models.gathered_keys import OwnTokens, gather_tokens
-from hybridrl.models.ulysses import all_to_all, own_heads, to_heads, to_tokens
+from hybridrl.models.context_parallel import (
+    OwnTokens,
+    all_to_all,
+    gather_tokens,
+    own_heads,
+    to_heads,
+    to_tokens,
+)
 
 NAME = "hybridrl_packed"
 """The attention's name in transformers' interface."""
@@ -61,7 +67,7 @@ class Packing:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of each sequence."""
+        """The tokens of each sequence."""
         return tuple(length for number, length in self.blocks for _ in range(number))
 
 
@@ -359,7 +365,7 @@ def _varlen(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """The same of torch's `varlen_attn`.
+    """torch's `varlen_attn`, with the result of `_flash`.
 
     Its backward pass is deterministic where torch's algorithms are, which it asks itself.
     """

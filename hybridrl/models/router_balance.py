@@ -29,7 +29,7 @@ from transformers import PretrainedConfig
 from hybridrl.config import ConfigError
 from hybridrl.models.buffers import persistent_buffers, routing_biases
 from hybridrl.models.parallel import meta_model
-from hybridrl.models.router_hooks import hook_routers
+from hybridrl.models.router_replay import hook_routers
 
 KEYWORD = "token_sequences"
 """The keyword of a model's call that takes `TokenSequences`, once routers are watched."""
@@ -66,7 +66,7 @@ class TokenSequences:
         self._start, self._chunks = start, chunks
 
     def of_rank(self, own: slice, device: torch.device) -> "TokenSequences":
-        """The same of the tokens `own` of the row, on `device`."""
+        """The sequences of the tokens `own` of the row, on `device`."""
         tensors = self.of_token[own].to(device), self.lengths.to(device)
         return TokenSequences(*tensors, self.group, self._start, self._chunks)
 

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from hybridrl.models.blocks import decoder_layers
-from hybridrl.models.layer_checkpoint import checkpoint_layers
+from hybridrl.models.recomputation import checkpoint_layers
 
 
 class Scaled(nn.Module):

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from hybridrl.config import Attention
 from hybridrl.models.chunk_keys import ChunkKeys, SequenceKeys
-from hybridrl.models.gathered_keys import OwnTokens
+from hybridrl.models.context_parallel import OwnTokens
 from hybridrl.models.packed_attention import (
     _grouped_heads,
     make_chunk_packing,

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybridrl.config import SPECULATED, RouterReplay
 from hybridrl.engines.rollout.admission import Admission
 from hybridrl.engines.rollout.batch import DecodeBatch, PassInputs, VerifyBatch
-from hybridrl.engines.rollout.cache_fill import CacheFiller
+from hybridrl.engines.rollout.cache_fill import CacheFiller, KVCosts
 from hybridrl.engines.rollout.entries import Entry, Lane
 from hybridrl.engines.rollout.expert_record import ExpertRecorder, SequenceRows
 from hybridrl.engines.rollout.interface import (
@@ -29,14 +29,13 @@ from hybridrl.engines.rollout.interface import (
     Request,
     Stats,
 )
-from hybridrl.engines.rollout.kv_costs import KVCosts
 from hybridrl.engines.rollout.logit_edits import SeenTokens
 from hybridrl.engines.rollout.memory import native_cache
 from hybridrl.engines.rollout.random import UniformTable
-from hybridrl.engines.rollout.request_limits import check_positions
-from hybridrl.engines.rollout.responses import (
+from hybridrl.engines.rollout.requests import (
     append_reply,
     append_token,
+    check_positions,
     end_turn,
     output_of,
 )
@@ -94,7 +93,7 @@ class NativeEngine:
     """
 
     parts: EngineParts
-    """Those of `build`."""
+    """The arguments of `build`."""
 
     def __init__(
         self,
@@ -115,7 +114,8 @@ class NativeEngine:
         speculation: Speculation | None = None,
         stage: RolloutStage | None = None,
     ) -> None:
-        _check_model(model_config, max_sequence)
+        check_supported(model_config)
+        check_positions(max_sequence, model_config.max_position_embeddings)
         self._device = torch.device(device)
         self._block_size, self._vocab_size = block_size, model_config.vocab_size
         per_sequence = -(-max_sequence // block_size)
@@ -418,13 +418,10 @@ class NativeEngine:
         for request, token, log_prob in zip(
             lane.batch.requests, tokens.tolist(), log_probs.tolist(), strict=True
         ):
-            finish = self._append(request, token, log_prob)
+            finish = append_token(request, token, log_prob, self._stops)
             if finish is not None:
                 ended.append((request, finish))
         self._end(ended)
-
-    def _append(self, request: Request, token: int, log_prob: float) -> str | None:
-        return append_token(request, token, log_prob, self._stops)
 
     # Speculation
 
@@ -463,7 +460,7 @@ class NativeEngine:
         for guess, start, row in zip(guesses, batch.starts, batch.rows, strict=True):
             request, cached = guess.entry.request, guess.entry.length - 1
             num_new, finish = speculation.accept(
-                guess, tokens[start:], log_probs[start:], self._append
+                guess, tokens[start:], log_probs[start:], self._stops
             )
             if request.routed_experts is not None:
                 spans.append(SequenceRows(request.routed_experts, cached, num_new, row))
@@ -589,9 +586,3 @@ class NativeEngine:
             accepted_tokens=0 if self._speculation is None else self._speculation.num_accepted,
             refused_drafts=0 if self._speculation is None else self._speculation.num_refused,
         )
-
-
-def _check_model(config: PretrainedConfig, max_sequence: int) -> None:
-    """Raise ValueError for a model that the engine cannot run, or not to `max_sequence` tokens."""
-    check_supported(config)
-    check_positions(max_sequence, config.max_position_embeddings)

@@ -35,7 +35,7 @@ from hybridrl.engines.train.pipeline_executor import (
     PipelineGroups,
 )
 from hybridrl.engines.train.row_costs import HALVES, kept_under_1f1b, row_costs
-from hybridrl.engines.train.scored_rows import ScoredRows
+from hybridrl.engines.train.rows import ScoredRows
 from hybridrl.engines.train.update_sums import PreparedUpdate
 from hybridrl.layout.layout import chunk_bounds
 from hybridrl.pipelines.policies import Policy
@@ -51,9 +51,9 @@ from hybridrl.pipelines.search import ELITE, search
 logger = logging.getLogger(__name__)
 
 SEARCH_SHARE, LEAST_SEARCH_S = 0.02, 0.02
-"""Of an update's time, and in seconds."""
+"""A share of an update's time, and the least seconds: a search may take the larger of the two."""
 _MOST_POLICIES = 2 * ELITE
-"""Those of the driver's search, and those of the last plan's."""
+"""Policies of the driver's search, and of the last plan's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +103,7 @@ class _PipelineRows:
     ranks: tuple[int, ...]
     tokens: tuple[int, ...]
     lengths: tuple[tuple[int, ...], ...]
-    """Of each row's sequences, and of what fills it up."""
+    """The lengths of each row's sequences, and of what fills it up."""
     scored: tuple[int, ...]
 
 

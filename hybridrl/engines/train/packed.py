@@ -32,7 +32,7 @@ class Candidates:
 
     @classmethod
     def of(cls, loss: Loss[torch.Tensor]) -> "Candidates | None":
-        """Those that a loss reads."""
+        """The candidates that a loss reads; None for one that reads none."""
         return None if loss.candidates is None else cls(loss.candidates, loss.num_candidates)
 
 

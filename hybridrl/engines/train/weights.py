@@ -51,9 +51,9 @@ class ModelShards:
         return [p for root in self.roots for p in root.parameters() if p.requires_grad]
 
     def trained_matrices(self) -> tuple[dict[str, nn.Parameter], Layout]:
-        """Those of them that are matrices of decoder layers, or batches of matrices, by name.
+        """Trained matrices of decoder layers, or batches of matrices, by name, with their layout.
 
-        With the layout of all such matrices, which other stages have as well.
+        The layout is that of all such matrices, which other stages have as well.
         """
         names = matrices_of(self.parameters if self.lora is None else self.adapters)
         own = {name: p for chunk in self.chunks for name, p in chunk.named_parameters()}
@@ -148,7 +148,7 @@ class ModelShards:
         return own
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Those of all stages, on the CPU. All ranks call it together."""
+        """The buffers of all stages, on the CPU. All ranks call it together."""
         own = {name: buffer.cpu() for name, buffer in self.local_buffers().items()}
         stages: list[dict[str, torch.Tensor]] = [own] * self.dims.axes.pp
         if self.dims.axes.pp > 1:

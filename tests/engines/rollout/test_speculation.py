@@ -289,12 +289,8 @@ def test_the_example_of_the_docs() -> None:
         source.begin(known)
     assert source.draft(request, 3) == [6, 8, 9]
     speculation = Speculation(source, FixedLength(3))
-
-    def append(request: Request, token: int, log_prob: float) -> None:
-        request.response_ids.append(token)
-
     guess = Guess(Entry(request, 0), [6, 8, 9])
-    assert speculation.accept(guess, [6, 8, 10, 5], [0.0] * 4, append) == (3, None)
+    assert speculation.accept(guess, [6, 8, 10, 5], [0.0] * 4, None) == (3, None)
     assert request.response_ids == [2, 4, 6, 8, 10]
     assert (speculation.num_drafted, speculation.num_accepted) == (3, 2)
 

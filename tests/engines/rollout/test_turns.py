@@ -8,8 +8,8 @@ import torch
 from answered_turns import converse, converse_in_lockstep, converse_on_the_move, recomputed
 from transformers import PreTrainedModel
 
+from hybridrl.engines.rollout.cache_fill import KVCosts
 from hybridrl.engines.rollout.interface import HeldTurn, Output, Request, SamplingParams
-from hybridrl.engines.rollout.kv_costs import KVCosts
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.engines.rollout.speculation import make_speculation
