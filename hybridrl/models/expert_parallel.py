@@ -6,7 +6,7 @@ ranks, which have the same tokens, each send a share of them instead.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,18 +20,14 @@ Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Outputs [rows, features] of a rank's experts, from rows and the number of each row's expert."""
 
 
-class TokenDispatch(Protocol):
-    """Brings tokens to the ranks of their experts, and sums what the experts make of them."""
+TokenDispatch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Compute], torch.Tensor]
+"""Brings tokens to the ranks of their experts, and sums what the experts make of them.
 
-    def __call__(
-        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, compute: Compute
-    ) -> torch.Tensor:
-        """The weighted sum of each token's experts [tokens, features], differentiable.
-
-        `hidden` are this rank's tokens [tokens, features]; ranks may have different numbers, or
-        none. `chosen` and `weights` [tokens, k] are their experts. `compute` numbers the rank's
-        experts from 0. All ranks of an ep group call it together.
-        """
+From this rank's tokens [tokens, features], their experts and weights [tokens, k], and `Compute` on
+a rank's experts, numbered from 0: the weighted sum of each token's experts [tokens, features],
+differentiable. Ranks may have different numbers of tokens, or none. All ranks of an ep group call
+it together.
+"""
 
 
 class AllToAll:
@@ -61,15 +57,12 @@ class AllToAll:
         return outputs[order.argsort()].view(tokens, k, hidden.shape[1]).sum(1)
 
 
-class Stay:
-    """The dispatch of ranks that hold every expert."""
-
-    def __call__(
-        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, compute: Compute
-    ) -> torch.Tensor:
-        """See `TokenDispatch`."""
-        outputs = compute(hidden.repeat_interleave(chosen.shape[1], 0), chosen.flatten())
-        return (outputs.view(*chosen.shape, hidden.shape[1]) * weights[..., None]).sum(1)
+def stay(
+    hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, compute: Compute
+) -> torch.Tensor:
+    """The `TokenDispatch` of ranks that hold every expert."""
+    outputs = compute(hidden.repeat_interleave(chosen.shape[1], 0), chosen.flatten())
+    return (outputs.view(*chosen.shape, hidden.shape[1]) * weights[..., None]).sum(1)
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
@@ -85,7 +78,7 @@ def apply_expert_parallel(
     """
     for module in modules:
         number: Any = module.num_experts
-        dispatch: TokenDispatch = Stay()
+        dispatch: TokenDispatch = stay
         if ep is not None:
             dispatch = AllToAll(ep.get_group(), number)
             for name, parameter in list(module.named_parameters(recurse=False)):

@@ -15,7 +15,7 @@ enters the backward pass at the weights of the experts, as in Megatron-LM. So ea
 adds that of its layers, and recomputation adds none twice.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -161,22 +161,12 @@ Observe = Callable[[int, torch.Tensor], None]
 """Gets a layer's number, and the counts [sequences, experts] of this rank's tokens."""
 
 
-def watch_routers(
-    layers: Iterable[tuple[int, nn.Module]],
-    experts: int,
-    observe: Observe,
-    loss: RouterLoss | None,
-) -> None:
-    """Let decoder `layers`, each with its number in the whole model, take `TokenSequences`.
+class WatchedLayer:
+    """A decoder layer that takes `TokenSequences`, with experts or without.
 
-    `observe` is called where gradients are computed; again, where a layer is recomputed.
+    `number` is its number in the whole model. `observe` is called where gradients are computed;
+    again, where the layer is recomputed.
     """
-    for number, layer in layers:
-        _WatchedLayer(number, layer, experts, observe, loss)
-
-
-class _WatchedLayer:
-    """A decoder layer that takes `TokenSequences`, with experts or without."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 
-from hybridrl.models.expert_parallel import AllToAll, Compute, Stay, TokenDispatch
+from hybridrl.models.expert_parallel import AllToAll, Compute, TokenDispatch, stay
 
 EXPERTS, FEATURES, K = 6, 5, 2
 CASES = {
@@ -96,7 +96,7 @@ def of_rank(counts: list[int], shares: list[float]) -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize("case", CASES)
 def test_dispatch_equals_one_process(ranks: Callable[..., list[Any]], case: str) -> None:
     counts, shares = CASES[case]
-    wanted = run(Stay(), *inputs(counts, shares))
+    wanted = run(stay, *inputs(counts, shares))
     for of_kind in zip(*ranks(3, of_rank, counts, shares), strict=True):
         for pieces, whole in zip(zip(*of_kind, strict=True), wanted, strict=True):
             torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-5, atol=1e-6)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -181,18 +181,15 @@ class CacheFiller:
         jobs = [job for job in jobs if job.tokens]
         num_tokens = sum(len(job.tokens) for job in jobs)
         self.prefill_tokens += num_tokens
+        timing: AbstractContextManager[None] = nullcontext()
         if timed and jobs:
-            with self._costs.timing(self._costs.prefill, num_tokens, pool.blocks):
-                self._prefill_all(jobs, pool)
-        else:
-            self._prefill_all(jobs, pool)
-
-    def _prefill_all(self, jobs: list[Prefill], pool: KVPool) -> None:
-        for inputs, spans in prefill_batches(jobs, pool, self._device):
-            routing = self.routing(spans, len(inputs.token_ids))
-            self._stage.prefill(inputs, routing)
-            self.keep(spans, routing)
-            self.prefill_calls += 1
+            timing = self._costs.timing(self._costs.prefill, num_tokens, pool.blocks)
+        with timing:
+            for inputs, spans in prefill_batches(jobs, pool, self._device):
+                routing = self.routing(spans, len(inputs.token_ids))
+                self._stage.prefill(inputs, routing)
+                self.keep(spans, routing)
+                self.prefill_calls += 1
 
     def _restore(self, entry: Entry, pool: KVPool) -> None:
         """Write the keys and values that a request carries to its blocks."""

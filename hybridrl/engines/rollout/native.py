@@ -226,7 +226,7 @@ class NativeEngine:
     # Requests
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, first come first served; a parked request continues from its last token.
+        """See `RolloutEngine`.
 
         Raises ValueError, before anything is queued, for a request that can never run. So does a
         `kv` without this rank's layers and heads, or without all its tokens but the last.
@@ -238,11 +238,7 @@ class NativeEngine:
 
     @torch.inference_mode()
     def park(self, ids: Iterable[object], with_kv: bool = False) -> list[Request]:
-        """Remove unfinished requests, with their tokens so far; `submit` resumes them.
-
-        `with_kv` fills `Request.kv` of those with a cache; a waiting one keeps its `kv`. An id that
-        is not in the engine (it may just have finished) is skipped.
-        """
+        """See `RolloutEngine`. An id that has just finished is skipped, as any unknown one."""
         self._collect_all()
         parked = []
         for id_ in ids:
@@ -330,7 +326,7 @@ class NativeEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """One decode step for all running requests (admitting and prefilling waiting ones)."""
+        """See `RolloutEngine`."""
         assert not self._asleep, "the engine sleeps"
         if self._admission.num_waiting:
             self.take_pool()
@@ -482,10 +478,7 @@ class NativeEngine:
         return self._stage.parameters()
 
     def update_weights(self, plan: Plan, source: Tensors) -> SwitchStats:
-        """Fill this rank's generation weights from the training shards; all ranks call it.
-
-        Cached prompts are dropped: the old weights computed them.
-        """
+        """See `RolloutEngine`. Cached prompts are dropped: the old weights computed them."""
         self._drop_cached("its weights cannot change")
         if self._switch is None or self._switch[0] is not plan:
             switch = WeightSwitch(plan, dist.get_rank(), self._stage.dtype, self._bucket_bytes)
@@ -493,10 +486,7 @@ class NativeEngine:
         return self._switch[1].switch(source, self.parameters())
 
     def write_weights(self, write: Callable[[Tensors], None]) -> None:
-        """Let `write` fill this rank's shards of the weights, all at once.
-
-        Cached prompts are dropped, as in `update_weights`.
-        """
+        """See `RolloutEngine`. All shards are filled at once; cached prompts are dropped."""
         self._drop_cached("its weights cannot change")
         write(self.parameters())
 
@@ -526,10 +516,7 @@ class NativeEngine:
         self._admission.forget()
 
     def release_cache(self) -> None:
-        """Free the KV cache, keep the weights. Waiting and held requests stay; nothing may run.
-
-        The next step that has work allocates a new cache.
-        """
+        """See `RolloutEngine`. Waiting and held requests stay."""
         assert not self._admission.num_running, (
             "the engine cannot free its cache while requests run: park them first"
         )
@@ -551,7 +538,7 @@ class NativeEngine:
         logger.debug("asleep, without weights")
 
     def wake(self) -> None:
-        """Allocate the weights (`update_weights` fills them); work allocates the cache."""
+        """See `RolloutEngine`."""
         if self._asleep:
             self._stage.allocate()
             self._asleep = False

@@ -22,7 +22,7 @@ from hybridrl.engines.score.node_copy import NodeCopy, shared_copy
 from hybridrl.engines.train.interface import TrainSequence, last_position
 from hybridrl.engines.train.packed import PackedBatch, keep_experts, pack
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
-from hybridrl.kernels.token_logits import top_log_probs
+from hybridrl.kernels.top_log_probs import top_log_probs
 from hybridrl.models.attention_choice import choose_attention
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.load import check_supported

@@ -113,7 +113,7 @@ class TrainEngine(ModelShards):
         self.dims = TrainDims.make(trainer.layout, dist.get_world_size(), device.type, reverse)
         warm_up(self.dims.groups(), device)
         # Before weights are read, which takes some ranks longer.
-        messages = PipelineGroups(device) if self.dims.num_chunks > 1 else None
+        messages = PipelineGroups(device) if self.dims.config.num_chunks > 1 else None
 
         # The whole model without its weights, and its adapters.
         make = empty_value_model if gives_values else empty_causal_lm
@@ -203,7 +203,7 @@ class TrainEngine(ModelShards):
         return Pipeline(
             stages,
             self.dims.chunk_ranks,
-            self.dims.schedule,
+            self.dims.config.schedule,
             self.dims.mesh.get_group("pp"),
             self.device,
             compute,

@@ -271,7 +271,7 @@ class FusedUpdate:
     def _model(self, pipeline: _PipelineRows, trains: bool) -> PipelinedModel:
         engine = self.engines[pipeline.engine]
         config, num_chunks = engine.model.config, len(pipeline.ranks)
-        halves = engine.dims.schedule is PipelineSchedule.zero_bubble and num_chunks > 1
+        halves = engine.dims.config.schedule is PipelineSchedule.zero_bubble and num_chunks > 1
         sizes = engine.dims.config.chunk_layers
         bounds = chunk_bounds(config.num_hidden_layers, num_chunks, sizes)
         layers = [stop - start for start, stop in bounds]

@@ -14,7 +14,6 @@ from hybridrl.config import Attention
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
-from hybridrl.kernels.token_logits import candidate_log_probs
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.packed_attention import Packing, make_packing
 from hybridrl.models.router_balance import KEYWORD as SEQUENCES_KEYWORD
@@ -435,13 +434,16 @@ class PackedModel(nn.Module):
             start = dist.get_rank(self.tp_group) * len(weight)
             rows = max(0, min(len(weight), self.model.config.vocab_size - start))
             shard = VocabShard(self.tp_group, start, rows)
-        settings = {**self._transform, "with_entropy": with_entropy, "shard": shard, "bias": bias}
-        if batch.candidates is None:
-            log_probs, entropy = linear_log_probs(hidden, weight, batch.targets, **settings)
-        else:
-            log_probs, entropy = candidate_log_probs(
-                hidden, weight, batch.targets, batch.candidates, **settings
-            )
+        log_probs, entropy = linear_log_probs(
+            hidden,
+            weight,
+            batch.targets,
+            with_entropy=with_entropy,
+            shard=shard,
+            bias=bias,
+            candidates=batch.candidates,
+            **self._transform,
+        )
         return joined(log_probs, batch), None if entropy is None else joined(entropy, batch)
 
     def _values(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -307,18 +307,13 @@ class StateMemory:
             block.leave()
 
     def come(self, moments: bool = True) -> None:
-        """Bring weights to the device, and the `moments`; `wait` before an optimizer step."""
+        """Bring weights to the device, and the `moments`; `settle` before an optimizer step."""
         weights = (*self._trained, *self._frozen)
         for block in weights:
             block.come()
         for block in self._moments if moments else ():
             block.come()
         for block in weights:
-            block.wait()
-
-    def wait(self) -> None:
-        """Let the device's work from now on see all that has come."""
-        for block in self._all():
             block.wait()
 
     def settle_weights(self) -> None:

@@ -217,7 +217,7 @@ def local_gradients(
 def _gradients(chunks: Sequence[Chunk], dims: TrainDims) -> Iterator[tuple[DTensor, bool | None]]:
     """Gradients; and for the copies of a tied embedding, whether it is the first chunk's."""
     for chunk in chunks:
-        tied = chunk.model.config.tie_word_embeddings and dims.num_chunks > 1
+        tied = chunk.model.config.tie_word_embeddings and dims.config.num_chunks > 1
         embedding = f"{modules_before(chunk.model.config)[0]}.weight"
         for name, parameter in chunk.named_parameters():
             if isinstance(parameter.grad, DTensor):

@@ -72,7 +72,7 @@ def test_kept_equals_recomputed(block_size: int, model: PreTrainedModel, make_en
 
 
 def test_log_probs_are_those_of_a_full_forward(model: PreTrainedModel, make_engine: Make) -> None:
-    """Those of the model's tokens; a reply's are 0."""
+    """Log-probabilities of the model's tokens; a reply's are 0."""
     requests = conversations(4, temperature=0.7)
     for request in requests:
         output = converse(make_engine(model), [request], VOCAB)[request.id]

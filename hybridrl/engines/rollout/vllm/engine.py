@@ -249,7 +249,7 @@ class VLLMEngine:
         return None
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, first come first served; a parked request continues from its last token.
+        """See `RolloutEngine`.
 
         Raises ValueError, before anything is queued, for a request that can never run, or that has
         a `kv`: vLLM accepts none.
@@ -298,7 +298,7 @@ class VLLMEngine:
         self._queue.num_reading += reads_tokens(sampling)
 
     def park(self, ids: Iterable[object], with_kv: bool = False) -> list[Request]:
-        """Remove unfinished requests, with their tokens so far; `submit` resumes them.
+        """See `RolloutEngine`.
 
         An id that is not in the engine (it may just have finished) is skipped. Raises ValueError
         `with_kv`: vLLM exports no keys and values.
@@ -388,7 +388,7 @@ class VLLMEngine:
         return False
 
     def step(self) -> list[Output]:
-        """One decode step for all running requests (admitting and prefilling waiting ones).
+        """See `RolloutEngine`.
 
         With asynchronous scheduling the next step computes when this one returns. Requests that
         wait, or come between, join the one after it.
@@ -449,10 +449,7 @@ class VLLMEngine:
 
     @torch.no_grad()
     def update_weights(self, plan: Plan, source: Tensors) -> SwitchStats:
-        """Fill this rank's generation weights from the training shards; all ranks call it.
-
-        Cached prompts are dropped: the old weights computed them.
-        """
+        """See `RolloutEngine`. Cached prompts are dropped: the old weights computed them."""
         self._check_parked("its weights cannot change")
         assert not self._asleep, "the engine sleeps"
         if self._switch is None or self._switch[0] is not plan:
@@ -475,10 +472,7 @@ class VLLMEngine:
 
     @torch.no_grad()
     def write_weights(self, write: Callable[[Tensors], None]) -> None:
-        """Let `write` fill this rank's shards: all at once, or layer by layer if vLLM repacks.
-
-        Cached prompts are dropped, as in `update_weights`.
-        """
+        """See `RolloutEngine`. It is called layer by layer if vLLM repacks; prompts are dropped."""
         self._check_parked("its weights cannot change")
         assert not self._asleep, "the engine sleeps"
         if self._weights.repacks:
@@ -504,10 +498,7 @@ class VLLMEngine:
     # Memory
 
     def release_cache(self) -> None:
-        """Free the KV cache, keep the weights. Waiting and held requests stay; nothing may run.
-
-        The next step that has work allocates a new cache.
-        """
+        """See `RolloutEngine`. Waiting and held requests stay."""
         assert not self.stats().running, "the engine cannot free its cache while requests run"
         if not self._has_cache:
             return
@@ -530,7 +521,7 @@ class VLLMEngine:
             self._asleep, self._has_cache = True, False
 
     def wake(self) -> None:
-        """Allocate the weights (`update_weights` fills them); work allocates the cache."""
+        """See `RolloutEngine`."""
         if self._asleep:
             self._memory.wake()
             self._asleep = False
@@ -549,7 +540,7 @@ class VLLMEngine:
             kv_blocks_total=self._limits.num_blocks,
             kv_bytes_per_token=self._kv_bytes_per_token,
             has_cache=self._has_cache,
-            **{name: self._counts[name] for name in _COUNTERS},
+            **self._counts,
         )
 
     def close(self) -> None:
@@ -561,18 +552,3 @@ class VLLMEngine:
         self._core.model_executor.shutdown()
         self._core.scheduler.shutdown()
         end_groups()
-
-
-_COUNTERS = (
-    "decode_steps",
-    "decode_tokens",
-    "cached_tokens",
-    "prefill_calls",
-    "prefill_tokens",
-    "replayed_tokens",
-    "restored_tokens",
-    "shared_prompt_tokens",
-    "num_preempted",
-    "kept_tokens",
-    "recomputed_tokens",
-)
