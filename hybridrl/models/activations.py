@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from hybridrl.config import ActivationMode, Attention, LoraConfig
 from hybridrl.kernels.linear_log_probs import CHUNK_ELEMENTS, linear_log_probs
@@ -33,7 +33,7 @@ from hybridrl.models.counted_modules import (
 from hybridrl.models.expert_parallel import experts_of
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.paged_attention import PagedGroup
-from hybridrl.models.parallel import cuts_heads, head_size, kv_heads_of_rank
+from hybridrl.models.parallel import cuts_heads, head_size, kv_heads_of_rank, meta_model
 from hybridrl.models.peak_memory import PeakMemory
 from hybridrl.models.recomputation import recompute_layers
 
@@ -298,11 +298,11 @@ def _narrow_model(
     if getattr(config, "layer_types", None):
         settings["layer_types"] = config.layer_types[:1]
     config.update(settings)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
-        if lora is not None and lora.rank:
+    model = meta_model(config, dtype=dtype, attn_implementation=ATTENTION)
+    if lora is not None and lora.rank:
+        with torch.device("meta"):
             add_adapters(model, lora, 0, frozen=dtype)
-            model.to(dtype)  # adapters too, as FSDP gathers them
+        model.to(dtype)  # adapters too, as FSDP gathers them
     if ep is not None:
         for module in experts_of(model):
             module.forward = SpreadExperts(module, ep, tp)

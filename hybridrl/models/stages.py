@@ -117,6 +117,7 @@ def cut(model: PreTrainedModel, start: int, stop: int) -> Chunk:
     added to that of the first. The chunk's forward is transformers' own. Chunks after the first
     take `inputs_embeds`; before the last, `last_hidden_state` is the last layer's output.
     """
+    # An empty model of so many layers.
     base, config = model.base_model, copy.deepcopy(model.config)
     first, last = start == 0, stop == config.num_hidden_layers
     of_layers = per_layer_lists(config.to_dict(), config.num_hidden_layers)
@@ -127,6 +128,7 @@ def cut(model: PreTrainedModel, start: int, stop: int) -> Chunk:
     auto = AutoModelForSequenceClassification if name == "score" else AutoModelForCausalLM
     with torch.device("meta"):
         chunk = auto.from_config(config, attn_implementation=model.config._attn_implementation)
+    # The modules of the whole one that belong to this chunk.
     here = {
         **dict.fromkeys(modules_before(config), first),
         **dict.fromkeys(modules_after(config), last),

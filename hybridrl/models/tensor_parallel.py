@@ -140,6 +140,7 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bo
     between: Placement = Shard(1) if sequence else Replicate()
     # Gemma 3 normalizes [batch, heads, tokens, dim], Qwen 3 [batch, tokens, heads, dim].
     heads_dim = 1 if model.config.model_type == "gemma3_text" else 2
+    # A style for each module that has parameters, and for blocks that gather tokens.
     styles: dict[str, ParallelStyle] = {}
     experts = experts_of(model)
     mixtures = {n.rpartition(".")[0] for n, module in model.named_modules() if module in experts}

@@ -100,6 +100,7 @@ def pack(
     `candidates` those of the sequences. Raises ValueError for a response without a token before
     it, or a mask of another length.
     """
+    # A sequence with nothing to score fills the row up.
     missing = total_tokens - sum(len(sequence.ids) for sequence in sequences)
     longest = max((len(sequence.ids) for sequence in sequences), default=1)
     filler = [TrainSequence(torch.zeros(missing, dtype=torch.long), 0)] if missing > 0 else []
@@ -114,6 +115,7 @@ def pack(
         lengths.append(length)
         counts.append(len(scored))
         start += length
+    # The row; one without sequences has a token.
     empty = torch.zeros(0, dtype=torch.int64)
     ids = (
         torch.cat([sequences[i].ids for i in order]) if order else torch.zeros(1, dtype=torch.long)

@@ -152,6 +152,7 @@ class Replica:
         return micros if self.dims.cp_group is None else self._share(micros, self.dims.cp_group)
 
     def _share(self, own: MicroBatches, group: ProcessGroup) -> MicroBatches:
+        # Long rows of all ranks come first, in the order of the ranks.
         long = [i for i in range(len(own.parts)) if own.tokens(i) > self.max_tokens]
         rows = [[own.sequences[i] for i in own.parts[number]] for number in long]
         rows_by_rank: list[Any] = [None] * group.size()
