@@ -48,7 +48,7 @@ def linear_log_probs(
     backend: Backend = "auto",
     bias: torch.Tensor | None = None,
     cap: float | None = None,
-    candidates: tuple[torch.Tensor, torch.Tensor] | None = None,
+    candidates: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability of each target, and on request the entropy, of softmax(hidden weight^T / T).
 
@@ -66,8 +66,8 @@ def linear_log_probs(
     Results are equal on all ranks; the gradient of `hidden` is summed over the ranks already; the
     gradients of `weight` and `bias` are local.
 
-    With `candidates`, ids and their logits [tokens, k] each, the first result is [tokens, 1 + k]:
-    the target's log-probability, then theirs. See `hybridrl.kernels.token_logits`.
+    With `candidates`, ids [tokens, k], the first result is [tokens, 1 + k]: the target's
+    log-probability, then theirs.
 
     `auto` selects Triton for bf16 and fp16 on NVIDIA GPUs since Ampere, else torch. Raises
     ValueError for a temperature or a cap that is not above 0, inputs of two dtypes, or float64 for
@@ -87,6 +87,10 @@ def linear_log_probs(
         raise ValueError("backend=triton computes in float32: wanted torch for float64")
     if shard and not (shard.start >= 0 and 0 <= shard.size <= len(weight)):
         raise ValueError(f"{shard.start=}, {shard.size=}: weight has {len(weight)} rows")
+    logits = None
+    if candidates is not None:
+        scaling = temperature, chunk_elements, shard, bias, cap
+        logits = _token_logits(hidden, weight, candidates, *scaling)
     log_probs, entropy = _LinearLogProbs.apply(
         hidden,
         weight,
@@ -98,9 +102,46 @@ def linear_log_probs(
         chunk_elements,
         shard,
         backend,
-        *(candidates or (None, None)),
+        candidates,
+        logits,
     )
     return log_probs, entropy if with_entropy else None
+
+
+@torch.no_grad()
+def _token_logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    temperature: float,
+    chunk_elements: int,
+    shard: VocabShard | None,
+    bias: torch.Tensor | None,
+    cap: float | None,
+) -> torch.Tensor:
+    """Logits [tokens, k] of `ids` [tokens, k], in float32 at least; not differentiable.
+
+    Rows of the weight are gathered for some tokens at a time. Other arguments, and what a `shard`
+    means, as for `linear_log_probs`.
+    """
+    start, size = (shard.start, shard.size) if shard else (0, len(weight))
+    local = ids - start
+    inside = (local >= 0) & (local < size)
+    local = local.masked_fill(~inside, 0)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    chunk_tokens = max(1, chunk_elements // max(1, ids.shape[1] * hidden.shape[1]))
+    products = torch.zeros(ids.shape, dtype=wide, device=hidden.device)
+    for first in range(0, len(ids), chunk_tokens) if size else ():
+        tokens = slice(first, first + chunk_tokens)
+        rows = weight[local[tokens]].to(wide)
+        products[tokens] = torch.einsum("td,tkd->tk", hidden[tokens].to(wide), rows)
+        if bias is not None:
+            products[tokens] += bias[local[tokens]].to(wide)
+    products = products.masked_fill(~inside, 0)
+    if shard:
+        dist.all_reduce(products, group=shard.group)
+    logits = products if cap is None else cap * torch.tanh(products / cap)
+    return logits / temperature
 
 
 def _implementation(backend: Backend, hidden: torch.Tensor) -> ModuleType:

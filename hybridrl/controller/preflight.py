@@ -99,8 +99,7 @@ def prepare(
     """
     from transformers.utils import logging as transformers_logging
 
-    from hybridrl.models.ends import end_token_ids
-    from hybridrl.models.load import load_config
+    from hybridrl.models.load import end_token_ids, load_config
     from hybridrl.workers.sampling import SamplingTexts
 
     transformers_logging.disable_progress_bar()

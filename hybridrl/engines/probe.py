@@ -23,7 +23,6 @@ import torch
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -39,7 +38,7 @@ from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import PackedModel, pack, recorded_experts
 from hybridrl.models import packed_attention
 from hybridrl.models.blocks import decoder_layers
-from hybridrl.models.parallel import FAMILIES, num_experts
+from hybridrl.models.parallel import FAMILIES, meta_model, num_experts
 from hybridrl.models.router_replay import ExpertShape, Routing, enable_replay
 from hybridrl.models.shard import GenParallel
 from hybridrl.models.shrink import shrink
@@ -91,11 +90,10 @@ def check_has_classifier(config: PretrainedConfig, path: str, key: str) -> None:
     problem = None
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         problem = "transformers has no sequence classifier"
-    elif config.model_type not in FAMILIES:
-        with torch.device("meta"):
-            model = AutoModelForSequenceClassification.from_config(shrink(config))
-        if not hasattr(model, "score"):
-            problem = "its classifier has no head `score`"
+    elif config.model_type not in FAMILIES and not hasattr(
+        meta_model(shrink(config), classifier=True), "score"
+    ):
+        problem = "its classifier has no head `score`"
     if problem is not None:
         allowed = f"a family with a value model ({config.model_type}: {problem})"
         raise ConfigError(key, path, allowed)
@@ -213,7 +211,7 @@ def compare_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tens
 
 
 def _copy(model: PreTrainedModel, attention: str) -> PreTrainedModel:
-    """The same weights with another attention, as the train engine has it."""
+    """A model of the same weights with another attention, as the train engine has it."""
     copied = AutoModelForCausalLM.from_config(
         copy.deepcopy(model.config), dtype=torch.float32, attn_implementation=attention
     )

@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from hybridrl.config import ActivationMode, Attention, LoraConfig
 from hybridrl.kernels.linear_log_probs import CHUNK_ELEMENTS, linear_log_probs
@@ -33,7 +33,7 @@ from hybridrl.models.counted_modules import (
 from hybridrl.models.expert_parallel import experts_of
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.paged_attention import PagedGroup
-from hybridrl.models.parallel import cuts_heads, head_size, kv_heads_of_rank
+from hybridrl.models.parallel import cuts_heads, head_size, kv_heads_of_rank, meta_model
 from hybridrl.models.peak_memory import PeakMemory
 from hybridrl.models.recomputation import recompute_layers
 
@@ -72,7 +72,7 @@ _Result = TypeVar("_Result")
 def _once(
     count: Callable[Concatenate[PretrainedConfig, int, _P], _Result],
 ) -> Callable[Concatenate[PretrainedConfig, int, _P], _Result]:
-    """The same function, which counts anew only for arguments that this process has not had."""
+    """Return `count`, which counts anew only for arguments that this process has not had."""
     known: dict[tuple[object, ...], _Result] = {}
 
     @functools.wraps(count)
@@ -80,20 +80,15 @@ def _once(
         config: PretrainedConfig, tokens: int, *options: _P.args, **settings: _P.kwargs
     ) -> _Result:
         named = sorted((name, repr(value)) for name, value in settings.items())
-        arguments = _sizes_of(config), tokens, repr(options), *named
+        sizes = config.to_dict() | {"_name_or_path": None}  # each run has its directory anew
+        model = json.dumps(sizes, sort_keys=True, default=str)
+        arguments = model, tokens, repr(options), *named
         if arguments not in known:
             with GroupedProducts():
                 known[arguments] = count(config, tokens, *options, **settings)
         return known[arguments]
 
     return call
-
-
-def _sizes_of(config: PretrainedConfig) -> str:
-    """What of the model says how large it is: not its directory, which each run has anew."""
-    values = config.to_dict()
-    values.pop("_name_or_path", None)
-    return json.dumps(values, sort_keys=True, default=str)
 
 
 @_once
@@ -112,7 +107,7 @@ def layer_activations(
     earlier: int = 0,
     ep: int | None = None,
 ) -> Activations:
-    """Of a decoder layer over a row of `tokens`, on one of `tp` tensor-parallel ranks.
+    """Count a decoder layer over a row of `tokens`, on one of `tp` tensor-parallel ranks.
 
     Under sequence parallelism norms and sums have 1 / tp of the tokens, of a row that is filled up
     to a multiple of tp. With `fused_dropout`, as on GPUs, a mask of dropout has a byte for each
@@ -120,18 +115,16 @@ def layer_activations(
     is the last chunk of a sequence. With `ep` training spreads experts over its ranks, and over
     those of tp; each computes as many tokens.
     """
-    tokens = _filled_up(tokens, tp, sequence_parallel)
-    row = CountedRow(attention, cp)
+    if sequence_parallel:
+        tokens += -tokens % tp
+    chunk = None
     if earlier:
         stop = earlier + tokens * cp
-        row = CountedRow(
-            attention, cp, ChunkKeys(SequenceKeys(stop, for_backward=True), earlier, stop)
-        )
-    model = _narrow_model(config, tp, dtype, lora, ep)
-    layer, hidden, run, present = _trained_layer(model, tokens, row, mode, fused_dropout)
+        chunk = ChunkKeys(SequenceKeys(stop, for_backward=True), earlier, stop)
+    row, model = CountedRow(attention, cp, chunk), _narrow_model(config, tp, dtype, lora, ep)
+    split = tp if sequence_parallel else 1
+    layer, hidden, run, present = _trained_layer(model, tokens, row, mode, fused_dropout, split)
     keys = row.sequence_keys()
-    if sequence_parallel and tp > 1:
-        hidden = _split(layer, hidden, tp)
     counts = _count(run, hidden, layer, *present, *keys, previous=True)
     return counts._replace(keys=sum(x.nbytes for x in keys))
 
@@ -150,14 +143,14 @@ def backward_in_halves(
     cp: int = 1,
     ep: int | None = None,
 ) -> Halves:
-    """Of a decoder layer, as zero-bubble pipelines compute its backward pass."""
-    tokens = _filled_up(tokens, tp, sequence_parallel)
-    model, row = _narrow_model(config, tp, dtype, lora, ep), CountedRow(attention, cp)
+    """Count a decoder layer, as zero-bubble pipelines compute its backward pass."""
+    if sequence_parallel:
+        tokens += -tokens % tp
+    row, model = CountedRow(attention, cp), _narrow_model(config, tp, dtype, lora, ep)
+    split = tp if sequence_parallel else 1
     layer, hidden, run, present = _trained_layer(
-        model, tokens, row, ActivationMode.keep, fused_dropout
+        model, tokens, row, ActivationMode.keep, fused_dropout, split
     )
-    if sequence_parallel and tp > 1:
-        hidden = _split(layer, hidden, tp)
     return count_halves(run, hidden, layer, *present)
 
 
@@ -187,9 +180,12 @@ def count_halves(
 
 
 def _trained_layer(
-    model: Any, tokens: int, row: "CountedRow", mode: ActivationMode, fused_dropout: bool
+    model: Any, tokens: int, row: CountedRow, mode: ActivationMode, fused_dropout: bool, split: int
 ) -> tuple[Any, torch.Tensor, Callable[[torch.Tensor], torch.Tensor], list[torch.Tensor]]:
-    """The layer, its input, its forward pass, and the tensors that all layers share."""
+    """The layer, its input, its forward pass, and the tensors that all layers share.
+
+    Under sequence parallelism the input has a rank's share of the tokens: 1 / `split` of them.
+    """
     if fused_dropout:
         for name, module in [*model.named_modules()]:
             if isinstance(module, nn.Dropout):
@@ -205,19 +201,10 @@ def _trained_layer(
         out = layer(x, **keywords)
         return out if isinstance(out, torch.Tensor) else out[0]
 
+    if split > 1:  # once the model has run with all tokens
+        split_tokens(layer, split)
+        hidden = hidden.new_empty(1, tokens // split, width)
     return layer, hidden, run, [x for x in tree_leaves(keywords) if isinstance(x, torch.Tensor)]
-
-
-def _split(layer: nn.Module, hidden: torch.Tensor, tp: int) -> torch.Tensor:
-    """Put the layer under sequence parallelism; its input with a rank's share of the tokens."""
-    split_tokens(layer, tp)
-    _, tokens, features = hidden.shape
-    return hidden.new_empty(1, tokens // tp, features)
-
-
-def _filled_up(tokens: int, tp: int, sequence_parallel: bool) -> int:
-    """Tokens of a row as the engine makes it: each rank of tp has as many."""
-    return -(-tokens // tp) * tp if sequence_parallel else tokens
 
 
 @_once
@@ -260,7 +247,7 @@ def head_activations(
     tp: int = 1,
     trained: bool = True,
 ) -> Activations:
-    """Of the head over `scored` hidden states; `trained` is whether it gets a gradient."""
+    """Count the head over `scored` hidden states; `trained` is whether it gets a gradient."""
     rows, features = -(-config.vocab_size // tp), config.hidden_size
     transform = logits_transform(config).under(1.0)
     if triton:
@@ -311,11 +298,11 @@ def _narrow_model(
     if getattr(config, "layer_types", None):
         settings["layer_types"] = config.layer_types[:1]
     config.update(settings)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
-        if lora is not None and lora.rank:
+    model = meta_model(config, dtype=dtype, attn_implementation=ATTENTION)
+    if lora is not None and lora.rank:
+        with torch.device("meta"):
             add_adapters(model, lora, 0, frozen=dtype)
-            model.to(dtype)  # adapters too, as FSDP gathers them
+        model.to(dtype)  # adapters too, as FSDP gathers them
     if ep is not None:
         for module in experts_of(model):
             module.forward = SpreadExperts(module, ep, tp)

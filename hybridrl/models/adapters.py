@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -177,3 +178,21 @@ def adapter_parameters(model: PreTrainedModel, parameters: Sequence[Parameter]) 
                 )
             )
     return adapters
+
+
+@contextmanager
+def enabled_dropout(
+    modules: Sequence[nn.Dropout], device: torch.device, version: int
+) -> Iterator[None]:
+    """Enable `modules` in an update, seeded by `version` and rank: a resumed run repeats it."""
+    if not any(module.p for module in modules):
+        yield
+        return
+    # Of this device alone: by default torch saves the states of every GPU that it sees.
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(version * dist.get_world_size() + dist.get_rank())
+        for module in modules:
+            module.train()
+        yield
+        for module in modules:
+            module.eval()

@@ -1,15 +1,20 @@
-"""What a model's config says about its attention: heads, widths, sinks, caps."""
+"""What a model says about its attention: heads, widths, sinks, caps, and keywords of its calls."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from torch import nn
 from transformers import PretrainedConfig
 
 _WITH_SINKS = {"gpt_oss"}
+_WITHOUT_EFFECT = frozenset({"position_ids", "use_cache"})
+"""Keywords of the model's call that layers pass through and no attention function reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Of every layer: heads of keys and values, and the widths of a head's keys and values.
+    """The attention of every layer: heads of keys and values, and the widths of a head's.
 
     With `sinks` each head has a learned score besides those of the keys (gpt-oss). Where scores are
     `capped`, c tanh(s / c) takes the place of a score s (Gemma 2).
@@ -46,3 +51,17 @@ def attention_shape(config: PretrainedConfig) -> AttentionShape:
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return AttentionShape(kv_heads, size, size, sinks, capped)
+
+
+def check_keywords(module: nn.Module, keywords: Mapping[str, Any]) -> None:
+    """Raise ValueError for a keyword that would be ignored, such as a bias of the positions.
+
+    `keywords` are what transformers hands to an attention function besides its parameters.
+    Attention is causal, so `is_causal` may be True alone.
+    """
+    for name, value in keywords.items():
+        is_neutral = value is None or value is False or name in _WITHOUT_EFFECT
+        if name == "is_causal":
+            is_neutral = value is None or value is True
+        if not is_neutral:
+            raise ValueError(f"{type(module).__name__}: attention with {name} is not supported")

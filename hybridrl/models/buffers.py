@@ -23,7 +23,7 @@ def persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def routing_biases(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of the `buffers`, by name, that are biases of routers."""
+    """The biases of routers among the `buffers`, by name."""
     return {name: x for name, x in buffers.items() if name.rpartition(".")[2] == ROUTING_BIAS}
 
 

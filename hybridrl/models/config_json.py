@@ -61,7 +61,10 @@ def check_has_experts(path: str | None, trainer: TrainerConfig) -> None:
 
 
 def check_expert_settings(settings: Mapping[str, Any], trainer: TrainerConfig) -> None:
-    """The same for a model with these `settings`; without any it passes."""
+    """Raise ConfigError for settings of experts where a model with these `settings` has none.
+
+    Without any `settings` it passes.
+    """
     if settings and not any(map(settings.get, EXPERTS)):
         for key, value, default in trainer.of_experts:
             allowed = f"{default} ({settings.get('model_type', 'the model')} has no experts)"

@@ -16,11 +16,11 @@ from transformers import AttentionInterface
 
 from hybridrl.config import Attention
 from hybridrl.models.chunk_keys import ChunkKeys
+from hybridrl.models.context_parallel import to_heads, to_tokens
 from hybridrl.models.expert_parallel import LocalExperts
 from hybridrl.models.packed_attention import capped_attention, with_sink
 from hybridrl.models.paged_attention import PagedGroup, attend_scores
 from hybridrl.models.recomputation import COUNTED_ATTENTION
-from hybridrl.models.ulysses import to_heads, to_tokens
 
 ATTENTION = "hybridrl_counted"
 """The name of this attention, as `attn_implementation`; it takes a `CountedRow` as `packing`."""
@@ -83,26 +83,13 @@ class _Exchange(torch.autograd.Function):
         return torch.empty_like(grad)
 
 
-class _Gather(torch.autograd.Function):
-    """All tokens of `tp` ranks; the gradient is that of a rank's share. [1, tokens, features]"""
+class _Resized(torch.autograd.Function):
+    """As many `tokens` of x [1, .., features]: those of all ranks, or a rank's share of them."""
 
     @staticmethod
-    def forward(ctx: Any, share: torch.Tensor, tp: int) -> torch.Tensor:
-        ctx.shape = share.shape
-        return share.new_empty(1, share.shape[1] * tp, share.shape[2])
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.new_empty(ctx.shape), None
-
-
-class _Scatter(torch.autograd.Function):
-    """A rank's share of the tokens; the gradient is that of all."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, tp: int) -> torch.Tensor:
-        ctx.shape = tokens.shape
-        return tokens.new_empty(1, tokens.shape[1] // tp, tokens.shape[2])
+    def forward(ctx: Any, x: torch.Tensor, tokens: int) -> torch.Tensor:
+        ctx.shape = x.shape
+        return x.new_empty(1, tokens, x.shape[2])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -115,15 +102,20 @@ def split_tokens(layer: nn.Module, tp: int) -> None:
     As `models.tensor_parallel` does for sequence parallelism.
     """
 
+    def gathered(x: torch.Tensor) -> Any:
+        return _Resized.apply(x, x.shape[1] * tp)
+
+    def share(x: torch.Tensor) -> Any:
+        return _Resized.apply(x, x.shape[1] // tp)
+
     def gather(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if args:
-            return (_Gather.apply(args[0], tp), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": _Gather.apply(kwargs["hidden_states"], tp)}
+            return (gathered(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": gathered(kwargs["hidden_states"])}
 
     def scatter(module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, torch.Tensor):
-            return _Scatter.apply(output, tp)
-        return _Scatter.apply(output[0], tp), *output[1:]
+        is_plain = isinstance(output, torch.Tensor)
+        return share(output) if is_plain else (share(output[0]), *output[1:])
 
     for block in (layer.self_attn, layer.mlp):
         assert isinstance(block, nn.Module)

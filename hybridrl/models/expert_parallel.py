@@ -6,7 +6,7 @@ ranks, which have the same tokens, each send a share of them instead.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,18 +20,14 @@ Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Outputs [rows, features] of a rank's experts, from rows and the number of each row's expert."""
 
 
-class TokenDispatch(Protocol):
-    """Brings tokens to the ranks of their experts, and sums what the experts make of them."""
+TokenDispatch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Compute], torch.Tensor]
+"""Brings tokens to the ranks of their experts, and sums what the experts make of them.
 
-    def __call__(
-        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, compute: Compute
-    ) -> torch.Tensor:
-        """The weighted sum of each token's experts [tokens, features], differentiable.
-
-        `hidden` are this rank's tokens [tokens, features]; ranks may have different numbers, or
-        none. `chosen` and `weights` [tokens, k] are their experts. `compute` numbers the rank's
-        experts from 0. All ranks of an ep group call it together.
-        """
+From this rank's tokens [tokens, features], their experts and weights [tokens, k], and `Compute` on
+a rank's experts, numbered from 0: the weighted sum of each token's experts [tokens, features],
+differentiable. Ranks may have different numbers of tokens, or none. All ranks of an ep group call
+it together.
+"""
 
 
 class AllToAll:
@@ -61,42 +57,12 @@ class AllToAll:
         return outputs[order.argsort()].view(tokens, k, hidden.shape[1]).sum(1)
 
 
-class GatherAll:
-    """The reference: every rank gets the tokens of all ranks, and returns its experts' part."""
-
-    def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
-        self.group, self.num_experts = group, num_experts
-
-    def __call__(
-        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, compute: Compute
-    ) -> torch.Tensor:
-        """See `TokenDispatch`."""
-        tokens, local = len(hidden), self.num_experts // self.group.size()
-        most = torch.tensor(tokens, device=hidden.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
-        missing = int(most) - tokens
-        hidden, weights = (
-            funcol.all_gather_tensor_autograd(_padded(x, missing), 0, self.group)
-            for x in (hidden, weights)
-        )
-        chosen = funcol.all_gather_tensor(_padded(chosen, missing), 0, self.group)
-        chosen = chosen - self.group.rank() * local
-        token, choice = ((chosen >= 0) & (chosen < local)).nonzero(as_tuple=True)
-        outputs = compute(hidden[token], chosen[token, choice]) * weights[token, choice, None]
-        total = torch.zeros_like(hidden).index_add(0, token, outputs)
-        total = funcol.reduce_scatter_tensor_autograd(total, "sum", 0, self.group)
-        return total[:tokens]
-
-
-class Stay:
-    """The dispatch of ranks that hold every expert."""
-
-    def __call__(
-        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, compute: Compute
-    ) -> torch.Tensor:
-        """See `TokenDispatch`."""
-        outputs = compute(hidden.repeat_interleave(chosen.shape[1], 0), chosen.flatten())
-        return (outputs.view(*chosen.shape, hidden.shape[1]) * weights[..., None]).sum(1)
+def stay(
+    hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, compute: Compute
+) -> torch.Tensor:
+    """The `TokenDispatch` of ranks that hold every expert."""
+    outputs = compute(hidden.repeat_interleave(chosen.shape[1], 0), chosen.flatten())
+    return (outputs.view(*chosen.shape, hidden.shape[1]) * weights[..., None]).sum(1)
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
@@ -112,7 +78,7 @@ def apply_expert_parallel(
     """
     for module in modules:
         number: Any = module.num_experts
-        dispatch: TokenDispatch = Stay()
+        dispatch: TokenDispatch = stay
         if ep is not None:
             dispatch = AllToAll(ep.get_group(), number)
             for name, parameter in list(module.named_parameters(recurse=False)):

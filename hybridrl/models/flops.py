@@ -30,7 +30,7 @@ class ForwardFlops:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "ForwardFlops":
-        """Those of a model, whatever its layout."""
+        """Count the operations of a model, whatever its layout."""
         experts, chosen = num_experts(config), experts_per_token(config)
         embeddings = tuple(modules_before(config))
         layers = head = 0
@@ -53,7 +53,7 @@ class ForwardFlops:
         return cls(2 * layers, 2 * head, pair * full, pair * windowed, window)
 
     def __call__(self, tokens: int, scored: int) -> int:
-        """Of a sequence of so many tokens, of which `scored` are predicted."""
+        """Count a sequence of so many tokens, of which `scored` are predicted."""
         pairs = tokens * (tokens + 1) // 2
         outside = max(0, tokens - self.window)
         near = pairs - outside * (outside + 1) // 2

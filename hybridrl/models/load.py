@@ -1,5 +1,6 @@
 """Makes Hugging Face decoders, without their weights; refuses unsupported architectures."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,10 @@ def load_config(path: str, key: str = "model.path") -> PretrainedConfig:
     try:
         local = directory.exists()
         return AutoConfig.from_pretrained(path, local_files_only=local, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
-        raise ConfigError(key, path, f"a Hugging Face model ({one_line(error)})") from error
-    except (LookupError, ArithmeticError) as error:  # raised by a family's config class
+    # A family's config class raises the last two.
+    except (
+        OSError, ValueError, TypeError, StrictDataclassError, LookupError, ArithmeticError
+    ) as error:  # fmt: skip
         raise ConfigError(key, path, f"a Hugging Face model ({one_line(error)})") from error
 
 
@@ -131,6 +133,23 @@ def generation_config(path: str) -> GenerationConfig:
         return GenerationConfig.from_pretrained(
             path, "config.json", local_files_only=local, _from_model_config=True
         )
+
+
+def end_token_ids(path: str, config: Any) -> frozenset[int]:
+    """All ends that `config.json` and `generation_config.json` name, within the vocabulary.
+
+    Chat models have several: GLM ends at `<|endoftext|>`, `<|user|>` and `<|observation|>`, Llama
+    at `<|eot_id|>` and `<|eom_id|>` besides the tokenizer's eos.
+    """
+    named = [config.eos_token_id, generation_config(path).eos_token_id]
+    ids = {id for value in named for id in _ids(value)}
+    return frozenset(id for id in ids if 0 <= id < config.vocab_size)
+
+
+def _ids(value: Any) -> Iterable[int]:
+    if value is None:
+        return ()
+    return tuple(map(int, value)) if isinstance(value, list | tuple) else (int(value),)
 
 
 def load_tokenizer(path: str, chat_template: str | None = None) -> Any:

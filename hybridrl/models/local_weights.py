@@ -52,13 +52,17 @@ def take_local(
     for name, tensor in weights:
         if name in parameters:
             held = LocalTensor(layout.local(name, parallel.instance_rank))
-            for box in held.boxes:
-                unpadded = box.intersect(Box.whole(tuple(tensor.shape)))
-                if unpadded is not None:
-                    local = parameters[name].data[held.slices(unpadded)]
-                    local.copy_(tensor[unpadded.slices()])
+            copy_boxes(tensor, parameters[name].data, held)
         elif name in buffers:
             buffers[name].copy_(tensor)
+
+
+def copy_boxes(whole: torch.Tensor, local: torch.Tensor, held: LocalTensor) -> None:
+    """Copy the boxes `held` of a `whole` parameter to `local`; padding stays as it is."""
+    for box in held.boxes:
+        unpadded = box.intersect(Box.whole(tuple(whole.shape)))
+        if unpadded is not None:
+            local[held.slices(unpadded)].copy_(whole[unpadded.slices()])
 
 
 def load_buffers(

@@ -28,10 +28,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from hybridrl.config import Attention
-from hybridrl.models.attention_keywords import check_keywords
+from hybridrl.models.attention_shape import check_keywords
 from hybridrl.models.chunk_keys import ChunkKeys
-from hybridrl.models.gathered_keys import OwnTokens, gather_tokens
-from hybridrl.models.ulysses import all_to_all, own_heads, to_heads, to_tokens
+from hybridrl.models.context_parallel import (
+    OwnTokens,
+    all_to_all,
+    gather_tokens,
+    own_heads,
+    to_heads,
+    to_tokens,
+)
 
 NAME = "hybridrl_packed"
 """The attention's name in transformers' interface."""
@@ -61,7 +67,7 @@ class Packing:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of each sequence."""
+        """The tokens of each sequence."""
         return tuple(length for number, length in self.blocks for _ in range(number))
 
 
@@ -307,78 +313,53 @@ def _variable_length(
     window: int | None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Attention of the whole row by one call of FlashAttention, which has one width of heads."""
+    """Attention of the whole row by one call of FlashAttention, which has one width of heads.
+
+    The backward pass of `varlen_attn` is deterministic where torch's algorithms are: it asks
+    itself. flash-attn's adds atomically unless it is told so.
+    """
     size, value_size = query.shape[-1], value.shape[-1]
     if size != value_size:
         scaling = size**-0.5 if scaling is None else scaling
         width = max(size, value_size)
         query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # [tokens, heads, dim]
+    key_starts = packing.starts if packing.key_starts is None else packing.key_starts
     if packing.implementation is Attention.flash:
-        out = _flash(q, k, v, packing, scaling, window, softcap)
+        from flash_attn import flash_attn_varlen_func
+
+        out = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q=packing.starts,
+            cu_seqlens_k=key_starts,
+            max_seqlen_q=packing.longest,
+            max_seqlen_k=packing.longest,
+            softmax_scale=scaling,
+            causal=True,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            window_size=(-1, -1) if window is None else (window - 1, 0),
+            softcap=softcap or 0.0,
+        )
     else:
+        from torch.nn.attention.varlen import varlen_attn
+
         assert softcap is None, "varlen_attn has no capped scores"
-        out = _varlen(q, k, v, packing, scaling, window)
-    return out if size == value_size else out[..., :value_size]
-
-
-def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    packing: Packing,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """flash-attn's result [tokens, heads, dim]; key and value are [tokens, kv_heads, dim]."""
-    from flash_attn import flash_attn_varlen_func
-
-    out: torch.Tensor = flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        cu_seqlens_q=packing.starts,
-        cu_seqlens_k=packing.starts if packing.key_starts is None else packing.key_starts,
-        max_seqlen_q=packing.longest,
-        max_seqlen_k=packing.longest,
-        softmax_scale=scaling,
-        causal=True,
-        deterministic=torch.are_deterministic_algorithms_enabled(),  # else backward adds atomically
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-        softcap=softcap or 0.0,
-    )
-    return out
-
-
-def _varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    packing: Packing,
-    scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:
-    """The same of torch's `varlen_attn`.
-
-    Its backward pass is deterministic where torch's algorithms are, which it asks itself.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    out = varlen_attn(
-        query,
-        key,
-        value,
-        packing.starts,
-        packing.starts if packing.key_starts is None else packing.key_starts,
-        packing.longest,
-        packing.longest,
-        scale=scaling,
-        window_size=(-1, 0) if window is None else (window - 1, 0),
-        **_grouped_heads(),
-    )
+        out = varlen_attn(
+            q,
+            k,
+            v,
+            packing.starts,
+            key_starts,
+            packing.longest,
+            packing.longest,
+            scale=scaling,
+            window_size=(-1, 0) if window is None else (window - 1, 0),
+            **_grouped_heads(),
+        )
     assert isinstance(out, torch.Tensor)
-    return out
+    return out if size == value_size else out[..., :value_size]
 
 
 @cache

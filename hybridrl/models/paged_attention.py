@@ -14,12 +14,12 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from hybridrl.models.attention_keywords import check_keywords
+from hybridrl.models.attention_shape import check_keywords
 
 NAME = "hybridrl_paged"
 
 Places = tuple[torch.Tensor, torch.Tensor]
-"""Of tokens in the cache: their blocks [tokens] and their offsets [tokens] in those."""
+"""Places of tokens in the cache: their blocks [tokens] and their offsets [tokens] in those."""
 
 
 def reads_whole_pages(device: torch.device) -> bool:

@@ -9,6 +9,7 @@ the first plan omits, is added.
 import copy
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from transformers import (
@@ -47,11 +48,16 @@ STYLES = frozenset({*_DIM_FROM_END, *_WHOLE})
 """The styles that training and generation compute."""
 
 
-def meta_model(config: PretrainedConfig, classifier: bool = False) -> PreTrainedModel:
-    """The causal language model, or sequence classifier, without memory for its weights."""
+def meta_model(
+    config: PretrainedConfig, classifier: bool = False, **settings: Any
+) -> PreTrainedModel:
+    """The causal language model, or sequence classifier, without memory for its weights.
+
+    The `settings` go to transformers' `from_config`, which gets a copy of `config`.
+    """
     auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     with torch.device("meta"):
-        return auto.from_config(copy.deepcopy(config))
+        return auto.from_config(copy.deepcopy(config), **settings)
 
 
 def tp_style(config: PretrainedConfig, name: str) -> str | None:

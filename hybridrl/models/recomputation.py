@@ -1,18 +1,22 @@
 """Recomputed activations: all of a decoder layer's, or those that cost little to compute again."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
+import torch
+from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
+    checkpoint,
     create_selective_checkpoint_contexts,
 )
 from transformers import PreTrainedModel
 
 from hybridrl.config import ActivationMode
 from hybridrl.models.blocks import decoder_layers
-from hybridrl.models.layer_checkpoint import checkpoint_layers
 
 COUNTED_ATTENTION = "hybridrl::counted_attention"
 """The operation that stands for a fused attention kernel where no kernel runs."""
@@ -47,6 +51,30 @@ def recompute_layers(model: PreTrainedModel, mode: ActivationMode) -> None:
     """
     settings = {"context_fn": _contexts} if mode is ActivationMode.selective else {}
     checkpoint_layers(decoder_layers(model), **settings)
+
+
+def checkpoint_layers(layers: Iterable[nn.Module], **settings: Any) -> None:
+    """Let `layers` keep their inputs alone; `settings` go to torch's `checkpoint`.
+
+    A call is computed again with its hooks, which hand over what belongs to it (`hook_routers`).
+    transformers' own way leaves them out in its newer versions.
+    """
+    for layer in layers:
+        layer.__class__ = _checkpointed(type(layer), settings)
+
+
+def _checkpointed(layer_class: Any, settings: dict[str, Any]) -> type[nn.Module]:
+    """The class of a layer, whose calls are checkpointed: torch looks there for `__call__`."""
+
+    class Checkpointed(layer_class):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            compute = super().__call__
+            if not self.training or not torch.is_grad_enabled():
+                return compute(*args, **kwargs)
+            return checkpoint(partial(compute, **kwargs), *args, use_reentrant=False, **settings)
+
+    Checkpointed.__name__ = layer_class.__name__
+    return Checkpointed
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

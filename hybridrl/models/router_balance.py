@@ -15,7 +15,7 @@ enters the backward pass at the weights of the experts, as in Megatron-LM. So ea
 adds that of its layers, and recomputation adds none twice.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,7 +29,7 @@ from transformers import PretrainedConfig
 from hybridrl.config import ConfigError
 from hybridrl.models.buffers import persistent_buffers, routing_biases
 from hybridrl.models.parallel import meta_model
-from hybridrl.models.router_hooks import hook_routers
+from hybridrl.models.router_replay import hook_routers
 
 KEYWORD = "token_sequences"
 """The keyword of a model's call that takes `TokenSequences`, once routers are watched."""
@@ -66,7 +66,7 @@ class TokenSequences:
         self._start, self._chunks = start, chunks
 
     def of_rank(self, own: slice, device: torch.device) -> "TokenSequences":
-        """The same of the tokens `own` of the row, on `device`."""
+        """The sequences of the tokens `own` of the row, on `device`."""
         tensors = self.of_token[own].to(device), self.lengths.to(device)
         return TokenSequences(*tensors, self.group, self._start, self._chunks)
 
@@ -161,22 +161,12 @@ Observe = Callable[[int, torch.Tensor], None]
 """Gets a layer's number, and the counts [sequences, experts] of this rank's tokens."""
 
 
-def watch_routers(
-    layers: Iterable[tuple[int, nn.Module]],
-    experts: int,
-    observe: Observe,
-    loss: RouterLoss | None,
-) -> None:
-    """Let decoder `layers`, each with its number in the whole model, take `TokenSequences`.
+class WatchedLayer:
+    """A decoder layer that takes `TokenSequences`, with experts or without.
 
-    `observe` is called where gradients are computed; again, where a layer is recomputed.
+    `number` is its number in the whole model. `observe` is called where gradients are computed;
+    again, where the layer is recomputed.
     """
-    for number, layer in layers:
-        _WatchedLayer(number, layer, experts, observe, loss)
-
-
-class _WatchedLayer:
-    """A decoder layer that takes `TokenSequences`, with experts or without."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ all experts gives the recorded ones, with their scores. `check_replay` in `hybri
 tries it on a model's own code.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +18,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
+from hybridrl.models.expert_parallel import experts_of
 from hybridrl.models.parallel import experts_per_token, model_parameters, num_experts
-from hybridrl.models.router_hooks import hook_routers
 
 KEYWORD = "routing"
 """The keyword of a model's call that takes a `Routing`, once `enable_replay` has been called."""
@@ -72,7 +72,7 @@ class ExpertShape:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "ExpertShape":
-        """Those of a model; without layers for a dense one."""
+        """The experts of a model; a dense one has no layers of them."""
         layers = sorted({p.layer for p in model_parameters(config) if p.experts})
         return cls(tuple(layers), num_experts(config), experts_per_token(config))
 
@@ -83,7 +83,7 @@ class ExpertShape:
 
     @property
     def numpy_dtype(self) -> "np.dtype[Any]":
-        """The same on the host: torch writes to no part of a tensor of uint16."""
+        """`dtype` on the host, as numpy's: torch writes to no part of a tensor of uint16."""
         return np.dtype(np.uint8 if self.experts <= 256 else np.uint16)
 
 
@@ -141,3 +141,42 @@ class _ForcedChoice(TorchFunctionMode):
             return result
         indices = self._routing.force(self._layer, result.indices)
         return type(result)((scores.gather(1, indices), indices))
+
+
+def hook_routers(
+    layer: nn.Module,
+    keyword: str,
+    take: Callable[[Any], None],
+    before_experts: Callable[..., Any],
+    within: Callable[[], AbstractContextManager[Any]] | None,
+) -> None:
+    """Let a decoder `layer` take a `keyword`, whose value, or None, `take` gets at every call.
+
+    The keyword goes no further than the layer, so recomputation in the backward pass gets it again.
+    `before_experts` is a forward pre-hook of the experts. The blocks around them, which have the
+    routers, compute `within` a context.
+    """
+
+    def take_keyword(
+        _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        take(keywords.get(keyword))
+        return args, {name: value for name, value in keywords.items() if name != keyword}
+
+    layer.register_forward_pre_hook(take_keyword, with_kwargs=True)
+    modules = experts_of(layer)
+    for module in modules:
+        module.register_forward_pre_hook(before_experts)
+    if within is None:
+        return
+    for block in list(layer.modules()):
+        if any(child in modules for child in block.children()):
+            block.forward = _under(within, block.forward)
+
+
+def _under(within: Callable[[], AbstractContextManager[Any]], forward: Any) -> Any:
+    def call(*args: Any, **keywords: Any) -> Any:
+        with within():
+            return forward(*args, **keywords)
+
+    return call

@@ -6,7 +6,6 @@ sum after a row-parallel product and the look-up in a sharded vocabulary (Shoeyb
 Megatron-LM, arXiv 1909.08053).
 """
 
-import copy
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,12 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.local import LocalTensor
@@ -31,7 +25,13 @@ from hybridrl.layout.process_groups import axis_group, warm_up
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import fill_buffers
 from hybridrl.models.expert_parallel import LocalExperts
-from hybridrl.models.parallel import check_gen_layout, model_parameters, num_experts, tp_style
+from hybridrl.models.parallel import (
+    check_gen_layout,
+    meta_model,
+    model_parameters,
+    num_experts,
+    tp_style,
+)
 from hybridrl.models.stages import head_name, modules_after, modules_before
 
 
@@ -303,10 +303,9 @@ def local_model(
     ep = parallel.ep if num_experts(config) else 1
     check_gen_layout(config, parallel.pp, parallel.tp, ep=ep)
     shapes = local_shapes(config, parallel, classifier)
-    config = copy.deepcopy(config)
-    auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
-    with torch.device("meta"):
-        model = auto.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
+    model = meta_model(config, classifier, attn_implementation=attn_implementation, dtype=dtype)
+    config = model.config
+    # Weights of the rank's own shapes; those of other stages stay on the meta device.
     body: Any = model.base_model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = not classifier and head.weight is embedding.weight
@@ -319,6 +318,7 @@ def local_model(
                 tensor = weights[name]
             parameter = nn.Parameter(tensor, requires_grad=False)
             setattr(model.get_submodule(module), leaf, parameter)
+    # What other ranks have, and the collectives that join their parts.
     model.set_input_embeddings(VocabEmbedding(embedding, parallel))
     if tied:
         head.weight = embedding.weight

@@ -4,8 +4,7 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.config_json import EXPERTS, EXPERTS_PER_TOKEN
@@ -110,15 +109,13 @@ def _remade(config: PretrainedConfig, settings: dict[str, Any]) -> PretrainedCon
 
 def _kinds(config: PretrainedConfig, depth: int) -> list[tuple[Any, ...]]:
     """What tells the layers apart: their parameters, and their entries in the config's lists."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     lists = per_layer_lists(config.to_dict(), depth).values()
     return [
         (
             tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()),
             *(str(values[index]) for values in lists),
         )
-        for index, layer in enumerate(decoder_layers(model))
+        for index, layer in enumerate(decoder_layers(meta_model(config)))
     ]
 
 

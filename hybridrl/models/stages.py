@@ -92,12 +92,6 @@ def per_layer_lists(settings: Mapping[str, Any], depth: int) -> dict[str, list[A
     }
 
 
-def embedding_name(model: PreTrainedModel) -> str:
-    """The module of the base model that looks up the tokens."""
-    embedding = model.get_input_embeddings()
-    return next(name for name, child in model.base_model.named_children() if child is embedding)
-
-
 def prepare_training(model: PreTrainedModel) -> PreTrainedModel:
     """`model` in training mode as far as gradient checkpointing needs it, and no further.
 
@@ -123,6 +117,7 @@ def cut(model: PreTrainedModel, start: int, stop: int) -> Chunk:
     added to that of the first. The chunk's forward is transformers' own. Chunks after the first
     take `inputs_embeds`; before the last, `last_hidden_state` is the last layer's output.
     """
+    # An empty model of so many layers.
     base, config = model.base_model, copy.deepcopy(model.config)
     first, last = start == 0, stop == config.num_hidden_layers
     of_layers = per_layer_lists(config.to_dict(), config.num_hidden_layers)
@@ -133,7 +128,7 @@ def cut(model: PreTrainedModel, start: int, stop: int) -> Chunk:
     auto = AutoModelForSequenceClassification if name == "score" else AutoModelForCausalLM
     with torch.device("meta"):
         chunk = auto.from_config(config, attn_implementation=model.config._attn_implementation)
-    embedding = embedding_name(model)
+    # The modules of the whole one that belong to this chunk.
     here = {
         **dict.fromkeys(modules_before(config), first),
         **dict.fromkeys(modules_after(config), last),
@@ -142,18 +137,15 @@ def cut(model: PreTrainedModel, start: int, stop: int) -> Chunk:
         if here.get(child_name, True):  # rotations, which no stage lacks
             setattr(chunk.base_model, child_name, child)
         else:
-            setattr(chunk.base_model, child_name, _absent(child_name == embedding))
+            # An embedding is not called, the others pass on.
+            embeds = child is model.get_input_embeddings()
+            setattr(chunk.base_model, child_name, None if embeds else nn.Identity())
     chunk.base_model.layers = nn.ModuleList(list(base.layers)[start:stop])
     head = getattr(model, name) if last else None
     if head is not None and not first and head.weight is model.get_input_embeddings().weight:
         head = copy.deepcopy(head)
     setattr(chunk, name, head)
     return Chunk(prepare_training(chunk), start, first, last)
-
-
-def _absent(embeds: bool) -> nn.Module | None:
-    """What replaces a module of another stage: an embedding is not called, others pass on."""
-    return None if embeds else nn.Identity()
 
 
 def hollow(model: PreTrainedModel) -> None:

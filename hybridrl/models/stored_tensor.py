@@ -5,32 +5,30 @@ conversions stack, join, transpose and cut whole tensors. Called with `StoredTen
 another one, which reads a box of its elements straight from the files.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hybridrl.layout.box import Box
 
+CopyBox = Callable[[torch.Tensor, Box], None]
+"""Writes the elements of a box to a tensor, or view, of the box's shape."""
+
 
 class NotBySlices(AttributeError):
     """An operation whose boxes are no boxes of its inputs: whole tensors have to be read."""
 
 
-class StoredTensor(ABC):
-    """A tensor of `shape` that is read box by box.
+class StoredTensor:
+    """A tensor of `shape` whose boxes `copy_to` reads; where it `reads_whole`, all for each box.
 
     It has the methods of `torch.Tensor` that conversions call, and torch's functions take it. What
     is not among them raises NotBySlices.
     """
 
-    shape: torch.Size
-
-    @abstractmethod
-    def copy_to(self, out: torch.Tensor, box: Box) -> None:
-        """Write the elements of `box` to `out`, a tensor or view of the box's shape."""
+    def __init__(self, shape: torch.Size, copy_to: CopyBox, reads_whole: bool = False) -> None:
+        self.shape, self.copy_to, self.reads_whole = shape, copy_to, reads_whole
 
     @property
     def ndim(self) -> int:
@@ -68,114 +66,34 @@ class StoredTensor(ABC):
         return _FUNCTIONS[function](*args, **(kwargs or {}))
 
 
-@dataclass(frozen=True, eq=False)
-class InFile(StoredTensor):
-    """A tensor of a safetensors file: `stored` is its `get_slice`."""
+def in_file(stored: Any, shape: torch.Size) -> StoredTensor:
+    """A tensor of a safetensors file, of which `stored` is the `get_slice`."""
 
-    stored: Any
-    shape: torch.Size
+    def copy_to(out: torch.Tensor, box: Box) -> None:
+        out.copy_(stored[box.slices() or ...])
 
-    def copy_to(self, out: torch.Tensor, box: Box) -> None:
-        """See `StoredTensor`."""
-        out.copy_(self.stored[box.slices() or ...])
+    return StoredTensor(shape, copy_to)
 
 
-@dataclass(frozen=True, eq=False)
-class Zeros(StoredTensor):
+def stored_zeros(shape: torch.Size) -> StoredTensor:
     """Zeros, for what no file has."""
 
-    shape: torch.Size
-
-    def copy_to(self, out: torch.Tensor, box: Box) -> None:
-        """See `StoredTensor`."""
+    def copy_to(out: torch.Tensor, box: Box) -> None:
         out.zero_()
 
+    return StoredTensor(shape, copy_to)
 
-@dataclass(frozen=True, eq=False)
-class ReadWhole(StoredTensor):
+
+def read_whole(read: Callable[[], torch.Tensor], shape: torch.Size) -> StoredTensor:
     """What a conversion makes of tensors that `read` reads whole, again for each box."""
 
-    read: Callable[[], torch.Tensor]
-    shape: torch.Size
+    def copy_to(out: torch.Tensor, box: Box) -> None:
+        out.copy_(read()[box.slices()])
 
-    def copy_to(self, out: torch.Tensor, box: Box) -> None:
-        """See `StoredTensor`."""
-        out.copy_(self.read()[box.slices()])
+    return StoredTensor(shape, copy_to, reads_whole=True)
 
 
-@dataclass(frozen=True, eq=False)
-class _Joined(StoredTensor):
-    pieces: Sequence[StoredTensor]
-    dim: int
-    shape: torch.Size
-
-    def copy_to(self, out: torch.Tensor, box: Box) -> None:
-        passed, dim = 0, self.dim
-        for piece in self.pieces:
-            extent = piece.shape[dim]
-            low, high = max(box.start[dim], passed), min(box.stop[dim], passed + extent)
-            if low < high:
-                here = out.narrow(dim, low - box.start[dim], high - low)
-                piece.copy_to(here, box.narrow(dim, low - passed, high - passed))
-            passed += extent
-
-
-@dataclass(frozen=True, eq=False)
-class _Stacked(StoredTensor):
-    pieces: Sequence[StoredTensor]
-    dim: int
-    shape: torch.Size
-
-    def copy_to(self, out: torch.Tensor, box: Box) -> None:
-        dim, first = self.dim, box.start[self.dim]
-        inner = Box(box.start[:dim] + box.start[dim + 1 :], box.stop[:dim] + box.stop[dim + 1 :])
-        for index in range(first, box.stop[dim]):
-            self.pieces[index].copy_to(out.select(dim, index - first), inner)
-
-
-@dataclass(frozen=True, eq=False)
-class _Transposed(StoredTensor):
-    source: StoredTensor
-    dims: tuple[int, int]
-    shape: torch.Size
-
-    def copy_to(self, out: torch.Tensor, box: Box) -> None:
-        inner = Box(_swapped(box.start, self.dims), _swapped(box.stop, self.dims))
-        self.source.copy_to(out.transpose(*self.dims), inner)
-
-
-@dataclass(frozen=True, eq=False)
-class _Narrowed(StoredTensor):
-    source: StoredTensor
-    dim: int
-    start: int
-    shape: torch.Size
-
-    def copy_to(self, out: torch.Tensor, box: Box) -> None:
-        low, high = box.start[self.dim] + self.start, box.stop[self.dim] + self.start
-        self.source.copy_to(out, box.narrow(self.dim, low, high))
-
-
-@dataclass(frozen=True, eq=False)
-class _Squeezed(StoredTensor):
-    source: StoredTensor
-    dims: tuple[int, ...]
-    """Dimensions of the source, of extent 1, which it has not; ascending."""
-    shape: torch.Size
-
-    def copy_to(self, out: torch.Tensor, box: Box) -> None:
-        start, stop = list(box.start), list(box.stop)
-        for dim in self.dims:
-            out = out.unsqueeze(dim)
-            start.insert(dim, 0)
-            stop.insert(dim, 1)
-        self.source.copy_to(out, Box(tuple(start), tuple(stop)))
-
-
-def _swapped(values: Sequence[int], dims: tuple[int, int]) -> tuple[int, ...]:
-    out = list(values)
-    out[dims[0]], out[dims[1]] = out[dims[1]], out[dims[0]]
-    return tuple(out)
+# torch's functions
 
 
 def _cat(pieces: Sequence[StoredTensor], dim: int = 0) -> StoredTensor:
@@ -184,7 +102,18 @@ def _cat(pieces: Sequence[StoredTensor], dim: int = 0) -> StoredTensor:
     if len(others) > 1:
         raise ValueError(f"shapes differ: {', '.join(str(list(piece.shape)) for piece in pieces)}")
     shape[dim] = sum(piece.shape[dim] for piece in pieces)
-    return _Joined(tuple(pieces), dim, torch.Size(shape))
+
+    def copy_to(out: torch.Tensor, box: Box) -> None:
+        passed = 0
+        for piece in pieces:
+            extent = piece.shape[dim]
+            low, high = max(box.start[dim], passed), min(box.stop[dim], passed + extent)
+            if low < high:
+                here = out.narrow(dim, low - box.start[dim], high - low)
+                piece.copy_to(here, box.narrow(dim, low - passed, high - passed))
+            passed += extent
+
+    return StoredTensor(torch.Size(shape), copy_to)
 
 
 def _stack(pieces: Sequence[StoredTensor], dim: int = 0) -> StoredTensor:
@@ -192,30 +121,64 @@ def _stack(pieces: Sequence[StoredTensor], dim: int = 0) -> StoredTensor:
     if len(shapes) > 1:
         raise ValueError(f"shapes differ: {', '.join(str(list(shape)) for shape in shapes)}")
     shape, dim = list(pieces[0].shape), dim % (pieces[0].ndim + 1)
-    return _Stacked(tuple(pieces), dim, torch.Size([*shape[:dim], len(pieces), *shape[dim:]]))
+
+    def copy_to(out: torch.Tensor, box: Box) -> None:
+        first = box.start[dim]
+        inner = Box(box.start[:dim] + box.start[dim + 1 :], box.stop[:dim] + box.stop[dim + 1 :])
+        for index in range(first, box.stop[dim]):
+            pieces[index].copy_to(out.select(dim, index - first), inner)
+
+    return StoredTensor(torch.Size([*shape[:dim], len(pieces), *shape[dim:]]), copy_to)
 
 
 def _transpose(tensor: StoredTensor, dim0: int, dim1: int) -> StoredTensor:
-    dims = dim0 % tensor.ndim, dim1 % tensor.ndim
-    return _Transposed(tensor, dims, torch.Size(_swapped(tensor.shape, dims)))
+    dim0, dim1 = dim0 % tensor.ndim, dim1 % tensor.ndim
+
+    def swapped(values: Sequence[int]) -> tuple[int, ...]:
+        out = list(values)
+        out[dim0], out[dim1] = out[dim1], out[dim0]
+        return tuple(out)
+
+    def copy_to(out: torch.Tensor, box: Box) -> None:
+        inner = Box(swapped(box.start), swapped(box.stop))
+        tensor.copy_to(out.transpose(dim0, dim1), inner)
+
+    return StoredTensor(torch.Size(swapped(tensor.shape)), copy_to)
 
 
 def _chunk(tensor: StoredTensor, chunks: int, dim: int = 0) -> tuple[StoredTensor, ...]:
     dim %= tensor.ndim
-    extent = tensor.shape[dim]
-    size, pieces = -(-extent // chunks), []
-    for start in range(0, extent, size):
-        shape = list(tensor.shape)
-        shape[dim] = min(size, extent - start)
-        pieces.append(_Narrowed(tensor, dim, start, torch.Size(shape)))
-    return tuple(pieces)
+    size = -(-tensor.shape[dim] // chunks)
+    starts = range(0, tensor.shape[dim], size)
+    return tuple(_narrow(tensor, dim, start, size) for start in starts)
+
+
+def _narrow(tensor: StoredTensor, dim: int, start: int, size: int) -> StoredTensor:
+    """At most `size` of a dimension from `start` on."""
+    shape = list(tensor.shape)
+    shape[dim] = min(size, shape[dim] - start)
+
+    def copy_to(out: torch.Tensor, box: Box) -> None:
+        low, high = box.start[dim] + start, box.stop[dim] + start
+        tensor.copy_to(out, box.narrow(dim, low, high))
+
+    return StoredTensor(torch.Size(shape), copy_to)
 
 
 def _squeeze(tensor: StoredTensor, dim: int | None = None) -> StoredTensor:
     wanted = range(tensor.ndim) if dim is None else [dim % tensor.ndim]
-    dims = tuple(i for i in wanted if tensor.shape[i] == 1)
+    dims = [i for i in wanted if tensor.shape[i] == 1]
     kept = [size for i, size in enumerate(tensor.shape) if i not in dims]
-    return _Squeezed(tensor, dims, torch.Size(kept))
+
+    def copy_to(out: torch.Tensor, box: Box) -> None:
+        start, stop = list(box.start), list(box.stop)
+        for at in dims:  # which ascend
+            out = out.unsqueeze(at)
+            start.insert(at, 0)
+            stop.insert(at, 1)
+        tensor.copy_to(out, Box(tuple(start), tuple(stop)))
+
+    return StoredTensor(torch.Size(kept), copy_to)
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {

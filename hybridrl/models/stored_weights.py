@@ -28,7 +28,13 @@ from hybridrl.layout.local import LocalTensor
 from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.parallel import meta_model
 from hybridrl.models.stages import head_name
-from hybridrl.models.stored_tensor import InFile, NotBySlices, ReadWhole, StoredTensor, Zeros
+from hybridrl.models.stored_tensor import (
+    NotBySlices,
+    StoredTensor,
+    in_file,
+    read_whole,
+    stored_zeros,
+)
 from hybridrl.models.weight_files import first_few, open_file, weight_files
 
 Source = tuple[str, str]
@@ -77,7 +83,7 @@ class StoredWeights:
             raise ConfigError(key, path, f"a model with *.safetensors ({error})") from error
         for name in zeros:
             shape = self._model.get_parameter(name).shape
-            self._tensors.setdefault(name, Zeros(shape))
+            self._tensors.setdefault(name, stored_zeros(shape))
         self._check()
 
     def __enter__(self) -> "StoredWeights":
@@ -129,26 +135,26 @@ class StoredWeights:
                     return str(other)
         return name
 
-    def _open(self) -> dict[str, InFile]:
-        """The stored tensors, by their own names."""
+    def _open(self) -> dict[str, Any]:
+        """The slices of the stored tensors, by their own names."""
         opened: dict[Path, Any] = {}
         stored = {}
         for name, file in weight_files(self.path).items():
             if file not in opened:
                 opened[file] = self._files.enter_context(open_file(file))
-            view = opened[file].get_slice(name)
-            stored[name] = InFile(view, torch.Size(view.get_shape()))
+            stored[name] = opened[file].get_slice(name)
         return stored
 
     def _converted(self) -> dict[str, StoredTensor]:
         """The tensors by transformers' names; raises OSError for what no conversion takes."""
+        stored = {n: in_file(x, torch.Size(x.get_shape())) for n, x in self._stored.items()}
         tensors: dict[str, StoredTensor] = {}
         for target, (converter, sources) in conversions(self._model, self._stored).items():
             if converter is None:
-                tensors[target] = self._stored[sources[0][1]]
+                tensors[target] = stored[sources[0][1]]
                 continue
             try:
-                tensors |= self._convert(converter, target, sources, self._stored)
+                tensors |= self._convert(converter, target, sources, stored)
             except NotBySlices:
                 tensors |= self._convert_whole(converter, target, sources)
             except (ValueError, IndexError) as error:
@@ -175,16 +181,16 @@ class StoredWeights:
     ) -> dict[str, StoredTensor]:
         """As `_convert`, by reading the whole of these tensors each time that a box is read."""
         inputs = {name: self._stored[name] for _, name in sources}
-        empty = {n: torch.empty(x.shape, device="meta") for n, x in inputs.items()}
+        empty = {n: torch.empty(x.get_shape(), device="meta") for n, x in inputs.items()}
 
         def read(name: str) -> torch.Tensor:
-            whole = {n: x.stored[...] for n, x in inputs.items()}
+            whole = {n: x[...] for n, x in inputs.items()}
             result = self._convert(converter, target, sources, whole)[name]
             assert isinstance(result, torch.Tensor)
             return result
 
         shapes = self._convert(converter, target, sources, empty)
-        return {name: ReadWhole(partial(read, name), x.shape) for name, x in shapes.items()}
+        return {name: read_whole(partial(read, name), x.shape) for name, x in shapes.items()}
 
     def _check(self) -> None:
         """Raise ConfigError where a parameter or persistent buffer is missing or of another shape.

@@ -77,22 +77,15 @@ class LocalParameters(ParallelStyle):
         return module
 
 
-class RowShardedWeight(ParallelStyle):
-    """A weight sharded by rows, for a head that is never called: see `linear_log_probs`."""
+class HeadWeight(ParallelStyle):
+    """A weight of this placement, for a head that is never called: see `linear_log_probs`."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(
-            module, device_mesh, partial(_distribute_parameters, placement=Shard(0))
-        )
-
-
-class ReplicatedWeight(ParallelStyle):
-    """A replicated weight, for a head whose forward is never called."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(
-            module, device_mesh, partial(_distribute_parameters, placement=Replicate())
-        )
+        partition = partial(_distribute_parameters, placement=self.placement)
+        return distribute_module(module, device_mesh, partition)
 
 
 def _distribute_parameters(name: str, module: nn.Module, mesh: DeviceMesh, placement: Any) -> None:
@@ -147,6 +140,7 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bo
     between: Placement = Shard(1) if sequence else Replicate()
     # Gemma 3 normalizes [batch, heads, tokens, dim], Qwen 3 [batch, tokens, heads, dim].
     heads_dim = 1 if model.config.model_type == "gemma3_text" else 2
+    # A style for each module that has parameters, and for blocks that gather tokens.
     styles: dict[str, ParallelStyle] = {}
     experts = experts_of(model)
     mixtures = {n.rpartition(".")[0] for n, module in model.named_modules() if module in experts}
@@ -175,9 +169,9 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, sequence: bo
             case _ if module is embedding:
                 styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
             case _ if module is head:
-                styles[name] = RowShardedWeight()
+                styles[name] = HeadWeight(Shard(0))
             case _ if name == "score":
-                styles[name] = ReplicatedWeight()
+                styles[name] = HeadWeight(Replicate())
             case _ if any(module is getattr(base, own) for own in last):
                 styles[name] = ReplicatedParameters(between, Replicate())
             case _ if name.rpartition(".")[2].startswith("act"):  # between cut layers

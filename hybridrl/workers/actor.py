@@ -38,8 +38,7 @@ from hybridrl.layout.switching import Switch, plan_switch
 from hybridrl.layout.weight_switch import SwitchStats, WeightSwitch, connect_peers, gather_groups
 from hybridrl.models.adapters import pair_of
 from hybridrl.models.buffers import copy_buffers
-from hybridrl.models.ends import end_token_ids
-from hybridrl.models.load import TORCH_DTYPES
+from hybridrl.models.load import TORCH_DTYPES, end_token_ids
 from hybridrl.models.response_text import ResponseText
 from hybridrl.models.shard import GenParallel
 from hybridrl.workers.answers import ActorDescription

@@ -169,7 +169,7 @@ def test_the_pin_is_the_version_that_is_checked(vllm: Sources) -> None:
 
 
 def test_models_of_transformers_are_made_by_the_call_that_we_replace(vllm: Sources) -> None:
-    """`own_classes.py`: vLLM shall not rewrite the classes that the rank trains with."""
+    """`give_own_classes`: vLLM shall not rewrite the classes that the rank trains with."""
     path = vllm.root / "vllm/model_executor/models/transformers/base.py"
     names = {
         ast.unparse(node)

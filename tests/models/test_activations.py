@@ -97,7 +97,7 @@ def test_experts_are_counted_in_every_format():
 
 
 def test_ranks_of_ep_have_a_share_of_the_experts():
-    """And so of their gradients, with as many tokens. Ranks of tp have a share of the tokens."""
+    """They have a share of their gradients, too. Ranks of tp have a share of the tokens."""
     many = EXPERTS | {"num_experts": 256}
     whole, spread, fewer = (
         _layer(Attention.torch, "qwen3_moe", torch.bfloat16, row=row, **many)
@@ -134,7 +134,7 @@ def test_ranks_that_share_a_row_keep_the_output_of_attention_twice():
 
 
 def test_a_chunk_has_the_keys_and_values_of_its_sequence():
-    """And their gradients; it repeats its attention instead of keeping the output."""
+    """It has their gradients, too, and repeats its attention instead of keeping the output."""
     alone = _layer(Attention.flash, "llama")
     chunk = _layer(Attention.flash, "llama", row={"earlier": 7 * TOKENS})
     pair = 2 * 4 * TOKENS * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from hybridrl.config import TinyModelConfig
 from hybridrl.flow.executor import Sampling
-from hybridrl.models.ends import end_token_ids
+from hybridrl.models.load import end_token_ids
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.workers.sampling import SamplingTexts
 

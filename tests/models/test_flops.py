@@ -74,7 +74,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("tokens", "scored"), [(7, 7), (40, 9), (3000, 1)])
 def test_a_sequence_equals_torchs_count(name, tokens, scored):
-    """Of what is computed: pairs at or before a token, the head where a token is scored.
+    """What is computed counts: pairs at or before a token, the head where a token is scored.
 
     torch counts every pair, products alone, and all experts that eager code runs.
     """

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from hybridrl.models.blocks import decoder_layers
-from hybridrl.models.layer_checkpoint import checkpoint_layers
+from hybridrl.models.recomputation import checkpoint_layers
 
 
 class Scaled(nn.Module):
@@ -30,7 +30,7 @@ class Scaled(nn.Module):
 
 
 def gradient(layer: Scaled) -> torch.Tensor:
-    """Of two calls whose backward passes come after both, the first one first."""
+    """Two calls have their backward passes after both, the first one first."""
     layer.linear.zero_grad()
     x = torch.arange(8, dtype=torch.float64).view(2, 4).requires_grad_()
     first, second = layer(x, scale=0.1), layer(x, scale=0.3)

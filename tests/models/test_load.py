@@ -31,8 +31,8 @@ from hybridrl.models.config_json import (
     check_value_layout,
     wrong_experts,
 )
-from hybridrl.models.layer_checkpoint import checkpoint_layers
 from hybridrl.models.load import check_supported, empty_causal_lm, load_config
+from hybridrl.models.recomputation import checkpoint_layers
 from hybridrl.models.stored_weights import StoredWeights
 
 SMALL = LlamaConfig(

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from hybridrl.config import Attention
 from hybridrl.models.chunk_keys import ChunkKeys, SequenceKeys
-from hybridrl.models.gathered_keys import OwnTokens
+from hybridrl.models.context_parallel import OwnTokens
 from hybridrl.models.packed_attention import (
     _grouped_heads,
     make_chunk_packing,
@@ -138,7 +138,7 @@ def test_varlen_says_that_heads_are_shared_where_torch_asks(grouped, monkeypatch
 
 
 def _shared(kind, case, heads, kv_heads):
-    """Of a rank with half of the row: output and gradients of its tokens, and of all sinks."""
+    """A rank with half of the row: output and gradients of its tokens, and of all sinks."""
     inputs = [x.detach() for x in _inputs(8, 6)]
     group = dist.group.WORLD
     tensors = [x[:, :h] for x, h in zip(inputs, (heads, kv_heads, kv_heads), strict=False)]
@@ -178,7 +178,7 @@ def test_a_shared_row_equals_one_rank(ranks, kind, case, heads, kv_heads):
 
 @pytest.mark.parametrize(("kind", "case"), KINDS, indirect=["kind"])
 def test_chunks_equal_the_whole_sequence(kind, case):
-    """Of 9, 9 and 4 tokens: backward in reverse, with the keys and values of earlier passes."""
+    """Chunks of 9, 9 and 4 tokens: backward in reverse, with keys and values of earlier passes."""
     inputs, keywords = _inputs(8, 6), CASES[case]
     keywords = keywords | ({"s_aux": inputs[3]} if "s_aux" in keywords else {})
     whole = make_packing([TOKENS], Attention.torch, torch.device("cpu"))
@@ -243,7 +243,7 @@ def test_flash_gets_the_keys_of_earlier_chunks(monkeypatch):
     ],
 )
 def test_what_the_queries_of_a_rank_see(blocks, rank, before, own, keys, ends):
-    """Of two ranks with four tokens each."""
+    """Two ranks have four tokens each."""
     group = SimpleNamespace(size=lambda: 2, rank=lambda: rank)
     tokens = OwnTokens(blocks, group, torch.device("cpu"), before)
     assert (tokens.blocks, tokens.keys) == (own, keys)

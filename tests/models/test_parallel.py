@@ -277,7 +277,7 @@ def test_adapters_need_linear_layers() -> None:
 
 
 def test_adapters_that_peft_puts_on_experts_are_refused() -> None:
-    """Of dense layers of a mixture, whose linear layers have the names that experts had."""
+    """Dense layers of a mixture have linear layers with the names that experts had."""
     config = Qwen3MoeConfig(**SIZES, num_experts=4, mlp_only_layers=[1])
     with pytest.raises(ConfigError) as refused:
         check_lora(config, LoraConfig(rank=8), "actor.lora")

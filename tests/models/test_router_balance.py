@@ -22,7 +22,7 @@ from hybridrl.models import packed_attention
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.expert_parallel import experts_of
 from hybridrl.models.parallel import num_experts
-from hybridrl.models.router_balance import RouterLoss, watch_routers
+from hybridrl.models.router_balance import RouterLoss, WatchedLayer
 from hybridrl.models.shrink import shrink
 from hybridrl.models.stages import prepare_training, whole
 
@@ -57,7 +57,8 @@ def test_the_loss_is_that_of_the_routers_scores(config: PretrainedConfig) -> Non
     model.set_attn_implementation(packed_attention.NAME)
     experts, loss = num_experts(model.config), RouterLoss(CPU)
     counted: dict[int, torch.Tensor] = {}
-    watch_routers(enumerate(decoder_layers(model)), experts, counted.__setitem__, loss)
+    for number, layer in enumerate(decoder_layers(model)):
+        WatchedLayer(number, layer, experts, counted.__setitem__, loss)
     logits: list[torch.Tensor] = []
     chosen: list[torch.Tensor] = []
     for layer in decoder_layers(model):

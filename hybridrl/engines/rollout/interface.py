@@ -204,19 +204,19 @@ class Stats:
 
     running: int
     waiting: int
-    decode_steps: int
-    decode_tokens: int
-    cached_tokens: int
-    prefill_calls: int
-    prefill_tokens: int
-    replayed_tokens: int
-    restored_tokens: int
-    shared_prompt_tokens: int
-    num_preempted: int
     kv_blocks_free: int
     kv_blocks_total: int
     kv_bytes_per_token: int
     has_cache: bool
+    decode_steps: int = 0
+    decode_tokens: int = 0
+    cached_tokens: int = 0
+    prefill_calls: int = 0
+    prefill_tokens: int = 0
+    replayed_tokens: int = 0
+    restored_tokens: int = 0
+    shared_prompt_tokens: int = 0
+    num_preempted: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     refused_drafts: int = 0

@@ -155,6 +155,7 @@ class KeptGroups:
     def _regroup(self, rows: Sequence[tuple[int, int]], tables: Ints) -> None:
         """Flush all rows and gather them anew, in the best groups with some room to spare."""
         self.flush(tables)
+        # The groups, with room for rows that join and for tokens to come.
         rows = sorted(rows, key=lambda row: -row[1])
         size, pool = self.pool.block_size, self.pool
         pages = [position // size + 1 for _, position in rows]
@@ -162,6 +163,7 @@ class KeptGroups:
         counts = [stop - start for start, stop in cuts]
         widths = [min(pages[start] + _SPARE_PAGES, self._most_pages) for start, _ in cuts]
         shapes = [(num + 1 + num // 8, wide) for num, wide in zip(counts, widths, strict=True)]
+        # A slice of the lane's memory for each.
         unit = 2 * pool.kv_heads * pool.head_dim
         sizes = [capacity * num * size for capacity, num in shapes]
         memory = pool.arena(sum(sizes), self._lane).split([num * unit for num in sizes], 1)

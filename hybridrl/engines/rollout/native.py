@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybridrl.config import SPECULATED, RouterReplay
 from hybridrl.engines.rollout.admission import Admission
 from hybridrl.engines.rollout.batch import DecodeBatch, PassInputs, VerifyBatch
-from hybridrl.engines.rollout.cache_fill import CacheFiller
+from hybridrl.engines.rollout.cache_fill import CacheFiller, KVCosts
 from hybridrl.engines.rollout.entries import Entry, Lane
 from hybridrl.engines.rollout.expert_record import ExpertRecorder, SequenceRows
 from hybridrl.engines.rollout.interface import (
@@ -29,14 +29,13 @@ from hybridrl.engines.rollout.interface import (
     Request,
     Stats,
 )
-from hybridrl.engines.rollout.kv_costs import KVCosts
 from hybridrl.engines.rollout.logit_edits import SeenTokens
 from hybridrl.engines.rollout.memory import native_cache
 from hybridrl.engines.rollout.random import UniformTable
-from hybridrl.engines.rollout.request_limits import check_positions
-from hybridrl.engines.rollout.responses import (
+from hybridrl.engines.rollout.requests import (
     append_reply,
     append_token,
+    check_positions,
     end_turn,
     output_of,
 )
@@ -94,7 +93,7 @@ class NativeEngine:
     """
 
     parts: EngineParts
-    """Those of `build`."""
+    """The arguments of `build`."""
 
     def __init__(
         self,
@@ -115,7 +114,8 @@ class NativeEngine:
         speculation: Speculation | None = None,
         stage: RolloutStage | None = None,
     ) -> None:
-        _check_model(model_config, max_sequence)
+        check_supported(model_config)
+        check_positions(max_sequence, model_config.max_position_embeddings)
         self._device = torch.device(device)
         self._block_size, self._vocab_size = block_size, model_config.vocab_size
         per_sequence = -(-max_sequence // block_size)
@@ -226,7 +226,7 @@ class NativeEngine:
     # Requests
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, first come first served; a parked request continues from its last token.
+        """See `RolloutEngine`.
 
         Raises ValueError, before anything is queued, for a request that can never run. So does a
         `kv` without this rank's layers and heads, or without all its tokens but the last.
@@ -238,11 +238,7 @@ class NativeEngine:
 
     @torch.inference_mode()
     def park(self, ids: Iterable[object], with_kv: bool = False) -> list[Request]:
-        """Remove unfinished requests, with their tokens so far; `submit` resumes them.
-
-        `with_kv` fills `Request.kv` of those with a cache; a waiting one keeps its `kv`. An id that
-        is not in the engine (it may just have finished) is skipped.
-        """
+        """See `RolloutEngine`. An id that has just finished is skipped, as any unknown one."""
         self._collect_all()
         parked = []
         for id_ in ids:
@@ -330,7 +326,7 @@ class NativeEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """One decode step for all running requests (admitting and prefilling waiting ones)."""
+        """See `RolloutEngine`."""
         assert not self._asleep, "the engine sleeps"
         if self._admission.num_waiting:
             self.take_pool()
@@ -418,13 +414,10 @@ class NativeEngine:
         for request, token, log_prob in zip(
             lane.batch.requests, tokens.tolist(), log_probs.tolist(), strict=True
         ):
-            finish = self._append(request, token, log_prob)
+            finish = append_token(request, token, log_prob, self._stops)
             if finish is not None:
                 ended.append((request, finish))
         self._end(ended)
-
-    def _append(self, request: Request, token: int, log_prob: float) -> str | None:
-        return append_token(request, token, log_prob, self._stops)
 
     # Speculation
 
@@ -463,7 +456,7 @@ class NativeEngine:
         for guess, start, row in zip(guesses, batch.starts, batch.rows, strict=True):
             request, cached = guess.entry.request, guess.entry.length - 1
             num_new, finish = speculation.accept(
-                guess, tokens[start:], log_probs[start:], self._append
+                guess, tokens[start:], log_probs[start:], self._stops
             )
             if request.routed_experts is not None:
                 spans.append(SequenceRows(request.routed_experts, cached, num_new, row))
@@ -485,10 +478,7 @@ class NativeEngine:
         return self._stage.parameters()
 
     def update_weights(self, plan: Plan, source: Tensors) -> SwitchStats:
-        """Fill this rank's generation weights from the training shards; all ranks call it.
-
-        Cached prompts are dropped: the old weights computed them.
-        """
+        """See `RolloutEngine`. Cached prompts are dropped: the old weights computed them."""
         self._drop_cached("its weights cannot change")
         if self._switch is None or self._switch[0] is not plan:
             switch = WeightSwitch(plan, dist.get_rank(), self._stage.dtype, self._bucket_bytes)
@@ -496,10 +486,7 @@ class NativeEngine:
         return self._switch[1].switch(source, self.parameters())
 
     def write_weights(self, write: Callable[[Tensors], None]) -> None:
-        """Let `write` fill this rank's shards of the weights, all at once.
-
-        Cached prompts are dropped, as in `update_weights`.
-        """
+        """See `RolloutEngine`. All shards are filled at once; cached prompts are dropped."""
         self._drop_cached("its weights cannot change")
         write(self.parameters())
 
@@ -529,10 +516,7 @@ class NativeEngine:
         self._admission.forget()
 
     def release_cache(self) -> None:
-        """Free the KV cache, keep the weights. Waiting and held requests stay; nothing may run.
-
-        The next step that has work allocates a new cache.
-        """
+        """See `RolloutEngine`. Waiting and held requests stay."""
         assert not self._admission.num_running, (
             "the engine cannot free its cache while requests run: park them first"
         )
@@ -554,7 +538,7 @@ class NativeEngine:
         logger.debug("asleep, without weights")
 
     def wake(self) -> None:
-        """Allocate the weights (`update_weights` fills them); work allocates the cache."""
+        """See `RolloutEngine`."""
         if self._asleep:
             self._stage.allocate()
             self._asleep = False
@@ -589,9 +573,3 @@ class NativeEngine:
             accepted_tokens=0 if self._speculation is None else self._speculation.num_accepted,
             refused_drafts=0 if self._speculation is None else self._speculation.num_refused,
         )
-
-
-def _check_model(config: PretrainedConfig, max_sequence: int) -> None:
-    """Raise ValueError for a model that the engine cannot run, or not to `max_sequence` tokens."""
-    check_supported(config)
-    check_positions(max_sequence, config.max_position_embeddings)

@@ -73,10 +73,7 @@ class UniformTable:
         self._starts[list(slots)] = -1
 
     def draw(
-        self,
-        requests: Sequence[Request],
-        slots: npt.NDArray[np.int64],
-        counts: npt.NDArray[np.int64],
+        self, requests: Sequence[Request], slots: _Ints, counts: _Ints
     ) -> npt.NDArray[np.float64]:
         """Uniforms [rows] of token number `counts` [rows] of `requests` in `slots` [rows]."""
         starts = counts - counts % _AHEAD
@@ -87,12 +84,9 @@ class UniformTable:
         return np.asarray(self._rows[slots, counts - starts], np.float64)
 
     def draw_ahead(
-        self,
-        requests: Sequence[Request],
-        slots: _Ints,
-        counts: _Ints,
+        self, requests: Sequence[Request], slots: _Ints, counts: _Ints
     ) -> npt.NDArray[np.float64]:
-        """As `draw`, for several tokens of a request in a row.
+        """Uniforms as `draw` gives them, for several tokens of a request in a row.
 
         The table has one stretch of positions of each slot, and a draft may reach into the next.
         """

@@ -98,11 +98,13 @@ def sample(
     token is the first one whose cumulative probability, in the order of ids, exceeds the uniform.
     With `edited` logits (`LogitEdits`) the token is drawn from those.
     """
+    # The distribution whose log-probability is returned.
     logits = _scaled(logits, batch)
     best, argbest = logits.max(-1)
     weights = (logits - best[:, None]).exp_()
     ends = _ends(weights)
     total = ends[:, -1]
+    # The one that is drawn from.
     restricted = edited is not None
     if edited is not None:
         edited = _scaled(edited, batch)

@@ -4,7 +4,7 @@ Leviathan et al., arXiv 2211.17192, accept a draft with a probability. Here a dr
 exactly where the sample's own uniform draws that token. So the tokens are those without drafts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,8 @@ from hybridrl.engines.rollout.drafts import DraftSource, SeenTexts
 from hybridrl.engines.rollout.entries import Entry, Lane
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.random import UniformsOf
-from hybridrl.engines.rollout.responses import tokens_left
+from hybridrl.engines.rollout.requests import append_token, tokens_left
+from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.models.paged_attention import KVPool
 from hybridrl.models.shard import GenParallel
 
@@ -126,18 +127,18 @@ class Speculation:
         guess: Guess,
         tokens: Sequence[int],
         log_probs: Sequence[float],
-        append: Callable[[Request, int, float], str | None],
+        stops: StopStrings | None,
     ) -> tuple[int, str | None]:
         """Append what was drawn behind the pending token and behind each guess, while it is right.
 
         The first of `tokens` is. If it is the first guess, so is the one drawn behind that guess,
-        and so on: each from its own uniform. `append` says why a response ends, or None. Gives the
-        number of tokens that the request has made, and the same.
+        and so on: each from its own uniform. Gives the number of tokens that the request has made,
+        and why its response ends, or None.
         """
         request, num_tokens, accepted, finish = guess.entry.request, 0, 0, None
         for guessed in (*guess.tokens, None):
             token = tokens[num_tokens]
-            finish = append(request, token, log_probs[num_tokens])
+            finish = append_token(request, token, log_probs[num_tokens], stops)
             num_tokens += 1
             accepted += token == guessed
             if token != guessed or finish is not None:

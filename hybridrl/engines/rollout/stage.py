@@ -150,8 +150,11 @@ class RolloutStage:
         """Shape of the rank's keys and values: [layers, 2, kv_heads, tokens, head_dim]."""
         return len(own_layers(self.model)), 2, self._kv_heads, tokens, self._head_dim
 
-    def make_pool(self, num_blocks: int, block_size: int) -> KVPool:
-        """The cache of the rank's layers and key-value heads: blocks 0 to `num_blocks`."""
+    def make_pool(self, num_blocks: int, block_size: int, lender: KVPool | None = None) -> KVPool:
+        """The cache of the rank's layers and key-value heads: blocks 0 to `num_blocks`.
+
+        It may be in the memory of a `lender`, which has more heads and fewer blocks.
+        """
         return KVPool(
             layers=len(own_layers(self.model)),
             blocks=num_blocks + 1,
@@ -160,24 +163,12 @@ class RolloutStage:
             head_dim=self._head_dim,
             dtype=self.dtype,
             device=self._device,
+            lender=lender,
         )
 
-    def share_pool(self, pool: KVPool) -> KVPool:
-        """A cache of the rank's own heads in the memory of `pool`, which has more of them."""
-        return KVPool(
-            layers=len(pool.blocks),
-            blocks=self.num_blocks(pool),
-            block_size=pool.block_size,
-            kv_heads=self._kv_heads,
-            head_dim=self._head_dim,
-            dtype=self.dtype,
-            device=self._device,
-            lender=pool,
-        )
-
-    def num_blocks(self, pool: KVPool) -> int:
-        """Blocks of `share_pool`, the padding's among them."""
-        return pool.blocks.shape[1] * pool.kv_heads // self._kv_heads
+    def num_blocks(self, lender: KVPool) -> int:
+        """The `num_blocks` of a pool in the memory of a `lender`."""
+        return lender.blocks.shape[1] * lender.kv_heads // self._kv_heads - 1
 
     def prefill(self, inputs: PassInputs, routing: Routing | None = None) -> None:
         """Cache the keys and values of a pass."""

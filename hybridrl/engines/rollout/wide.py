@@ -56,7 +56,7 @@ class WideEngine(NativeEngine):
             device=parts.device,
             max_running=parts.rollout.max_running,
             block_size=parts.rollout.block_size,
-            kv_cache_tokens=(stage.num_blocks(pool) - 1) * parts.rollout.block_size,
+            kv_cache_tokens=stage.num_blocks(pool) * parts.rollout.block_size,
             max_sequence=parts.max_sequence,
             parallel=parallel,
             stops=parts.stops,
@@ -88,7 +88,9 @@ class WideEngine(NativeEngine):
         for name, buffer in persistent_buffers(self._engine.model).items():
             module, _, leaf = name.rpartition(".")
             self.model.get_submodule(module)._buffers[leaf] = buffer
-        self._pool = self._stage.share_pool(self._engine.take_pool())
+        self._pool = self._stage.make_pool(
+            self._num_blocks, self._block_size, self._engine.take_pool()
+        )
 
     def leave(self) -> None:
         """Let go of weights and cache; nothing may run."""

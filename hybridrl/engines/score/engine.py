@@ -18,11 +18,11 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config import Attention
-from hybridrl.engines.score.node_copy import NodeCopy, keep_once, load_once
+from hybridrl.engines.score.node_copy import NodeCopy, shared_copy
 from hybridrl.engines.train.interface import TrainSequence, last_position
 from hybridrl.engines.train.packed import PackedBatch, keep_experts, pack
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
-from hybridrl.kernels.token_logits import top_log_probs
+from hybridrl.kernels.top_log_probs import top_log_probs
 from hybridrl.models.attention_choice import choose_attention
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.load import check_supported
@@ -145,7 +145,7 @@ class ScoreEngine:
         """
         assert self.weights is Weights.empty, f"load_once: weights are {self.weights}"
         parameters = list(self.model.parameters())
-        self._have(load_once(parameters, lambda: self.load(path, key), self._shards))
+        self._have(shared_copy(parameters, self._shards, lambda: self.load(path, key)))
         if self.weights is Weights.empty:  # another rank has loaded them
             load_buffers(self.model, path, self.config, self.classifier)
             self.weights = Weights.here
@@ -154,7 +154,7 @@ class ScoreEngine:
         """Share the present weights as `load_once` does, on all ranks together."""
         assert self.weights is Weights.here, f"keep_once: weights are {self.weights}"
         self._forget_host()
-        self._have(keep_once(list(self.model.parameters()), self._shards))
+        self._have(shared_copy(list(self.model.parameters()), self._shards))
 
     @property
     def _shards(self) -> tuple[int, int]:

@@ -42,27 +42,16 @@ class NodeCopy:
             self.pinned = None
 
 
-def load_once(
-    parameters: Sequence[nn.Parameter], load: Callable[[], None], shards: Hashable
+def shared_copy(
+    parameters: Sequence[nn.Parameter], shards: Hashable, load: Callable[[], None] | None = None
 ) -> NodeCopy | None:
     """Fill `parameters` by `load` on one rank of a node for the same `shards`; others share them.
 
-    Collective over all ranks; `shards` is equal for those with the same. Returns the copy in host
-    memory. It is None for a rank that has called `load` itself and shares nothing. Then no other
-    rank of its node has its shards, or a log line says why. Ranks with the same shards raise the
-    same error of `load`.
+    Without `load` all ranks have the values already. Collective over all ranks; `shards` is equal
+    for those with the same. Returns the copy in host memory. It is None for a rank that has called
+    `load` itself and shares nothing. Then no other rank of its node has its shards, or a log line
+    says why. Ranks with the same shards raise the same error of `load`.
     """
-    return _once(parameters, load, shards)
-
-
-def keep_once(parameters: Sequence[nn.Parameter], shards: Hashable) -> NodeCopy | None:
-    """`load_once` of values that all ranks have already."""
-    return _once(parameters, None, shards)
-
-
-def _once(
-    parameters: Sequence[nn.Parameter], load: Callable[[], None] | None, shards: Hashable
-) -> NodeCopy | None:
     if not dist.is_initialized():  # a process alone
         if load is not None:
             load()

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
-from hybridrl.config import ActivationMode, PipelineSchedule, TrainLayoutConfig
+from hybridrl.config import ActivationMode, TrainLayoutConfig
 from hybridrl.engines.train.activation_offload import ActivationOffload
 from hybridrl.engines.train.fsdp_versions import Sharding
 from hybridrl.engines.train.gathering import fsdp_modules
@@ -80,11 +80,6 @@ class TrainDims:
         groups = [self.mesh.get_group(axis) for axis in self.mesh.mesh_dim_names or ()]
         return groups if self.cp_group is None else [*groups, self.cp_group]
 
-    @property
-    def schedule(self) -> PipelineSchedule:
-        """Order of the micro-batches under pp."""
-        return self.config.schedule
-
     def rank(self, axis: str) -> int:
         """This rank's coordinate on an axis."""
         return int(self.mesh.get_local_rank(axis))
@@ -95,20 +90,10 @@ class TrainDims:
         return self.axes.tp if self.config.sequence_parallel else 1
 
     @property
-    def num_chunks(self) -> int:
-        """Pipeline chunks of the model."""
-        return self.config.num_chunks
-
-    @property
-    def zigzag(self) -> bool:
-        """Whether chunks run down the ranks and back."""
-        return self.config.zigzag
-
-    @property
     def chunk_ranks(self) -> tuple[int, ...]:
         """The pipeline rank of each chunk."""
-        pp = self.axes.pp
-        ranks = (rank_of_chunk(chunk, pp, self.zigzag) for chunk in range(self.num_chunks))
+        pp, chunks = self.axes.pp, range(self.config.num_chunks)
+        ranks = (rank_of_chunk(chunk, pp, self.config.zigzag) for chunk in chunks)
         return tuple(pp - 1 - rank if self.reverse else rank for rank in ranks)
 
     @property
@@ -120,8 +105,8 @@ class TrainDims:
     def stage_of_layer(self, num_layers: int) -> list[int]:
         """The pipeline rank of every layer."""
         pp = self.axes.pp
-        per_rank, sizes = self.num_chunks // pp, self.config.chunk_layers
-        stages = stages_of_layers(num_layers, pp, per_rank, self.zigzag, sizes)
+        per_rank, sizes = self.config.num_chunks // pp, self.config.chunk_layers
+        stages = stages_of_layers(num_layers, pp, per_rank, self.config.zigzag, sizes)
         return [pp - 1 - stage for stage in stages] if self.reverse else stages
 
 
@@ -169,10 +154,14 @@ def build(
     # and FSDP comes last, since it shards what tp has left, around the modules that are called.
     pad_vocabulary(model, axes.tp)
     chunks = _cut_into_chunks(model, dims)
-    _apply_tp(chunks, dims)
+    if axes.tp > 1:  # linear layers, and tokens where that is wanted
+        for chunk in chunks:
+            apply_tensor_parallel(chunk.model, dims.mesh["tp"], dims.config.sequence_parallel)
     experts = _apply_ep(chunks, dims, parameters)
     _apply_activations(chunks, activations, torch.device(dims.mesh.device_type))
-    roots = _wrap(chunks, dims)
+    root_class = StageModel if dims.config.num_chunks > 1 else PackedModel
+    tp_group = dims.mesh.get_group("tp") if axes.tp > 1 else None
+    roots = [root_class(chunk, tp_group) for chunk in chunks]
     shards = {p.name: Shard(fsdp_dim(p, axes, gen_tp, gen_ep)) for p in all_parameters}
     of_experts = {p.name for p in parameters if p.experts}
     named = [item for chunk in chunks for item in chunk.named_parameters()]
@@ -186,10 +175,10 @@ def build(
         experts=experts,
         of_experts=frozenset(id(p) for name, p in named if name in of_experts),
     )
-    assert keep_unsharded or dims.num_chunks == 1
+    assert keep_unsharded or dims.config.num_chunks == 1
     for root in roots:
         _apply_fsdp(root, sharding, one_group)
-    logger.debug("the model is cut into %d chunks and sharded", dims.num_chunks)
+    logger.debug("the model is cut into %d chunks and sharded", dims.config.num_chunks)
     return Parts(parameters, adapters, layout, chunks, roots)
 
 
@@ -207,21 +196,13 @@ def load(parts: Parts, weights: StoredWeights, device: torch.device) -> StateMem
 
 def _cut_into_chunks(model: PreTrainedModel, dims: TrainDims) -> list[Chunk]:
     """This rank's pipeline chunks of `model`, which is empty afterwards; without pp all of it."""
-    if dims.num_chunks == 1:
+    if dims.config.num_chunks == 1:
         return [whole(model)]
     layers, sizes = model.config.num_hidden_layers, dims.config.chunk_layers
-    bounds = chunk_bounds(layers, dims.num_chunks, sizes)
+    bounds = chunk_bounds(layers, dims.config.num_chunks, sizes)
     chunks = [cut(model, *bounds[number]) for number in dims.chunk_numbers]
     hollow(model)
     return chunks
-
-
-def _apply_tp(chunks: Sequence[Chunk], dims: TrainDims) -> None:
-    """Split the linear layers of each chunk over the tp ranks, and tokens where that is wanted."""
-    if dims.axes.tp == 1:
-        return
-    for chunk in chunks:
-        apply_tensor_parallel(chunk.model, dims.mesh["tp"], dims.config.sequence_parallel)
 
 
 def _apply_ep(
@@ -259,13 +240,6 @@ def _apply_activations(chunks: Sequence[Chunk], mode: ActivationMode, device: to
             offload.apply(decoder_layers(chunk.model))
         elif mode.recomputes:
             recompute_layers(chunk.model, mode)
-
-
-def _wrap(chunks: Sequence[Chunk], dims: TrainDims) -> list[PackedModel]:
-    """The modules that are called, one a chunk."""
-    root_class = StageModel if dims.num_chunks > 1 else PackedModel
-    tp_group = dims.mesh.get_group("tp") if dims.axes.tp > 1 else None
-    return [root_class(chunk, tp_group) for chunk in chunks]
 
 
 def _apply_fsdp(root: PackedModel, sharding: Sharding, one_group: bool) -> None:

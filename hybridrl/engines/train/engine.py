@@ -26,11 +26,8 @@ from hybridrl.config import (
 )
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.build import TrainDims, build, load
-from hybridrl.engines.train.comparison import distance_metrics
-from hybridrl.engines.train.dropout import enabled_dropout
 from hybridrl.engines.train.expert_load import ExpertLoad
 from hybridrl.engines.train.gathering import fsdp_modules
-from hybridrl.engines.train.gradients import local_gradients, sum_tied
 from hybridrl.engines.train.interface import TrainSequence, ended
 from hybridrl.engines.train.muon import MatrixOwners
 from hybridrl.engines.train.optim import make_optimizer
@@ -38,19 +35,21 @@ from hybridrl.engines.train.packed import Candidates, PackedBatch, keep_experts
 from hybridrl.engines.train.pipeline import Pipeline, StageModel
 from hybridrl.engines.train.pipeline_executor import PipelineGroups
 from hybridrl.engines.train.replica import MicroBatches, Replica
-from hybridrl.engines.train.scored_rows import ScoredRows
-from hybridrl.engines.train.single_stage import score_rows, train_rows
+from hybridrl.engines.train.rows import ScoredRows, score_rows, train_rows
 from hybridrl.engines.train.update_sums import (
     PreparedUpdate,
     UpdateSums,
     averages,
+    distance_metrics,
     forget_early_gradients,
+    local_gradients,
     row_loss,
+    sum_tied,
 )
 from hybridrl.engines.train.weights import ModelShards
 from hybridrl.layout.fsdp_groups import is_one_group, stays_unsharded
 from hybridrl.layout.process_groups import warm_up
-from hybridrl.models.adapters import add_adapters
+from hybridrl.models.adapters import add_adapters, enabled_dropout
 from hybridrl.models.attention_choice import choose_attention
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
@@ -113,7 +112,7 @@ class TrainEngine(ModelShards):
         self.dims = TrainDims.make(trainer.layout, dist.get_world_size(), device.type, reverse)
         warm_up(self.dims.groups(), device)
         # Before weights are read, which takes some ranks longer.
-        messages = PipelineGroups(device) if self.dims.num_chunks > 1 else None
+        messages = PipelineGroups(device) if self.dims.config.num_chunks > 1 else None
 
         # The whole model without its weights, and its adapters.
         make = empty_value_model if gives_values else empty_causal_lm
@@ -149,7 +148,9 @@ class TrainEngine(ModelShards):
             memory = load(parts, weights, device)
         super().__init__(parts, self.dims, device, self.lora, memory)
         self.temperature = temperature
-        self._dropouts = self._disable_dropout()
+        # All dropouts are off; an update turns them on.
+        modules = [module for root in self.roots for module in root.modules()]
+        self._dropouts = [m.eval() for m in modules if isinstance(m, nn.Dropout)]
         layers = self.model.config.num_hidden_layers
         self._experts: ExpertShape | None = None
         if trainer.router_replay is not RouterReplay.off and not gives_values:
@@ -183,11 +184,6 @@ class TrainEngine(ModelShards):
         zeros = absent_parameters(config) if values else ()
         return StoredWeights(path, config, classifier=values, zeros=zeros, key=key)
 
-    def _disable_dropout(self) -> list[nn.Dropout]:
-        """All dropouts, switched off; an update switches them on."""
-        modules = [module for root in self.roots for module in root.modules()]
-        return [m.eval() for m in modules if isinstance(m, nn.Dropout)]
-
     def _enable_replay(self) -> ExpertShape:
         """Let this rank's layers take the experts of sequences, or record them."""
         shape = ExpertShape.of(self.model.config)
@@ -205,7 +201,7 @@ class TrainEngine(ModelShards):
         return Pipeline(
             stages,
             self.dims.chunk_ranks,
-            self.dims.schedule,
+            self.dims.config.schedule,
             self.dims.mesh.get_group("pp"),
             self.device,
             compute,
@@ -243,7 +239,7 @@ class TrainEngine(ModelShards):
         self._make_optimizer()
 
     def _make_optimizer(self, steps: int = 0) -> None:
-        """Of the present phase, after `steps` of its steps."""
+        """Make the optimizer of the present phase, after `steps` of its steps."""
         self.memory.drop_moments()
         owners = None
         if self.optim.name is OptimName.muon:
@@ -364,7 +360,7 @@ class TrainEngine(ModelShards):
         early = self._early or UpdateSums()
         with self._replica.apart():
             pooled, micros = self._rows(sequences, loss)
-            number = self._replica.most_micro_batches(micros)
+            (number,) = self._replica.most([len(micros.parts)])
             early.counts = early.joined(self._replica.count(pooled, 0, self.flops))
             if number:
                 micros = self._replica.same_number(micros, number, loss.samples_per_row)

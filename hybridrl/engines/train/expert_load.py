@@ -11,7 +11,7 @@ from hybridrl.config import TrainerConfig
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import ROUTING_BIAS
 from hybridrl.models.parallel import num_experts
-from hybridrl.models.router_balance import RouterLoss, watch_routers
+from hybridrl.models.router_balance import RouterLoss, WatchedLayer
 from hybridrl.models.router_replay import ExpertShape
 from hybridrl.models.stages import Chunk
 
@@ -49,7 +49,8 @@ class ExpertLoad:
         if self.experts:
             for chunk in chunks:
                 own = [*enumerate(decoder_layers(chunk.model), chunk.offset)]
-                watch_routers(own, self.experts, self._observe, self._loss)
+                for number, layer in own:
+                    WatchedLayer(number, layer, self.experts, self._observe, self._loss)
                 self._routers += [
                     (self._index[number], module)
                     for number, layer in own

@@ -35,7 +35,7 @@ from hybridrl.engines.train.pipeline_executor import (
     PipelineGroups,
 )
 from hybridrl.engines.train.row_costs import HALVES, kept_under_1f1b, row_costs
-from hybridrl.engines.train.scored_rows import ScoredRows
+from hybridrl.engines.train.rows import ScoredRows
 from hybridrl.engines.train.update_sums import PreparedUpdate
 from hybridrl.layout.layout import chunk_bounds
 from hybridrl.pipelines.policies import Policy
@@ -51,8 +51,7 @@ from hybridrl.pipelines.search import search
 logger = logging.getLogger(__name__)
 
 SEARCH_SHARE, LEAST_SEARCH_S = 0.02, 0.02
-"""Of an update's time, and in seconds."""
-"""Those of the driver's search, and those of the last plan's."""
+"""A share of an update's time, and the least seconds: a search may take the larger of the two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +101,7 @@ class _PipelineRows:
     ranks: tuple[int, ...]
     tokens: tuple[int, ...]
     lengths: tuple[tuple[int, ...], ...]
-    """Of each row's sequences, and of what fills it up."""
+    """The lengths of each row's sequences, and of what fills it up."""
     scored: tuple[int, ...]
 
 
@@ -262,7 +261,7 @@ class FusedUpdate:
     def _model(self, pipeline: _PipelineRows, trains: bool) -> PipelinedModel:
         engine = self.engines[pipeline.engine]
         config, num_chunks = engine.model.config, len(pipeline.ranks)
-        halves = engine.dims.schedule is PipelineSchedule.zero_bubble and num_chunks > 1
+        halves = engine.dims.config.schedule is PipelineSchedule.zero_bubble and num_chunks > 1
         sizes = engine.dims.config.chunk_layers
         bounds = chunk_bounds(config.num_hidden_layers, num_chunks, sizes)
         layers = [stop - start for start, stop in bounds]

@@ -19,11 +19,8 @@ def fsdp_parameters(roots: Sequence[nn.Module]) -> list[Any]:
     """FSDP's own object of every parameter of the chunks, tied ones once."""
     parameters = []
     for module in fsdp_modules(roots):
-        state: Any = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # torch 2.11 has one or none
-            groups = [g for g in (state._fsdp_param_group,) if g is not None]
-        parameters += [parameter for group in groups for parameter in group.fsdp_params]
+        for group in parameter_groups(module._get_fsdp_state()):
+            parameters += group.fsdp_params
     return parameters
 
 

@@ -21,7 +21,7 @@ from hybridrl.engines.train.adamw import ShardedAdamW, local_shard
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.owners import owner_layouts, restricted
-from hybridrl.layout.plan import Plan, plan
+from hybridrl.layout.plan import plan
 from hybridrl.layout.process_groups import warm_up
 from hybridrl.layout.weight_switch import WeightSwitch, gather_groups
 
@@ -29,7 +29,7 @@ MOMENTUM = 0.95
 STEPS = 5
 """Newton-Schulz iterations."""
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Of the quintic, by Jordan: singular values end between 0.7 and 1.2, fast."""
+"""Coefficients of Jordan's quintic: singular values end between 0.7 and 1.2, fast."""
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
@@ -70,10 +70,7 @@ class MatrixOwners:
         # Before the first exchange: see WeightSwitch.
         groups = [group for trip in trips for way in trip for group in gather_groups(way, rank)]
         warm_up([*groups, dist.group.WORLD], device)
-        self._trips = [tuple(self._switch(way, rank) for way in trip) for trip in trips]
-
-    def _switch(self, way: Plan, rank: int) -> WeightSwitch:
-        return WeightSwitch(way, rank, self._dtype)
+        self._trips = [tuple(WeightSwitch(way, rank, dtype) for way in trip) for trip in trips]
 
     def orthogonal(self, shards: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's shards of the orthogonalized matrices, from its `shards` of the matrices.

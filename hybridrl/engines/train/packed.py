@@ -14,7 +14,6 @@ from hybridrl.config import Attention
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
-from hybridrl.kernels.token_logits import candidate_log_probs
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.packed_attention import Packing, make_packing
 from hybridrl.models.router_balance import KEYWORD as SEQUENCES_KEYWORD
@@ -32,7 +31,7 @@ class Candidates:
 
     @classmethod
     def of(cls, loss: Loss[torch.Tensor]) -> "Candidates | None":
-        """Those that a loss reads."""
+        """The candidates that a loss reads; None for one that reads none."""
         return None if loss.candidates is None else cls(loss.candidates, loss.num_candidates)
 
 
@@ -101,6 +100,7 @@ def pack(
     `candidates` those of the sequences. Raises ValueError for a response without a token before
     it, or a mask of another length.
     """
+    # A sequence with nothing to score fills the row up.
     missing = total_tokens - sum(len(sequence.ids) for sequence in sequences)
     longest = max((len(sequence.ids) for sequence in sequences), default=1)
     filler = [TrainSequence(torch.zeros(missing, dtype=torch.long), 0)] if missing > 0 else []
@@ -115,6 +115,7 @@ def pack(
         lengths.append(length)
         counts.append(len(scored))
         start += length
+    # The row; one without sequences has a token.
     empty = torch.zeros(0, dtype=torch.int64)
     ids = (
         torch.cat([sequences[i].ids for i in order]) if order else torch.zeros(1, dtype=torch.long)
@@ -435,13 +436,16 @@ class PackedModel(nn.Module):
             start = dist.get_rank(self.tp_group) * len(weight)
             rows = max(0, min(len(weight), self.model.config.vocab_size - start))
             shard = VocabShard(self.tp_group, start, rows)
-        settings = {**self._transform, "with_entropy": with_entropy, "shard": shard, "bias": bias}
-        if batch.candidates is None:
-            log_probs, entropy = linear_log_probs(hidden, weight, batch.targets, **settings)
-        else:
-            log_probs, entropy = candidate_log_probs(
-                hidden, weight, batch.targets, batch.candidates, **settings
-            )
+        log_probs, entropy = linear_log_probs(
+            hidden,
+            weight,
+            batch.targets,
+            with_entropy=with_entropy,
+            shard=shard,
+            bias=bias,
+            candidates=batch.candidates,
+            **self._transform,
+        )
         return joined(log_probs, batch), None if entropy is None else joined(entropy, batch)
 
     def _values(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -107,10 +107,6 @@ class Replica:
         finally:
             self._all = (None,)
 
-    def most_micro_batches(self, micros: MicroBatches) -> int:
-        """The largest number of micro-batches of a rank."""
-        return self._most([len(micros.parts)])[0]
-
     def gather(self, sequences: Sequence[TrainSequence]) -> tuple[Sequence[TrainSequence], slice]:
         """The sequences of all ranks of the replica, and the slice from this rank."""
         if self.size == 1:
@@ -156,6 +152,7 @@ class Replica:
         return micros if self.dims.cp_group is None else self._share(micros, self.dims.cp_group)
 
     def _share(self, own: MicroBatches, group: ProcessGroup) -> MicroBatches:
+        # Long rows of all ranks come first, in the order of the ranks.
         long = [i for i in range(len(own.parts)) if own.tokens(i) > self.max_tokens]
         rows = [[own.sequences[i] for i in own.parts[number]] for number in long]
         rows_by_rank: list[Any] = [None] * group.size()
@@ -207,10 +204,10 @@ class Replica:
         shared, rest = parts[: max(chunked, micros.shared)], parts[max(chunked, micros.shared) :]
 
         # Rounds of all ranks, and the rows that they have place for.
-        most_chunked, least = self._most([chunked, len(parts) - chunked])
+        most_chunked, least = self.most([chunked, len(parts) - chunked])
         missing = most_chunked - chunked
         own_rounds = sorted(chunks, reverse=True)[:chunked] + [2] * missing
-        rounds = self._most(own_rounds) if own_rounds else []
+        rounds = self.most(own_rounds) if own_rounds else []
         places = sum(pipeline.num_micro_batches(number) - number for number in rounds)
         if least > places or not rounds:
             places += pipeline.num_micro_batches(least - places)
@@ -238,7 +235,7 @@ class Replica:
         """The number of ranks that share a row."""
         return self.dims.config.cp if index < micros.shared else 1
 
-    def _most(self, numbers: list[int]) -> list[int]:
+    def most(self, numbers: list[int]) -> list[int]:
         """The largest of each of the `numbers` over all ranks of the world, or of `apart`."""
         most = torch.tensor(numbers, device=self.device)
         for group in self._all:
@@ -297,7 +294,7 @@ class Replica:
         self, rows: list[PackedBatch], multiple: int, candidates: Candidates | None
     ) -> list[PackedBatch]:
         """`rows` with as many passes as those of any other rank, of the world or of `apart`."""
-        most = self._most([max(1, len(row.passes)) for row in rows])
+        most = self.most([max(1, len(row.passes)) for row in rows])
         same = []
         for row, number in zip(rows, most, strict=True):
             if number > 1:  # some rank has chunks

@@ -1,21 +1,24 @@
-"""What a rank adds up in an update, row by row, besides the gradient."""
+"""What a rank adds up in an update, row by row, and what the ranks join: sums and gradients."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
+from hybridrl.algorithms import corrections
 from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config.loss import Loss
-from hybridrl.engines.train.comparison import compare_row
+from hybridrl.engines.train.build import TrainDims
 from hybridrl.engines.train.fsdp_versions import parameter_groups
 from hybridrl.engines.train.gathering import fsdp_modules
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import PackedBatch, loss_inputs, scored_fields
 from hybridrl.engines.train.replica import MicroBatches, UpdateTotals
+from hybridrl.models.stages import Chunk, modules_before
 
 _LONGEST = 3  # of `UpdateTotals`: a maximum, the others are sums
 
@@ -24,8 +27,8 @@ _LONGEST = 3  # of `UpdateTotals`: a maximum, the others are sums
 class UpdateSums:
     """Sums of an update over this rank's rows, also those trained before the others were there.
 
-    `sums` are those of the loss and its metrics, `compared` the figures of `comparison.compare_row`
-    of each row. `counts` [5] are the fields of `UpdateTotals`, of the early rows alone. `real`
+    `sums` are those of the loss and its metrics, `compared` the figures of `compare_row` of each
+    row. `counts` [5] are the fields of `UpdateTotals`, of the early rows alone. `real`
     tokens of sequences make up the `computed` ones of their rows.
     """
 
@@ -131,3 +134,101 @@ def forget_early_gradients(roots: Sequence[nn.Module]) -> None:
     for module in fsdp_modules(roots):
         for group in parameter_groups(module._get_fsdp_state()):
             group._partial_reduce_output = None
+
+
+# Distances from other policies
+
+
+def compare_row(log_probs: torch.Tensor, others: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """Figures [9] of the distance of a row's log-probabilities [scored] from `others`.
+
+    The first of the ranks that share a row counts it, the others count nothing.
+    """
+    group = batch.packing.group
+    if group is not None and group.rank():
+        return corrections.compare(log_probs[:0], others[:0], ())
+    return corrections.compare(log_probs, others, batch.counts)
+
+
+def distance_metrics(
+    micro_batches: list[torch.Tensor], prefixes: Sequence[str], device: torch.device
+) -> dict[str, float]:
+    """Metrics of the log-probabilities that all ranks have compared, [prefixes, 9] each."""
+    own_figures = torch.stack(
+        [corrections.combine(parts) for parts in torch.stack(micro_batches).unbind(1)]
+    ).to(device)
+    gathered = [torch.empty_like(own_figures) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own_figures)
+    # The ranks of a replica count alike, which changes none of the ratios.
+    joined = [corrections.combine(parts) for parts in torch.stack(gathered).unbind(1)]
+    metrics: dict[str, float] = {}
+    for prefix, figures in zip(prefixes, joined, strict=True):
+        metrics |= corrections.describe(figures, prefix)
+    if of_all := corrections.describe(corrections.combine(torch.stack(joined)), "all"):
+        metrics["effective_share"] = of_all["all/ess_sequence"]
+    return metrics
+
+
+# Gradients
+
+
+def sum_tied(chunks: Sequence[Chunk], dims: TrainDims) -> None:
+    """Add the gradients of a tied embedding, which first and last chunk hold as two copies."""
+    copies = [grad.to_local() for grad, first in _gradients(chunks, dims) if first is not None]
+    if not copies:
+        return
+    if len(copies) == 2:  # both chunks are here
+        total = copies[0] + copies[1]
+    else:
+        (gradient,) = copies
+        group, peer = dims.mesh.get_group("pp"), dims.axes.pp - 1 - dims.rank("pp")
+        other = torch.empty_like(gradient)
+        work = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, gradient, group=group, group_peer=peer),
+                dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
+            ]
+        )
+        for request in work:
+            request.wait()
+        total = gradient + other
+    for gradient in copies:
+        gradient.copy_(total)
+
+
+def local_gradients(
+    chunks: Sequence[Chunk], dims: TrainDims, factor: float = 1.0
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """This rank's shards, and its share of the squared norm: each element of the model counts once.
+
+    The shards are multiplied by `factor` first. The sum of the shares over all ranks is the square
+    of the full gradient's norm [] float64.
+    """
+    gradients, shares = [], []
+    for gradient, first in _gradients(chunks, dims):
+        gradients.append(gradient.to_local())
+        shares.append(0.0 if first is False else 1 / _num_copies(gradient, dims))
+    if factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
+    squares = torch.stack(torch._foreach_norm(gradients)).double().square()
+    return gradients, (squares * squares.new_tensor(shares)).sum()
+
+
+def _gradients(chunks: Sequence[Chunk], dims: TrainDims) -> Iterator[tuple[DTensor, bool | None]]:
+    """Gradients; and for the copies of a tied embedding, whether it is the first chunk's."""
+    for chunk in chunks:
+        tied = chunk.model.config.tie_word_embeddings and dims.config.num_chunks > 1
+        embedding = f"{modules_before(chunk.model.config)[0]}.weight"
+        for name, parameter in chunk.named_parameters():
+            if isinstance(parameter.grad, DTensor):
+                yield parameter.grad, chunk.first if tied and name.endswith(embedding) else None
+
+
+def _num_copies(gradient: DTensor, dims: TrainDims) -> int:
+    """Ranks that hold the same shard."""
+    names = gradient.device_mesh.mesh_dim_names or ()
+    replicated_on_tp = any(
+        name == "tp" and isinstance(placement, Replicate)
+        for name, placement in zip(names, gradient.placements, strict=True)
+    )
+    return dims.axes.replicas * (dims.axes.tp if replicated_on_tp else 1)

@@ -12,8 +12,8 @@ from hybridrl.config import LoraConfig
 from hybridrl.engines.train.build import Parts, TrainDims
 from hybridrl.engines.train.gathering import fsdp_modules
 from hybridrl.engines.train.state_memory import StateMemory
-from hybridrl.layout.box import Box
 from hybridrl.layout.layout import Layout
+from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.owners import matrices_of, on_owners, restricted
 from hybridrl.layout.parameters import Parameter
 from hybridrl.layout.plan import plan
@@ -21,7 +21,7 @@ from hybridrl.layout.weight_switch import WeightSwitch
 from hybridrl.models.adapters import pair_of
 from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.load import SCORE
-from hybridrl.models.local_weights import fill_parameters
+from hybridrl.models.local_weights import copy_boxes, fill_parameters
 from hybridrl.models.stages import plain_name
 from hybridrl.models.stored_weights import StoredWeights
 
@@ -51,9 +51,9 @@ class ModelShards:
         return [p for root in self.roots for p in root.parameters() if p.requires_grad]
 
     def trained_matrices(self) -> tuple[dict[str, nn.Parameter], Layout]:
-        """Those of them that are matrices of decoder layers, or batches of matrices, by name.
+        """Trained matrices of decoder layers, or batches of matrices, by name, with their layout.
 
-        With the layout of all such matrices, which other stages have as well.
+        The layout is that of all such matrices, which other stages have as well.
         """
         names = matrices_of(self.parameters if self.lora is None else self.adapters)
         own = {name: p for chunk in self.chunks for name, p in chunk.named_parameters()}
@@ -148,7 +148,7 @@ class ModelShards:
         return own
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Those of all stages, on the CPU. All ranks call it together."""
+        """The buffers of all stages, on the CPU. All ranks call it together."""
         own = {name: buffer.cpu() for name, buffer in self.local_buffers().items()}
         stages: list[dict[str, torch.Tensor]] = [own] * self.dims.axes.pp
         if self.dims.axes.pp > 1:
@@ -194,11 +194,8 @@ class ModelShards:
         named_parameters = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
         for name, tensor in weights:
             for parameter in [cast(DTensor, p) for key, p in named_parameters if key == name]:
-                for held in self.layout.local(name, dist.get_rank()):
-                    unpadded = held.intersect(Box.whole(tuple(tensor.shape)))
-                    if unpadded is not None:  # else padding of a vocabulary
-                        local = parameter.to_local()[unpadded.slices(held)]
-                        local.copy_(tensor[unpadded.slices()])
+                held = LocalTensor(self.layout.local(name, dist.get_rank()))
+                copy_boxes(tensor, parameter.to_local(), held)
             if name in buffers:
                 buffers[name].copy_(tensor)
             del tensor  # before the next one is made

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hybridrl.engines.rollout.admission import Admission
 from hybridrl.engines.rollout.interface import Request, SamplingParams
-from hybridrl.engines.rollout.responses import append_reply, end_turn
+from hybridrl.engines.rollout.requests import append_reply, end_turn
 
 BLOCK = 4
 

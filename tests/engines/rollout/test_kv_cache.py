@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.engines.rollout.kv_cache import BlockAllocator
+from hybridrl.engines.rollout.entries import BlockAllocator
 
 
 @given(st.integers(1, 12), st.lists(st.tuples(st.sampled_from("tsr"), st.integers(0, 11))))

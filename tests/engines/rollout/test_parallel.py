@@ -420,7 +420,7 @@ def test_every_rank_has_the_experts_of_all_layers(
     pp: int, tp: int, ep: int, ranks: Ranks, make_model: Callable[..., PreTrainedModel],
     requests_of: RequestsOf,
 ) -> None:  # fmt: skip
-    """Also a stage without any, the first of three, and for samples that were parked."""
+    """It holds for a stage without any, the first of three, and for samples that were parked."""
     model = make_model("qwen3_moe", num_hidden_layers=3)
     requests = requests_of(8, group=2, prefix=True, longest=20)
     args = model.config, dict(model.state_dict()), pp, tp, ep, requests

@@ -91,7 +91,7 @@ def test_a_conversation_has_the_experts_of_replies(
     options: dict[str, object], copies: bool, models: list[PreTrainedModel], make_engine: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Also where what was cached has been copied, or is computed again with the same experts."""
+    """What was cached may have been copied, or is computed again with the same experts."""
     sampling = SamplingParams(50, max_turn_tokens=7, stop_token_ids=(3, 20))
     requests = [Request(i, [5 + i] * 4, sampling, stream_key(1, i)) for i in range(5)]
     engine = make_engine(

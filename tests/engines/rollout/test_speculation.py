@@ -214,7 +214,7 @@ def test_no_sample_is_preempted_for_a_draft(
 def test_rows_whose_logits_depend_on_tokens_are_not_drafted_for(
     model: PreTrainedModel, make_engine: Make, finish: Finish, requests_of: RequestsOf
 ) -> None:
-    """And their batches are those without drafts, bit for bit."""
+    """Their batches are those without drafts, bit for bit."""
     edits = {"repetition_penalty": 1.4, "min_new_tokens": 4, "bad_words": ((3,), (4, 5))}
     requests = requests_of(9, group=3, **edits)
     engine, plain = make_engine(model, **drafting(SeenTexts())), make_engine(model)
@@ -264,7 +264,7 @@ def test_a_call_counts_tokens(
     options: dict[str, object], model: PreTrainedModel, make_engine: Make, finish: Finish,
     requests_of: RequestsOf,
 ) -> None:  # fmt: skip
-    """The same requests finish in every call, though some wait, or are preempted."""
+    """Equal requests finish in every call, though some wait, or are preempted."""
     requests = requests_of(24, group=4, prefix=True)
     outputs = finish(make_engine(model), requests)
     for limit in (4, 16):
@@ -289,12 +289,8 @@ def test_the_example_of_the_docs() -> None:
         source.begin(known)
     assert source.draft(request, 3) == [6, 8, 9]
     speculation = Speculation(source, FixedLength(3))
-
-    def append(request: Request, token: int, log_prob: float) -> None:
-        request.response_ids.append(token)
-
     guess = Guess(Entry(request, 0), [6, 8, 9])
-    assert speculation.accept(guess, [6, 8, 10, 5], [0.0] * 4, append) == (3, None)
+    assert speculation.accept(guess, [6, 8, 10, 5], [0.0] * 4, None) == (3, None)
     assert request.response_ids == [2, 4, 6, 8, 10]
     assert (speculation.num_drafted, speculation.num_accepted) == (3, 2)
 
@@ -370,7 +366,7 @@ def test_siblings_go_along(
 
 @pytest.mark.parametrize("drafts", [True, False])
 def test_old_texts_are_forgotten(drafts: bool) -> None:
-    """Also where nothing is guessed, and so nothing indexed."""
+    """Nothing is guessed here, and so nothing indexed."""
     source = SeenTexts(most_tokens=100)
     for i in range(20):
         request = Request(i, [i, i + 1], SamplingParams(50), i, response_ids=[*range(30)])

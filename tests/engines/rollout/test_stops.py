@@ -163,7 +163,7 @@ def test_greedy_equals_generate_with_stop_strings(
     make_model: Callable[[str], PreTrainedModel], make_engine: Make, finish: Finish,
     requests_of: RequestsOf,
 ) -> None:  # fmt: skip
-    """Also parked, and resumed on a deterministic engine.
+    """It holds for parked ones, and for those resumed on a deterministic engine.
 
     Transformers lets the prompt's end count.
     """

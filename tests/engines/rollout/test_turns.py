@@ -8,8 +8,8 @@ import torch
 from answered_turns import converse, converse_in_lockstep, converse_on_the_move, recomputed
 from transformers import PreTrainedModel
 
+from hybridrl.engines.rollout.cache_fill import KVCosts
 from hybridrl.engines.rollout.interface import HeldTurn, Output, Request, SamplingParams
-from hybridrl.engines.rollout.kv_costs import KVCosts
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.engines.rollout.speculation import make_speculation
@@ -72,7 +72,7 @@ def test_kept_equals_recomputed(block_size: int, model: PreTrainedModel, make_en
 
 
 def test_log_probs_are_those_of_a_full_forward(model: PreTrainedModel, make_engine: Make) -> None:
-    """Those of the model's tokens; a reply's are 0."""
+    """Log-probabilities of the model's tokens; a reply's are 0."""
     requests = conversations(4, temperature=0.7)
     for request in requests:
         output = converse(make_engine(model), [request], VOCAB)[request.id]

@@ -45,7 +45,7 @@ def requests_of() -> list[Request]:
 
 
 def conversations() -> list[Request]:
-    """The same in turns of at most nine tokens."""
+    """Conversations in turns of at most nine tokens."""
     return [
         replace(request, sampling=replace(request.sampling, max_new_tokens=50, max_turn_tokens=9))
         for request in requests_of()

@@ -256,7 +256,7 @@ def started(directory: str, pp: int, tp: int, **options: Any) -> tuple[VLLMEngin
 
 
 def streams(directory: str, pp: int, tp: int) -> dict[str, Any]:
-    """The same requests in many ways, on one instance."""
+    """One instance gets equal requests in many ways."""
     engine, update = started(directory, pp, tp)
     requests = mixed_requests()
     results: dict[str, Any] = {"batch": finish(engine, requests), "stats": engine.stats()}

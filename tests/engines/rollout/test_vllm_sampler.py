@@ -152,7 +152,7 @@ def calls_of(function: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("ways", [{}, {"temperature": 0.7, "top_k": 9}])
 def test_calls_do_not_grow_with_the_rows(batch: Batch, ways: dict[str, Any]) -> None:
-    """Of a step in which none joins or leaves."""
+    """A step in which none joins or leaves."""
     counts = {}
     for num_rows in (8, SLOTS):
         batch.update(added=[(row, request(row, **ways)) for row in range(num_rows)])

@@ -93,7 +93,7 @@ def sequences_of() -> Callable[[], list[TrainSequence]]:
 
 
 def make_sequences() -> list[TrainSequence]:
-    """The same ones at every call."""
+    """Sequences that are equal at every call."""
     random = torch.Generator().manual_seed(3)
     sequences = []
     for length, response in [

@@ -22,7 +22,7 @@ from hybridrl.pipelines.standard import standard_plan
 
 
 def value_sequences(sequences):
-    """The same with a critic's fields."""
+    """Sequences with a critic's fields."""
     random = torch.Generator().manual_seed(11)
     for sequence in sequences:
         size = (sequence.response_tokens,)
@@ -136,7 +136,7 @@ def test_two_ranks_in_both_directions(ranks, path, sequences):
 @pytest.mark.layouts
 @pytest.mark.parametrize("critic", [(1, 1, 2, 1), (2, 1, 1, 1)], ids=str)
 def test_adapters(ranks, path, sequences, critic):
-    """Of a critic that FSDP shards, and of one whose pipeline runs the other way."""
+    """One critic is sharded by FSDP, and the pipeline of another runs the other way."""
     check(ranks, 2, path, sequences, (2, 1, 1, 1), critic, lora=2)
 
 
@@ -164,7 +164,7 @@ def planned_updates(path, sequences):
 
 
 def test_a_searched_plan_interleaves_the_models(ranks, path, sequences):
-    """Of two equal models in both directions, and only the rank that searches keeps policies."""
+    """Two equal models run in both directions, and only the rank that searches keeps policies."""
     (recorded, kept), (others, others_kept) = ranks(2, planned_updates, path, sequences)
     problem, plan = recorded
     assert not others

@@ -87,7 +87,7 @@ def oracle(path, sequences):
 
 
 def forward_flops(engine, sequences):
-    """Those of one forward pass over all sequences, whichever rank has them."""
+    """Operations of one forward pass over all sequences, whichever rank has them."""
     trained = [s.response_tokens if s.mask is None else int(s.mask.sum()) for s in sequences]
     return sum(map(ForwardFlops.of(engine.model.config), (len(s.ids) for s in sequences), trained))
 
@@ -538,7 +538,7 @@ def test_shared_rows_of_fewer_heads_than_ranks(
     ids=str,
 )
 def test_rows_in_chunks(ranks, wanted, family, layout, cp, sequence_parallel, recompute):
-    """Of 3 tokens on a rank, where a row of 5 is too long: up to 6 chunks a sequence."""
+    """Chunks of 3 tokens on a rank, where a row of 5 is too long: up to 6 chunks a sequence."""
     path, sequences, want = wanted(family, True)
     args = (layout, "one_f_one_b", 1, 5, sequence_parallel, recompute, cp, 3)
     check(ranks(math.prod(layout[:4]), step, path, sequences, *args), want, path)
@@ -562,7 +562,7 @@ def test_rows_in_chunks(ranks, wanted, family, layout, cp, sequence_parallel, re
 def test_chunks_in_pipelines(
     ranks, wanted, family, layout, schedule, cp, sequence_parallel, recompute
 ):
-    """Of 4 tokens on a rank; other rows fill the rounds up."""
+    """Chunks of 4 tokens on a rank; other rows fill the rounds up."""
     path, sequences, want = wanted(family, True)
     args = (layout, schedule, 1, 4, sequence_parallel, recompute, cp, 4)
     check(ranks(math.prod(layout[:4]), step, path, sequences, *args), want, path)

@@ -201,7 +201,7 @@ def test_a_step_equals_peft(
     layout,
     options,
 ) -> None:
-    """And what was saved before it is, merged, what peft makes of the base and the adapter."""
+    """What was saved before it is, merged, what peft makes of the base and the adapter."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4} if "gen_tp" in options else {}
     path = tiny(family, True, num_hidden_layers=4, **heads)
     pp, fsdp, tp = layout

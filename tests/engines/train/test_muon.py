@@ -197,7 +197,7 @@ def of_experts(axes, number):
     ids=str,
 )
 def test_experts_are_a_batch_of_matrices(ranks, axes, number) -> None:
-    """Also where tp cuts gate and up alike, so that a rank has two boxes; five over four ranks."""
+    """Here tp may cut gate and up alike, so that a rank has two boxes; five over four ranks."""
     assert max(ranks(4, of_experts, axes, number)) < 1e-5
 
 

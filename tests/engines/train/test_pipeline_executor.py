@@ -47,7 +47,7 @@ def in_one_process(problem, index):
 
 
 def in_pipelines(problem, plan, groups):
-    """The same on this rank: gradients of its chunks by number, losses by micro-batch."""
+    """Results on this rank: gradients of its chunks by number, losses by micro-batch."""
     rank = dist.get_rank()
     pipelines, modules, losses = [], [], []
     for index, model in enumerate(problem.models):

@@ -57,7 +57,7 @@ BIASED = {
 
 
 class SquaredError(Loss):
-    """Of a critic, whose returns are any numbers."""
+    """A loss of a critic, whose returns are any numbers."""
 
     normalize, fields, needs_entropy = "token", ("old_log_probs",), False
 
@@ -80,7 +80,7 @@ def balance(scores, chosen):
 
 
 def losses(model, s):
-    """Of the response's tokens."""
+    """Losses of the response's tokens."""
     fields = {**s.fields, "advantages": torch.tensor(s.fields["advantages"])}
     if hasattr(model, "score"):
         values = model.score(model.model(s.ids[None]).last_hidden_state)[0, :, 0]
@@ -198,7 +198,7 @@ def test_two_ranks_equal_one_process(ranks, case):
 
 
 def test_a_critic_of_experts_gets_the_loss_too(ranks, case, tmp_path):
-    """Of its own routers, here in chunks."""
+    """The loss is that of its own routers, here in chunks."""
     path, sequences, _ = case
     config = AutoConfig.from_pretrained(path)
     config.num_labels, config.architectures, config.tie_word_embeddings = 1, None, False

@@ -43,7 +43,7 @@ class Operations(TorchDispatchMode):
 
     @property
     def kept(self):
-        """Those whose results `selective` keeps."""
+        """Operations whose results `selective` keeps."""
         return sum(count for name, count in self.counts.items() if name in KEPT)
 
     @property
@@ -140,14 +140,14 @@ def test_experts(ranks, tiny, sequences, layout, large):
     ids=str,
 )
 def test_long_rows(ranks, tiny, sequences, layout, heads, chunk):
-    """Those that ranks share, and chunks, whose keys and values stay."""
+    """Rows that ranks share, and chunks, whose keys and values stay."""
     path = tiny("qwen3", num_attention_heads=heads, num_key_value_heads=2)
     args = (TrainLayoutConfig(**layout), None, False, 8, chunk)
     check_alike(ranks(2, each_mode, path, sequences, *args))
 
 
 def test_bytes_that_are_kept(tiny):
-    """Of the layers of a forward pass: inputs, products and attention, and nothing besides."""
+    """A forward pass keeps of its layers inputs, products and attention, and nothing besides."""
     config = AutoConfig.from_pretrained(tiny("qwen3", num_attention_heads=4))
     tokens, kept = 64, {}
     for mode in MODES:
@@ -172,7 +172,7 @@ def test_bytes_that_are_kept(tiny):
 
 
 def test_the_operations_that_are_kept_are_torchs():
-    """Those of flash-attn are held to its sources: tests/contracts/test_flash_attn.py."""
+    """The names of flash-attn are held to its sources: tests/contracts/test_flash_attn.py."""
     import torch.nn.attention.varlen
 
     for name in KEPT:

@@ -47,7 +47,7 @@ def pairs(sequences):
 
 
 def log_ratios(model, sequence, name):
-    """Of the trained tokens, float64; of no name the log-probabilities."""
+    """Ratios of the trained tokens, float64; without a name their log-probabilities."""
     log_p = model(sequence.ids[None]).logits[0].log_softmax(-1)
     first = len(sequence.ids) - sequence.response_tokens
     response_log_p = log_p[first - 1 : -1].gather(-1, sequence.ids[first:, None])[:, 0]

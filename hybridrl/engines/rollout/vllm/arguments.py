@@ -92,13 +92,17 @@ def owner_of(name: str) -> str | None:
 
 def argument_names() -> list[str]:
     """Fields of vLLM's `EngineArgs`, as its source says; empty without vLLM."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return []
-    source = Path(spec.origin).parent / "engine" / "arg_utils.py"
-    for node in ast.parse(source.read_text()).body:
+    for node in vllm_source("engine/arg_utils.py"):
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
             targets = [line.target for line in node.body if isinstance(line, ast.AnnAssign)]
             own = [target.id for target in targets if isinstance(target, ast.Name)]
             return [name for name in own if not name.startswith("_")]
     return []
+
+
+def vllm_source(file: str) -> list[ast.stmt]:
+    """The statements of a file of the package that is installed; none without vLLM."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return []
+    return ast.parse((Path(spec.origin).parent / file).read_text()).body

@@ -22,9 +22,11 @@ from hybridrl.engines.rollout.available import in_transformers_backend
 from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import EngineParts, HeldTurn, Output, Request, Stats
 from hybridrl.engines.rollout.memory import kv_bytes_per_token
-from hybridrl.engines.rollout.request_limits import AdmissionLimits, check_positions, check_requests
-from hybridrl.engines.rollout.responses import (
+from hybridrl.engines.rollout.requests import (
+    AdmissionLimits,
     append_reply,
+    check_positions,
+    check_requests,
     end_turn,
     finish_of,
     output_of,
@@ -32,10 +34,12 @@ from hybridrl.engines.rollout.responses import (
 )
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.engines.rollout.vllm.groups import end_groups, set_environment
-from hybridrl.engines.rollout.vllm.memory import DeviceMemory, HostMemory, MemoryApi
-from hybridrl.engines.rollout.vllm.sizes import batched_tokens, device_share
+from hybridrl.engines.rollout.vllm.memory import DeviceMemory, HostMemory
 from hybridrl.engines.rollout.vllm.start import (
+    batched_tokens,
+    device_share,
     engine_arguments,
+    give_own_classes,
     make_intermediate_tensors,
     start_engine,
 )
@@ -130,7 +134,13 @@ class VLLMEngine:
         stage = mesh.coordinates(self._rank)["pp"]
         self._kv_bytes_per_token = kv_bytes_per_token(model_config, mesh, stage, dtype)
 
-        self._import_vllm(stages_of_layers(model_config.num_hidden_layers, mesh.extent("pp")))
+        # vLLM reads its environment when it is imported.
+        stages = stages_of_layers(model_config.num_hidden_layers, mesh.extent("pp"))
+        set_environment([stages.count(stage) for stage in range(1 + max(stages))])
+        logger.debug("importing vLLM")
+        from hybridrl.engines.rollout.vllm import sampling
+
+        self._sampling = sampling
         arguments = engine_arguments(
             model_path,
             mesh,
@@ -149,21 +159,11 @@ class VLLMEngine:
             own=own_arguments,
         )
         if in_transformers_backend(model_config):
-            from hybridrl.engines.rollout.vllm.own_classes import give_own_classes
-
             give_own_classes()
         constants = stored_buffers(model_path, model_config)
         self._start(arguments, mesh, block_size, device)
         self._reach_weights(layout, device, constants)
         self._open_queue(model_config.vocab_size, max_sequence, block_size)
-
-    def _import_vllm(self, stages: Sequence[int]) -> None:
-        """Import vLLM, which reads its environment then; `stages` is the stage of each layer."""
-        set_environment([stages.count(stage) for stage in range(1 + max(stages))])
-        logger.debug("importing vLLM")
-        from hybridrl.engines.rollout.vllm import sampling
-
-        self._sampling = sampling
 
     def _start(
         self, arguments: dict[str, Any], mesh: Mesh, block_size: int, device: torch.device
@@ -198,7 +198,7 @@ class VLLMEngine:
         shapes = {name: LocalTensor(layout.local(name, self._rank)).shape for name in layout.rules}
         self._weights = VLLMWeights(self._worker.get_model(), shapes, self._dtype, constants)
         caches = self._worker.model_runner.kv_caches
-        self._memory: MemoryApi = (
+        self._memory: DeviceMemory | HostMemory = (
             DeviceMemory(self._worker) if device.type == "cuda" else HostMemory(caches)
         )
         self._switch: tuple[Plan, WeightSwitch | LayerwiseSwitch] | None = None
@@ -249,7 +249,7 @@ class VLLMEngine:
         return None
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, first come first served; a parked request continues from its last token.
+        """See `RolloutEngine`.
 
         Raises ValueError, before anything is queued, for a request that can never run, or that has
         a `kv`: vLLM accepts none.
@@ -260,23 +260,18 @@ class VLLMEngine:
             if request.kv is not None:
                 raise ValueError(f"request {request.id!r} comes with a KV cache; vLLM takes none")
         for request in requests:
+            record = request.routed_experts or ExpertRecord()  # it grows by what vLLM returns
             copied = replace(
                 request,
                 response_ids=list(request.response_ids),
                 log_probs=list(request.log_probs),
-                routed_experts=self._record_of(request),
+                routed_experts=None if self._experts is None else record.copy(),
                 turns=list(request.turns),
             )
             entry = self._entries[copied.id] = _Entry(copied, self._submitted)
             self._submitted += 1
             if not copied.is_held:
                 self._add(entry)
-
-    def _record_of(self, request: Request) -> ExpertRecord | None:
-        """A request's record, which grows by what vLLM returns; None if nothing is recorded."""
-        if self._experts is None:
-            return None
-        return (request.routed_experts or ExpertRecord()).copy()
 
     def _add(self, entry: _Entry) -> None:
         """Queue a request in vLLM, whose prompt there is all that it has."""
@@ -303,7 +298,7 @@ class VLLMEngine:
         self._queue.num_reading += reads_tokens(sampling)
 
     def park(self, ids: Iterable[object], with_kv: bool = False) -> list[Request]:
-        """Remove unfinished requests, with their tokens so far; `submit` resumes them.
+        """See `RolloutEngine`.
 
         An id that is not in the engine (it may just have finished) is skipped. Raises ValueError
         `with_kv`: vLLM exports no keys and values.
@@ -393,7 +388,7 @@ class VLLMEngine:
         return False
 
     def step(self) -> list[Output]:
-        """One decode step for all running requests (admitting and prefilling waiting ones).
+        """See `RolloutEngine`.
 
         With asynchronous scheduling the next step computes when this one returns. Requests that
         wait, or come between, join the one after it.
@@ -401,7 +396,10 @@ class VLLMEngine:
         assert not self._asleep, "the engine sleeps"
         if not self._by_key:
             return []
-        self._make_cache()
+        if not self._has_cache:
+            logger.debug("allocating the KV cache")
+            self._memory.make_cache()
+            self._has_cache = True
         counts, outputs, stopped = self._counts, list[Output](), list[str]()
         prefills = 0
         outputs_of_step: list[Any] = self._engine.step()
@@ -451,14 +449,17 @@ class VLLMEngine:
 
     @torch.no_grad()
     def update_weights(self, plan: Plan, source: Tensors) -> SwitchStats:
-        """Fill this rank's generation weights from the training shards; all ranks call it.
-
-        Cached prompts are dropped: the old weights computed them.
-        """
+        """See `RolloutEngine`. Cached prompts are dropped: the old weights computed them."""
         self._check_parked("its weights cannot change")
         assert not self._asleep, "the engine sleeps"
         if self._switch is None or self._switch[0] is not plan:
-            self._switch = plan, self._make_switch(plan)
+            settings = plan, self._rank, self._dtype
+            self._switch = (
+                plan,
+                LayerwiseSwitch(*settings, by_layer(plan.dst.rules), self._bucket_bytes)
+                if self._weights.repacks
+                else WeightSwitch(*settings, self._bucket_bytes),
+            )
         switch = self._switch[1]
         if isinstance(switch, LayerwiseSwitch):
             stats = switch.switch(source, self._weights.layer)
@@ -471,10 +472,7 @@ class VLLMEngine:
 
     @torch.no_grad()
     def write_weights(self, write: Callable[[Tensors], None]) -> None:
-        """Let `write` fill this rank's shards: all at once, or layer by layer if vLLM repacks.
-
-        Cached prompts are dropped, as in `update_weights`.
-        """
+        """See `RolloutEngine`. It is called layer by layer if vLLM repacks; prompts are dropped."""
         self._check_parked("its weights cannot change")
         assert not self._asleep, "the engine sleeps"
         if self._weights.repacks:
@@ -486,12 +484,6 @@ class VLLMEngine:
             self._weights.process()
         self._weights.fill_constants()
         self._forget_prompts()
-
-    def _make_switch(self, plan: Plan) -> WeightSwitch | LayerwiseSwitch:
-        settings = self._rank, self._dtype
-        if self._weights.repacks:
-            return LayerwiseSwitch(plan, *settings, by_layer(plan.dst.rules), self._bucket_bytes)
-        return WeightSwitch(plan, *settings, self._bucket_bytes)
 
     def _check_parked(self, what: str) -> None:
         stats = self.stats()
@@ -506,10 +498,7 @@ class VLLMEngine:
     # Memory
 
     def release_cache(self) -> None:
-        """Free the KV cache, keep the weights. Waiting and held requests stay; nothing may run.
-
-        The next step that has work allocates a new cache.
-        """
+        """See `RolloutEngine`. Waiting and held requests stay."""
         assert not self.stats().running, "the engine cannot free its cache while requests run"
         if not self._has_cache:
             return
@@ -518,12 +507,6 @@ class VLLMEngine:
         self._memory.free_cache()
         self._has_cache = False
         logger.debug("the KV cache is free")
-
-    def _make_cache(self) -> None:
-        if not self._has_cache:
-            logger.debug("allocating the KV cache")
-            self._memory.make_cache()
-            self._has_cache = True
 
     def sleep(self) -> None:
         """Free the KV cache and, on a GPU, the weights.
@@ -538,7 +521,7 @@ class VLLMEngine:
             self._asleep, self._has_cache = True, False
 
     def wake(self) -> None:
-        """Allocate the weights (`update_weights` fills them); work allocates the cache."""
+        """See `RolloutEngine`."""
         if self._asleep:
             self._memory.wake()
             self._asleep = False
@@ -557,7 +540,7 @@ class VLLMEngine:
             kv_blocks_total=self._limits.num_blocks,
             kv_bytes_per_token=self._kv_bytes_per_token,
             has_cache=self._has_cache,
-            **{name: self._counts[name] for name in _COUNTERS},
+            **self._counts,
         )
 
     def close(self) -> None:
@@ -569,18 +552,3 @@ class VLLMEngine:
         self._core.model_executor.shutdown()
         self._core.scheduler.shutdown()
         end_groups()
-
-
-_COUNTERS = (
-    "decode_steps",
-    "decode_tokens",
-    "cached_tokens",
-    "prefill_calls",
-    "prefill_tokens",
-    "replayed_tokens",
-    "restored_tokens",
-    "shared_prompt_tokens",
-    "num_preempted",
-    "kept_tokens",
-    "recomputed_tokens",
-)

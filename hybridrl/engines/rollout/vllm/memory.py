@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,30 +51,10 @@ def uniform_cache(block_size: int) -> Iterator[None]:
         kv_cache_utils.may_override_num_blocks = num_blocks_of
 
 
-class MemoryApi(Protocol):
-    """Weights and KV cache of one rank, freed and made again at the same addresses."""
-
-    def sleep(self) -> None:
-        """Free weights and KV cache."""
-        ...
-
-    def wake(self) -> None:
-        """Allocate the weights."""
-        ...
-
-    def free_cache(self) -> None:
-        """Free the KV cache, keep the weights."""
-        ...
-
-    def make_cache(self) -> None:
-        """Allocate the KV cache."""
-        ...
-
-
 class DeviceMemory:
-    """Memory of a GPU, by vLLM's allocator (`enable_sleep_mode`): CUDA graphs stay valid.
+    """Weights and KV cache on a GPU, by vLLM's allocator: CUDA graphs stay valid.
 
-    It uses vLLM's level 2, which discards: training fills the weights, and the tokens the cache.
+    Its sleep has level 2, which discards: training fills the weights, and the tokens the cache.
     Level 1 would copy the weights to the host needlessly.
     """
 

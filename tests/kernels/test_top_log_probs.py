@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridrl.kernels.linear_log_probs import VocabShard
-from hybridrl.kernels.token_logits import candidate_log_probs, top_log_probs
+from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
+from hybridrl.kernels.top_log_probs import top_log_probs
 
 TOKENS, FEATURES, VOCAB, K = 7, 5, 37, 4
 SETTINGS: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"temperature": 1.3, "cap": 2.0}]
@@ -44,8 +44,8 @@ def test_candidates_and_their_gradients(settings: dict[str, Any]) -> None:
     x = inputs()
     leaves = [x[name].requires_grad_() for name in ("hidden", "weight", "bias")]
     wanted = whole(x, **settings).gather(1, torch.cat([x["targets"][:, None], x["candidates"]], 1))
-    got, entropy = candidate_log_probs(
-        x["hidden"], x["weight"], x["targets"], x["candidates"], bias=x["bias"],
+    got, entropy = linear_log_probs(
+        x["hidden"], x["weight"], x["targets"], candidates=x["candidates"], bias=x["bias"],
         with_entropy=True, **settings,
     )  # fmt: skip
     torch.testing.assert_close(got, wanted, **EXACT)
@@ -80,7 +80,7 @@ def test_large_gradients_that_cancel_in_bf16() -> None:
 
     def gradients(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         inputs = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
-        got, _ = candidate_log_probs(*inputs, targets, candidates)
+        got, _ = linear_log_probs(*inputs, targets, candidates=candidates)
         p = got[:, 1:].detach().double().exp()
         outer = -torch.ones_like(p) / k + share * p / (1 - p.sum(1, keepdim=True))
         grad = torch.cat([torch.ones(tokens, 1), outer], 1).to(got.dtype)
@@ -97,8 +97,8 @@ def test_chunks_change_nothing() -> None:
     for size in (1, 2 * K * FEATURES, 2**20):
         leaves = [x[name].detach().requires_grad_() for name in ("hidden", "weight", "bias")]
         hidden, weight, bias = leaves
-        got, _ = candidate_log_probs(
-            hidden, weight, x["targets"], x["candidates"], chunk_elements=size, bias=bias
+        got, _ = linear_log_probs(
+            hidden, weight, x["targets"], candidates=x["candidates"], chunk_elements=size, bias=bias
         )
         results.append([got, *torch.autograd.grad(got, leaves, x["grad"])])
     for result in results[1:]:
@@ -123,7 +123,7 @@ def test_no_tokens() -> None:
     x = inputs()
     hidden = x["hidden"][:0].requires_grad_()
     weight = x["weight"].requires_grad_()
-    got, _ = candidate_log_probs(hidden, weight, x["targets"][:0], x["candidates"][:0])
+    got, _ = linear_log_probs(hidden, weight, x["targets"][:0], candidates=x["candidates"][:0])
     assert got.shape == (0, 1 + K)
     got.sum().backward()
     assert weight.grad is not None
@@ -143,8 +143,8 @@ def _sharded(settings: dict[str, Any]) -> list[torch.Tensor]:
     bias = torch.cat([x["bias"][here], torch.full((padding,), 50.0).double()])
     leaves = [tensor.requires_grad_() for tensor in (x["hidden"], weight, bias)]
     settings = {**settings, "shard": VocabShard(dist.group.WORLD, start, here.stop - here.start)}
-    got, _ = candidate_log_probs(
-        x["hidden"], weight, x["targets"], x["candidates"], bias=bias, **settings
+    got, _ = linear_log_probs(
+        x["hidden"], weight, x["targets"], candidates=x["candidates"], bias=bias, **settings
     )
     gradients = torch.autograd.grad(got, leaves, x["grad"])
     top = top_log_probs(x["hidden"], weight, 30, bias=bias, **settings)
