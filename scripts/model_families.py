@@ -334,11 +334,9 @@ def print_vllm(families: Sequence[str]) -> None:
 
 
 def render(rows: Sequence[tuple[tuple[str, ...], list[str]]]) -> str:
-    """The table in Markdown, and below it the reasons."""
+    """The table in Markdown."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
-    lines += [f"| {' | '.join(cells)} |" for cells, _ in rows]
-    reasons = [reason for _, of_family in rows for reason in of_family]
-    return "\n".join([*lines, "", "What is not computed, and why:", "", *reasons])
+    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells, _ in rows)])
 
 
 def main() -> None:
@@ -373,7 +371,8 @@ def main() -> None:
             print(f"docs/models.md differs: {' | '.join(cells)}")
         sys.exit(bool(different))
     else:
-        print(render(rows))
+        reasons = [reason for _, of_family in rows for reason in of_family]
+        print(render(rows), *(["", *reasons] if reasons else []), sep="\n")
 
 
 if __name__ == "__main__":
