@@ -30,9 +30,9 @@ def records(
 ) -> Iterator[SourceRecord | UnusableRowError]:
     """Every record of `source`; `key` is its config key, for error messages.
 
-    In place of a row without a value where one is named, or with half a surrogate pair, which no
-    tokenizer takes, there is its error. `chunk` is the number of rows of a generated source per
-    call. Raises ConfigError for a missing name, parameter or file.
+    A row without a value where one is named gives its error instead. So does one with half a
+    surrogate pair, which no tokenizer takes. `chunk` is the number of rows of a generated source
+    per call. Raises ConfigError for a missing name, parameter or file.
     """
     pattern = None
     if source.answer_pattern is not None:
