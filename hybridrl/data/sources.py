@@ -37,6 +37,7 @@ def records(
     pattern = None
     if source.answer_pattern is not None:
         pattern = compiled(f"{key}.answer_pattern", source.answer_pattern)
+    read: Iterator[tuple[str, Row]]
     generated = source.kind in GENERATED
     if generated:
         rows = _GENERATORS[source.kind](key, source, seed, chunk)
