@@ -60,8 +60,8 @@ def try_judges(
 
     A verifier or function is given rows' own answers, an endpoint or a model nothing. Raises
     ConfigError for a judge that cannot be built, or fails on one of them. A judge that gives its
-    best value to none of them is named in a warning, and so is an `extract` that finds nothing in
-    them. With `is_recorded`, of a replay, only those are started that its steps ask: it evaluates
+    best value to none of them is named in a warning. So is an `extract` that finds nothing in them.
+    With `is_recorded`, of a replay, only those are started that its steps ask: it evaluates
     nothing.
     """
     from hybridrl.rewards import validate_reward

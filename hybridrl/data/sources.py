@@ -30,13 +30,14 @@ def records(
 ) -> Iterator[SourceRecord | UnusableRowError]:
     """Every record of `source`; `key` is its config key, for error messages.
 
-    In place of a row without a value where one is named, or with half a surrogate pair, which no
-    tokenizer takes, there is its error. `chunk` is the number of rows of a generated source per
-    call. Raises ConfigError for a missing name, parameter or file.
+    A row without a value where one is named gives its error instead. So does one with half a
+    surrogate pair, which no tokenizer takes. `chunk` is the number of rows of a generated source
+    per call. Raises ConfigError for a missing name, parameter or file.
     """
     pattern = None
     if source.answer_pattern is not None:
         pattern = compiled(f"{key}.answer_pattern", source.answer_pattern)
+    read: Iterator[tuple[str, Row]]
     generated = source.kind in GENERATED
     if generated:
         rows = _GENERATORS[source.kind](key, source, seed, chunk)

@@ -76,7 +76,7 @@ class Parcel:
     samples.
     """
 
-    ids: tuple[tuple[int, str, int, int], ...]
+    ids: tuple[tuple[int, str, int], ...]
     response_tokens: tuple[int, ...]
     columns: dict[str, np.ndarray]
     sizes: dict[str, tuple[int, ...]]

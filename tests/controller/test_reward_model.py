@@ -101,7 +101,8 @@ def test_a_judge_with_another_tokenizer_in_a_pool_of_its_own(
     settings = [setting for setting in tiny_run if not setting.startswith("reward")]
     settings += ["model=pretrained", f"model.path={tmp_path / 'actor'}", "trainer.steps=1",
                  "reward=model", f"reward.model={tmp_path / 'judge'}",
-                 "cluster.pool_of.reward=reward", "eval.sets.main.every=null"]  # fmt: skip
+                 "model.compute_dtype=float32", "cluster.pool_of.reward=reward",
+                 "eval.sets.main.every=null"]  # fmt: skip
     run = train_here(tmp_path / "run", *settings)
     lanes = {span.lane for span in run.spans if span.name == "reward"}
     assert {lane for lane in lanes if lane.startswith("rank")} == {"rank 1"}
