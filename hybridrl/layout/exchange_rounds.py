@@ -37,11 +37,10 @@ _SMALL_BOX = 2**15
 """Elements of a box whose launch takes longer than its copy."""
 
 _PEERS = 16
-"""That a rank sends to at a time, where there are more than a round has messages for."""
+"""Ranks that one sends to at a time, where a round has too few messages for all of them."""
 
 _PARTS = 64
-"""A round may waste one in 64 parts of its room on whole rows. A smaller message is not worth a
-round."""
+"""A round may waste one in 64 parts of its room on whole rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +155,7 @@ def _groups(links: np.ndarray, num_ranks: int, room: int) -> Iterator[tuple[np.n
     """Links that share rounds, the number of rounds, and the grain of their portions."""
     while len(links):
         rounds, _ = _num_rounds(links, num_ranks, room)
-        small = links[:, 2] < rounds * (room // _PARTS)
+        small = links[:, 2] < rounds * (room // MOST_MESSAGES)
         if rounds == 1 or small.all():
             small[:] = False
         width = min(MOST_MESSAGES // 2, max(_PEERS, num_ranks // rounds))

@@ -5,8 +5,10 @@ Prints the rows of docs/layout.md. The plan knows the nodes, of eight ranks each
 
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import yaml
@@ -14,6 +16,7 @@ from nccl_recorder import fake_rank
 from transformers import AutoConfig
 
 from hybridrl.config.layout import RolloutLayoutConfig
+from hybridrl.layout import weight_switch as module
 from hybridrl.layout.exchange_rounds import first_contacts
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.plan import Plan
@@ -54,6 +57,7 @@ CASES = {
 }
 
 
+@cache
 def switch_of(case: LargeSwitch) -> Switch:
     """Plan as the actor does: with the node of each rank."""
     shape: dict[str, Any] = dict(LARGE)
@@ -74,7 +78,8 @@ def weight_switch(plan: Plan, rank: int) -> WeightSwitch:
 def counts(plan: Plan, rank: int, rounds: TransferRounds) -> dict[str, int]:
     """Rounds, messages and their boxes, and copies after boxes were joined."""
     messages = [m for e in rounds.exchanges for m in (*e.sends, *e.receives)]
-    switch = weight_switch(plan, rank)
+    with mock.patch.object(module, "transfer_rounds", return_value=rounds):
+        switch = weight_switch(plan, rank)
     return {
         "gathers": len(rounds.gathers),
         "exchanges": len(rounds.exchanges),

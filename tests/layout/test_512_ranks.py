@@ -19,6 +19,7 @@ WANTED = {
     "70b on 64": (Grouping.vanilla, 1, 267, 4272, 23040, 4329),
     "70b on 64, pipeline": (Grouping.node_strided, 0, 276, 4430, 7832, 4051),
     "671b on 512": (Grouping.node_strided, 0, 712, 23870, 67208, 14721),
+    "671b on 512, fsdp": (Grouping.node_strided, 1, 1357, 45108, 361431, 106614),
 }
 """The order of ranks on nodes of eight, and the `counts` of one rank."""
 
@@ -35,7 +36,10 @@ def test_every_case_has_its_counts() -> None:
     assert WANTED.keys() == CASES.keys()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.layouts] * (n == "671b on 512, fsdp")) for n in CASES],
+)
 def test_a_rank_plans_its_rounds(name: str) -> None:
     """Within the bucket and NCCL's limit, to and from all whom the plan names, in the counts."""
     switch = switch_of(CASES[name])

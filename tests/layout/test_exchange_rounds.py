@@ -2,6 +2,8 @@
 
 import random
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -35,6 +37,16 @@ def ring(num_ranks: int, rows: int) -> ClassLinks:
     boxes = [Box((0, 0), (rows * (3 if rank == 0 else 1), 5)) for rank in range(num_ranks)]
     links = [(rank, (rank + 1) % num_ranks, rank) for rank in range(num_ranks)]
     return ClassLinks(("ring",), boxes, np.array(links))
+
+
+@contextmanager
+def messages_of_a_round(most: int, peers: int = 16) -> Iterator[None]:
+    """A limit of messages, and the peers of a rank at a time where it has more of them."""
+    with (
+        mock.patch.object(module, "MOST_MESSAGES", most),
+        mock.patch.object(module, "_PEERS", peers),
+    ):
+        yield
 
 
 def rounds_of_all(classes: list[ClassLinks], num_ranks: int, room: int) -> list[list[Exchange]]:
@@ -118,11 +130,11 @@ def indices(box: Box) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("room", [1, 6, 50, 640, 10_000])
-@pytest.mark.parametrize("most", [2, 4, 256])
+@pytest.mark.parametrize("most", [2, 4, 8, 256])
 def test_large_and_small_links(room: int, most: int) -> None:
     """Few messages a round make windows of links, and little room makes many rounds."""
     classes = [all_to_all(6, 1, 3), ring(6, 40), all_to_all(6, 3, 1)]
-    with mock.patch.object(module, "MOST_MESSAGES", most):
+    with messages_of_a_round(most, peers=3):
         by_rank = rounds_of_all(classes, 6, room)
     check_bounds(by_rank, room, most)
     check_in_order(batches_of(by_rank))
@@ -158,7 +170,7 @@ def test_random_layouts() -> None:
     for plan in random_plans(12):
         room, most = draw.choice([3, 40, 300, 5000]), draw.choice([4, 256])
         classes = exchanged_links(plan, NO_GATHERS)
-        with mock.patch.object(module, "MOST_MESSAGES", most):
+        with messages_of_a_round(most, peers=draw.choice([1, 2])):
             by_rank = rounds_of_all(classes, plan.num_ranks, room)
         check_bounds(by_rank, room, most)
         check_in_order(batches_of(by_rank))
@@ -186,6 +198,28 @@ def test_small_links_do_not_send_in_the_rounds_of_large_ones() -> None:
     assert len(messages) == 6
 
 
+def test_of_many_peers_a_rank_sends_to_few_at_a_time() -> None:
+    """Messages are as large as if it had no others, and ranks are busy in all rounds."""
+    with messages_of_a_round(8, peers=2):
+        by_rank = rounds_of_all([all_to_all(7, 400, 1)], 7, 640)
+    for rank, rounds in enumerate(by_rank):
+        peers = [[m.peer for m in exchange.sends] for exchange in rounds]
+        assert sorted({tuple(group) for group in peers}) == sorted(
+            tuple(sorted((rank + distance) % 7 for distance in group))
+            for group in ((1,), (2, 3), (4, 5), (6,))
+        )
+        assert all(sum(m.size for m in exchange.sends) > 540 for exchange in rounds)
+
+
+def test_parameters_of_many_peers_are_apart() -> None:
+    """They would else be busy in the rounds of the one link that has more."""
+    with messages_of_a_round(8, peers=2):
+        by_rank = rounds_of_all([all_to_all(7, 400, 1), ring(7, 4000)], 7, 640)
+    for exchange in (exchange for rounds in by_rank for exchange in rounds):
+        names = {p.name for m in (*exchange.sends, *exchange.receives) for p in m.pieces}
+        assert len(names) == 1
+
+
 def test_small_boxes_of_all_peers_come_together() -> None:
     """Also from the peers that send large ones, so that they are at equal distances."""
     by_rank = rounds_of_all([ring(8, 4000), all_to_all(8, 1, 9)], 8, 6400)
@@ -200,7 +234,7 @@ def test_first_contacts_are_those_of_the_rounds(most: int) -> None:
     """Each link once, in an order in which none waits in a circle."""
     for plan in random_plans(6):
         classes = exchanged_links(plan, NO_GATHERS)
-        with mock.patch.object(module, "MOST_MESSAGES", most):
+        with messages_of_a_round(most):
             contacts = [first_contacts(classes, plan.num_ranks, r) for r in range(plan.num_ranks)]
         check_in_order(
             [
