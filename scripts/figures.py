@@ -85,7 +85,8 @@ def _figures(records: list[dict[str, Any]]) -> Iterator[str]:
         value, ratio = (_number(record.get(key)) for key in ("value", "ratio"))
         if value or ratio:
             unit = record.get("unit", "") if value else ""
-            mark = {True: " (emulated)", False: " (planned)"}.get(record.get("emulated"), "")
+            emulated = record.get("emulated")
+            mark = "" if emulated is None else " (emulated)" if emulated else " (planned)"
             yield f"| `{record['name']}` | {value} {unit}{mark} | {ratio} |"
 
 
