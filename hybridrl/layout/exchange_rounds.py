@@ -12,7 +12,7 @@ Invariants, asserted by the tests:
 
 A group has as few rounds as its busiest rank allows, so that rank is busy in all of them. Small
 links would send very small messages in all rounds of large ones, so they have a group of their own.
-Where a rank has many peers, a group has few of them: its messages are then larger than most boxes,
+A rank with many peers sends to few of them at a time. Its messages are then larger than most boxes,
 so that few boxes are cut.
 
 Parameters with small boxes come first, in groups of their own: the boxes from all peers are then
