@@ -7,13 +7,16 @@ import asyncio
 import contextlib
 import email.utils
 import hashlib
+import heapq
+import itertools
 import json
 import math
 import os
 import random
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,7 +29,6 @@ from hybridrl.config.endpoint import GROUP_SCORE, NUMBER, SCORE, SCORE_FIELDS
 from hybridrl.config.patterns import compiled
 from hybridrl.config.row_fields import fill
 from hybridrl.rewards.reply_file import ReplyFile
-from hybridrl.rewards.request_slots import RequestSlots
 from hybridrl.rewards.results import BudgetSpent, EndpointError, EndpointTimeout, RewardInput
 from hybridrl.sandbox.cpu_limit import cpu_limit
 
@@ -302,6 +304,47 @@ class Endpoint:
     def _clean(self, text: str) -> str:
         """Without the key, which an endpoint may send back."""
         return text.replace(self._key, "***") if self._key else text
+
+
+class RequestSlots:
+    """`number` slots; of requests that wait for one, that of the most tries goes first.
+
+    In the order of their coming, retries would follow all that is new. At the end they alone would
+    be left, few at a time, and fill few of the slots. To be used in one event loop.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._free = number
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._order = itertools.count()
+
+    @asynccontextmanager
+    async def one(self, retry: int) -> AsyncIterator[None]:
+        """Hold a slot; `retry` counts the tries before this one."""
+        if self._free:
+            self._free -= 1
+        else:
+            turn = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (-retry, next(self._order), turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._release()
+                raise
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Hand a slot to the next that waits and was not canceled."""
+        while self._waiting:
+            *_, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
 
 
 def _numbered_scores(text: str, number: int) -> list[float]:

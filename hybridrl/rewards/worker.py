@@ -1,6 +1,7 @@
 """The judge inside a sandbox. It imports neither torch nor ray."""
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,8 +57,8 @@ class JudgeService(Service):
             self._judge = endpoint_judge(config, self._endpoint)
             if self.replies == "":
                 await self._endpoint.probe()
-        elif itself_waits:
-            self._judge = waiting_judge(config)
+        elif config.kind is RewardKind.function:
+            self._judge = function_judge(config)
         else:
             self._judge = computing_judge(config, self.sources)
         return [jail_of(config), itself_waits]
@@ -79,29 +80,21 @@ make = JudgeService
 
 
 def computing_judge(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> JudgeUnit:
-    """Judges in the only thread, where nothing bounds it: its process can be killed."""
-    if config.call is RewardCall.sample:
-        verify = make_verifier(config, sources)
-
-        async def judge_one(unit: Unit) -> list[JudgeAnswer]:
-            ((reward, text),) = map(verify, unit)
-            return [[reward, None, text]]
-
-        return judge_one
-    function, select = user_function(config), make_selector(config)
+    """Judges responses one by one, in the only thread; the owner kills what takes too long."""
+    verify = make_verifier(config, sources)
 
     async def judge(unit: Unit) -> list[JudgeAnswer]:
-        texts = [select(item.response) for item in unit]
-        arguments = function.arguments(unit, [text or "" for text in texts])
-        return function.answers(function.function(**arguments), texts)
+        return [[reward, None, text] for reward, text in map(verify, unit)]
 
     return judge
 
 
-def waiting_judge(config: JudgeConfig) -> JudgeUnit:
-    """Judges by a user's function that waits, within `timeout_s`."""
+def function_judge(config: JudgeConfig) -> JudgeUnit:
+    """Judges by a user's function; one that waits does so within `timeout_s`."""
     function, select = user_function(config), make_selector(config)
-    call = function.function if is_async(function.function) else in_thread(function.function)
+    call = function.function
+    if config.waits and not is_async(call):
+        call = in_thread(call)
 
     async def judge(unit: Unit) -> list[JudgeAnswer]:
         with cpu_limit(config.timeout_s):  # `extract` holds all others up
@@ -111,7 +104,9 @@ def waiting_judge(config: JudgeConfig) -> JudgeUnit:
         arguments = function.arguments(unit, [text or "" for text in texts])
         try:
             async with asyncio.timeout(config.timeout_s) as limit:
-                returned = await call(**arguments)
+                returned = call(**arguments)
+                if inspect.isawaitable(returned):
+                    returned = await returned
         except TimeoutError as error:
             if limit.expired():
                 raise TimeLimitReached from error

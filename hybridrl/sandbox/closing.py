@@ -1,7 +1,6 @@
 """What is closed at the end of its `with` block."""
 
 from abc import ABC, abstractmethod
-from types import TracebackType
 from typing import Self
 
 
@@ -15,10 +14,5 @@ class Closing(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -3,7 +3,7 @@
 import asyncio
 import random
 
-from hybridrl.rewards.request_slots import RequestSlots
+from hybridrl.rewards.endpoint import RequestSlots
 
 
 def test_retries_go_before_new_requests() -> None:
