@@ -133,14 +133,7 @@ def charts(run: RunData) -> list[dict[str, Any]]:
         series = [_series(run, key, label) for key, label in keys.items() if run.series(key)]
         if not series:
             continue
-        group = "hero" if id_ == "accuracy" else "main"
-        chart: dict[str, Any] = {
-            "id": id_,
-            "title": title,
-            "unit": unit,
-            "group": group,
-            "series": series,
-        }
+        chart = _chart(id_, title, series, unit, "hero" if id_ == "accuracy" else "main")
         if id_ in ("accuracy", "reward"):
             chart["range"] = _unit_range(series)
         if id_ == "response_tokens":
@@ -159,8 +152,7 @@ def charts(run: RunData) -> list[dict[str, Any]]:
     for key in run.metric_names:
         if key not in shown:
             title = key.replace("_", " ")
-            series = [_series(run, key, title)]
-            out.append({"id": key, "title": title, "unit": "", "group": "more", "series": series})
+            out.append(_chart(key, title, [_series(run, key, title)], group="more"))
     return out
 
 
@@ -245,18 +237,19 @@ def _series(run: RunData, key: str, label: str) -> dict[str, Any]:
     return {"key": key, "label": label, "points": _thin(points)}
 
 
+def _chart(
+    id_: str, title: str, series: list[dict[str, Any]], unit: str = "", group: str = "main"
+) -> dict[str, Any]:
+    return {"id": id_, "title": title, "unit": unit, "group": group, "series": series}
+
+
 def _evaluation(run: RunData, name: str) -> dict[str, Any]:
     """The estimates of an evaluation set, with the interval of the first."""
     prefix = f"eval/{name}/"
     keys = [key for key in run.metric_names if key.startswith(prefix)]
     estimates = [key for key in keys if "@" in key.removeprefix(prefix) and key.count("/") == 2]
     series = [_series(run, key, key.removeprefix(prefix)) for key in estimates]
-    return {
-        "id": f"eval/{name}",
-        "title": f"Held out: {name}",
-        "unit": "",
-        "group": "main",
-        "series": series,
+    return _chart(f"eval/{name}", f"Held out: {name}", series) | {
         "range": _unit_range(series),
         "band": _band(run, (f"{estimates[0]}/low", f"{estimates[0]}/high")),
         "band_label": "95 % interval",
