@@ -128,6 +128,7 @@ def charts(run: RunData) -> list[dict[str, Any]]:
     """Every metric as a chart: accuracy first, then the known ones, then all others."""
     out = []
     shown: set[str] = {*_BAND}
+    # known metrics
     for id_, (title, unit, keys) in _CHARTS.items():
         shown |= keys.keys()
         series = [_series(run, key, label) for key, label in keys.items() if run.series(key)]
@@ -142,6 +143,7 @@ def charts(run: RunData) -> list[dict[str, Any]]:
             out += _split(chart)
         else:
             out.append(chart)
+    # evaluation sets
     for name in dict.fromkeys(k.split("/")[1] for k in run.metric_names if k.startswith("eval/")):
         shown |= {key for key in run.metric_names if key.startswith(f"eval/{name}/") and "@" in key}
         chart = _evaluation(run, name)
@@ -149,6 +151,7 @@ def charts(run: RunData) -> list[dict[str, Any]]:
             out[0] |= {key: chart[key] for key in ("band", "band_label")}  # that of accuracy
         else:
             out.append(chart)
+    # all others
     for key in run.metric_names:
         if key not in shown:
             title = key.replace("_", " ")
@@ -166,6 +169,7 @@ def lengths(run: RunData) -> dict[str, Any] | None:
     chosen = sorted(key for key in steps if key.phase == "rl") or sorted(steps)
     if not chosen:
         return None
+    # common bins
     ends = list(dict.fromkeys([chosen[0], chosen[-1]]))
     low = min(min(steps[key]) for key in ends)
     high = max(max(steps[key]) for key in ends)
