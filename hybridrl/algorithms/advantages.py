@@ -13,6 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import SupportsFloat
 
+from hybridrl.algorithms.rewards import has_spread
+
 Values = Sequence[SupportsFloat]
 
 
@@ -30,7 +32,7 @@ def group_relative(
     divide rounding errors by `eps`. (verl gives a group of one its reward.)
     """
     values = [float(reward) for reward in rewards]
-    if not _has_spread(values):
+    if not has_spread(values):
         return [0.0] * len(values)
     centered = _less(values, math.fsum(values) / len(values))
     if not std_normalize:
@@ -46,7 +48,7 @@ def leave_one_out(rewards: Values) -> list[float]:
     times `group_relative` without the division.
     """
     values = [float(reward) for reward in rewards]
-    if not _has_spread(values):
+    if not has_spread(values):
         return [0.0] * len(values)
     total, others = math.fsum(values), len(values) - 1
     return [value - (total - value) / others for value in values]
@@ -93,7 +95,7 @@ def minimum_variance(rewards: Values, square_norms: Values, ratios: Values) -> l
     ]
     assert len(weights) == len(values)
     total = math.fsum(weights)
-    if not _has_spread(values) or not total:
+    if not has_spread(values) or not total:
         return [0.0] * len(values)
     return _less(values, math.fsum(w * x for w, x in zip(weights, values, strict=True)) / total)
 
@@ -108,7 +110,7 @@ def mean_normalized(rewards: Values, *, eps: float = 1e-6) -> list[float]:
     """
     values = [float(reward) for reward in rewards]
     mean = math.fsum(values) / max(len(values), 1)
-    if not _has_spread(values) or mean <= 0:
+    if not has_spread(values) or mean <= 0:
         return [0.0] * len(values)
     return [value / (mean + eps) for value in _less(values, mean)]
 
@@ -161,10 +163,6 @@ def novelty_sharpened(
         return min(weight * novelty, bound * a) if a > 0 else 0.0
 
     return [float(a) + gain(float(a), x) for a, x in zip(advantages, s, strict=True)]
-
-
-def _has_spread(values: Sequence[float]) -> bool:
-    return bool(values) and min(values) < max(values)
 
 
 def _less(values: Sequence[float], baseline: float) -> list[float]:

@@ -95,7 +95,7 @@ def compare(
     trainer = log_probs.detach().double().where(known, 0.0)
     rollout = rollout_log_probs.double().where(known, 0.0)
     log_w = trainer - rollout
-    # An empty response comes first, so that the list is never empty.
+    # By response. An empty response comes first, so that the list is never empty.
     responses = [log_w.new_zeros(0), *log_w.split(list(counts))]
     has_tokens = torch.stack(
         [response.any() for response in (known[:0], *known.split(list(counts)))]
@@ -103,6 +103,7 @@ def compare(
     log_products = torch.stack([response.sum() for response in responses]).where(
         has_tokens, -torch.inf
     )
+    # By token, and all figures. Logarithms of sums: a product of ratios overflows float64.
     log_w_known = log_w.where(known, -torch.inf)
     return torch.stack(
         [

@@ -88,6 +88,7 @@ def _save_hf(
     hub = HubNames(meta_model(engine.model.config, classifier=head_name(engine.model) == "score"))
     shares = shares_of(hub, engine.shapes(), buffers, engine.layout, compute)
     try:
+        # Each of these parts ends on all ranks, or fails on all: the next one has collectives.
         with _on_all_ranks(path):
             if first:
                 shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed

@@ -8,7 +8,7 @@ Invariants, asserted by the tests:
 5. no file is larger than the bound, unless it has a single tensor.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 Names = tuple[str, ...]
@@ -28,7 +28,6 @@ class Conversion:
 
     @property
     def size(self) -> int:
-        """Bytes of the results."""
         return sum(self.written.values())
 
 
@@ -55,12 +54,10 @@ class WeightShare:
 
     @property
     def names(self) -> Names:
-        """The model's tensors in this share."""
         return tuple(name for turn in self.turns for name in turn)
 
     @property
     def size(self) -> int:
-        """Bytes of its files."""
         return sum(file.size for file in self.files)
 
 
@@ -90,13 +87,14 @@ def weight_shares(
             by_writer |= _balanced(conversions, own, ranks, least)
     in_order = sorted(by_writer.items(), key=lambda item: item[1][0])
     shares = [(writer, [conversions[i] for i in own]) for writer, own in in_order]
-    files = [list(_files(own, most)) for _, own in shares]
-    names = iter(_file_names(sum(map(len, files))))
+    written = [[((x,), n) for c in own for x, n in c.written.items()] for _, own in shares]
+    files = [list(_filled(of_writer, most)) for of_writer in written]
+    file_names = iter(_file_names(sum(map(len, files))))
     return [
         WeightShare(
             writer,
-            tuple(_turns(own, turn)),
-            tuple(WeightFile(next(names), tensors, size) for tensors, size in of_writer),
+            tuple(names for names, _ in _filled(((c.names, c.size) for c in own), turn)),
+            tuple(WeightFile(next(file_names), tensors, size) for tensors, size in of_writer),
         )
         for (writer, own), of_writer in zip(shares, files, strict=True)
     ]
@@ -117,30 +115,17 @@ def _balanced(
     return {writer: sorted(numbers) for writer, numbers in by_writer.items()}
 
 
-def _files(own: Sequence[Conversion], most: int) -> Iterator[tuple[Names, int]]:
-    """Names and bytes of each file, in order."""
-    names: list[str] = []
+def _filled(tensors: Iterable[tuple[Names, int]], most: int) -> Iterator[tuple[Names, int]]:
+    """Names and bytes of each part, in order: as many of `tensors` as `most` bytes hold."""
+    names: Names = ()
     filled = 0
-    for conversion in own:
-        for name, size in conversion.written.items():
-            if names and filled + size > most:
-                yield tuple(names), filled
-                names, filled = [], 0
-            names.append(name)
-            filled += size
-    yield tuple(names), filled
-
-
-def _turns(own: Sequence[Conversion], most: int) -> Iterator[Names]:
-    names: list[str] = []
-    filled = 0
-    for conversion in own:
-        if names and filled + conversion.size > most:
-            yield tuple(names)
-            names, filled = [], 0
-        names += conversion.names
-        filled += conversion.size
-    yield tuple(names)
+    for more, size in tensors:
+        if names and filled + size > most:
+            yield names, filled
+            names, filled = (), 0
+        names += more
+        filled += size
+    yield names, filled
 
 
 def _file_names(number: int) -> list[str]:

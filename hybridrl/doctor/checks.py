@@ -294,6 +294,7 @@ def _scratch(disk: Disk) -> Iterator[Finding]:
 
 
 def _links(facts: Facts, needs: Needs) -> Iterator[Finding]:
+    # links that are slower than others of their kind
     links_by_crossing: dict[bool, list[Link]] = defaultdict(list)
     for link in facts.links:
         if link.kind == "send":
@@ -310,6 +311,7 @@ def _links(facts: Facts, needs: Needs) -> Iterator[Finding]:
                 fix = "leave the node out: cluster.sbatch=[--exclude=...]"
                 yield Finding(Severity.WARNING, what, why, fix, nodes)
     yield from _idle_infiniband(facts, links_by_crossing[True])
+    # tensor parallelism across nodes
     tp = max(needs.gen_tp, needs.train_tp)
     if tp > needs.ranks_per_node:
         latency = min(

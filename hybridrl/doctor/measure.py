@@ -206,12 +206,12 @@ class Probe:
         """Unix seconds."""
         return time.time()
 
-    def disks(self, run_dir: str, scratch: str | None = None) -> list[Disk]:
+    def disks(self, run_dir: str) -> list[Disk]:
         """The file systems of the run directory and of temporary files.
 
         A missing directory is skipped: `sees` reports it.
         """
-        places = {"run.dir": Path(run_dir), "scratch": Path(scratch or tempfile.gettempdir())}
+        places = {"run.dir": Path(run_dir), "scratch": Path(tempfile.gettempdir())}
         return [
             measure_disk(role, path, node_name()) for role, path in places.items() if path.is_dir()
         ]

@@ -53,9 +53,11 @@ class BatchScript:
     def text(self) -> str:
         """The script."""
         cluster = self.cluster
+        # header and environment
         lines = ["#!/bin/bash", f"# By hand: sbatch {shlex.quote(str(self.script))}"]
         lines += [f"#SBATCH {option}" for option in self._directives()]
         lines += ["", "set -e", *containers.load_modules(cluster), *cluster.setup]
+        # nodes in containers, which the script starts itself
         python = shlex.quote(cluster.python or sys.executable)
         if cluster.container is not Container.none:
             mounts = [self.work_dir, self.directory]
@@ -63,6 +65,7 @@ class BatchScript:
             directory += "/$SLURM_ARRAY_TASK_ID" if self.sweep else ""
             lines += containers.meet_and_start_nodes(cluster, directory, mounts)
             python = containers.driver(cluster, mounts)
+        # the driver, with each task's own overrides
         command = [f"{python} -P -m hybridrl.cli {self.command}"]
         command += [shlex.quote(option) for option in self.options]
         targets = self.targets()

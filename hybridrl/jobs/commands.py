@@ -82,6 +82,7 @@ def _check_and_submit(
 
 def _plan(args: Sequence[str]) -> tuple[BatchScript, list[Config]]:
     """The batch of a command line, and the config of each of its runs."""
+    # the settings, and what cannot be submitted
     compose.register()
     composed = compose.parse_arguments(compose.resolve_arguments(args))
     options = compose.parse_arguments(args)
@@ -94,6 +95,7 @@ def _plan(args: Sequence[str]) -> tuple[BatchScript, list[Config]]:
     if sweep and config.cluster.kind is ClusterKind.ray:
         raise ConfigError("option", "-m", "a single run with cluster=ray")
     containers.check_image(config.cluster)
+    # the directory
     path = Path(config.run.dir).absolute()
     if path.exists() and not path.is_dir():
         raise ConfigError("run.dir", config.run.dir, "a directory, or nothing that is there")

@@ -120,6 +120,7 @@ class Dispatcher:
         ops = self.operations
         rank, seconds, takes, frees = ops.rank, ops.seconds, ops.takes, ops.frees
         priority, latest, windows = rule.priority, rule.latest, rule.windows
+        # the state: what operations wait for, and what ranks have free
         ready = list(rule.releases) if rule.releases else [0.0] * len(rank)
         waits = [len(edges) for edges in ops.needs]
         starts = [0.0] * len(rank)
@@ -136,6 +137,7 @@ class Dispatcher:
             now, own = heapq.heappop(heap)
             if free[own] > now:
                 continue
+            # the next operation of each queue: one that can start, or one that comes soon
             startable: list[tuple[float, int, int]] = []
             soon: list[tuple[float, int]] = []
             for number in ops.by_rank[own]:
@@ -155,6 +157,7 @@ class Dispatcher:
                         startable.append((priority[i], i, number))
                 elif latest is not None and ready[i] > now:
                     soon.append((ready[i], i))
+            # the most urgent one that makes no more urgent one late, and leaves memory to end all
             startable.sort()
             for urgency, i, number in startable:
                 end = now + seconds[i]
@@ -179,6 +182,7 @@ class Dispatcher:
                 break
             else:
                 continue
+            # start it; wake the ranks that may start now
             room[own] += frees[i] - takes[i]
             places[number] += 1
             lists[own].append(i)

@@ -28,6 +28,7 @@ def evaluate(problem: PipelineProblem, plan: PipelinePlan) -> PlanTimes:
     Raises ValueError if the plan breaks an invariant (`problem.py`): the rank, and the action.
     """
     _check_order(problem, plan)
+    # each rank runs until it waits for an action, and again when that has ended
     starts: dict[PipelineAction, float] = {}
     ends: dict[PipelineAction, float] = {}
     free = [0.0] * problem.num_ranks
@@ -51,6 +52,7 @@ def evaluate(problem: PipelineProblem, plan: PipelinePlan) -> PlanTimes:
             places[rank] += 1
             if action in waiting:
                 todo.append(waiting.pop(action))
+    # a circle
     for rank, place in enumerate(places):
         if place < len(plan[rank]):
             action = plan[rank][place]

@@ -128,19 +128,13 @@ def charts(run: RunData) -> list[dict[str, Any]]:
     """Every metric as a chart: accuracy first, then the known ones, then all others."""
     out = []
     shown: set[str] = {*_BAND}
+    # known metrics
     for id_, (title, unit, keys) in _CHARTS.items():
         shown |= keys.keys()
         series = [_series(run, key, label) for key, label in keys.items() if run.series(key)]
         if not series:
             continue
-        group = "hero" if id_ == "accuracy" else "main"
-        chart: dict[str, Any] = {
-            "id": id_,
-            "title": title,
-            "unit": unit,
-            "group": group,
-            "series": series,
-        }
+        chart = _chart(id_, title, series, unit, "hero" if id_ == "accuracy" else "main")
         if id_ in ("accuracy", "reward"):
             chart["range"] = _unit_range(series)
         if id_ == "response_tokens":
@@ -149,6 +143,7 @@ def charts(run: RunData) -> list[dict[str, Any]]:
             out += _split(chart)
         else:
             out.append(chart)
+    # evaluation sets
     for name in dict.fromkeys(k.split("/")[1] for k in run.metric_names if k.startswith("eval/")):
         shown |= {key for key in run.metric_names if key.startswith(f"eval/{name}/") and "@" in key}
         chart = _evaluation(run, name)
@@ -156,11 +151,11 @@ def charts(run: RunData) -> list[dict[str, Any]]:
             out[0] |= {key: chart[key] for key in ("band", "band_label")}  # that of accuracy
         else:
             out.append(chart)
+    # all others
     for key in run.metric_names:
         if key not in shown:
             title = key.replace("_", " ")
-            series = [_series(run, key, title)]
-            out.append({"id": key, "title": title, "unit": "", "group": "more", "series": series})
+            out.append(_chart(key, title, [_series(run, key, title)], group="more"))
     return out
 
 
@@ -174,6 +169,7 @@ def lengths(run: RunData) -> dict[str, Any] | None:
     chosen = sorted(key for key in steps if key.phase == "rl") or sorted(steps)
     if not chosen:
         return None
+    # common bins
     ends = list(dict.fromkeys([chosen[0], chosen[-1]]))
     low = min(min(steps[key]) for key in ends)
     high = max(max(steps[key]) for key in ends)
@@ -245,18 +241,19 @@ def _series(run: RunData, key: str, label: str) -> dict[str, Any]:
     return {"key": key, "label": label, "points": _thin(points)}
 
 
+def _chart(
+    id_: str, title: str, series: list[dict[str, Any]], unit: str = "", group: str = "main"
+) -> dict[str, Any]:
+    return {"id": id_, "title": title, "unit": unit, "group": group, "series": series}
+
+
 def _evaluation(run: RunData, name: str) -> dict[str, Any]:
     """The estimates of an evaluation set, with the interval of the first."""
     prefix = f"eval/{name}/"
     keys = [key for key in run.metric_names if key.startswith(prefix)]
     estimates = [key for key in keys if "@" in key.removeprefix(prefix) and key.count("/") == 2]
     series = [_series(run, key, key.removeprefix(prefix)) for key in estimates]
-    return {
-        "id": f"eval/{name}",
-        "title": f"Held out: {name}",
-        "unit": "",
-        "group": "main",
-        "series": series,
+    return _chart(f"eval/{name}", f"Held out: {name}", series) | {
         "range": _unit_range(series),
         "band": _band(run, (f"{estimates[0]}/low", f"{estimates[0]}/high")),
         "band_label": "95 % interval",

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 _TITLES = {"warm_start": "warm start", "rl": "rl", "evaluation": "evaluation"}
+_EVERY_S = 5.0
 _WINDOW = 20  # steps that the time left is estimated from
 
 
@@ -41,12 +42,9 @@ class Display:
         """Leave the terminal as it was; may be called twice."""
 
 
-def make_display(enabled: bool, stream: TextIO | None = None) -> Display:
-    """A live display if `stream` (default: standard error) is a terminal, else plain lines.
-
-    Without `enabled`, notes alone.
-    """
-    stream = stream or sys.stderr
+def make_display(enabled: bool) -> Display:
+    """A live display if standard error is a terminal, else plain lines; notes if not `enabled`."""
+    stream = sys.stderr
     if not enabled:
         return Display(stream)
     # rich takes FORCE_COLOR for a terminal; a log file must stay free of control characters.
@@ -56,11 +54,10 @@ def make_display(enabled: bool, stream: TextIO | None = None) -> Display:
 
 
 class Lines(Display):
-    """A line per `every_s` seconds at most, and one at the end of each phase; no control codes."""
+    """A line per `_EVERY_S` seconds at most, and one at the end of each phase; no control codes."""
 
-    def __init__(self, stream: TextIO, every_s: float = 5.0) -> None:
+    def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
-        self._every_s = every_s
         self._title, self._num_steps = "", 0
         self._shown = 0.0
         self._pace = _Pace()
@@ -78,7 +75,7 @@ class Lines(Display):
     def step(self, done: int, metrics: Mapping[str, float]) -> None:
         left = self._pace.seconds_left(done, self._num_steps)
         now = time.monotonic()
-        if done < self._num_steps and now - self._shown < self._every_s:
+        if done < self._num_steps and now - self._shown < _EVERY_S:
             return
         self._shown = now
         parts = [f"{self._title} {done}/{self._num_steps}", *_figures(metrics)]

@@ -97,34 +97,20 @@ class _Answers:
     def sample(self, request: Request) -> Response:
         """One sample with its tokens."""
         params = request.query_params
-        step = _as_number(params.get("step", ""), "step", int)
+        step = _as_number(params, "step", int)
         sample = None if step is None else self.run.search.sample(step, params.get("key", ""))
         return PlainTextResponse("no such sample", 404) if sample is None else _json(sample)
 
 
 def parse_query(params: Mapping[str, str]) -> tuple[SampleQuery, SamplePosition | None]:
     """What a request asks for, and where its list begins. Raises ConfigError for a wrong number."""
-
-    def whole(name: str) -> int | None:
-        return _as_number(params.get(name, ""), name, int)
-
-    def real(name: str) -> float | None:
-        return _as_number(params.get(name, ""), name, float)
-
-    query = SampleQuery(
-        text=params.get("text", ""),
-        step=whole("step"),
-        phase=params.get("phase", ""),
-        kind=params.get("kind", ""),
-        status=params.get("status", ""),
-        min_reward=real("min_reward"),
-        max_reward=real("max_reward"),
-        min_tokens=whole("min_tokens"),
-        max_tokens=whole("max_tokens"),
-    )
-    from_step = whole("from_step")
-    begin = None if from_step is None else SamplePosition(from_step, whole("skip") or 0)
-    return query, begin
+    texts = {name: params.get(name, "") for name in ("text", "phase", "kind", "status")}
+    bounds = {name: _as_number(params, name, float) for name in ("min_reward", "max_reward")}
+    limits = {name: _as_number(params, name, int) for name in ("step", "min_tokens", "max_tokens")}
+    query = SampleQuery(**texts, **bounds, **limits)
+    from_step = _as_number(params, "from_step", int)
+    skip = _as_number(params, "skip", int) or 0
+    return query, None if from_step is None else SamplePosition(from_step, skip)
 
 
 def _guard(token: str) -> Callable[[Request, RequestResponseEndpoint], Any]:
@@ -156,7 +142,8 @@ def _refuse(request: Request, error: Exception) -> Response:
     return PlainTextResponse(str(error), 400)
 
 
-def _as_number(text: str, key: str, kind: Callable[[str], Number]) -> Number | None:
+def _as_number(params: Mapping[str, str], key: str, kind: Callable[[str], Number]) -> Number | None:
+    text = params.get(key, "")
     try:
         return kind(text) if text.strip() else None
     except ValueError:

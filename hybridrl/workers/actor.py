@@ -98,6 +98,7 @@ class Actor:
         """
         self.config, self.store, self.device = config, store, device
         rollout = config.rollout
+        # the training shards
         self.train_engine = TrainEngine(
             model_path,
             model=config.model,
@@ -108,6 +109,7 @@ class Actor:
             lora=config.actor.lora,
             seed=config.run.seed,
         )
+        # the switch, and this rank's place in generation
         model_config = AutoConfig.from_pretrained(model_path)
         self.switch_plan = self._plan_switch(model_config.num_hidden_layers, nodes)
         mesh = self.switch_plan.plan.dst.mesh
@@ -122,6 +124,7 @@ class Actor:
         if device.type == "cuda":  # gloo connects all ranks when a group is made
             connect_peers(self.switch_plan.plan, device)
         self.adapters = self._load_base()
+        # the rollout engine, which takes what the training shards leave of the device
         memory = self.train_engine.memory
         memory.stays = "actor" in staying.names
         self.train_engine.offload()
@@ -339,6 +342,7 @@ class Actor:
         alone, so all ranks of an instance agree.
         """
         start, before, kv_seconds, kv_tokens = time.perf_counter(), self.engine.stats(), 0.0, 0
+        # commands
         parked: list[Parked] = []
         outputs: list[tuple[Output, EpisodeReply | None]] = []
         for command in commands:
@@ -356,9 +360,9 @@ class Actor:
                 case Answer():
                     outputs += self._answer(command)
         ended = self.engine.take_turns()
+        # decoding: with drafts a step may make several tokens of a sample, and what conversations
+        # make follows from turns, whatever the calls are
         steps = 0
-        # With drafts a step may make several tokens of a sample.
-        # What conversations make follows from turns, whatever the calls are.
         converses = self.config.environment.is_on
         equal = self.config.schedule.entry.counts_tokens and not converses
         self.engine.begin_call(num_decode_steps if equal else None)
@@ -368,6 +372,7 @@ class Actor:
             steps += 1
             if ended and not equal and enough_turns * len(ended) >= self.unfinished:
                 break
+        # results, and what they have cost
         after = self.engine.stats()
         finished = [sample for o, reply in outputs if (sample := self._finish(o, reply))]
         turns = [told for turn in ended if (told := self._turn_ended(turn))]
@@ -479,6 +484,7 @@ class Actor:
             "tokens": torch.tensor([*item.prompt_ids, *output.token_ids]),
             "log_probs": torch.tensor(output.log_probs, dtype=torch.float32),
         }
+        # fields that only some samples have
         more: tuple[str, ...] = ()
         scalars: Mapping[str, float | int | str] = {}
         if output.routed_experts is not None:

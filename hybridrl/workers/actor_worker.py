@@ -186,20 +186,24 @@ class ActorWorker(BaseWorker):
         """
         assert self.residency.status is DeviceStatus.GENERATING, "generation outside its phase"
         self.residency.activate(None)
+        # fetch what resumes here
         start = time.perf_counter()
         self.actor.join(instance)
         is_wide = instance != self.actor.instance
         commands = [self._import_parked(c) if isinstance(c, Resume) else c for c in commands]
         fetch_s = time.perf_counter() - start
+        # decode
         with self._span("wide decode" if is_wide else "generate"):
             finished, parked, turns, work = self.actor.advance(
                 commands, num_decode_steps, enough_turns
             )
         if work.drafted:
             self._name_last_span(work.name(is_wide))
+        # hand on what was parked
         start = time.perf_counter()
         exported = [replace(event, state=self._export_parked(event)) for event in parked]
         put_s = time.perf_counter() - start
+        # keys and values that came or went, with the time of their way
         work = replace(work, kv_bytes=sum(map(self._kv_bytes, commands)))
         kv_tokens = work.kv_tokens + sum(kv_tokens_of(c) for c in commands)
         if kv_tokens:
