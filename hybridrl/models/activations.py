@@ -7,13 +7,16 @@ head's follow `linear_log_probs`, where Triton computes it; else that runs, too.
 import copy
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
@@ -34,8 +37,53 @@ from hybridrl.models.expert_parallel import experts_of
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.paged_attention import PagedGroup
 from hybridrl.models.parallel import cuts_heads, head_size, kv_heads_of_rank, meta_model
-from hybridrl.models.peak_memory import PeakMemory
 from hybridrl.models.recomputation import recompute_layers
+
+
+class PeakMemory(MemTracker):
+    """torch's MemTracker without its accounts by module, which refuse a second micro-batch.
+
+    Within `with` it counts the storages that operations create, on `meta` and fake devices too.
+    """
+
+    def __enter__(self) -> "PeakMemory":
+        self._fake_mode_on_entry = None
+        self._track_resize()
+        TorchDispatchMode.__enter__(self)
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        self._restore_resize()
+        TorchDispatchMode.__exit__(self, *args)
+
+    def restart(self) -> None:
+        """Forget the peak so far."""
+        self._peak_mem = {}
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Within, nothing changes the peak."""
+        before, self._peak_mem = self._peak_mem, {}
+        try:
+            yield
+        finally:
+            self._peak_mem = before
+
+    def allocated(self, device: str) -> int:
+        """Bytes on devices of this type now."""
+        snapshot = self._curr_mem_snap
+        return sum(sizes["Total"] for place, sizes in snapshot.items() if place.type == device)
+
+    def peak(self, device: str) -> int:
+        """Most bytes since `restart`."""
+        most = sum(size for place, size in self._peak_mem.items() if place.type == device)
+        return max(most, self.allocated(device))
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        """The totals alone: torch copies its account of all kinds at each new peak."""
+        for place, sizes in self._curr_mem_snap.items():
+            if self._peak_mem.get(place, 0) < sizes["Total"]:
+                self._peak_mem[place] = sizes["Total"]
 
 
 class Activations(NamedTuple):

@@ -27,13 +27,13 @@ def reads_whole_pages(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-class KVPool:
+class KVCache:
     """Keys and values of all layers: `blocks` [layers, blocks, 2, kv_heads, block_size, head_dim].
 
     The tokens of a block are contiguous per head, so that gathered blocks are, too.
 
     On a GPU attention reads whole pages, so that shapes change once a page, and masks have the
-    alignment that its kernels want. The pool then also has room for what `gather` copies: a layer
+    alignment that its kernels want. The cache then also has room for what `gather` copies: a layer
     more. A copy that grows with the sequences would leave dead blocks in torch's allocator, beside
     a cache that has taken all other memory.
     """
@@ -47,9 +47,9 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        lender: "KVPool | None" = None,
+        lender: "KVCache | None" = None,
     ) -> None:
-        """`lender` is a pool whose memory this one shares; else it takes some of its own."""
+        """`lender` is a cache whose memory this one shares; else it takes some of its own."""
         self.block_size, self.kv_heads, self.head_dim = block_size, kv_heads, head_dim
         self._whole_pages = reads_whole_pages(device)
         copied = 1 if self._whole_pages else 0
@@ -153,20 +153,20 @@ class Workspace:
 
     A step reads them in place and writes one token a row, instead of copying every block. Rows come
     (`add`) and go (`vacate`), up to `capacity`, each of up to `pages` blocks. `flush` copies what
-    was written to the pool. `memory` is a slice of the pool's arena. Costs a second copy of the
+    was written to the cache. `memory` is a slice of the cache's arena. Costs a second copy of the
     running sequences' cache.
     """
 
-    def __init__(self, pool: KVPool, capacity: int, pages: int, memory: torch.Tensor) -> None:
-        self.capacity, self.width = capacity, pages * pool.block_size
-        shape = (2, capacity, pool.kv_heads, self.width, pool.head_dim)
-        self._pool = pool
+    def __init__(self, cache: KVCache, capacity: int, pages: int, memory: torch.Tensor) -> None:
+        self.capacity, self.width = capacity, pages * cache.block_size
+        shape = (2, capacity, cache.kv_heads, self.width, cache.head_dim)
+        self._cache = cache
         self._layers = [layer.view(shape) for layer in memory]
         self._positions = torch.zeros(capacity, dtype=torch.int64)  # of the next tokens
-        self._written = torch.zeros(capacity, dtype=torch.int64)  # tokens that the pool has
-        lines = torch.arange(2 * capacity * pool.kv_heads) * self.width
+        self._written = torch.zeros(capacity, dtype=torch.int64)  # tokens that the cache has
+        lines = torch.arange(2 * capacity * cache.kv_heads) * self.width
         # A token is [2, kv_heads]; the lines of row 0 come first in each half.
-        self._lines = lines.view(2, capacity, pool.kv_heads).transpose(0, 1)
+        self._lines = lines.view(2, capacity, cache.kv_heads).transpose(0, 1)
         self._arrange(0)
 
     @property
@@ -186,10 +186,10 @@ class Workspace:
         """
         at = torch.tensor(rows)
         self._positions[at] = self._written[at] = positions
-        width, pages = tables.shape[1] * self._pool.block_size, self._pool.pages(tables)
+        width, pages = tables.shape[1] * self._cache.block_size, self._cache.pages(tables)
         gathered = None  # by one layer after the other, in the same memory
         for layer, kept in enumerate(self._layers):
-            gathered = self._pool.gather(layer, pages, gathered)
+            gathered = self._cache.gather(layer, pages, gathered)
             kept[:, :, :, :width].index_copy_(1, at, gathered)
         self._arrange(max(self._rows, *(row + 1 for row in rows)))
 
@@ -213,7 +213,7 @@ class Workspace:
 
     def fetch(self, layer: int, new: torch.Tensor) -> torch.Tensor:
         """[2, rows, kv_heads, width, head_dim], with `new` [rows, 2, kv_heads, head_dim]."""
-        kept, head_dim = self._layers[layer], self._pool.head_dim
+        kept, head_dim = self._layers[layer], self._cache.head_dim
         kept.view(-1, head_dim).index_copy_(0, self._new, new.reshape(-1, head_dim))
         return kept[:, : self._rows]
 
@@ -224,18 +224,18 @@ class Workspace:
         self.longest += 1
 
     def flush(self, rows: torch.Tensor, tables: torch.Tensor) -> None:
-        """Write what `rows` have that the pool lacks, to the blocks of `tables` [rows, pages]."""
+        """Write what `rows` have that the cache lacks, to the blocks of `tables` [rows, pages]."""
         first, stop = self._written[rows], self._positions[rows]
         which = torch.repeat_interleave(stop - first)
         if not len(which):
             return
         before = (stop - first).cumsum(0) - (stop - first)
         positions = torch.arange(len(which)) + (first - before)[which]
-        blocks = tables[which, positions // self._pool.block_size]
-        places = blocks, positions % self._pool.block_size
+        blocks = tables[which, positions // self._cache.block_size]
+        places = blocks, positions % self._cache.block_size
         lines = self._lines[rows[which]] + positions[:, None, None]
         for layer, kept in enumerate(self._layers):
-            self._pool.write(layer, places, kept.view(-1, self._pool.head_dim)[lines])
+            self._cache.write(layer, places, kept.view(-1, self._cache.head_dim)[lines])
         self._written[rows] = stop
 
 
@@ -244,8 +244,8 @@ class PagedGroup:
     """Sequences with equally many queries that are attended together.
 
     Their tokens are `start : start + rows * queries` of the row; `positions` [rows, queries] those
-    of the queries, `keys` is what they attend to: the longest sequence's, see `KVPool.keys`.
-    `pages` [2, rows, kv_heads, pages] are those of their blocks (`KVPool.pages`), block 0 as
+    of the queries, `keys` is what they attend to: the longest sequence's, see `KVCache.keys`.
+    `pages` [2, rows, kv_heads, pages] are those of their blocks (`KVCache.pages`), block 0 as
     padding; a decode group on CPU has a `workspace` in their place.
     """
 
@@ -276,7 +276,7 @@ class PagedGroup:
 class PagedBatch:
     """One forward pass: keys and values are written to `places`, None if workspaces hold them."""
 
-    pool: KVPool
+    cache: KVCache
     places: Places | None
     groups: list[PagedGroup]
 
@@ -297,13 +297,13 @@ class PagedBatch:
         those of `packed_attention`.
         """
         if self.places is not None:
-            self.pool.write(layer, self.places, new)
+            self.cache.write(layer, self.places, new)
         outs = []
         for group in self.groups:
             token_range = slice(group.start, group.start + group.rows * group.queries)
             if group.workspace is None:
                 assert group.pages is not None
-                kept = self.pool.gather(layer, group.pages)
+                kept = self.cache.gather(layer, group.pages)
             else:
                 kept = group.workspace.fetch(layer, new[token_range])
             keys, values = kept[:, :, :, : group.keys]

@@ -31,7 +31,7 @@ from hybridrl.config import ActivationMode, ModelConfig, TrainerConfig, TrainLay
 from hybridrl.engines.train import activation_offload
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
-from hybridrl.models.peak_memory import PeakMemory
+from hybridrl.models.activations import PeakMemory
 
 RANKS, PROMPT, STEP, CLOSE = 2, 16, 16, 0.97
 SIDES: dict[str, tuple[int, bool, ActivationMode]] = {

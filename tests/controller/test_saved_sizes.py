@@ -28,7 +28,7 @@ from hybridrl.controller.train_sizes import train_sizes
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.layout import process_groups
 from hybridrl.layout.weight_switch import SwitchStats, WeightSwitch
-from hybridrl.models.peak_memory import PeakMemory
+from hybridrl.models.activations import PeakMemory
 
 Layout = dict[str, int]
 WIDTHS = {

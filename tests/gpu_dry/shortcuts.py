@@ -14,7 +14,7 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from hybridrl.models.peak_memory import PeakMemory
+from hybridrl.models.activations import PeakMemory
 
 DEVICE = torch.ops.prim.device.default
 """`x.device`, as C++ asks for it: several times for an index."""

@@ -22,8 +22,8 @@ from hybridrl.config import (
 from hybridrl.engines.score.engine import ScoreEngine
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.layout.mesh import Mesh
+from hybridrl.models.activations import PeakMemory
 from hybridrl.models.parallel import meta_model
-from hybridrl.models.peak_memory import PeakMemory
 from hybridrl.models.shard import GenParallel
 from hybridrl.models.tiny import make_tiny_model
 

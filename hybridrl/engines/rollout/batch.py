@@ -12,7 +12,7 @@ from hybridrl.engines.rollout.interface import Request, SamplingParams
 from hybridrl.engines.rollout.kept_groups import Ints, KeptGroups, group_pages, split
 from hybridrl.engines.rollout.random import UniformsOf
 from hybridrl.engines.rollout.sampling import SamplingBatch
-from hybridrl.models.paged_attention import KVPool, PagedBatch, PagedGroup
+from hybridrl.models.paged_attention import KVCache, PagedBatch, PagedGroup
 
 # What one more group costs in tokens of a prefill, by type of device: 3 GFLOP each on a GPU.
 _GROUP_TOKENS = {"cpu": 4, "cuda": 160}
@@ -39,7 +39,7 @@ class DecodeBatch:
     are response tokens so far, `slots` [rows] the rows' indices in the engine's block tables. With
     `kept` the rows are in its order, and a pass reads the keys and values there. Without, the
     longest are first, and a pass depends only on tokens, positions and the rows' blocks in the
-    pool.
+    cache.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class DecodeBatch:
         # Where they are known: those that were drawn on the device stay there.
         self._tokens = torch.tensor([(r.response_ids or r.prompt_ids)[-1] for r in self.requests])
 
-    def inputs(self, pool: KVPool, tables: Ints, uniforms: Array | None = None) -> PassInputs:
+    def inputs(self, cache: KVCache, tables: Ints, uniforms: Array | None = None) -> PassInputs:
         """The pass of one decode step, whose tokens are drawn by `uniforms` [rows].
 
         All that the device lacks goes there in one copy, before the pass.
@@ -79,7 +79,7 @@ class DecodeBatch:
         if self._tokens.device.type != self._device.type:
             arrays["tokens"] = self._tokens.numpy()
         if self._kept is None:
-            page, arrays["offsets"] = np.divmod(self.positions, pool.block_size)
+            page, arrays["offsets"] = np.divmod(self.positions, cache.block_size)
             arrays["blocks"] = tables[self.slots, page]
             arrays["tables"] = tables[self.slots, : page[0] + 1]  # the first is the longest
         sent = upload(arrays, self._device)
@@ -87,21 +87,21 @@ class DecodeBatch:
         self._tokens = sent.get("tokens", self._tokens)
         if self._kept is None:
             places = sent["blocks"], sent["offsets"]
-            groups = self._groups(pool, sent["positions"], sent["tables"])
-            paged = PagedBatch(pool, places, groups)
+            groups = self._groups(cache, sent["positions"], sent["tables"])
+            paged = PagedBatch(cache, places, groups)
         else:
-            paged = PagedBatch(pool, None, self._kept.paged_groups())
+            paged = PagedBatch(cache, None, self._kept.paged_groups())
         return PassInputs(paged, self._tokens, sent["positions"], sent.get("uniforms"))
 
     def _groups(
-        self, pool: KVPool, positions: torch.Tensor, tables: torch.Tensor
+        self, cache: KVCache, positions: torch.Tensor, tables: torch.Tensor
     ) -> list[PagedGroup]:
         """The groups, in parts where the rows have grown too much to be read at once."""
         groups = []
         for start, stop in self._cuts:
             keys = int(self.positions[start]) + 1
-            pages = pool.num_pages(keys)
-            at_once = pool.rows_at_once(stop - start, pages)
+            pages = cache.num_pages(keys)
+            at_once = cache.rows_at_once(stop - start, pages)
             for first in range(start, stop, at_once):
                 rows = slice(first, min(first + at_once, stop))
                 groups.append(
@@ -109,9 +109,9 @@ class DecodeBatch:
                         start=first,
                         rows=rows.stop - first,
                         queries=1,
-                        keys=pool.keys(keys),
+                        keys=cache.keys(keys),
                         positions=positions[rows, None],
-                        pages=pool.pages(tables[rows, :pages]),
+                        pages=cache.pages(tables[rows, :pages]),
                     )
                 )
         return groups
@@ -156,7 +156,7 @@ class Prefill:
 
 
 def prefill_batches(
-    jobs: Sequence[Prefill], pool: KVPool, device: torch.device
+    jobs: Sequence[Prefill], cache: KVCache, device: torch.device
 ) -> Iterator[tuple[PassInputs, list[SequenceRows]]]:
     """Passes that cache the jobs' tokens, and the sequences whose experts are recorded.
 
@@ -165,24 +165,24 @@ def prefill_batches(
     jobs = sorted(jobs, key=lambda job: -len(job.tokens))
     pending: list[Sequence[Prefill]] = []
     for start, stop in split([len(job.tokens) for job in jobs], _GROUP_TOKENS[device.type]):
-        for group in _within_limits(jobs[start:stop], pool):
+        for group in _within_limits(jobs[start:stop], cache):
             used = sum(len(other) * len(other[0].tokens) for other in pending)
             if pending and used + len(group) * len(group[0].tokens) > PREFILL_TOKENS:
-                yield _prefill_pass(pending, pool, device)
+                yield _prefill_pass(pending, cache, device)
                 pending = []
             pending.append(group)
     if pending:
-        yield _prefill_pass(pending, pool, device)
+        yield _prefill_pass(pending, cache, device)
 
 
-def _within_limits(jobs: Sequence[Prefill], pool: KVPool) -> Iterator[Sequence[Prefill]]:
+def _within_limits(jobs: Sequence[Prefill], cache: KVCache) -> Iterator[Sequence[Prefill]]:
     """Jobs in parts that a pass can compute, and whose keys can be read at once."""
     start, most = 0, max(1, PREFILL_TOKENS // len(jobs[0].tokens))
     while start < len(jobs):
         stop, pages = start, 0
         while stop < min(start + most, len(jobs)):
-            pages = max(pages, pool.num_pages(jobs[stop].stop))
-            if stop > start and pool.rows_at_once(stop + 1 - start, pages) <= stop - start:
+            pages = max(pages, cache.num_pages(jobs[stop].stop))
+            if stop > start and cache.rows_at_once(stop + 1 - start, pages) <= stop - start:
                 break
             stop += 1
         yield jobs[start:stop]
@@ -212,7 +212,7 @@ class VerifyBatch:
     def of(
         cls,
         rows: Sequence[tuple[Request, int, Prefill]],
-        pool: KVPool,
+        cache: KVCache,
         vocab_size: int,
         device: torch.device,
         uniforms_of: UniformsOf | None,
@@ -224,7 +224,9 @@ class VerifyBatch:
         jobs = [job for _, _, job in rows]
         sizes = [len(job.tokens) for job in jobs]
         cuts = split(sizes, _GROUP_TOKENS[device.type])
-        groups = [group for start, stop in cuts for group in _within_limits(jobs[start:stop], pool)]
+        groups = [
+            group for start, stop in cuts for group in _within_limits(jobs[start:stop], cache)
+        ]
         # A group's rows are as wide as its first.
         widths = [len(group[0].tokens) for group in groups for _ in group]
         begins = np.cumsum([0, *widths[:-1]])
@@ -236,7 +238,7 @@ class VerifyBatch:
         arrays: dict[str, Array] = {"places": begins[which] + inner}
         if uniforms_of is not None:
             arrays["uniforms"] = uniforms_of(requests, slots, counts)
-        inputs, sent = _prefill_inputs(groups, pool, device, arrays)
+        inputs, sent = _prefill_inputs(groups, cache, device, arrays)
         return cls(
             inputs=inputs,
             places=sent["places"],
@@ -260,7 +262,7 @@ def sampling_batch(
 
 
 def _prefill_pass(
-    groups: Sequence[Sequence[Prefill]], pool: KVPool, device: torch.device
+    groups: Sequence[Sequence[Prefill]], cache: KVCache, device: torch.device
 ) -> tuple[PassInputs, list[SequenceRows]]:
     """The pass of these groups, and the sequences whose experts are recorded."""
     spans, start = [], 0
@@ -271,12 +273,12 @@ def _prefill_pass(
                 first = start + row * width
                 spans.append(SequenceRows(job.record, job.start, len(job.tokens), first))
         start += len(jobs) * width
-    return _prefill_inputs(groups, pool, device, {})[0], spans
+    return _prefill_inputs(groups, cache, device, {})[0], spans
 
 
 def _prefill_inputs(
     groups: Sequence[Sequence[Prefill]],
-    pool: KVPool,
+    cache: KVCache,
     device: torch.device,
     others: Mapping[str, Array],
 ) -> tuple[PassInputs, dict[str, torch.Tensor]]:
@@ -287,7 +289,7 @@ def _prefill_inputs(
     tables: list[Ints] = []
     start = 0
     for jobs, (_, width) in zip(groups, shapes, strict=True):
-        pages = pool.num_pages(max(job.stop for job in jobs))
+        pages = cache.num_pages(max(job.stop for job in jobs))
         table = np.zeros((len(jobs), pages), np.int64)
         for row, job in enumerate(jobs):
             used = job.blocks[:pages]
@@ -295,7 +297,7 @@ def _prefill_inputs(
             at = slice(start + row * width, start + row * width + len(job.tokens))
             token_ids[at] = job.tokens
             positions[at] = np.arange(job.start, job.stop)
-            page, offsets[at] = np.divmod(positions[at], pool.block_size)
+            page, offsets[at] = np.divmod(positions[at], cache.block_size)
             blocks[at] = table[row, page]
         tables.append(table)
         start += len(jobs) * width
@@ -310,12 +312,12 @@ def _prefill_inputs(
                 start=start,
                 rows=rows,
                 queries=width,
-                keys=pool.keys(max(job.stop for job in jobs)),
+                keys=cache.keys(max(job.stop for job in jobs)),
                 positions=sent["positions"][start : start + rows * width].view(rows, width),
-                pages=pool.pages(sent[f"table {number}"]),
+                pages=cache.pages(sent[f"table {number}"]),
             )
         )
         start += rows * width
-    batch = PagedBatch(pool, (sent["blocks"], sent["offsets"]), paged)
+    batch = PagedBatch(cache, (sent["blocks"], sent["offsets"]), paged)
     inputs = PassInputs(batch, sent["token_ids"], sent["positions"], sent.get("uniforms"))
     return inputs, sent

@@ -15,7 +15,7 @@ from hybridrl.engines.rollout.expert_record import ExpertRecord, ExpertRecorder,
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.kept_groups import Ints, KeptGroups, group_pages
 from hybridrl.engines.rollout.stage import RolloutStage
-from hybridrl.models.paged_attention import KVPool
+from hybridrl.models.paged_attention import KVCache
 from hybridrl.models.router_replay import Routing
 
 _EACH = 32  # decisions for which a choice holds
@@ -68,18 +68,18 @@ class KVCosts:
         return self._copies and in_host + tokens <= self._most_tokens
 
     @contextmanager
-    def timing(self, rate: Rate, tokens: int, pool: torch.Tensor) -> Iterator[None]:
-        """Measure what the body does with `tokens` in the memory of `pool`, to its end."""
-        _finish(pool)
+    def timing(self, rate: Rate, tokens: int, memory: torch.Tensor) -> Iterator[None]:
+        """Measure what the body does with `tokens` in the `memory` of a cache, to its end."""
+        _finish(memory)
         start = time.perf_counter()
         yield
-        _finish(pool)
+        _finish(memory)
         rate.saw(tokens, time.perf_counter() - start)
 
 
-def _finish(pool: torch.Tensor) -> None:
+def _finish(memory: torch.Tensor) -> None:
     """Wait for what a device still does with its memory: by reading a number of it."""
-    pool.view(-1)[0].item()
+    memory.view(-1)[0].item()
 
 
 class CacheFiller:
@@ -106,19 +106,19 @@ class CacheFiller:
         self.prefill_calls = self.prefill_tokens = 0
         self.replayed_tokens = self.restored_tokens = 0
 
-    def fill(self, admitted: Admitted, pool: KVPool, tables: Ints, timed: bool) -> None:
+    def fill(self, admitted: Admitted, cache: KVCache, tables: Ints, timed: bool) -> None:
         """Do the work of an admission, in its order; `timed`: learn what a prefill costs."""
-        self._prefill(admitted.prefixes, pool, timed)
+        self._prefill(admitted.prefixes, cache, timed)
         for record, prefix in admitted.sharing:
             record.append(prefix.whole())
         if admitted.copies:
             pairs = upload({"copies": np.array(admitted.copies)}, self._device)["copies"]
-            pool.copy(*pairs.unbind(1))
+            cache.copy(*pairs.unbind(1))
         for entry in admitted.restored:
-            self._restore(entry, pool)
-        self._prefill(admitted.prompts, pool, timed)
+            self._restore(entry, cache)
+        self._prefill(admitted.prompts, cache, timed)
         for entry in admitted.replayed:
-            self._replay(entry, pool, tables)
+            self._replay(entry, cache, tables)
 
     def check(self, request: Request) -> None:
         """Raise ValueError for keys and values that are not those of this rank, or incomplete."""
@@ -135,14 +135,14 @@ class CacheFiller:
                 f"{self._stage.dtype}"
             )
 
-    def lane_batch(self, lane: Lane, pool: KVPool, tables: Ints) -> DecodeBatch:
+    def lane_batch(self, lane: Lane, cache: KVCache, tables: Ints) -> DecodeBatch:
         """The batch of a lane's next step; it stays while no sequence joins or leaves."""
         if lane.batch is not None and not (lane.kept is not None and lane.kept.full):
             return lane.batch
         if self._keeps:
-            if lane.kept is None or lane.kept.pool is not pool:
+            if lane.kept is None or lane.kept.cache is not cache:
                 overhead = group_pages(self._device, self._block_size)
-                lane.kept = KeptGroups(pool, lane.index, overhead, tables.shape[1])
+                lane.kept = KeptGroups(cache, lane.index, overhead, tables.shape[1])
             lane.kept.arrange([(entry.slot, entry.length - 1) for entry in lane.entries], tables)
         rows = [(entry.request, entry.slot, entry.length) for entry in lane.entries]
         lane.batch = self._batch(rows, lane.kept)
@@ -176,30 +176,30 @@ class CacheFiller:
 
     # Keys and values
 
-    def _prefill(self, jobs: list[Prefill], pool: KVPool, timed: bool = False) -> None:
+    def _prefill(self, jobs: list[Prefill], cache: KVCache, timed: bool = False) -> None:
         """Write the keys and values of the jobs' tokens."""
         jobs = [job for job in jobs if job.tokens]
         num_tokens = sum(len(job.tokens) for job in jobs)
         self.prefill_tokens += num_tokens
         timing: AbstractContextManager[None] = nullcontext()
         if timed and jobs:
-            timing = self._costs.timing(self._costs.prefill, num_tokens, pool.blocks)
+            timing = self._costs.timing(self._costs.prefill, num_tokens, cache.blocks)
         with timing:
-            for inputs, spans in prefill_batches(jobs, pool, self._device):
+            for inputs, spans in prefill_batches(jobs, cache, self._device):
                 routing = self.routing(spans, len(inputs.token_ids))
                 self._stage.prefill(inputs, routing)
                 self.keep(spans, routing)
                 self.prefill_calls += 1
 
-    def _restore(self, entry: Entry, pool: KVPool) -> None:
+    def _restore(self, entry: Entry, cache: KVCache) -> None:
         """Write the keys and values that a request carries to its blocks."""
         request = entry.request
         assert request.kv is not None
-        pool.write_blocks(entry.blocks, request.kv.blocks)
+        cache.write_blocks(entry.blocks, request.kv.blocks)
         self.restored_tokens += request.kv.tokens
         request.kv = None  # if it is preempted, its tokens are recomputed
 
-    def _replay(self, entry: Entry, pool: KVPool, tables: Ints) -> None:
+    def _replay(self, entry: Entry, cache: KVCache, tables: Ints) -> None:
         """Compute a response again by the passes that have made it; nothing is sampled.
 
         Turns are fed token by token. A reply is one pass, with the turn's last token before it.
@@ -212,11 +212,11 @@ class CacheFiller:
             if start > 0:
                 first, last = num_prompt + cached - 1, num_prompt + start - 1
                 reply = entry.tokens()[first:last]
-                self._prefill([Prefill(reply, first, entry.blocks, request.routed_experts)], pool)
-            self._feed(entry, start, stop, pool, tables)
+                self._prefill([Prefill(reply, first, entry.blocks, request.routed_experts)], cache)
+            self._feed(entry, start, stop, cache, tables)
             cached = stop
 
-    def _feed(self, entry: Entry, start: int, stop: int, pool: KVPool, tables: Ints) -> None:
+    def _feed(self, entry: Entry, start: int, stop: int, cache: KVCache, tables: Ints) -> None:
         """The decode steps that have made response tokens [start, stop)."""
         request = entry.request
         before = replace(request, response_ids=request.response_ids[:start])
@@ -224,7 +224,7 @@ class CacheFiller:
         for token in request.response_ids[start:stop]:
             spans = batch.spans()
             routing = self.routing(spans, 1)
-            self._stage.feed(batch.inputs(pool, tables), routing)
+            self._stage.feed(batch.inputs(cache, tables), routing)
             self.keep(spans, routing)
             batch.advance(torch.tensor([token]))
         self.replayed_tokens += stop - start

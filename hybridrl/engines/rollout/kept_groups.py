@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hybridrl.models.paged_attention import KVPool, PagedGroup, Workspace
+from hybridrl.models.paged_attention import KVCache, PagedGroup, Workspace
 
 Ints = npt.NDArray[np.int64]
 
@@ -61,7 +61,7 @@ def group_pages(device: torch.device, block_size: int) -> int:
 class KeptGroups:
     """The rows of one lane in groups of like length, each with a `Workspace`.
 
-    Who leaves is flushed to the pool, who joins is gathered from it, in the place of one that has
+    Who leaves is flushed to the cache, who joins is gathered from it, in the place of one that has
     left. All rows are grouped anew where one finds no room, or where the groups attend to far more
     keys than the best ones would. So rows that come and go at every step cost little.
 
@@ -72,8 +72,8 @@ class KeptGroups:
     leaves, one of 95 tokens joins: it is gathered, and 19 of 20 rows are not touched.
     """
 
-    def __init__(self, pool: KVPool, lane: int, overhead: int, most_pages: int) -> None:
-        self.pool = pool
+    def __init__(self, cache: KVCache, lane: int, overhead: int, most_pages: int) -> None:
+        self.cache = cache
         self._lane, self._overhead, self._most_pages = lane, overhead, most_pages
         self._groups: list[tuple[Workspace, list[int]]] = []
 
@@ -90,7 +90,7 @@ class KeptGroups:
     def arrange(self, rows: Sequence[tuple[int, int]], tables: Ints) -> None:
         """Have the `rows` (slot, position of the pending token), some of which are here already.
 
-        All their earlier tokens are in the pool or here; no other row is left.
+        All their earlier tokens are in the cache or here; no other row is left.
         """
         known = set(self.slots)
         joining = [row for row in rows if row[0] not in known]
@@ -102,7 +102,7 @@ class KeptGroups:
 
     def _join(self, rows: Sequence[tuple[int, int]], tables: Ints) -> bool:
         """Add rows to groups that have room; whether all found some. Narrow groups come first."""
-        size, added = self.pool.block_size, dict[int, list[tuple[int, int]]]()
+        size, added = self.cache.block_size, dict[int, list[tuple[int, int]]]()
         widths = [workspace.width for workspace, _ in self._groups]
         for slot, position in rows:
             for index in sorted(range(len(widths)), key=widths.__getitem__):
@@ -127,7 +127,7 @@ class KeptGroups:
         places = [*gone, *range(len(slots) - len(own) + len(gone), len(slots))]
         for place, slot in zip(places, own, strict=True):
             slots[place] = slot
-        pages = max(position for _, position in rows) // self.pool.block_size + 1
+        pages = max(position for _, position in rows) // self.cache.block_size + 1
         table = torch.from_numpy(np.ascontiguousarray(tables[own, :pages]))
         workspace.add(places, table, torch.tensor([position for _, position in rows]))
 
@@ -145,7 +145,7 @@ class KeptGroups:
             workspace.close(sources, targets, rows)
 
     def _wasteful(self, positions: Sequence[int]) -> bool:
-        size = self.pool.block_size
+        size = self.cache.block_size
         pages = sorted((position // size + 1 for position in positions), reverse=True)
         cuts = split(pages, self._overhead)
         best = sum(pages[start] * (stop - start) + self._overhead for start, stop in cuts)
@@ -157,24 +157,24 @@ class KeptGroups:
         self.flush(tables)
         # The groups, with room for rows that join and for tokens to come.
         rows = sorted(rows, key=lambda row: -row[1])
-        size, pool = self.pool.block_size, self.pool
+        size, cache = self.cache.block_size, self.cache
         pages = [position // size + 1 for _, position in rows]
         cuts = split(pages, self._overhead)
         counts = [stop - start for start, stop in cuts]
         widths = [min(pages[start] + _SPARE_PAGES, self._most_pages) for start, _ in cuts]
         shapes = [(num + 1 + num // 8, wide) for num, wide in zip(counts, widths, strict=True)]
         # A slice of the lane's memory for each.
-        unit = 2 * pool.kv_heads * pool.head_dim
+        unit = 2 * cache.kv_heads * cache.head_dim
         sizes = [capacity * num * size for capacity, num in shapes]
-        memory = pool.arena(sum(sizes), self._lane).split([num * unit for num in sizes], 1)
+        memory = cache.arena(sum(sizes), self._lane).split([num * unit for num in sizes], 1)
         self._groups = [
-            (Workspace(pool, *shape, own), []) for shape, own in zip(shapes, memory, strict=True)
+            (Workspace(cache, *shape, own), []) for shape, own in zip(shapes, memory, strict=True)
         ]
         for index, (start, stop) in enumerate(cuts):
             self._add(index, rows[start:stop], tables)
 
     def remove(self, leaving: Sequence[int], tables: Ints, keep: bool) -> None:
-        """Take the rows of these slots out, if they are here; with `keep` the pool has them then.
+        """Take the rows of these slots out, if they are here; with `keep` the cache has them then.
 
         The others stay where they are until `arrange`.
         """
@@ -189,7 +189,7 @@ class KeptGroups:
             workspace.vacate(rows)
 
     def flush(self, tables: Ints) -> None:
-        """Copy the tokens of all rows to the pool; the rows stay."""
+        """Copy the tokens of all rows to the cache; the rows stay."""
         for workspace, slots in self._groups:
             self._flush(workspace, slots, range(len(slots)), tables)
 

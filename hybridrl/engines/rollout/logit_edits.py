@@ -97,7 +97,7 @@ class SeenTokens:
 class _Alike:
     """Rows of equal parameters.
 
-    `ids` and `values` are added to their logits; `held` are not drawn before `min_new_tokens`.
+    `ids` and `values` are added to their logits; `barred` are not drawn before `min_new_tokens`.
     `words` are bad words of several tokens.
     """
 
@@ -105,7 +105,7 @@ class _Alike:
     min_new_tokens: int
     ids: torch.Tensor
     values: torch.Tensor
-    held: torch.Tensor
+    barred: torch.Tensor
     words: list[tuple[int, ...]]
 
 
@@ -129,13 +129,13 @@ class LogitEdits:
         # A word of one token is never drawn, whatever came before.
         banned = [word[0] for word in sampling.bad_words if len(word) == 1]
         added = dict(sampling.logit_bias) | dict.fromkeys(banned, -torch.inf)
-        held = [*sampling.stop_token_ids, *sampling.ignored_stop_ids]
+        barred = [*sampling.stop_token_ids, *sampling.ignored_stop_ids]
         return _Alike(
             rows=np.array(rows),
             min_new_tokens=sampling.min_new_tokens,
             ids=torch.tensor(list(added), dtype=torch.int64, device=self._device),
             values=torch.tensor(list(added.values()), device=self._device),
-            held=torch.tensor(held, dtype=torch.int64, device=self._device),
+            barred=torch.tensor(barred, dtype=torch.int64, device=self._device),
             words=[word for word in sampling.bad_words if len(word) > 1],
         )
 
@@ -169,7 +169,7 @@ class LogitEdits:
         """Ends before the shortest response, and last tokens of bad words."""
         early = alike.rows[counts[alike.rows] < alike.min_new_tokens]
         if len(early):
-            logits[self._column(early), alike.held] = -torch.inf
+            logits[self._column(early), alike.barred] = -torch.inf
         rows, tokens = [], []
         for row in alike.rows.tolist() if alike.words else []:
             response, count = requests[row].response_ids, int(counts[row])

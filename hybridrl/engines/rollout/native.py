@@ -51,7 +51,7 @@ from hybridrl.layout.plan import Plan
 from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
 from hybridrl.models.load import check_supported
 from hybridrl.models.local_weights import load_buffers
-from hybridrl.models.paged_attention import KVPool
+from hybridrl.models.paged_attention import KVCache
 from hybridrl.models.router_replay import ExpertShape
 from hybridrl.models.shard import GenParallel
 
@@ -143,9 +143,9 @@ class NativeEngine:
             own = [number for number, _ in self._stage.numbered_layers()]
             shape = ExpertShape.of(model_config)
             recorder = ExpertRecorder(shape, own, self._parallel, self._device)
-        self._pool: KVPool | None = None
+        self._cache: KVCache | None = None
         if stage is None:
-            self.take_pool()
+            self.take_cache()
         logger.debug("%d KV blocks, at most %d sequences at a time", self._num_blocks, max_running)
 
         # Requests: who runs, and what each draws from.
@@ -256,10 +256,10 @@ class NativeEngine:
         entry = self._admission.cached(id_)
         if entry is None:
             return None
-        assert self._pool is not None
+        assert self._cache is not None
         if entry.lane is not None:
             entry.lane.flush(self._admission.tables)
-        return KV(self._pool.read_blocks(entry.blocks, entry.cached))
+        return KV(self._cache.read_blocks(entry.blocks, entry.cached))
 
     def _remove(self, id_: object) -> Request | None:
         request = self._admission.remove(id_)
@@ -272,9 +272,9 @@ class NativeEngine:
         """Copy what a request has cached, which gives way, if it pays: whether that was done."""
         if not self._costs.copies(entry.kept, in_host):
             return False
-        assert self._pool is not None
-        with self._costs.timing(self._costs.copy, entry.kept, self._pool.blocks):
-            entry.request.kv = KV(self._pool.read_blocks(entry.blocks, entry.kept))
+        assert self._cache is not None
+        with self._costs.timing(self._costs.copy, entry.kept, self._cache.blocks):
+            entry.request.kv = KV(self._cache.read_blocks(entry.blocks, entry.kept))
         return True
 
     # Turns
@@ -329,7 +329,7 @@ class NativeEngine:
         """See `RolloutEngine`."""
         assert not self._asleep, "the engine sleeps"
         if self._admission.num_waiting:
-            self.take_pool()
+            self.take_cache()
         before = self._decode_tokens
         for lane in self._admission.lanes:
             self._collect(lane)
@@ -348,20 +348,20 @@ class NativeEngine:
         self._filler.join_records(output.routed_experts for output in finished)
         return finished
 
-    def take_pool(self) -> KVPool:
+    def take_cache(self) -> KVCache:
         """The KV cache, allocated if there is none."""
-        if self._pool is None:
-            self._pool = self._stage.make_pool(self._num_blocks, self._block_size)
-        return self._pool
+        if self._cache is None:
+            self._cache = self._stage.make_cache(self._num_blocks, self._block_size)
+        return self._cache
 
     def _admit(self, lane: Lane) -> None:
         """Admit waiting requests to a lane and cache their tokens."""
         admitted = self._admission.admit(lane)
         if not admitted.entries:
             return
-        assert self._pool is not None
+        assert self._cache is not None
         timed = self._admission.num_held > 0
-        self._filler.fill(admitted, self._pool, self._admission.tables, timed)
+        self._filler.fill(admitted, self._cache, self._admission.tables, timed)
         if self._speculation is not None:
             for entry in admitted.entries:
                 self._speculation.source.begin(entry.request)
@@ -374,14 +374,14 @@ class NativeEngine:
         """Feed a lane's pending tokens; on return the sampled tokens may still be in flight."""
         if not lane.entries:
             return
-        assert self._pool is not None
+        assert self._cache is not None
         tables = self._admission.tables
-        batch = self._filler.lane_batch(lane, self._pool, tables)
+        batch = self._filler.lane_batch(lane, self._cache, tables)
         lane.routing = self._filler.new_routing()
         uniforms = None
         if self._stage.draws:
             uniforms = self._uniforms.draw(batch.requests, batch.slots, batch.counts)
-        inputs = batch.inputs(self._pool, tables, uniforms)
+        inputs = batch.inputs(self._cache, tables, uniforms)
         lane.drawn = self._draw(batch, inputs, self._stage.decode(inputs, lane.routing))
         self._decode_tokens += len(batch.requests)
         self._cached_tokens += int(batch.positions.sum())
@@ -443,9 +443,9 @@ class NativeEngine:
     def _verify(self, lane: Lane, guesses: list[Guess], speculation: Speculation) -> None:
         """Feed pending tokens and drafts, draw behind each, and keep what is right."""
         lane.flush(self._admission.tables)
-        assert self._pool is not None
+        assert self._cache is not None
         uniforms_of = self._uniforms.draw_ahead if self._stage.draws else None
-        batch = verify_batch(guesses, self._pool, self._vocab_size, self._device, uniforms_of)
+        batch = verify_batch(guesses, self._cache, self._vocab_size, self._device, uniforms_of)
         routing = self._filler.new_routing()
         logits = self._stage.decode(batch.inputs, routing, batch.places)
         drawn = self._draw(batch, batch.inputs, logits).wait()
@@ -521,13 +521,13 @@ class NativeEngine:
             "the engine cannot free its cache while requests run: park them first"
         )
         self._admission.give_up()
-        self._drop_pool()
+        self._free_cache()
         logger.debug("the KV cache is free")
 
-    def _drop_pool(self) -> None:
+    def _free_cache(self) -> None:
         for lane in self._admission.lanes:
             lane.kept = None
-        self._pool = None
+        self._cache = None
 
     def sleep(self) -> None:
         """Free weights and KV cache. Waiting requests stay; others must be parked before."""
@@ -568,7 +568,7 @@ class NativeEngine:
             kept_tokens=self._admission.kept_tokens,
             moved_tokens=self._admission.moved_tokens,
             recomputed_tokens=self._admission.recomputed_tokens,
-            has_cache=self._pool is not None,
+            has_cache=self._cache is not None,
             drafted_tokens=0 if self._speculation is None else self._speculation.num_drafted,
             accepted_tokens=0 if self._speculation is None else self._speculation.num_accepted,
             refused_drafts=0 if self._speculation is None else self._speculation.num_refused,

@@ -23,7 +23,7 @@ from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.random import UniformsOf
 from hybridrl.engines.rollout.requests import append_token, tokens_left
 from hybridrl.engines.rollout.stops import StopStrings
-from hybridrl.models.paged_attention import KVPool
+from hybridrl.models.paged_attention import KVCache
 from hybridrl.models.shard import GenParallel
 
 
@@ -155,7 +155,7 @@ class Speculation:
 
 def verify_batch(
     guesses: Sequence[Guess],
-    pool: KVPool,
+    cache: KVCache,
     vocab_size: int,
     device: torch.device,
     uniforms_of: UniformsOf | None,
@@ -167,7 +167,7 @@ def verify_batch(
         pending = (request.response_ids or request.prompt_ids)[-1]
         job = Prefill([pending, *guess.tokens], entry.length - 1, entry.blocks)
         rows.append((request, entry.slot, job))
-    return VerifyBatch.of(rows, pool, vocab_size, device, uniforms_of)
+    return VerifyBatch.of(rows, cache, vocab_size, device, uniforms_of)
 
 
 def _group(request: Request) -> PromptGroup:

@@ -25,7 +25,7 @@ from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.logits import logits_transform
-from hybridrl.models.paged_attention import KVPool
+from hybridrl.models.paged_attention import KVCache
 from hybridrl.models.parallel import kv_heads_of_rank
 from hybridrl.models.router_replay import (
     KEYWORD,
@@ -150,12 +150,14 @@ class RolloutStage:
         """Shape of the rank's keys and values: [layers, 2, kv_heads, tokens, head_dim]."""
         return len(own_layers(self.model)), 2, self._kv_heads, tokens, self._head_dim
 
-    def make_pool(self, num_blocks: int, block_size: int, lender: KVPool | None = None) -> KVPool:
+    def make_cache(
+        self, num_blocks: int, block_size: int, lender: KVCache | None = None
+    ) -> KVCache:
         """The cache of the rank's layers and key-value heads: blocks 0 to `num_blocks`.
 
         It may be in the memory of a `lender`, which has more heads and fewer blocks.
         """
-        return KVPool(
+        return KVCache(
             layers=len(own_layers(self.model)),
             blocks=num_blocks + 1,
             block_size=block_size,
@@ -166,8 +168,8 @@ class RolloutStage:
             lender=lender,
         )
 
-    def num_blocks(self, lender: KVPool) -> int:
-        """The `num_blocks` of a pool in the memory of a `lender`."""
+    def num_blocks(self, lender: KVCache) -> int:
+        """The `num_blocks` of a cache in the memory of a `lender`."""
         return lender.blocks.shape[1] * lender.kv_heads // self._kv_heads - 1
 
     def prefill(self, inputs: PassInputs, routing: Routing | None = None) -> None:

@@ -49,14 +49,14 @@ class WideEngine(NativeEngine):
             takes_routing=parts.router_replay is not RouterReplay.off,
             weights=weights,
         )
-        pool = engine.take_pool()
+        cache = engine.take_cache()
         super().__init__(
             parts.model_config,
             dtype=parts.dtype,
             device=parts.device,
             max_running=parts.rollout.max_running,
             block_size=parts.rollout.block_size,
-            kv_cache_tokens=stage.num_blocks(pool) * parts.rollout.block_size,
+            kv_cache_tokens=stage.num_blocks(cache) * parts.rollout.block_size,
             max_sequence=parts.max_sequence,
             parallel=parallel,
             stops=parts.stops,
@@ -76,7 +76,7 @@ class WideEngine(NativeEngine):
     @property
     def joined(self) -> bool:
         """Whether the engine has weights and a cache."""
-        return self._pool is not None
+        return self._cache is not None
 
     @torch.no_grad()
     def join(self) -> None:
@@ -88,8 +88,8 @@ class WideEngine(NativeEngine):
         for name, buffer in persistent_buffers(self._engine.model).items():
             module, _, leaf = name.rpartition(".")
             self.model.get_submodule(module)._buffers[leaf] = buffer
-        self._pool = self._stage.make_pool(
-            self._num_blocks, self._block_size, self._engine.take_pool()
+        self._cache = self._stage.make_cache(
+            self._num_blocks, self._block_size, self._engine.take_cache()
         )
 
     def leave(self) -> None:
@@ -99,4 +99,4 @@ class WideEngine(NativeEngine):
         self._admission.forget()
         for parameter, _ in self._cuts.values():
             parameter.data = parameter.new_empty(0)
-        self._drop_pool()
+        self._free_cache()

@@ -483,7 +483,7 @@ class TrainEngine(ModelShards):
         logger.debug("update ended, version %d", self.version)
         metrics["tokens"] = float(totals.tokens)
         # Backward has twice as many, but for the gradients of frozen weights.
-        metrics["flops"] = totals.work * (3 if self.lora is None else 2)
+        metrics["flops"] = totals.flops * (3 if self.lora is None else 2)
         load = self._expert_load.metrics()
         if not metrics["bad_step"]:
             self._expert_load.move_biases()

@@ -25,7 +25,7 @@ from hybridrl.pipelines.balance import (
     micro_batches,
 )
 
-_WORK_UNIT = 1000  # operations: sums of a large model's would not fit into 64 bits
+_FLOPS_UNIT = 1000  # operations: sums of a large model's would not fit into 64 bits
 _TP_SIZES = 16  # of rows under tensor parallelism, from each power of two to the next
 
 
@@ -33,14 +33,14 @@ _TP_SIZES = 16  # of rows under tensor parallelism, from each power of two to th
 class UpdateTotals:
     """Totals of one update over all ranks: they weight tokens and keep collectives in step.
 
-    `work` is that of a forward pass over the sequences, in floating-point operations.
+    `flops` are the operations of a forward pass over the sequences.
     """
 
     micro_batches: int
     tokens: int
     sequences: int
     longest: int
-    work: float
+    flops: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,9 +316,9 @@ class Replica:
         """What this rank's pp x tp ranks compute [5], int64: the fields of `UpdateTotals`."""
         counts = [len(scored_positions(sequence, trained_only=True)) for sequence in sequences]
         lengths = [len(sequence.ids) for sequence in sequences]
-        work = sum(map(flops, lengths, counts)) // _WORK_UNIT
+        in_all = sum(map(flops, lengths, counts)) // _FLOPS_UNIT
         return torch.tensor(
-            [num_micro_batches, sum(counts), len(counts), max(counts, default=0), work],
+            [num_micro_batches, sum(counts), len(counts), max(counts, default=0), in_all],
             device=self.device,
         )
 
@@ -335,5 +335,5 @@ class Replica:
         total = (counts_by_rank.sum(0) // self.size).tolist()
         if total[1] == 0:
             raise ValueError("update: no rank has a response token to train on")
-        work = float(total[4] * _WORK_UNIT)
-        return UpdateTotals(max(1, most[0]), total[1], total[2], most[3], work)
+        flops = float(total[4] * _FLOPS_UNIT)
+        return UpdateTotals(max(1, most[0]), total[1], total[2], most[3], flops)

@@ -1,4 +1,4 @@
-"""Gathered keys and values stay while rows come and go, and the pool gets what they write."""
+"""Gathered keys and values stay while rows come and go, and the cache gets what they write."""
 
 import random
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.engines.rollout.kept_groups import KeptGroups
-from hybridrl.models.paged_attention import KVPool
+from hybridrl.models.paged_attention import KVCache
 
 BLOCK, PAGES, SLOTS = 4, 10, 12
 
@@ -18,8 +18,8 @@ class Rows:
 
     def __init__(self, draw: random.Random, overhead: int) -> None:
         self.draw, self.tokens, self.length = draw, 0.0, dict[int, int]()
-        self.pool = KVPool(2, SLOTS * PAGES + 1, BLOCK, 2, 1, torch.float32, torch.device("cpu"))
-        self.kept = KeptGroups(self.pool, 0, overhead, PAGES)
+        self.cache = KVCache(2, SLOTS * PAGES + 1, BLOCK, 2, 1, torch.float32, torch.device("cpu"))
+        self.kept = KeptGroups(self.cache, 0, overhead, PAGES)
         self.tables = 1 + np.arange(SLOTS * PAGES, dtype=np.int64).reshape(SLOTS, PAGES)
         self.wanted: dict[tuple[int, int], float] = {}
         self.regrouped = 0
@@ -31,11 +31,11 @@ class Rows:
         return self.tokens + torch.tensor([[[0.0], [0.25]], [[0.5], [0.75]]])
 
     def join(self, slot: int, length: int) -> None:
-        """A row whose first tokens are in the pool."""
+        """A row whose first tokens are in the cache."""
         for self.length[slot] in range(length):
             page, offset = divmod(self.length[slot], BLOCK)
             places = torch.tensor([self.tables[slot, page]]), torch.tensor([offset])
-            self.pool.write(1, places, self.write(slot)[None])
+            self.cache.write(1, places, self.write(slot)[None])
         self.length[slot] = length
 
     def step(self) -> None:
@@ -62,9 +62,9 @@ class Rows:
             self.length[slot] += 1
 
     def leave(self, slot: int) -> None:
-        """A row goes; the pool has all its tokens then."""
+        """A row goes; the cache has all its tokens then."""
         self.kept.remove([slot], self.tables, keep=True)
-        kept = self.pool.read_blocks(self.tables[slot].tolist(), self.length[slot])
+        kept = self.cache.read_blocks(self.tables[slot].tolist(), self.length[slot])
         wanted = [self.wanted[slot, i] for i in range(self.length.pop(slot))]
         assert kept[1, 0, 0, :, 0].tolist() == wanted
 

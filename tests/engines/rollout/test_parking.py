@@ -193,8 +193,8 @@ def test_release_cache(
     wanted = finish(make_engine(model), requests)
     engine = make_engine(model)
     same(finish(engine, requests), wanted)
-    assert engine._pool is not None
-    memory = weakref.ref(engine._pool.blocks)
+    assert engine._cache is not None
+    memory = weakref.ref(engine._cache.blocks)
     engine.submit(requests)
     engine.release_cache()
     assert memory() is None

@@ -12,7 +12,7 @@ from hybridrl.engines.rollout.interface import Output, Request
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.speculation import make_speculation
 from hybridrl.models import paged_attention
-from hybridrl.models.paged_attention import KVPool, PagedBatch
+from hybridrl.models.paged_attention import KVCache, PagedBatch
 from hybridrl.models.shard import GenParallel
 
 BLOCK = 4
@@ -30,7 +30,7 @@ class Seen:
 def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Engines on this CPU take a GPU's ways, and note what they do."""
     seen = Seen()
-    attend, at_once = PagedBatch.attend, KVPool.rows_at_once
+    attend, at_once = PagedBatch.attend, KVCache.rows_at_once
 
     def noted(self: PagedBatch, layer: int, *args: object) -> torch.Tensor:
         for group in self.groups if layer == 0 else ():
@@ -39,7 +39,7 @@ def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Seen:
                 seen.keys.append(group.keys)
         return attend(self, layer, *args)  # type: ignore[arg-type]
 
-    def noted_rows(self: KVPool, rows: int, pages: int) -> int:
+    def noted_rows(self: KVCache, rows: int, pages: int) -> int:
         most = at_once(self, rows, pages)
         seen.cut += most < rows
         return most
@@ -50,7 +50,7 @@ def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
     monkeypatch.setattr(paged_attention, "reads_whole_pages", lambda device: True)
     monkeypatch.setattr(PagedBatch, "attend", noted)
-    monkeypatch.setattr(KVPool, "rows_at_once", noted_rows)
+    monkeypatch.setattr(KVCache, "rows_at_once", noted_rows)
     for module in (batch, logit_edits, sampling):
         monkeypatch.setattr(module, "upload", in_one_copy)
     return seen
@@ -69,7 +69,7 @@ def test_tokens_are_those_of_a_cpu(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    """Rows that share a prompt may be more than what the pool has memory to gather."""
+    """Rows that share a prompt may be more than what the cache has memory to gather."""
     model, options = make_model(name), {"kv_cache_tokens": 160}
     wanted = finish(make_engine(model, **options), requests_of(24, 4, True, **settings))
     seen: Seen = request.getfixturevalue("as_on_gpus")
@@ -116,12 +116,12 @@ def test_a_strict_engine_is_bitwise_the_same_in_any_company(
 
 
 def test_what_is_gathered_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer more than the cache; a pool of other heads that shares it has as much."""
+    """A layer more than the cache; a cache of other heads that shares it has as much."""
     monkeypatch.setattr(paged_attention, "reads_whole_pages", lambda device: True)
     cpu = torch.device("cpu")
-    pool = KVPool(2, 6, BLOCK, 2, 3, torch.float32, cpu)
-    lent = KVPool(2, 12, BLOCK, 1, 3, torch.float32, cpu, lender=pool)
-    for own, heads in ((pool, 2), (lent, 1)):
+    cache = KVCache(2, 6, BLOCK, 2, 3, torch.float32, cpu)
+    lent = KVCache(2, 12, BLOCK, 1, 3, torch.float32, cpu, lender=cache)
+    for own, heads in ((cache, 2), (lent, 1)):
         new = torch.randn(2, 2, heads, 3)
         places = torch.tensor([3, 5]), torch.tensor([1, 0])
         own.write(1, places, new)
@@ -137,7 +137,7 @@ def test_what_is_gathered_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch)
         assert own.rows_at_once(9, 2) == own.blocks.shape[1] // 2
         with pytest.raises(RuntimeError):  # a batch is cut before
             own.gather(1, own.pages(torch.zeros(9, 2, dtype=torch.int64)))
-    assert pool.keys(5) == 8
+    assert cache.keys(5) == 8
 
 
 def test_arrays_of_all_types_are_packed_into_one() -> None:

@@ -23,7 +23,7 @@ from hybridrl.config import (
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.layout import fsdp_groups
 from hybridrl.layout.fsdp_groups import KEPT_PARAMETERS, ONE_GROUP_PARAMETERS
-from hybridrl.models.peak_memory import PeakMemory
+from hybridrl.models.activations import PeakMemory
 from hybridrl.models.recomputation import KEPT, recompute_layers
 
 LORA = LoraConfig(rank=4)
