@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hybridrl.config import VALUE_MODELS, ClusterKind, Config, ConfigError
+from hybridrl.config import VALUE_MODELS, Config, ConfigError, SlurmClusterConfig
 from hybridrl.system import signals
 from hybridrl.system.imports import imports_uncollected
 from hybridrl.telemetry.log import command_log
@@ -224,7 +224,7 @@ def check_run_dir(config: Config) -> None:
     there = metrics.is_file() and metrics.stat().st_size > 0  # a run that did not get far has none
     if there and not config.trainer.resumes:
         allowed = "a directory without a run"
-        if not config.cluster.emulated:
+        if config.cluster.holds_models:
             allowed += ", or trainer.resume=auto to continue it"
         raise ConfigError("run.dir", config.run.dir, allowed)
 
@@ -448,7 +448,7 @@ def _doctor(args: list[str]) -> None:
     options = compose.parse_arguments(compose.resolve_arguments(others))
     config = compose.check(options.overrides, options.config_dir)
     run_dir = Path(config.run.dir)
-    if config.cluster.kind is ClusterKind.slurm and not command.inside_a_job():
+    if isinstance(config.cluster, SlurmClusterConfig) and not command.inside_a_job():
         try:
             with command_log(config.log.level):
                 output, code = commands.examine_nodes(

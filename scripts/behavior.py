@@ -33,7 +33,7 @@ EMULATED += [
     "cluster.costs='gpu:model=8b'",
     "cluster.lengths='lognormal:median=400,sigma=0.9899334019750842'",
 ]
-EMULATED += ["rollout.max_new_tokens=4000", "trainer.steps=3", "cluster.ranks_per_process=0"]
+EMULATED += ["rollout.max_new_tokens=4000", "trainer.steps=3"]
 MORE = {
     "vllm": ["rollout=vllm", *SHORT],
     "tools": ["experiment=tools_tiny", *SHORT],

@@ -175,13 +175,6 @@ def search(run_dir: Path) -> tuple[list[Point], list[str]]:
     return sorted(points, key=lambda point: -float(point.state["time"])), wrong
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Whether a run has written this folder: it has `resume/`, or its name and place are such."""
-    folder = folder.resolve()
-    named = folder.name in _ENDS or _step_of(folder) is not None
-    return (folder / RESUME).is_dir() or (named and (run_dir_of(folder) / "run.json").is_file())
-
-
 def to_keep(scores: Mapping[int, float | None], keep_last: int) -> set[int]:
     """Steps whose checkpoints stay: the best and the last `keep_last`.
 

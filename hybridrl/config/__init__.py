@@ -11,7 +11,6 @@ from hybridrl.config.bounds import bounded, check_at_least, check_bounds
 from hybridrl.config.cluster import (
     ClusterConfig,
     ClusterKind,
-    Container,
     Device,
     MemoryCheck,
     Placement,
@@ -19,14 +18,15 @@ from hybridrl.config.cluster import (
     PoolOfConfig,
     PoolsConfig,
 )
-from hybridrl.config.data import CurriculumConfig, DataConfig, SourceConfig, SourceKind
-from hybridrl.config.emulated import (
-    WITHOUT_MODEL,
-    check_judges,
-    leave_out,
-    settle_cluster,
-    settle_processes,
+from hybridrl.config.cluster_kinds import (
+    CLUSTERS,
+    Container,
+    EmulatedClusterConfig,
+    ProcessesClusterConfig,
+    RayClusterConfig,
+    SlurmClusterConfig,
 )
+from hybridrl.config.data import CurriculumConfig, DataConfig, SourceConfig, SourceKind
 from hybridrl.config.endpoint import EndpointConfig
 from hybridrl.config.environment import (
     EnvironmentConfig,
@@ -143,8 +143,7 @@ class Config:
         check_bounds(self)
         self.rollout.resolve()
         self.environment.resolve(self.rollout.max_new_tokens)
-        if self.cluster.emulated:
-            self._settle_emulated()
+        self.cluster.settle(self)
         self.check_groups()
         self.cluster.resolve()
         if self.cluster.requeue and not self.trainer.resumes:
@@ -156,16 +155,6 @@ class Config:
         if self.cluster.ranks:
             self._resolve_layouts()
             self._check_layouts()
-
-    def _settle_emulated(self) -> None:
-        """Leave out what ranks without a model cannot do; raise ConfigError where it is wanted."""
-        settle_cluster(self.cluster, self.rollout)
-        leave_out(self.eval, self.warm_start, self.trainer, self.telemetry)
-        check_judges({"reward": self.reward, "cost": self.cost})
-        if self.strict:
-            raise ConfigError("deterministic", self.deterministic.value, f"off {WITHOUT_MODEL}")
-        tiny = self.model.tiny  # its tokenizer reads the prompts; responses have modeled lengths
-        tiny.max_positions = max(tiny.max_positions, self.longest_generated)
 
     def check_groups(self) -> None:
         """Raise ConfigError for a group of settings that cannot work, whatever the others are."""
@@ -227,8 +216,6 @@ class Config:
         self.trainer.layout.check(ranks, ranks_key=ranks_key)
         self.rollout.layout.check(ranks, ranks_key)
         self.rollout.check_tail_ranks(ranks, ranks_key)
-        if self.cluster.emulated:
-            settle_processes(self.cluster, self.rollout)
         self.actor.check(self.trainer.layout.tp)
         self._check_activations("trainer.layout", self.trainer.layout)
         self._check_chunks("trainer.layout", self.trainer.layout, "actor.lora", self.actor.lora)
@@ -458,6 +445,7 @@ class Config:
 
 
 __all__ = [
+    "CLUSTERS",
     "SPECULATED",
     "VALUE_MODELS",
     "ActivationMode",
@@ -474,6 +462,7 @@ __all__ = [
     "Deterministic",
     "Device",
     "EarlyBackward",
+    "EmulatedClusterConfig",
     "EndpointConfig",
     "Engine",
     "EnvironmentConfig",
@@ -508,7 +497,9 @@ __all__ = [
     "PoolName",
     "PoolOfConfig",
     "PoolsConfig",
+    "ProcessesClusterConfig",
     "Ranker",
+    "RayClusterConfig",
     "RewardCall",
     "RewardConfig",
     "RewardKind",
@@ -520,6 +511,7 @@ __all__ = [
     "ScheduleConfig",
     "ScheduleKind",
     "SerialScheduleConfig",
+    "SlurmClusterConfig",
     "SourceConfig",
     "SourceKind",
     "TeacherConfig",

@@ -1,12 +1,16 @@
 """Which ranks a run has, and which nodes they are on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from itertools import accumulate
+from typing import TYPE_CHECKING, ClassVar
 
 from hybridrl.config.bounds import bounded
 from hybridrl.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hybridrl.config import Config
 
 
 class Placement(Enum):
@@ -59,14 +63,6 @@ class ClusterKind(Enum):
 
 
 CPU_RANKS = 2  # of a run that names no number
-
-
-class Container(Enum):
-    """The container of a Slurm job's processes."""
-
-    none = "none"  # the nodes' own file systems
-    pyxis = "pyxis"  # Slurm's plugin for Enroot: srun --container-image
-    apptainer = "apptainer"  # apptainer exec; Singularity's successor
 
 
 @dataclass(kw_only=True, slots=True)
@@ -136,10 +132,10 @@ class PoolsConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
-    """Ranks, the Ray cluster that they run on, and the requests of a Slurm job."""
+    """Ranks, and where they run: settings of every kind of cluster, and all of `cluster=local`."""
 
     kind: ClusterKind = ClusterKind.local
-    """Where the ranks are; chosen by `cluster=local`, `slurm`, `ray` or `processes`."""
+    """Where the ranks are; `cluster=NAME` chooses it and brings its settings along."""
     ranks: int = bounded(0, least=0)
     """Worker processes: at most one per GPU, any number on CPUs. 0: one per GPU, or 2 on CPUs."""
     rank_order: list[int] = field(default_factory=list)
@@ -160,81 +156,44 @@ class ClusterConfig:
     the node's memory, within 80 % of what is free in /dev/shm."""
     threads_per_rank: int = bounded(0, least=0)
     """CPU threads of one rank; 0: the node's cores by the node's GPUs, or 1 on CPUs."""
-    rank_in_driver: bool = True
-    """Under `cluster=processes` rank 0 is the driver itself, which `breakpoint()` stops. While it
-    computes, the driver answers no other rank; false makes it a child process, as others are."""
     address: str | None = None
     """A running Ray cluster to join; null starts one for the run and ends it with it."""
     start_timeout_s: float = bounded(120.0, above=0)
     """Seconds to wait for the nodes to join, and for the ranks to come up."""
     timeout_s: float = bounded(1800.0, above=0)
     """Seconds after which a collective among ranks that has not ended ends the run."""
-    nodes: int = bounded(1, least=1)
-    """Nodes; the ranks are spread evenly over them, those of a node one after the other."""
-    gpus_per_node: int = bounded(0, least=0)
-    """Slurm: GPUs of each node; 0 for a job on CPUs."""
-    cpus_per_node: int | None = bounded(None, least=1)
-    """Slurm: CPUs of each node; null asks for whole nodes."""
-    memory_per_node: str | None = None
-    """Slurm: memory of each node (`200G`); null leaves it to the partition."""
-    partition: str | None = None
-    """Slurm: the partition; null takes the default one."""
-    account: str | None = None
-    """Slurm: the account that is charged."""
-    qos: str | None = None
-    """Slurm: quality of service."""
-    time: str | None = None
-    """Slurm: time limit (`2:00:00`, `1-12` for a day and a half); null takes the partition's."""
-    sbatch: list[str] = field(default_factory=list)
-    """Slurm: more options of sbatch (in a shell `"cluster.sbatch=['--constraint=h100']"`)."""
-    setup: list[str] = field(default_factory=list)
-    """Slurm: lines of the batch script before the run (`['ulimit -n 65536']`)."""
-    modules: list[str] = field(default_factory=list)
-    """Slurm: modules that the batch script loads with `module load` (`[cuda/12.4]`)."""
-    container: Container = Container.none
-    """Slurm: the container of the whole job, the driver and the ranks."""
-    image: str | None = None
-    """Slurm: the container's image: a file, or an address that Pyxis or Apptainer can fetch."""
-    mounts: list[str] = field(default_factory=list)
-    """Slurm: `SOURCE:TARGET[:ro]`; the working directory and the run directory are mounted, too."""
-    python: str | None = None
-    """Slurm: the job's Python; null takes that of `hybridrl submit`, or a container's `python3`."""
-    local_scratch: str | None = None
-    """Slurm: a directory on each node for compilers' caches and Ray's spilled objects; null takes
-    the first of $SLURM_TMPDIR, $TMPDIR and /tmp there."""
-    requeue: int = bounded(0, least=0)
-    """Slurm: how often the job may start again, at its time limit, after preemption, or when a node
-    or a rank has died. Then `trainer.resume` is at least `auto`."""
-    costs: str | None = None
-    """Emulated: seconds of work, as `--costs` of `hybridrl plan schedule`: a run, a file, or a
-    roofline of the run's ranks (`gpu:model=8b`)."""
-    lengths: str | None = None
-    """Emulated: lengths of responses, as its `--lengths` has them: the directory of a run, a file,
-    `lmsys`, or `lognormal:median=M,sigma=S`. Those of a distribution follow from `run.seed`."""
-    prompt_tokens: int | None = bounded(None, least=1)
-    """Emulated: tokens of each prompt; null: the recorded ones, or 128 with a distribution."""
-    turns: str | None = None
-    """Emulated: turns of responses, tokens of replies and their waits, as its `--turns`:
-    `turns=N,reply=TOKENS,wait=SECONDS`; null: a response is one turn."""
-    time_scale: float = bounded(1.0, above=0)
-    """Emulated: factor of all modeled seconds; below 1 a run is sooner through."""
-    ranks_per_process: int | None = bounded(None, least=0)
-    """Emulated: ranks that share a process of Ray; 0: all are in the driver's, without Ray. Null:
-    32, or as many near that as are whole instances."""
-    warn_s: int = bounded(120, least=1)
-    """Slurm, with `requeue`: seconds before the time limit at which the run writes a checkpoint."""
+    holds_models: ClassVar[bool] = True
+    """Whether its ranks hold models; those of an emulated device take modeled seconds."""
+    uses_ray: ClassVar[bool] = True
+    """Whether its ranks are actors of Ray."""
+    label: ClassVar[str] = ""
+    """The mark of everything that a run on it writes; empty on ranks that compute."""
 
     @property
-    def emulated(self) -> bool:
-        """Whether the ranks hold no model."""
-        return self.kind is ClusterKind.emulated
+    def knows_model(self) -> bool:
+        """Whether layouts and memory can be checked by the sizes of the models."""
+        return True
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the ranks, as far as the settings say."""
+        return 1
+
+    @property
+    def turns(self) -> str | None:
+        """The turns of modeled conversations; null where environments are real."""
+        return None
+
+    @property
+    def requeue(self) -> int:
+        """How often the job of the run may start again."""
+        return 0
+
+    def settle(self, config: "Config") -> None:
+        """Fit other settings to this kind of cluster; raise ConfigError for what it excludes."""
 
     def resolve(self) -> None:
-        """Fill in device and ranks of a Slurm job, which its request says, and sizes of pools."""
-        if self.kind is ClusterKind.slurm:
-            self.ranks = self.ranks or self.nodes * self.gpus_per_node
-            if self.device is Device.auto:
-                self.device = Device.cuda if self.gpus_per_node else Device.cpu
+        """Fill in the sizes of pools, once the ranks are known."""
         if self.ranks and len(self.pool_names) > 1:
             self.pools.resolve(self.pool_names, self.ranks)
 
@@ -255,11 +214,10 @@ class ClusterConfig:
         self.ranks = self.ranks or (gpus if on_gpus else CPU_RANKS)
 
     def check_request(self) -> None:
-        """Raise ConfigError for settings that this kind of cluster excludes."""
-        if self.kind is ClusterKind.slurm:
-            self._check_slurm()
-        else:
-            self._check_local()
+        """Raise ConfigError for settings of another kind, or that do not fit each other."""
+        if fields(self)[0].default is not self.kind:
+            name = self.kind.value
+            raise ConfigError("cluster.kind", name, f"cluster={name} in its place")
 
     @property
     def worker_of_rank(self) -> Sequence[int]:
@@ -273,9 +231,6 @@ class ClusterConfig:
         """
         if self.rank_order and sorted(self.rank_order) != list(range(self.ranks)):
             allowed = f"each of the {self.ranks} ranks once: 0 to {self.ranks - 1} in some order"
-            raise ConfigError("cluster.rank_order", self.rank_order, allowed)
-        if self.rank_order and self.emulated:
-            allowed = "[]: emulated ranks have no links"
             raise ConfigError("cluster.rank_order", self.rank_order, allowed)
         names = self.pool_names
         used = names if len(names) > 1 else []
@@ -333,73 +288,3 @@ class ClusterConfig:
     def ranks_per_node(self) -> int:
         """Worker processes on each node."""
         return self.ranks // self.nodes
-
-    def _check_local(self) -> None:
-        served = (self.address or "").startswith(("http://", "https://"))
-        if self.kind is ClusterKind.ray and not served:
-            allowed = "the address of a Ray cluster's dashboard: http://HEAD:8265"
-            raise ConfigError("cluster.address", self.address, allowed)
-        if self.kind is ClusterKind.processes and self.address is not None:
-            raise ConfigError("cluster.address", self.address, "null: cluster=processes has no Ray")
-        if not self.emulated:
-            for key in ("costs", "lengths", "prompt_tokens", "turns"):
-                if getattr(self, key) is not None:
-                    raise ConfigError(
-                        f"cluster.{key}", getattr(self, key), "cluster=emulated with it"
-                    )
-        slurm = ("nodes", "gpus_per_node", "cpus_per_node", "memory_per_node", "partition")
-        if self.container is not Container.none:
-            raise ConfigError("cluster.container", self.container.value, "cluster=slurm before it")
-        job: tuple[str, ...] = (
-            *("account", "qos", "time", "sbatch", "setup"),
-            *("requeue", "modules", "image", "mounts"),
-        )
-        if self.kind is not ClusterKind.ray:
-            job = (*job, "python")
-        for key in (*slurm, *job, "local_scratch"):
-            value = getattr(self, key)
-            if value and (key, value) != ("nodes", 1):
-                raise ConfigError(f"cluster.{key}", value, "cluster=slurm before it")
-
-    def _check_slurm(self) -> None:
-        if self.address is not None:
-            raise ConfigError("cluster.address", self.address, "null: a Slurm job has its own Ray")
-        if self.ranks == 0:
-            allowed = "the GPUs of each node, or cluster.ranks for a job on CPUs"
-            raise ConfigError("cluster.gpus_per_node", 0, allowed)
-        gpus = self.nodes * self.gpus_per_node
-        if (self.device is Device.cuda) is not bool(gpus):
-            allowed = f"auto with cluster.gpus_per_node={self.gpus_per_node}"
-            raise ConfigError("cluster.device", self.device.value, allowed)
-        if self.ranks % self.nodes:
-            raise ConfigError(
-                "cluster.ranks", self.ranks, f"a multiple of cluster.nodes={self.nodes}"
-            )
-        if gpus and self.ranks > gpus:
-            raise ConfigError("cluster.ranks", self.ranks, f"at most the {gpus} GPUs of all nodes")
-        for key in ("sbatch", "setup", "modules", "mounts"):
-            for option in getattr(self, key):
-                if "\n" in option or not option:
-                    raise ConfigError(f"cluster.{key}", option, "one line each")
-        self._check_container()
-        for option in self.sbatch:
-            if not option.startswith("-"):
-                example = "cluster.sbatch=['--constraint=h100']"
-                raise ConfigError("cluster.sbatch", option, f'options of sbatch: "{example}"')
-
-    def _check_container(self) -> None:
-        kind = self.container.value
-        if self.container is Container.none:
-            for key in ("image", "mounts"):
-                if getattr(self, key):
-                    allowed = "cluster.container=pyxis or apptainer with it"
-                    raise ConfigError(f"cluster.{key}", getattr(self, key), allowed)
-            return
-        if not self.image:
-            allowed = f"an image for cluster.container={kind}: a file, or docker://..."
-            raise ConfigError("cluster.image", self.image, allowed)
-        for mount in self.mounts:
-            source, *target = mount.split(":")
-            if not source.startswith("/") or len(target) > 2 or "," in mount:
-                allowed = "SOURCE:TARGET or SOURCE:TARGET:ro, from the root"
-                raise ConfigError("cluster.mounts", mount, allowed)

@@ -25,7 +25,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from hybridrl.config import Config, ConfigError
+from hybridrl.config import CLUSTERS, ClusterConfig, Config, ConfigError
 from hybridrl.config.bounds import check_finite
 from hybridrl.config.composition import CONFIG_MODULE, compose_train
 from hybridrl.config.errors import RenamedKeyError, names
@@ -37,7 +37,13 @@ from hybridrl.config.renamed_keys import (
     RENAMED_GROUPS,
     new_name,
 )
-from hybridrl.config.schedule import SCHEDULES, ScheduleConfig, owners
+from hybridrl.config.schedule import SCHEDULES, ScheduleConfig
+
+KINDS: dict[str, dict[str, Any]] = {
+    "schedule": {kind.value: entry.settings for kind, entry in SCHEDULES.items()},
+    "cluster": {kind.value: settings for kind, settings in CLUSTERS.items()},
+}
+"""The settings of each kind of a group, whose keys are accepted with that kind alone."""
 
 _BELOW_SET = re.compile(r"(?P<set>\+{0,2}eval\.sets\.\w+)\.(?P<names>(reward|source)(\.\w+)*)")
 
@@ -66,9 +72,9 @@ def register() -> None:
     schema: Any = OmegaConf.structured(Config)
     schema.schedule = ScheduleConfig  # the group's choice says which one of them
     store.store(name="schema", node=schema, provider="hybridrl")
-    for kind, entry in SCHEDULES.items():
-        name, settings = kind.value, entry.settings
-        store.store(group="schedule/schema", name=name, node=settings, provider="hybridrl")
+    for group, kinds in KINDS.items():
+        for name, settings in kinds.items():
+            store.store(group=f"{group}/schema", name=name, node=settings, provider="hybridrl")
     for file in sorted((importlib.resources.files(CONFIG_MODULE) / "reward").iterdir(), key=str):
         node = OmegaConf.create(file.read_text())
         store.store(group="cost", name=Path(file.name).stem, node=node, provider=CONFIG_MODULE)
@@ -196,7 +202,7 @@ def composed(
 def _check_key(override: Override, overrides: Sequence[str]) -> None:
     """Raise for `group.wrong=value` without composing: that imports the recipe, and torch with it.
 
-    It passes keys of a dict, as those of a recipe, and of a schedule: they depend on the rest.
+    It passes keys of a dict, as those of a recipe, and those that depend on a kind: see `KINDS`.
     """
     key = override.get_key_element().lstrip("+")
     if key.partition(".")[0] in RENAMED_GROUPS and (now := new_name(key)):
@@ -205,7 +211,7 @@ def _check_key(override: Override, overrides: Sequence[str]) -> None:
     kind: Any = Config
     for group in filter(None, groups.split(".")):
         kind = get_type_hints(kind).get(group)
-        if kind is ScheduleConfig or not is_dataclass(kind):
+        if kind in (ScheduleConfig, ClusterConfig) or not is_dataclass(kind):
             return
     known = [field.name for field in fields(kind)]
     if groups and name not in known and not override.is_delete():
@@ -326,8 +332,9 @@ def unknown_key(key: str, value: object, known: Sequence[str]) -> ConfigError:
         return ConfigError(key, value, f"no such key: it is gone, {NEEDLESS_KEYS[key]}")
     if key in REMOVED_KEYS:
         return ConfigError(key, value, f"no such key: it is gone, and {REMOVED_KEYS[key]} always")
-    if parent == "schedule" and (others := owners(name)):
-        return ConfigError(key, value, f"schedule={' or '.join(others)} with it")
+    kinds = KINDS.get(parent, {})
+    if others := [kind for kind, own in kinds.items() if name in {f.name for f in fields(own)}]:
+        return ConfigError(key, value, f"{parent}={' or '.join(others)} with it")
     return ConfigError(key, value, f"a known key: {names(name, known)}")
 
 

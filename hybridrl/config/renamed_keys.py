@@ -41,7 +41,10 @@ RENAMED_GROUPS = {
 REMOVED_KEYS: dict[str, Any] = {"schedule.draw_anew": False, "trainer.attention_cost": 1.0}
 """Keys that are gone, with the value that every run has now."""
 
-NEEDLESS_KEYS = {"telemetry.predicted": "the report of every run shows predicted seconds"}
+NEEDLESS_KEYS = {
+    "cluster.ranks_per_process": "all emulated ranks are in the driver's process",
+    "telemetry.predicted": "the report of every run shows predicted seconds",
+}
 """Keys that are gone and had no part in what a run computes, with the reason."""
 
 

@@ -1,7 +1,7 @@
 """When and where each sample's next subtask runs: a dataclass and an entry for each schedule."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from hybridrl.config.bounds import bounded
@@ -239,11 +239,6 @@ SCHEDULES = {
     ),
 }
 """Every schedule: its line here, its dataclass above, `conf/schedule/NAME.yaml`, its class."""
-
-
-def owners(name: str) -> list[str]:
-    """The schedules that have a setting `name`."""
-    return [k.value for k, e in SCHEDULES.items() if name in {f.name for f in fields(e.settings)}]
 
 
 def on_policy_names() -> str:

@@ -1,6 +1,7 @@
 """The settings of an earlier run, as the start of another command's."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
@@ -40,12 +41,13 @@ def overrides_of(run_dir: Path, following: Sequence[str] = ()) -> list[str]:
     settings = OmegaConf.load(file)
     assert isinstance(settings, DictConfig)
     _rename(settings)
-    recipe, kind = settings.pop("recipe"), settings.schedule.kind
+    recipe = settings.pop("recipe")
+    kinds = {group: settings[group].kind for group in compose.KINDS}
     for group in replaced:
         settings.pop(group, None)
     add_recipe(_NAME, recipe)
     ConfigStore.instance().store(group=_NAME, name="settings", package="_global_", node=settings)
-    choices = {"recipe": _NAME, "schedule": kind}
+    choices = {"recipe": _NAME, **kinds}
     chosen = [f"{group}={name}" for group, name in choices.items() if group not in replaced]
     return [*chosen, f"+{_NAME}=settings"]
 
@@ -68,6 +70,11 @@ def _rename(settings: DictConfig) -> None:
 
     Raises ConfigError where one of these had another value than every run has now.
     """
+    cluster = settings.cluster  # which once had the keys of every kind, without effect
+    known = {field.name for field in fields(compose.KINDS["cluster"][cluster.kind])}
+    with open_dict(cluster):
+        for name in [name for name in cluster if name not in known]:
+            del cluster[name]
     for key in (*REMOVED_KEYS, *NEEDLESS_KEYS):
         parent, _, name = key.rpartition(".")
         group = OmegaConf.select(settings, parent)

@@ -93,8 +93,6 @@ def _needed(
 
 def _without_a_plan(config: Config) -> str | None:
     """Why activations are kept whatever their size; None where a plan decides."""
-    if config.cluster.emulated:
-        return "since emulated ranks have none"
     layouts = {"trainer": config.trainer.layout}
     layouts |= {place: config.value_model_of(role).layout for role, place in VALUE_MODELS.items()}
     for place, layout in layouts.items():

@@ -96,9 +96,6 @@ def find_origin(config: Config, reads: bool = False) -> Origin:
     wanted, own = config.trainer.resume, Path(config.run.dir)
     if not config.trainer.resumes:
         return Origin(settings)
-    if run_status(own).get("emulated"):
-        allowed = f"another run.dir: {own} has a run of emulated ranks, which leaves no checkpoint"
-        raise ConfigError("trainer.resume", wanted, allowed)
     points, damaged = _written_since(wanted, own)
     goes_back = wanted != "auto" and not points
     if goes_back:
@@ -147,8 +144,6 @@ def _named(path: str) -> tuple[list[Point], list[str]]:
     points, damaged = folder.search(Path(path))
     if not points and not damaged:
         allowed = "never, auto, a checkpoint with resume/ in it, or the directory of a run with one"
-        emulated = run_status(Path(path)).get("emulated")
-        allowed += " (this is of emulated ranks, which leave none)" if emulated else ""
         raise ConfigError("trainer.resume", path, allowed)
     return points, damaged
 

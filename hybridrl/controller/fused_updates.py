@@ -20,7 +20,6 @@ from hybridrl.controller.roles_together import roles_together
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import GenerateStage
 from hybridrl.layout.fsdp_groups import stays_unsharded
-from hybridrl.planner.emulation import emulated_costs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -53,8 +52,6 @@ def decide_fused_updates(
         config.trainer.fuse_updates = FuseUpdates.never
         return
     obstacle = next(filter(None, (_obstacle(config, r, shape) for _, r in together)), None)
-    if config.cluster.emulated:
-        obstacle = obstacle or _unknown_to_costs(config, graph)
     if obstacle and wanted is FuseUpdates.always:
         raise ConfigError(KEY, "always", f"auto or never: {obstacle}")
     if wanted is FuseUpdates.auto:
@@ -81,21 +78,11 @@ def _obstacle(config: Config, roles: Sequence[str], shape: "PretrainedConfig") -
         if lora.rank and lora.dropout:
             key = f"{'actor' if role == 'actor' else place}.lora.dropout"
             return f"a plan would decide when dropout is drawn; wanted {key}=0 ({lora.dropout})"
-        if config.cluster.emulated:
-            continue
         parameters = model_parameters(_shape_of(config, role, shape), role != "actor")
         size = sum(math.prod(parameter.shape) for parameter in parameters)
         if not stays_unsharded(size, layout.pp):
             return f"all weights are gathered at once; wanted {place}.layout.pp above 1"
     return None
-
-
-def _unknown_to_costs(config: Config, graph: Graph) -> str | None:
-    """Why emulated ranks cannot take the time of one plan; None where they can."""
-    if emulated_costs(config, graph).fused_train_token_s:
-        return None
-    known = "gpu:model=MODEL,critic=MODEL of a recipe that trains both, on the same ranks"
-    return f"{config.cluster.costs} has no seconds of one plan; wanted {known}, with pp above 1"
 
 
 def _reason_against(
@@ -106,15 +93,9 @@ def _reason_against(
     gpu_memory: int | None,
 ) -> str | None:
     """Why `auto` leaves updates separate: too little gain, or too little memory."""
-    if config.cluster.emulated:
-        costs = emulated_costs(config, graph)
-        gain = 1 - costs.fused_train_token_s / costs.train_token_s
-    else:
-        gain = max(predicted_gain(config, graph, pool, r, shape) for pool, r in together)
+    gain = max(predicted_gain(config, graph, pool, r, shape) for pool, r in together)
     if gain < LEAST_GAIN:
         return f"{max(0.0, gain):.0%} of the updates would be saved, wanted {LEAST_GAIN:.0%}"
-    if config.cluster.emulated:  # its accelerators are not here
-        return None
     if gpu_memory is None and (reason := unknown_room(config)):
         return reason
     room = local_room(config) if gpu_memory is None else gpu_room(gpu_memory)

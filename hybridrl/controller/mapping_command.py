@@ -149,7 +149,7 @@ def run(
         user_args = [arg for arg in rest if not arg.startswith("cluster.ranks=")]
         rest = [*rest, f"cluster.ranks={cluster.ranks}"]
     config = compose.check(rest)
-    if config.cluster.emulated:
+    if not config.cluster.holds_models:
         raise ConfigError(
             "cluster", "emulated", "local or slurm: a mapping is of ranks with models"
         )

@@ -83,7 +83,7 @@ def sizes_of_run(config: Config, graph: Graph, model_path: str) -> dict[str, Poo
     from hybridrl.controller.memory_inputs import LongestInputs
     from hybridrl.models.load import load_config
 
-    if config.cluster.device is not Device.cuda or config.cluster.emulated:
+    if config.cluster.device is not Device.cuda or not config.cluster.holds_models:
         return {}
     try:
         shape, inputs = load_config(model_path), LongestInputs.of(config, graph)
@@ -260,6 +260,8 @@ def with_flash(config: Config, shape: "PretrainedConfig") -> Config:
 def unknown_room(config: Config) -> str | None:
     """Why the memory of the ranks' devices is not that of this node's; None where it is."""
     cluster = config.cluster
+    if not cluster.knows_model:
+        return "since cluster.costs names no GPU"
     if cluster.kind is ClusterKind.ray:
         return "since the memory of the nodes of cluster=ray is not known here"
     if cluster.address is not None:

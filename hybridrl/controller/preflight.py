@@ -21,6 +21,7 @@ from hybridrl.config import (
     Config,
     ConfigError,
     Device,
+    EmulatedClusterConfig,
     RouterReplay,
     ScheduleConfig,
 )
@@ -31,6 +32,7 @@ from hybridrl.config.renamed_keys import new_name
 from hybridrl.config.versions import installed, untried
 from hybridrl.controller.activation_choice import decide_activations
 from hybridrl.controller.composite_reward import with_parts
+from hybridrl.controller.emulated_model import imitated_model
 from hybridrl.controller.first_samples import FirstSamples
 from hybridrl.controller.fused_updates import decide_fused_updates
 from hybridrl.controller.memory_plan import check_memory, local_obstacle, unknown_room
@@ -46,7 +48,6 @@ from hybridrl.controller.preflight_judges import (
     warn_of_lone_samples,
 )
 from hybridrl.controller.preflight_models import (
-    check_no_checkpoints,
     check_role_models,
     resolve_model_path,
     resolve_role_paths,
@@ -123,23 +124,23 @@ def prepare(
     check_optimizers(config, graph)
     config.telemetry.check_installed()
     check_environment(config, graph)
-    if config.cluster.emulated:
-        check_no_checkpoints(config, graph)
-        check_emulation(config, graph)
     _writable(run_dir)
-    model_path = _model_path(config, run_dir)
+    if isinstance(config.cluster, EmulatedClusterConfig):
+        check_emulation(config, config.cluster, graph)
+        model_path = imitated_model(config, config.cluster, graph, run_dir / "start")
+    else:
+        model_path = _model_path(config, run_dir)
     data, eval_items, turns, tokenizer = _load(config, model_path, graph, known)
     items = [*data.train, *data.eval, *chain(*eval_items.values())]
     check_rows(config, graph, items)
     trials = {}
-    if not config.cluster.emulated:
+    if config.cluster.holds_models:
         trials = try_judges(config, graph, items, is_recorded)
     check_schedule(config.schedule, graph)
     shape = load_config(model_path)
     activations = decide_activations(config, graph, shape, gpu_memory)
     decide_fused_updates(config, graph, shape, gpu_memory)
-    if not config.cluster.emulated:  # its accelerators are not here
-        check_memory(config, graph, model_path, gpu_memory)
+    check_memory(config, graph, model_path, gpu_memory)
     ends = SamplingTexts(tokenizer, config.data.chat, (), end_token_ids(model_path, shape)).end_ids
     shown = FirstSamples(config, graph, tokenizer, sorted(ends), trials).text(data.train)
     return PreparedRun(model_path, data, eval_items, graph, warm_start, turns, shown, activations)
@@ -157,7 +158,8 @@ def _with_temperatures(graph: Graph, config: Config) -> Graph:
 def check_compiler(config: Config) -> None:
     """Raise for a run on GPUs of this machine, which has no C compiler for Triton's kernels."""
     cluster = config.cluster
-    if cluster.device is not Device.cuda or cluster.address is not None or cluster.emulated:
+    are_here = cluster.address is None and cluster.holds_models
+    if cluster.device is not Device.cuda or not are_here:
         return
     if fault := compiler_fault():
         allowed = f"a C compiler for Triton's kernels ({fault}), or cpu"
@@ -352,10 +354,13 @@ def _load(
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         allowed = f"a model with its tokenizer that can be trained ({reason})"
         raise ConfigError("model.path", model_path, allowed) from None
-    if not config.cluster.emulated:
+    if config.cluster.knows_model:
         _check_model(config, graph, model)
+    if config.cluster.holds_models:
         check_side_files(model_path, tokenizer, Path(config.run.dir))
-    check_stored(model_path, model)
+        check_stored(model_path, model)
+        check_role_models(config, graph, model_path, tokenizer)
+        resolve_role_paths(config, graph)
     stop_strings(tokenizer, config.rollout.stop)
     stop_strings(tokenizer, config.environment.stop, "environment.stop")
     _check_sampling(config, graph, tokenizer, model.vocab_size)
@@ -370,9 +375,6 @@ def _load(
         data, eval_items = _load_items(config, tokenizer, context, size, uses, opening, known)
         turns = turn_template(config, tokenizer, opening) if opening is not None else None
     _check_kv_cache(config, [data.train, *eval_items.values()])
-    if not config.cluster.emulated:
-        check_role_models(config, graph, model_path, tokenizer)
-        resolve_role_paths(config, graph)
     return data, eval_items, turns, tokenizer
 
 

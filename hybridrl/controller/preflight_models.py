@@ -8,9 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hybridrl.checkpoint.folder import is_checkpoint
 from hybridrl.config import VALUE_MODELS, Config, ConfigError, RewardKind
-from hybridrl.config.emulated import WITHOUT_MODEL
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import ComputeStage, StageMethod
 
@@ -60,19 +58,6 @@ def resolve_role_paths(config: Config, graph: Graph) -> None:
             teacher.path = resolve_model_path(teacher.path, "teacher.path")
         for name, path in teacher.by_source.items():
             teacher.by_source[name] = resolve_model_path(path, f"teacher.by_source.{name}")
-
-
-def check_no_checkpoints(config: Config, graph: Graph) -> None:
-    """Raise for a checkpoint of a run as the model of a role, of which emulated ranks load none."""
-    paths = {"model.path": config.model.path}
-    paths |= {f"{role}.model": config.judge_of(role).model for role in judges_of(config, graph)}
-    roles = {role: name for role, name in VALUE_MODELS.items() if role in graph.learned}
-    paths |= {f"{name}.path": config.value_model_of(role).path for role, name in roles.items()}
-    paths |= config.teacher.paths if "teacher" in graph.roles else {}
-    for key, path in paths.items():
-        if path is not None and is_checkpoint(Path(path)):
-            allowed = f"a model that is no checkpoint of a run {WITHOUT_MODEL}"
-            raise ConfigError(key, path, allowed)
 
 
 def scores_with_copies(graph: Graph) -> bool:

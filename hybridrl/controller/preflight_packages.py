@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from hybridrl.config import (
     VALUE_MODELS,
-    ClusterKind,
     Config,
     ConfigError,
     KeptSamples,
+    ProcessesClusterConfig,
     RewardKind,
     SourceKind,
 )
@@ -26,8 +26,7 @@ Need = tuple[str, object, tuple[str, ...], str]
 def check_ray(config: Config) -> None:
     """Raise ConfigError for ranks on Ray where its packages are missing."""
     cluster = config.cluster
-    in_driver = cluster.emulated and not cluster.ranks_per_process
-    if cluster.kind is not ClusterKind.processes and not in_driver:
+    if cluster.uses_ray:
         needed = "ray", "verl", "tensordict", "psutil"
         _check("cluster", cluster.kind.value, needed, "processes")
 
@@ -46,7 +45,7 @@ def _check(key: str, value: object, modules: tuple[str, ...], instead: str) -> N
 
 def _needs(config: Config) -> Iterator[Need]:
     cluster = config.cluster
-    if cluster.kind is ClusterKind.processes:
+    if isinstance(cluster, ProcessesClusterConfig):
         for_children = "psutil", "ray"  # which pickles what they run
         if cluster.ranks > 1:
             yield "cluster.ranks", cluster.ranks, for_children, "1"

@@ -36,6 +36,7 @@ from hybridrl.controller.roles_together import fuses
 from hybridrl.controller.sample_moves import SampleMoves
 from hybridrl.controller.update_shares import update_shares
 from hybridrl.controller.worker_group import Pool, WorkerGroup
+from hybridrl.data import Item
 from hybridrl.data.prompts import with_next_targets
 from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import (
@@ -60,6 +61,7 @@ from hybridrl.flow.graph import (
     StageMethod,
     UpdateStage,
 )
+from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.sample import LOSS_MASK, NO_VERSION, TRAINED, Sample, SampleId
 from hybridrl.flow.schedules.base import PendingSample
 from hybridrl.layout.weight_switch import SwitchStats
@@ -71,6 +73,10 @@ from hybridrl.workers.training import UpdateShare
 logger = logging.getLogger(__name__)
 
 
+OnSwitch = Callable[[list[SwitchStats]], None]
+"""Called at every weight switch with its cost on each rank."""
+
+
 class Abandoned(Exception):
     """A step was given up before it has changed anything, since the run was asked to end."""
 
@@ -78,11 +84,10 @@ class Abandoned(Exception):
 class RayExecutor:
     """`hybridrl.flow.executor.Executor` over a `WorkerGroup`.
 
-    `on_switch` is called at every weight switch with its cost on each rank. `works` says by role
-    what training on samples costs, so how they are spread. `episodes` answer conversations. Roles
-    that are `together` train in one plan, and score in one. An instance of several ranks gets every
-    call on all of them; their answers become one event. A rank that dies ends the run
-    (`WorkerError`), since its training shard is gone, so there is never a
+    `works` says by role what training on samples costs, so how they are spread. `episodes` answer
+    conversations. Roles that are `together` train in one plan, and score in one. An instance of
+    several ranks gets every call on all of them; their answers become one event. A rank that dies
+    ends the run (`WorkerError`), since its training shard is gone, so there is never a
     `WorkerDied`. While `may_abandon`, which an update ends, a signal that asks the run to end
     raises `Abandoned`.
 
@@ -95,7 +100,7 @@ class RayExecutor:
         self,
         group: WorkerGroup,
         config: Config,
-        on_switch: Callable[[list[SwitchStats]], None],
+        on_switch: OnSwitch,
         works: Mapping[str, RankWork] = MappingProxyType({}),
         episodes: Episodes | None = None,
         together: Sequence[Sequence[str]] = (),
@@ -119,6 +124,10 @@ class RayExecutor:
         self._fields_of_role: dict[str, set[str]] = defaultdict(set)
         # By update, samples whose gradient is on some instance, or on its way.
         self._early: dict[str, set[SampleId]] = defaultdict(set)
+
+    def key_of(self, item: Item) -> PromptKey:
+        """The prompt as a length ranker may know it."""
+        return PromptKey((item.source, item.prompt), item.source, item.prompt_ids)
 
     @property
     def instances(self) -> Sequence[int]:

@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import NoReturn
 
 from hybridrl.checkpoint.folder import Point, read, search
-from hybridrl.config import Config, Device, KeptSamples
+from hybridrl.config import Config, Device, EmulatedClusterConfig, KeptSamples
 from hybridrl.controller.checkpoints import Checkpoints, DriverState, Origin
 from hybridrl.controller.early_backward import early_settings
-from hybridrl.controller.emulated_episodes import EmulatedEpisodes
+from hybridrl.controller.emulated_executor import EmulatedExecutor
 from hybridrl.controller.episodes import EnvironmentFailed, Episodes
 from hybridrl.controller.evaluate import HeldOutEvaluation, evaluation_graphs, failed_shares
 from hybridrl.controller.inputs import inputs_of
 from hybridrl.controller.judge_failures import JudgeFailures
-from hybridrl.controller.load_balance import RankWork, work_of_roles
+from hybridrl.controller.load_balance import work_of_roles
 from hybridrl.controller.memory_plan import sizes_of_run
 from hybridrl.controller.placement import HOME, graphs_of
 from hybridrl.controller.preflight import PreparedRun
-from hybridrl.controller.ray_executor import Abandoned, RayExecutor
+from hybridrl.controller.ray_executor import Abandoned, OnSwitch, RayExecutor
 from hybridrl.controller.roles_together import roles_together
 from hybridrl.controller.run_phases import RunPhase, recipe_phase, training_of, warm_start_phase
 from hybridrl.controller.run_records import RunRecords, sample_facts
@@ -111,23 +111,8 @@ class Run:
         telemetry.inputs(inputs.result())
         if config.trainer.saves:
             write_rows(telemetry.run_dir, rows.result())
-        # the model of emulated ranks is not the one that is here
-        emulated = config.cluster.emulated
-        works: dict[str, RankWork] = {}
-        together = list[tuple[str, ...]]()
-        if not emulated:
-            works = work_of_roles(config, prepared.graph, prepared.model_path)
-            if config.trainer.fuses:
-                together = roles_together(config, prepared.graph, HOME)
-        self.episodes = _episodes(config, prepared)
-        self.executor = RayExecutor(
-            self.group,
-            config,
-            self.records.on_switch,
-            works,
-            self.episodes,
-            together,
-        )
+        self.executor = _executor(config, prepared, self.group, self.records.on_switch)
+        self.episodes = self.executor.episodes
         self.failures = self.executor.failures = _judge_failures(config, origin)
         # held-out evaluation
         self.evaluation = HeldOutEvaluation(
@@ -232,7 +217,7 @@ class Run:
                 after = self.evaluation.at(self.step)
             except CUT_SHORT as error:  # the trained model is written nonetheless
                 spent = error
-            if not self.config.cluster.emulated:
+            if self.config.cluster.holds_models:
                 final = self.run_dir / "final"
                 self.checkpoints.write(final, self.step, self._state(phase, schedule))
         self._close(schedule)
@@ -320,8 +305,7 @@ class Run:
             self._check_finite(metrics)
             if costs := schedule.meter.costs():
                 setting = replay_setting(self.config, self.executor, phase.graph)
-                marks = {"emulated": True} if self.config.cluster.emulated else {}
-                self.telemetry.costs({"costs": costs.to_json(), **setting, **marks})
+                self.telemetry.costs({"costs": costs.to_json(), **setting})
             self._stop_if_requested(phase, schedule)
             if self.step < phase.last_step:
                 self._evaluate_and_save(phase, schedule)
@@ -519,8 +503,14 @@ def _judge_failures(config: Config, origin: Origin) -> JudgeFailures:
     return failures
 
 
-def _episodes(config: Config, prepared: PreparedRun) -> Episodes | None:
-    """What answers conversations: environments, or a model of them; None where there are none."""
-    if config.cluster.turns is not None:
-        return EmulatedEpisodes(config, prepared.graph)
-    return Episodes(config, prepared.turns) if prepared.turns is not None else None
+def _executor(
+    config: Config, prepared: PreparedRun, group: WorkerGroup, on_switch: OnSwitch
+) -> RayExecutor:
+    """The executor of the run, which knows what training costs and who answers conversations."""
+    graph, model_path = prepared.graph, prepared.model_path
+    works = work_of_roles(config, graph, model_path)
+    if isinstance(config.cluster, EmulatedClusterConfig):
+        return EmulatedExecutor(group, config, on_switch, works, graph)
+    episodes = Episodes(config, prepared.turns) if prepared.turns is not None else None
+    together = roles_together(config, graph, HOME) if config.trainer.fuses else ()
+    return RayExecutor(group, config, on_switch, works, episodes, together)

@@ -1,20 +1,18 @@
 """The schedule that a config asks for."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 from hybridrl.config import Config, ScheduleConfig, ScheduleKind
 from hybridrl.config.environment import TIMED
 from hybridrl.config.sampling import SamplingConfig
+from hybridrl.controller.ray_executor import RayExecutor
 from hybridrl.controller.turn_orders import recorded_orders
-from hybridrl.data import Item
 from hybridrl.flow import Graph
 from hybridrl.flow.early_updates import EarlySettings
-from hybridrl.flow.executor import Executor, Sampling
+from hybridrl.flow.executor import Sampling
 from hybridrl.flow.graph import ComputeStage
-from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.schedules.base import (
     Prompt,
     Schedule,
@@ -22,7 +20,6 @@ from hybridrl.flow.schedules.base import (
     StepSettings,
     schedule_class,
 )
-from hybridrl.planner.emulation import emulated_workload, group_size_of
 
 
 def sampling_of(
@@ -42,7 +39,7 @@ def make_schedule(
     config: Config,
     schedule: ScheduleConfig,
     graph: Graph,
-    executor: Executor,
+    executor: RayExecutor,
     prompts: Iterator[Prompt],
     sampling: Sampling,
     prompts_per_step: int,
@@ -67,7 +64,7 @@ def make_schedule(
         ),
         max_held=config.samples_held,
         chunk_tokens=config.trainer.max_tokens_per_micro_batch,
-        key_of=_emulated_key(config, graph) if config.cluster.emulated else key_of,
+        key_of=executor.key_of,
         exports_kv=rollout.features.exports_kv,
         num_steps=num_steps,
         early=early or EarlySettings(),
@@ -78,7 +75,7 @@ def make_schedule(
     return schedule_class(schedule).build(parts, schedule)
 
 
-def replay_setting(config: Config, executor: Executor, graph: Graph) -> dict[str, Any]:
+def replay_setting(config: Config, executor: RayExecutor, graph: Graph) -> dict[str, Any]:
     """What the planner needs, besides measured costs, to replay a run of `graph`."""
     computes = [stage for stage in graph.stages.values() if isinstance(stage, ComputeStage)]
     return {
@@ -88,19 +85,3 @@ def replay_setting(config: Config, executor: Executor, graph: Graph) -> dict[str
         "decode_steps": config.rollout.decode_steps,
         "chunk_tokens": config.trainer.max_tokens_per_micro_batch,
     }
-
-
-def key_of(item: Item) -> PromptKey:
-    """The prompt as a length ranker may know it."""
-    return PromptKey((item.source, item.prompt), item.source, item.prompt_ids)
-
-
-def _emulated_key(config: Config, graph: Graph) -> Callable[[Item], PromptKey]:
-    """A prompt as a length ranker may know it: no length follows from its text.
-
-    It has as many tokens as prompts of `cluster.lengths` have on average. So a run knows of prompts
-    what its plan knows, and packs the same ones.
-    """
-    groups = emulated_workload(config, group_size_of(graph)).groups
-    ids = range(round(fmean(group.prompt_tokens for group in groups)))
-    return lambda item: PromptKey((item.source, item.prompt), item.source, ids)

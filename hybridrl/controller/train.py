@@ -73,7 +73,7 @@ def train(config: Config) -> dict[str, Any]:
         after = run.run_recipe()
     accuracies = {"accuracy_before": before, "accuracy_after": after}
     measured = {k: m["eval_accuracy"] for k, m in accuracies.items() if "eval_accuracy" in m}
-    marks = {"emulated": True} if config.cluster.emulated else {}
+    marks = {label: True for label in [config.cluster.label] if label}
     return {**marks, **measured, "run": config.run.dir}
 
 
@@ -113,8 +113,8 @@ def evaluate_checkpoints(
 
 
 def _check_has_model(config: Config) -> None:
-    if config.cluster.emulated:
-        allowed = "another cluster: the ranks of an emulated one hold no model to evaluate"
+    if not config.cluster.holds_models:
+        allowed = "another cluster: its ranks hold no model to evaluate"
         raise ConfigError("cluster", config.cluster.kind.value, allowed)
 
 
@@ -155,7 +155,7 @@ def running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator[R
             total,
             origin.records(config),
             settings=settings,
-            emulated=config.cluster.emulated,
+            label=config.cluster.label,
         ) as telemetry,
         driver_log(config.log.level, run_dir / "logs" / "driver.log"),
         _logged_end(),
@@ -164,10 +164,9 @@ def running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator[R
         ranks, engine = config.cluster.ranks, config.rollout.engine.value
         telemetry.stage(f"starting {ranks} ranks, rollout engine {engine}")
         logger.info("starting %d ranks, rollout engine %s", ranks, engine)
-        if config.cluster.emulated:
-            line = f"emulated: {ranks} ranks hold no model, their work takes modeled times"
-            telemetry.note(line)
-            logger.info("%s", line)
+        if launcher.note:
+            telemetry.note(launcher.note)
+            logger.info("%s", launcher.note)
         run = Run(config, prepared, telemetry, launcher, origin)
         try:
             yield run

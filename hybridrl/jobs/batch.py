@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridrl.config import ClusterConfig, Container
+from hybridrl.config import Container, RayClusterConfig, SlurmClusterConfig
 from hybridrl.jobs import containers
 
 _PLAIN = re.compile(r"[\w/.+@%-]+")  # characters that Hydra reads as they stand
@@ -21,13 +21,19 @@ class BatchScript:
     `hybridrl train` (or another `command`) in all of them.
     """
 
-    cluster: ClusterConfig
+    cluster: SlurmClusterConfig | RayClusterConfig
     directory: Path
     work_dir: Path
     options: tuple[str, ...]
     tasks: tuple[tuple[str, ...], ...] = ((),)
     sweep: bool = False
     command: str = "train"
+
+    @property
+    def slurm(self) -> SlurmClusterConfig:
+        """The request of the job, of Slurm."""
+        assert isinstance(self.cluster, SlurmClusterConfig), self.cluster.kind
+        return self.cluster
 
     @property
     def script(self) -> Path:
@@ -52,7 +58,7 @@ class BatchScript:
 
     def text(self) -> str:
         """The script."""
-        cluster = self.cluster
+        cluster = self.slurm
         # header and environment
         lines = ["#!/bin/bash", f"# By hand: sbatch {shlex.quote(str(self.script))}"]
         lines += [f"#SBATCH {option}" for option in self._directives()]
@@ -84,12 +90,12 @@ class BatchScript:
 
     def _restarts(self) -> list[str]:
         """Options of restarts; Slurm warns the script, which is or contains the driver."""
-        if not self.cluster.requeue:
+        if not self.slurm.requeue:
             return ["--no-requeue"]
-        return ["--requeue", f"--signal=B:USR1@{self.cluster.warn_s}"]
+        return ["--requeue", f"--signal=B:USR1@{self.slurm.warn_s}"]
 
     def _directives(self) -> list[str]:
-        cluster = self.cluster
+        cluster = self.slurm
         log = str(self.directory).replace("%", "%%")
         log += "/%a/slurm/%A_%a.out" if self.sweep else "/slurm/%j.out"
         directives = [

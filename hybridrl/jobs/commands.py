@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config import ClusterConfig, ClusterKind, Config, ConfigError, compose
+from hybridrl.config import Config, ConfigError, RayClusterConfig, SlurmClusterConfig, compose
 from hybridrl.jobs import containers, ray_jobs
 from hybridrl.jobs.batch import BatchScript
 from hybridrl.jobs.ray_jobs import RayJob
@@ -60,7 +60,7 @@ def _check_and_submit(
 
     _check_free(batch)
     check_runs(configs, batch.run_dirs)
-    on_ray = batch.cluster.kind is ClusterKind.ray
+    on_ray = isinstance(batch.cluster, RayClusterConfig)
     if dry_run:
         yield ray_jobs.entrypoint(batch) if on_ray else batch.text().rstrip()
         return
@@ -90,11 +90,13 @@ def _plan(args: Sequence[str]) -> tuple[BatchScript, list[Config]]:
         raise ConfigError("option", " ".join(args), "-m, --config-dir, --dry-run; overrides")
     sweep = bool(options.multirun)
     config = compose.check(composed.overrides, composed.config_dir, sweep)
-    if config.cluster.kind not in (ClusterKind.slurm, ClusterKind.ray):
-        raise ConfigError("cluster", config.cluster.kind.value, "slurm or ray, to submit a run")
-    if sweep and config.cluster.kind is ClusterKind.ray:
+    cluster = config.cluster
+    if isinstance(cluster, SlurmClusterConfig):
+        containers.check_image(cluster)
+    elif not isinstance(cluster, RayClusterConfig):
+        raise ConfigError("cluster", cluster.kind.value, "slurm or ray, to submit a run")
+    elif sweep:
         raise ConfigError("option", "-m", "a single run with cluster=ray")
-    containers.check_image(config.cluster)
     # the directory
     path = Path(config.run.dir).absolute()
     if path.exists() and not path.is_dir():
@@ -115,7 +117,7 @@ def _plan(args: Sequence[str]) -> tuple[BatchScript, list[Config]]:
     if options.config_dir is not None:
         fixed.insert(0, f"--config-dir={options.config_dir}")
     tasks = tuple(tuple(task) for task in compose.choices(swept))
-    return BatchScript(config.cluster, path, Path.cwd(), tuple(fixed), tasks, sweep), configs
+    return BatchScript(cluster, path, Path.cwd(), tuple(fixed), tasks, sweep), configs
 
 
 def _check_free(batch: BatchScript) -> None:
@@ -123,7 +125,8 @@ def _check_free(batch: BatchScript) -> None:
 
     One that waits for it (`--dependency`) may be submitted.
     """
-    if any(option.startswith(("--dependency", "-d")) for option in batch.cluster.sbatch):
+    options = batch.cluster.sbatch if isinstance(batch.cluster, SlurmClusterConfig) else ()
+    if any(option.startswith(("--dependency", "-d")) for option in options):
         return
     job = ""
     if RayJob.is_of(batch.directory):
@@ -152,7 +155,7 @@ def _submit_to_ray(batch: BatchScript) -> Iterator[str]:
 
 def _submit(batch: BatchScript) -> str:
     """Write the script and submit it to sbatch; the job's id. Leaves no files if it is refused."""
-    slurm.check_partition(batch.cluster)
+    slurm.check_partition(batch.slurm)
     folders = (batch.script.parent, *batch.script.parent.parents)
     new = [path for path in folders if not path.exists()]
     before = batch.script.read_text() if batch.script.is_file() else None
@@ -191,7 +194,9 @@ def _scancel(job: str) -> None:
     slurm.call("scancel", job)
 
 
-def examine_nodes(cluster: ClusterConfig, directory: Path, args: Sequence[str]) -> tuple[str, int]:
+def examine_nodes(
+    cluster: SlurmClusterConfig, directory: Path, args: Sequence[str]
+) -> tuple[str, int]:
     """Run `hybridrl doctor ARGS` as a job and wait: its output and its exit code.
 
     Its script and its log are below `directory` meanwhile. Raises SlurmError if it is refused.

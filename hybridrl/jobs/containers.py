@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybridrl.config import ClusterConfig, ConfigError, Container
+from hybridrl.config import ConfigError, Container, SlurmClusterConfig
 from hybridrl.runtime.slurm import RENDEZVOUS
 
 _MODULES = """\
@@ -56,14 +56,14 @@ _FIRST = 'srun $step --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME"'
 _MORE = " \\\n    "
 
 
-def check_image(cluster: ClusterConfig) -> None:
+def check_image(cluster: SlurmClusterConfig) -> None:
     """Raise ConfigError for an image path that does not exist."""
     image = cluster.image
     if image and image.startswith(("/", ".")) and not Path(image).exists():
         raise ConfigError("cluster.image", image, "a file that exists, or docker://...")
 
 
-def load_modules(cluster: ClusterConfig) -> list[str]:
+def load_modules(cluster: SlurmClusterConfig) -> list[str]:
     """Lines that load `cluster.modules`, also in a batch shell without `module`."""
     if not cluster.modules:
         return []
@@ -71,7 +71,7 @@ def load_modules(cluster: ClusterConfig) -> list[str]:
 
 
 def meet_and_start_nodes(
-    cluster: ClusterConfig, directory: str, mounts: Sequence[Path]
+    cluster: SlurmClusterConfig, directory: str, mounts: Sequence[Path]
 ) -> list[str]:
     """Lines before the driver; `directory` is the run's, as a word of the shell."""
     lines = [_MEET.format(variable=RENDEZVOUS, directory=directory)]
@@ -94,7 +94,7 @@ def stay_around(command: str) -> str:
     return _AROUND.format(command=command, variable=RENDEZVOUS)
 
 
-def driver(cluster: ClusterConfig, mounts: Sequence[Path]) -> str:
+def driver(cluster: SlurmClusterConfig, mounts: Sequence[Path]) -> str:
     """The words before `-P -m hybridrl.cli ...`, the driver on the job's first node."""
     options, words = _run_in(cluster, mounts)
     if cluster.container is Container.pyxis:
@@ -102,7 +102,7 @@ def driver(cluster: ClusterConfig, mounts: Sequence[Path]) -> str:
     return " ".join(words)
 
 
-def _run_in(cluster: ClusterConfig, mounts: Sequence[Path]) -> tuple[list[str], list[str]]:
+def _run_in(cluster: SlurmClusterConfig, mounts: Sequence[Path]) -> tuple[list[str], list[str]]:
     """Options of srun, and the words that run Python in the container."""
     python, image = shlex.quote(cluster.python or "python3"), shlex.quote(str(cluster.image))
     binds = [f"{path}:{path}" for path in mounts] + cluster.mounts

@@ -9,13 +9,12 @@ from typing import Any, TypeVar
 from hybridrl.config import (
     Config,
     ConfigError,
+    EmulatedClusterConfig,
     PackedScheduleConfig,
-    RolloutLayoutConfig,
-    TrainLayoutConfig,
 )
 from hybridrl.costs.devices import Roofline, read_roofline
 from hybridrl.costs.instance import Costs, Drafting
-from hybridrl.costs.mapping import ACTOR, TrainLayout
+from hybridrl.costs.model_shape import ModelShape
 from hybridrl.flow.graph import (
     ComputeStage,
     GenerateStage,
@@ -23,71 +22,21 @@ from hybridrl.flow.graph import (
     MapStage,
     Stage,
     StageMethod,
-    UpdateStage,
 )
 from hybridrl.planner.conversations import ConversationModel, read_conversations
-from hybridrl.planner.mapped_work import step_samples
-from hybridrl.planner.roofline_updates import roles_of, with_pipelines
 from hybridrl.planner.schedule import read_costs
 from hybridrl.planner.workload import Shape, Workload, known_guesses, read_workload
 
 Read = TypeVar("Read")
 
 
-def emulated_costs(config: Config, graph: Graph | None = None) -> Costs:
-    """`cluster.costs` in real seconds, with `rollout.speculate`; raises `ConfigError`.
+def emulated_costs(config: Config) -> Costs:
+    """Return `cluster.costs` in real seconds, with `rollout.speculate`; raises `ConfigError`.
 
-    A roofline is of an instance's ranks, and of all of them, unless its text says otherwise. With
-    the recipe's graph its updates are those of pipelines, where the run has them.
+    A roofline is of an instance's ranks, and of all of them, unless its text says otherwise.
     """
     costs = _costs(config)
-    if graph is not None:
-        costs = _with_pipelines(config, graph, costs)
     return replace(costs, drafting=_drafting(config, costs))
-
-
-def _with_pipelines(config: Config, graph: Graph, costs: Costs) -> Costs:
-    """Where a roofline has a model for each trained role, and these share the actor's ranks."""
-    text, trainer = config.cluster.costs or "", config.trainer
-    if not text.startswith("gpu:"):
-        return costs
-    named = Roofline.of(text, config.rollout.layout.ranks, config.ranks_of(ACTOR))
-    if named.pp:
-        allowed = "no pp: trainer.layout and roles.critic.layout have the run's pipelines"
-        raise ConfigError("cluster.costs", text, allowed)
-    stages = {
-        stage.role: stage for stage in graph.stages.values() if isinstance(stage, UpdateStage)
-    }
-    together = all(config.pool_of(role) == ACTOR for role in named.trained)
-    if {*stages} != {*named.trained} or len(stages) < 2 or not together:
-        return costs
-    roles = [
-        replace(role, epochs=stages[role.name].epochs, mini_batches=stages[role.name].mini_batches)
-        for role in roles_of(named)
-    ]
-    layouts = {
-        role: TrainLayout.of(
-            trainer.layout if role == ACTOR else config.value_model_of(role).layout, trainer
-        )
-        for role in named.trained
-    }
-    if all(layout.pp == 1 for layout in layouts.values()):
-        return costs
-    group_size = group_size_of(graph)
-    workload = emulated_workload(config, group_size).cut_at(config.rollout.max_new_tokens)
-    try:
-        return with_pipelines(
-            costs,
-            named.accelerator,
-            roles,
-            layouts,
-            step_samples(workload, group_size),
-            mini_batches=trainer.mini_batches,
-            epochs=trainer.epochs,
-        )
-    except ValueError as error:
-        allowed = f"models that the layouts of actor and critic split ({error})"
-        raise ConfigError("cluster.costs", text, allowed) from None
 
 
 def _drafting(config: Config, costs: Costs) -> Drafting | None:
@@ -107,8 +56,32 @@ def _drafting(config: Config, costs: Costs) -> Drafting | None:
     return Drafting(tokens=rollout.draft_length, accept=accept, pass_tokens=rollout.pass_tokens)
 
 
+def scaled_costs(config: Config) -> Costs:
+    """Return the costs in the seconds that the run takes for them."""
+    return scaled(emulated_costs(config), _cluster(config).time_scale)
+
+
+def emulated_gpu_memory(cluster: EmulatedClusterConfig) -> int | None:
+    """Return the bytes of a GPU of the costs; None where they name none. Raises `ConfigError`."""
+    if not cluster.knows_model:
+        return None
+    named = _of_key("cluster.costs", lambda: Roofline.of(cluster.costs))
+    return round(named.accelerator.memory_bytes / 1e9) * 2**30  # makers mean GiB by 80 GB
+
+
+def imitated_shapes(config: Config) -> dict[str, ModelShape]:
+    """Return the models that a roofline names, by role: its critic also judges."""
+    named = Roofline.of(_cluster(config).costs).trained
+    return {**named, **({"reward": named["critic"]} if "critic" in named else {})}
+
+
+def _cluster(config: Config) -> EmulatedClusterConfig:
+    assert isinstance(config.cluster, EmulatedClusterConfig), config.cluster.kind
+    return config.cluster
+
+
 def _costs(config: Config) -> Costs:
-    text = config.cluster.costs or ""
+    text = _cluster(config).costs
     if not text.startswith("gpu:"):
         facts: dict[str, Any] = _of_key("cluster.costs", lambda: read_costs(Path(text)))
         costs: Costs = facts["costs"]
@@ -119,51 +92,26 @@ def _costs(config: Config) -> Costs:
     costs, instances, *_ = _of_key(
         "cluster.costs", lambda: read_roofline(text, gpus, ranks, widths)
     )
+    if Roofline.of(text).pp:
+        allowed = "no pp: trainer.layout and roles.critic.layout have the run's pipelines"
+        raise ConfigError("cluster.costs", text, allowed)
     if instances != ranks // gpus:
         allowed = f"a roofline of {ranks // gpus} instances of {gpus}, as the run's ranks are"
         raise ConfigError("cluster.costs", text, allowed)
     return costs
 
 
-def _check_axes(config: Config) -> None:
-    """Raise `ConfigError` for axes that the models of a roofline cannot be split by."""
-    text, rollout = config.cluster.costs or "", config.rollout
-    if not text.startswith("gpu:"):
-        return
-    ranks = rollout.layout.ranks, config.ranks_of(ACTOR)
-    models = _of_key("cluster.costs", lambda: Roofline.of(text, *ranks)).trained
-    layouts: list[tuple[str, str, RolloutLayoutConfig | TrainLayoutConfig]] = [
-        (ACTOR, "rollout", rollout.layout),
-        (ACTOR, "trainer", config.trainer.layout),
-    ]
-    layouts += [(role, role, config.value_model_of(role).layout) for role in {*models} - {ACTOR}]
-    for role, name, layout in layouts:
-        model = models[role]
-        heads = f"a divisor of the {model.heads} attention heads of cluster.costs={text}"
-        if model.heads % layout.tp:
-            raise ConfigError(f"{name}.layout.tp", layout.tp, heads)
-        if layout.pp > model.layers:
-            allowed = f"at most the {model.layers} layers of cluster.costs={text}"
-            raise ConfigError(f"{name}.layout.pp", layout.pp, allowed)
-        if name == "rollout" and model.heads % (rollout.wide_tp or 1):
-            raise ConfigError("rollout.tail_tp", rollout.wide_tp, f"off, auto, or {heads}")
-
-
 def emulated_widths(config: Config) -> tuple[int, ...]:
-    """Numbers of instances that may decode the tail as one.
-
-    No model bounds them, but a wide instance is in one process.
-    """
-    rollout, per_process = config.rollout, config.cluster.ranks_per_process or 0
-    widths = rollout.widths(config.ranks_of("actor") // rollout.layout.ranks)
-    return tuple(width for width in widths if per_process % (width * rollout.layout.ranks) == 0)
+    """Return the numbers of instances that may decode the tail as one."""
+    rollout = config.rollout
+    return tuple(rollout.widths(config.ranks_of("actor") // rollout.layout.ranks))
 
 
 def emulated_workload(config: Config, group_size: int) -> Workload:
     """`cluster.lengths` in the run's shape; raises `ConfigError`."""
-    cluster, trainer = config.cluster, config.trainer
+    cluster, trainer = _cluster(config), config.trainer
     return _workload(
-        cluster.lengths or "",
+        cluster.lengths,
         trainer.prompts_per_step,
         group_size,
         trainer.steps,
@@ -188,25 +136,16 @@ def _workload(
 
 def emulated_conversations(config: Config) -> ConversationModel | None:
     """`cluster.turns`, with waits in real seconds; None without turns. Raises `ConfigError`."""
-    text, scale = config.cluster.turns, config.cluster.time_scale
+    text, scale = config.cluster.turns, _cluster(config).time_scale
     if text is None:
         return None
     model = _of_key("cluster.turns", lambda: read_conversations(text))
     return replace(model, wait_s=model.wait_s * scale)
 
 
-def check_emulation(config: Config, graph: Graph) -> None:
-    """Raise `ConfigError` for costs, lengths or turns that cannot be read, or a stage without cost.
-
-    Paths become absolute, since ranks read them too.
-    """
-    cluster = config.cluster
-    if cluster.costs and Path(cluster.costs).exists():
-        cluster.costs = str(Path(cluster.costs).resolve())
-    if cluster.lengths and Path(cluster.lengths).exists():
-        cluster.lengths = str(Path(cluster.lengths).resolve())
-    _check_axes(config)
-    costs = emulated_costs(config, graph)
+def check_emulation(config: Config, cluster: EmulatedClusterConfig, graph: Graph) -> None:
+    """Raise `ConfigError` for texts that cannot be read, or a stage without costs."""
+    costs = emulated_costs(config)
     _check_limit(config, emulated_workload(config, group_size_of(graph)))
     emulated_conversations(config)
     for stage in graph.stages.values():
@@ -214,6 +153,22 @@ def check_emulation(config: Config, graph: Graph) -> None:
             known = ", ".join(costs.token_s) or "none"
             allowed = f"costs of stage {stage.name}, or of its role {stage.role} (there: {known})"
             raise ConfigError("cluster.costs", cluster.costs, allowed)
+
+
+def llama_config(sizes: ModelShape, tokens: int) -> dict[str, Any]:
+    """Return the Hugging Face config of a Llama of these sizes, which reads so many tokens."""
+    return {
+        "model_type": "llama",
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.ffn,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.features,
+        "vocab_size": sizes.vocabulary,
+        "tie_word_embeddings": sizes.tied,
+        "max_position_embeddings": tokens,
+    }
 
 
 def _check_limit(config: Config, workload: Workload) -> None:

@@ -48,6 +48,8 @@ class Launcher(Protocol):
     """
 
     data_plane: DataPlane
+    note: str
+    """What users should know of the ranks; empty where these compute."""
 
     def start(self, worker: type, make: Callable[..., Any], *args: Any) -> Any:
         """A group of all ranks, each `make(rank, size, *args)`, with the marks of `worker`."""

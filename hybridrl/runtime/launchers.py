@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hybridrl.compat import verl
-from hybridrl.config import ClusterConfig, ClusterKind
-from hybridrl.runtime.emulated_launcher import EmulatedLauncher, EmulatedRayLauncher
+from hybridrl.config import ClusterConfig, EmulatedClusterConfig, ProcessesClusterConfig
+from hybridrl.runtime.emulated_launcher import EmulatedLauncher
 from hybridrl.runtime.launcher import Launcher
 from hybridrl.runtime.process_launcher import ProcessLauncher
 from hybridrl.runtime.ray_cluster import ray_runtime
@@ -19,20 +19,16 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def launched(config: ClusterConfig, logs: Path) -> Iterator[Launcher]:
-    """Ray, or plain processes with cluster=processes; on exit all processes have ended.
-
-    Emulated ranks are on Ray, unless they are all in this process.
-    """
+    """Yield the launcher of this kind of cluster; on exit all its processes have ended."""
     shorten_tmpdir()
-    if config.emulated and not config.ranks_per_process:
+    if isinstance(config, EmulatedClusterConfig):
         yield EmulatedLauncher(config)
-        return
-    if config.kind is ClusterKind.processes:
+    elif isinstance(config, ProcessesClusterConfig):
         with ProcessLauncher(config) as plain:
             yield plain
     else:
         logger.debug("Ray: starting, or joining a cluster")
         with ray_runtime(config, verl.environment(config.device), logs) as ray:
             logger.info("Ray is up, at %s", ray.get_runtime_context().gcs_address)
-            yield EmulatedRayLauncher(ray, config) if config.emulated else RayLauncher(ray, config)
+            yield RayLauncher(ray, config)
         logger.info("Ray has ended")

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from hybridrl.config import ClusterConfig
+from hybridrl.config import ClusterConfig, ProcessesClusterConfig
 from hybridrl.runtime.launcher import (
     POLL_S,
     WORKER_DEATH_TIMEOUT_S,
@@ -90,8 +90,11 @@ class ProcessGroup:
 class ProcessLauncher:
     """See `Launcher`. The data plane is the calls themselves, which carry all values."""
 
+    note = ""
+
     def __init__(self, config: ClusterConfig) -> None:
         self.config = config
+        self._in_driver = isinstance(config, ProcessesClusterConfig) and config.rank_in_driver
         self.data_plane: DataPlane = LocalDataPlane()
         self._ranks: list[_DriverRank | _ChildRank] = []
         self._forking = False
@@ -117,7 +120,7 @@ class ProcessLauncher:
         # Forked by a server that has only imported the worker: no rank repeats the import.
         size, context = self.config.ranks, multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*FORK_SERVER_IMPORTS, worker.__module__])
-        children = range(int(self.config.rank_in_driver), size)
+        children = range(int(self._in_driver), size)
         self._forking = bool(children)
         if children:
             _start_fork_server()
@@ -125,7 +128,7 @@ class ProcessLauncher:
             pickled_worker = _pickled(partial(make, rank, size, *args))
             self._ranks.append(_ChildRank(context, rank, pickled_worker))
         self._forking = False  # each rank has told its process id: the server has nothing to do
-        if self.config.rank_in_driver:
+        if self._in_driver:
             own = self.config.worker_of_rank.index(0)
             with as_rank(own):
                 self._ranks.insert(0, _DriverRank(make(0, size, *args), own))

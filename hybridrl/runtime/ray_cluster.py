@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.compat.verl import Bundle
-from hybridrl.config import ClusterConfig, ClusterKind, ConfigError, Device
+from hybridrl.config import ClusterConfig, ClusterKind, ConfigError, Device, SlurmClusterConfig
 from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.ray_cleanup import MARK, keep_logs, kill_marked, no_process_stays
 from hybridrl.runtime.ray_node import RANK
@@ -35,7 +35,8 @@ def check_ranks(config: ClusterConfig) -> None:
     Ranks on CPUs may share cores, but not memory. `ranks_placement` checks a joined cluster, Slurm
     its own jobs, and `resolve_device` has counted GPUs.
     """
-    if config.address is not None or config.kind is ClusterKind.slurm or config.emulated:
+    is_job = config.kind is ClusterKind.slurm
+    if config.address is not None or is_job or not config.holds_models:
         return
     memory = usable_memory()
     most = max(1, int(memory // RANK_BYTES))
@@ -63,7 +64,7 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
 
     ray._private.worker.print_to_stdstream = _note_cluster_message
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if config.kind is ClusterKind.slurm:
+    if isinstance(config, SlurmClusterConfig):
         with ray_on_slurm(config, logs) as started, _ended(ray):
             _refresh_token()
             with _signals_kept(ray):

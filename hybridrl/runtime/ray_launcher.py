@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 class RayLauncher:
     """Ranks as Ray's actors, one in each bundle of the placement groups."""
 
+    note = ""
+
     def __init__(self, ray: Any, config: ClusterConfig) -> None:
         self.ray, self.config = ray, config
         self.data_plane: DataPlane = RayDataPlane()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config import ClusterConfig
+from hybridrl.config import SlurmClusterConfig
 from hybridrl.runtime import slurm
 from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.ray_node import HIDDEN
@@ -26,7 +26,9 @@ _END_S = 15.0  # a node takes a few seconds to end Ray; Slurm's KillWait is 30
 class RayOnSlurm:
     """The start of Ray on a job's nodes; `address` is its head's, `nodes` the names of all."""
 
-    def __init__(self, config: ClusterConfig, logs: Path, allocation: slurm.Allocation) -> None:
+    def __init__(
+        self, config: SlurmClusterConfig, logs: Path, allocation: slurm.Allocation
+    ) -> None:
         self.config, self.logs, self.allocation = config, logs, allocation
         self.address = ""
         rendezvous = os.environ.get(RENDEZVOUS)
@@ -108,7 +110,7 @@ class RayOnSlurm:
 
 
 @contextmanager
-def ray_on_slurm(config: ClusterConfig, logs: Path) -> Iterator[RayOnSlurm]:
+def ray_on_slurm(config: SlurmClusterConfig, logs: Path) -> Iterator[RayOnSlurm]:
     """Start Ray on every node of this process's Slurm job, and end it on exit.
 
     Nothing is shared with another job on the same nodes. The system chooses every port, the

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridrl.config import ClusterConfig, ConfigError
+from hybridrl.config import ClusterConfig, ConfigError, SlurmClusterConfig
 from hybridrl.config.errors import names
 from hybridrl.runtime.errors import JobError
 
@@ -53,7 +53,7 @@ def call(*command: str, env: Mapping[str, str] | None = None) -> str:
     return done.stdout
 
 
-def check_partition(config: ClusterConfig) -> None:
+def check_partition(config: SlurmClusterConfig) -> None:
     """Raise ConfigError for a partition that does not exist, or has fewer nodes than requested.
 
     Slurm would let some such jobs wait indefinitely.

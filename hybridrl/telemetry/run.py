@@ -50,12 +50,13 @@ class Telemetry:
         total_steps: int,
         resume_sizes: Mapping[str, int] | None = None,
         settings: Mapping[str, Any] | None = None,
-        emulated: bool = False,
+        label: str = "",
     ) -> None:
-        """Loggers show `settings`, by dotted key, with the run. Of a run on an `emulated` device
-        `run.json`, `environment.json` and every line of metrics say so.
+        """Loggers show `settings`, by dotted key, with the run. `run.json`, `environment.json` and
+        every line of metrics have its `label` as a mark, if it has one.
         """
-        self._emulated = emulated
+        self._label = label
+        self._marks = {label: True} if label else {}
         self.run_dir, self._resume_sizes = Path(run_dir), resume_sizes
         self._config = config
         self._total_steps = total_steps
@@ -75,7 +76,7 @@ class Telemetry:
         if self._resume_sizes is not None:
             cut(self.run_dir, self._resume_sizes)
         self._status = _begin(self.run_dir / "run.json", self._total_steps)
-        self._status |= {"emulated": True} if self._emulated else {}
+        self._status |= self._marks
         try:
             self._open()
         except BaseException as error:  # a signal, say, or a full disk
@@ -86,8 +87,7 @@ class Telemetry:
     def _open(self) -> None:
         self._write_status()
         self._capture()
-        label = "emulated" if self._emulated else ""
-        self._trace = TraceFile(self.run_dir / "trace.json", label)
+        self._trace = TraceFile(self.run_dir / "trace.json", self._label)
         self._loggers = RunLoggers(self._config.loggers, self._run)
         self.display = make_display(self._config.progress)
 
@@ -140,7 +140,7 @@ class Telemetry:
         phase = str(metrics.pop("phase", self._phase))
         assert not metrics.keys() & {"step", "time"}, "step and time are not metrics"
         metrics |= self._bubbles(step)
-        metrics |= {"emulated": 1.0} if self._emulated else {}
+        metrics |= dict.fromkeys(self._marks, 1.0)
         self._append("metrics", {"step": step, "time": now, "phase": phase, **metrics})
         numbers = {key: float(value) for key, value in metrics.items()}
         self._loggers.log(step, phase, numbers)
@@ -174,7 +174,7 @@ class Telemetry:
         `others` are as long: `prompts`, their positions in the run, and `prompt_tokens`.
         """
         line = {"step": step, "phase": self._phase, "lengths": list(response_lengths)}
-        line |= {"emulated": True} if self._emulated else {}
+        line |= self._marks
         self._append("lengths", {**line, **{key: list(value) for key, value in others.items()}})
 
     def turn_orders(self, step: int, rounds: Sequence[Sequence[Any]]) -> None:
@@ -220,7 +220,7 @@ class Telemetry:
 
     def costs(self, costs: Mapping[str, Any]) -> None:
         """Record the measured costs of work, for `hybridrl plan schedule`; the newest counts."""
-        write_json(self.run_dir / "costs.json", costs)
+        write_json(self.run_dir / "costs.json", {**costs, **self._marks})
 
     def event(self, kind: str, **fields: Any) -> None:
         """Record something that happened: `switch`, `bad_step`, `checkpoint`, `evaluation`, ..."""
@@ -261,7 +261,7 @@ class Telemetry:
         for old in sorted(self.run_dir.glob("environment*")):
             old.rename(self.run_dir / f"earlier-{old.stat().st_mtime:.0f}-{old.name}")
         self._environment, patches = capture()
-        self._environment |= {"emulated": True} if self._emulated else {}
+        self._environment |= self._marks
         for name, text in patches.items():
             write_atomic(self.run_dir / name, text)
         write_json(self.run_dir / "environment.json", self._environment)

@@ -36,11 +36,10 @@ from hybridrl.layout.weight_switch import SwitchStats
 from hybridrl.planner.conversations import ModeledConversation
 from hybridrl.planner.emulation import (
     emulated_conversations,
-    emulated_costs,
     emulated_workload,
     group_size_of,
     pass_seconds,
-    scaled,
+    scaled_costs,
 )
 from hybridrl.planner.instance import Advance, ModeledInstance, ModeledRow
 from hybridrl.planner.memory import PoolSizes
@@ -140,7 +139,7 @@ class EmulatedWorker:
         self.wide = wide
         self.rank, self.pool, self.config = rank, pool, config
         self.data_plane, self.instance = data_plane, instance
-        self.costs: Costs = scaled(emulated_costs(config), config.cluster.time_scale)
+        self.costs: Costs = scaled_costs(config)
         self.store: LengthsById = {}
         self.publishes = False
         self.version = self.generating_version = 0
@@ -196,8 +195,6 @@ class EmulatedWorker:
     ) -> Task:
         """Know a recipe's stages; `training` says which roles would have optimizers."""
         self.publishes = publishes
-        costs = emulated_costs(self.config, graph)
-        self.costs = scaled(costs, self.config.cluster.time_scale)
         updates = [s for s in graph.stages.values() if isinstance(s, UpdateStage)]
         self._num_updates = max(1, len(updates))
         if self.instance is not None and self.instance.rows is None:
@@ -472,10 +469,7 @@ class EmulatedWorker:
 
     @dispatch(Dispatch.PER_RANK)
     def update(self, stages: tuple[UpdateStage, ...], shares: tuple[UpdateShare, ...]) -> Task:
-        """All ranks share the tokens of the batch; several roles of a step share its seconds.
-
-        Roles of one call share a plan (`trainer.fuse_updates`), and then are all that are trained.
-        """
+        """All ranks share the tokens of the batch; several roles of a step share its seconds."""
         ids = tuple(dict.fromkeys(id for share in shares for id in share.ids))
         self._accept(shares[0].parcels, ids)
         metrics = []
@@ -486,8 +480,6 @@ class EmulatedWorker:
                 self.version += steps
             metrics.append({"loss": 0.0, "bad_steps": 0.0, "optimizer_steps": float(steps)})
         per_token = self.costs.train_token_s / self._num_updates
-        if len(stages) > 1:
-            per_token = self.costs.fused_train_token_s
         tokens = self._tokens(ids)
         if self.instance is None:  # these were copies
             self._drop(ids)

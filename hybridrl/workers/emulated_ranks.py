@@ -10,6 +10,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from hybridrl.config import Config
@@ -93,7 +94,7 @@ class EmulatedRanks:
         }
         self._lanes: dict[tuple[int, bool], _Lane] = {}
         self._together: dict[tuple[str, Any], list[_Call]] = {}
-        self._ends: list[tuple[float, int, list[_Call], list[Reply[Any]]]] = []
+        self._ends: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
 
     def _wide_instances(self, config: Config, size: int) -> dict[int, EmulatedInstance]:
@@ -131,12 +132,11 @@ class EmulatedRanks:
     def end_due(self, now: float) -> None:
         """End the calls whose time has passed, and begin those that waited for them."""
         while self._ends and self._ends[0][0] <= now:
-            _, _, calls, replies = heapq.heappop(self._ends)
-            for call, reply in zip(calls, replies, strict=True):
-                call.lane.busy = False
-                call.done(reply, None)
-            for call in calls:
-                self._begin_next(call.lane)
+            heapq.heappop(self._ends)[2]()
+
+    def at(self, end: float, done: Callable[[], None]) -> None:
+        """Have `done` called when `end` has passed."""
+        heapq.heappush(self._ends, (end, next(self._number), done))
 
     def _begin_next(self, lane: _Lane) -> None:
         """Begin the oldest call of a lane, once all ranks that it needs are in it."""
@@ -183,7 +183,14 @@ class EmulatedRanks:
         replies = [_reply(call, task, begins, end) for call, task in zip(calls, tasks, strict=True)]
         for call in calls:
             call.lane.free_at = end
-        heapq.heappush(self._ends, (end, next(self._number), calls, replies))
+        self.at(end, partial(self._end, calls, replies))
+
+    def _end(self, calls: Sequence[_Call], replies: Sequence[Reply[Any]]) -> None:
+        for call, reply in zip(calls, replies, strict=True):
+            call.lane.busy = False
+            call.done(reply, None)
+        for call in calls:
+            self._begin_next(call.lane)
 
     def _task(self, call: _Call) -> Task:
         method = getattr(self._workers[call.lane.rank], call.name)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from emulated_steps import config_of, hottest, measure, predict
 from lines import show
+from ray_hosts import on_ray
 
 # A 7B on H100s, four a generation instance. p99 over p50 of the lengths is 8.
 SETTINGS = ('cluster.costs="gpu:model=7b"', "recipe.skip_equal_groups=false", "recipe.group_size=8")
@@ -56,7 +57,6 @@ def one(
         f"schedule={schedule}",
         f"cluster.ranks={ranks}",
         f"cluster.time_scale={args.time_scale}",
-        f"cluster.ranks_per_process={-(-instances // args.processes) * args.tp}",
         f"rollout.layout.tp={args.tp}",
         f"rollout.decode_steps={args.decode_steps}",
         f"trainer.steps={args.steps + 1}",
@@ -66,7 +66,8 @@ def one(
     ]
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(settings, Path(folder) / "run")
-        steps = measure(config, profile)
+        with on_ray(-(-instances // args.processes) * args.tp):
+            steps = measure(config, profile)
         virtual, predicted = predict(config, (), 0.0), predict(config, ())
     show(
         {

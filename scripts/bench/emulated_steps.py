@@ -12,15 +12,14 @@ from statistics import fmean
 
 from hybridrl.config import Config, compose
 from hybridrl.controller.checkpoints import Origin
-from hybridrl.controller.preflight import build_recipe, prepare
+from hybridrl.controller.preflight import prepare
 from hybridrl.controller.run import Run
 from hybridrl.controller.train import running
 from hybridrl.flow.executor import Scope
 from hybridrl.planner.emulation import (
-    emulated_costs,
     emulated_widths,
     emulated_workload,
-    scaled,
+    scaled_costs,
 )
 from hybridrl.planner.schedule import Setting, replay
 
@@ -67,10 +66,7 @@ def setting_of(config: Config, stages: Sequence[str], round_trip_s: float | None
     `stages` are the recipe's forward passes, by the names of their costs. `round_trip_s` replaces
     that of the costs.
     """
-    graph = build_recipe(config.recipe)
-    costs = scaled(emulated_costs(config, graph), config.cluster.time_scale)
-    if config.trainer.fuses:
-        costs = replace(costs, train_token_s=costs.fused_train_token_s)
+    costs = scaled_costs(config)
     kept = {name: costs.token_s[name] for name in stages}
     calls = {name: costs.stage_call_s[name] for name in stages if name in costs.stage_call_s}
     costs = replace(costs, token_s=kept, stage_call_s=calls)

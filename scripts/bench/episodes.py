@@ -25,7 +25,7 @@ from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.trace import TraceSpan, is_rank, read_timeline
 
 EMULATED = (
-    "cluster=emulated", "cluster.ranks=4", "cluster.ranks_per_process=0",
+    "cluster=emulated", "cluster.ranks=4",
     "cluster.time_scale=0.001", "trainer.steps=4", "trainer.prompts_per_step=16",
     "recipe.group_size=4", "rollout.max_new_tokens=1000", "rollout.max_running=64",
     "telemetry.progress=false", "telemetry.loggers=[]", "telemetry.report=false",

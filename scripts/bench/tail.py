@@ -49,7 +49,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--recipes", help="instead of each case's own")
     parser.add_argument("--cycles", type=int, help=f"of {CYCLE} steps; one more warms up")
     parser.add_argument("--wall-s", type=float, help="wall time of a serial step")
-    parser.add_argument("--per-process", type=int, default=0, help="ranks; 0: without Ray")
     parser.add_argument("--planned", action="store_true", help="only in virtual time")
     args = parser.parse_args(argv)
     if args.sides and not {"serial", "fused"} <= {*args.sides.split(",")} <= {*SIDES}:
@@ -69,17 +68,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         for recipe in recipes:
             with tempfile.TemporaryDirectory() as folder:
-                compare(case, recipe, Path(folder), args.per_process, args.planned)
+                compare(case, recipe, Path(folder), args.planned)
 
 
 class CaseRuns:
     """The runs of a case and recipe: their costs in a file, and the scale of their time."""
 
-    def __init__(
-        self, case: Case, recipe: str, folder: Path, wall_s: float, per_process: int = 0
-    ) -> None:
+    def __init__(self, case: Case, recipe: str, folder: Path, wall_s: float) -> None:
         self.case, self.recipe, self.folder = case, recipe, folder
-        self.stages, self.per_process, self.scale = RECIPES[recipe].stages, per_process, 1.0
+        self.stages, self.scale = RECIPES[recipe].stages, 1.0
         self.costs = folder / "costs.json"
         self._write(case_costs(case, self.stages))
         if case.published_shares:
@@ -93,7 +90,6 @@ class CaseRuns:
         own = [setting.format(instances=case.instances) for setting in SIDES[side]]
         own += [f"run.seed={seed}", f"cluster.costs={self.costs}"]
         own += [f"cluster.time_scale={self.scale}"]
-        own += [f"cluster.ranks_per_process={self.per_process}"]
         own += [f"trainer.steps={CYCLE + (steps or case.cycles * CYCLE)}"]
         return config_of([*settings_of(case, self.recipe), *own], self.folder / f"{side}{seed}")
 
@@ -118,10 +114,10 @@ class CaseRuns:
         self.costs.write_text(json.dumps(record))
 
 
-def compare(case: Case, recipe: str, folder: Path, per_process: int, planned: bool) -> None:
+def compare(case: Case, recipe: str, folder: Path, planned: bool) -> None:
     """The bounds and all sides of one recipe."""
     started = time.perf_counter()
-    runs = CaseRuns(case, recipe, folder, case.wall_s, per_process)
+    runs = CaseRuns(case, recipe, folder, case.wall_s)
     least = show_bounds(runs)
     rows = {}
     for side in case.sides[recipe]:

@@ -41,7 +41,7 @@ from hybridrl.workers.emulated import EmulatedWorker
 from hybridrl.workers.emulated_ranks import EmulatedRanks
 
 HERE = (
-    "cluster=emulated", "cluster.ranks=4", "cluster.ranks_per_process=0",
+    "cluster=emulated", "cluster.ranks=4",
     "cluster.time_scale=0.001", "trainer.steps=3", "trainer.prompts_per_step=6",
     "rollout.max_new_tokens=2000", "rollout.max_running=8",
     "telemetry.progress=false", "telemetry.loggers=[]", "telemetry.report=false",

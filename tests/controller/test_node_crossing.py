@@ -8,12 +8,12 @@ import pytest
 
 from hybridrl.config import (
     ClusterConfig,
-    ClusterKind,
     Config,
     ConfigError,
     FusedScheduleConfig,
     ModelConfig,
     RolloutConfig,
+    SlurmClusterConfig,
     TrainerConfig,
     TrainLayoutConfig,
 )
@@ -122,7 +122,7 @@ def test_ep_and_cp_across_nodes(
 def test_ep_stays_on_a_node_where_it_can(
     layout: dict[str, Any], nodes: int, wanted: Grouping
 ) -> None:
-    cluster = ClusterConfig(kind=ClusterKind.slurm, nodes=nodes, ranks=8)
+    cluster = SlurmClusterConfig(nodes=nodes, ranks=8)
     config = Config(cluster=cluster, trainer=TrainerConfig(layout=TrainLayoutConfig(**layout)))
     assert config.trainer.layout.ep_grouping is wanted
     node_of = [str(rank * nodes // 8) for rank in range(8)]

@@ -97,7 +97,7 @@ def test_three_have_names(placement: str, same: Partition, make_config: Callable
 
 
 EMULATED = (
-    "cluster=emulated", "cluster.ranks_per_process=0", "cluster.time_scale=0.001",
+    "cluster=emulated", "cluster.time_scale=0.001",
     'cluster.costs="gpu:model=8b,critic=8b"', "trainer.steps=2", "trainer.prompts_per_step=4",
     "rollout.max_new_tokens=1000", "rollout.max_running=8", "recipe.kl_coef=0.1",
     "telemetry.progress=false", "telemetry.loggers=[]", "telemetry.report=false",

@@ -53,7 +53,7 @@ KINDS = {
 """Runs of models that write, together with the next one, every metric that there is."""
 
 EMULATED = (
-    "cluster=emulated cluster.ranks=4 cluster.ranks_per_process=0 cluster.time_scale=0.001"
+    "cluster=emulated cluster.ranks=4 cluster.time_scale=0.001"
     " schedule=fused schedule.early_backward=auto trainer.layout.replicas=4 rollout.tail_tp=2"
     " trainer.steps=1 trainer.prompts_per_step=6 rollout.max_new_tokens=2000"
     " telemetry.progress=false telemetry.loggers=[] telemetry.report=false"

@@ -121,7 +121,7 @@ def test_an_instance_that_parted_trains(
 # -- emulated ranks -------------------------------------------------------------------------------
 
 EMULATED = (
-    "cluster=emulated", "cluster.ranks=8", "cluster.ranks_per_process=0", "trainer.steps=4",
+    "cluster=emulated", "cluster.ranks=8", "trainer.steps=4",
     "trainer.prompts_per_step=8", "rollout.max_new_tokens=4000", "recipe.group_size=4",
     "telemetry.progress=false", "telemetry.loggers=[]", "telemetry.report=false",
 )  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config import ClusterConfig, ClusterKind, ConfigError, Container
+from hybridrl.config import ConfigError, Container, SlurmClusterConfig
 from hybridrl.config.compose import check, register
 from hybridrl.jobs import commands
 from hybridrl.jobs.batch import BatchScript
@@ -16,7 +16,7 @@ from hybridrl.runtime.ray_on_slurm import RayOnSlurm
 
 def make_batch(folder: Path, *options: str, **others: object) -> BatchScript:
     """A batch whose Python is a program that prints its arguments, one a line."""
-    cluster = ClusterConfig(kind=ClusterKind.slurm, **{"ranks": 1, **others})  # type: ignore[arg-type]
+    cluster = SlurmClusterConfig(**{"ranks": 1, **others})  # type: ignore[arg-type]
     return BatchScript(cluster, folder, folder, tuple(options))
 
 
@@ -56,7 +56,7 @@ def test_options_reach_the_command_as_they_were_given(
 def test_every_task_of_a_sweep_has_its_choice_and_its_directory(
     tmp_path: Path, printed: Callable[..., list[str]]
 ) -> None:
-    cluster = ClusterConfig(kind=ClusterKind.slurm, ranks=1)
+    cluster = SlurmClusterConfig(ranks=1)
     tasks = (("run.seed=1",), ("run.seed=2",), ("run.seed=a b",))
     batch = BatchScript(cluster, tmp_path / "sweep", tmp_path, ("recipe=grpo",), tasks, sweep=True)
     assert "#SBATCH --array=0-2\n" in batch.text()
@@ -181,7 +181,7 @@ def test_a_run_directory_that_a_node_does_not_see(
     assert ray_node.main(options) == ray_node.HIDDEN
     assert capsys.readouterr().err == f"hybridrl: node n2 does not see run.dir={hidden.parent}\n"
     job = slurm.Allocation("7", ("n1", "n2"), "n1", 1)
-    starting = RayOnSlurm(ClusterConfig(ranks=1), hidden, job)
+    starting = RayOnSlurm(SlurmClusterConfig(ranks=1), hidden, job)
     said = starting._describe(["n2"], [ray_node.HIDDEN])
     assert f"where run.dir={hidden.parent} is not there: it must be on all nodes: n2;" in said
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hybridrl.config import ClusterConfig, ClusterKind, Config, ConfigError, Device
+from hybridrl.config import Config, ConfigError, Device, SlurmClusterConfig
 from hybridrl.config.compose import check, register
 from hybridrl.runtime import devices
 from hybridrl.system.devices import cores_beside, local_gpus, local_index, own_device
@@ -73,7 +73,7 @@ def test_ranks_that_cannot_be(settings: list[str], gpus: int, message: str) -> N
 )
 def test_a_job_asks_for_its_gpus(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        Config(cluster=ClusterConfig(kind=ClusterKind.slurm, **settings))
+        Config(cluster=SlurmClusterConfig(**settings))
     assert str(raised.value).startswith(message)
 
 

@@ -19,7 +19,7 @@ import torch
 from ray import cloudpickle
 from safetensors.torch import load_file
 
-from hybridrl.config import ClusterConfig, ClusterKind, Config, ConfigError
+from hybridrl.config import Config, ConfigError, ProcessesClusterConfig
 from hybridrl.controller import train as controller_train
 from hybridrl.controller.worker_group import WorkerError
 from hybridrl.runtime.launcher import CallFailed
@@ -152,7 +152,7 @@ class Worker:
 def test_calls_reach_their_ranks(in_driver: bool) -> None:
     """Also with many large answers under way, and after one has failed."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import tests
-    config = ClusterConfig(kind=ClusterKind.processes, ranks=3, rank_in_driver=in_driver)
+    config = ProcessesClusterConfig(ranks=3, rank_in_driver=in_driver)
     with ProcessLauncher(config) as launcher:
         group = launcher.start(Worker, Worker, 100)
         many = [call for _ in range(8) for call in group.fail(["", "", ""])]
@@ -199,7 +199,7 @@ def fork_servers() -> list[int]:
 def test_answers_of_others_are_seen_while_rank_0_has_work() -> None:
     """It computes in this process, and others would wait for their next calls until it is done."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    config = ClusterConfig(kind=ClusterKind.processes, ranks=2)
+    config = ProcessesClusterConfig(ranks=2)
     with ProcessLauncher(config) as launcher:
         group = launcher.start(Worker, Worker, 100)
         (other,) = launcher.subgroup(group, [1]).add(1)
@@ -215,7 +215,7 @@ def test_answers_of_others_are_seen_while_rank_0_has_work() -> None:
 def test_a_run_that_fails_leaves_the_fork_server_to_the_next() -> None:
     """It has imported the worker, which takes seconds."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    config = ClusterConfig(kind=ClusterKind.processes, ranks=2)
+    config = ProcessesClusterConfig(ranks=2)
     with pytest.raises(CallFailed), ProcessLauncher(config) as launcher:
         launcher.get(launcher.start(Worker, Worker, 100).fail(["", "raise"])[1])
     (server,) = fork_servers()
@@ -230,14 +230,14 @@ import sys
 import time
 
 from hybridrl.system import signals
-from hybridrl.config import ClusterConfig, ClusterKind
+from hybridrl.config import ProcessesClusterConfig
 from hybridrl.runtime.process_launcher import ProcessLauncher
 
 signals.install()
 import mine
 
 try:
-    with ProcessLauncher(ClusterConfig(kind=ClusterKind.processes, ranks=2)) as launcher:
+    with ProcessLauncher(ProcessesClusterConfig(ranks=2)) as launcher:
         calls = launcher.start(mine.Worker, mine.Worker).sleep()
         time.sleep(100)
 except KeyboardInterrupt:
@@ -351,4 +351,4 @@ def test_a_rank_that_dies_while_it_saves_is_one_line(
 
 def test_no_ray_to_join() -> None:
     with pytest.raises(ConfigError, match=r"cluster.address=auto: wanted null"):
-        Config(cluster=ClusterConfig(kind=ClusterKind.processes, address="auto"))
+        Config(cluster=ProcessesClusterConfig(address="auto"))

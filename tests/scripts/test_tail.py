@@ -57,7 +57,7 @@ def test_a_tiny_case(capsys, tmp_path: Path) -> None:
         sides={"reference_and_reward_model": ("serial", "fused", "all")},
         lengths=cases.long_tailed(64, 0.5),
     )  # fmt: skip
-    tail.compare(case, "reference_and_reward_model", tmp_path, 0, planned=False)
+    tail.compare(case, "reference_and_reward_model", tmp_path, planned=False)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     by_side = {line["name"].rpartition("model_")[2]: line for line in lines}
     assert {"serial", "fused", "all", "bounds", "took"} == set(by_side)

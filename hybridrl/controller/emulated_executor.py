@@ -1,18 +1,18 @@
-"""Episodes of emulated ranks (`cluster.turns`): replies of known length, after known seconds."""
+"""The executor of emulated ranks: prompts that say nothing of lengths, modeled conversations."""
 
-import heapq
-import itertools
-import threading
-import time
-from collections.abc import Iterable
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping
+from statistics import fmean
 
 from hybridrl.config import Config
-from hybridrl.controller.async_calls import Calling, result_of
+from hybridrl.controller.async_calls import Calling, answers_of
 from hybridrl.controller.episodes import Episodes
+from hybridrl.controller.load_balance import RankWork
+from hybridrl.controller.ray_executor import OnSwitch, RayExecutor
+from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import Item
 from hybridrl.flow.executor import EpisodeReply, TurnEnded
 from hybridrl.flow.graph import Graph
+from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.sample import SampleId
 from hybridrl.planner.conversations import ModeledTurn, reply_to
 from hybridrl.planner.emulation import (
@@ -20,6 +20,38 @@ from hybridrl.planner.emulation import (
     emulated_workload,
     group_size_of,
 )
+from hybridrl.runtime.emulated_launcher import EmulatedLauncher
+from hybridrl.workers.rank_calls import Reference
+
+_DRIVER = -1  # the rank of a wait in the driver
+
+
+class EmulatedExecutor(RayExecutor):
+    """See `RayExecutor`; lengths and turns are those of `cluster.lengths` and `cluster.turns`."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        config: Config,
+        on_switch: OnSwitch,
+        works: Mapping[str, RankWork],
+        graph: Graph,
+    ) -> None:
+        episodes = None
+        if config.cluster.turns is not None:
+            assert isinstance(group.launcher, EmulatedLauncher)
+            episodes = EmulatedEpisodes(config, graph, group.launcher)
+        super().__init__(group, config, on_switch, works, episodes)
+        groups = emulated_workload(config, group_size_of(graph)).groups
+        self._prompt_ids = range(round(fmean(group.prompt_tokens for group in groups)))
+
+    def key_of(self, item: Item) -> PromptKey:
+        """The prompt as a length ranker may know it: no length follows from its text.
+
+        It has as many tokens as prompts of `cluster.lengths` have on average. So a run knows of
+        prompts what its plan knows, and packs the same ones.
+        """
+        return PromptKey((item.source, item.prompt), item.source, self._prompt_ids)
 
 
 class EmulatedEpisodes(Episodes):
@@ -29,15 +61,14 @@ class EmulatedEpisodes(Episodes):
     the driver knows of the turn.
     """
 
-    def __init__(self, config: Config, graph: Graph) -> None:
+    def __init__(self, config: Config, graph: Graph, launcher: EmulatedLauncher) -> None:
         super().__init__(config, None)
         conversations = emulated_conversations(config)
         assert conversations is not None, "cluster.turns"
-        self._conversations = conversations
+        self._conversations, self._launcher = conversations, launcher
         self._workload = emulated_workload(config, group_size_of(graph))
         self._turns: dict[SampleId, tuple[tuple[ModeledTurn, ...], str]] = {}
         self._num_turns: dict[SampleId, int] = {}
-        self._alarm = _Alarm()
 
     def start(self, ids: Iterable[SampleId], item: Item, max_new_tokens: int) -> None:
         """See `Episodes`."""
@@ -58,8 +89,8 @@ class EmulatedEpisodes(Episodes):
         self._num_turns[ended.id] += 1
         counts.turns += 1
         reply = reply_to(ended, turn, self._num_turns[ended.id], finish)
-        rung = self._alarm.at(time.monotonic() + turn.wait_s)
-        yield from result_of(rung)
+        rings: Reference[None] = self._launcher.after(turn.wait_s)
+        yield from answers_of({rings: _DRIVER})
         if self._turns.get(ended.id) is not modeled:  # the sample has left meanwhile
             return None
         counts.reply_tokens += len(reply.tokens or ())
@@ -75,44 +106,4 @@ class EmulatedEpisodes(Episodes):
             self._num_turns.pop(id, None)
 
     def close(self) -> None:
-        """End the thread that waits."""
-        self._alarm.close()
-
-
-class _Alarm:
-    """One thread that resolves futures at their times."""
-
-    def __init__(self) -> None:
-        self._due: list[tuple[float, int, Future[None]]] = []
-        self._number = itertools.count()
-        self._changed = threading.Condition()
-        self._is_open = True
-        self._thread = threading.Thread(target=self._run, name="replies", daemon=True)
-        self._thread.start()
-
-    def at(self, when: float) -> "Future[None]":
-        """A future with its result from `when` on, by the monotonic clock."""
-        rings: Future[None] = Future()
-        with self._changed:
-            heapq.heappush(self._due, (when, next(self._number), rings))
-            self._changed.notify()
-        return rings
-
-    def close(self) -> None:
-        """End the thread; what is not due yet never rings."""
-        with self._changed:
-            self._is_open = False
-            self._changed.notify()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._is_open:
-                    return
-                now = time.monotonic()
-                if not self._due or self._due[0][0] > now:
-                    self._changed.wait(self._due[0][0] - now if self._due else None)
-                    continue
-                _, _, rings = heapq.heappop(self._due)
-            rings.set_result(None)
+        """There are no processes."""
