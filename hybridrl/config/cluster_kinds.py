@@ -223,7 +223,7 @@ class EmulatedClusterConfig(ClusterConfig):
                 shown = "none" if allowed in ("", []) else _text(allowed)
                 raise ConfigError(key, _text(value), f"{shown} {WITHOUT_MODEL}")
         for role in (*config.judges_of("reward"), *config.judges_of("cost")):
-            if config.is_central(role):
+            if config.judge_of(role).is_central:
                 allowed = f"a verifier or a model {WITHOUT_MODEL}"
                 raise ConfigError(f"{role}.kind", config.judge_of(role).kind.value, allowed)
         tiny = config.model.tiny  # its tokenizer reads the prompts; responses have modeled lengths

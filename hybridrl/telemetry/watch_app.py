@@ -104,9 +104,15 @@ class _Answers:
 
 def parse_query(params: Mapping[str, str]) -> tuple[SampleQuery, SamplePosition | None]:
     """What a request asks for, and where its list begins. Raises ConfigError for a wrong number."""
-    texts = {name: params.get(name, "") for name in ("text", "phase", "kind", "status")}
-    bounds = {name: _as_number(params, name, float) for name in ("min_reward", "max_reward")}
-    limits = {name: _as_number(params, name, int) for name in ("step", "min_tokens", "max_tokens")}
+    texts: dict[str, Any] = {
+        name: params.get(name, "") for name in ("text", "phase", "kind", "status")
+    }
+    bounds: dict[str, Any] = {
+        name: _as_number(params, name, float) for name in ("min_reward", "max_reward")
+    }
+    limits: dict[str, Any] = {
+        name: _as_number(params, name, int) for name in ("step", "min_tokens", "max_tokens")
+    }
     query = SampleQuery(**texts, **bounds, **limits)
     from_step = _as_number(params, "from_step", int)
     skip = _as_number(params, "skip", int) or 0
