@@ -61,7 +61,7 @@ def value(config: Any, key: str) -> Any:
     for name in key.split("."):
         if config is None:
             return None
-        config = config.get(name) if isinstance(config, dict) else getattr(config, name)
+        config = config.get(name) if isinstance(config, dict) else getattr(config, name, None)
     return config
 
 
