@@ -735,7 +735,7 @@ def test_a_run_s_checkpoint_is_not_evaluated_on_ranks_without_a_model(
     with pytest.raises(SystemExit) as ended:
         cli.main(["eval", str(run), "cluster=emulated"])
     assert ended.value.code == 2
-    allowed = "another cluster: the ranks of an emulated one hold no model to evaluate"
+    allowed = "another cluster: its ranks hold no model to evaluate"
     assert capfd.readouterr().err == f"hybridrl: cluster=emulated: wanted {allowed}\n"
 
 

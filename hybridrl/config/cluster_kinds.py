@@ -9,6 +9,7 @@ from hybridrl.config.cluster import CPU_RANKS, ClusterConfig, ClusterKind, Devic
 from hybridrl.config.environment import EnvironmentKind
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.evaluation import EvalConfig
+from hybridrl.config.reward import JudgeHome
 from hybridrl.config.rollout import Engine
 from hybridrl.config.run import Deterministic, KeptSamples
 from hybridrl.config.trainer import FuseUpdates
@@ -223,7 +224,7 @@ class EmulatedClusterConfig(ClusterConfig):
                 shown = "none" if allowed in ("", []) else _text(allowed)
                 raise ConfigError(key, _text(value), f"{shown} {WITHOUT_MODEL}")
         for role in (*config.judges_of("reward"), *config.judges_of("cost")):
-            if config.judge_of(role).is_central:
+            if config.home_of(role) is JudgeHome.driver:
                 allowed = f"a verifier or a model {WITHOUT_MODEL}"
                 raise ConfigError(f"{role}.kind", config.judge_of(role).kind.value, allowed)
         tiny = config.model.tiny  # its tokenizer reads the prompts; responses have modeled lengths

@@ -96,6 +96,9 @@ def find_origin(config: Config, reads: bool = False) -> Origin:
     wanted, own = config.trainer.resume, Path(config.run.dir)
     if not config.trainer.resumes:
         return Origin(settings)
+    if run_status(own).get("emulated"):
+        allowed = f"another run.dir: {own} has a run of emulated ranks, which leaves no checkpoint"
+        raise ConfigError("trainer.resume", wanted, allowed)
     points, damaged = _written_since(wanted, own)
     goes_back = wanted != "auto" and not points
     if goes_back:

@@ -10,6 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from hybridrl.config import (
+    CLUSTERS,
+    ClusterConfig,
     Config,
     EvalSetConfig,
     JudgeConfig,
@@ -69,6 +71,9 @@ def test_the_list_of_keys_is_frozen() -> None:
     for kind, entry in SCHEDULES.items():
         own = set(keys(entry.settings)) - set(keys(ScheduleConfig))
         now += [f"schedule[{kind.value}].{key}" for key in own]
+    for kind, settings in CLUSTERS.items():
+        own = set(keys(settings)) - set(keys(ClusterConfig))
+        now += [f"cluster[{kind.value}].{key}" for key in own]
     for name in RECIPES:
         now += [f"recipe[{name}].{key}" for key in keys(recipe_config(name))]
     for shared, listed in SHARED:

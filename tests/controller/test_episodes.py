@@ -12,7 +12,7 @@ from environment_pools import task
 
 from hybridrl.config import Config
 from hybridrl.controller.async_calls import Rounds
-from hybridrl.controller.emulated_episodes import EmulatedEpisodes
+from hybridrl.controller.emulated_executor import EmulatedEpisodes
 from hybridrl.controller.episodes import EnvironmentFailed, Episodes
 from hybridrl.controller.preflight import build_recipe
 from hybridrl.environments.tool_calls import CallForm
@@ -21,6 +21,7 @@ from hybridrl.flow.executor import Computed, EpisodeReply, Parked, Replied, Samp
 from hybridrl.flow.sample import SampleId
 from hybridrl.flow.schedules.base import PendingSample
 from hybridrl.flow.turns import TurnsTaken, order_to_json
+from hybridrl.runtime.emulated_launcher import EmulatedLauncher
 
 PROGRAMS = """
 import asyncio
@@ -315,8 +316,11 @@ def test_an_emulated_reply_to_a_sample_that_has_left_is_no_event(
 ) -> None:
     settings = ["cluster=emulated", 'cluster.turns="turns=4,reply=8,wait=0.1"', "run.dir=out"]
     config = make_config(*settings, "rollout.max_new_tokens=200")
-    rounds, id = Rounds(None), SampleId(0)
-    with closing(EmulatedEpisodes(config, build_recipe(config.recipe))) as episodes:
+    launcher, id = EmulatedLauncher(config.cluster), SampleId(0)
+    launcher.start(object, object, config)
+    group = SimpleNamespace(launcher=launcher, value_of=lambda rank, call: launcher.get(call).value)
+    rounds = Rounds(group)
+    with closing(EmulatedEpisodes(config, build_recipe(config.recipe), launcher)) as episodes:
         for begins_anew in (True, False):
             episodes.start([id], ITEM, 200)
             rounds.begin(episodes.answer(TurnEnded(id, (1,), "", "stop", 3)))

@@ -21,7 +21,6 @@ SILENT = "environment.kind=grid: wanted none: the recipe does not generate"
         (["recipe=gigpo"], READS),
         (["recipe=sft", "environment=grid"], SILENT),
         (["recipe=dpo", "environment=grid"], SILENT),
-        (["cluster=emulated", "environment=grid"], "environment.kind=grid: wanted none: emulated"),
         (
             ["recipe=safe_rlhf", "recipe.turn_rewards=true", "environment=grid"],
             "recipe.turn_rewards=True: wanted false, or recipe=ppo, reinforce_pp",

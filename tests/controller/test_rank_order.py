@@ -45,12 +45,6 @@ def test_an_order_has_each_rank_once(order: str) -> None:
         check(["cluster.ranks=2", f"cluster.rank_order={order}"])
 
 
-def test_emulated_ranks_have_no_order() -> None:
-    register()
-    with pytest.raises(ConfigError, match=r"rank_order=\[1, 0\]: wanted \[\]: emulated"):
-        check(["cluster=emulated", "cluster.ranks=2", "cluster.rank_order=[1,0]"])
-
-
 PLAN = ["recipe=grpo", "model=qwen3_8b", "--nodes=4", "--gpus-per-node=2", "--gpu-gib=30",
         "--lengths=lognormal:median=300,sigma=0.8", "--number=1", "trainer.prompts_per_step=32",
         "data.max_prompt_tokens=64", "rollout.max_new_tokens=960"]  # fmt: skip
