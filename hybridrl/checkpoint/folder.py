@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 RESUME, STATE, FORMAT = "resume", "state.json", 1
 
 _SUM = ".crc32"  # written with a file by its rank, until the driver copies it to STATE
-_CHUNK = 2**24
+_READ_BYTES = 2**24
 _ENDS = ("final", "warm_start")  # of phases; the other checkpoints are named by their step
 _NUMBER: tuple[type, ...] = (int, float)
 _KINDS: dict[str, type | tuple[type, ...]] = {
@@ -221,6 +221,6 @@ def _step_of(folder: Path) -> int | None:
 def _sum(file: Path) -> int:
     value = 0
     with file.open("rb") as opened:
-        while chunk := opened.read(_CHUNK):
-            value = zlib.crc32(chunk, value)
+        while data := opened.read(_READ_BYTES):
+            value = zlib.crc32(data, value)
     return value

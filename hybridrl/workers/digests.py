@@ -17,7 +17,7 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.telemetry.digests import ShardDigest
 from hybridrl.workers.store import SampleStore, StoredSample
 
-_CHUNK = 4_000_000  # elements squared at a time, in double precision: 64 MB
+_PIECE = 4_000_000  # elements squared at a time, in double precision: 64 MB
 
 
 def digest(tensor: torch.Tensor) -> ShardDigest:
@@ -28,7 +28,7 @@ def digest(tensor: torch.Tensor) -> ShardDigest:
     data: Any = flat.view(torch.uint8).numpy()
     square = None
     if local.is_floating_point():
-        square = math.fsum(float(chunk.double().square().sum()) for chunk in flat.split(_CHUNK))
+        square = math.fsum(float(piece.double().square().sum()) for piece in flat.split(_PIECE))
     return ShardDigest(hashlib.blake2b(data, digest_size=8).hexdigest(), square, local.numel())
 
 

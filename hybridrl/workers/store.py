@@ -71,7 +71,7 @@ class StoredSample:
 class Parcel:
     """Samples packed for another rank: one array a field, so that a send is a few copies.
 
-    An array has the rows of all samples, and `sizes` each sample's number of rows. `ids` are plain
+    An array has the entries of all samples, `sizes` each sample's number of them. `ids` are plain
     tuples, which pickle faster. `items` is for verifiers, or empty where no verifier will score the
     samples.
     """
@@ -148,11 +148,11 @@ class SampleStore:
         columns = [
             from_dlpack(column).split(parcel.sizes[name]) for name, column in parcel.columns.items()
         ]
-        rows = zip(*columns, strict=True) if columns else iter([()] * len(parcel.ids))
+        tensors_of = zip(*columns, strict=True) if columns else iter([()] * len(parcel.ids))
         names = tuple(parcel.columns)
         items = parcel.items or (None,) * len(parcel.ids)
-        for plain, response_tokens, item, row in zip(
-            parcel.ids, parcel.response_tokens, items, rows, strict=True
+        for plain, response_tokens, item, tensors in zip(
+            parcel.ids, parcel.response_tokens, items, tensors_of, strict=True
         ):
             id = SampleId(*plain)
             if only is not None and id not in only:
@@ -160,5 +160,5 @@ class SampleStore:
             sample = self._samples.get(id)
             if sample is None:
                 sample = self._samples[id] = StoredSample(response_tokens, item)
-            sample.tensors.update(zip(names, row, strict=True))
+            sample.tensors.update(zip(names, tensors, strict=True))
             sample.item = sample.item if item is None else item

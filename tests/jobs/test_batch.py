@@ -108,7 +108,7 @@ def test_settings_become_directives(tmp_path: Path) -> None:
          "cluster.image=a.sif: wanted cluster.container=pyxis or apptainer with it"),
         ("cluster.gpus_per_node=8 cluster.container=apptainer cluster.image=a.sif"
          " cluster.mounts=[data]", "cluster.mounts=data: wanted SOURCE:TARGET or"),
-        ("cluster=local cluster.modules=[cuda]", "cluster.modules=['cuda']: wanted cluster=slurm"),
+        ("cluster=local cluster.modules=[cuda]", "cluster.modules=[cuda]: wanted cluster=slurm"),
         ("cluster=local cluster.container=pyxis", "cluster.container=pyxis: wanted cluster=slurm"),
         ("cluster=local cluster.partition=h100", "cluster.partition=h100: wanted cluster=slurm"),
         ("cluster=local cluster.requeue=2", "cluster.requeue=2: wanted cluster=slurm"),

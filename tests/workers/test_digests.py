@@ -11,7 +11,7 @@ def test_squares_are_summed_in_pieces(dtype: torch.dtype, monkeypatch: pytest.Mo
     """The tensor has any shape, and its last piece is shorter."""
     tensor = torch.randn(5, 7, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
     whole = digests.digest(tensor)
-    monkeypatch.setattr(digests, "_CHUNK", 16)
+    monkeypatch.setattr(digests, "_PIECE", 16)
     pieces = digests.digest(tensor.transpose(0, 1).contiguous().transpose(0, 1))
     assert pieces.hash == whole.hash
     assert pieces.square == pytest.approx(float(tensor.double().square().sum()), rel=1e-14)

@@ -82,7 +82,7 @@ class BackgroundDelivery(Delivery):
         self._calls: queue.Queue[Callable[[], object]] = queue.Queue(_MOST_WAITING)
         self._id: str | None = None
         self._sent: dict[str, int] = {}
-        self._held: dict[str, int] = {}  # taken, but not stored: see `keeps_last_step`
+        self._taken: dict[str, int] = {}  # taken, but not stored: see `keeps_last_step`
         self._closed = False
         self._thread = threading.Thread(target=self._deliver, name=f"logger-{name}", daemon=True)
         super().__init__(logger, run)
@@ -143,7 +143,7 @@ class BackgroundDelivery(Delivery):
 
     def _close(self, state: str) -> None:
         self._logger.close(state)
-        self._sent |= self._held
+        self._sent |= self._taken
         self._write()
         self._closed = True
 
@@ -154,11 +154,11 @@ class BackgroundDelivery(Delivery):
         """Metrics of one step have been taken."""
         if not self._logger.keeps_last_step:
             self._sent |= taken
-        elif max(self._held.values(), default=-1) < max(taken.values()):
-            self._sent |= self._held
-            self._held = taken
+        elif max(self._taken.values(), default=-1) < max(taken.values()):
+            self._sent |= self._taken
+            self._taken = taken
         else:
-            self._held |= taken
+            self._taken |= taken
             return
         self._write()
 
