@@ -10,7 +10,7 @@ from torch.nn.attention import varlen
 
 from gpu_dry.fake_device import FakeDevice
 from gpu_dry.world import kernels, mirrors_without_values
-from hybridrl.engines.train.state_memory import pinned_bytes
+from hybridrl.engines.train.pinned import pinned_bytes
 
 
 def _two_devices() -> None:

@@ -11,7 +11,6 @@ What leaves is waited for when its memory is given up. Weights that come are wai
 first pass, moments before the optimizer's step.
 """
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -26,24 +25,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hybridrl.engines.train.adamw import local_shard
 from hybridrl.engines.train.gathering import fsdp_parameters
 from hybridrl.engines.train.optim import moment_names, own_moments
+from hybridrl.engines.train.pinned import pinned_bytes
 
 ALIGNMENT = 256
 """Bytes: a tensor begins at a multiple of them, as one in memory of its own."""
-
-
-def pinned_bytes(size: int, device: torch.device) -> torch.Tensor:
-    """Zeros [size] uint8 in host memory, pinned for `device`; ordinary memory where it is a CPU.
-
-    Ordinary memory is registered with CUDA. The allocator of pinned memory in torch would round the
-    size up to a power of two. Then 12 GB would take 16.
-    """
-    memory = torch.zeros(size, dtype=torch.uint8)
-    if device.type == "cuda" and size:
-        from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
-
-        pin_memory(memory.data_ptr(), size)
-        weakref.finalize(memory.untyped_storage(), unpin_memory, memory.data_ptr()).atexit = False
-    return memory
 
 
 def leaves_device(device: torch.device) -> bool:

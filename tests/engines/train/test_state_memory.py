@@ -28,7 +28,8 @@ from hybridrl.config import (
 from hybridrl.engines.train import state_memory
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.fused_update import FusedUpdate, UpdateInputs
-from hybridrl.engines.train.state_memory import Block, CopyStream, pinned_bytes
+from hybridrl.engines.train.pinned import pinned_bytes
+from hybridrl.engines.train.state_memory import Block, CopyStream
 
 CPU = torch.device("cpu")
 STEPS = 3
