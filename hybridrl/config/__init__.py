@@ -504,6 +504,7 @@ __all__ = [
     "RewardConfig",
     "RewardKind",
     "RewardPartConfig",
+    "RolesConfig",
     "RolloutConfig",
     "RolloutLayoutConfig",
     "RouterReplay",

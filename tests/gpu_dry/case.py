@@ -18,6 +18,7 @@ from hybridrl.config import (
     OptimConfig,
     OptimName,
     RewardConfig,
+    RolesConfig,
     RolloutConfig,
     RolloutLayoutConfig,
     TrainerConfig,
@@ -119,7 +120,7 @@ class Case:
             actor=ActorConfig(lora=LoraConfig(rank=self.lora, dropout=dropout)),
             data=DataConfig(max_prompt_tokens=prompt),
             reward=RewardConfig(model=str(path / "judge")),
-            critic=ValueModelConfig(layout=TrainLayoutConfig(**self.train)),
+            roles=RolesConfig(critic=ValueModelConfig(layout=TrainLayoutConfig(**self.train))),
             rollout=RolloutConfig(
                 max_new_tokens=new,
                 max_running=ROWS,

@@ -20,6 +20,7 @@ from hybridrl.config import (
     Device,
     ModelConfig,
     OptimConfig,
+    RolesConfig,
     TinyModelConfig,
     TrainLayoutConfig,
     ValueModelConfig,
@@ -80,7 +81,7 @@ def live(model: str, folder: Path, layout: dict[str, int]) -> dict[str, Any]:
     config = Config(
         model=ModelConfig(tiny=TINY),
         cluster=ClusterConfig(ranks=size, device=Device.cpu),
-        critic=ValueModelConfig(layout=TrainLayoutConfig(**layout)),
+        roles=RolesConfig(critic=ValueModelConfig(layout=TrainLayoutConfig(**layout))),
     )
     worker = ActorWorker(rank, size, config, model, mock.Mock(get=list))
     with (
