@@ -4,13 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from itertools import accumulate
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol
 
 from hybridrl.config.bounds import bounded
+from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hybridrl.config import Config
+from hybridrl.config.evaluation import EvalConfig
+from hybridrl.config.model import ModelConfig
+from hybridrl.config.reward import JudgeConfig, JudgeHome
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.config.run import Deterministic, TelemetryConfig
+from hybridrl.config.trainer import TrainerConfig, WarmStartConfig
 
 
 class Placement(Enum):
@@ -130,6 +134,36 @@ class PoolsConfig:
             raise ConfigError("cluster.pools", shown, allowed)
 
 
+class OtherSettings(Protocol):
+    """The groups of a run's settings that a kind of cluster may exclude."""
+
+    model: ModelConfig
+    environment: EnvironmentConfig
+    rollout: RolloutConfig
+    trainer: TrainerConfig
+    warm_start: WarmStartConfig
+    eval: EvalConfig
+    telemetry: TelemetryConfig
+    deterministic: Deterministic
+
+    @property
+    def longest_generated(self) -> int:
+        """See `Config`."""
+        ...
+
+    def judges_of(self, role: str) -> tuple[str, ...]:
+        """See `Config`."""
+        ...
+
+    def judge_of(self, role: str) -> JudgeConfig:
+        """See `Config`."""
+        ...
+
+    def home_of(self, role: str) -> JudgeHome:
+        """See `Config`."""
+        ...
+
+
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
     """Ranks, and where they run: settings of every kind of cluster, and all of `cluster=local`."""
@@ -189,7 +223,7 @@ class ClusterConfig:
         """How often the job of the run may start again."""
         return 0
 
-    def settle(self, config: "Config") -> None:
+    def settle(self, settings: OtherSettings) -> None:
         """Fit other settings to this kind of cluster; raise ConfigError for what it excludes."""
 
     def resolve(self) -> None:

@@ -2,10 +2,17 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from hybridrl.config.bounds import bounded
-from hybridrl.config.cluster import CPU_RANKS, ClusterConfig, ClusterKind, Device, MemoryCheck
+from hybridrl.config.cluster import (
+    CPU_RANKS,
+    ClusterConfig,
+    ClusterKind,
+    Device,
+    MemoryCheck,
+    OtherSettings,
+)
 from hybridrl.config.environment import EnvironmentKind
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.evaluation import EvalConfig
@@ -13,9 +20,6 @@ from hybridrl.config.reward import JudgeHome
 from hybridrl.config.rollout import Engine
 from hybridrl.config.run import Deterministic, KeptSamples
 from hybridrl.config.trainer import FuseUpdates
-
-if TYPE_CHECKING:
-    from hybridrl.config import Config
 
 
 class Container(Enum):
@@ -191,13 +195,13 @@ class EmulatedClusterConfig(ClusterConfig):
         """Whether the costs name a model and a GPU; those of a run or of a file do not."""
         return self.costs.startswith("gpu:")
 
-    def settle(self, config: "Config") -> None:
+    def settle(self, settings: OtherSettings) -> None:
         """Leave out what ranks without a model cannot do; raise ConfigError where it is wanted."""
-        evaluation, trainer, telemetry = config.eval, config.trainer, config.telemetry
+        evaluation, trainer, telemetry = settings.eval, settings.trainer, settings.telemetry
         if evaluation == EvalConfig():
             evaluation.sets.clear()
-        if config.warm_start.steps is None:
-            config.warm_start.steps = 0
+        if settings.warm_start.steps is None:
+            settings.warm_start.steps = 0
         if trainer.fuse_updates is FuseUpdates.auto:
             trainer.fuse_updates = FuseUpdates.never
         device = Device.cuda if self.knows_model else Device.cpu
@@ -208,27 +212,29 @@ class EmulatedClusterConfig(ClusterConfig):
             ("cluster.memory_check", self.memory_check, MemoryCheck.refuse),
             ("cluster.address", self.address, None),
             ("cluster.rank_order", self.rank_order, []),
-            ("rollout.engine", config.rollout.engine, Engine.native),
-            ("environment.kind", config.environment.kind, EnvironmentKind.none),
+            ("rollout.engine", settings.rollout.engine, Engine.native),
+            ("environment.kind", settings.environment.kind, EnvironmentKind.none),
             ("eval.sets", ",".join(evaluation.sets), ""),
-            ("warm_start.steps", config.warm_start.steps, 0),
+            ("warm_start.steps", settings.warm_start.steps, 0),
             ("trainer.resume", trainer.resume, "never"),
             ("trainer.save_every", trainer.save_every, 0),
             ("trainer.fuse_updates", trainer.fuse_updates, FuseUpdates.never),
             ("telemetry.profile.steps", telemetry.profile.steps, []),
             ("telemetry.samples", telemetry.samples, KeptSamples.first),
             ("telemetry.digests", bool(telemetry.digests), False),
-            ("deterministic", config.deterministic, Deterministic.off),
+            ("deterministic", settings.deterministic, Deterministic.off),
         ):
             if value != allowed:
                 shown = "none" if allowed in ("", []) else _text(allowed)
                 raise ConfigError(key, _text(value), f"{shown} {WITHOUT_MODEL}")
-        for role in (*config.judges_of("reward"), *config.judges_of("cost")):
-            if config.home_of(role) is JudgeHome.driver:
+        for role in (*settings.judges_of("reward"), *settings.judges_of("cost")):
+            if settings.home_of(role) is JudgeHome.driver:
                 allowed = f"a verifier or a model {WITHOUT_MODEL}"
-                raise ConfigError(f"{role}.kind", config.judge_of(role).kind.value, allowed)
-        tiny = config.model.tiny  # its tokenizer reads the prompts; responses have modeled lengths
-        tiny.max_positions = max(tiny.max_positions, config.longest_generated)
+                raise ConfigError(f"{role}.kind", settings.judge_of(role).kind.value, allowed)
+        tiny = (
+            settings.model.tiny
+        )  # its tokenizer reads the prompts; responses have modeled lengths
+        tiny.max_positions = max(tiny.max_positions, settings.longest_generated)
 
     def resolve_device(self, gpus: int, owner: str) -> None:
         """Fill in the ranks, whose number has no bound here."""

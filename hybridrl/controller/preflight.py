@@ -63,7 +63,7 @@ from hybridrl.flow import Graph, Recipe
 from hybridrl.flow.graph import ComputeStage, GenerateStage, StageMethod, UpdateStage
 from hybridrl.flow.schedules.base import schedule_class
 from hybridrl.flow.temperatures import with_temperatures
-from hybridrl.planner.emulation import check_emulation
+from hybridrl.planner.emulation import check_emulation, emulated_gpu_memory
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
 from hybridrl.system.compiler import compiler_fault
@@ -126,6 +126,7 @@ def prepare(
     check_environment(config, graph)
     _writable(run_dir)
     if isinstance(config.cluster, EmulatedClusterConfig):
+        gpu_memory = emulated_gpu_memory(config.cluster)
         check_emulation(config, config.cluster, graph)
         model_path = imitated_model(config, config.cluster, graph, run_dir / "start")
     else:

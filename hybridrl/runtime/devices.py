@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.compat import verl
-from hybridrl.config import ClusterKind, Config, ConfigError, Device, EmulatedClusterConfig
-from hybridrl.planner.emulation import emulated_gpu_memory
+from hybridrl.config import ClusterKind, Config, ConfigError, Device
 from hybridrl.runtime.ray_cluster import in_ray_job, ray_runtime
 from hybridrl.system.compiler import compiler_fault
 from hybridrl.system.devices import local_gpus
@@ -21,16 +20,13 @@ def resolve_device(config: Config, asks_memory: bool = False) -> int | None:
     """Fill in `cluster.device`, `cluster.ranks`, and formats and layouts that follow.
 
     The GPUs are those of this machine, or of the Ray cluster to join. A Slurm job's are in its
-    request. With `asks_memory` it returns the bytes of a GPU of a joined cluster, or of the GPU
-    that an emulated device imitates. It is None for GPUs of this machine, and where the cluster
-    does not say. Raises ConfigError where the GPUs do not suffice.
+    request. With `asks_memory` it returns the bytes of a GPU of a joined cluster. It is None for
+    GPUs of this machine, and where the cluster does not say. Raises ConfigError where the GPUs do
+    not suffice.
     """
     cluster = config.cluster
     if cluster.kind is ClusterKind.slurm:
         return None
-    if isinstance(cluster, EmulatedClusterConfig):
-        config.resolve_device(cluster.ranks, "the emulated device")
-        return emulated_gpu_memory(cluster)
     if cluster.kind is ClusterKind.ray and not in_ray_job():
         # Whoever submits does not know the GPUs: the least number of ranks that the layouts take.
         config.resolve_device(cluster.ranks or _least_ranks(config), "the cluster")

@@ -306,13 +306,19 @@ def test_a_wrong_layout_is_named_before_the_ranks(setting: str, allowed: str) ->
 @pytest.mark.parametrize(
     ("settings", "allowed"),
     [
-        ("rollout.tail_tp=3", "rollout.tail_tp=3: wanted off, auto, or a divisor of the 32 atten"),
-        ("rollout.layout.tp=3", "rollout.layout.tp=3: wanted a divisor of the 32 attention heads"),
-        ("rollout.layout.pp=48", "rollout.layout.pp=48: wanted at most the 32 layers of cluster."),
-        ("trainer.layout.tp=3", "trainer.layout.tp=3: wanted a divisor of the 32 attention heads"),
+        ("rollout.tail_tp=3", "rollout.tail_tp=3: wanted off, auto, or a"),
+        (
+            "rollout.layout.tp=3",
+            "rollout.layout.tp=3: wanted one of 1, 2, 4, 8, 16, 32 (it must divide",
+        ),
+        ("rollout.layout.pp=48", "rollout.layout.pp=48: wanted at most 32 (32 layers)"),
+        (
+            "trainer.layout.tp=3",
+            "trainer.layout.tp=3: wanted one of 1, 2, 4, 8 (it must divide the 32",
+        ),
         (
             "roles.critic.layout.pp=48 roles.critic.layout.fsdp=1",
-            "roles.critic.layout.pp=48: wanted at most the 32 ",
+            "roles.critic.layout.pp=48: wanted at most 32 (32 layers)",
         ),
     ],
 )
