@@ -231,9 +231,7 @@ class EmulatedClusterConfig(ClusterConfig):
             if settings.home_of(role) is JudgeHome.driver:
                 allowed = f"a verifier or a model {WITHOUT_MODEL}"
                 raise ConfigError(f"{role}.kind", settings.judge_of(role).kind.value, allowed)
-        tiny = (
-            settings.model.tiny
-        )  # its tokenizer reads the prompts; responses have modeled lengths
+        tiny = settings.model.tiny  # its tokenizer reads prompts; lengths of responses are modeled
         tiny.max_positions = max(tiny.max_positions, settings.longest_generated)
 
     def resolve_device(self, gpus: int, owner: str) -> None:
