@@ -1,6 +1,6 @@
 """The executor of emulated ranks: prompts that say nothing of lengths, modeled conversations."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
 from hybridrl.config import Config
@@ -9,6 +9,7 @@ from hybridrl.controller.episodes import Episodes
 from hybridrl.controller.load_balance import RankWork
 from hybridrl.controller.ray_executor import OnSwitch, RayExecutor
 from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.costs.instance import Costs
 from hybridrl.data import Item
 from hybridrl.flow.executor import EpisodeReply, TurnEnded
 from hybridrl.flow.graph import Graph
@@ -19,8 +20,10 @@ from hybridrl.planner.emulation import (
     emulated_conversations,
     emulated_workload,
     group_size_of,
+    scaled_costs,
 )
 from hybridrl.runtime.emulated_launcher import EmulatedLauncher
+from hybridrl.system.node_info import NodeInfo
 from hybridrl.workers.rank_calls import Reference
 
 _DRIVER = -1  # the rank of a wait in the driver
@@ -44,6 +47,12 @@ class EmulatedExecutor(RayExecutor):
         super().__init__(group, config, on_switch, works, episodes)
         groups = emulated_workload(config, group_size_of(graph)).groups
         self._prompt_ids = range(round(fmean(group.prompt_tokens for group in groups)))
+
+    def counted_costs(
+        self, graph: Graph, model_path: str, nodes: Sequence[NodeInfo]
+    ) -> Costs | None:
+        """The seconds of the device that ranks imitate."""
+        return scaled_costs(self.config)
 
     def key_of(self, item: Item) -> PromptKey:
         """The prompt as a length ranker may know it: no length follows from its text.

@@ -42,7 +42,8 @@ from hybridrl.controller.preflight import (
 )
 from hybridrl.controller.preflight_environment import check_environment
 from hybridrl.controller.roles_together import roles_together
-from hybridrl.costs.devices import ACCELERATORS, layer_roofline
+from hybridrl.costs.devices import ACCELERATORS
+from hybridrl.costs.layers import LayerCosts
 from hybridrl.costs.links import LinkTable
 from hybridrl.costs.mapping import (
     ACTOR,
@@ -53,7 +54,8 @@ from hybridrl.costs.mapping import (
     TrainLayout,
     cluster_of,
 )
-from hybridrl.costs.model import CostModel
+from hybridrl.costs.model import UNSCALED, CostModel
+from hybridrl.costs.scales import COSTS, CostScales
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import SourceStage
 from hybridrl.flow.schedules.base import schedule_class
@@ -89,6 +91,7 @@ schedule, for the least seconds of a step. The last line is the best mapping as 
                      --gpu-gib=N (80); --node-gbs, --network-gbs, --host-gbs: GB/s of a GPU within
                      its node, to other nodes, to the host (the datasheet's); --links=FILE, a table
                      of all workers' links where they differ
+  --costs=RUN        a run's directory: its costs.json has the scale of each kind of work
   the search         --number=N of results (10), --seconds=N at most (60)
   --out=FILE         writes the overrides of the best mapping, one a line
 
@@ -108,7 +111,7 @@ _NUMBERS = {
 }
 """Options that are numbers, and the least of each."""
 _WHOLE = ("nodes", "gpus_per_node", "prompt_tokens", "number")
-_TEXTS = ("lengths", "gpu", "out", "links")
+_TEXTS = ("lengths", "costs", "gpu", "out", "links")
 _FLAGS = ("--price",)
 
 
@@ -212,17 +215,33 @@ def _links(file: str, ranks: int) -> LinkTable:
     return table
 
 
+def read_scales(run_dir: str) -> CostScales:
+    """The scales that a run has learned. Raises ConfigError."""
+    try:
+        return CostScales.from_json(json.loads((Path(run_dir) / COSTS).read_text())["scales"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        allowed = f"a run's directory whose {COSTS} has scales ({reason})"
+        raise ConfigError("--costs", run_dir, allowed) from None
+
+
 def _problem(
     config: Config, cluster: ClusterShape, options: Mapping[str, Any], user_args: Sequence[str]
 ) -> _Problem:
-    from hybridrl.controller.mapping_roles import CountedLayerBytes, planned_roles, role_shapes
+    from hybridrl.controller.mapping_roles import (
+        CountedLayerBytes,
+        check_planned_models,
+        planned_roles,
+        role_shapes,
+    )
     from hybridrl.models.shape import model_shape
 
     if config.cluster.kind is not ClusterKind.slurm:
         gpus = 0 if config.cluster.device is Device.cpu else cluster.ranks
         config.resolve_device(gpus, "the planned cluster")
-    if config.cluster.device is Device.cpu:  # roles stay where they are
-        cluster = replace(cluster, host=AT_ONCE)
+    if config.cluster.device is Device.cpu and "gpu" not in options:  # roles stay where they are
+        sizes = {"nodes": cluster.nodes, "gpus_per_node": cluster.per_node, "gpu": "cpu"}
+        cluster = replace(_cluster({**options, **sizes}), host=AT_ONCE)
     if config.cluster.ranks != cluster.ranks:
         allowed = f"--nodes x --gpus-per-node = {cluster.nodes} x {cluster.per_node}"
         raise ConfigError("cluster.ranks", config.cluster.ranks, allowed)
@@ -238,6 +257,7 @@ def _problem(
     else:
         room = memory_plan.local_room(config)
     shapes = role_shapes(config, graph, shape)
+    check_planned_models(config, graph, shapes)
     roles = planned_roles(config, graph, shapes)
     workload = _workload(config, graph, options)
     memory = MappingMemory(
@@ -255,7 +275,11 @@ def _problem(
         itemsize=config.rollout.dtype.itemsize,
         layer_bytes=CountedLayerBytes(config, shapes),
     )
-    costs = CostModel(layer_roofline(cluster.accelerator), cluster)
+    layers = LayerCosts.of(
+        cluster.accelerator, config.model.compute_dtype.itemsize, config.rollout.engine.value
+    )
+    scales = read_scales(options["costs"]) if "costs" in options else UNSCALED
+    costs = CostModel(layers, cluster, scales=scales)
     prices = MappingPrices(
         costs,
         memory,

@@ -41,17 +41,10 @@ def role_shapes(config: Config, graph: Graph, shape: "PretrainedConfig") -> Shap
 
 
 def planned_roles(config: Config, graph: Graph, shapes: Shapes) -> list[PlannedRole]:
-    """Each role with its model's sizes and its stages. Raises ConfigError for a model of experts.
-
-    Also for adapters, since costs are those of training all weights.
-    """
+    """Each role with its model's sizes and its stages. Raises ValueError for missing sizes."""
     roles = []
     for name, shape in shapes.items():
-        try:
-            sizes = ModelShape.of_config(shape.to_dict())
-        except ValueError as error:
-            key = "model" if name == ACTOR else name
-            raise ConfigError(key, shape.model_type, f"a dense decoder: {error}") from None
+        sizes = ModelShape.of_config(shape.to_dict())
         stages = [s for s in graph.stages.values() if s.role == name]
         update = next((s for s in stages if isinstance(s, UpdateStage)), None)
         optim = config.trainer.optim
@@ -74,6 +67,19 @@ def planned_roles(config: Config, graph: Graph, shapes: Shapes) -> list[PlannedR
                 optim=optim.name,
             )
         )
+    return roles
+
+
+def check_planned_models(config: Config, graph: Graph, shapes: Shapes) -> None:
+    """Raise ConfigError for a model of experts, and for adapters, whose memory is not searched."""
+    for name, shape in shapes.items():
+        try:
+            reason = "a mixture of experts" * bool(ModelShape.of_config(shape.to_dict()).experts)
+        except ValueError as error:
+            reason = str(error)
+        if reason:
+            key = "model" if name == ACTOR else name
+            raise ConfigError(key, shape.model_type, f"a dense decoder: {reason}")
     adapters = {"actor.lora": config.actor.lora} | {
         f"{VALUE_MODELS[role]}.lora": config.value_model_of(role).lora
         for role in VALUE_MODELS
@@ -83,7 +89,6 @@ def planned_roles(config: Config, graph: Graph, shapes: Shapes) -> list[PlannedR
         if lora.rank:
             allowed = "0 with plan auto, whose costs are those of training all weights"
             raise ConfigError(f"{key}.rank", lora.rank, allowed)
-    return roles
 
 
 class CountedLayerBytes:

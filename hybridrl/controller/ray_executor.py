@@ -18,6 +18,7 @@ from hybridrl.controller.async_calls import (
     result_of,
     single,
 )
+from hybridrl.controller.counted_costs import counted_costs
 from hybridrl.controller.driver_judges import DriverJudges, read_together
 from hybridrl.controller.episodes import Episodes
 from hybridrl.controller.event_lines import described
@@ -36,6 +37,7 @@ from hybridrl.controller.roles_together import fuses
 from hybridrl.controller.sample_moves import SampleMoves
 from hybridrl.controller.update_shares import update_shares
 from hybridrl.controller.worker_group import Pool, WorkerGroup
+from hybridrl.costs.instance import Costs
 from hybridrl.data import Item
 from hybridrl.data.prompts import with_next_targets
 from hybridrl.flow.clock import Clock, WallClock
@@ -68,6 +70,7 @@ from hybridrl.layout.weight_switch import SwitchStats
 from hybridrl.rewards import RewardInput, RewardResult
 from hybridrl.rewards.results import scalars_of
 from hybridrl.system import signals
+from hybridrl.system.node_info import NodeInfo
 from hybridrl.workers.training import UpdateShare
 
 logger = logging.getLogger(__name__)
@@ -124,6 +127,12 @@ class RayExecutor:
         self._fields_of_role: dict[str, set[str]] = defaultdict(set)
         # By update, samples whose gradient is on some instance, or on its way.
         self._early: dict[str, set[SampleId]] = defaultdict(set)
+
+    def counted_costs(
+        self, graph: Graph, model_path: str, nodes: Sequence[NodeInfo]
+    ) -> Costs | None:
+        """Seconds of work on an instance by its operations; None where they are not counted."""
+        return counted_costs(self.config, graph, model_path, nodes)
 
     def key_of(self, item: Item) -> PromptKey:
         """The prompt as a length ranker may know it."""

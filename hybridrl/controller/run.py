@@ -31,7 +31,11 @@ from hybridrl.controller.ray_executor import Abandoned, OnSwitch, RayExecutor
 from hybridrl.controller.roles_together import roles_together
 from hybridrl.controller.run_phases import RunPhase, recipe_phase, training_of, warm_start_phase
 from hybridrl.controller.run_records import RunRecords, sample_facts
-from hybridrl.controller.schedule_factory import make_schedule, replay_setting, sampling_of
+from hybridrl.controller.schedule_factory import (
+    make_schedule,
+    replay_setting,
+    sampling_of,
+)
 from hybridrl.controller.step_digests import step_digests
 from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import CurriculumStream, mixture_parts, prompt_stream, task_of
@@ -107,7 +111,8 @@ class Run:
         sizes = sizes_of_run(config, prepared.graph, prepared.model_path)
         decided = {"activations": config.trainer.activations.value}
         telemetry.event("ranks", **self.group.setup(sizes)[0].record(), **decided)
-        telemetry.nodes([asdict(info) for info in self.group.nodes()])
+        self._nodes = self.group.nodes()
+        telemetry.nodes([asdict(info) for info in self._nodes])
         telemetry.inputs(inputs.result())
         if config.trainer.saves:
             write_rows(telemetry.run_dir, rows.result())
@@ -266,6 +271,7 @@ class Run:
             phase.prompts_per_step,
             phase.num_steps,
             early_settings(self.config, self.group.instances, self.prepared.model_path),
+            self.executor.counted_costs(graph, self.prepared.model_path, self._nodes),
         )
         if point := self._resumes_in(phase.name):
             graph.load_state_dict(point.state["recipe"])
@@ -305,7 +311,9 @@ class Run:
             self._check_finite(metrics)
             if costs := schedule.meter.costs():
                 setting = replay_setting(self.config, self.executor, phase.graph)
-                self.telemetry.costs({"costs": costs.to_json(), **setting})
+                scales, kinds = schedule.meter.scales().to_json(), schedule.meter.table()
+                learned = {"costs": costs.to_json(), "scales": scales, "kinds": kinds}
+                self.telemetry.costs({**learned, **setting})
             self._stop_if_requested(phase, schedule)
             if self.step < phase.last_step:
                 self._evaluate_and_save(phase, schedule)

@@ -9,6 +9,7 @@ from hybridrl.config.environment import TIMED
 from hybridrl.config.sampling import SamplingConfig
 from hybridrl.controller.ray_executor import RayExecutor
 from hybridrl.controller.turn_orders import recorded_orders
+from hybridrl.costs.instance import Costs
 from hybridrl.flow import Graph
 from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import Sampling
@@ -45,10 +46,11 @@ def make_schedule(
     prompts_per_step: int,
     num_steps: int | None = None,
     early: EarlySettings | None = None,
+    counted: Costs | None = None,
 ) -> Schedule:
     """The `schedule` over `graph`, which need not be that of `config`; `num_steps` in all.
 
-    `early` says whether instances can train alone.
+    `early` says whether instances can train alone. `counted` are seconds by operations.
     """
     rollout, is_partial = config.rollout, schedule.kind is ScheduleKind.partial
     parts = ScheduleParts(
@@ -61,6 +63,7 @@ def make_schedule(
             prompts_per_step=prompts_per_step,
             draft_tokens=rollout.draft_length,
             pass_tokens=rollout.pass_tokens,
+            counted=counted,
         ),
         max_held=config.samples_held,
         chunk_tokens=config.trainer.max_tokens_per_micro_batch,

@@ -18,7 +18,6 @@ class ChunkSetting:
     shape: ModelShape
     value_head: bool
     tp: int
-    sequence_parallel: bool
     recomputes: bool
     """Whether a backward pass has a forward pass in it."""
     splits_backward: bool
@@ -44,17 +43,18 @@ def chunk_passes(
 ) -> ChunkPasses:
     """Of a chunk with so many layers; the first one has the embedding, the last one the head."""
     shape, tp, reduce = setting.shape, setting.tp, setting.reduce
-    work = LayerWork.of(shape, tp, setting.sequence_parallel)
-    forward = LinearPass.of_layer(costs.forward, work) + reduce.times(2)
-    backward = LinearPass.of_layer(costs.backward, work) + reduce.times(2)
-    weights = LinearPass(0.0, _HALF * costs.backward.flop_s * work.flops)
-    inputs = (backward + weights.times(-1)).times(costs.input_half)
-    weights = weights.times(costs.weights_half)
+    work = LayerWork.of(shape, tp)
+    forward = LinearPass.of_layer(costs.forward_flop_s, work) + reduce.times(2)
+    backward = LinearPass.of_layer(costs.backward_flop_s, work) + reduce.times(2)
+    weights = LinearPass(0.0, _HALF * costs.backward_flop_s * work.flops)
+    inputs = backward + weights.times(-1)
     if setting.recomputes:
         backward, inputs = backward + forward, inputs + forward
     outputs = 1.0 if setting.value_head else shape.vocabulary / tp
-    head_forward = LinearPass.of_head(costs.head_forward, shape.hidden, outputs).times(is_last)
-    head = (LinearPass.of_head(costs.head_backward, shape.hidden, outputs) + reduce).times(is_last)
+    head_forward = LinearPass.of_head(costs.forward_flop_s, shape.hidden, outputs).times(is_last)
+    head = (LinearPass.of_head(costs.backward_flop_s, shape.hidden, outputs) + reduce).times(
+        is_last
+    )
     row = LinearPass(costs.row_s)
     embedding = reduce.times(is_first)
     halves = row + backward.times(layers) + head, LinearPass()

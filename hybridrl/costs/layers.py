@@ -1,108 +1,94 @@
-"""What a layer costs, whatever the model's size: the one format of all sources of seconds.
+"""Seconds of a unit of each kind of work on one accelerator, by its datasheet.
 
-A pass of n tokens over a layer takes
-
-    call_s + flop_s F + element_s E + pair_s P
-
-with F the floating-point operations of its matrices, E the elements that its other kernels touch (n
-times hidden and feed-forward sizes), P the operations of attention (quadratic in lengths). So what
-was measured for one layout and size predicts another. The head has costs of its own.
-
-Sources: a roofline (`accelerators.py`), `hybridrl plan calibrate`, and a run that scales the costs
-of either (`recorded_costs.py`).
+Kernels reach a share of the datasheet's figures: assumptions, in the range that systems report on
+Hopper. The shares of floating-point operations contain what other kernels take. Training does six
+operations a parameter and token at its share. Forward passes have their own, so a backward pass
+takes the rest. A decode step reads the weights and every cached token once. It waits for the host,
+which launches its kernels one by one or replays them (`HOSTS`).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from hybridrl.costs.devices import Accelerator
 from hybridrl.costs.model_shape import ModelShape
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PassRates:
-    """Seconds of a pass over one layer, or over the head, on one accelerator.
-
-    Operations of a backward pass are counted as those of forward, so its rates are larger.
-    """
-
-    call_s: float = 0.0
-    flop_s: float = 0.0
-    element_s: float = 0.0
-    pair_s: float = 0.0
+_MEMORY_SHARE, _FORWARD_SHARE, _TRAIN_SHARE = 0.7, 0.5, 0.4
+_ROW_S = 1e-3  # a micro-batch on a pipeline chunk, whatever is in it
+_CALL_S = 2e-3  # an update whatever is in it, and the driver's round trip to an instance
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeRates:
-    """Seconds of a decode step of an instance."""
+@dataclass(frozen=True, slots=True)
+class HostStep:
+    """What the host does in a decode step: kernels that it launches, and seconds besides."""
 
-    step_s: float = 0.0
-    """The host's part, and that of sampling."""
-    layer_s: float = 0.0
-    """A layer's launches."""
-    weight_byte_s: float = 0.0
-    """Reading weights, a rank's share of them."""
-    cached_byte_s: float = 0.0
-    """Reading keys and values."""
-    row_s: float = 0.0
-    """A row, whatever the model."""
-    flop_s: float = 0.0
-    """An operation of a row."""
-    logit_s: float = 0.0
-    """An element of a row's logits."""
-    tp_reduce_s: float = 0.0
-    """An all-reduce of hidden states of two tp ranks, within a step."""
-    tp_byte_s: float = 0.0
-    """A byte of it. Where neither was measured, the cluster's links say what it takes."""
-    tp_step_s: float = 0.0
-    """What a step under tensor parallelism takes besides: its logits are gathered."""
-    pp_send_s: float = 0.0
-    """A message from a pipeline stage to the next one, within a step; 0: as links say."""
+    layer_kernels: float
+    kernels: float
+    rest_s: float
+
+    def seconds(self, layers: float, launch_s: float) -> float:
+        """Of a step of a model with so many layers."""
+        return self.rest_s + launch_s * (self.layer_kernels * layers + self.kernels)
+
+
+HOSTS = {
+    # tests/gpu_dry/counts.json: 741 kernels of a decode step of 36 layers, 19 a layer
+    "native": HostStep(19, 57, 0.0),
+    # CUDA graphs: a replay, and the scheduler's Python, which vLLM reports as 1 to 2 ms
+    "vllm": HostStep(0, 0, 1.5e-3),
+}
+"""The host's part of a decode step, by rollout engine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCosts:
-    """Costs of one accelerator; links are the cluster's."""
+    """Seconds of a unit of work on one accelerator; links are the cluster's."""
 
     source: str
-    """`roofline` or `calibrated`, and of what."""
-    forward: PassRates
-    backward: PassRates
-    """A whole backward pass."""
-    head_forward: PassRates
-    head_backward: PassRates
-    """Elements are logits."""
-    decode: DecodeRates
-    prefill: PassRates = field(default_factory=PassRates)
-    row_s: float = 0.0
-    """A micro-batch on a chunk, whatever is in it."""
-    pass_s: float = 0.0
-    """A forward-only call, whatever is in it."""
-    update_s: float = 0.0
-    """An update, whatever is in it."""
-    gradient_element_s: float = 0.0
-    """Weights cast and gradients cast, of an element that a rank computes with, once an update."""
-    optimizer_element_s: float = 0.0
-    """An optimizer step, of a trained element of a rank."""
-    input_half: float = 1.0
-    """Of a backward pass in halves, seconds of that for the input over its share of a whole one."""
-    weights_half: float = 1.0
-    """The same of that for the weights."""
-    tp_reduce_s: float = 0.0
-    """An all-reduce of hidden states of two tp ranks, within a training step or a forward pass."""
-    tp_byte_s: float = 0.0
-    """A byte of it. Where neither was measured, the cluster's links say what it takes."""
-    tp_update_s: float = 0.0
-    """What an update under tensor parallelism takes besides, whatever is in it."""
-    switch_s: float = 0.0
-    """A weight switch, whatever moves."""
-    switch_byte_s: float = 0.0
-    """Casting and copying a byte of a rank's generation weights."""
-    call_s: float = 0.0
-    """A call of an instance."""
-    round_trip_s: float = 0.0
+    forward_flop_s: float
+    backward_flop_s: float
+    """By operation of the forward pass."""
+    byte_s: float
+    """Reading or writing a byte of the device's memory."""
+    launch_s: float
+    host: HostStep
+    row_s: float = _ROW_S
+    update_s: float = _CALL_S
+    round_trip_s: float = _CALL_S
     itemsize: int = 2
     """Bytes of an element in the compute format."""
     overlaps: bool = True
     """Whether gathering weights by layer takes place while other layers compute."""
+
+    @classmethod
+    def of(
+        cls, accelerator: Accelerator, itemsize: int = 2, engine: str = "native"
+    ) -> "LayerCosts":
+        """By the datasheet; `engine` generates."""
+        flop_s = 1 / (accelerator.flops * _FORWARD_SHARE)
+        return cls(
+            source="datasheet",
+            forward_flop_s=flop_s,
+            backward_flop_s=3 / (accelerator.flops * _TRAIN_SHARE) - flop_s,
+            byte_s=1 / (accelerator.memory_bytes_per_s * _MEMORY_SHARE),
+            launch_s=accelerator.launch_s,
+            host=HOSTS[engine],
+            itemsize=itemsize,
+        )
+
+    @property
+    def gradient_element_s(self) -> float:
+        """Weights cast and gradients cast, of an element that a rank computes with, an update."""
+        return (4 + 2 * self.itemsize + 4) * self.byte_s
+
+    @property
+    def optimizer_element_s(self) -> float:
+        """An optimizer step: AdamW reads four float32 of an element and writes three."""
+        return 7 * 4 * self.byte_s
+
+    @property
+    def switch_byte_s(self) -> float:
+        """Casting and copying a byte of a rank's generation weights."""
+        return (4 + self.itemsize) / self.itemsize * self.byte_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +96,13 @@ class LayerWork:
     """Work of a layer, of one rank of `tp`: by token, and by pair of a query and a key."""
 
     flops: float
-    elements: float
     pair_flops: float
 
     @classmethod
-    def of(cls, shape: ModelShape, tp: int = 1, sequence_parallel: bool = False) -> "LayerWork":
-        """Without sequence parallelism every tp rank has all hidden states.
-
-        Elements are those that norms, residuals, rotations and the gated activation read or write;
-        their rate is fitted, so only their proportions count.
-        """
-        split = 3 * shape.ffn + 2 * (shape.heads + 2 * shape.kv_heads) * shape.features
-        whole = 10 * shape.hidden / (tp if sequence_parallel else 1)
+    def of(cls, shape: ModelShape, tp: int = 1) -> "LayerWork":
+        """The work of one of `tp` ranks."""
         return cls(
-            flops=2 * shape.layer_parameters / tp,
-            elements=whole + split / tp,
+            flops=2 * shape.active_layer_parameters / tp,
             pair_flops=4 * shape.heads * shape.features / tp,
         )
 
@@ -161,13 +139,11 @@ class LinearPass:
         )
 
     @classmethod
-    def of_layer(cls, rates: PassRates, work: LayerWork) -> "LinearPass":
+    def of_layer(cls, flop_s: float, work: LayerWork) -> "LinearPass":
         """Of one layer on one rank."""
-        token_s = rates.flop_s * work.flops + rates.element_s * work.elements
-        return cls(rates.call_s, token_s, 0.0, rates.pair_s * work.pair_flops)
+        return cls(0.0, flop_s * work.flops, 0.0, flop_s * work.pair_flops)
 
     @classmethod
-    def of_head(cls, rates: PassRates, hidden: int, outputs: float) -> "LinearPass":
+    def of_head(cls, flop_s: float, hidden: int, outputs: float) -> "LinearPass":
         """Of a head with so many `outputs` on one rank."""
-        scored_s = rates.flop_s * 2 * hidden * outputs + rates.element_s * outputs
-        return cls(rates.call_s, 0.0, scored_s, 0.0)
+        return cls(0.0, 0.0, flop_s * 2 * hidden * outputs, 0.0)

@@ -308,14 +308,13 @@ class DeviceMapping:
 
 
 _NETWORK_SHARE = 0.7  # of the datasheet: an assumption, as the others of `accelerators.py`
-_MESSAGE_S = 5e-6  # of a small message; an all-reduce of eight takes three of them
 
 
 def cluster_of(accelerator: Accelerator, nodes: int, per_node: int) -> ClusterShape:
     """A cluster by its accelerator's datasheet."""
 
     def link(bytes_per_s: float) -> LinkSpeed:
-        return LinkSpeed(bytes_per_s * _NETWORK_SHARE, _MESSAGE_S)
+        return LinkSpeed(bytes_per_s * _NETWORK_SHARE, accelerator.message_s)
 
     return ClusterShape(
         nodes,

@@ -29,6 +29,7 @@ from hybridrl.costs.mapping import (
 )
 from hybridrl.costs.model_matrices import matrices
 from hybridrl.costs.model_shape import ModelShape
+from hybridrl.costs.scales import CostScales
 from hybridrl.layout.fsdp_groups import stays_unsharded
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.switching import plan_switch
@@ -46,6 +47,7 @@ from hybridrl.pipelines.standard import least_micro_batches, standard_plan
 SampleLengths = Sequence[SampleLength]
 """Of a micro-batch, or of a batch."""
 
+UNSCALED = CostScales()
 MASTER = 4
 _MOMENTS = 2 * MASTER
 
@@ -95,9 +97,14 @@ class CostModel:
     """
 
     def __init__(
-        self, layer_costs: LayerCosts, cluster: ClusterShape, row_tokens: int = 8192
+        self,
+        layer_costs: LayerCosts,
+        cluster: ClusterShape,
+        row_tokens: int = 8192,
+        scales: CostScales = UNSCALED,
     ) -> None:
         self.layer_costs, self.cluster, self.row_tokens = layer_costs, cluster, row_tokens
+        self.scales = scales
         self.links = LayoutLinks(cluster)
         # A search asks for the same ones again and again.
         self._chunks = lru_cache(4096)(self._make_chunks)
@@ -157,7 +164,6 @@ class CostModel:
             shape=role.shape,
             value_head=role.value_head,
             tp=layout.tp,
-            sequence_parallel=layout.sequence_parallel,
             recomputes=layout.activations is ActivationMode.recompute,
             splits_backward=layout.splits_backward,
             reduce=self._tp_reduce(role.shape, layout, ranks),
@@ -190,15 +196,10 @@ class CostModel:
         return self._reduce(shape.hidden, layout.tp, trains, ranks)
 
     def _hidden_reduce(self, hidden: int, tp: int, trains: bool, ranks: range) -> LinearPass:
-        costs, nbytes = self.layer_costs, hidden * self.layer_costs.itemsize
-        measured = costs if trains else costs.decode
+        nbytes = hidden * self.layer_costs.itemsize
         # Generation deals its groups out node by node, as `plan_switch` orders ranks.
         placed = list(ranks) if trains else sorted(ranks, key=self.cluster.node)
         groups = [placed[start : start + tp] for start in range(0, len(placed), tp)]
-        within = all(len({*map(self.cluster.node, group)}) == 1 for group in groups)
-        if measured.tp_reduce_s + measured.tp_byte_s and within:
-            messages, parts = math.ceil(math.log2(tp)), 2 * (tp - 1) / tp
-            return LinearPass(measured.tp_reduce_s * messages, measured.tp_byte_s * nbytes * parts)
         link = self.cluster.slowest(groups)
         call_s = link.all_reduce_s(0, tp)
         return LinearPass(call_s, link.all_reduce_s(nbytes, tp) - call_s)
@@ -303,12 +304,12 @@ class CostModel:
     ) -> float:
         """Of one optimizer step on these samples, on all ranks, pipelines action by action."""
         seconds = self._rows_s(role, layout, ranks, samples, trains=True)
-        return seconds + self.step_s(role, layout, ranks)
+        return self.scales.train * seconds + self.step_s(role, layout, ranks)
 
     def step_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
         """Of what comes once an update, besides its rows."""
-        once = self.layer_costs.update_s + self.layer_costs.tp_update_s * (layout.tp > 1)
-        return once + self.gradient_s(role, layout, ranks) + self.optimizer_s(role, layout, ranks)
+        once = self.layer_costs.update_s + self.gradient_s(role, layout, ranks)
+        return self.scales.train * (once + self.optimizer_s(role, layout, ranks))
 
     def _rows_s(
         self,
@@ -355,7 +356,7 @@ class CostModel:
             seconds = rows.filled * chunk.together(*rows.work)
             stages[layout.stage_of_chunk(number)] += seconds
         work = sum(stages) / layout.pp if filled else max(stages)
-        return work + self.step_s(role, layout, ranks)
+        return self.scales.train * work + self.step_s(role, layout, ranks)
 
     # Forward-only stages
 
@@ -375,12 +376,12 @@ class CostModel:
         if isinstance(layout, GenLayout):
             layout = TrainLayout(pp=layout.pp, tp=layout.tp, micro_batch_tokens=self.row_tokens)
         once = self.pass_s(role, layout, ranks)
-        return once + self._rows_s(role, layout, ranks, samples, trains=False)
+        return once + self.scales.forward * self._rows_s(role, layout, ranks, samples, trains=False)
 
     def pass_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
         """Of what comes once in a forward-only stage, besides its rows."""
-        costs = self.layer_costs
-        return costs.pass_s + self._over_fsdp_s(role, layout, ranks, costs.itemsize)
+        once = self._over_fsdp_s(role, layout, ranks, self.layer_costs.itemsize)
+        return self.scales.forward * once
 
     # Between phases
 
@@ -402,8 +403,8 @@ class CostModel:
     ) -> float:
         """Of the weight switch from training to generation: its plan's bytes by link."""
         own = role.shape.parameters / gen.ranks * self.layer_costs.itemsize
-        local = self.layer_costs.switch_s + self.layer_costs.switch_byte_s * own
-        return local + self._moved(role.shape, train, gen, ranks)
+        local = self.layer_costs.switch_byte_s * own
+        return self.scales.switch * (local + self._moved(role.shape, train, gen, ranks))
 
     def _switch_traffic_s(
         self, shape: ModelShape, train: TrainLayout, gen: GenLayout, ranks: range
@@ -432,34 +433,28 @@ class CostModel:
         Stages of a pipeline decode as many batches in turns. So a step takes the time of one rank
         that reads all weights, and rows and cached tokens a stage's part of theirs.
         """
-        costs, shape, decode = self.layer_costs, role.shape, self.layer_costs.decode
+        costs, shape, scales = self.layer_costs, role.shape, self.scales
         reduce = self._tp_reduce(shape, gen, ranks).times(2 * shape.layers)
         read = shape.layers * shape.layer_parameters + shape.head_parameters
+        active = shape.layers * shape.active_layer_parameters + shape.head_parameters
         send = 0.0
         if gen.pp > 1:
             placed = sorted(ranks, key=self.cluster.node)
-            two = placed[0], placed[gen.tp]
-            send = self.cluster.link(two).send_s(0)
-            if decode.pp_send_s and self.cluster.node(two[0]) == self.cluster.node(two[1]):
-                send = decode.pp_send_s
-            send *= gen.pp
-        step = decode.step_s * gen.pp + decode.layer_s * shape.layers + reduce.call_s + send
-        step += decode.tp_step_s * (gen.tp > 1)
-        logit = decode.logit_s * shape.vocabulary
-        row = decode.row_s + decode.flop_s * 2 * read / gen.tp + logit / gen.tp
-        work = LayerWork.of(shape, gen.tp)
-        prefill = LinearPass.of_layer(costs.prefill, work).times(shape.layers)
+            send = self.cluster.link((placed[0], placed[gen.tp])).send_s(0) * gen.pp
+        step = costs.host.seconds(shape.layers, costs.launch_s) * gen.pp + reduce.call_s + send
+        step += costs.byte_s * costs.itemsize * read / gen.tp
+        row = costs.forward_flop_s * 2 * active / gen.tp + reduce.token_s
+        prefill = LinearPass.of_layer(costs.forward_flop_s, LayerWork.of(shape, gen.tp))
+        prefill = prefill.times(shape.layers)
         kv_bytes = shape.kv_elements * costs.itemsize
         apart = self.cluster.within if self.cluster.nodes == 1 else self.cluster.between
         return Costs(
-            step_s=step + decode.weight_byte_s * costs.itemsize * read / gen.tp,
-            row_s=(row + reduce.token_s) / gen.pp,
-            cached_token_s=decode.cached_byte_s * kv_bytes / gen.ranks,
-            prefill_token_s=(prefill.token_s + reduce.token_s) / gen.pp,
-            admit_s=prefill.call_s / gen.pp,
-            call_s=costs.call_s,
-            kv_call_s=apart.message_s,
-            kv_token_s=kv_bytes / gen.ranks / apart.bytes_per_s,
+            step_s=scales.decode * step,
+            row_s=scales.decode * row / gen.pp,
+            cached_token_s=scales.decode * costs.byte_s * kv_bytes / gen.ranks,
+            prefill_token_s=scales.prefill * (prefill.token_s + reduce.token_s) / gen.pp,
+            kv_call_s=scales.kv * apart.message_s,
+            kv_token_s=scales.kv * kv_bytes / gen.ranks / apart.bytes_per_s,
             round_trip_s=costs.round_trip_s,
         )
 
@@ -546,10 +541,10 @@ class CostModel:
         own = actor.shape.parameters / gen.ranks
         received = max(0.0, own - elements) * self.layer_costs.itemsize
         fastest = max(self.cluster.within.bytes_per_s, self.cluster.between.bytes_per_s)
-        local = self.layer_costs.switch_s
-        local += self.layer_costs.switch_byte_s * own * self.layer_costs.itemsize
-        return self.cluster.host.send_s(MASTER * elements) + local + received / fastest
+        local = self.layer_costs.switch_byte_s * own * self.layer_costs.itemsize
+        moving = self.scales.switch * (local + received / fastest)
+        return self.cluster.host.send_s(MASTER * elements) + moving
 
     def on(self, cluster: ClusterShape) -> "CostModel":
         """The same costs of layers on another cluster, or in another order of its ranks."""
-        return CostModel(self.layer_costs, cluster, self.row_tokens)
+        return CostModel(self.layer_costs, cluster, self.row_tokens, self.scales)

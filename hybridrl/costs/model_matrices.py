@@ -10,14 +10,15 @@ from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 def matrices(shape: ModelShape) -> tuple[Parameter, ...]:
     """The matrices of the model as layouts see them, without norms."""
     hidden, features = shape.hidden, shape.features
+    ffn = shape.ffn * max(1, shape.experts)
     sizes: list[tuple[str, tuple[int, ...], int, int]] = [
         ("q", (shape.heads * features, hidden), 0, shape.heads),
         ("k", (shape.kv_heads * features, hidden), 0, shape.kv_heads),
         ("v", (shape.kv_heads * features, hidden), 0, shape.kv_heads),
         ("o", (hidden, shape.heads * features), 1, shape.heads),
-        ("gate", (shape.ffn, hidden), 0, 0),
-        ("up", (shape.ffn, hidden), 0, 0),
-        ("down", (hidden, shape.ffn), 1, 0),
+        ("gate", (ffn, hidden), 0, 0),
+        ("up", (ffn, hidden), 0, 0),
+        ("down", (hidden, ffn), 1, 0),
     ]
     parameters = [
         Parameter(f"layers.{layer}.{name}", size, layer, dim, units)

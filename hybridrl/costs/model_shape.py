@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A dense decoder with a gated feed-forward layer, as Llama's and Qwen's are.
+    """A decoder with gated feed-forward layers, as Llama's and Qwen's are.
 
     Example: of `ModelShape(32, 4096, 14_336, 32, 8, 128_256)` (Llama 3 8B) a layer has 218 million
     parameters, and a token's keys and values have 131,072 bytes in bfloat16.
@@ -23,6 +23,9 @@ class ModelShape:
     """Features of a head; 0: hidden / heads."""
     tied: bool = False
     """Whether embedding and head are one matrix."""
+    experts: int = 0
+    """Feed-forward layers of `ffn` features that a token may go to; 0: one, dense."""
+    experts_per_token: int = 0
 
     @property
     def features(self) -> int:
@@ -32,8 +35,17 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """Weights of a layer, without norms."""
-        attention = 2 * self.hidden * self.features * (self.heads + self.kv_heads)
-        return attention + 3 * self.hidden * self.ffn
+        return self._attention_parameters + max(1, self.experts) * 3 * self.hidden * self.ffn
+
+    @property
+    def active_layer_parameters(self) -> int:
+        """Weights of a layer that a token is multiplied with."""
+        each = 3 * self.hidden * self.ffn
+        return self._attention_parameters + max(1, self.experts_per_token) * each
+
+    @property
+    def _attention_parameters(self) -> int:
+        return 2 * self.hidden * self.features * (self.heads + self.kv_heads)
 
     @property
     def head_parameters(self) -> int:
@@ -60,21 +72,23 @@ class ModelShape:
     def of_config(cls, config: Mapping[str, Any]) -> "ModelShape":
         """That of a Hugging Face `config.json`.
 
-        Raises ValueError for a mixture of experts, or sizes that are missing.
+        Raises ValueError for sizes that are missing.
         """
-        if any(config.get(key) for key in _EXPERTS):
-            raise ValueError("a mixture of experts: costs are those of dense models")
+        experts = next((int(config[key]) for key in _EXPERTS if config.get(key)), 0)
+        ffn = config.get("moe_intermediate_size") if experts else None
         try:
             heads = int(config["num_attention_heads"])
             return cls(
                 layers=int(config["num_hidden_layers"]),
                 hidden=int(config["hidden_size"]),
-                ffn=int(config.get("intermediate_size") or 4 * config["hidden_size"]),
+                ffn=int(ffn or config.get("intermediate_size") or 4 * config["hidden_size"]),
                 heads=heads,
                 kv_heads=int(config.get("num_key_value_heads") or heads),
                 vocabulary=int(config["vocab_size"]),
                 head_size=int(config.get("head_dim") or 0),
                 tied=bool(config.get("tie_word_embeddings")),
+                experts=experts,
+                experts_per_token=int(config.get("num_experts_per_tok") or 1) if experts else 0,
             )
         except KeyError as error:
             raise ValueError(f"a config without {error.args[0]}") from None

@@ -11,11 +11,17 @@ from typing import Any, NoReturn
 
 from hybridrl.config import SPECULATED, ConfigError, ScheduleConfig
 from hybridrl.config.schedule import SCHEDULES
-from hybridrl.costs.devices import Roofline, read_roofline, samples_held
 from hybridrl.planner.conversations import TURNS, read_conversations
 from hybridrl.planner.mapped_work import step_samples
 from hybridrl.planner.options import option_name, read_number
-from hybridrl.planner.roofline_updates import layouts_of, roles_of, with_pipelines
+from hybridrl.planner.roofline import (
+    Roofline,
+    layouts_of,
+    read_roofline,
+    roles_of,
+    samples_held,
+    with_pipelines,
+)
 from hybridrl.planner.schedule import (
     Outcome,
     Setting,

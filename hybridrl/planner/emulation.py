@@ -12,7 +12,6 @@ from hybridrl.config import (
     EmulatedClusterConfig,
     PackedScheduleConfig,
 )
-from hybridrl.costs.devices import Roofline, read_roofline
 from hybridrl.costs.instance import Costs, Drafting
 from hybridrl.costs.model_shape import ModelShape
 from hybridrl.flow.graph import (
@@ -24,6 +23,7 @@ from hybridrl.flow.graph import (
     StageMethod,
 )
 from hybridrl.planner.conversations import ConversationModel, read_conversations
+from hybridrl.planner.roofline import Roofline, read_roofline
 from hybridrl.planner.schedule import read_costs
 from hybridrl.planner.workload import Shape, Workload, known_guesses, read_workload
 

@@ -102,7 +102,7 @@ def shared_update_s(
     """Of one optimizer step of each role on these samples, or its `own`, in one plan."""
     problem = shared_problem(costs, roles, layouts, ranks, samples, own=own)
     steps = sum(costs.step_s(role, layouts[role.name], ranks) for role in roles)
-    return OVER_BOUND * lower_bound(problem) + steps
+    return costs.scales.train * OVER_BOUND * lower_bound(problem) + steps
 
 
 def updates_s(
@@ -159,4 +159,4 @@ def shared_score_s(
     """Of one forward-only stage of each role on these samples, in one plan."""
     problem = shared_problem(costs, roles, layouts, ranks, samples, trains=False)
     once = sum(costs.pass_s(role, layouts[role.name], ranks) for role in roles)
-    return once + OVER_BOUND * lower_bound(problem)
+    return once + costs.scales.forward * OVER_BOUND * lower_bound(problem)

@@ -405,6 +405,7 @@ def _parts(setting: Setting, executor: SimulatedExecutor) -> ScheduleParts:
             prompts_per_step=setting.workload.prompts_per_step,
             draft_tokens=0 if drafting is None else drafting.tokens,
             pass_tokens=UNLIMITED if drafting is None else drafting.pass_tokens,
+            counted=setting.costs,
         ),
         max_held=setting.max_held,
         chunk_tokens=setting.chunk_tokens,

@@ -75,6 +75,7 @@ def gather(run: RunData) -> dict[str, Any]:
         "phases": known,
         "charts": charts(run),
         "timelines": timelines(run),
+        "predicted": predicted(run),
         "memory": memory(run),
         "lengths": lengths(run),
         "switches": switches(run),
@@ -85,6 +86,20 @@ def gather(run: RunData) -> dict[str, Any]:
         "environment": [list(row) for row in essentials(run.environment)],
         "made": _clock(time.time()),
     }
+
+
+def predicted(run: RunData) -> dict[str, Any] | None:
+    """Seconds of each kind of work by its counted operations, beside what the run has measured.
+
+    None for a run that has not learned its scales: of a few calls, say.
+    """
+    rows = [
+        [kind, calls, counted, measured, measured / counted]
+        for kind, calls, counted, measured in run.kinds
+        if counted
+    ]
+    columns = ["work", "calls", "predicted_s", "measured_s", "measured_over_predicted"]
+    return {"columns": columns, "rows": rows} if rows else None
 
 
 def _page_file(name: str) -> str:

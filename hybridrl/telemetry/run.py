@@ -16,6 +16,7 @@ from hybridrl.telemetry.environment import capture
 from hybridrl.telemetry.loggers.run_loggers import RunLoggers, logged_run
 from hybridrl.telemetry.progress import make_display
 from hybridrl.telemetry.records import JsonLines, parse, write_atomic, write_json
+from hybridrl.telemetry.rundata import COSTS
 from hybridrl.telemetry.trace import (
     Counter,
     ThreadSlice,
@@ -220,7 +221,7 @@ class Telemetry:
 
     def costs(self, costs: Mapping[str, Any]) -> None:
         """Record the measured costs of work, for `hybridrl plan schedule`; the newest counts."""
-        write_json(self.run_dir / "costs.json", {**costs, **self._marks})
+        write_json(self.run_dir / COSTS, {**costs, **self._marks})
 
     def event(self, kind: str, **fields: Any) -> None:
         """Record something that happened: `switch`, `bad_step`, `checkpoint`, `evaluation`, ..."""

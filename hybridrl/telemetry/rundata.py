@@ -12,10 +12,11 @@ from hybridrl.config.errors import ConfigError
 from hybridrl.telemetry.records import parse, read_lines
 from hybridrl.telemetry.trace import Counter, TraceSpan, read_timeline
 
+COSTS = "costs.json"
 _CONFIGS = ("config.yaml", "config.json", ".hydra/config.yaml")
 RECORD_FILES = (
     *("run.json", "environment.json", "metrics.jsonl", "events.jsonl", "samples.jsonl"),
-    *("lengths.jsonl", "trace.json", *_CONFIGS),
+    *("lengths.jsonl", "trace.json", COSTS, *_CONFIGS),
 )
 """All that `load` reads."""
 _NOT_METRICS = {"step", "time", "phase"}
@@ -46,6 +47,8 @@ class RunData:
     spans: list[TraceSpan] = field(default_factory=list)
     counters: list[Counter] = field(default_factory=list)
     config: str = ""
+    kinds: list[list[Any]] = field(default_factory=list)
+    """Of each kind of work that the run has scaled: calls, counted and measured seconds."""
 
     @property
     def state(self) -> str:
@@ -128,6 +131,7 @@ def load(run_dir: Path) -> RunData:
         lengths=read_lines(run_dir / "lengths.jsonl"),
         spans=spans,
         counters=counters,
+        kinds=_read_json(run_dir / COSTS).get("kinds", []),
         config=next((_text(run_dir / n) for n in _CONFIGS if (run_dir / n).is_file()), ""),
     )
     rows = [row for row in read_lines(run_dir / "metrics.jsonl") if is_number(row.get("step"))]

@@ -31,7 +31,8 @@ from hybridrl.controller.preflight import PreparedRun, prepare
 from hybridrl.controller.ray_executor import RayExecutor
 from hybridrl.controller.schedule_factory import make_schedule
 from hybridrl.controller.worker_group import WorkerGroup
-from hybridrl.costs.instance import CostMeter, Costs
+from hybridrl.costs.instance import Costs
+from hybridrl.costs.meter import CostMeter
 from hybridrl.data import Item, PromptStream
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.schedules.base import Prompt, Schedule

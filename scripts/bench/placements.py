@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hybridrl.config import ScheduleConfig, SerialScheduleConfig
-from hybridrl.costs.devices import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.costs.devices import ACCELERATORS, MODELS
+from hybridrl.costs.layers import LayerCosts
 from hybridrl.costs.mapping import ACTOR, PlannedRole, cluster_of
 from hybridrl.costs.model import CostModel
 from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
@@ -93,7 +94,7 @@ def _search(
         reserved=_RESERVED,
     )
     prices = MappingPrices(
-        CostModel(layer_roofline(accelerator), cluster),
+        CostModel(LayerCosts.of(accelerator), cluster),
         memory,
         roles,
         workload,

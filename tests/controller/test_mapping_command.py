@@ -432,3 +432,24 @@ def test_what_the_seconds_leave_out_is_said() -> None:
     lines = _plan(*TINY, *settings, "--price", "--nodes=1", "--gpus-per-node=2").remarks()
     assumed = [line for line in lines if line.startswith("assumed: ")]
     assert [line.split()[1] for line in assumed] == ["rollout.speculate=4:", "schedule=partial:"]
+
+
+def test_the_scales_of_a_run_are_factors_of_their_kinds(tmp_path: Path) -> None:
+    """Updates that took three times as long as was counted do so under another mapping, too."""
+    cluster = ("cluster.ranks=2", "--price", "--nodes=1", "--gpus-per-node=2")
+    (plain,) = _plan(*TINY, *cluster).result.best
+    (tmp_path / "costs.json").write_text('{"scales": {"train": 3.0}}')
+    (own,) = _plan(*TINY, *cluster, f"--costs={tmp_path}").result.best
+    update = sum(plain.seconds.train.values())
+    assert own.seconds.step_s - plain.seconds.step_s == pytest.approx(2 * update, rel=0.05)
+
+
+@pytest.mark.parametrize("text", [None, "{", "{}", '{"scales": {"train": -1}}'])
+def test_a_run_without_scales_is_refused(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "costs.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"^--costs=.*whose costs\.json has scales"):
+        _plan(
+            *TINY, "cluster.ranks=2", "--price", "--nodes=1", "--gpus-per-node=2",
+            f"--costs={tmp_path}",
+        )  # fmt: skip

@@ -7,7 +7,8 @@ import pytest
 
 from hybridrl.config import PipelineSchedule
 from hybridrl.costs.chunk_layers import chunk_layers
-from hybridrl.costs.devices import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.costs.devices import ACCELERATORS, MODELS
+from hybridrl.costs.layers import LayerCosts
 from hybridrl.costs.mapping import (
     PlannedRole,
     SampleLength,
@@ -58,7 +59,7 @@ def test_examples() -> None:
 def test_a_large_vocabulary_takes_layers_from_its_stage(schedule: PipelineSchedule) -> None:
     """Updates are quicker; a value model, whose head is small, is cut evenly."""
     accelerator = ACCELERATORS["a100"]
-    costs = CostModel(layer_roofline(accelerator), cluster_of(accelerator, nodes=1, per_node=8))
+    costs = CostModel(LayerCosts.of(accelerator), cluster_of(accelerator, nodes=1, per_node=8))
     layout = TrainLayout(pp=4, fsdp=2, schedule=schedule, micro_batch_tokens=4096)
     samples = [SampleLength(128, 896)] * 128
     actor = PlannedRole(name="actor", shape=MODELS["8b"], trained=True)

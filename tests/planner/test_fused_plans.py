@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hybridrl.costs.devices import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.costs.devices import ACCELERATORS, MODELS
+from hybridrl.costs.layers import LayerCosts
 from hybridrl.costs.mapping import (
     PlannedRole,
     SampleLength,
@@ -27,7 +28,7 @@ from hybridrl.planner.fused_plans import (
 )
 
 COSTS = CostModel(
-    layer_roofline(ACCELERATORS["a100"]), cluster_of(ACCELERATORS["a100"], nodes=2, per_node=8)
+    LayerCosts.of(ACCELERATORS["a100"]), cluster_of(ACCELERATORS["a100"], nodes=2, per_node=8)
 )
 ACTOR = PlannedRole(name="actor", shape=MODELS["13b"], trained=True)
 CRITIC = PlannedRole(name="critic", shape=MODELS["7b"], trained=True, value_head=True)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hybridrl.costs.devices import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.costs.devices import ACCELERATORS, MODELS
+from hybridrl.costs.layers import LayerCosts
 from hybridrl.costs.links import LinkSpeed, LinkTable
 from hybridrl.costs.mapping import (
     ClusterShape,
@@ -35,7 +36,7 @@ def seconds_of(layout: TrainLayout):  # type: ignore[no-untyped-def]
     """An update in a layout, by the cluster."""
 
     def seconds(ordered: ClusterShape) -> float:
-        costs = CostModel(layer_roofline(A100), ordered)
+        costs = CostModel(LayerCosts.of(A100), ordered)
         return costs.update_s(ACTOR, layout, range(ordered.ranks), SAMPLES)
 
     return seconds

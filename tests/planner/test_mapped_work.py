@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.config import ConfigError, FusedScheduleConfig, ScheduleConfig, SerialScheduleConfig
-from hybridrl.costs.devices import ACCELERATORS, MODELS, layer_roofline
+from hybridrl.costs.devices import ACCELERATORS, MODELS
+from hybridrl.costs.layers import LayerCosts
 from hybridrl.costs.mapping import (
     DeviceMapping,
     GenLayout,
@@ -23,7 +24,7 @@ from hybridrl.planner.schedule import mapped_setting, replay
 from hybridrl.planner.workload import Group, Workload
 
 A100 = ACCELERATORS["a100"]
-COSTS = CostModel(layer_roofline(A100), cluster_of(A100, nodes=2, per_node=8))
+COSTS = CostModel(LayerCosts.of(A100), cluster_of(A100, nodes=2, per_node=8))
 SHAPE = MODELS["7b"]
 ACTOR = PlannedRole(name="actor", shape=SHAPE, trained=True)
 CRITIC = PlannedRole(name="critic", shape=SHAPE, trained=True, passes=("values",), value_head=True)

@@ -1,14 +1,16 @@
 """Seconds under a mapping: by hand of one model, in proportion between layouts and sizes."""
 
 import itertools
+import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 
 from hybridrl.config import ActivationMode, PipelineSchedule, SerialScheduleConfig
-from hybridrl.costs.devices import ACCELERATORS, MODELS, layer_roofline
-from hybridrl.costs.layers import DecodeRates, LayerCosts, PassRates
+from hybridrl.costs.devices import ACCELERATORS, MODELS
+from hybridrl.costs.layers import HOSTS, LayerCosts
 from hybridrl.costs.links import LinkSpeed
 from hybridrl.costs.mapping import (
     ClusterShape,
@@ -23,13 +25,14 @@ from hybridrl.costs.mapping import (
 from hybridrl.costs.model import CostModel, even_rows
 from hybridrl.costs.model_matrices import matrices
 from hybridrl.costs.model_shape import ModelShape
+from hybridrl.costs.scales import CostScales
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.switching import plan_switch
 
 H100 = ACCELERATORS["h100"]
 LLAMA = MODELS["8b"]
 ACTOR = PlannedRole(name="actor", shape=LLAMA, trained=True)
-COSTS = CostModel(layer_roofline(H100), cluster_of(H100, nodes=2, per_node=8))
+COSTS = CostModel(LayerCosts.of(H100), cluster_of(H100, nodes=2, per_node=8))
 SAMPLES = [SampleLength(512, 1536)] * 64
 
 
@@ -42,8 +45,11 @@ def test_the_sizes_of_llama_3_8b() -> None:
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256,
     }  # fmt: skip
     assert ModelShape.of_config(config) == LLAMA
-    with pytest.raises(ValueError, match="mixture of experts"):
-        ModelShape.of_config(config | {"num_experts": 8})
+    routed = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024}
+    experts = ModelShape.of_config(config | routed)
+    each = 3 * 4096 * 1024
+    assert experts.layer_parameters - experts.active_layer_parameters == 6 * each
+    assert sum(math.prod(p.shape) for p in matrices(experts)) == experts.parameters
     with pytest.raises(ValueError, match="without vocab_size"):
         ModelShape.of_config({k: v for k, v in config.items() if k != "vocab_size"})
 
@@ -66,10 +72,11 @@ def test_decoding_by_hand() -> None:
     costs = COSTS.generation(ACTOR, GenLayout(tp=2), range(16))
     read = 8_030_261_248 - 65 * 4096 - 128_256 * 4096  # a row of the embedding is looked up
     weights = 2 * read / 2 / (0.7 * 3.35e12)
-    assert costs.step_s == pytest.approx(1e-3 + weights + 64 * 5e-6, rel=1e-6)
+    host = 6.5e-6 * (19 * 32 + 57)
+    assert costs.step_s == pytest.approx(host + weights + 64 * 5e-6, rel=1e-6)
     assert costs.cached_token_s == pytest.approx(131_072 / 2 / (0.7 * 3.35e12), rel=1e-9)
     four = COSTS.generation(ACTOR, GenLayout(tp=4), range(16))
-    assert four.step_s == pytest.approx(1e-3 + weights / 2 + 64 * 2 * 5e-6, rel=1e-6)
+    assert four.step_s == pytest.approx(host + weights / 2 + 64 * 2 * 5e-6, rel=1e-6)
 
 
 def test_traffic_by_hand() -> None:
@@ -83,10 +90,10 @@ def test_traffic_by_hand() -> None:
     wanted = 4 * 5e-6 + 15 / 16 * 2 * nbytes / rate
     assert copies - alone == pytest.approx(wanted, rel=1e-9)
     # A pipeline gathers a stage once for scores: half of the layers, and embedding or head.
-    once = COSTS.pass_s(ACTOR, TrainLayout(pp=2, fsdp=8), range(16)) - COSTS.layer_costs.pass_s
+    once = COSTS.pass_s(ACTOR, TrainLayout(pp=2, fsdp=8), range(16))
     stage = 16 * 218_103_808 + 128_256 * 4096
     assert once == pytest.approx(3 * 5e-6 + 7 / 8 * 2 * stage / (0.7 * 450e9), rel=1e-9)
-    assert COSTS.pass_s(ACTOR, TrainLayout(fsdp=16), range(16)) == COSTS.layer_costs.pass_s
+    assert COSTS.pass_s(ACTOR, TrainLayout(fsdp=16), range(16)) == 0
     # Every other rank of a node is a member: four links.
     group = [*range(0, 16, 2)]
     assert COSTS.cluster.link(group).bytes_per_s == pytest.approx(0.7 * 4 * 50e9)
@@ -95,7 +102,7 @@ def test_traffic_by_hand() -> None:
 def test_a_pipeline_by_hand() -> None:
     """Two stages, four equal micro-batches, links that take no time: 1F1B is five passes long."""
     still = LinkSpeed(math.inf)
-    costs = CostModel(layer_roofline(H100), ClusterShape(1, 2, H100, still, still, still))
+    costs = CostModel(LayerCosts.of(H100), ClusterShape(1, 2, H100, still, still, still))
     layout = TrainLayout(pp=2, micro_batch_tokens=8192)
     shape = ModelShape(32, 4096, 14_336, 32, 8, vocabulary=1)  # a head that takes nothing
     role = PlannedRole(name="actor", shape=shape, trained=True)
@@ -150,14 +157,13 @@ def test_the_bound_is_below(seed: int) -> None:
         assert seconds < 3 * bound, layout
 
 
-FREE = PassRates()
 NOTHING = LayerCosts(
     source="nothing",
-    forward=FREE,
-    backward=FREE,
-    head_forward=FREE,
-    head_backward=FREE,
-    decode=DecodeRates(),
+    forward_flop_s=0.0,
+    backward_flop_s=0.0,
+    byte_s=0.0,
+    launch_s=0.0,
+    host=HOSTS["vllm"],
 )
 
 
@@ -224,3 +230,36 @@ def test_decoding_is_priced_on_the_groups_of_the_switch(order: tuple[int, ...]) 
         assert call_s == pytest.approx(link.all_reduce_s(0, tp))
     train, gen = TrainLayout(fsdp=16), GenLayout(tp=4)
     assert costs.switch_s(ACTOR, train, gen, range(16)) > 0
+
+
+def test_the_host_launches_the_kernels_that_were_counted() -> None:
+    """Of a decode step on fake GPUs, by layers and in all; vLLM replays graphs."""
+    text = (Path(__file__).parents[1] / "gpu_dry" / "counts.json").read_text()
+    case = json.loads(text)["8b on 8, zero bubble"]
+    decode, native = case["phases"]["decode"], HOSTS["native"]
+    assert native.layer_kernels == decode["kernels_per_layer"]
+    assert native.seconds(case["layers"], 1.0) == decode["kernels"]
+    assert HOSTS["vllm"].seconds(36, 6.5e-6) < native.seconds(36, 6.5e-6)
+
+
+def test_scales_are_factors_of_their_kind_alone() -> None:
+    """A run's scales leave proportions within a kind as they are."""
+    scales = CostScales(decode=2.0, train=3.0, forward=4.0, switch=5.0, prefill=6.0)
+    own = CostModel(COSTS.layer_costs, COSTS.cluster, scales=scales)
+    layout, gen, ranks = TrainLayout(fsdp=4, pp=2), GenLayout(tp=2), range(8)
+    args = ACTOR, layout, ranks, SAMPLES
+    assert own.update_s(*args) == pytest.approx(3 * COSTS.update_s(*args))
+    assert own.score_s(*args) == pytest.approx(4 * COSTS.score_s(*args))
+    assert own.switch_s(ACTOR, layout, gen, ranks) == pytest.approx(
+        5 * COSTS.switch_s(ACTOR, layout, gen, ranks)
+    )
+    mine, other = (costs.generation(ACTOR, gen, ranks) for costs in (own, COSTS))
+    assert mine.pass_s(8, 100) == pytest.approx(2 * other.pass_s(8, 100))
+    assert mine.prefill_token_s == pytest.approx(6 * other.prefill_token_s)
+    assert CostScales.from_json(scales.to_json()) == scales
+
+
+@pytest.mark.parametrize("wrong", [{"decoding": 1.0}, {"decode": 0}, {"decode": True}, [1.0]])
+def test_scales_that_are_refused(wrong: object) -> None:
+    with pytest.raises(ValueError, match="scales: "):
+        CostScales.from_json(wrong)

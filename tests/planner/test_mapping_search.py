@@ -14,7 +14,8 @@ from hybridrl.config import (
     PipelineSchedule,
     SerialScheduleConfig,
 )
-from hybridrl.costs.devices import ACCELERATORS, layer_roofline
+from hybridrl.costs.devices import ACCELERATORS
+from hybridrl.costs.layers import LayerCosts
 from hybridrl.costs.links import LinkSpeed
 from hybridrl.costs.mapping import (
     ClusterShape,
@@ -78,7 +79,7 @@ def _search(
         device=device,
     )
     prices = MappingPrices(
-        CostModel(layer_roofline(A100), cluster),
+        CostModel(LayerCosts.of(A100), cluster),
         memory,
         roles,
         Workload(tuple(Group(PROMPT, one) for one in lengths), 4, 1),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.config import ConfigError, SerialScheduleConfig
-from hybridrl.costs.devices import Roofline, layer_roofline, read_roofline
+from hybridrl.costs.layers import LayerCosts
 from hybridrl.costs.mapping import (
     DeviceMapping,
     GenLayout,
@@ -19,7 +19,7 @@ from hybridrl.flow.graph import Stage
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.planner.command import run
 from hybridrl.planner.mapped_work import MappedWork, step_samples
-from hybridrl.planner.roofline_updates import layouts_of, roles_of, with_pipelines
+from hybridrl.planner.roofline import Roofline, layouts_of, read_roofline, roles_of, with_pipelines
 from hybridrl.planner.workload import Shape, read_workload
 
 TEXT = "gpu:model=13b,critic=7b,gpus=8,total=32"
@@ -63,7 +63,7 @@ def mapped_seconds(text: str, mini_batches: int, epochs: int) -> tuple[float, fl
         schedule=SerialScheduleConfig(),
         fuses=True,
     )
-    costs = CostModel(layer_roofline(named.accelerator), cluster)
+    costs = CostModel(LayerCosts.of(named.accelerator), cluster)
     work = MappedWork(
         costs=costs, mapping=mapping, roles=roles, mini_batches=mini_batches, epochs=epochs
     )

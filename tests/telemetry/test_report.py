@@ -11,9 +11,9 @@ import pytest
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.run import TelemetryConfig
 from hybridrl.telemetry.records import read_lines
-from hybridrl.telemetry.report import render
+from hybridrl.telemetry.report import predicted, render
 from hybridrl.telemetry.run import Telemetry
-from hybridrl.telemetry.rundata import load
+from hybridrl.telemetry.rundata import RunData, load
 from hybridrl.telemetry.trace import bubble_share, read_timeline
 
 QUIET = TelemetryConfig(progress=False, loggers=[])
@@ -360,3 +360,12 @@ def test_replies_are_shaded_and_turns_say_what_they_have_earned(
     assert second.locator(".reply").count() == 0
     assert first.inner_text() == "[times(12,34)]-0.500408#<b>408</b>1.00"
     assert viewer.errors == []
+
+
+def test_predicted_seconds_stand_beside_measured_ones() -> None:
+    """Of each kind of work in `costs.json`; a run without scales has no table."""
+    run = RunData(name="run", directory="run", kinds=[["decode", 3, 2.0, 5.0], ["kv", 1, 0.0, 1.0]])
+    shown = predicted(run)
+    assert shown is not None
+    assert shown["rows"] == [["decode", 3, 2.0, 5.0, 2.5]]
+    assert predicted(RunData(name="run", directory="run")) is None

@@ -10,7 +10,8 @@ from itertools import islice
 from typing import Any, Self, final
 
 from hybridrl.config import ScheduleConfig
-from hybridrl.costs.instance import UNLIMITED, CostMeter
+from hybridrl.costs.instance import UNLIMITED, Costs
+from hybridrl.costs.meter import CostMeter
 from hybridrl.flow.barriers import run_barrier
 from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import (
@@ -67,7 +68,8 @@ class StepSettings:
     """Settings of a step: the sampling (where a stage has no other) and how many prompts.
 
     `decode_steps` bound one call of an instance. Its rows guess `draft_tokens` tokens ahead (0:
-    none, None: as many as pay), and a pass has at most `pass_tokens`.
+    none, None: as many as pay), and a pass has at most `pass_tokens`. `counted` are seconds of
+    work on an instance by its operations, which calls scale; None where they are not counted.
     """
 
     sampling: Sampling
@@ -75,6 +77,7 @@ class StepSettings:
     prompts_per_step: int
     draft_tokens: int | None = 0
     pass_tokens: int = UNLIMITED
+    counted: Costs | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +148,7 @@ class Schedule(ABC):
         graph.check()
         self.graph, self.executor, self.prompts = graph, executor, prompts
         self.settings = settings
-        self.meter = CostMeter(settings.draft_tokens, settings.pass_tokens)
+        self.meter = CostMeter(settings.draft_tokens, settings.pass_tokens, settings.counted)
         self._order = generation_first(list(graph.stages.values()))
         self._take, self._in_rounds = before_take(graph)
         self._ledger, self._turns = Ledger(), OpenTurns()

@@ -3,7 +3,8 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from hybridrl.costs.instance import CostMeter, Costs
+from hybridrl.costs.instance import Costs
+from hybridrl.costs.meter import CostMeter
 from hybridrl.flow.executor import Computed, Executor, SamplesRead, Scope
 from hybridrl.flow.graph import ComputeStage, Stage
 from hybridrl.flow.ledger import record_computed

@@ -155,10 +155,9 @@ function paintSlice(svg, tip, box, slice, lane, sx, y, row) {
 
 function predicted() {
   if (!data.predicted) return;
-  const { source, mapping, columns, rows, steps, predicted_tokens, measured_tokens } = data.predicted;
-  const lengths = measured_tokens === null ? "" : `, for responses of ${number(predicted_tokens)} tokens; measured were ${number(measured_tokens)}`;
-  section("Predicted and measured", `Seconds of a step by stage: predicted by ${source}${lengths}. Measured is the mean of ${steps} ${steps === 1 ? "step" : "steps"}; stages may overlap.`,
-    make("section", { class: "card", id: "predicted" }, make("p", { class: "lead" }, mapping), make("div", { class: "scroll" }, table(columns, rows))));
+  const { columns, rows } = data.predicted;
+  section("Predicted and measured", "Seconds of the last calls of each kind of work: by counted operations on the device's datasheet, and measured. The schedule and the planner multiply the first by the ratio.",
+    make("section", { class: "card", id: "predicted" }, make("div", { class: "scroll" }, table(columns, rows))));
 }
 
 function memory() {
