@@ -135,7 +135,7 @@ def _eval(args: list[str]) -> None:
     settings = [
         f"model.path='{next(iter(checkpoints.values()))}'",
         f"run.dir='{own_dir}'",
-        *("warm_start.steps=0", "actor.lora.rank=0", "trainer.resume=never", "cluster.requeue=0"),
+        *("warm_start.steps=0", "actor.lora.rank=0", "trainer.resume=never"),
     ]
 
     def evaluate(config: Config) -> dict[str, Any]:

@@ -226,7 +226,6 @@ def compose_replay(
             *stored,
             f"run.dir='{own}'",
             "trainer.resume=never",
-            "cluster.requeue=0",
             "telemetry.loggers=[]",
             "telemetry.report=false",
             "telemetry.digests=true",

@@ -10,7 +10,7 @@ from hybridrl.layout.mesh import Mesh
 AXES = ("pp", "replicas", "fsdp", "tp")
 
 AxisSizes = tuple[int, ...]
-"""Of the `AXES`."""
+"""The sizes of the `AXES`."""
 
 
 class LayoutLinks:

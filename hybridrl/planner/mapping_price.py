@@ -94,7 +94,7 @@ class MappingPrices:
         self._generation = lru_cache(None)(self._generation_bound)
 
     def on(self, cluster: ClusterShape) -> "MappingPrices":
-        """The same on another cluster, or in another order of its ranks."""
+        """Return these prices on another cluster, or in another order of its ranks."""
         return MappingPrices(
             self.costs.on(cluster),
             self.memory,
@@ -112,7 +112,7 @@ class MappingPrices:
     # Updates
 
     def update_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
-        """Of all of a step's updates of a role, with its way onto the device and off."""
+        """Return the seconds of a role's updates in a step, with its ways to the device."""
         return self._updates(role, layout, self.costs.cluster.aligned(ranks))
 
     def update_bound_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
@@ -159,7 +159,7 @@ class MappingPrices:
     # The three levels
 
     def bound(self, mapping: DeviceMapping, updates: Mapping[str, float]) -> StepSeconds:
-        """Of a step at least, whatever the schedule; `updates` are seconds by role."""
+        """Return the least seconds of a step under any schedule; `updates` are seconds by role."""
         home = mapping.ranks_of(ACTOR)
         decode, alone = self._generation(mapping.gen, self.costs.cluster.aligned(home))
         infer = self._infer(mapping)
@@ -230,7 +230,7 @@ class MappingPrices:
         )
 
     def generation_s(self, gen: GenLayout, ranks: range) -> float:
-        """Of generation alone, by `serial`."""
+        """Return the seconds of generation alone, by `serial`."""
         layout = TrainLayout(fsdp=len(ranks))
         mapping = DeviceMapping(
             pools={ACTOR: (ACTOR,)},
@@ -259,7 +259,7 @@ class MappingPrices:
         )
 
     def _infer(self, mapping: DeviceMapping) -> dict[str, float]:
-        """Of the forward-only stages of each role, on the ranks that they take."""
+        """Return the seconds of each role's forward-only stages, on the ranks that they take."""
         seconds = {}
         for role in self.roles:
             if role.passes:
@@ -271,14 +271,14 @@ class MappingPrices:
         return seconds
 
     def _score_s(self, role: PlannedRole, layout: TrainLayout | GenLayout, ranks: range) -> float:
-        """Of one stage; copies of a role that only scores share the samples evenly."""
+        """Return the seconds of a stage; copies of a role that only scores share the samples."""
         if isinstance(layout, TrainLayout):
             return self.costs.score_s(role, layout, ranks, self.samples)
         share = self._longest_first[:: len(ranks) // layout.ranks]
         return self.costs.score_s(role, layout, ranks[: layout.ranks], share)
 
     def front_bound_s(self, gen: GenLayout, frame: DeviceMapping) -> float:
-        """Of generation and inference at least, whatever the schedule and the training layouts."""
+        """Return the least seconds of generation and inference under any schedule."""
         home = frame.pool_of(ACTOR)
         decode, alone = self._generation(gen, self.costs.cluster.aligned(frame.ranks_of(ACTOR)))
         pools = dict.fromkeys(frame.pools, 0.0)

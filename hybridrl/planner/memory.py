@@ -170,7 +170,7 @@ class RunPlan:
         return any(plan.impossible for plan in self.pools.values())
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Those of each pool, under its name where there are several; then the attention."""
+        """Return the rows of each pool, named where there are several; then the attention."""
         rows = []
         for name, plan in self.pools.items():
             rows += [(f"pool {name}", "", "")] if len(self.pools) > 1 else []
@@ -182,7 +182,7 @@ class RunPlan:
         return [*rows, ("", "", f"attention: {self.attention}, {self.reason}")]
 
     def verdict(self) -> str:
-        """That of the run, or of the pools: those that it does not fit in, or else all."""
+        """Return the verdict of the run, or of the pools that it does not fit in, or of all."""
         if len(self.pools) == 1:
             return next(iter(self.pools.values())).verdict()
         plans = {name: p for name, p in self.pools.items() if self.fits or not p.fits}
@@ -308,7 +308,7 @@ def _states(run: PoolSizes, roles: Collection[str]) -> dict[str, int]:
 
 
 def _weights(run: PoolSizes, roles: Collection[str]) -> dict[str, int]:
-    """The same before an update has made moments."""
+    """Return the bytes of the weights before an update has made moments."""
     states = _states(run, roles)
     return {owner: size for owner, size in states.items() if owner != MOMENTS}
 

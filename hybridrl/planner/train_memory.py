@@ -91,7 +91,7 @@ class TrainSizes:
     """Whether some are there when most activations are kept."""
     layer_activations: ActivationSizes
     ends: ActivationSizes
-    """Of embedding, last norm and head, where this stage has them."""
+    """Activations of embedding, last norm and head, where this stage has them."""
     embedding: int = 0
     """Elements of the embedding, where its gradient is whole on each of the tp ranks."""
     chunk_keys: int = 0
@@ -181,7 +181,7 @@ class TrainSizes:
         return self._forward_ends(self._gathered(2), round(kept) + head)
 
     def _at_layer_before(self) -> dict[str, int]:
-        """The same of the layer before, while the gradients of the last one are being reduced.
+        """Return the bytes at the layer before, while the last one's gradients are being reduced.
 
         No pipeline has this moment: it reduces gradients at the end.
         """
