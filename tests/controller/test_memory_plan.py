@@ -36,6 +36,7 @@ from hybridrl.config import (
     RewardConfig,
     RewardKind,
     RolloutConfig,
+    SlurmClusterConfig,
     TrainLayoutConfig,
     ValueModelConfig,
 )
@@ -709,7 +710,8 @@ def test_a_node_has_frozen_weights_once_for_each_shard() -> None:
 
     def node_host(ranks: int, nodes: int, tp: int, update: str = "frozen") -> int:
         config, graph = _config(ranks=ranks), _graph()
-        config.cluster.nodes, config.rollout.layout.tp = nodes, tp
+        config.cluster = SlurmClusterConfig(device=Device.cuda, ranks=ranks, nodes=nodes)
+        config.rollout.layout.tp = tp
         if update != "frozen":
             graph.copies["average"] = Copy("average", "actor", "ewma", 0.9)
         run = plan_run(config, graph, _shape(), ROOM)
