@@ -101,9 +101,8 @@ class CaseRuns:
         """
         case = self.case
         model = case.costs.partition("model=")[2].split(",")[0]
-        critic = (
-            f",critic={model}" if "reward" in self.stages and "critic=" not in case.costs else ""
-        )
+        judged = "reward" in self.stages and "critic=" not in case.costs
+        critic = f",critic={model}" if judged else ""
         own = [setting.format(instances=case.instances) for setting in SIDES[side]]
         own.append(f'cluster.costs="{case.costs}{critic}"')
         prepare(config_of([*settings_of(case, self.recipe), *own], self.folder / f"{side}_checked"))

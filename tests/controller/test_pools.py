@@ -74,7 +74,7 @@ def test_each_role_has_its_pool(partition: Partition, make_config: Callable[...,
     for pool, of_pool in graphs_of(graph, config).items():
         assert {*of_pool.roles} == {role for role, its in pools.items() if its == pool}
         assert {*of_pool.copies} <= {"reference"}
-    assert config.critic.layout.fsdp == config.ranks_of(pools["critic"])
+    assert config.roles.critic.layout.fsdp == config.ranks_of(pools["critic"])
     for stage in graph.stages.values():
         if stage.role in pools and stage.method is not None and stage.role != "actor":
             assert (scope_of(stage, config) is Scope.POOL) == (pools[stage.role] != "actor")
