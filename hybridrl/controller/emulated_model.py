@@ -20,7 +20,7 @@ def imitated_model(
     from transformers import AutoConfig
 
     from hybridrl.models.load import load_tokenizer
-    from hybridrl.models.parallel import check_train_layout
+    from hybridrl.models.parallel import check_gen_layout, check_train_layout
     from hybridrl.models.tiny import make_char_tokenizer, make_tiny_model
 
     path, tiny = config.model.path, config.model.tiny
@@ -48,6 +48,8 @@ def imitated_model(
     }
     for role, shape in shapes.items():
         shape.save_pretrained(folder if role == ACTOR else folder / role)
+    gen = config.rollout.layout
+    check_gen_layout(shapes[ACTOR], gen.pp, gen.tp, gen.ep)
     for role in VALUE_MODELS:
         if role in graph.learned and role in shapes:
             settings = config.value_model_of(role)

@@ -127,8 +127,8 @@ def prepare(
     _writable(run_dir)
     if isinstance(config.cluster, EmulatedClusterConfig):
         gpu_memory = emulated_gpu_memory(config.cluster)
-        check_emulation(config, config.cluster, graph)
         model_path = imitated_model(config, config.cluster, graph, run_dir / "start")
+        check_emulation(config, config.cluster, graph)
     else:
         model_path = _model_path(config, run_dir)
     data, eval_items, turns, tokenizer = _load(config, model_path, graph, known)

@@ -19,6 +19,7 @@ from tail_bounds import Machine, bounds, pass_tokens
 from tail_cases import ACCEPT, CASES, CYCLE, MORE_CASES, RECIPES, SIDES, Case
 
 from hybridrl.config import Config, SerialScheduleConfig
+from hybridrl.controller.preflight import prepare
 from hybridrl.costs.instance import LONGEST_DRAFT, Costs
 from hybridrl.planner.emulation import scaled
 from hybridrl.planner.roofline import read_roofline
@@ -93,6 +94,19 @@ class CaseRuns:
         own += [f"trainer.steps={CYCLE + (steps or case.cycles * CYCLE)}"]
         return config_of([*settings_of(case, self.recipe), *own], self.folder / f"{side}{seed}")
 
+    def check(self, side: str) -> None:
+        """Raise ConfigError for a side whose layout the models or the GPU's memory exclude.
+
+        The costs of the runs are in a file, which names neither.
+        """
+        case = self.case
+        model = case.costs.partition("model=")[2].split(",")[0]
+        judged = "reward" in self.stages and "critic=" not in case.costs
+        critic = f",critic={model}" if judged else ""
+        own = [setting.format(instances=case.instances) for setting in SIDES[side]]
+        own.append(f'cluster.costs="{case.costs}{critic}"')
+        prepare(config_of([*settings_of(case, self.recipe), *own], self.folder / f"{side}_checked"))
+
     def planned(self, side: str, seed: int = SEEN, steps: int | None = None) -> Setting:
         """The setting of a side for the planner, in the wall time of the run.
 
@@ -118,6 +132,8 @@ def compare(case: Case, recipe: str, folder: Path, planned: bool) -> None:
     """The bounds and all sides of one recipe."""
     started = time.perf_counter()
     runs = CaseRuns(case, recipe, folder, case.wall_s)
+    for side in case.sides[recipe]:
+        runs.check(side)
     least = show_bounds(runs)
     rows = {}
     for side in case.sides[recipe]:

@@ -47,7 +47,7 @@ RECIPES = {
 }
 
 # A side is a column of the table: the settings of a run. With early backward an instance trains a
-# whole replica, which it has to hold: a 7B on four GPUs, but no 32B on eight.
+# whole replica, which it has to hold: an 8B on four GPUs, but no 32B on four.
 EARLY = ("schedule.early_backward=auto", "trainer.layout.replicas={instances}")
 WIDE = (f"rollout.tail_tp={NODE}",)
 SPECULATE = ("rollout.speculate=auto",)
@@ -127,7 +127,7 @@ def _long(name: str, model: str, ranks: int, instance: int, alike: float, **side
 
 CASES = (
     _long(
-        "7b_32", "qwen2.5-7b", 32, 4, 0.5,
+        "8b_32", "8b", 32, 4, 0.5,
         verifier=EACH, reference_and_reward_model=("serial", "fused", "early", "all"),
     ),
     _long(
@@ -135,13 +135,13 @@ CASES = (
         verifier=("serial", "fused", "packed", "speculate"),
     ),
     _long("32b_32", "qwen2.5-32b", 32, 4, 0.5, verifier=("serial", "fused", "speculate")),
-    _long("7b_256", "qwen2.5-7b", 256, 8, 0.5, verifier=FEW_OF_NODES),
+    _long("8b_256", "8b", 256, 8, 0.5, verifier=FEW_OF_NODES),
 )  # fmt: skip
 
 # By name alone: they would take the bench past 20 minutes.
 MORE_CASES = (
     # Lengths that are independent within a prompt: the hardest for `packed`.
-    _long("7b_32_independent", "qwen2.5-7b", 32, 4, 0.0, verifier=("serial", "fused", "packed")),
+    _long("8b_32_independent", "8b", 32, 4, 0.0, verifier=("serial", "fused", "packed")),
 )
 
 # The timeline of the README: eight instances, a training that one can see.

@@ -244,7 +244,17 @@ BIG = ("model=llama3_70b", "cluster.device=cuda")
         ((*TINY, "--nodes=1", "--gpus=8"), "option", "--gpus-per-node"),
         ((*TINY, "--nodes=1", "trainer.layout.tp=2"), "trainer.layout.tp", "--price prices it"),
         ((*TINY, "--nodes=1", "actor.lora.rank=4"), "actor.lora.rank", "0 with plan auto"),
-        ((*TINY, "--nodes=1", "cluster=emulated"), "cluster", "local or slurm: a mapping is of"),
+        (
+            (
+                *TINY,
+                "--nodes=1",
+                "cluster=emulated",
+                "cluster.device=auto",
+                "cluster.memory_check=refuse",
+            ),
+            "cluster",
+            "local or slurm: a mapping is of",
+        ),
         ((*TINY, "--nodes=1", "--out=/none/plan"), "--out", "a directory that is there"),
         (("model=tiny_moe", "--nodes=1", "--gpus-per-node=2"), "model", "a dense decoder"),
     ],

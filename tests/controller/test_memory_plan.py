@@ -35,7 +35,9 @@ from hybridrl.config import (
     PoolsConfig,
     RewardConfig,
     RewardKind,
+    RolesConfig,
     RolloutConfig,
+    SlurmClusterConfig,
     TrainLayoutConfig,
     ValueModelConfig,
 )
@@ -349,7 +351,7 @@ def _split(reward_model: str | None = None, reference: PoolName | None = None) -
             pool_of=PoolOfConfig(reference=reference),
             pools=PoolsConfig(actor=4, critic=2),
         ),
-        critic=ValueModelConfig(layout=TrainLayoutConfig(tp=2)),
+        roles=RolesConfig(critic=ValueModelConfig(layout=TrainLayoutConfig(tp=2))),
         reward=RewardConfig(kind=RewardKind.model, model=reward_model)
         if reward_model
         else RewardConfig(),
@@ -401,7 +403,7 @@ def test_a_pool_that_is_too_small_is_named(tmp_path: Path) -> None:
     deep = _shape()
     deep.update({"num_hidden_layers": 24, "layer_types": ["full_attention"] * 24})
     deep.save_pretrained(tmp_path / "critic")
-    config.critic.path = str(tmp_path / "critic")
+    config.roles.critic.path = str(tmp_path / "critic")
     plan = plan_run(config, graph, _shape(), ROOM)
     needs = {pool: p.peak.total for pool, p in plan.pools.items()}
     assert needs["actor"] < needs["critic"]
@@ -709,7 +711,8 @@ def test_a_node_has_frozen_weights_once_for_each_shard() -> None:
 
     def node_host(ranks: int, nodes: int, tp: int, update: str = "frozen") -> int:
         config, graph = _config(ranks=ranks), _graph()
-        config.cluster.nodes, config.rollout.layout.tp = nodes, tp
+        config.cluster = SlurmClusterConfig(device=Device.cuda, ranks=ranks, nodes=nodes)
+        config.rollout.layout.tp = tp
         if update != "frozen":
             graph.copies["average"] = Copy("average", "actor", "ewma", 0.9)
         run = plan_run(config, graph, _shape(), ROOM)

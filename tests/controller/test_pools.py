@@ -1,6 +1,7 @@
 """Every partition of PPO's models into pools: what runs where, and the batch of one pool."""
 
 import functools
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from hybridrl.controller import train as runs
 from hybridrl.controller.placement import check_placement, graphs_of, scope_of
 from hybridrl.controller.preflight import build_recipe
 from hybridrl.flow.executor import Scope
+from hybridrl.planner.roofline import read_roofline
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.trace import read_timeline
 
@@ -72,7 +74,7 @@ def test_each_role_has_its_pool(partition: Partition, make_config: Callable[...,
     for pool, of_pool in graphs_of(graph, config).items():
         assert {*of_pool.roles} == {role for role, its in pools.items() if its == pool}
         assert {*of_pool.copies} <= {"reference"}
-    assert config.critic.layout.fsdp == config.ranks_of(pools["critic"])
+    assert config.roles.critic.layout.fsdp == config.ranks_of(pools["critic"])
     for stage in graph.stages.values():
         if stage.role in pools and stage.method is not None and stage.role != "actor":
             assert (scope_of(stage, config) is Scope.POOL) == (pools[stage.role] != "actor")
@@ -97,8 +99,7 @@ def test_three_have_names(placement: str, same: Partition, make_config: Callable
 
 
 EMULATED = (
-    "cluster=emulated", "cluster.time_scale=0.001",
-    'cluster.costs="gpu:model=8b,critic=8b"', "trainer.steps=2", "trainer.prompts_per_step=4",
+    "cluster=emulated", "cluster.time_scale=0.001", "trainer.steps=2", "trainer.prompts_per_step=4",
     "rollout.max_new_tokens=1000", "rollout.max_running=8", "recipe.kl_coef=0.1",
     "telemetry.progress=false", "telemetry.loggers=[]", "telemetry.report=false",
 )  # fmt: skip
@@ -108,11 +109,22 @@ EMULATED = (
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The directory of an emulated run of a partition, by schedule; made once."""
 
+    # Of a file: no GPU holds what a rank of such small pools would.
+    costs = tmp_path_factory.mktemp("costs") / "costs.json"
+    modeled, *_ = read_roofline("gpu:model=8b,critic=8b", gpus=1, total=2)
+    costs.write_text(json.dumps({"costs": modeled.to_json()}))
+
     @functools.cache
     def train(partition: Partition, schedule: str) -> Path:
         folder = tmp_path_factory.mktemp("run")
         compose.register()
-        settings = (*EMULATED, *PPO, *overrides(partition), f"schedule={schedule}")
+        settings = (
+            f"cluster.costs={costs}",
+            *EMULATED,
+            *PPO,
+            *overrides(partition),
+            f"schedule={schedule}",
+        )
         runs.train(compose.check([*settings, f"run.dir={folder}"]))
         return folder
 
