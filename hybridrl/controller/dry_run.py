@@ -13,6 +13,7 @@ from typing import Any
 from hybridrl.config import Config, ConfigError, RunConfig
 from hybridrl.controller.checkpoints import find_origin
 from hybridrl.controller.preflight import prepare
+from hybridrl.controller.resumed_inputs import check_inputs, known_rows
 from hybridrl.controller.turn_orders import check_record
 
 logger = logging.getLogger(__name__)
@@ -37,13 +38,15 @@ def check_runs(
     for config, run_dir in zip(configs, run_dirs, strict=True):
         alike = replace(config, run=RunConfig())
         known = next((whole for other, whole in seen if other == alike), None)
-        find_origin(replace(config, run=replace(config.run, dir=str(run_dir))), reads)
-        if known is None:
+        origin = find_origin(replace(config, run=replace(config.run, dir=str(run_dir))), reads)
+        if known is None or origin.point is not None:
             check_record(config)
             logger.debug("checking the run in %s", run_dir)
             with tempfile.TemporaryDirectory() as folder:
                 known = deepcopy(replace(config, run=replace(config.run, dir=folder)))
-                prepared = prepare(known)
+                rows = known_rows(origin)
+                prepared = prepare(known, known=rows)
+                check_inputs(known, origin, rows, prepared)
                 show(prepared.first_samples)
                 if prepared.activations:
                     show(f"{prepared.activations}\n")

@@ -11,9 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from hybridrl.config import Config, ConfigError, TinyModelConfig
-from hybridrl.controller.checkpoints import find_origin
-from hybridrl.controller.preflight import prepare
-from hybridrl.controller.resumed_inputs import check_inputs, known_rows
+from hybridrl.controller.dry_run import check_runs
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.telemetry.records import read_lines
 
@@ -53,16 +51,13 @@ def folder(settings: list[str], train_here: Callable[..., Any]) -> Path:
 def resumed(
     settings: list[str], folder: Path, make_config: Callable[..., Config]
 ) -> Callable[..., Config]:
-    """`resumed(*overrides)` is the config with which the run resumes; it has been checked."""
+    """`resumed(*overrides)` is the config with which the run resumes, as a dry run checks it."""
 
     def check(*overrides: str) -> Config:
         config = make_config(
             *settings, "cluster=processes", "trainer.steps=2", "trainer.resume=auto", *overrides
         )
-        origin = find_origin(config)
-        known = known_rows(origin)
-        check_inputs(config, origin, known, prepare(config, known=known))
-        return config
+        return check_runs([config], [Path(config.run.dir)])[0]
 
     return check
 
