@@ -33,7 +33,7 @@ class SampleLength(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Both."""
+        """Tokens of prompt and response."""
         return self.prompt + self.response
 
     @property
@@ -54,7 +54,7 @@ class SampleTotals:
 
     @classmethod
     def of(cls, samples: Sequence[SampleLength]) -> "SampleTotals":
-        """Those of a mini-batch."""
+        """Return the sums over the samples of a mini-batch."""
         return cls(
             len(samples),
             sum(sample.tokens for sample in samples),
@@ -92,7 +92,10 @@ class ClusterShape:
         return self.nodes * self.per_node
 
     def ordered(self, order: Sequence[int]) -> "ClusterShape":
-        """The same with another worker for each rank (`cluster.rank_order`); empty: as it is."""
+        """Return the cluster with this worker for each rank (`cluster.rank_order`).
+
+        Where it is empty, a rank's worker is its own number.
+        """
         return replace(self, order=tuple(order))
 
     @property
@@ -171,7 +174,7 @@ class TrainLayout:
 
     @classmethod
     def of(cls, layout: TrainLayoutConfig, trainer: TrainerConfig) -> "TrainLayout":
-        """That of a role in a config."""
+        """Return the layout of a role in a config."""
         return cls(
             pp=layout.pp,
             replicas=layout.replicas,
@@ -232,7 +235,7 @@ class GenLayout:
 
     @property
     def ranks(self) -> int:
-        """Of an instance."""
+        """Ranks of an instance."""
         return self.pp * self.tp
 
 
@@ -248,13 +251,13 @@ class PlannedRole:
     value_head: bool = False
     """Whether it has one output a token, in place of the vocabulary's head."""
     scores_in_generation: bool = True
-    """Of the actor: whether its passes run with generation's weights, not its training shards."""
+    """Whether the actor's passes run with generation's weights, not with its training shards."""
     epochs: int | None = None
-    """Of its update, where the recipe says it; None: the trainer's."""
+    """Epochs of its update, where the recipe sets them; None: the trainer's."""
     mini_batches: int | None = None
-    """The same."""
+    """Mini-batches of its update, where the recipe sets them; None: the trainer's."""
     optim: OptimName = OptimName.adamw
-    """What trains it."""
+    """The optimizer of its update."""
 
     @property
     def scores_with_shards(self) -> bool:
@@ -276,7 +279,7 @@ class DeviceMapping:
     ranks: Mapping[str, int]
     """Number of ranks of each pool, in the order in which they take the cluster's ranks."""
     train: Mapping[str, TrainLayout]
-    """Of each trained role."""
+    """The layout of each trained role."""
     gen: GenLayout = field(default_factory=GenLayout)
     schedule: ScheduleConfig
     rank_order: tuple[int, ...] = ()

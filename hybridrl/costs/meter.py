@@ -27,7 +27,7 @@ PLAIN = Costs(
     kv_call_s=1e-3,
     round_trip_s=1e-3,
 )
-"""Of a model whose operations are not counted: a small one on a core."""
+"""Costs of a model whose operations are not counted: a small one on a core."""
 
 
 class CostMeter:
@@ -145,7 +145,7 @@ class CostMeter:
         return CostScales(**{kind: scale for kind, scale in kinds.items() if scale > 0})
 
     def table(self) -> list[tuple[str, int, float, float]]:
-        """Of each kind that was counted: calls, counted and measured seconds of the kept ones."""
+        """Return each counted kind with its kept calls, and their counted and measured seconds."""
         rows = []
         for kind in sorted(self._seen.keys() - {_DRAFTS}):
             if self._is_counted(kind):
@@ -200,7 +200,7 @@ class CostMeter:
         return self._scale(kind) * (counted or float(kind in self._seen))
 
     def _wide_steps(self) -> dict[int, float]:
-        """Of widths that a few calls had, of which the first has much to prepare."""
+        """Return `step_s` of widths that had a few calls: the first one has much to prepare."""
         steps = {}
         for kind, calls in self._seen.items():
             if kind.startswith(_WIDE) and len(calls) >= _ENOUGH_WIDE_CALLS:

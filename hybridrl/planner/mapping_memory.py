@@ -47,25 +47,25 @@ class LayerBytes(Protocol):
         sequence_parallel: bool,
         mode: ActivationMode,
     ) -> ActivationSizes:
-        """Of a decoder layer over a row, from forward to backward."""
+        """Bytes of a decoder layer over a row, from forward to backward."""
         ...
 
     def head(self, role: PlannedRole, scored: int, tp: int) -> ActivationSizes:
-        """Of the vocabulary's head in training."""
+        """Bytes of the vocabulary's head in training."""
         ...
 
     def scoring(self, role: PlannedRole, tokens: int, scored: int, tp: int) -> int:
-        """Of a forward pass that has no backward pass: the largest moment."""
+        """Bytes at the largest moment of a forward pass that has no backward pass."""
         ...
 
     def prefill(self, role: PlannedRole, tokens: int, tp: int) -> int:
-        """Of a decoder layer in a prefill."""
+        """Bytes of a decoder layer in a prefill."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DenseLayerBytes:
-    """Of a Llama-like layer with flash-attn, in bfloat16: what autograd keeps, tensor by tensor.
+    """Bytes of a Llama-like layer with flash-attn in bfloat16: the tensors that autograd keeps.
 
     A token keeps 16 hidden sizes in norms and residuals (the input, and each norm's input in
     float32 and its result), 8 of the feed-forward size (gate, up, activation, product), 4 of the
@@ -128,11 +128,11 @@ class StepLimits:
     prompt_tokens: int
     new_tokens: int
     samples: int
-    """Of a step."""
+    """Samples of a step."""
     mini_batches: int = 1
     max_running: int = 256
     bucket_bytes: int = 2 * 128 * 2**20
-    """Both buckets of the weight switch."""
+    """Bytes of the two buckets of the weight switch."""
 
     @property
     def longest(self) -> int:
@@ -154,7 +154,7 @@ class MappingMemory:
     # A trained role
 
     def train_sizes(self, role: PlannedRole, layout: TrainLayout) -> TrainSizes:
-        """Those of the pipeline stage that needs most."""
+        """Return the sizes of the pipeline stage that needs most."""
         stages = [self._stage_sizes(role, layout, stage) for stage in range(layout.pp)]
         return max(stages, key=lambda s: sum(s.state.values()) + sum(s.update().values()))
 
@@ -262,7 +262,7 @@ class MappingMemory:
     # Generation and scoring
 
     def generation_sizes(self, role: PlannedRole, gen: GenLayout) -> NativeSizes:
-        """Of the rollout engine, on the stage that has most."""
+        """Return the sizes of the rollout engine, on the stage that has most."""
         shape, limits = role.shape, self.limits
         tokens = max(_PREFILL_TOKENS, limits.longest)
         heads = -(-shape.kv_heads // gen.tp)
@@ -289,7 +289,7 @@ class MappingMemory:
     def scoring_sizes(
         self, role: PlannedRole, gen: GenLayout, micro_batch_tokens: int
     ) -> ScoringSizes:
-        """Of a role that only scores: it has the layout of generation."""
+        """Return the sizes of a role that only scores: it has the layout of generation."""
         limits = self.limits
         tokens = max(micro_batch_tokens, limits.longest)
         scored = -(-tokens * limits.new_tokens // limits.longest)

@@ -34,12 +34,12 @@ class Roofline:
     """The actor, and the critic if there is one."""
     accelerator: Accelerator
     gpus: int
-    """Of an instance."""
+    """GPUs of an instance."""
     total: int
     pp: Mapping[str, int]
     """Pipeline stages of each trained role, where the text has them."""
     tp: int
-    """Of the trained roles."""
+    """Tensor-parallel ranks of the trained roles."""
     mini_batches: int
 
     @classmethod

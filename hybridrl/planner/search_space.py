@@ -41,7 +41,7 @@ class SearchSpace:
 
     @property
     def all_tokens(self) -> Sequence[int]:
-        """Of a micro-batch, small ones first."""
+        """Tokens of a micro-batch to try, small ones first."""
         return *self.small_micro_batches, *self.micro_batch_tokens
 
     def train_layouts(
@@ -52,7 +52,7 @@ class SearchSpace:
         activations: ActivationMode,
         tokens: int,
     ) -> Iterator[TrainLayout]:
-        """Those of a role on so many `ranks`, with even chunks of a pipeline."""
+        """Yield the layouts of a role on so many `ranks`, with even chunks of a pipeline."""
         shape = role.shape
         for pp, tp in itertools.product(_doublings(_MOST_PP), _doublings(per_node)):
             data, rest = divmod(ranks, pp * tp)
@@ -79,7 +79,7 @@ class SearchSpace:
                         yield layout
 
     def gen_layouts(self, actor: PlannedRole, ranks: int, per_node: int) -> list[GenLayout]:
-        """Those of the actor's rollout instances on so many `ranks`."""
+        """Return the layouts of the actor's rollout instances on so many `ranks`."""
         shape = actor.shape
         layouts = []
         for pp, tp in itertools.product(_doublings(_MOST_GEN_PP), _doublings(per_node)):

@@ -49,7 +49,7 @@ class Workload:
         return max(len(group.lengths) for group in self.groups)
 
     def cut_at(self, max_tokens: int | None) -> "Workload":
-        """The same with responses of at most so many tokens."""
+        """Return this workload with responses of at most so many tokens."""
         if max_tokens is None:
             return self
         groups = (

@@ -31,13 +31,13 @@ class ChunkSizes:
     """The most in the second half, or in a whole backward pass, besides what is there before."""
     gathered: int
     gradients: int
-    """Of a row, in the compute format."""
+    """Gradients of a row, in the compute format."""
     sums: int
-    """Of all rows, in float32."""
+    """Sums of the gradients of all rows, in float32."""
     arriving: int
     """Gradients of the largest group, while they are added to the sums."""
     copied: int
-    """Of the sums, those that are copied to be reduced, at most."""
+    """The most bytes of the sums that are copied to be reduced."""
     reduced: int
     received: int
     """A row from the stage before; 0 for the model's first chunk."""
