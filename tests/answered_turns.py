@@ -45,7 +45,10 @@ def converse(
 def converse_in_lockstep(
     engine: RolloutEngine, requests: Iterable[Request], vocab: int
 ) -> dict[object, Output]:
-    """The same, but replies wait until no turn is left; meanwhile the cache is released."""
+    """Submit conversations and answer their turns together, once none runs: outputs by id.
+
+    Meanwhile the cache is released.
+    """
     requests, outputs = list(requests), dict[object, Output]()
     most = {request.id: request.sampling.max_new_tokens for request in requests}
     engine.submit(requests)
@@ -96,7 +99,9 @@ def converse_on_the_move(
     with_kv: bool,
     every: int = 1,
 ) -> tuple[dict[object, Output], dict[str, int]]:
-    """The same, but all requests move to the other engine after `every` steps: also how many moved.
+    """Converse while all requests move to the other engine after `every` steps.
+
+    Returns the outputs by id, and the number of requests that moved in each state.
 
     They are running, held, or answered without having continued.
     """

@@ -25,7 +25,7 @@ KIB = 2**10
 SHARED_LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """KiB of shared memory that a block may have, by compute capability (CUDA's programming guide)."""
 INSTRUCTIONS = ("tcgen05.mma", "wgmma", "mma.sync", "fma.rn.f32")
-"""Of a product, the first that occurs: tensor cores by their generation, else ordinary cores."""
+"""The first of them in a kernel's code names its cores: tensor cores, by generation, or others."""
 DTYPES = ("bfloat16", "float16", "float32")
 SHAPES = {
     "divisible": (151936, 4096),

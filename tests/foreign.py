@@ -123,7 +123,7 @@ _FUTURE = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Of a module or class, into `if` and `try`, not into functions."""
+    """Yield the statements of a module or class, also in `if` and `try`, but not in functions."""
     for node in body:
         yield node
         if isinstance(node, ast.If):

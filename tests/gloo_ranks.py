@@ -199,7 +199,7 @@ def ranks(
 
 @pytest.fixture
 def fresh_ranks(tmp_path: Path, pytestconfig: pytest.Config) -> Iterator[Callable[..., list[Any]]]:
-    """The same in processes that end with the test: for functions that leave something behind."""
+    """`ranks` in processes that end with the test: for functions that leave something behind."""
     pool = _Ranks(tmp_path, pytestconfig.getoption("--nccl-order"))
     yield pool
     pool.end()

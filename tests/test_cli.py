@@ -847,7 +847,7 @@ def test_a_plan_for_machines_that_are_not_here(
 def test_a_plan_places_experts_on_nodes(
     files: Path, capfd: pytest.CaptureFixture[str], order: str
 ) -> None:
-    """Of two ranks: consecutive ones, unless the far ones are asked for."""
+    """Nodes have two ranks. The experts are on consecutive ranks, unless far ones are asked for."""
     layout = ["trainer.layout.ep=2", f"trainer.layout.ep_grouping={order}"]
     cli.main(["plan", "layout", "--gpus-per-node=2", "model=tiny_moe", "cluster.ranks=4", *layout])
     record = json.loads(capfd.readouterr().out.splitlines()[-1])

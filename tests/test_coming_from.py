@@ -63,7 +63,7 @@ def test_verls_settings_are_those_of_the_installed_verl() -> None:
 
 @pytest.mark.contracts
 def test_trls_settings_are_those_of_its_configs() -> None:
-    """And of transformers' arguments, which they extend."""
+    """The arguments of transformers, which TRL's configs extend, count as well."""
     from transformers import TrainingArguments
 
     (root,) = (ROOT / ".cache/foreign").glob("trl-*/trl/trainer")

@@ -45,7 +45,7 @@ def waited(*ops: Op) -> list[Event]:
 
 
 def test_messages_that_cross_wait_for_each_other() -> None:
-    """Both ranks send first: neither send ends before the other end has begun."""
+    """Each rank sends first, and neither send ends before the other end has begun."""
     faults = check([waited(send(1), receive(1)), waited(send(0), receive(0))])
     assert [fault.kind for fault in faults] == [FaultKind.deadlock]
     assert "rank 0: the compute stream waits for message: send to 1" in faults[0].text

@@ -179,7 +179,7 @@ def plans(num_ranks: int) -> Iterator[tuple[Any, Plan, int]]:
 
 
 def vllm_plans(num_ranks: int) -> Iterator[tuple[Any, Plan, int]]:
-    """The same as vLLM wants it: ascending ranks, and rows of the vocabulary that it pads."""
+    """Yield plans as vLLM wants them: ascending ranks, and rows of the vocabulary that it pads."""
     at = (sides for *sides, order in layouts(num_ranks) if order is Grouping.vanilla)
     for number, sides in enumerate(at):
         model = dense_model(131, number % 2 == 0, heads_for(num_ranks))
@@ -188,7 +188,7 @@ def vllm_plans(num_ranks: int) -> Iterator[tuple[Any, Plan, int]]:
 
 
 def expert_plans(num_ranks: int) -> Iterator[tuple[Any, Plan, int]]:
-    """The same with experts, wherever the experts' axes split them."""
+    """Yield plans of a model with experts, wherever the experts' axes split them."""
     at = (
         (replace(axes, ep=ep), gen_pp, gen_tp, order, gen_ep)
         for axes, gen_pp, gen_tp, order in layouts(num_ranks)
@@ -312,7 +312,10 @@ def rounds(logs: list[Log]) -> int:
     ],
 )
 def test_a_warm_up_takes_one_collective_an_axis(sizes: tuple[int, ...], groups: int) -> None:
-    """And one for the world, at the same time on all ranks, in whatever order they come."""
+    """The groups of the axes and of the world take one collective each.
+
+    All ranks run each collective at the same time, in whatever order the ranks come.
+    """
     size = torch.Size(sizes).numel()
     logs = fake_logs(size, warm_mesh, sizes)
     assert not check(logs)

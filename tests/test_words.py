@@ -1,10 +1,12 @@
-"""One name for one thing, words that the code has replaced, names that say something.
+"""One name for one thing, words that the code has replaced, docstrings with a subject.
 
 Names are read with `ast`: classes, functions, arguments, variables and attributes. The name of a
 test is a sentence, and hypothesis has a function `given`.
 """
 
 import ast
+import inspect
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -28,6 +30,11 @@ REPLACED = {
 
 # Names that say nothing of what they hold.
 EMPTY_WORDS = {"found", "made", "given", "part"}
+
+# Beginnings of docstrings that need the line above them to be understood.
+STUMPS = re.compile(
+    r"(Of|That of|Those|The same|Both|What no|And|But|Also|As above|It waits no more)\b"
+)
 
 
 def modules(folders: tuple[str, ...] = PACKAGE) -> list[Path]:
@@ -165,3 +172,36 @@ def test_equal_classes_are_caught() -> None:
 def test_equal_types_are_caught() -> None:
     sources = {"a": "Rows = list[int]\n_Own = dict[str, int]", "b": "Rows = int | str\nMAX = a.b"}
     assert type_aliases(sources) == {"Rows": ["a", "b"]}
+
+
+# Docstrings
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every docstring, those below attributes and constants too."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, inspect.cleandoc(text)
+
+
+def stumps(source: str) -> list[tuple[int, str]]:
+    """Docstrings that a reader who meets them alone does not understand."""
+    return [(line, text) for line, text in docstrings(source) if STUMPS.match(text)]
+
+
+def test_docstrings_have_a_subject() -> None:
+    offenders = {
+        f"{path.relative_to(ROOT)}:{line}": text
+        for path in modules(ALL_CODE)
+        for line, text in stumps(path.read_text())
+    }
+    assert offenders == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["Of a rank: its bytes.", "Those that wait.", "The same of a role.", "Both of them."]
+)
+def test_stumps_are_caught(text: str) -> None:
+    assert stumps(f'def f():\n    """{text}"""\n')
+    assert not stumps(f'def f():\n    """Office hours: {text}"""\n')

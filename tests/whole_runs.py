@@ -330,7 +330,7 @@ def train(
 
 @pytest.fixture(scope="session")
 def train_here(make_config: Callable[..., Config]) -> Callable[..., FinishedRun]:
-    """The same without Ray, seconds sooner: for what a run computes, not for how its ranks live."""
+    """`train` without Ray, seconds sooner: for what a run computes, not for how its ranks live."""
     fork_context()
     return lambda run_dir, *overrides: _train(
         run_dir,

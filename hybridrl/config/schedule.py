@@ -87,7 +87,7 @@ class ScheduleConfig:
         return False
 
     def at_thresholds(self, thresholds: Iterable[int]) -> "Sequence[ScheduleConfig]":
-        """The same at each migration threshold; none without `migrates_tail`."""
+        """Return this schedule at each migration threshold; none without `migrates_tail`."""
         return ()
 
 
@@ -138,7 +138,7 @@ class FusedScheduleConfig(OverlappedScheduleConfig):
         return self.early_backward is EarlyBackward.auto
 
     def at_thresholds(self, thresholds: Iterable[int]) -> "Sequence[ScheduleConfig]":
-        """The same at each migration threshold."""
+        """Return this schedule at each migration threshold."""
         return [replace(self, migration_threshold=threshold) for threshold in thresholds]
 
 

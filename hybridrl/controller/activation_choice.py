@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 KEY = "trainer.activations"
 CHOICES = ActivationMode.keep, ActivationMode.selective, ActivationMode.recompute
-"""Those of `auto`, by how much of a layer is computed again."""
+"""The modes that `auto` chooses from, by how much of a layer is computed again."""
 
 
 def decide_activations(

@@ -96,7 +96,7 @@ class Rounds:
             self._ready += self._later
 
     def _now(self, events: list[Event]) -> list[Event]:
-        """Those that are not kept for later."""
+        """Return the events that are not kept for later."""
         self._later += filter(self._is_later, events)
         return [event for event in events if not self._is_later(event)]
 

@@ -107,7 +107,7 @@ def blame(
 
 
 Records = tuple[dict[int, StepRecord], dict[int, StepRecord]]
-"""Of two runs, by step."""
+"""The records of two runs, by step."""
 
 
 def _records(runs: tuple[Path, Path]) -> Records:

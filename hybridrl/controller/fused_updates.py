@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 KEY = "trainer.fuse_updates"
 LEAST_GAIN = 0.05
-"""Of the separate updates' time. Plans that are found are up to 3 % above the bound."""
+"""The least gain, as a share of the separate updates' time. Plans are up to 3 % above the bound."""
 
 
 def decide_fused_updates(

@@ -159,7 +159,7 @@ def scoring_sizes(
 
 
 def _kept_by_malloc(config: Config, layer: Activations) -> int:
-    """Of the layers' memory on a CPU, what is still resident when the head computes."""
+    """Freed bytes of the layers that are still resident when the head computes, on a CPU."""
     return min(layer.scoring, MALLOC_KEEPS) if config.cluster.device is Device.cpu else 0
 
 

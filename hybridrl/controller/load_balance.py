@@ -28,7 +28,7 @@ class RankWork:
 
     @classmethod
     def of(cls, layout: TrainLayoutConfig, max_tokens: int, cost: SequenceCost) -> "RankWork":
-        """That of a trained role, whose layout is resolved."""
+        """Return the work of a trained role, whose layout is resolved."""
         if layout.cp == 1:
             return cls(cost)
         ranks = range(layout.pp * layout.replicas * layout.fsdp * layout.tp)
@@ -55,7 +55,7 @@ class RankWork:
 
 
 UNKNOWN_WORK = RankWork()
-"""Of a role whose ranks do not share rows, by tokens."""
+"""The work of a role whose ranks do not share rows, by tokens."""
 
 
 def joint_work(works: Sequence[RankWork]) -> RankWork:

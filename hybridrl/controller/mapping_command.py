@@ -371,7 +371,7 @@ def _space(problem: _Problem) -> SearchSpace:
 
 
 def _schedules(problem: _Problem) -> list[ScheduleConfig]:
-    """Those with the batches of `serial`, which the recipe allows."""
+    """Return the schedules with the batches of `serial` that the recipe allows."""
     schedules = []
     for kind, entry in SCHEDULES.items():
         settings = entry.settings(kind=kind)

@@ -99,7 +99,7 @@ def pools_of(
 
 
 def mapping_of(config: Config, roles: Sequence[PlannedRole]) -> DeviceMapping:
-    """That which a config asks for."""
+    """Return the mapping that a config asks for."""
     by_pool: dict[str, list[str]] = {}
     for role in roles:
         by_pool.setdefault(config.pool_of(role.name), []).append(role.name)
@@ -121,7 +121,7 @@ def mapping_of(config: Config, roles: Sequence[PlannedRole]) -> DeviceMapping:
 
 
 def train_config(layout: TrainLayout) -> TrainLayoutConfig:
-    """The same layout as the config has it."""
+    """Return a training layout as the config has it."""
     return TrainLayoutConfig(
         pp=layout.pp,
         replicas=layout.replicas,

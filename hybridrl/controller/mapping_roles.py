@@ -24,7 +24,7 @@ Shapes = Mapping[str, "PretrainedConfig"]
 
 
 def role_shapes(config: Config, graph: Graph, shape: "PretrainedConfig") -> Shapes:
-    """That of every neural role of the recipe, the actor first; `shape` is the actor's."""
+    """Return the config of each neural role's model, the actor first; `shape` is the actor's."""
     paths: dict[str, str | None] = {ACTOR: None}
     for stage in graph.stages.values():
         role = stage.role
@@ -111,7 +111,7 @@ class CountedLayerBytes:
         sequence_parallel: bool,
         mode: ActivationMode,
     ) -> ActivationSizes:
-        """Of a decoder layer over a row, from forward to backward."""
+        """Bytes of a decoder layer's activations over a row, from forward to backward."""
         shape = self.shapes[role.name]
         counts = layer_activations(
             shape,
@@ -125,7 +125,7 @@ class CountedLayerBytes:
         return ActivationSizes(counts.kept, counts.backward)
 
     def _head(self, role: PlannedRole, scored: int, tp: int) -> ActivationSizes:
-        """Of the vocabulary's head in training."""
+        """Bytes of the activations of the vocabulary's head in training."""
         shape = self.shapes[role.name]
         counts = head_activations(
             shape, scored, dtype=self.dtype, triton=has_triton(self.config), tp=tp
@@ -133,7 +133,10 @@ class CountedLayerBytes:
         return ActivationSizes(counts.kept, counts.backward)
 
     def _scoring(self, role: PlannedRole, tokens: int, scored: int, tp: int) -> int:
-        """Of a forward pass that has no backward pass; 0 scored tokens: without a vocabulary."""
+        """Bytes of a forward pass without a backward pass.
+
+        With 0 scored tokens it has no vocabulary's head.
+        """
         shape = self.shapes[role.name]
         attention = attention_of(self.config, shape)
         most = layer_activations(
@@ -146,6 +149,6 @@ class CountedLayerBytes:
         return most
 
     def _prefill(self, role: PlannedRole, tokens: int, tp: int) -> int:
-        """Of a decoder layer in a prefill of full samples."""
+        """Bytes of a decoder layer in a prefill of full samples."""
         longest = min(tokens, self.config.longest_generated)
         return prefill_activations(self.shapes[role.name], tokens, longest, dtype=self.dtype, tp=tp)

@@ -69,7 +69,7 @@ class LayoutPlan:
         return [*switch, ("memory of a rank", ""), *phases]
 
     def record(self) -> dict[str, object]:
-        """Both as JSON data; null for memory that is not known."""
+        """Return switch and memory as JSON data; null for memory that is not known."""
         memory = None if isinstance(self.memory, str) else self.memory.record()
         return self.switch.record() | {"warnings": [*self.warnings], "memory": memory}
 
@@ -154,7 +154,10 @@ def _plan_layout(config: Config, gpus_per_node: int) -> "tuple[LayoutReport, lis
 
 
 def _plan_memory(config: Config, gpu_gib: float) -> "RunPlan":
-    """Of a rank of the planned cluster, whose GPUs have `gpu_gib` GiB (0: those here, else 80)."""
+    """Plan the memory of the planned cluster's ranks, whose GPUs have `gpu_gib` GiB.
+
+    0 takes the memory of the GPUs here, else 80 GiB.
+    """
     from hybridrl.system.devices import local_gpus
 
     graph, shape = build_recipe(config.recipe), _checked_shape(config)

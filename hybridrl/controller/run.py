@@ -144,7 +144,7 @@ class Run:
                 self.episodes.close()
 
     def _driver_metrics(self) -> dict[str, float]:
-        """Those of judges and environments on the driver's node, since the last call."""
+        """Return metrics of judges and environments on the driver's node, since the last call."""
         self._trace_environments()
         of_episodes = self.episodes.metrics() if self.episodes is not None else {}
         return self.executor.judges.metrics() | of_episodes

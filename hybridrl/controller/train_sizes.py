@@ -271,7 +271,11 @@ def _ends(
     last: bool,
     classifier: bool,
 ) -> ActivationSizes:
-    """Of the embedding, or what the stage before sends; on the `last` one of norm and head."""
+    """Activations at the ends of a stage, besides its layers.
+
+    It keeps the embedding, or the states that the stage before sends. The `last` stage also has
+    norm and head.
+    """
     hidden = row.tokens * shape.hidden_size * itemsize_of(config)
     hidden //= layout.tp if layout.sequence_parallel else 1
     if not last or classifier:

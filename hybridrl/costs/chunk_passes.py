@@ -41,7 +41,10 @@ class ChunkPasses(NamedTuple):
 def chunk_passes(
     costs: LayerCosts, setting: ChunkSetting, layers: int, is_first: bool, is_last: bool
 ) -> ChunkPasses:
-    """Return the passes of a chunk: the first has the embedding, the last the head."""
+    """Return the passes of a chunk with so many layers.
+
+    The first chunk has the embedding, the last one the head.
+    """
     shape, tp, reduce = setting.shape, setting.tp, setting.reduce
     work = LayerWork.of(shape, tp)
     forward = LinearPass.of_layer(costs.forward_flop_s, work) + reduce.times(2)

@@ -64,7 +64,7 @@ class Drafting:
 
     @classmethod
     def from_json(cls, values: Any) -> "Drafting | None":
-        """Read the drafting of a `Costs` in JSON; raises `ValueError`."""
+        """Return the drafting of a `Costs` as JSON; raises `ValueError`."""
         if values is None:
             return None
         try:
@@ -125,7 +125,7 @@ class Costs:
     train_token_s: float = 0.0
     """Forward, backward and step, per token of the whole batch, all ranks together at work."""
     fused_train_token_s: float = 0.0
-    """Seconds a token where all roles train in one plan (`trainer.fuse_updates`); 0: unknown."""
+    """`train_token_s` with all roles in one pipeline plan (`trainer.fuse_updates`); 0: unknown."""
     switch_s: float = 0.0
     """Bringing all ranks from training to generation."""
     train_switch_s: float = 0.0

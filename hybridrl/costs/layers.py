@@ -26,7 +26,7 @@ class HostStep:
     rest_s: float
 
     def seconds(self, layers: float, launch_s: float) -> float:
-        """Return the seconds of a step of a model with so many layers."""
+        """Seconds of a step of a model with so many layers."""
         return self.rest_s + launch_s * (self.layer_kernels * layers + self.kernels)
 
 
@@ -117,7 +117,7 @@ class LinearPass:
     pair_s: float = 0.0
 
     def __call__(self, tokens: float, scored: float, pairs: float) -> float:
-        """Return the seconds of a micro-batch."""
+        """Seconds of a micro-batch."""
         work = self.token_s * tokens + self.scored_s * scored + self.pair_s * pairs
         return self.call_s + work
 
@@ -140,10 +140,10 @@ class LinearPass:
 
     @classmethod
     def of_layer(cls, flop_s: float, work: LayerWork) -> "LinearPass":
-        """Return the costs of one layer on one rank."""
+        """Return the pass of one layer on one rank."""
         return cls(0.0, flop_s * work.flops, 0.0, flop_s * work.pair_flops)
 
     @classmethod
     def of_head(cls, flop_s: float, hidden: int, outputs: float) -> "LinearPass":
-        """Return the costs of a head with so many `outputs` on one rank."""
+        """Return the pass of a head with so many `outputs` on one rank."""
         return cls(0.0, 0.0, flop_s * 2 * hidden * outputs, 0.0)

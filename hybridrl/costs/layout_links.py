@@ -10,7 +10,7 @@ from hybridrl.layout.mesh import Mesh
 AXES = ("pp", "replicas", "fsdp", "tp")
 
 AxisSizes = tuple[int, ...]
-"""The sizes of the `AXES`."""
+"""Sizes of the `AXES`."""
 
 
 class LayoutLinks:

@@ -14,18 +14,18 @@ class LinkSpeed:
     message_s: float = 0.0
 
     def send_s(self, nbytes: float) -> float:
-        """Return the seconds of a message from one rank to another."""
+        """Seconds of a message from one rank to another."""
         return self.message_s + nbytes / self.bytes_per_s
 
     def gather_s(self, nbytes: float, ranks: int) -> float:
-        """Return the seconds to gather, or to reduce and scatter, `nbytes` of all ranks."""
+        """Seconds of an all-gather or a reduce-scatter; `nbytes` counts all ranks together."""
         if ranks == 1:
             return 0.0
         steps = math.ceil(math.log2(ranks))
         return steps * self.message_s + (ranks - 1) / ranks * nbytes / self.bytes_per_s
 
     def all_reduce_s(self, nbytes: float, ranks: int) -> float:
-        """Return the seconds of an all-reduce: a reduce-scatter and an all-gather."""
+        """Seconds of an all-reduce, which sends what a reduce-scatter and an all-gather send."""
         return self.gather_s(2 * nbytes, ranks)
 
 
@@ -50,7 +50,7 @@ class LinkTable:
         return len(self.bytes_per_s)
 
     def link(self, source: int, target: int) -> LinkSpeed:
-        """Return the link between two workers."""
+        """Return the link from one worker to another."""
         return LinkSpeed(self.bytes_per_s[source][target], self.message_s[source][target])
 
     @property

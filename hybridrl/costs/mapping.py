@@ -54,7 +54,7 @@ class SampleTotals:
 
     @classmethod
     def of(cls, samples: Sequence[SampleLength]) -> "SampleTotals":
-        """Return the totals of a mini-batch."""
+        """Return the sums over the samples of a mini-batch."""
         return cls(
             len(samples),
             sum(sample.tokens for sample in samples),
@@ -92,7 +92,10 @@ class ClusterShape:
         return self.nodes * self.per_node
 
     def ordered(self, order: Sequence[int]) -> "ClusterShape":
-        """Return this cluster in another order of workers (`cluster.rank_order`)."""
+        """Return the cluster with this worker for each rank (`cluster.rank_order`).
+
+        Where it is empty, a rank's worker is its own number.
+        """
         return replace(self, order=tuple(order))
 
     @property
@@ -232,7 +235,7 @@ class GenLayout:
 
     @property
     def ranks(self) -> int:
-        """The ranks of an instance."""
+        """Ranks of an instance."""
         return self.pp * self.tp
 
 
@@ -248,13 +251,13 @@ class PlannedRole:
     value_head: bool = False
     """Whether it has one output a token, in place of the vocabulary's head."""
     scores_in_generation: bool = True
-    """Whether passes of the actor run with generation's weights, not its training shards."""
+    """Whether the actor's passes run with generation's weights, not with its training shards."""
     epochs: int | None = None
-    """Epochs of its update, where the recipe says it; None: the trainer's."""
+    """Epochs of its update, where the recipe sets them; None: the trainer's."""
     mini_batches: int | None = None
-    """Mini-batches of its update, where the recipe says it; None: the trainer's."""
+    """Mini-batches of its update, where the recipe sets them; None: the trainer's."""
     optim: OptimName = OptimName.adamw
-    """What trains it."""
+    """The optimizer of its update."""
 
     @property
     def scores_with_shards(self) -> bool:

@@ -145,7 +145,7 @@ class CostMeter:
         return CostScales(**{kind: scale for kind, scale in kinds.items() if scale > 0})
 
     def table(self) -> list[tuple[str, int, float, float]]:
-        """Return the kept calls of each counted kind, with counted and measured seconds."""
+        """Return each counted kind with its kept calls, and their counted and measured seconds."""
         rows = []
         for kind in sorted(self._seen.keys() - {_DRAFTS}):
             if self._is_counted(kind):
@@ -200,7 +200,7 @@ class CostMeter:
         return self._scale(kind) * (counted or float(kind in self._seen))
 
     def _wide_steps(self) -> dict[int, float]:
-        """Return seconds of a step by width, once it had a few calls: the first prepares much."""
+        """Return `step_s` of widths that had a few calls: the first one has much to prepare."""
         steps = {}
         for kind, calls in self._seen.items():
             if kind.startswith(_WIDE) and len(calls) >= _ENOUGH_WIDE_CALLS:

@@ -45,7 +45,7 @@ from hybridrl.pipelines.problem import (
 from hybridrl.pipelines.standard import least_micro_batches, standard_plan
 
 SampleLengths = Sequence[SampleLength]
-"""The samples of a micro-batch, or of a batch."""
+"""Lengths of the samples of a micro-batch, or of a batch."""
 
 UNSCALED = CostScales()
 MASTER = 4
@@ -119,7 +119,7 @@ class CostModel:
     def passes(
         self, role: PlannedRole, layout: TrainLayout, ranks: range, row: SampleLengths
     ) -> tuple[PassCosts, ...]:
-        """Return the passes of a micro-batch on each pipeline chunk, in the forward order.
+        """Return the costs of a micro-batch of these samples, by pipeline chunk in forward order.
 
         Tensor-parallel traffic is in them, that of FSDP where weights are gathered for each
         micro-batch. With recomputation a backward pass has a forward pass in it.
@@ -138,7 +138,7 @@ class CostModel:
         scored: float,
         pairs: float,
     ) -> tuple[PassCosts, ...]:
-        """Return the passes of a row of so many tokens, scored tokens and pairs."""
+        """Return the costs of so many tokens, scored tokens and pairs, by pipeline chunk."""
         sizes = layout.layers_of_chunks(role.shape.layers)
         chunks = self._chunks(role, layout, ranks, sizes)
         return tuple(self._chunk_passes(chunk, tokens, scored, pairs) for chunk in chunks)
@@ -151,7 +151,7 @@ class CostModel:
         )
 
     def _together(self, compute_s: float, traffic_s: float) -> float:
-        """Return the seconds of work beside the traffic of other layers."""
+        """Seconds of work together with the traffic of other layers."""
         if self.layer_costs.overlaps:
             return max(compute_s, traffic_s)
         return compute_s + traffic_s
@@ -207,7 +207,7 @@ class CostModel:
     def _layer_traffic(
         self, role: PlannedRole, layout: TrainLayout, ranks: range
     ) -> tuple[float, float]:
-        """Return the seconds to gather a layer for a micro-batch, and to reduce its gradients."""
+        """Seconds to gather a layer for a micro-batch, and seconds to reduce its gradients."""
         if layout.fsdp == 1 or stays_unsharded(role.shape.parameters, layout.pp):
             return 0.0, 0.0
         link = self.links.along(layout, ranks, "fsdp")
@@ -227,7 +227,7 @@ class CostModel:
         row = even_rows(layout, totals).work
 
         def of_chunks(layers: int) -> list[float]:
-            """Return the seconds of chunks with so many layers each."""
+            """Seconds of each chunk, where all chunks have so many layers."""
             chunks = self._chunks(role, layout, ranks, (layers,) * layout.chunks)
             passes = [self._chunk_passes(chunk, *row) for chunk in chunks]
             return [each.forward_s + each.backward_s + each.weights_s for each in passes]
@@ -266,7 +266,7 @@ class CostModel:
         return problem, standard_plan(model, layout.schedule.value)
 
     def gradient_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
-        """Return the seconds once an update to gather weights and to reduce gradients."""
+        """Seconds to gather weights and reduce gradients over fsdp and replicas, once an update."""
         costs = self.layer_costs
         elements = self._stage_elements(role.shape, layout, role.value_head)
         seconds = costs.gradient_element_s * elements
@@ -279,7 +279,10 @@ class CostModel:
     def _over_fsdp_s(
         self, role: PlannedRole, layout: TrainLayout, ranks: range, *sizes: int
     ) -> float:
-        """Return the seconds to gather `sizes` bytes of each weight once, not by layer and row."""
+        """Seconds for `sizes` bytes of each weight.
+
+        They are 0 where weights are gathered by layer and row, not all at once.
+        """
         if layout.fsdp == 1 or not stays_unsharded(role.shape.parameters, layout.pp):
             return 0.0
         elements = self._stage_elements(role.shape, layout, role.value_head)
@@ -294,7 +297,7 @@ class CostModel:
         return self._elements(shape, value_head, *chunks) / layout.tp
 
     def optimizer_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
-        """Return the seconds of an optimizer step, with the clipping of gradients."""
+        """Seconds of an optimizer step, with the clipping of gradients."""
         elements = self._stage_elements(role.shape, layout, role.value_head) / layout.fsdp
         norm = self.links.among(ranks).all_reduce_s(0, layout.ranks)
         return self.layer_costs.optimizer_element_s * elements + norm
@@ -302,12 +305,15 @@ class CostModel:
     def update_s(
         self, role: PlannedRole, layout: TrainLayout, ranks: range, samples: SampleLengths
     ) -> float:
-        """Return the seconds of an update with these samples, pipelines action by action."""
+        """Seconds of one optimizer step on these samples on all ranks.
+
+        Pipelines count action by action.
+        """
         seconds = self._rows_s(role, layout, ranks, samples, trains=True)
         return self.scales.train * seconds + self.step_s(role, layout, ranks)
 
     def step_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
-        """Return the seconds that come once an update, besides its rows."""
+        """Seconds that an update takes once, besides its rows."""
         once = self.layer_costs.update_s + self.gradient_s(role, layout, ranks)
         return self.scales.train * (once + self.optimizer_s(role, layout, ranks))
 
@@ -319,7 +325,7 @@ class CostModel:
         samples: SampleLengths,
         trains: bool,
     ) -> float:
-        """Return the seconds of the micro-batches of the rank that takes longest."""
+        """Seconds of the micro-batches of the rank that takes longest."""
         totals = SampleTotals.of(samples)
         return self._rows(role, layout, self.cluster.aligned(ranks), totals, trains)
 
@@ -367,7 +373,7 @@ class CostModel:
         ranks: range,
         samples: SampleLengths,
     ) -> float:
-        """Return the seconds of a forward-only stage on these samples.
+        """Seconds of a forward-only stage on these samples.
 
         With a `GenLayout` of one instance, whose `ranks` these are; else of all ranks of the pool.
         """
@@ -379,14 +385,14 @@ class CostModel:
         return once + self.scales.forward * self._rows_s(role, layout, ranks, samples, trains=False)
 
     def pass_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
-        """Return the seconds that come once in a forward-only stage, besides its rows."""
+        """Seconds that a forward-only stage takes once, besides its rows."""
         once = self._over_fsdp_s(role, layout, ranks, self.layer_costs.itemsize)
         return self.scales.forward * once
 
     # Between phases
 
     def activate_s(self, role: PlannedRole, layout: TrainLayout | GenLayout) -> float:
-        """Return the seconds of a role's way onto the device: shards, and moments."""
+        """Seconds to bring a role's shards and moments from host memory onto the device."""
         if isinstance(layout, GenLayout):
             nbytes = self.layer_costs.itemsize * role.shape.parameters / layout.ranks
         else:
@@ -395,13 +401,13 @@ class CostModel:
         return self.cluster.host.send_s(nbytes)
 
     def deactivate_s(self, role: PlannedRole, layout: TrainLayout | GenLayout) -> float:
-        """Return the seconds of its way back; weights that no update changes are only freed."""
+        """Seconds to bring a role back; weights that no update changes are only freed."""
         return 0.0 if isinstance(layout, GenLayout) else self.activate_s(role, layout)
 
     def switch_s(
         self, role: PlannedRole, train: TrainLayout, gen: GenLayout, ranks: range
     ) -> float:
-        """Return the seconds of the switch to generation: its plan's bytes by link."""
+        """Seconds of the weight switch from training to generation: its plan's bytes by link."""
         own = role.shape.parameters / gen.ranks * self.layer_costs.itemsize
         local = self.layer_costs.switch_byte_s * own
         return self.scales.switch * (local + self._moved(role.shape, train, gen, ranks))
@@ -409,7 +415,7 @@ class CostModel:
     def _switch_traffic_s(
         self, shape: ModelShape, train: TrainLayout, gen: GenLayout, ranks: range
     ) -> float:
-        """Return the seconds of the rank with most traffic, within and across nodes."""
+        """Seconds of the rank that sends or receives longest, within its node and across nodes."""
         numbers = train.layers_of_chunks(shape.layers)
         stages = [train.stage_of_chunk(chunk) for chunk, n in enumerate(numbers) for _ in range(n)]
         axes = TrainAxes(pp=train.pp, replicas=train.replicas, fsdp=train.fsdp, tp=train.tp)
@@ -428,7 +434,7 @@ class CostModel:
     # Generation
 
     def generation(self, role: PlannedRole, gen: GenLayout, ranks: range) -> Costs:
-        """Return the costs of a rollout instance for the scheduler: steps, rows and cached tokens.
+        """Return the costs of one rollout instance: of decode steps, rows and cached tokens.
 
         Stages of a pipeline decode as many batches in turns. So a step takes the time of one rank
         that reads all weights, and rows and cached tokens a stage's part of theirs.
@@ -474,7 +480,7 @@ class CostModel:
         return mapping.gen, home
 
     def stage_s(self, role: PlannedRole, mapping: DeviceMapping, samples: SampleLengths) -> float:
-        """Return the seconds of a call of a forward-only stage, on an instance or a whole pool.
+        """Seconds of a call of a role's forward-only stage on one instance, or on a pool's ranks.
 
         In a separate pool the copies of a role that only scores share the samples.
         """
@@ -546,5 +552,5 @@ class CostModel:
         return self.cluster.host.send_s(MASTER * elements) + moving
 
     def on(self, cluster: ClusterShape) -> "CostModel":
-        """Return these costs of layers on another cluster, or in another order of its ranks."""
+        """Return the costs of the same layers on a cluster, or with other places of its ranks."""
         return CostModel(self.layer_costs, cluster, self.row_tokens, self.scales)

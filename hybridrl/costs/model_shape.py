@@ -70,7 +70,7 @@ class ModelShape:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """Return the shape of a Hugging Face `config.json`.
+        """Return the sizes in a Hugging Face `config.json`.
 
         Raises ValueError for sizes that are missing.
         """

@@ -22,7 +22,7 @@ class KnownRows:
     trained: tuple[str, ...] = ()
 
     def arranged(self, items: Sequence[Item]) -> tuple[list[Item], list[Item], list[Item]]:
-        """Those of `items` that are held out, those that were trained, and new ones.
+        """Part `items` into the held-out ones, the ones that were trained on, and new ones.
 
         The known ones are in the run's order, new ones in that of `items`.
         """

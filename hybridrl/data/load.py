@@ -195,7 +195,7 @@ class _Collector:
         self.dropped: Counter[str] = Counter()
         self._first_dropped: UnusableRowError | None = None
         self.notes = RowNotes()
-        """Of the source that is being loaded."""
+        """Notes on the rows of the source that is being loaded."""
         self._seen: set[str] = set()
         self._twice: Counter[str] = Counter()
 

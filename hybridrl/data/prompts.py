@@ -49,8 +49,11 @@ class Item:
     privileged_ids: tuple[int, ...] = field(default=(), repr=False)
     """Tokens of the prompt of `data.privileged_template`; empty without one."""
     masks: dict[str, tuple[bool, ...]] = field(default_factory=dict, repr=False)
-    """Of responses in several turns, which tokens the assistant wrote, by column; `target_ids` are
-    under the empty name. A response without a mask is all the assistant's."""
+    """Whether the assistant wrote each token of a response in several turns, by column.
+
+    The mask of `target_ids` is under the empty name. A response without a mask is all the
+    assistant's.
+    """
 
     task: EpisodeTask | None = field(default=None, repr=False)
     """What its episodes start from, where an environment answers the model."""

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 _TURN = "xTURNENDx"
 """Stands for the end of the model's turn where a template is asked what follows it."""
 _ID = "call00001"
-"""Of a call that a reply names no id for; Mistral's templates want nine letters or digits."""
+"""The id of a call that has none in a reply; Mistral's templates want nine letters or digits."""
 
 Calls = tuple[tuple[str, str], ...]
 """Names and ids of calls of tools."""

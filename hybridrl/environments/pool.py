@@ -73,8 +73,11 @@ class EpisodePool(SandboxPool[ServedEpisode]):
         """
         self.config, self.seed, self.tries_again = config, seed, config.replay
         self.counts: Counter[str] = Counter()
-        """Of this pool so far: `episodes`, `turns`, `replays`, `failed/KIND`, `close_errors`, and
-        `replaced_surrogates`, each of which is a question mark in what a program said."""
+        """Counts of this pool so far, by name.
+
+        The names are `episodes`, `turns`, `replays`, `failed/KIND`, `close_errors`, and
+        `replaced_surrogates`. Each replaced surrogate is a question mark in a program's text.
+        """
         self.tools: tuple[dict[str, Any], ...] = ()
         """Schemas of the tools that the model may call, once a process is ready."""
         self._episodes: dict[EpisodeId, ServedEpisode] = {}

@@ -60,7 +60,7 @@ class Model:
         self.messages: list[ChatMessage] = []
         """The conversation so far, the model's turns too."""
         self.tools: tuple[dict[str, Any], ...] = ()
-        """Those that the first request of a client has told of."""
+        """The tools that the first request of a client has named."""
         self.rewritten = ""
         """How a client has changed what was there before."""
         self.at_limit = False

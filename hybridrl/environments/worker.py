@@ -55,7 +55,7 @@ class EpisodeService(Service):
         return [list(self.environment.tools)]
 
     async def endpoint(self) -> "ChatEndpoint":
-        """That of the process, which starts at the first use."""
+        """Return the endpoint of the process, which starts at the first use."""
         if self._endpoint is None:
             from hybridrl.environments.endpoint import ChatEndpoint  # aiohttp takes long to import
 

@@ -137,7 +137,7 @@ def _pair(
 def _merge(
     stage: MergeStage, samples: list[Sample], others: list[Sample], ledger: Ledger
 ) -> list[Sample]:
-    """Of each prompt first the samples of one stream, then of the other."""
+    """Put the samples of the other stream after the first stream's, prompt by prompt."""
     more = {group[0].id.prompt: group for group in groups(others)}
     kept = []
     for group in groups(samples):

@@ -269,7 +269,7 @@ class Forecast:
         return [round(length) for length in np.mean(steps, axis=0).tolist()] if steps else []
 
     def steps(self, num: int) -> list[list[int]]:
-        """The same of each step alone, the oldest first."""
+        """Return `num` lengths of each step by their ends, evenly spaced, the oldest step first."""
         return [_spaced(step, num) for step in self._steps if num]
 
     def waits(self, num: int) -> list[list[float]]:

@@ -54,7 +54,7 @@ class _Course(NamedTuple):
     alive: np.ndarray
     """Samples that have not ended."""
     tokens: np.ndarray
-    """Of the sample that ends."""
+    """Response tokens of each sample at its end."""
     going: np.ndarray
     """The share of their time in which those that have not ended make tokens."""
     held: np.ndarray
@@ -252,7 +252,7 @@ class _FreeTime:
     totals: np.ndarray = field(default_factory=lambda: np.zeros(1))
 
     def usable(self, seconds: np.ndarray, free: np.ndarray) -> np.ndarray:
-        """Of the `free` time in the next intervals [rows, intervals], what is of use.
+        """Return the usable part of the `free` time in the next intervals [rows, intervals].
 
         A span of several rows is the last.
         """
@@ -306,7 +306,7 @@ def best_threshold(
 def _mean_seconds(
     models: Sequence[StepModel], pairs: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], float]:
-    """Of steps with each threshold and cap of `pairs`."""
+    """Return the mean seconds of the steps with each threshold and cap of `pairs`."""
     known = dict[tuple[int, int], float]()
     ordered = sorted(pairs)
     bounds = [bisect_right(ordered, (most, np.inf)) for most in (_EXACT * 4**n for n in range(8))]

@@ -263,7 +263,7 @@ class Stream:
         *,
         name: str | None = None,
     ) -> "Stream":
-        """Both streams' samples, matched by prompt and k, side by side in training order.
+        """Put samples of two streams side by side in training order, matched by prompt and k.
 
         Partners stay in one micro-batch (`samples_per_row` is 2). The scalar `side` says which one
         a sample is. A sample without its partner is dropped.

@@ -68,7 +68,7 @@ def order_from_json(rows: Sequence[Sequence[Any]]) -> dict[SampleId, TurnsTaken]
 
 
 def failed_turns(orders: Mapping[int, Sequence[RoundOrder]]) -> dict[SampleId, tuple[int, str]]:
-    """Of each sample whose episode has failed in recorded steps: its last turn, from 1, and why."""
+    """Return the last turn, from 1, and the failure of each sample with a failed episode."""
     num_turns, failures = Counter[SampleId](), dict[SampleId, tuple[int, str]]()
     for _, rounds in sorted(orders.items()):
         for id, taken in chain.from_iterable(order.items() for order in rounds):
@@ -102,7 +102,7 @@ class OpenTurns:
     waits_seen: WaitModel = field(default_factory=WaitModel)
     """Learned from the replies."""
     turn_tokens: float = 0.0
-    """Of a turn of the model, on average over the last ones; 0 before any."""
+    """Tokens of a turn of the model, on average over the last ones; 0 before any."""
     expected: float = 0.0
     """Turns of a conversation, as in earlier steps; 0 before any."""
     _num_turns: dict[SampleId, int] = field(default_factory=dict)  # that have ended so far
@@ -223,7 +223,7 @@ class OpenTurns:
         return [id for id in ids if id not in self.put_by]
 
     def take_back(self) -> list[SampleId]:
-        """Those put away that are answered by now."""
+        """Take back the samples that were put away and are answered by now, and return them."""
         back = sorted(id for id in self.put_by if not self.waits(id))
         self.put_by.difference_update(back)
         return back

@@ -44,7 +44,7 @@ class WaitModel:
 
     @property
     def mean(self) -> float:
-        """Of the waits; 0 for too few."""
+        """The mean of the waits; 0 for too few."""
         return sum(self._seen) / len(self._seen) if len(self._seen) >= _ENOUGH else 0.0
 
     def left(self, waited: Sequence[float]) -> list[float]:

@@ -44,7 +44,7 @@ class PackedBox:
         return parted.movedim(self.dim, 0)
 
     def in_row(self, row: torch.Tensor) -> torch.Tensor:
-        """The same boxes in the row."""
+        """The boxes in the row: [count, *shape], of one box `shape`."""
         size = prod(self.shape)
         if self.count == 1:
             return row[self.start : self.start + size].view(self.shape)
@@ -67,7 +67,7 @@ def packed_boxes(
 
 
 def joined(boxes: Iterable[PackedBox]) -> list[PackedBox]:
-    """The same boxes, those at equal distances as one."""
+    """Return all boxes, with those at equal distances joined into one."""
     alike: dict[tuple[str, tuple[int, ...]], list[PackedBox]] = defaultdict(list)
     for box in boxes:
         alike[box.name, box.shape].append(box)

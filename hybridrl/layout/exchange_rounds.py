@@ -31,7 +31,7 @@ from hybridrl.layout.box import Box
 from hybridrl.layout.portions import Piece, portions
 
 MOST_MESSAGES = 256
-"""Of a rank in one round, sent and received: NCCL below 2.30 can hang with more in a group."""
+"""Messages that a rank sends and receives in one round: NCCL below 2.30 can hang with more."""
 
 _SMALL_BOX = 2**15
 """Elements of a box whose launch takes longer than its copy."""

@@ -205,7 +205,10 @@ def _chosen(
 def _at_holding_stage(
     coordinates: dict[str, np.ndarray], stages: Sequence[int]
 ) -> dict[str, np.ndarray]:
-    """The same at the nearest pipeline stage that holds a parameter: their own, or any."""
+    """Move coordinates to the nearest pipeline stage that holds a parameter.
+
+    A coordinate whose own stage holds the parameter stays; any other takes one of the holders.
+    """
     if "pp" not in coordinates:
         return coordinates
     pp, holding = coordinates["pp"], np.array(stages)

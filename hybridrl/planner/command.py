@@ -261,7 +261,7 @@ def table(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
 
 
 def _bound(setting: Setting) -> float:
-    """Return the least seconds of the front, without guesses."""
+    """A lower bound of the front's seconds, without guesses."""
     return lower_bound(replace(setting, costs=replace(setting.costs, drafting=None)))
 
 

@@ -18,7 +18,7 @@ class DoesNotFit(Exception):
 
     @classmethod
     def of(cls, role: str, sizes: Mapping[str, int], available: int, where: str) -> "DoesNotFit":
-        """Return the answer for bytes by owner on a rank that has `available`."""
+        """Return the error for bytes by owner on a rank that has `available`."""
         missing = total(sizes) - available
         if missing <= 0:  # only where not all roles may share all ranks
             return cls(
@@ -34,7 +34,7 @@ class DoesNotFit(Exception):
 
 
 class FittingLayouts:
-    """Layouts in order that fit; each is asked once, when an iteration comes to it."""
+    """The layouts that fit, in order. Each layout is asked once, when an iteration comes to it."""
 
     def __init__(
         self, bounded: Sequence[tuple[float, TrainLayout]], fits: Callable[[TrainLayout], bool]

@@ -99,7 +99,7 @@ def shared_update_s(
     samples: SampleLengths,
     own: Mapping[str, SampleLengths] | None = None,
 ) -> float:
-    """Return the seconds of one update of each role on these samples, or its `own`, in one plan."""
+    """Seconds of one optimizer step of each role on these samples, or its `own`, in one plan."""
     problem = shared_problem(costs, roles, layouts, ranks, samples, own=own)
     steps = sum(costs.step_s(role, layouts[role.name], ranks) for role in roles)
     return costs.scales.train * OVER_BOUND * lower_bound(problem) + steps
@@ -115,7 +115,7 @@ def updates_s(
     mini_batches: int = 1,
     epochs: int = 1,
 ) -> float:
-    """Return the seconds of a role's epochs and mini-batches, with its way onto the device and off.
+    """Seconds of all epochs and mini-batches of a role, with its way onto the device and off.
 
     Several share a plan (`can_share_a_plan`), the k-th mini-batch of one with the k-th of the
     others; what is left over is trained alone. A role may have its own numbers of both.
@@ -156,7 +156,7 @@ def shared_score_s(
     ranks: range,
     samples: SampleLengths,
 ) -> float:
-    """Return the seconds of one forward-only stage of each role on these samples, in one plan."""
+    """Seconds of one forward-only stage of each role on these samples, in one plan."""
     problem = shared_problem(costs, roles, layouts, ranks, samples, trains=False)
     once = sum(costs.pass_s(role, layouts[role.name], ranks) for role in roles)
     return once + costs.scales.forward * OVER_BOUND * lower_bound(problem)

@@ -18,11 +18,11 @@ class GenerationSizes:
     prefill: int
     """Activations of a prefill."""
     logits: int
-    """Bytes of a decode step while it samples in whatever way, which the cache leaves free."""
+    """Bytes that the cache leaves free for the logits of a decode step, however it samples."""
     joined: int
     """The largest tensor that is joined of several while weights are allocated or merged."""
     buckets: int
-    """Bytes of the buckets of the weight switch."""
+    """Bytes of the weight switch's buckets."""
     longest: int
     """Tokens of a full sample."""
     most: int
@@ -30,8 +30,7 @@ class GenerationSizes:
     wanted: int
     """`rollout.kv_cache_tokens`."""
     passing: int = 0
-    """Bytes of weights with adapters that are on the device at once on their way to the host.
-    """
+    """The most bytes of weights below adapters that pass at once on their way to the host."""
 
     def cache_tokens(self, left: int | None) -> int:
         """Tokens of the KV cache where weights and buckets leave `left` bytes; None: no limit."""
@@ -80,7 +79,7 @@ class NativeSizes(GenerationSizes):
     gathered: int
     """Keys and values of a token that attention copies: of a layer, or of all that a CPU keeps."""
     sampling: int
-    """The bytes of `logits` that the run's way of sampling takes."""
+    """The part of `logits` that the run's way of sampling takes."""
     copied: int = 0
     """On CPUs, tokens whose keys and values a decode step copies; 0: those of the whole cache."""
     conversations: int = 0

@@ -41,7 +41,7 @@ class ModeledRow:
     spans: list[TokenSpan] = field(default_factory=list)
     ahead: float = 0.0
     turns: tuple[ModeledTurn, ...] = ()
-    """The present turn of a conversation, of which `left` are to come, and the turns after it."""
+    """Turns of a conversation: the present one, of which `left` tokens are to come, and more."""
     num_turns: int = 0
     scalars: dict[str, float | int | str] = field(default_factory=dict)
 
@@ -262,7 +262,10 @@ class ModeledInstance:
                 self.waiting.append(row)
 
     def _answer(self, replies: Sequence[EpisodeReply]) -> list[ModeledRow]:
-        """Return the rows that have ended; running rows come before rows that wait."""
+        """Give waiting rows their replies, and return the rows that have ended.
+
+        The others come before rows that wait for room.
+        """
         rows = [self.held.pop(reply.id) for reply in replies]
         for row, reply in zip(rows, replies, strict=True):
             row.answer(reply)

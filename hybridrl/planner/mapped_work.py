@@ -75,11 +75,11 @@ class MappedWork:
         return scopes
 
     def flow_costs(self, samples: Sequence[SampleLength]) -> Costs:
-        """For the scheduler's choices, of an instance's share of samples like these."""
+        """Return the costs of samples like these on an instance, for the scheduler's choices."""
         return self.costs.costs(self.roles, self.mapping, samples)
 
     def pool(self, stage: Stage) -> str:
-        """Return the pool of the stage's role; a verifier is in the actor's."""
+        """Return the pool of a stage's role; a verifier has the actor's."""
         role = stage.role
         is_known = any(role in roles for roles in self.mapping.pools.values())
         return self.mapping.pool_of(role) if role is not None and is_known else self.home
@@ -89,11 +89,11 @@ class MappedWork:
         return stage.name in self._by_stage
 
     def pass_s(self, stage: Stage, samples: Sequence[Sample]) -> float:
-        """Return the seconds of one call, on an instance or on all ranks of the role's pool."""
+        """Seconds of one call: on an instance, or on all ranks of the role's pool."""
         return self.costs.stage_s(self._by_stage[stage.name], self.mapping, lengths_of(samples))
 
     def onload_s(self, stage: Stage) -> float:
-        """Until the role of a forward pass is on the device; the actor's weights generate there."""
+        """Seconds until a forward pass's role is on the device; generation keeps the actor."""
         role = self._by_stage[stage.name]
         if role.name == ACTOR and not role.scores_with_shards:
             return 0.0
@@ -109,13 +109,13 @@ class MappedWork:
         return self.mapping.fuses and apart and can_share_a_plan(roles, self.mapping.train)
 
     def passes_s(self, stages: Sequence[Stage], samples: Sequence[Sample]) -> float:
-        """Return the seconds of one call of forward passes that share a plan (`fuses`)."""
+        """Seconds of one call of forward passes that share a plan (`fuses`)."""
         roles = self._roles_of(stages)
         ranks = self.mapping.ranks_of(roles[0].name)
         return shared_score_s(self.costs, roles, self.mapping.train, ranks, lengths_of(samples))
 
     def update_s(self, stages: Sequence[Stage], samples: Sequence[Sample]) -> float:
-        """Return the seconds of updates, of several in one plan (`fuses`): see `updates_s`."""
+        """Seconds of the updates of a role, or of several that share a plan: see `updates_s`."""
         roles = self._roles_of(stages)
         return updates_s(
             self.costs,
@@ -140,7 +140,7 @@ def lengths_of(samples: Sequence[Sample]) -> list[SampleLength]:
 
 
 def step_samples(workload: Workload, group_size: int) -> list[SampleLength]:
-    """Return the samples of the first step, `group_size` a prompt."""
+    """Return the lengths of the first step's samples, `group_size` a prompt."""
     return [
         SampleLength(group.prompt_tokens, group.lengths[k % len(group.lengths)])
         for group in workload.groups[: workload.prompts_per_step]

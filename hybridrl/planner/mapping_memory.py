@@ -47,25 +47,25 @@ class LayerBytes(Protocol):
         sequence_parallel: bool,
         mode: ActivationMode,
     ) -> ActivationSizes:
-        """Return the activations of a decoder layer over a row, from forward to backward."""
+        """Bytes of a decoder layer over a row, from forward to backward."""
         ...
 
     def head(self, role: PlannedRole, scored: int, tp: int) -> ActivationSizes:
-        """Return the activations of the vocabulary's head in training."""
+        """Bytes of the vocabulary's head in training."""
         ...
 
     def scoring(self, role: PlannedRole, tokens: int, scored: int, tp: int) -> int:
-        """Return the bytes of a forward pass without a backward pass at its largest moment."""
+        """Bytes at the largest moment of a forward pass that has no backward pass."""
         ...
 
     def prefill(self, role: PlannedRole, tokens: int, tp: int) -> int:
-        """Return the bytes of a decoder layer in a prefill."""
+        """Bytes of a decoder layer in a prefill."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DenseLayerBytes:
-    """Bytes of a Llama-like layer with flash-attn in bfloat16, tensor by tensor of autograd's.
+    """Bytes of a Llama-like layer with flash-attn in bfloat16: the tensors that autograd keeps.
 
     A token keeps 16 hidden sizes in norms and residuals (the input, and each norm's input in
     float32 and its result), 8 of the feed-forward size (gate, up, activation, product), 4 of the

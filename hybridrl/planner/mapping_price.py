@@ -94,7 +94,7 @@ class MappingPrices:
         self._generation = lru_cache(None)(self._generation_bound)
 
     def on(self, cluster: ClusterShape) -> "MappingPrices":
-        """Return these prices on another cluster, or in another order of its ranks."""
+        """Return these prices on another cluster, or with other places of its ranks."""
         return MappingPrices(
             self.costs.on(cluster),
             self.memory,
@@ -106,13 +106,13 @@ class MappingPrices:
         )
 
     def in_order(self, order: Sequence[int]) -> "MappingPrices":
-        """With another worker for each rank (`DeviceMapping.rank_order`); empty: as it is."""
+        """Return these prices with `DeviceMapping.rank_order`; an empty one changes nothing."""
         return self.on(self.costs.cluster.ordered(order)) if order else self
 
     # Updates
 
     def update_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
-        """Return the seconds of a role's updates in a step, with its ways to the device."""
+        """Seconds of all of a role's updates in a step, with its way onto the device and off."""
         return self._updates(role, layout, self.costs.cluster.aligned(ranks))
 
     def update_bound_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
@@ -159,7 +159,7 @@ class MappingPrices:
     # The three levels
 
     def bound(self, mapping: DeviceMapping, updates: Mapping[str, float]) -> StepSeconds:
-        """Return the least seconds of a step under any schedule; `updates` are seconds by role."""
+        """The least seconds of a step, whatever the schedule; `updates` are seconds by role."""
         home = mapping.ranks_of(ACTOR)
         decode, alone = self._generation(mapping.gen, self.costs.cluster.aligned(home))
         infer = self._infer(mapping)
@@ -230,7 +230,7 @@ class MappingPrices:
         )
 
     def generation_s(self, gen: GenLayout, ranks: range) -> float:
-        """Return the seconds of generation alone, by `serial`."""
+        """Seconds of generation alone, by `serial`."""
         layout = TrainLayout(fsdp=len(ranks))
         mapping = DeviceMapping(
             pools={ACTOR: (ACTOR,)},
@@ -259,7 +259,7 @@ class MappingPrices:
         )
 
     def _infer(self, mapping: DeviceMapping) -> dict[str, float]:
-        """Return the seconds of each role's forward-only stages, on the ranks that they take."""
+        """Seconds of the forward-only stages of each role, on the ranks that they take."""
         seconds = {}
         for role in self.roles:
             if role.passes:
@@ -271,14 +271,14 @@ class MappingPrices:
         return seconds
 
     def _score_s(self, role: PlannedRole, layout: TrainLayout | GenLayout, ranks: range) -> float:
-        """Return the seconds of a stage; copies of a role that only scores share the samples."""
+        """Seconds of one stage; copies of a role that only scores share the samples evenly."""
         if isinstance(layout, TrainLayout):
             return self.costs.score_s(role, layout, ranks, self.samples)
         share = self._longest_first[:: len(ranks) // layout.ranks]
         return self.costs.score_s(role, layout, ranks[: layout.ranks], share)
 
     def front_bound_s(self, gen: GenLayout, frame: DeviceMapping) -> float:
-        """Return the least seconds of generation and inference under any schedule."""
+        """The least seconds of generation and inference, for all schedules and training layouts."""
         home = frame.pool_of(ACTOR)
         decode, alone = self._generation(gen, self.costs.cluster.aligned(frame.ranks_of(ACTOR)))
         pools = dict.fromkeys(frame.pools, 0.0)

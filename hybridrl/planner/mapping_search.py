@@ -55,7 +55,10 @@ from hybridrl.planner.search_space import SearchSpace
 logger = logging.getLogger(__name__)
 
 TOLERANCE = 0.03
-"""A share of a step's seconds. To prove the last percents takes most of a search."""
+"""The tolerance as a share of a step's seconds.
+
+To prove the last percents takes most of a search.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,7 +224,10 @@ class MappingSearch:
         return PricedMapping(mapping=mapping, seconds=seconds, bound_s=bound_s, memory=memory)
 
     def _bound_s(self, mapping: DeviceMapping) -> float:
-        """Return the least seconds of a step; in one plan, other roles fill a pipeline's gaps."""
+        """The least seconds of a step.
+
+        In one plan the work of other roles fills a pipeline's gaps.
+        """
         bound_of = self.prices.filled_bound_s if mapping.fuses else self.prices.update_bound_s
         updates = {
             name: bound_of(self._by_name[name], layout, mapping.ranks_of(name))
@@ -280,7 +286,10 @@ class MappingSearch:
             yield _longest_pool(frame, least_s), self.space.small_micro_batches
 
     def _least_filled_s(self, role: PlannedRole, ranks: range) -> float:
-        """Return a bound of all layouts, in one plan or apart: fewer rows, more memory."""
+        """Seconds that no layout is below, in one plan or apart.
+
+        They are for fewer rows and more memory than any layout has.
+        """
         keeps = min(self.space.activations, key=lambda mode: mode is not ActivationMode.keep)
         layouts = self._sorted(role, ranks, keeps, max(self.space.micro_batch_tokens))
         seconds = (self.prices.filled_bound_s(role, layout, ranks) for _, layout in layouts)
@@ -308,7 +317,7 @@ class MappingSearch:
                 yield least
 
     def _mappings(self, frame: DeviceMapping, tokens: Sequence[int]) -> Iterator[_Candidate]:
-        """Yield the mappings of an allocation, with training layouts of the least bound."""
+        """Yield mappings of a placement and an allocation, with training layouts of least bound."""
         gens = self._gens_of(frame)
         for least in self._shared_layouts(frame, tokens):
             bounds = {name: seconds for name, (seconds, _) in least.items()}
@@ -397,7 +406,7 @@ class MappingSearch:
     def _bounded_layouts(
         self, role: PlannedRole, ranks: range, activations: ActivationMode, tokens: int
     ) -> FittingLayouts:
-        """Return the layouts that fit, the least bound first."""
+        """Return the layouts that fit, by their bounds."""
         bounded = self._sorted(role, ranks, activations, tokens)
         return FittingLayouts(bounded, lambda layout: self._fitting(role, layout))
 
@@ -459,20 +468,20 @@ class MappingSearch:
     def _train_layouts(
         self, role: PlannedRole, ranks: int, activations: ActivationMode, tokens: int
     ) -> Iterator[TrainLayout]:
-        """With even chunks of a pipeline, and with borders by cost."""
+        """Yield training layouts with even chunks of a pipeline, and with borders by cost."""
         per_node = self.prices.costs.cluster.per_node
         for layout in self.space.train_layouts(role, ranks, per_node, activations, tokens):
             both = layout, self.prices.balanced(role, layout, range(ranks))
             yield from dict.fromkeys(both)
 
     def _gen_layouts(self, ranks: int) -> list[GenLayout]:
-        """Return the layouts of instances that hold at least one full sample."""
+        """Return layouts of instances that hold a full sample at least."""
         actor = self._by_name[ACTOR]
         allowed = self._allowed_gens(ranks)
         return [gen for gen in allowed if self.memory.samples_held(actor, gen)]
 
     def _allowed_gens(self, ranks: int) -> list[GenLayout]:
-        """Return the layouts that can run, whatever their memory."""
+        """Return layouts of instances that can run, whatever their memory."""
         return self.space.gen_layouts(
             self._by_name[ACTOR], ranks, self.prices.costs.cluster.per_node
         )

@@ -170,7 +170,7 @@ class RunPlan:
         return any(plan.impossible for plan in self.pools.values())
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Return the rows of each pool, named where there are several; then the attention."""
+        """Return the rows of each pool, under its name if there are several; then the attention."""
         rows = []
         for name, plan in self.pools.items():
             rows += [(f"pool {name}", "", "")] if len(self.pools) > 1 else []
@@ -182,14 +182,17 @@ class RunPlan:
         return [*rows, ("", "", f"attention: {self.attention}, {self.reason}")]
 
     def verdict(self) -> str:
-        """Return the verdict of the run, or of the pools that it does not fit in, or of all."""
+        """Return the verdict of the only pool, or of each pool that the run does not fit in.
+
+        If it fits in all, each pool has a verdict.
+        """
         if len(self.pools) == 1:
             return next(iter(self.pools.values())).verdict()
         plans = {name: p for name, p in self.pools.items() if self.fits or not p.fits}
         return "; ".join(f"in pool {name} it {plan.verdict()}" for name, plan in plans.items())
 
     def record(self) -> dict[str, object]:
-        """As JSON data: that of the pool where there is one, else those of `pools`."""
+        """Return JSON data: the record of the only pool, or a record of each of the `pools`."""
         records = {name: plan.record() for name, plan in self.pools.items()}
         plans = {"pools": records} if len(records) > 1 else next(iter(records.values()))
         ends = {"attention": self.attention, "fits": self.fits, "node_host": self.node_host}
@@ -308,7 +311,7 @@ def _states(run: PoolSizes, roles: Collection[str]) -> dict[str, int]:
 
 
 def _weights(run: PoolSizes, roles: Collection[str]) -> dict[str, int]:
-    """Return the bytes of the weights before an update has made moments."""
+    """Weights of trained roles, whose moments no update has made yet."""
     states = _states(run, roles)
     return {owner: size for owner, size in states.items() if owner != MOMENTS}
 

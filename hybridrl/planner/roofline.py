@@ -39,7 +39,7 @@ class Roofline:
     pp: Mapping[str, int]
     """Pipeline stages of each trained role, where the text has them."""
     tp: int
-    """Tensor parallelism of the trained roles."""
+    """Tensor-parallel ranks of the trained roles."""
     mini_batches: int
 
     @classmethod

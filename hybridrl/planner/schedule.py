@@ -337,7 +337,7 @@ def replay(setting: Setting, config: ScheduleConfig, skip: int = 1) -> Outcome:
 def replay_steps(
     setting: Setting, config: ScheduleConfig
 ) -> list[tuple[dict[str, float], Mapping[str, float]]]:
-    """Return the numbers of each step that an `Outcome` averages, and its stages' seconds."""
+    """Return the values of each step that an `Outcome` averages, and the seconds of its stages."""
     executor = SimulatedExecutor(
         setting.costs,
         setting.num_instances,

@@ -41,7 +41,7 @@ class SearchSpace:
 
     @property
     def all_tokens(self) -> Sequence[int]:
-        """The tokens of a micro-batch, small ones first."""
+        """Tokens of a micro-batch to try, small ones first."""
         return *self.small_micro_batches, *self.micro_batch_tokens
 
     def train_layouts(

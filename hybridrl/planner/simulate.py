@@ -136,7 +136,7 @@ class SimulatedExecutor:
         return self.scopes.get(stage.name, Scope.RANK)
 
     def pool(self, stage: Stage) -> str:
-        """Return the pool of the mapping; without a mapping stages of scope POOL share one."""
+        """Return the mapping's pool; without one, all stages of scope POOL share a pool."""
         if self._mapped is not None:
             return self._mapped.pool(stage)
         return "critic" if self.scope(stage) is Scope.POOL else "actor"
@@ -148,7 +148,7 @@ class SimulatedExecutor:
         places: Sequence[int | str],
         instances: int = 1,
     ) -> float:
-        """Return the seconds of a call of a forward-only stage whose tokens `instances` share.
+        """Seconds of one call of a forward-only stage whose tokens `instances` share.
 
         Under a mapping its role comes onto the device first, unless it was the last one there.
         """

@@ -147,7 +147,7 @@ class TrainSizes:
         return max(moments, key=lambda sizes: sum(sizes.values()))
 
     def loading(self, from_actor: bool = False) -> dict[str, int]:
-        """On a GPU while the model is built, which each rank gets its own boxes of.
+        """Bytes on a GPU while the model is built, of which each rank gets its own boxes.
 
         A model that begins as the actor gets each of the actor's parameters whole, one after the
         other.
@@ -156,7 +156,7 @@ class TrainSizes:
         return shards | ({"whole parameters": MASTER * self.largest} if from_actor else {})
 
     def saving(self) -> dict[str, int]:
-        """Besides the state, while a checkpoint is written."""
+        """Bytes besides the state, while a checkpoint is written."""
         return {"parameter being saved": self.saved}
 
     def _at_head(self) -> dict[str, int]:
@@ -181,7 +181,7 @@ class TrainSizes:
         return self._forward_ends(self._gathered(2), round(kept) + head)
 
     def _at_layer_before(self) -> dict[str, int]:
-        """Return the bytes at the layer before, while the last one's gradients are being reduced.
+        """Bytes in the layer before the last, while the last layer's gradients are being reduced.
 
         No pipeline has this moment: it reduces gradients at the end.
         """

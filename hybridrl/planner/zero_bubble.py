@@ -33,11 +33,11 @@ class ChunkSizes:
     gradients: int
     """Gradients of a row, in the compute format."""
     sums: int
-    """Sums over all rows, in float32."""
+    """Sums of the gradients of all rows, in float32."""
     arriving: int
     """Gradients of the largest group, while they are added to the sums."""
     copied: int
-    """The most of the sums that are copied to be reduced."""
+    """The most bytes of the sums that are copied to be reduced."""
     reduced: int
     received: int
     """A row from the stage before; 0 for the model's first chunk."""

@@ -12,7 +12,7 @@ from hybridrl.config import ConfigError, JudgeConfig, SourceConfig
 from hybridrl.sandbox.jail import Jail, choose
 
 TIME_SHARE = 0.9
-"""Of `timeout_s`, for the tests of one sample; the rest is the verifier's own."""
+"""The share of `timeout_s` for the tests of one sample; the verifier has the rest."""
 _FENCE = re.compile(r"^```(?:python3?|py)[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 

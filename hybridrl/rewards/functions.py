@@ -56,7 +56,7 @@ class UserFunction:
     accepts: frozenset[str] | None
     """None: all, since it has `**kwargs`."""
     needs: frozenset[str]
-    """Those without a default."""
+    """Parameters without a default."""
 
     def arguments(self, items: Sequence[RewardInput], texts: Sequence[str]) -> dict[str, Any]:
         """The arguments for responses whose judged texts are `texts`: lists, or of one its own.

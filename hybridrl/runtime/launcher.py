@@ -56,7 +56,7 @@ class Launcher(Protocol):
         ...
 
     def subgroup(self, group: Any, ranks: Sequence[int]) -> Any:
-        """The same ranks, but only those of `ranks`."""
+        """Return a group of only these `ranks` of `group`."""
         ...
 
     def wait(self, references: Sequence[Any], timeout: float = POLL_S) -> list[Any]:

@@ -48,7 +48,7 @@ class RunData:
     counters: list[Counter] = field(default_factory=list)
     config: str = ""
     kinds: list[list[Any]] = field(default_factory=list)
-    """Of each kind of work that the run has scaled: calls, counted and measured seconds."""
+    """Each kind of work that the run has scaled: its name, calls, counted and measured seconds."""
 
     @property
     def state(self) -> str:

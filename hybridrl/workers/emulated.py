@@ -176,7 +176,7 @@ class EmulatedWorker:
 
     @property
     def _number(self) -> int:
-        """That of its instance."""
+        """The number of the rank's instance."""
         assert self.instance is not None, "generation outside of the actor's pool"
         return self.instance.ranks.start // len(self.instance.ranks)
 

@@ -98,7 +98,7 @@ class EmulatedRanks:
         self._number = itertools.count()
 
     def _wide_instances(self, config: Config, size: int) -> dict[int, EmulatedInstance]:
-        """Those of this process, by their numbers; an instance has `size` ranks."""
+        """Return this process's wide instances by number, made of instances of `size` ranks."""
         num_instances = self._pool_sizes["actor"] // size
         table = wide_instances(num_instances, emulated_widths(config))
         wide = {

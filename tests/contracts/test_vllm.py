@@ -155,7 +155,7 @@ ATTRIBUTES = {
 
 
 def test_the_pin_is_the_version_that_is_checked(vllm: Sources) -> None:
-    """And it runs on the torch that is pinned."""
+    """vLLM runs on the torch that is pinned."""
     (metadata,) = vllm.root.glob("vllm-*.dist-info/METADATA")
     lines = metadata.read_text().splitlines()
     (version,) = (line.split()[1] for line in lines if line.startswith("Version: "))
@@ -389,7 +389,7 @@ def test_a_batch_is_read_once_its_draws_are_on_the_host(vllm: Sources) -> None:
 
 
 def test_placeholders_count_as_tokens(vllm: Sources) -> None:
-    """Of a step that is not read yet: a draw's number follows from them."""
+    """A draw's number follows from the placeholders, also while a step is not read yet."""
     source = ast.unparse(vllm.find(f"{RUNNER}._bookkeeping_sync"))
     assert "sampled_ids = [-1]" in source
     assert "self.input_batch.num_tokens_no_spec[req_idx] = end_idx" in source
@@ -407,7 +407,7 @@ def test_tokens_stay_on_the_device_where_nothing_reads_them(vllm: Sources) -> No
 
 
 def test_a_request_is_not_scheduled_behind_its_last_token(vllm: Sources) -> None:
-    """And one that was preempted waits for the token of a step that is not read yet."""
+    """A request that was preempted waits for the token of a step that is not read yet."""
     source = ast.unparse(vllm.find(f"{SCHEDULER}.schedule"))
     assert "request.num_prompt_tokens + request.max_tokens" in source
     assert "request.num_stale_output_tokens > 0 and (not request.drop_stale_output)" in source
@@ -629,7 +629,7 @@ def test_wake_empties_torchs_cache_before_it_maps(pool: Pool) -> None:
 
 
 def test_level_2_copies_nothing(vllm: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And level 1 copies the weights."""
+    """Level 1 copies the weights."""
     offloaded: list[Any] = []
     allocator = SimpleNamespace(sleep=lambda offload_tags: offloaded.append(offload_tags))
     module = SimpleNamespace(get_mem_allocator_instance=lambda: allocator)
@@ -746,7 +746,7 @@ def test_experts_are_held_as_the_switch_writes_them(vllm: Sources) -> None:
 
 
 def test_experts_written_in_place_stay_as_they_are(vllm: Sources) -> None:
-    """Of the kernel that we ask for, processed again after every switch."""
+    """The kernel that we ask for keeps experts, which are processed again after every switch."""
     oracle = f"{MOE}.oracle.unquantized"
     names = ("TRITON", "BATCHED_TRITON", "FLASHINFER_TRTLLM", "FLASHINFER_CUTLASS", "AITER")
     backends = SimpleNamespace(**{name: name for name in names})
@@ -787,7 +787,7 @@ def test_experts_written_in_place_stay_as_they_are(vllm: Sources) -> None:
 
 
 def test_whole_experts_are_consecutive(vllm: Sources) -> None:
-    """Those of a tp rank are the layout's: its share, in order."""
+    """A tp rank has the experts that the layout gives it: its share, in order."""
     place = vllm.load(f"{MOE}.expert_map_manager:determine_expert_map", torch=torch)
     count, places, _ = place(4, 1, 8)
     assert count == 2

@@ -32,7 +32,7 @@ def run_of(*overrides: str, device: str = "cuda") -> tuple[Config, Graph, Pretra
 
 
 def training_bytes(mode: ActivationMode, *overrides: str) -> int:
-    """Of the largest phase of training, in any pool."""
+    """Return the bytes of the largest phase of training, in any pool."""
     config, graph, shape = run_of(*overrides, f"{KEY}={mode.value}")
     plans = plan_run(config, graph, shape, gpu_room(80 * GIB), staying=()).pools.values()
     phases = [phase for plan in plans for phase in plan.phases]
@@ -43,7 +43,7 @@ def training_bytes(mode: ActivationMode, *overrides: str) -> int:
     "overrides", [(), ("recipe=ppo",), ("recipe=ppo", "cluster.placement=split")], ids=str
 )
 def test_the_first_that_fits_to_the_byte(overrides: tuple[str, ...]) -> None:
-    """Of all roles that are trained, in every pool."""
+    """The choice counts all roles that are trained, in every pool."""
     config, graph, shape = run_of(*overrides)
     needed = [training_bytes(mode, *overrides) for mode in CHOICES]
     assert needed == sorted(needed, reverse=True)

@@ -235,7 +235,7 @@ def test_a_checkpoint_with_keys_of_old_is_compared_by_their_new_names(
 def test_a_key_that_is_gone_must_have_had_what_every_run_has(
     config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Of two keys that are gone, one says what a run trains on, the other how its work is split."""
+    """One of two keys that are gone says what a run trains on, the other how its work is split."""
     path = publish(tmp_path / "run" / "final", 6, "schedule=packed")
     file = path / "resume" / "state.json"
     state = json.loads(file.read_text())

@@ -88,7 +88,9 @@ def watch_moves(patch: pytest.MonkeyPatch) -> list[SampleId]:
 
 
 def check_same(serial: Any, early: Any) -> None:
-    """The same batches, and the same weights after three steps, by how far they have moved.
+    """Check that the batches are the same, and the weights after three steps.
+
+    Weights are compared by how far they have moved.
 
     Measured: 6e-7 of the move, 1e-7 at most; losses and norms of gradients 1e-6.
     """
@@ -250,7 +252,10 @@ def test_an_instance_is_whole_replicas(
 
 
 def test_what_it_says_would_do(make_config: Callable[..., Config]) -> None:
-    """Of all small layouts: where none can train alone, the settings that are named let them."""
+    """All small layouts are tried.
+
+    Where no instance can train alone, the settings that the reason names let one do so.
+    """
     checked = set()
     for ranks, tp, replicas, gen_tp, pp in product((2, 4, 8), (1, 2), (1, 2, 4), (1, 2), (1, 2)):
         if ranks % (tp * replicas * pp) or ranks % (gen_tp * pp) or ranks == gen_tp * pp:

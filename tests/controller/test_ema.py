@@ -78,9 +78,10 @@ def test_it_is_the_average_of_the_checkpoints(
 def test_ppo_ewma_is_a_setting(
     train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:
-    """Of recipes with a ratio; the weight from the rollout's policy to the average is bounded.
+    """A recipe with a ratio can take an average of its weights as the old policy.
 
-    With a second average for a reference, of a decay of its own.
+    The weight from the rollout's policy to the average is bounded. The reference is a second
+    average with its own decay.
     """
     settings = [setting for setting in tiny_run if not setting.startswith("recipe")]
     ewma = [

@@ -238,7 +238,7 @@ def test_the_log_has_the_first_error_of_each_kind_and_step(
 def test_failed_samples_that_are_kept_have_earned_nothing(
     make: Make, program: str, finish: str, failure: str
 ) -> None:
-    """Those that were rewritten are dropped in any case."""
+    """A rewritten sample is dropped in any case."""
     params = ["+environment.params.fails=x"] if program == "talk" else []
     zero = ["environment.on_failure=zero", "reward=environment"]
     episodes, id = make(program, *zero, *params), SampleId(0)
@@ -260,7 +260,7 @@ def test_notes_are_no_fields_of_a_sample(make: Make) -> None:
 
 
 def test_a_sample_says_how_many_of_its_replies_were_cut(make: Make) -> None:
-    """Also where the run resumes before or after one of them."""
+    """The count is right where the run resumes before or after a cut reply, too."""
     episodes, id = make("talk", "environment.max_reply_tokens=4"), SampleId(0)
     episodes.start([id], ITEM, 64)
     answered(episodes, id, "ab")

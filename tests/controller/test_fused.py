@@ -129,7 +129,7 @@ def test_layouts(
     layout: str,
     migration: str,
 ) -> None:
-    """As above, with another number of instances, or instances of several ranks."""
+    """Other numbers of instances, and instances of several ranks, give what serial gives."""
     settings = [*long_tail, *LAYOUTS[layout]]
     serial = train(tmp_path / "serial", *settings)
     fused = train(tmp_path / "fused", *settings, *FUSED, f"schedule.migration={migration}")

@@ -70,7 +70,7 @@ def test_auto(decide: Callable[..., Any], settings: list[str], fuses: bool) -> N
 
 
 def test_the_gain_is_the_pipelines_idle_time(decide: Callable[..., Any], model: str) -> None:
-    """Of two models on two ranks with r rows: 6 r of 2 (3 r + 3); the head aside."""
+    """Two models on two ranks with r rows take 6 r in place of 2 (3 r + 3), the head aside."""
     for rows in (2, 8):
         config, graph = decide(*PIPELINE)
         samples = config.trainer.prompts_per_step * config.recipe["num_samples"]

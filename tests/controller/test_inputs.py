@@ -20,7 +20,7 @@ def judges(config: Any) -> list[str]:
 def test_a_function_counts_where_it_judges(
     make_config: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where its package raises, or is not there: then without a file."""
+    """A function counts where its package raises, or does not exist: then it has no file."""
     package = tmp_path / "judges_of_mine" / "more"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("raise RuntimeError('imported')")

@@ -47,7 +47,7 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 GPU_GIB = 4
-"""Of the planned clusters with GPUs; 2.8 GiB of them are left for others."""
+"""The memory of a planned cluster's GPU; 2.8 GiB of it are left for others."""
 
 
 def _random_problem(draw: random.Random, reward_model: str) -> list[str]:
@@ -134,7 +134,7 @@ def _pass_dry_run(
 def test_overrides_pass_the_dry_run(
     seed: int, tmp_path: Path, reward_model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of random models and clusters."""
+    """Random models and clusters are planned."""
     _pass_dry_run([_random_problem(random.Random(seed), reward_model)], tmp_path, capsys)
 
 
@@ -143,7 +143,7 @@ def test_overrides_pass_the_dry_run(
 def test_overrides_of_many_pass_the_dry_run(
     first: int, tmp_path: Path, reward_model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 200 random models and clusters; each twenty, and one by hand, have every kind."""
+    """Plan 200 random models and clusters; each twenty, and one by hand, have every kind."""
     seeds = range(first, first + 20)
     problems = [_random_problem(random.Random(seed), reward_model) for seed in seeds]
     assert _pass_dry_run([*problems, FILLED], tmp_path, capsys) == {*KINDS}
@@ -167,7 +167,7 @@ def test_the_preflight_refuses_what_does_not_fit_the_planned_gpus(tmp_path: Path
 
 
 def test_ppo_has_fifteen_partitions(reward_model: str) -> None:
-    """Of actor, critic, reference and a reward model: all of them can run, on four ranks."""
+    """Actor, critic, reference and a reward model can run in every partition on four ranks."""
     reward = ("reward=model", f"reward.model={reward_model}", "recipe.kl_coef=0.1")
     compose.register()
     config = compose.check([*TINY, "recipe=ppo", *reward, "cluster.ranks=4"])
@@ -305,7 +305,7 @@ def test_what_the_closed_form_does_not_know_is_priced_by_the_plan() -> None:
     ("key", "value"), [("trainer.layout.cp", 2), ("trainer.chunk_tokens", 512)]
 )
 def test_long_samples_that_have_no_costs_are_refused(key: str, value: int) -> None:
-    """Those that ranks share, or that are trained in chunks; shorter ones are priced."""
+    """A long sample has no price if ranks share it or train it in chunks; shorter ones have one."""
     rows = ("cluster.device=cuda", "trainer.max_tokens_per_micro_batch=1024")
     args = (*QWEN, *rows, f"{key}={value}")
     _plan(*args, lengths="--lengths=lognormal:median=60,sigma=0.1")
@@ -376,7 +376,10 @@ def test_a_price_has_the_updates_that_a_run_has(tokens: int, decided: str) -> No
 
 
 def test_a_role_fits_with_micro_batches_of_the_longest_sample() -> None:
-    """Of 5,120 tokens. With the next power of two its activations would not fit 32 GiB."""
+    """The longest sample has 5,120 tokens.
+
+    With the next power of two its activations would not fit 32 GiB.
+    """
     model = ("model=qwen3_1.7b", "recipe=grpo", "cluster.device=cuda")
     lengths = ("data.max_prompt_tokens=1024", "rollout.max_new_tokens=4096")
     cluster = ("--nodes=1", "--gpus-per-node=1", "--gpu-gib=32", "--number=1")
@@ -385,7 +388,7 @@ def test_a_role_fits_with_micro_batches_of_the_longest_sample() -> None:
 
 
 def test_rows_that_tp_does_not_divide_are_planned() -> None:
-    """Of 1,503 tokens: the engine fills them up under sequence parallelism."""
+    """A row has 1,503 tokens: the engine fills it up under sequence parallelism."""
     model = ("model=qwen3_1.7b", "recipe=ppo", "cluster.device=cuda")
     lengths = ("data.max_prompt_tokens=255", "rollout.max_new_tokens=246")
     batch = ("trainer.prompts_per_step=32", "recipe.num_samples=1")

@@ -76,7 +76,7 @@ def _layouts(seed: int, number: int) -> list[tuple[str, int, list[str]]]:
     [(0, OptimName.adamw), (1, OptimName.adamw), (2, OptimName.adamw8bit), (3, OptimName.muon)],
 )
 def test_phases_agree_with_the_memory_plan(seed: int, optim: OptimName) -> None:
-    """Of random layouts: each phase within 3 % of the plan, or 50 MiB."""
+    """Each phase of a random layout is within 3 % of the plan, or 50 MiB."""
     for model, ranks, settings in _layouts(seed, 12):
         config = _config(model, ranks, settings)
         for trained in (config.trainer, config.critic):
@@ -111,7 +111,7 @@ def _shape(model: str) -> PretrainedConfig:
 
 
 def test_layers_keep_what_the_formula_says() -> None:
-    """Of Llama, by tensor parallelism: what torch keeps, within a percent."""
+    """The formula gives the bytes that torch keeps of Llama's layers, within a percent."""
     config = _config("llama3_8b", 8, [])
     graph = build_recipe(config.recipe)
     shapes = role_shapes(config, graph, _shape("llama3_8b"))

@@ -198,7 +198,7 @@ def test_a_row_is_no_longer_than_the_samples_of_a_step() -> None:
 
 
 def test_a_chunk_of_the_longest_sample_is_planned() -> None:
-    """Of 200 tokens the last 60, and of ranks that share them the last 60 of each."""
+    """The chunk is the last 60 of 200 tokens; where ranks share them, the last 60 of each rank."""
     config = _config()
     layout = config.trainer.layout
     assert PackedRow.chunk_of(config, layout) is None
@@ -599,7 +599,7 @@ ZERO_BUBBLE = {"layout__pp": 2, "layout__schedule": PipelineSchedule.zero_bubble
 def test_advice_for_rows_is_what_shortens_them(
     phase: str, settings: dict[str, object], text: str
 ) -> None:
-    """Of samples of 200 tokens, in micro-batches of 40."""
+    """Samples have 200 tokens, micro-batches 40."""
     trainer = {"activations": ActivationMode.recompute, "max_tokens_per_micro_batch": 40}
     values = {f"trainer__{key}": value for key, value in (trainer | settings).items()}
     assert _advice(phase, "activations", **values) == text

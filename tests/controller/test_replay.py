@@ -32,7 +32,7 @@ def run(make_run: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def run_of_two(make_run: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same on two ranks."""
+    """A strict run of five steps on two ranks."""
     return make_run(tmp_path_factory.mktemp("run") / "run", "cluster.ranks=2")
 
 

@@ -238,7 +238,7 @@ def test_killed_at_random_moments(
 def test_a_signal_leaves_a_checkpoint(
     command: Callable[..., Any], settings: list[str], tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Of the last whole step, though none was due."""
+    """The checkpoint is that of the last whole step, though none was due."""
     rare = [*settings, "trainer.save_every=100", "rollout.max_new_tokens=60"]
     final_of(command(*rare, "run.dir=whole"))
     for _ in range(2):

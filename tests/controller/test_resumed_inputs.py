@@ -25,7 +25,7 @@ def write_words(file: Path, numbers: range) -> None:
 
 @pytest.fixture(scope="module")
 def settings(tiny_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of a run of one step in a folder with all that it depends on."""
+    """The settings of a run of one step, in a folder with all that the run depends on."""
     folder = tmp_path_factory.mktemp("resumed")
     make_tiny_model(folder / "model", TinyModelConfig(num_layers=1), seed=0)
     write_words(folder / "words.jsonl", range(40))

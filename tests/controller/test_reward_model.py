@@ -34,7 +34,7 @@ def lines(run: Any, key: str) -> list[dict[str, Any]]:
 
 @pytest.mark.layouts
 def test_the_recorded_accuracy_is_that_of_transformers(run: Any) -> None:
-    """Of the saved model, on the same held-out pairs."""
+    """Transformers scores the same held-out pairs with the saved model."""
     path = run.dir / "final" / "reward"
     model = AutoModelForSequenceClassification.from_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(path)

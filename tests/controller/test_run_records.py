@@ -204,7 +204,7 @@ def test_a_judge_that_fails_always_is_said_once(tmp_path: Path) -> None:
 
 
 def test_every_reason_to_drop_has_a_metric() -> None:
-    """But for a run's end, which is an event, and a failed step, which has no metrics."""
+    """A run's end is an event and has no metric; a failed step has no metrics at all."""
     reasons = [r for r in DropReason if r not in (DropReason.RUN_ENDED, DropReason.STEP_FAILED)]
     dropped = {SampleId(i): Drop(reason, "why") for i, reason in enumerate(reasons)}
     metrics = step_metrics(StepResult(1, (), (), dropped, {}, ()), 1.0)
@@ -221,7 +221,7 @@ def test_every_reason_to_drop_has_a_metric() -> None:
 def test_a_profile_is_on_the_time_axis_of_the_stages(
     train_here: Callable[..., Any], settings: list[str], tmp_path: Path
 ) -> None:
-    """Of the step and the rank that are asked for alone."""
+    """The profile has the step and the rank that are asked for, and no others."""
     kind = (
         "cluster.ranks=2 recipe=distill trainer.steps=2 warm_start.steps=0"
         " telemetry.profile.steps=[2,9] telemetry.profile.ranks=[1]"

@@ -35,12 +35,12 @@ def run(
 def run_here(
     tiny_run: list[str], train_here: Callable[..., Any], tmp_path: Path
 ) -> Callable[..., list[StepResult]]:
-    """The same without Ray."""
+    """Train with overrides into `tmp_path / name` without Ray; gives the results of the steps."""
     return lambda name, *overrides: train_here(tmp_path / name, *tiny_run, *overrides).steps
 
 
 def gradient(run_dir: Path) -> torch.Tensor:
-    """Of a single step with a huge eps, where AdamW is plain descent: p - g / (1 + |g| / eps)."""
+    """The gradient of one step with a huge eps: AdamW is plain descent, p - g / (1 + |g| / eps)."""
     before, after = (load_file(run_dir / f / "model.safetensors") for f in ("start", "final"))
     return torch.cat([(before[name] - after[name]).double().flatten() for name in before])
 
@@ -57,7 +57,7 @@ PLAIN_DESCENT = [
 def test_one_rank_and_two_ranks_agree(
     run_here: Callable[..., list[StepResult]], user_code: Path, tmp_path: Path
 ) -> None:
-    """The same tokens at step one, the gradient within 1e-5, log-probabilities within 1e-4."""
+    """Tokens at step one agree, gradients within 1e-5, and log-probabilities within 1e-4."""
     by_ranks = {}
     for ranks in (1, 2):
         name = f"ranks{ranks}"
@@ -131,7 +131,7 @@ def in_layout(
     ],
 )
 def test_layouts_reproduce_one_rank(in_layout: Callable[[str], Any], name: str) -> None:
-    """The same tokens at step one, the gradient within 1e-5, log-probabilities within 1e-4."""
+    """Tokens at step one agree, gradients within 1e-5, and log-probabilities within 1e-4."""
     texts, gradients, results = in_layout("one rank")
     assert len(texts) == 8 + 16
     others, other_gradients, other_results = in_layout(name)

@@ -20,7 +20,7 @@ STORED = ["sft", "dpo", "kto", "orpo", "simpo", "rm"]
 
 
 def temperatures(make_config: Callable[..., Any], name: str) -> set[float]:
-    """Those of the stages that compute log-probabilities."""
+    """Return the temperatures of the stages that compute log-probabilities."""
     graph = with_temperatures(build_recipe(make_config(f"recipe={name}").recipe), 0.6)
     methods = (StageMethod.LOG_PROBS, StageMethod.TOP_LOG_PROBS)
     return {

@@ -75,7 +75,7 @@ def run_of(
 def test_runs_train_on_the_same(
     run_of: Callable[[str], Any], check_same: Callable[..., None], name: str, other: str
 ) -> None:
-    """The same tokens, rewards and gradients, whichever engine, and though samples move."""
+    """Tokens, rewards and gradients are equal with each engine, also where samples move."""
     run = run_of(name)
     check_same(run_of(other), run)
     if "conversations" in name:  # whose tail follows their waits, too
@@ -213,7 +213,7 @@ def decoding(run: Any) -> list[psutil.Process]:
 def test_a_rank_that_is_killed_while_it_decodes(
     command: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:
-    """Of an instance of two, whose other rank waits for it in a collective."""
+    """The killed rank's instance has two ranks; the other one waits in a collective."""
     settings = [
         "rollout=vllm",
         HEADS,

@@ -102,7 +102,7 @@ def test_a_run_that_resumes_in_between(run_of: Callable[..., Any], long_tail: li
 def test_an_instance_that_parted_trains(
     run_of: Callable[..., Any], long_tail: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three instances two decode the tail, and the third trains; then they may train, too."""
+    """Two of three instances decode the tail, and the third trains; then all may train."""
     monkeypatch.setattr(StreamedUpdate, "_affordable", lambda *_: None)
     dropped = ("recipe", "rollout.decode_steps", "trainer.prompts_per_step")
     kept = [setting for setting in long_tail if not setting.startswith(dropped)]

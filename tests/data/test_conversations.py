@@ -250,7 +250,7 @@ def test_a_response_that_another_begins(load: Load, jsonl: Any) -> None:
 def test_conversations_that_begin_alike_are_all_there(
     load: Load, jsonl: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And no prompt is both held out and trained on."""
+    """No prompt is both held out and trained on."""
     hello = [{"role": "user", "content": "Hello"}]
     said = [[*hello, {"role": "assistant", "content": f"I am {n}."}] for n in range(8)]
     alike = [{"messages": turns} for turns in [*said, said[0]]]

@@ -24,7 +24,7 @@ def items(**sizes: int) -> list[Item]:
 
 
 def solved(prompt: str) -> list[float]:
-    """Of three in four prompts the first two are always solved, the third never."""
+    """Two of four prompts are always solved, one never, and one in half of its samples."""
     return {0: [1.0, 1.0], 1: [1.0, 1.0], 2: [0.0, 0.0]}.get(int(prompt[1:]) % 4, [0.0, 1.0])
 
 
@@ -112,7 +112,7 @@ def test_the_weights_of_a_mixture_hold() -> None:
 
 
 def test_it_resumes_from_every_step() -> None:
-    """Also in the middle of a step, whose results are not there yet; the state is JSON."""
+    """A stream resumes within a step, too, whose results have not come yet; the state is JSON."""
     weights = {"a": 3.0, "b": 1.0}
 
     def fresh() -> CurriculumStream:
@@ -154,7 +154,7 @@ def test_thresholds_that_leave_nothing_between() -> None:
 
 
 def share_with_spread(easy_rest: int, hard_rest: int) -> float:
-    """Of 200 steps of 32 prompts, 8 samples each: the share whose samples are not all alike.
+    """Return the share of prompts whose samples are not all alike, in 200 steps of 32 prompts.
 
     Each of 1,000 prompts is solved with a probability of its own, mostly near 0 or 1.
     """

@@ -34,7 +34,7 @@ def compressed(data: bytes, kind: str) -> bytes:
 
 
 def write_forms(folder: Path) -> dict[str, Any]:
-    """The same rows in every form that a name may have."""
+    """Write the same rows in every form that a name may have."""
     whole, first, second = lines(ROWS), lines(ROWS[:12]), lines(ROWS[12:])
     parts = folder / "parts"
     (parts / "deep").mkdir(parents=True)

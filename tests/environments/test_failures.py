@@ -377,7 +377,7 @@ def test_without_replay_a_dead_process_takes_all_with_it(make: Make, pool: Pool)
 
 @pytest.mark.slow
 def test_the_seconds_of_an_episode_are_bounded(make: Make, pool: Pool) -> None:
-    """Those that it takes, not those that the model does."""
+    """The seconds of the environment count, not the seconds of the model."""
     episodes = pool(make(PROGRAMS, "slow", turn_timeout_s=0.8, episode_timeout_s=1.0))
     id = (0, "", 0)
     episodes.start(id, task("q")).result(60)
@@ -407,7 +407,7 @@ def test_environments_are_closed_however_an_episode_ends(
 def test_environments_have_time_to_close_when_the_pool_does(
     make: Make, pool: Pool, tmp_path: Path
 ) -> None:
-    """Those of episodes that are given up just before, and of several that were not."""
+    """One episode is given up just before; the pool closes its environment and all others."""
     episodes = pool(make(PROGRAMS, "leaves"))
     for n in range(9):
         episodes.start((n,), task(str(n))).result(60)
@@ -476,7 +476,7 @@ def test_processes_killed_at_random_change_nothing(make: Make, pool: Pool, seed:
 
 
 def test_lone_surrogates_are_replaced_and_counted(make: Make, pool: Pool) -> None:
-    """Those two that make a character are none."""
+    """A pair of surrogates that makes a character is kept."""
     config = make(PROGRAMS, "broken")
     with Openings(config) as opening:
         ((message,),) = opening([task("q")])

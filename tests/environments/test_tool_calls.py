@@ -69,7 +69,7 @@ def test_a_call_is_read_in_its_form(form: str, named: bool) -> None:
 
 @pytest.mark.parametrize("form", WRITTEN)
 def test_no_other_form_reads_it(form: str) -> None:
-    """Those that share a marker with it say that they cannot; the others find nothing."""
+    """Forms that share a marker with it say that they cannot read it; other forms find nothing."""
     for other in WRITTEN.keys() - {form}:
         assert all(call.error for call in calls(WRITTEN[form], other)), other
 

@@ -55,7 +55,7 @@ class TalkEnv(vf.Env[TalkConfig]):
 
 __all__""",
 ).replace('"SumTaskset"]', '"SumTaskset", "TalkEnv"]')
-"""As above, with a user who asks for ever."""
+"""`TASKSET` with an environment whose user asks without end."""
 
 
 @pytest.fixture

@@ -134,7 +134,7 @@ def test_measurements_of_earlier_versions_are_left() -> None:
 def test_a_draft_is_as_long_as_pays(
     accept: float, share: float, pass_tokens: int, rows: int
 ) -> None:
-    """Of all lengths it gives the most tokens a second; a pass has no more than its bound."""
+    """No other length gives more tokens a second; a pass has no more than its bound."""
     drafting = Drafting(tokens=None, accept=accept, pass_tokens=pass_tokens)
     rates = [
         sum(accept**i for i in range(length + 1)) / (1 + share * (1 + length))

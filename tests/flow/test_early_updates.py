@@ -347,7 +347,7 @@ def test_a_sample_that_is_too_long_holds_up_none_behind_it(
 
 
 def test_a_chunk_is_filled_past_a_sample_that_has_no_room_in_it(virtual_executor: Any) -> None:
-    """Of 13, 33 and 13 tokens the first and the last are one micro-batch of 30."""
+    """Samples have 13, 33 and 13 tokens: the first and the last are one micro-batch of 30."""
     lengths = {0: (10, 30, 10), 1: (90, 90, 90)}
     executor = virtual_executor(2, 0, lambda id: lengths[id.prompt][id.k])
     executor.reward_of = lambda id: (float(id.k), "ok")

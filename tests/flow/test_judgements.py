@@ -106,7 +106,7 @@ def test_a_pair_leaves_whole() -> None:
 
 
 def test_a_partner_of_a_whole_group_is_the_only_one_shared() -> None:
-    """Of two partners one has failed: the other one serves its own k alone."""
+    """One of two partners has failed: the other one serves its own k alone."""
     flow = Flow()
     others = flow.reward.score(flow.actor.generate(flow.prompts, num_samples=2, name="others"))
     samples = flow.actor.generate(flow.prompts, num_samples=2).join(others, "other_")

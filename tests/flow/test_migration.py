@@ -179,7 +179,7 @@ def test_a_width_is_chosen_by_the_simulation(
 
 
 def test_fewer_weights_a_rank_end_the_tail_sooner() -> None:
-    """Also without inference. Rows are free here, but a step is not."""
+    """Wide instances pay without inference, too. Rows are free here, but a step is not."""
     costs = Costs(step_s=0.01, wide_step_s={2: 0.006})
     lengths = [100] * 6 + [1000, 2000]
     plan = chosen(model_of(lengths, 2, costs, 0.0), 16, widths=(1, 2)).migration
@@ -263,7 +263,7 @@ def test_the_plan_for_a_thousand_samples_is_near_the_best_of_all() -> None:
 def test_the_plan_for_hundreds_of_samples_is_near_the_best_of_all(
     seed: int, width: int, trains: bool
 ) -> None:
-    """Of many not all are tried; calls and ways to training make steps in what they take."""
+    """Not all of many plans are tried; calls and ways to training make steps in what they take."""
     draw = random.Random(seed)
     num, sigma = draw.choice([80, 200, 500]), draw.choice([0.3, 0.8, 1.2, 2.0])
     lengths = sorted(round(draw.lognormvariate(5, sigma)) + 1 for _ in range(num))

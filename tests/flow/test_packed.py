@@ -88,7 +88,7 @@ lengths = st.one_of(
 
 @given(fits=st.lists(st.booleans(), min_size=1, max_size=12), data=st.data())
 def test_the_choice_does_not_depend_on_the_order_of_knowing(fits, data):
-    """And is final as soon as no further knowledge can change it, at the latest with all."""
+    """The choice is final as soon as no further knowledge can change it, at the latest with all."""
     num_wanted = data.draw(st.integers(1, len(fits)))
     order = data.draw(st.permutations(range(len(fits))))
     # what it is to be, with all known

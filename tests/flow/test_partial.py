@@ -316,7 +316,7 @@ def test_a_recorded_run_is_repeated_whatever_the_waits(
     virtual_executor, seeds, instances, decode_steps, held, cfg, staleness, lengths, rewards,
     turns, resumes,
 ):  # fmt: skip
-    """Also in other calls, and where either run goes on from what another has written."""
+    """A run is repeated in other calls, too, and where it resumes from another run's state."""
     orders, seen, reward_of = {}, [], of_id(rewards)
     if "take" in cfg:  # it finds enough in some rounds, in which not all make new prompts
         reward_of = lambda id: float(id.k == 0 and id.prompt % 3 > 0)  # noqa: E731
@@ -447,7 +447,7 @@ def test_the_long_ones_go_on_in_the_next_step(virtual_executor):
 
 
 def test_fields_are_the_serial_schedule_s(virtual_executor):
-    """Of a sample there reaches training what would under serial; only the order differs."""
+    """Samples reach training with the fields that they have under serial, in another order."""
     trained = {}
     for partial in (False, True):
         executor = virtual_executor(2, 0, lambda id: LENGTHS.get(id.prompt % 6, 4))

@@ -43,7 +43,7 @@ def test_one_bad_step_does_not_decide() -> None:
 
 
 def test_a_model_that_says_too_much_favors_no_plan() -> None:
-    """Both are sooner than it says, `stay` by more, which only its own steps can show."""
+    """Each plan is sooner than it says, `stay` by more, which only its own steps can show."""
     errors, taken = PlanErrors(), []
     truth = {"stay": 0.90, "train early": 0.93}
     for _ in range(40):

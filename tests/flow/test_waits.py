@@ -84,7 +84,10 @@ def test_what_is_left_of_a_wait_is_the_median_of_those_that_were_longer() -> Non
 
 
 def test_conversations_end_once_the_last_has_made_its_turns() -> None:
-    """Of four turns a has made two, and waits since second 1; b has made none."""
+    """A conversation has four turns.
+
+    Sample a has made two and waits since second 1; b has made none.
+    """
     turns, a, b = OpenTurns(waits_seen=seen([3.0] * 20), expected=4.0), SampleId(0), SampleId(1)
     turns.ended([TurnEnded(a, (), "", "stop", 5)], 0.0)
     turns.replied(Replied((EpisodeReply(a, (1,)),), (3.0,)))

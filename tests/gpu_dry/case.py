@@ -67,7 +67,7 @@ class Case:
     strict: bool = False
     """Whether every sample decodes alone, and is replayed when it is resumed."""
     sample_tokens: int = SAMPLE_TOKENS
-    """Of samples that are scored and trained."""
+    """Tokens of a sample that is scored and trained."""
     mixed: bool = False
     """Whether as many tokens are those of `MIXED` samples, each of another length."""
     chunk_tokens: int = 0
@@ -82,7 +82,7 @@ class Case:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of samples that are scored and trained, of which a quarter is the prompt."""
+        """Tokens of the prompt of a sample that is scored and trained, a quarter of it."""
         return self.sample_tokens // 4
 
     @property

@@ -61,14 +61,14 @@ class UpdateCase:
     """
 
     prompts: int
-    """Of a step."""
+    """Prompts of a step."""
     held: int
     micro_batch_tokens: int
     layout: dict[str, object] = field(default_factory=dict)
     activations: str = "keep"
 
     def config(self) -> Config:
-        """Of a run that makes such updates."""
+        """Return the config of a run that makes such updates."""
         compose.register()
         settings = [
             f"model={MODEL}",
@@ -156,7 +156,7 @@ def counted(case: UpdateCase, config: Config, device: FakeDevice) -> dict[str, i
 
 
 def of_rank(rank: int, case: UpdateCase, config: Config, device: FakeDevice) -> dict[str, int]:
-    """Those of one rank."""
+    """Return the peaks of an update, in bytes, on one rank."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         path = write_model(Path(folder), MODEL, None)

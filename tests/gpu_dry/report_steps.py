@@ -48,7 +48,10 @@ RUN = (
 `mismatch` compares values, and there are none. `memory` has a model of its own.
 """
 LAYERS = 4
-"""Of that model, whose memory is compared with the plan: in a tiny one buckets outweigh it."""
+"""Layers of the model of `memory`, which is compared with the plan.
+
+In a tiny model the buckets outweigh all else.
+"""
 RANK, RANKS = 3, 8
 """The weight switch is also seen by this rank of several."""
 

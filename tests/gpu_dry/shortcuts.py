@@ -117,7 +117,7 @@ def _kind_of_result(func: Any) -> str:
 
 
 class FakePeakMemory(PeakMemory):
-    """The same counts, without a search through all modes and a function for each tensor."""
+    """`PeakMemory` without a search through all modes and a function for each tensor."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

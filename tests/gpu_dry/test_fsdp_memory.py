@@ -1,4 +1,4 @@
-"""Both models of memory against torch's `FSDPMemTracker`: 8 B parameters, 64 ranks, no GPU."""
+"""The models of memory against torch's `FSDPMemTracker`: 8 B parameters, 64 ranks, no GPU."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def test_an_update_has_as_many_rows(results: Figures) -> None:
 
 @pytest.mark.parametrize("plan", ["plan auto", "plan memory"])
 def test_a_plan_is_within_five_percent_of_the_peak(results: Figures, plan: str) -> None:
-    """Of forward, backward and the optimizer's step on the engine's own modules."""
+    """The peak is that of forward, backward and optimizer step on the engine's own modules."""
     for name, figures in results.items():
         assert abs(figures[plan] / figures["counted"] - 1) < MOST, (name, figures)
 

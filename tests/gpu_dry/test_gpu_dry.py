@@ -156,7 +156,7 @@ def test_only_saved_adapters_may_wait_for_each_tensor(
 def test_syncs_of_a_decode_step_do_not_grow_with_the_model(
     results: dict[str, Any], name: str
 ) -> None:
-    """Those of a large model and of a small one are as many."""
+    """A large model waits as often as a small one."""
     cases = results["cases"]
     syncs = cases["1.7b on 1"]["phases"]["decode"]["syncs"]
     assert sum(cases[name]["phases"]["decode"]["syncs"].values()) <= sum(syncs.values())
@@ -208,7 +208,7 @@ def test_what_is_not_waited_for_is_copied_from_and_to_pinned_memory(
 def test_a_fake_gpu_knows_pinned_memory(
     results: dict[str, Any], memory: str, is_pinned: bool
 ) -> None:
-    """Of a copy in and one out, which are not to be waited for."""
+    """Pinned memory is copied in and out by copies that are not to be waited for."""
     wanted = {"in": 1, "out": 1} if is_pinned else {"pageable": 2}
     assert results["host copies"][memory] == wanted
 

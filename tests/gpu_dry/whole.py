@@ -3,7 +3,10 @@
 from typing import Any
 
 Figures = dict[str, Any]
-"""Of a case: `phases`, and in each `kernels`, `collectives`, `syncs` and `copies` by function."""
+"""The figures of a case.
+
+`phases` has `kernels`, `collectives`, `syncs` and `copies` by function, in each phase.
+"""
 
 BY_BUCKETS = {
     "build", "switch", "switch after updates", "copy weights", "copy average", "save"

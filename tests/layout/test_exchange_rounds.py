@@ -221,7 +221,7 @@ def test_parameters_of_many_peers_are_apart() -> None:
 
 
 def test_small_boxes_of_all_peers_come_together() -> None:
-    """Also from the peers that send large ones, so that they are at equal distances."""
+    """Peers that send large boxes send small ones then, too, so all are at equal distances."""
     by_rank = rounds_of_all([ring(8, 4000), all_to_all(8, 1, 9)], 8, 6400)
     first = by_rank[3][0]
     assert [m.peer for m in first.receives] == [0, 1, 2, 4, 5, 6, 7]

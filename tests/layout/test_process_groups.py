@@ -69,7 +69,7 @@ def groups_in_order(plan: Plan, rank: int) -> list[Group]:
 
 
 def groups_of_all(plan: Plan) -> list[list[Group]]:
-    """The same for every rank, without the rest of the schedules."""
+    """Return the groups that each rank makes, without the rest of the schedules."""
     links = [_Links(cls, plan.num_ranks, least_group=3) for cls in plan.classes]
     by_rank = [
         {link.group_of[r] for link in links if r in link.group_of} for r in plan.src.mesh.ranks
@@ -111,7 +111,7 @@ def every_layout(request: pytest.FixtureRequest) -> dict[Layouts, list[list[Grou
 
 
 def num_ranks(every_layout: dict[Layouts, list[list[Group]]]) -> int:
-    """Of the largest layouts."""
+    """Return the number of ranks of the largest layouts."""
     return max(axes.ranks for axes, *_ in every_layout)
 
 

@@ -135,7 +135,7 @@ def many(cases: list[tuple[Any, ...]]) -> list[SwitchStats]:
     ],
 )
 def test_random_layouts_are_bit_exact(ranks: Ranks, size: int, count: int) -> None:
-    """And the bytes that came are the plan's, with no more scratch than two buckets."""
+    """The received bytes are the plan's, too, with no more scratch than two buckets."""
     cases = random_switches(size, count)
     results = ranks(size, many, cases)
     paths = set()

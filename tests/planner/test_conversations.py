@@ -257,7 +257,7 @@ def forecasts(conversations, steps=4, prompts=4):
 
 
 def test_waits_are_part_of_the_forecast(monkeypatch):
-    """Of steps that wait ten times as long as they decode; before errors of plans are known."""
+    """Steps wait ten times as long as they decode; errors of plans are not known yet."""
     talks = ConversationModel(turns=4, reply_tokens=10, wait_s=1.0)
     expected, took = map(sum, zip(*forecasts(talks), strict=True))
     assert expected == pytest.approx(took, rel=0.1)
@@ -268,7 +268,7 @@ def test_waits_are_part_of_the_forecast(monkeypatch):
 
 @pytest.mark.parametrize(("call_s", "one_in"), [(0.06, 8), (0.06, 32), (0.002, 1)])
 def test_calls_end_by_what_they_cost(monkeypatch, call_s, one_in):
-    """Of 64 conversations on one instance, beside a share of ended turns that is fixed."""
+    """A call that ends at a fixed share of ended turns takes longer; here are 64 conversations."""
     draw = random.Random(1)
     lengths = [tuple(round(draw.lognormvariate(5.3, 0.5)) for _ in range(8)) for _ in range(24)]
     costs = Costs(step_s=0.01, row_s=2e-4, prefill_token_s=1e-5, call_s=call_s, admit_s=1e-4)

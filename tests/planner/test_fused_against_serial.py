@@ -120,7 +120,7 @@ def test_where_nothing_can_be_gained_it_is_serial(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_it_is_within_a_hundredth_of_the_better(seed: int) -> None:
-    """Of itself and of serial; every other time with two kinds of forward passes."""
+    """Serial may be the better; every other seed has two kinds of forward passes."""
     passes = ("reference", "reward")[: 1 + seed % 2]
     compared = setting(seed, passes)
     serial, fused = (front(compared, config) for config in (SERIAL, FUSED))
@@ -128,7 +128,7 @@ def test_it_is_within_a_hundredth_of_the_better(seed: int) -> None:
 
 
 def test_so_it_is_on_each_recorded_step() -> None:
-    """Of a run: the long-tailed task of test_learning.py with a reference, ten steps of fused."""
+    """The run is the long-tailed task of test_learning.py with a reference, ten steps of fused."""
     recorded, _ = read_setting([f"--costs={RECORDED}", f"--lengths={RECORDED}"])
     serial, fused, early = (
         [step for step, _ in replay_steps(recorded, config)] for config in (SERIAL, FUSED, EARLY)

@@ -89,7 +89,7 @@ def test_ranks_that_do_not_meet_are_problems_of_their_own(train: dict[str, Train
 
 
 def test_two_equal_pipelines_save_one_ramp() -> None:
-    """Of r rows on two stages, each a forward and a backward of 1 + 2: 2 (3 r + 3) and 6 r."""
+    """On two stages r rows, each a forward of 1 and a backward of 2, take 2 (3 r + 3) or 6 r."""
     value = replace(ACTOR, value_head=True)
     roles, train = [value, replace(value, name="critic")], layouts((2, 1, 8), (2, 1, 8), tp=1)
     samples = [SampleLength(2048, 2048)] * 8 * 4

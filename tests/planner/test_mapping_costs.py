@@ -146,7 +146,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_bound_is_below(seed: int) -> None:
-    """Of every layout of 16 ranks, on samples of random lengths."""
+    """The bound is below the seconds of every layout of 16 ranks, on samples of random lengths."""
     draw = random.Random(seed)
     samples = [SampleLength(draw.randint(1, 900), draw.randint(1, 4000)) for _ in range(96)]
     for layout in LAYOUTS:
@@ -233,7 +233,7 @@ def test_decoding_is_priced_on_the_groups_of_the_switch(order: tuple[int, ...]) 
 
 
 def test_the_host_launches_the_kernels_that_were_counted() -> None:
-    """Of a decode step on fake GPUs, by layers and in all; vLLM replays graphs."""
+    """A decode step on fake GPUs gave the counts, by layers and in all; vLLM replays graphs."""
     text = (Path(__file__).parents[1] / "gpu_dry" / "counts.json").read_text()
     case = json.loads(text)["8b on 8, zero bubble"]
     decode, native = case["phases"]["decode"], HOSTS["native"]

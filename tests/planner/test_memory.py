@@ -132,7 +132,7 @@ def test_the_gradient_of_an_embedding_is_whole_until_it_is_reduced() -> None:
 
 
 def test_offloaded_activations_are_those_of_two_layers() -> None:
-    """Of however many layers, and rows in flight."""
+    """The bytes do not grow with the number of layers, or of rows in flight."""
     kept = replace(SIZES, layers=8, in_flight=3)
     layer, number = kept.layer_activations, kept.layers * kept.in_flight
     last = kept.itemsize * kept.head + layer.backward
@@ -244,7 +244,7 @@ def test_vllm_takes_what_is_left() -> None:
 
 
 def test_vllm_has_the_cache_that_is_asked_for() -> None:
-    """And on CPUs, which it does not fill, that of all samples."""
+    """On CPUs, which vLLM does not fill, the cache holds all samples."""
     wanted = replace(RUN, generation=replace(VLLM, wanted=40))
     (generate,) = (p for p in _plan(wanted).phases if p.name == "generate")
     assert generate.sizes == {"generation weights": 2400, "KV cache": 400, "activations": 700}
@@ -302,7 +302,7 @@ def test_a_model_that_begins_as_the_actor_takes_its_parameters_one_by_one() -> N
 
 
 def test_waiting_conversations_are_on_the_host() -> None:
-    """Of 50 full conversations of 16 tokens the cache of 160 holds ten; as many go to the host."""
+    """The cache of 160 tokens holds ten of 50 full conversations of 16; as many go to the host."""
     many = replace(GENERATION, conversations=50 * 16)
     few = replace(many, conversations=12 * 16)
     limited = replace(many, host_tokens=100)

@@ -32,7 +32,7 @@ TOKENS = sum(sample.tokens for sample in SAMPLES)
 def seconds(
     text: str, samples: list[SampleLength], mini_batches: int = 1, epochs: int = 1
 ) -> tuple[float, float]:
-    """Of a step's updates on these samples, apart and in one plan."""
+    """Return the seconds of a step's updates on these samples, apart and in one plan."""
     named, tokens = Roofline.of(text), sum(sample.tokens for sample in samples)
     costs, *_ = read_roofline(text)
     costs = with_pipelines(
@@ -48,7 +48,7 @@ def seconds(
 
 
 def mapped_seconds(text: str, mini_batches: int, epochs: int) -> tuple[float, float]:
-    """The same by the mapping that `plan auto` prices."""
+    """Return the seconds of a step's updates by `plan auto`, apart and in one plan."""
     named = Roofline.of(text)
     cluster = cluster_of(named.accelerator, named.total // 8, 8)
     roles = [
@@ -89,7 +89,10 @@ def test_seconds_are_those_of_plan_auto(sizes: str, mini_batches: int, epochs: i
 
 @pytest.mark.parametrize("sizes", ["pp=2", "pp=4,critic_pp=2,tp=2"])
 def test_seconds_a_token_hold_for_other_steps(sizes: str) -> None:
-    """Those of the first step, for the samples of the others. Measured: within 1 percent."""
+    """The first step's seconds a token hold for samples of other steps.
+
+    Measured: within 1 percent.
+    """
     text = f"{TEXT},{sizes}"
     per_token = [value / TOKENS for value in seconds(text, SAMPLES)]
     for step in range(1, 4):

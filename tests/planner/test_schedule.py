@@ -309,7 +309,7 @@ def setting(
 
 
 def executor_of(case: Setting, counts_tokens: bool = False) -> SimulatedExecutor:
-    """Of its two instances."""
+    """Return the executor of a case, which has two instances."""
     return SimulatedExecutor(
         case.costs,
         2,

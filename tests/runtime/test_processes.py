@@ -150,7 +150,7 @@ class Worker:
 
 @pytest.mark.parametrize("in_driver", [True, False])
 def test_calls_reach_their_ranks(in_driver: bool) -> None:
-    """Also with many large answers under way, and after one has failed."""
+    """Calls arrive with many large answers under way, too, and after one call has failed."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import tests
     config = ProcessesClusterConfig(ranks=3, rank_in_driver=in_driver)
     with ProcessLauncher(config) as launcher:

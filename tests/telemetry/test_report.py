@@ -363,7 +363,7 @@ def test_replies_are_shaded_and_turns_say_what_they_have_earned(
 
 
 def test_predicted_seconds_stand_beside_measured_ones() -> None:
-    """Of each kind of work in `costs.json`; a run without scales has no table."""
+    """Each kind of work in `costs.json` has a row; a run without scales has no table."""
     run = RunData(name="run", directory="run", kinds=[["decode", 3, 2.0, 5.0], ["kv", 1, 0.0, 1.0]])
     shown = predicted(run)
     assert shown is not None

@@ -37,7 +37,7 @@ class StepResult:
 
     @property
     def seconds_by_stage(self) -> dict[str, float]:
-        """Of each stage, and of the changes of phase, by name."""
+        """Seconds of each stage, and of the changes of phase, by name."""
         seconds: dict[str, float] = {}
         for span in self.spans:
             seconds[span.name] = seconds.get(span.name, 0.0) + span.stop - span.start

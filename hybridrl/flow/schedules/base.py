@@ -399,7 +399,7 @@ class Schedule(ABC):
         return [(prompt, group) for prompt, group in zip(pulled, dispatched, strict=True) if group]
 
     def _whole(self, samples: Iterable[Sample]) -> list[Sample]:
-        """Those that the engine has finished; aborted ones leave."""
+        """Return the samples that the engine has finished; aborted ones leave."""
         samples = list(samples)
         for sample in samples:
             if sample.scalars["finish"] == "abort":

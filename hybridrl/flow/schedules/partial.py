@@ -193,7 +193,7 @@ class PartialSchedule(StreamingSchedule):
         tracker.choose(position)
 
     def pending(self) -> tuple[PendingSample, ...]:
-        """Of the pending prompts' samples those that are parked or finished."""
+        """Return the samples of pending prompts that are parked or finished."""
         return tuple(
             PendingSample(
                 task.sample.id,
@@ -293,7 +293,7 @@ class PartialSchedule(StreamingSchedule):
         return self._end_round(generation_round, tracker, tasks, positions)
 
     def _recorded_order(self) -> RoundOrder | None:
-        """That of the step's next round, where a record is followed."""
+        """Return the order of the step's next round, where a record is followed."""
         if self.turn_orders is None:
             return None
         orders, done = self.turn_orders.get(self._step, ()), len(self._turn_orders)

@@ -9,7 +9,7 @@ from hybridrl.flow.sample import Sample, SampleId
 
 
 class WaitingSamples:
-    """Those of one stage: free for every instance, or for one alone, on which they are kept.
+    """Samples that wait for one stage. Each is free for every instance, or kept for one alone.
 
     On hundreds of GPUs as many instances look for work at each event. So none looks at samples that
     are kept elsewhere, or at more than it takes.
@@ -39,7 +39,7 @@ class WaitingSamples:
         self._count(sample.tokens, free, place)
 
     def remove(self, id: SampleId) -> Sample | None:
-        """It waits no more; None if it did not."""
+        """Take a sample out, since it no longer waits; returns None if it did not wait."""
         if id not in self._waiting:
             return None
         sample, free, place = self._waiting.pop(id)
@@ -55,7 +55,10 @@ class WaitingSamples:
             self.add(sample, instance)
 
     def able(self, instance: int) -> Iterator[Sample]:
-        """Those that an instance may take: its own first, then the others, the longest first."""
+        """Yield the samples that an instance may take, its own before those of others.
+
+        Within each of the two the longest comes first.
+        """
         own = self._free.get(instance, ()), self._kept.get(instance, ())
         yield from heapq.merge(*own, key=_longest_first)
         others = (samples for place, samples in self._free.items() if place != instance)

@@ -170,7 +170,7 @@ class TrainedBatch:
     updates: list[tuple[str, list[tuple[SampleId, dict[str, Any]]]]]
     samples: tuple[Sample, ...]
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """Of the loss [tokens], after `loss_of`."""
+    """The metrics of the loss [tokens], after `loss_of`."""
 
     def scalar(self, name: str) -> list[Any]:
         """A scalar of the last step's samples, as the run's record has it."""

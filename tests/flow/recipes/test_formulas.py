@@ -373,8 +373,10 @@ def test_opo(bench: Bench) -> None:
 
 @pytest.mark.parametrize("rebalancing", ["equal_treatment", "hardness_weighted"])
 def test_dars(bench: Bench, rebalancing: str) -> None:
-    """Of N responses to a prompt of accuracy u, |A| sums to N S(u), S(u) = 2 u (1 - u): where u is
-    below a half, it gets (target - N S) / S more. A is R - u; u counts as 1 / (2 N) where it is 0.
+    """|A| of N responses to a prompt of accuracy u sums to N S(u), where S(u) = 2 u (1 - u).
+
+    A prompt with u below a half gets (target - N S) / S more responses. A is R - u; u counts as
+    1 / (2 N) where it is 0.
     """
     right = (1, 4, 8, 0)
     bench.reward_of = lambda id: float(id.k % 2 if id.branch else id.k < right[id.prompt])

@@ -94,7 +94,7 @@ def test_kto(bench: Bench, drift: float) -> None:
 
 
 def test_kto_without_pairs(bench: Bench) -> None:
-    """The same equations for rows of one response, which the reward tells wanted from others."""
+    """KTO's equations hold for rows of one response, whose reward says which ones are wanted."""
     bench.reward_of = lambda id: 1.0 if id.prompt % 3 else -1.0
     gains = [
         (r.old_log_probs - r.reference_log_probs).sum().item()
