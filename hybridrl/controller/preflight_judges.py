@@ -117,7 +117,7 @@ def _warn_of_extract(config: Config, role: str, judge: JudgeConfig, items: Seque
     """Say where `extract` finds nothing in rows' own answers: no judge is asked of them then."""
     from hybridrl.rewards.verifiers import make_selector
 
-    select = make_selector(judge)
+    select = make_selector(judge, role)
     own = [(item, _target_of(config, item)) for item in items if any(item.answers)][:_TRIED_ROWS]
     if judge.extract is None or not own or any(select(text) for _, text in own):
         return
@@ -158,7 +158,7 @@ def _check_trial(
             failed.append(f"a judge of the rows: it failed on {text} ({result.message})")
         elif not reward_input.response:
             empty.append(result.reward)
-        elif make_selector(judge)(reward_input.response) is not None:
+        elif make_selector(judge, role)(reward_input.response) is not None:
             own.append(result.reward)
     if failed:
         is_function = judge.kind is RewardKind.function

@@ -44,10 +44,13 @@ def make_verifier(
     return verify
 
 
-def make_selector(config: JudgeConfig) -> Callable[[str], str | None]:
-    """What of a response is judged, as `make_verifier` says; None where nothing matches."""
+def make_selector(config: JudgeConfig, key: str = "reward") -> Callable[[str], str | None]:
+    """What of a response is judged, as `make_verifier` says; None where nothing matches.
+
+    `key` is the place of the settings. Raises ConfigError.
+    """
     if config.extract is not None:
-        return functools.partial(last_match, compiled("reward.extract", config.extract))
+        return functools.partial(last_match, compiled(f"{key}.extract", config.extract))
     return program_in if config.kind is RewardKind.code else str
 
 

@@ -114,7 +114,7 @@ def test_ppo_ewma_is_a_setting(
         ),
         (
             ["recipe.correction.weights=mask"],
-            "^recipe.correction.weights=mask: wanted none, or recipe.old_log_pr",
+            "^recipe.correction.weights=mask: wanted none, or recipe.correction.old",
         ),
     ],
 )

@@ -18,7 +18,7 @@ from hybridrl.telemetry.records import read_lines
 REFUSED = {
     "actor.lora.rank=-1": r"^actor\.lora\.rank=-1: wanted 0 \(all weights are trained\) or above",
     "actor.lora.alpha=0": r"^actor\.lora\.alpha=0: wanted 1 or more",
-    "roles.critic.lora.dropout=1.0": r"^critic\.lora\.dropout=1\.0: wanted 0 to below 1",
+    "roles.critic.lora.dropout=1.0": r"^roles\.critic\.lora\.dropout=1\.0: wanted 0 to below 1",
     "actor.lora.rank=4 actor.lora.dropout=0.1 trainer.layout.tp=2 cluster.ranks=2": (
         r"^actor\.lora\.dropout=0\.1: wanted 0 with tensor parallelism \(tp=2\)"
     ),
@@ -28,7 +28,8 @@ REFUSED = {
         r"down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj$"
     ),
     "recipe=ppo roles.critic.lora.rank=4 roles.critic.lora.target_modules=[lm_head]": (
-        r"^critic\.lora\.target_modules=lm_head: wanted all-linear, or linear layers of a block: "
+        r"^roles\.critic\.lora\.target_modules=lm_head: wanted all-linear, or linear layers of a "
+        r"block: "
     ),
     "recipe=grpo recipe.correction.old_log_probs=ewma actor.lora.rank=4": (
         r"^actor\.lora\.rank=4: wanted 0: the recipe keeps a moving average \(\w+\), which adapters"

@@ -63,7 +63,7 @@ def _layouts(seed: int, number: int) -> list[tuple[str, int, list[str]]]:
         settings = [f"trainer.activations={activations.value}"]
         settings += [f"trainer.max_tokens_per_micro_batch={draw.choice((4096, 16384))}"]
         settings += [f"rollout.layout.tp={draw.choice((1, 2, 4))}"]
-        for key in ("trainer", "critic"):
+        for key in ("trainer", "roles.critic"):
             axes = {"pp": pp, "tp": tp, "replicas": replicas, "schedule": schedule.value}
             axes["sequence_parallel"] = str(tp > 1 and draw.random() < 0.5).lower()
             settings += [f"{key}.layout.{axis}={value}" for axis, value in axes.items()]
@@ -79,7 +79,7 @@ def test_phases_agree_with_the_memory_plan(seed: int, optim: OptimName) -> None:
     """Each phase of a random layout is within 3 % of the plan, or 50 MiB."""
     for model, ranks, settings in _layouts(seed, 12):
         config = _config(model, ranks, settings)
-        for trained in (config.trainer, config.critic):
+        for trained in (config.trainer, config.roles.critic):
             trained.optim = replace(trained.optim, name=optim)
         graph = build_recipe(config.recipe)
         shape = AutoConfig.for_model(**config.model.shape)

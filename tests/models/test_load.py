@@ -191,10 +191,10 @@ def test_so_do_the_sizes_of_a_model_that_is_made():
 def test_value_models_are_checked_by_their_own_config_json(tmp_path):
     LlamaConfig(hidden_size=48, num_attention_heads=6).save_pretrained(tmp_path)
     mixture, layout = ModelConfig(tiny=TinyModelConfig(num_experts=8)), TrainLayoutConfig(ep=2)
-    check_value_layout(None, mixture, layout, "critic")  # the actor's
+    check_value_layout(None, mixture, layout, "roles.critic")  # the actor's
     wanted = r"^roles.critic.layout.ep=2: wanted 1 \(model type llama has no experts\)$"
     with pytest.raises(ConfigError, match=wanted):
-        check_value_layout(str(tmp_path), mixture, layout, "critic")
+        check_value_layout(str(tmp_path), mixture, layout, "roles.critic")
 
 
 def test_nothing_is_random_in_training(tmp_path):

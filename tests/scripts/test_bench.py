@@ -82,7 +82,10 @@ def test_sides_that_are_processes_take_turns() -> None:
 def test_figures_of_one_run_are_asked_for_together() -> None:
     run = load("run")
     assert run.commands(["samples_per_s_short"]) == [
-        ("end_to_end.py", "--task", "short", "--against", "loop", "--against", "trl")
+        (
+            *("end_to_end.py", "--task", "short", "--against", "loop", "--against", "trl"),
+            *("--against", "trl_batching"),
+        )
     ]
     assert run.commands(["dispatch", "transfer"]) == [
         ("data_plane.py", "--only", "dispatch"),

@@ -49,7 +49,7 @@ class Together:
 
 def steps_of(engine: Engine, mini_batches: int, epochs: int, scale: float) -> UpdateSteps:
     """Six samples of weights 1 to 6, times `scale`."""
-    ids = tuple(SampleId(i, "", 0, 0) for i in range(6))
+    ids = tuple(SampleId(i, "", 0) for i in range(6))
     store = SampleStore()
     for id in ids:
         store.add(id, StoredSample(1, None))

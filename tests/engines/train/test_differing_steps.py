@@ -39,7 +39,7 @@ def stored(sequences):
         if sequence.mask is not None:
             own[LOSS_MASK] = sequence.mask
         if number % world == rank:
-            id = SampleId(number, "", 0, 0)
+            id = SampleId(number, "", 0)
             store.add(id, StoredSample(sequence.response_tokens, None, own))
             scalars[id] = {"advantages": sequence.fields["advantages"]}
     return store, scalars

@@ -1,7 +1,6 @@
 """Updates in one plan against separate updates: parameters and metrics."""
 
 import itertools
-import random
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +14,6 @@ from hybridrl.algorithms.critic import ValueLoss
 from hybridrl.engines.train.fused_update import FusedUpdate, UpdateInputs
 from hybridrl.layout import fsdp_groups
 from hybridrl.pipelines.evaluation import evaluate
-from hybridrl.pipelines.policies import draw_policy
 from hybridrl.pipelines.problem import PipelineProblem
 from hybridrl.pipelines.search import ELITE
 from hybridrl.pipelines.standard import standard_plan
@@ -141,7 +139,7 @@ def test_adapters(ranks, path, sequences, critic):
 
 
 def planned_updates(path, sequences):
-    """Five updates that begin with policies; the problem and plan of the last, what is kept."""
+    """Five updates; the problem and plan of the last, and how many policies are kept."""
     mine = value_sequences(sequences)[dist.get_rank() :: 2]
     layout = (2, 1, 1, 1)
     actor = make_engine(path, layout)
@@ -153,11 +151,9 @@ def planned_updates(path, sequences):
         return recorded[1]
 
     together = FusedUpdate([actor, critic], plan)
-    policies = [draw_policy(random.Random(seed), 2) for seed in range(ELITE)]
     losses = {actor: Surrogate(), critic: ValueLoss()}
     pairs = [(one, UpdateInputs(sequences=mine, loss=loss)) for one, loss in losses.items()]
     for _ in range(5):
-        together.begin(policies)
         together.update(pairs)
         kept.append(len(together._policies))
     return recorded, kept
