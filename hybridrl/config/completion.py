@@ -141,7 +141,7 @@ def _keys(word: str) -> Iterator[str]:
                 yield f"{path}{'.' * bool(path)}{field.name}{'.' if nested else '='}"
 
 
-def _with_kinds(settings: type) -> Iterator[type]:
+def _with_kinds(settings: Any) -> Iterator[Any]:
     """Yield a dataclass, and those of each kind of a group as `cluster` or `schedule`."""
     yield settings
     for kind in settings.__subclasses__():
