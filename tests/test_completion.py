@@ -50,6 +50,8 @@ def press_tab(line: str) -> list[str]:
         ("hybridrl train trainer.step", "trainer.steps="),
         ("hybridrl submit actor.lo", "actor.lora."),
         ("hybridrl train schedule=fu", "fused"),
+        ("hybridrl train schedule=fused schedule.early", "schedule.early_backward="),
+        ("hybridrl submit cluster=slurm cluster.part", "cluster.partition="),
         ("hybridrl watch --po", "--port"),
         ("hybridrl completion z", "zsh"),
     ],

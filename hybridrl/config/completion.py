@@ -133,8 +133,16 @@ def _keys(word: str) -> Iterator[str]:
         kind = get_type_hints(kind).get(name) if is_dataclass(kind) else None
     if not is_dataclass(kind):
         return
-    hints = get_type_hints(kind)
-    for field in fields(kind):
-        if field.name.startswith(start):
-            nested = is_dataclass(hints[field.name])
-            yield f"{path}{'.' * bool(path)}{field.name}{'.' if nested else '='}"
+    for settings in _with_kinds(kind):
+        hints = get_type_hints(settings)
+        for field in fields(settings):
+            if field.name.startswith(start):
+                nested = is_dataclass(hints[field.name])
+                yield f"{path}{'.' * bool(path)}{field.name}{'.' if nested else '='}"
+
+
+def _with_kinds(settings: Any) -> Iterator[Any]:
+    """Yield a dataclass, and those of each kind of a group as `cluster` or `schedule`."""
+    yield settings
+    for kind in settings.__subclasses__():
+        yield from _with_kinds(kind)

@@ -42,6 +42,23 @@ def test_a_group_that_is_chosen_replaces_that_of_the_run(
     assert of_group[following.partition("=")[0]].value == value
 
 
+def test_an_older_run_has_the_keys_of_every_kind_of_cluster(run: Path) -> None:
+    """They had no effect but with their kind; what counts stays."""
+    file = run / ".hydra" / "config.yaml"
+    settings = OmegaConf.load(file)
+    settings.cluster.update({"ranks": 3, "nodes": 1, "requeue": 0, "ranks_per_process": None})
+    OmegaConf.save(settings, file)
+    cluster = with_settings(run).cluster
+    assert (cluster.kind.value, cluster.ranks) == ("local", 3)
+
+
+def test_a_job_s_restarts_are_left_out(tmp_path: Path) -> None:
+    job = ["cluster=slurm", "cluster.ranks=1", "cluster.requeue=2"]
+    composed_run([f"run.dir='{tmp_path}'", *job])
+    cluster = with_settings(tmp_path, "trainer.resume=never").cluster
+    assert (cluster.kind.value, cluster.ranks, cluster.requeue) == ("slurm", 1, 0)
+
+
 def test_an_experiment_is_refused(run: Path) -> None:
     with pytest.raises(ConfigError, match=r"^experiment=: wanted settings one by one"):
         overrides_of(run, ["experiment=spell_tiny"])
