@@ -46,6 +46,7 @@ from hybridrl.controller.preflight_judges import (
     warn_of_equal_samples,
     warn_of_idle_updates,
     warn_of_lone_samples,
+    warn_of_long_answers,
 )
 from hybridrl.controller.preflight_models import (
     check_role_models,
@@ -137,13 +138,14 @@ def prepare(
     trials = {}
     if config.cluster.holds_models:
         trials = try_judges(config, graph, items, is_recorded)
+        warn_of_long_answers(config, trials, tokenizer)
     check_schedule(config.schedule, graph)
     shape = load_config(model_path)
     activations = decide_activations(config, graph, shape, gpu_memory)
     decide_fused_updates(config, graph, shape, gpu_memory)
     check_memory(config, graph, model_path, gpu_memory)
     ends = SamplingTexts(tokenizer, config.data.chat, (), end_token_ids(model_path, shape)).end_ids
-    shown = FirstSamples(config, graph, tokenizer, sorted(ends), trials).text(data.train)
+    shown = FirstSamples(config, graph, tokenizer, sorted(ends), trials, turns).text(data.train)
     return PreparedRun(model_path, data, eval_items, graph, warm_start, turns, shown, activations)
 
 

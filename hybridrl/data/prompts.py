@@ -211,6 +211,7 @@ def make_items(
         tasks = [replace(x, opening=tuple(y)) for x, y in zip(episodes, firsts, strict=True)]
         if reader:
             reader.tools = list(opening.tools)
+            reader.template.tools_place = Place("environment.path", str(opening.config.path), "")
     texts, encoded = rendered(prompts)
     privileged: list[Ids] = [()] * len(records)
     if config.privileged_template is not None:
@@ -440,7 +441,7 @@ class _ChatReader:
         column = self.config.sources[self.source].tools_column
         if self.tools or column is None:
             return self.tools or None
-        place = _place(self.source, self.config, "tools_column", record)
+        place = self.template.tools_place = _place(self.source, self.config, "tools_column", record)
         return read_tools(field_of(record.row, column), place)
 
 
