@@ -46,8 +46,6 @@ def overrides_of(run_dir: Path, following: Sequence[str] = ()) -> list[str]:
     kinds = {group: settings[group].kind for group in compose.KINDS}
     for group in replaced:
         settings.pop(group, None)
-    if "cluster" in settings:
-        settings.cluster.pop("requeue", None)  # what repeats a run, or evaluates it, starts once
     add_recipe(_NAME, recipe)
     ConfigStore.instance().store(group=_NAME, name="settings", package="_global_", node=settings)
     choices = {"recipe": _NAME, **kinds}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hybridrl.config import ConfigError, DataConfig
+from hybridrl.config import ConfigError, DataConfig, EnvironmentConfig
 from hybridrl.config.row_fields import field_of, fill, is_missing, text_of
 from hybridrl.data.chat import (
     ChatTemplate,
@@ -104,6 +104,7 @@ class RowUses:
 class Opening(Protocol):
     """An environment as prompts need it: `hybridrl.environments.Openings`."""
 
+    config: EnvironmentConfig
     tools: tuple[dict[str, Any], ...]
     """Schemas of the tools that prompts tell of, once it was asked for first messages."""
 

@@ -49,7 +49,7 @@ def test_pools_are_the_first_and_the_last_ranks(
     config = placed(*SPLIT, *overrides)
     assert config.cluster.pool_ranks == pools
     assert config.trainer.layout.fsdp == len(pools["actor"])
-    assert config.critic.layout.fsdp == len(pools["critic"])
+    assert config.roles.critic.layout.fsdp == len(pools["critic"])
 
 
 @pytest.mark.parametrize(
