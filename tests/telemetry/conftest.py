@@ -70,6 +70,7 @@ def rl_metrics(rng: random.Random, step: int) -> dict[str, float]:
         "mismatch/ess_token": 0.9999,
         "mismatch/ess_sequence": 0.999,
         "clip_fraction_high": abs(rng.gauss(0.004, 0.002)),
+        "samples/used": 240,
         "samples/dropped": 16,
         "samples/filtered": 16,
         "samples/join_dropped": 0,
