@@ -164,6 +164,8 @@ class ChatTemplate:
             raise ConfigError("data.chat", True, allowed)
         self.tokenizer = tokenizer
         self.control = ControlTokens(tokenizer)
+        self.tools_place = Place("", "", "")
+        """Where the tools come from that it is given, for the message of a refusal."""
         self._marks = bool(_GENERATION.search(str(tokenizer.chat_template)))
 
     def text(
@@ -187,7 +189,9 @@ class ChatTemplate:
             reason = " ".join(str(error).split())[:200]
             raise place.refuse(f"messages that the chat template takes: {reason}") from error
         if text == bare:
-            raise ConfigError("model.path", self.tokenizer.name_or_path, _no_tools(place))
+            raise ConfigError(
+                "model.path", self.tokenizer.name_or_path, _no_tools(self.tools_place)
+            )
         return text
 
     def check_system(self, prompt: str | None) -> None:
@@ -460,9 +464,10 @@ def _parsed(arguments: Any) -> Any:
 
 
 def _no_tools(place: Place) -> str:
+    row = f" ({place.where})" if place.where else ""
     return (
-        f"a model whose chat template takes tools, or rows without any: {place.key} has some"
-        f" ({place.where})"
+        "a model whose chat template takes tools, or data.chat_template with one that does, or no"
+        f" tools: {place.key}={place.column} has some{row}"
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hybridrl.config import ConfigError, DataConfig
+from hybridrl.config import ConfigError, DataConfig, EnvironmentConfig
 from hybridrl.config.row_fields import field_of, fill, is_missing, text_of
 from hybridrl.data.chat import (
     ChatTemplate,
@@ -104,6 +104,7 @@ class RowUses:
 class Opening(Protocol):
     """An environment as prompts need it: `hybridrl.environments.Openings`."""
 
+    config: EnvironmentConfig
     tools: tuple[dict[str, Any], ...]
     """Schemas of the tools that prompts tell of, once it was asked for first messages."""
 
@@ -211,6 +212,7 @@ def make_items(
         tasks = [replace(x, opening=tuple(y)) for x, y in zip(episodes, firsts, strict=True)]
         if reader:
             reader.tools = list(opening.tools)
+            reader.template.tools_place = Place("environment.path", str(opening.config.path), "")
     texts, encoded = rendered(prompts)
     privileged: list[Ids] = [()] * len(records)
     if config.privileged_template is not None:
@@ -440,7 +442,7 @@ class _ChatReader:
         column = self.config.sources[self.source].tools_column
         if self.tools or column is None:
             return self.tools or None
-        place = _place(self.source, self.config, "tools_column", record)
+        place = self.template.tools_place = _place(self.source, self.config, "tools_column", record)
         return read_tools(field_of(record.row, column), place)
 
 

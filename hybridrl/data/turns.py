@@ -108,7 +108,8 @@ class TurnTemplate:
         except ValueError as error:
             kept, reason = False, str(error)
         if not kept:
-            raise ConfigError("model.path", place, f"a model for tools ({reason})")
+            allowed = f"a model or data.chat_template for tools ({reason})"
+            raise ConfigError("model.path", place, allowed)
 
     def reply(
         self, turn: Sequence[int], messages: Sequence[ChatMessage], most: int

@@ -321,7 +321,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         BARE, r"wanted messages without weight=0: .*\(row 3\)",
     ),
     "tools": ({"tools": "{"}, BARE, r"sources\.s\.tools_column=tools: wanted a list of tools"),
-    "no tools": ({}, NO_TOOLS, r"model\.path=.*: wanted a model whose chat template.*row 1"),
+    "no tools": ({}, NO_TOOLS, r"model\.path=.*: wanted a model whose chat template.*data\.chat_te"
+                 r".* no tools: data\.sources\.s\.tools_column=tools has some \(row 1\)"),
     "rewrites": (
         {"tools": None}, REWRITES,
         r"a chat template with \{% generation %\} marks, or one that renders a conversation turn by"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hybridrl.config import ConfigError, SourceConfig, SourceKind
+from hybridrl.config import ConfigError, EnvironmentConfig, SourceConfig, SourceKind
 from hybridrl.data.turns import TurnTemplate
 from hybridrl.environments import EpisodeTask
 from hybridrl.models.tiny import make_char_tokenizer
@@ -156,6 +156,7 @@ class Fixed:
 
     def __init__(self, tools: Any = ()) -> None:
         self.tools = tuple(tools)
+        self.config = EnvironmentConfig(path="mine.py:TOOLS")
         self.tasks: list[EpisodeTask] = []
 
     def __call__(self, tasks: Any) -> list[Any]:
@@ -180,3 +181,17 @@ def test_prompts_are_what_the_environment_says_first(load: Any, jsonl: Any, chat
     assert item.task is not None
     assert item.task.question == item.item["question"]
     assert len({task.seed for task in opening.tasks}) == 30
+
+
+def test_tools_that_no_template_takes_are_the_environments(load: Any, jsonl: Any) -> None:
+    name = jsonl([{"prompt": f"{n}?", "answer": str(n)} for n in range(30)])
+    message = (
+        r"data\.chat_template with one .* no tools: environment\.path=mine\.py:TOOLS has some$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        load(
+            SourceConfig(kind=SourceKind.jsonl, name=name),
+            tokenizer=tokenizer_of(OPENERS),
+            chat=True,
+            opening=Fixed(TOOLS),
+        )
