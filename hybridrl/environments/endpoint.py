@@ -11,7 +11,7 @@ from aiohttp import web
 from hybridrl.config import ConfigError
 from hybridrl.environments.program import ROLES, Model, TurnLimit
 from hybridrl.environments.task import ChatMessage, ModelTurn
-from hybridrl.environments.tool_calls import Tools, find_calls
+from hybridrl.environments.tool_calls import ToolCall, Tools, find_calls
 
 LARGEST_REQUEST = 16 << 20
 """Bytes of a request, which holds a whole conversation."""
@@ -149,7 +149,9 @@ async def completion(model: Model, body: Any) -> dict[str, Any]:
         raise Refusal(400, "environment.max_turns is reached: the episode has ended") from None
     except RuntimeError as error:
         raise Refusal(400, str(error)) from error
-    model.messages[-1] = answer_of(turn, len(model.turns), tools)
+    calls = find_calls(turn.text, tools)
+    model.replaced += sum(call.replaced for call in calls)
+    model.messages[-1] = answer_of(turn, calls, len(model.turns), tools)
     return recorded_completion(model, body)
 
 
@@ -263,12 +265,12 @@ def canonical(message: ChatMessage) -> tuple[Any, ...]:
     return message["role"], message.get("content") or "", calls, message.get("tool_call_id")
 
 
-def answer_of(turn: ModelTurn, number: int, tools: Tools) -> ChatMessage:
+def answer_of(turn: ModelTurn, tried: Sequence[ToolCall], number: int, tools: Tools) -> ChatMessage:
     """A turn as the message that a client gets; its calls of `tools` have ids that replays keep.
 
     It has the text as well, where the model has called something wrongly: a client sees it there.
     """
-    tried, names = find_calls(turn.text, tools), {tool["function"]["name"] for tool in tools}
+    names = {tool["function"]["name"] for tool in tools}
     calls = [call for call in tried if not call.error and call.name in names]
     message: ChatMessage = {"role": "assistant", "content": turn.text}
     if calls:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.config.dotted import load_function
+from hybridrl.config.surrogates import encodable, without_surrogates
 from hybridrl.environments.call_forms import BARE, FORMS, MARKERS, THOUGHTS, Form
 
 
@@ -19,6 +20,8 @@ class ToolCall:
     arguments: dict[str, Any] = field(default_factory=dict)
     id: str = ""
     error: str = ""
+    replaced: int = 0
+    """Lone surrogates that it had, each of which is a question mark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +65,12 @@ def find_calls(text: str, tools: Tools, form: CallForm | None = None) -> list[To
     if not known:
         return []
     if not form.parser:
-        return _Reader(text, known, [form.name] if form.name else list(FORMS)).calls()
+        names = [form.name] if form.name else list(FORMS)
+        return list(map(_sendable, _Reader(text, known, names).calls()))
     said = re.sub(r"<think>.*?(?:</think>|\Z)", "", text, flags=re.DOTALL)
     try:
         parse: Any = load_function("environment.tool_calls", form.parser)
-        return list(map(_of_object, parse(said, tools, **form.settings)))
+        return list(map(_sendable, map(_of_object, parse(said, tools, **form.settings))))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         return [ToolCall("", error=f"the call cannot be read ({str(error)[:200]})")]
 
@@ -210,6 +214,18 @@ def _of_object(entry: Any) -> ToolCall:
     if not isinstance(arguments, dict):
         return ToolCall(entry["name"], error="the arguments are no object")
     return ToolCall(entry["name"], arguments, id=str(entry.get("id") or ""))
+
+
+def _sendable(call: ToolCall) -> ToolCall:
+    """The call as JSON can send it: a number that is not finite, or a set, is an error."""
+    try:
+        json.dumps(call.arguments, allow_nan=False)
+        (name, arguments, call_id, error), replaced = without_surrogates(
+            [call.name, call.arguments, call.id, call.error]
+        )
+    except (ValueError, TypeError, RecursionError) as raised:
+        return ToolCall(encodable(call.name), error=f"the arguments are no JSON ({raised})")
+    return ToolCall(name, arguments, call_id, error, replaced)
 
 
 def _is_call(entry: Any) -> bool:

@@ -10,7 +10,6 @@ from random import Random
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hybridrl.config import ConfigError
-from hybridrl.config.surrogates import without_surrogates
 from hybridrl.environments.program import Environment, Model, result_of
 from hybridrl.environments.task import ChatMessage, EpisodeTask
 from hybridrl.environments.tool_calls import ToolCall, find_calls
@@ -73,14 +72,13 @@ async def answered(call: ToolCall, tools: dict[str, Tool], model: Model) -> Chat
     message: ChatMessage = {"role": "tool", "name": call.name, "content": ""}
     if call.id:
         message["tool_call_id"] = call.id
+    model.replaced += call.replaced
     error = call.error
     if not error and call.name not in tools:
         error = f"there is no tool {call.name!r}, but {', '.join(sorted(tools))}"
     if not error:
         try:
-            arguments, replaced = without_surrogates(bound(tools[call.name], call))
-            model.replaced += replaced
-            value = await result_of(tools[call.name](**arguments))
+            value = await result_of(tools[call.name](**bound(tools[call.name], call)))
             return {**message, "content": value if isinstance(value, str) else _as_json(value)}
         except Exception as raised:  # the model is told, as a user would be
             error = f"{type(raised).__name__}: {raised}"

@@ -22,8 +22,8 @@ from hybridrl.environments.episode import Episode
 from hybridrl.environments.load import load_environment
 from hybridrl.environments.program import Model
 from hybridrl.environments.python import told
-from hybridrl.environments.tool_calls import ToolCall
-from hybridrl.environments.tools import answered
+from hybridrl.environments.tool_calls import find_calls
+from hybridrl.environments.tools import answered, schema_of
 from hybridrl.sandbox import jail
 from hybridrl.sandbox.jail import JailResult
 
@@ -275,6 +275,7 @@ def test_lone_surrogates_in_the_arguments_of_a_call_are_replaced_and_counted() -
         raise AssertionError
 
     model = Model(ask, 1, ask)
-    call = ToolCall("echo", {"text": "a\ud83db"})
+    text = r'<tool_call>{"name": "echo", "arguments": {"text": "a\ud83db"}}</tool_call>'
+    (call,) = find_calls(text, [schema_of(echo, "mine.py")])
     assert asyncio.run(answered(call, {"echo": echo}, model))["content"] == "a?b"
     assert model.replaced == 1

@@ -178,11 +178,22 @@ def test_a_text_stays_text_where_the_tool_wants_one(form: str) -> None:
         ("[f(1, a=2)]", "f takes a, b"),
         ("<|tool_call_start|>f", "the call cannot be read"),
         ("<invoke name=>", "the call cannot be read"),
+        ('<tool_call>{"name": "f", "arguments": {"b": [1e999]}}', "the arguments are no JSON (Out"),
+        ("[g({1})]", "the arguments are no JSON (Object of type set"),
+        (WRITTEN["glm45"].replace(">1<", ">NaN<"), "the arguments are no JSON (Out of range"),
     ],
 )
 def test_a_call_that_has_begun_and_is_none_says_so(text: str, error: str) -> None:
     (call,) = calls(text)
     assert call.error.startswith(error)
+
+
+@pytest.mark.parametrize("arguments", [r'{"a": "\ud83d."}', r'"{\"a\": \"\\ud83d.\"}"'])
+def test_lone_surrogates_of_escapes_are_replaced_and_counted(arguments: str) -> None:
+    written = f'<tool_call>{{"name": "g", "arguments": {arguments}}}</tool_call>'
+    assert calls(written) == [ToolCall("g", {"a": "?."}, replaced=1)]
+    message = answer_of(ModelTurn(written), calls(written), 1, TOOLS)
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"a": "?."}'
 
 
 def test_calls_that_are_nested_too_deeply_are_told() -> None:
@@ -249,7 +260,7 @@ def test_a_client_sees_the_calls_that_are_right_and_the_text_of_others() -> None
     unknown = '<tool_call>{"name": "h", "arguments": {}}</tool_call>'
 
     def shown(text: str) -> tuple[Any, list[str]]:
-        message = answer_of(ModelTurn(text), 1, TOOLS)
+        message = answer_of(ModelTurn(text), calls(text), 1, TOOLS)
         names = [call["function"]["name"] for call in message.get("tool_calls", ())]
         return message["content"], names
 
