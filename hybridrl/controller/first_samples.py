@@ -10,6 +10,7 @@ from hybridrl.controller.preflight_judges import Judged
 from hybridrl.controller.preflight_models import judges_of
 from hybridrl.data import Item
 from hybridrl.data.control_tokens import ControlTokens, special_tokens
+from hybridrl.data.turns import TurnTemplate
 from hybridrl.flow import Graph
 
 FILE = "first_samples.txt"
@@ -31,10 +32,14 @@ class FirstSamples:
         tokenizer: Any,
         ends: Sequence[int],
         trials: Mapping[str, Sequence[Judged]],
+        turns: TurnTemplate | None = None,
     ) -> None:
-        """`ends` are the tokens that end a turn, `trials` what judges said of rows, by role."""
+        """`ends` are the tokens that end a turn, `trials` what judges said of rows, by role.
+
+        `turns` knows in which form calls of tools are read.
+        """
         self.config, self.graph, self.tokenizer = config, graph, tokenizer
-        self.ends, self.trials = ends, trials
+        self.ends, self.trials, self.turns = ends, trials, turns
         self._special, self._control = special_tokens(tokenizer), ControlTokens(tokenizer)
 
     def text(self, items: Sequence[Item]) -> str:
@@ -77,6 +82,11 @@ class FirstSamples:
                 f"environment.kind={environment.kind.value} answers up to {environment.max_turns} "
                 "turns; its answers are not trained"
             )
+        if self.turns and self.turns.tools:
+            form = self.turns.call_form
+            read = form.name or form.parser or "any form"
+            setting = f"environment.tool_calls={environment.tool_calls}"
+            yield f"calls of tools are read in {read} ({setting})"
 
     def _trained(self, item: Item, column: str | None, name: str) -> Iterator[str]:
         """A response of the dataset, with the stretches marked that are trained."""

@@ -143,7 +143,7 @@ def prepare(
     decide_fused_updates(config, graph, shape, gpu_memory)
     check_memory(config, graph, model_path, gpu_memory)
     ends = SamplingTexts(tokenizer, config.data.chat, (), end_token_ids(model_path, shape)).end_ids
-    shown = FirstSamples(config, graph, tokenizer, sorted(ends), trials).text(data.train)
+    shown = FirstSamples(config, graph, tokenizer, sorted(ends), trials, turns).text(data.train)
     return PreparedRun(model_path, data, eval_items, graph, warm_start, turns, shown, activations)
 
 

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 
 from hybridrl.config import Config
-from hybridrl.controller.preflight import prepare
-from hybridrl.models.tiny import make_tiny_model
+from hybridrl.controller.first_samples import FirstSamples
+from hybridrl.controller.preflight import build_recipe, prepare
+from hybridrl.data import Item
+from hybridrl.data.turns import TurnTemplate
+from hybridrl.environments.tool_calls import CallForm
+from hybridrl.models.tiny import make_char_tokenizer, make_tiny_model
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>\n{% endfor %}"
@@ -109,3 +113,17 @@ def test_an_environment_answers(
     text = prepare(make_config(*settings)).first_samples
     assert "\nenvironment.kind=grid answers up to " in text
     assert "---- reward.kind=environment\n" in text
+
+
+@pytest.mark.parametrize("form", ["hermes", ""])
+def test_the_form_of_calls_is_shown(make_config: Callable[..., Config], form: str) -> None:
+    config = make_config("environment=tools", "environment.path=mine.py:TOOLS", "run.dir=out")
+    tokenizer = make_char_tokenizer("".join(map(chr, range(32, 127))) + "\n", 512)
+    tokenizer.chat_template = TEMPLATE
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    item = Item("q", (1,), "", (), "main", {}, place="row 1")
+    for offered, lines in ((tools, 1), ([], 0)):
+        turns = TurnTemplate(tokenizer, offered, True, CallForm(form))
+        samples = FirstSamples(config, build_recipe(config.recipe), tokenizer, [2], {}, turns)
+        line = f"\ncalls of tools are read in {form or 'any form'} (environment.tool_calls=auto)\n"
+        assert samples.text([item]).count(line) == lines
