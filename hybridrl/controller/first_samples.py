@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import Config
-from hybridrl.controller.preflight_judges import Judged
+from hybridrl.controller.preflight_judges import Judged, tokens_of
 from hybridrl.controller.preflight_models import judges_of
 from hybridrl.data import Item
 from hybridrl.data.control_tokens import ControlTokens, special_tokens
@@ -117,7 +117,9 @@ class FirstSamples:
         for asked, result in trials:
             picked = "" if result.text == asked.response else f" (it judges {result.text!r})"
             value = f"{result.reward:g}" if result.status == "ok" else result.recorded_status
-            yield f"of the response {_shown(asked.response)!r}{picked} it says {value}"
+            tokens = tokens_of(self.tokenizer, asked.response)
+            response = f"{_shown(asked.response)!r} ({tokens} tokens)"
+            yield f"of the response {response}{picked} it says {value}"
 
     def _names_of(self, ids: Sequence[int]) -> str:
         return ", ".join(repr(self._decoded([id])) for id in ids)

@@ -46,6 +46,7 @@ from hybridrl.controller.preflight_judges import (
     warn_of_equal_samples,
     warn_of_idle_updates,
     warn_of_lone_samples,
+    warn_of_long_answers,
 )
 from hybridrl.controller.preflight_models import (
     check_role_models,
@@ -137,6 +138,7 @@ def prepare(
     trials = {}
     if config.cluster.holds_models:
         trials = try_judges(config, graph, items, is_recorded)
+        warn_of_long_answers(config, trials, tokenizer)
     check_schedule(config.schedule, graph)
     shape = load_config(model_path)
     activations = decide_activations(config, graph, shape, gpu_memory)

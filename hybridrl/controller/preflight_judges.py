@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import (
     Config,
@@ -179,6 +179,40 @@ def _check_trial(
             role, judge.kind.value, len(own), tried[0][0].place,
             repr(tried[0][1].response[:60]), own[0],
         )  # fmt: skip
+
+
+def warn_of_long_answers(
+    config: Config, trials: Mapping[str, Sequence[Judged]], tokenizer: Any
+) -> None:
+    """Say where judges compare with answers that no response is long enough for.
+
+    What a judge reads of the row's own answer counts, or a shorter one of its right answers.
+    """
+    for role, tried in trials.items():
+        judge = config.judge_of(role)
+        own = [(item, result.text) for item, _, result in tried if result.text]
+        too_long = []
+        for item, text in own if _reads_answers(judge) else ():
+            key, longest = "rollout", config.rollout.max_new_tokens
+            of_set = config.eval.sets.get(item.source.removeprefix("eval.sets."))
+            if item.source.startswith("eval.sets.") and of_set and of_set.max_new_tokens:
+                key, longest = item.source, of_set.max_new_tokens
+            texts = filter(None, (text, *item.answers))
+            if (tokens := min(tokens_of(tokenizer, text) for text in texts)) > longest:
+                too_long.append(
+                    f"{key}.max_new_tokens={longest}, e.g. {item.source}, {item.place}, of {tokens}"
+                )
+        if too_long:
+            log.warning(
+                "of %d answers that %s.kind=%s was tried on, %d have more tokens than %s: no "
+                "response can be as long",
+                len(own), role, judge.kind.value, len(too_long), too_long[0],
+            )  # fmt: skip
+
+
+def tokens_of(tokenizer: Any, text: str) -> int:
+    """The number of tokens of a response."""
+    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def check_groups(graph: Graph) -> None:

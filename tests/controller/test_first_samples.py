@@ -61,7 +61,7 @@ def test_a_recipe_that_generates(shown: Callable[..., str]) -> None:
         "a turn ends at '<eos>'; a response at 12 tokens at the latest",
         "---- reward.kind=exact",
         f"is given the text of the response, and the answer: '{number + 1}'",
-        f"of the response 'It is {number + 1}' (it judges '{number + 1}') it says 1",
+        f"of the response 'It is {number + 1}' (7 tokens) (it judges '{number + 1}') it says 1",
     ]
     assert text.count("======== main, row ") == 4
 

@@ -15,8 +15,10 @@ from hybridrl.controller.preflight_judges import (
     warn_of_equal_samples,
     warn_of_idle_updates,
     warn_of_lone_samples,
+    warn_of_long_answers,
 )
 from hybridrl.data import Item
+from hybridrl.models.tiny import make_char_tokenizer
 
 FOLDERS = [path.parent for path in Path(hybridrl.recipes.__path__[0]).glob("*/config.yaml")]
 GROUPED = sorted(f.name for f in FOLDERS if "group_size: int" in (f / "__init__.py").read_text())
@@ -150,3 +152,31 @@ def test_a_judge_that_likes_no_answer_is_named(
     caplog.clear()
     tried(make_config, function("raises"))  # costs these samples alone
     assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("judge", "longest", "line"),
+    [
+        ({}, 2, "of 8 answers that reward.kind=exact was tried on, 5 have more tokens than "
+         "rollout.max_new_tokens=2, e.g. main, row 4, of 3: no response can be as long"),
+        ({}, 3, ""),
+        ({"extract": "#(.*)"}, 3, ""),  # the text before it need not be written
+        ({"extract": "#(.*)"}, 1, "rollout.max_new_tokens=1, e.g. main, row 4, of 3: no resp"),
+        ({"kind": RewardKind.regex, "pattern": r"\d+"}, 1, ""),
+        ({"kind": RewardKind.regex, "pattern": "{answer}"}, 2, "of 8 answers that reward.kind=reg"),
+    ],
+)  # fmt: skip
+def test_answers_that_no_response_is_long_enough_for(
+    make_config: Any, caplog: pytest.LogCaptureFixture, judge: dict[str, Any], longest: int,
+    line: str,
+) -> None:  # fmt: skip
+    config = make_config("data=jsonl", "data.sources.main.name=mine.jsonl")
+    config.reward = RewardConfig(**{"kind": RewardKind.exact, **judge})
+    config.data.answer_template = "so #{answer}" if "extract" in judge else "{answer}"
+    config.rollout.max_new_tokens = longest
+    graph, tokenizer = built("grpo"), make_char_tokenizer("so #0123456789", 64)
+    trials = try_judges(config, graph, items(["7", "8", "9", *["100"] * 5, "1000"]))
+    caplog.clear()
+    warn_of_long_answers(config, trials, tokenizer)
+    assert line in caplog.text
+    assert len(caplog.messages) == bool(line)
