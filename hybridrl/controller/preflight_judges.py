@@ -152,10 +152,12 @@ def _check_trial(
     own: list[float] = []
     empty: list[float] = []
     failed: list[str] = []
+    rows: set[tuple[str, str]] = set()
     for item, reward_input, result in tried:
         if result.status != "ok":
             text = f"the response {reward_input.response[:60]!r} to {item.source}, {item.place}"
-            failed.append(f"a judge of the rows: it failed on {text} ({result.message})")
+            failed.append(f"{text} ({result.message})")
+            rows.add((item.source, item.place))
         elif not reward_input.response:
             empty.append(result.reward)
         elif make_selector(judge)(reward_input.response) is not None:
@@ -166,8 +168,14 @@ def _check_trial(
         # One that raises on some responses costs those alone; what it returns must be a reward.
         wrong = [text for text in failed if any(said in text for said in WRONG_RETURNS)]
         if wrong or len(failed) == len(tried):
-            raise ConfigError(f"{role}.{key}", value, (wrong or failed)[0])
-        log.warning("%s.%s=%s: wanted %s", role, key, value, failed[0])
+            allowed = f"a judge of the rows: it failed on {(wrong or failed)[0]}"
+            raise ConfigError(f"{role}.{key}", value, allowed)
+        log.warning(
+            "%s.%s=%s failed on %d of %d rows that it was tried on. The run starts nevertheless. "
+            "The first failure: %s",
+            role, key, value, len(rows), len({(item.source, item.place) for item, _, _ in tried}),
+            failed[0],
+        )  # fmt: skip
     if judge.kind is RewardKind.function:
         blind = generates and bool(own) and own == empty[: len(own)]
     else:

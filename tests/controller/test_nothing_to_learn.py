@@ -121,6 +121,7 @@ def test_a_judge_that_likes_no_answer_is_named(
         "def none(solution_str, ground_truth): return None\n"
         "def some(response, answer): return 1.0 if response == answer else None\n"
         "def raises(response, answer): return 1.0 if response == answer else 1 / 0\n"
+        "def half(response, answer): return 1.0 if answer < '2' else 1 / 0\n"
     )
 
     def function(name: str) -> RewardConfig:
@@ -152,6 +153,11 @@ def test_a_judge_that_likes_no_answer_is_named(
     caplog.clear()
     tried(make_config, function("raises"))  # costs these samples alone
     assert "ZeroDivisionError" in caplog.text
+    caplog.clear()
+    tried(make_config, function("half"))
+    (line,) = [line for line in caplog.messages if "nevertheless" in line]
+    assert ":half failed on 1 of 3 rows that it was tried on. The run starts never" in line
+    assert "The first failure: the response '2' to main, row 3 (ZeroDivisionError" in line
 
 
 @pytest.mark.parametrize(
