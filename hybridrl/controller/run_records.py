@@ -148,12 +148,14 @@ class RunRecords:
         if self._noted_no_training or trained:
             return
         self._noted_no_training = True
-        step = self.current_step()
-        self.telemetry.note(
-            f"step {step}: nothing to train on, {metrics['samples/filtered']:g} samples left out;"
-            " where the rewards of a prompt's samples are all alike, there is nothing to learn",
-            step=step,
-        )
+        step, failed = self.current_step(), without_scores(result.dispatched)
+        parts = [f"step {step}: nothing to train on", *failed]
+        if (left_out := metrics["samples/filtered"]) or not failed:
+            parts.append(
+                f"{left_out:g} samples left out; where the rewards of a prompt's samples are all "
+                "alike, there is nothing to learn"
+            )
+        self.telemetry.note(", ".join(parts), step=step)
 
     def _note_no_rewards(self, samples: Sequence[Sample]) -> None:
         """Say it, the first time, where the judge has failed with every sample of a step."""
@@ -217,6 +219,17 @@ def judged(samples: Sequence[Sample]) -> list[str]:
     """Fields with a score of these samples, of whatever judged them: each has a status."""
     names = {name: None for sample in samples for name in sample.scalars}
     return [name for name in names if f"{name}_status" in names]
+
+
+def without_scores(samples: Sequence[Sample]) -> list[str]:
+    """For each score that samples lack, as their judge failed: how many, and the first reason."""
+    texts = []
+    for name in judged(samples):
+        failed = [x for sample in samples if (x := failed_status(sample, (f"{name}_status",)))]
+        if failed:
+            reason = failed[0].removeprefix(f"{name}: ")
+            texts.append(f"{len(failed)} samples without a {name} ({reason})")
+    return texts
 
 
 def rewards_by_prompt(samples: Sequence[Sample]) -> dict[int, list[float]]:

@@ -203,6 +203,34 @@ def test_a_judge_that_fails_always_is_said_once(tmp_path: Path) -> None:
     assert note["text"].endswith("no sample has a reward; the first: reward: error: HTTP 404")
 
 
+ALIKE = "where the rewards of a prompt's samples are all alike, there is nothing to learn"
+
+
+@pytest.mark.parametrize(
+    ("failed", "filtered", "text"),
+    [
+        (6, 2, f"6 samples without a reward (error: no), 2 samples left out; {ALIKE}"),
+        (8, 0, "8 samples without a reward (error: no)"),
+        (0, 8, f"8 samples left out; {ALIKE}"),
+    ],
+)
+def test_a_step_without_training_says_where_a_judge_failed(
+    tmp_path: Path, failed: int, filtered: int, text: str
+) -> None:
+    samples = [Sample(id=SampleId(4, k=k), rank=0) for k in range(failed + filtered)]
+    for k, sample in enumerate(samples):
+        sample.scalars.update(reward=0.0, reward_status="error: no" if k < failed else "ok")
+    reasons = [DropReason.JUDGE] * failed + [DropReason.FILTER] * filtered
+    dropped = {s.id: Drop(reason, "why") for s, reason in zip(samples, reasons, strict=True)}
+    with Telemetry(tmp_path, TelemetryConfig(progress=False, loggers=[]), 1) as telemetry:
+        records = RunRecords(telemetry, 0, lambda: 1, lambda p: (), lambda p: ("sums", ""))
+        records.record_step(
+            StepResult(1, (), tuple(samples), dropped, {}, ()), 1.0, lambda by_rank: {}
+        )
+    note = next(x for x in read_lines(tmp_path / "events.jsonl") if x["kind"] == "note")
+    assert note["text"] == f"step 1: nothing to train on, {text}"
+
+
 def test_every_reason_to_drop_has_a_metric() -> None:
     """A run's end is an event and has no metric; a failed step has no metrics at all."""
     reasons = [r for r in DropReason if r not in (DropReason.RUN_ENDED, DropReason.STEP_FAILED)]
