@@ -220,11 +220,12 @@ def _sendable(call: ToolCall) -> ToolCall:
     """The call as JSON can send it: a number that is not finite, or a set, is an error."""
     try:
         json.dumps(call.arguments, allow_nan=False)
-        texts = (call.name, call.arguments, call.id, call.error)
-        (name, arguments, id, error), replaced = without_surrogates(texts)
-    except (ValueError, TypeError, RecursionError) as fault:
-        return ToolCall(encodable(call.name), error=f"the arguments are no JSON ({fault})")
-    return ToolCall(name, arguments, id, error, replaced)
+        (name, arguments, call_id, error), replaced = without_surrogates(
+            [call.name, call.arguments, call.id, call.error]
+        )
+    except (ValueError, TypeError, RecursionError) as raised:
+        return ToolCall(encodable(call.name), error=f"the arguments are no JSON ({raised})")
+    return ToolCall(name, arguments, call_id, error, replaced)
 
 
 def _is_call(entry: Any) -> bool:

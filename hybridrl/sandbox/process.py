@@ -37,6 +37,9 @@ BUSY_S = 1.0
 FINISH_LOOK_S = 0.02
 """Seconds between two looks at whether a process has ended that was asked to."""
 
+WARNED: set[str] = set()
+"""Names of processes whose lone surrogates this run has been warned of."""
+
 _NUMBERS = count(1)
 
 
@@ -77,8 +80,6 @@ class SandboxProcess:
         """It has `closes_s` seconds to close what a task leaves behind."""
         self.name, self._closes_s = name, closes_s
         self.ready = False
-        self.replaced = 0
-        """Lone surrogates that its answers had."""
         self.start_deadline = time.monotonic() + START_TIMEOUT_S
         self.mark = Mark()
         self.tasks: set[SandboxTask] = set()
@@ -211,10 +212,13 @@ class SandboxProcess:
         answer = json.loads(sent)
         if b"\\ud" in sent:  # JSON writes whole characters beyond the first plane so, too
             answer, replaced = without_surrogates(answer)
-            if replaced and not self.replaced:
-                logger.warning("a %s process answers with lone surrogates: each becomes ?",
-                               self.name)  # fmt: skip
-            self.replaced += replaced
+            if replaced and self.name not in WARNED:
+                WARNED.add(self.name)
+                logger.warning(
+                    "an answer of the %s holds lone surrogates, which are halves of characters "
+                    "(%d): each is replaced with a question mark, and so are later ones, without "
+                    "another warning", self.name, replaced,
+                )  # fmt: skip
         if not isinstance(answer, list):
             raise ValueError(f"{answer!r} is no answer")
         return answer

@@ -243,13 +243,18 @@ def test_a_reward_that_is_none_is_no_answer(answer: list[object]) -> None:
 def test_lone_surrogates_in_what_a_judge_says_are_replaced_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A warning says it once a run, which starts a judge twice: before it, and in it."""
     file = tmp_path / "says.py"
     file.write_text("def score(response):\n    raise ValueError(response)\n")
     config = RewardConfig(kind=RewardKind.function, function=f"{file}:score")
     items = [RewardInput("", "a\ud83db\U0001f600", "")]
     (result,) = validate_reward(config, items=items).results
     assert result.message.endswith("ValueError: a?b\U0001f600")
-    assert "answers with lone surrogates: each becomes ?" in caplog.text
+    with JudgePool(config) as judge:
+        assert judge.score(items) == [result]
+    (line,) = caplog.messages
+    assert "an answer of the verifier (reward.kind=function) holds lone surrogates" in line
+    assert "characters (1): each is replaced with a question mark" in line
 
 
 def alive(pid: int) -> bool:
