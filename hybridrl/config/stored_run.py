@@ -41,7 +41,6 @@ def overrides_of(run_dir: Path, following: Sequence[str] = ()) -> list[str]:
     settings = OmegaConf.load(file)
     assert isinstance(settings, DictConfig)
     _rename(settings)
-    settings.cluster.pop("requeue", None)  # a job that starts again would begin another command
     recipe = settings.pop("recipe")
     kinds = {group: settings[group].kind for group in compose.KINDS}
     for group in replaced:
