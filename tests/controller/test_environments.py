@@ -129,7 +129,7 @@ def processes_killed() -> Iterator[list[int]]:
         while not ended.wait(draw.uniform(0.0, 0.1)):
             for pool in pools[-1:]:
                 for process in pool._processes if pool.counts["turns"] >= num_turns else ():
-                    if process.num_episodes:
+                    if process.tasks:
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(process.popen.pid, signal.SIGKILL)
                             kills.append(process.popen.pid)

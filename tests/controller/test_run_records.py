@@ -53,8 +53,8 @@ KINDS = {
 """Runs of models that write, together with the next one, every metric that there is."""
 
 EMULATED = (
-    "cluster=emulated cluster.ranks=4 cluster.time_scale=0.001"
-    " schedule=fused schedule.early_backward=auto trainer.layout.replicas=4 rollout.tail_tp=2"
+    "cluster=emulated cluster.ranks=8 cluster.time_scale=0.001 rollout.layout.tp=4"
+    " schedule=fused schedule.early_backward=auto trainer.layout.replicas=2 rollout.tail_tp=8"
     " trainer.steps=1 trainer.prompts_per_step=6 rollout.max_new_tokens=2000"
     " telemetry.progress=false telemetry.loggers=[] telemetry.report=false"
 )
