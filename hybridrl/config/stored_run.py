@@ -41,6 +41,7 @@ def overrides_of(run_dir: Path, following: Sequence[str] = ()) -> list[str]:
     settings = OmegaConf.load(file)
     assert isinstance(settings, DictConfig)
     _rename(settings)
+    settings.cluster.pop("requeue", None)  # what repeats a run, or evaluates it, starts once
     recipe = settings.pop("recipe")
     kinds = {group: settings[group].kind for group in compose.KINDS}
     for group in replaced:
