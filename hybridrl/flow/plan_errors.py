@@ -8,7 +8,7 @@ from hybridrl.flow.migration import TailPlan
 _MOST = 8.0  # steps that count of a plan
 _DOUBT = 2.0  # steps of the plainest plan's error that a plan begins with
 _FADES = 0.95  # of what is known of a plan, at each step with another: it is tried again
-_TRIAL = 0.1  # of its seconds: the plainest plan is taken once where others win less than this
+_TRIAL = 0.05  # of its seconds: the plainest plan is taken once where others win less than this
 _ANY = "any plan"  # in a checkpoint, beside the plans
 
 

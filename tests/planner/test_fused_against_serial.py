@@ -136,11 +136,8 @@ def test_so_it_is_on_each_recorded_step() -> None:
     assert len(serial) == 10
     for ours, theirs in zip(fused[1:], serial[1:], strict=True):
         assert ours["front_s"] <= 1.01 * theirs["front_s"]
-    others = [[step["step_s"] for step in steps] for steps in zip(serial, fused, strict=True)]
-    missed = [n for n in range(1, 10) if early[n]["step_s"] > 1.01 * min(others[n])]
-    # One step of a run tries the plainest plan, to learn by how much the model is off.
-    assert len(missed) <= 1
-    assert all(early[n]["step_s"] <= 1.01 * max(others[n]) for n in missed)
+    for ours, *theirs in zip(early[1:], serial[1:], fused[1:], strict=True):
+        assert ours["step_s"] <= 1.01 * min(step["step_s"] for step in theirs)
 
 
 @pytest.mark.parametrize("seed", [104, 134])
