@@ -67,6 +67,10 @@ class Roofline:
         sizes = {key: int(number) for key, number in numbers.items()}
         if sizes["total"] % sizes["gpus"]:
             raise ConfigError("--costs", text, "a total that is a multiple of gpus")
+        for heads in (MODELS[name].heads, MODELS[name].kv_heads):
+            if sizes["gpus"] > heads and sizes["gpus"] % heads:
+                allowed = f"at most {heads} gpus, or a multiple: the heads of the model"
+                raise ConfigError("--costs", text, allowed)
         trained = {"actor": MODELS[name]} | ({"critic": MODELS[critic]} if critic else {})
         return cls(
             trained=trained,

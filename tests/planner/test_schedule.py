@@ -759,6 +759,8 @@ def test_a_roofline_by_hand() -> None:
         "gpu:model=13b,gpus=x",
         "gpu:model=13b,x=1",
         "gpu:model=13b,gpus=8,total=20",
+        "gpu:model=8b,gpus=12,total=24",
+        "gpu:model=8b,gpus=48,total=96",
         "gpu:model=13b,critic=1b",
         "gpu:model=13b,pp=2",
         "gpu:model=13b,critic=13b,pp=0",
