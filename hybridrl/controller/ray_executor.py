@@ -18,7 +18,7 @@ from hybridrl.controller.async_calls import (
     result_of,
     single,
 )
-from hybridrl.controller.counted_costs import counted_costs
+from hybridrl.controller.counted_costs import counted_costs, counted_device
 from hybridrl.controller.driver_judges import DriverJudges, read_together
 from hybridrl.controller.episodes import Episodes
 from hybridrl.controller.event_lines import described
@@ -133,6 +133,10 @@ class RayExecutor:
     ) -> Costs | None:
         """Seconds of work on an instance by its operations; None where they are not counted."""
         return counted_costs(self.config, graph, model_path, nodes)
+
+    def device_name(self, nodes: Sequence[NodeInfo]) -> str:
+        """The datasheet by which `counted_costs` counts."""
+        return counted_device(self.config, nodes)
 
     def key_of(self, item: Item) -> PromptKey:
         """The prompt as a length ranker may know it."""

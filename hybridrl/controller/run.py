@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hybridrl.checkpoint.folder import Point, read, search
 from hybridrl.config import Config, Device, EmulatedClusterConfig, KeptSamples
@@ -38,6 +38,7 @@ from hybridrl.controller.schedule_factory import (
 )
 from hybridrl.controller.step_digests import step_digests
 from hybridrl.controller.worker_group import WorkerGroup
+from hybridrl.costs.meter import CostMeter
 from hybridrl.data import CurriculumStream, mixture_parts, prompt_stream, task_of
 from hybridrl.data.known_rows import rows_of, write_rows
 from hybridrl.flow.graph import GenerateStage, Graph
@@ -311,12 +312,23 @@ class Run:
             self._check_finite(metrics)
             if costs := schedule.meter.costs():
                 setting = replay_setting(self.config, self.executor, phase.graph)
-                scales, kinds = schedule.meter.scales().to_json(), schedule.meter.table()
-                learned = {"costs": costs.to_json(), "scales": scales, "kinds": kinds}
-                self.telemetry.costs({**learned, **setting})
+                self.telemetry.costs(
+                    {"costs": costs.to_json(), **self._scales(schedule.meter), **setting}
+                )
             self._stop_if_requested(phase, schedule)
             if self.step < phase.last_step:
                 self._evaluate_and_save(phase, schedule)
+
+    def _scales(self, meter: CostMeter) -> dict[str, Any]:
+        """What another mapping may take of the run's costs, and for which device and engine."""
+        if not meter.counts:
+            return {}
+        return {
+            "device": self.executor.device_name(self._nodes),
+            "engine": self.config.rollout.engine.value,
+            "scales": meter.scales().to_json(),
+            "kinds": meter.table(),
+        }
 
     def _run_step(self, schedule: Schedule, before: DriverState | None) -> StepResult:
         """One step; `before` is the driver's state, which a signal may want to go back to."""

@@ -196,14 +196,11 @@ def mapped_setting(
 ) -> Setting:
     """The setting of a device mapping, for `replay`.
 
-    The scheduler's own costs are those of an instance's share of a step, of samples of the first
-    step's lengths.
+    The scheduler's own costs are those of samples of the first step's lengths.
     """
     mapping = mapped.mapping
-    samples = step_samples(workload, group_size)
-    share = samples[:: mapping.instances]
     return Setting(
-        costs=mapped.flow_costs(share),
+        costs=mapped.flow_costs(step_samples(workload, group_size)),
         num_instances=mapping.instances,
         max_held=max_held,
         decode_steps=decode_steps,

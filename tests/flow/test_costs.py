@@ -118,6 +118,11 @@ def test_what_is_not_counted_has_its_seconds_a_token() -> None:
     assert [kind for kind, *_ in meter.table()] == ["decode"]
 
 
+def test_scales_of_nothing_counted_say_nothing() -> None:
+    assert not CostMeter().counts
+    assert CostMeter(counted=HALF).counts
+
+
 def test_measurements_of_earlier_versions_are_left() -> None:
     """They were seconds and amounts of work, by kinds of another naming."""
     meter, earlier = CostMeter(), {"advance": [[1.0, 2.0, 3.0]], "train": [[1.0, 2.0]]}
