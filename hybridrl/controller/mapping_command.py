@@ -426,7 +426,7 @@ def _search(
         raise ConfigError("plan", "auto", allowed)
     if "out" in options:
         _write(options["out"], settings[0])
-    source = problem.prices.costs.layer_costs.source
+    source = options.get("costs", "datasheet")
     result = replace(result, best=best)
     assumed = cut_lengths(problem.config, problem.prices.samples)
     return MappingReport(result, settings, refused, problem.user_args, source, assumed)
@@ -462,7 +462,7 @@ def _price(problem: _Problem, options: Mapping[str, Any]) -> MappingReport:
         settings.append(f"trainer.fuse_updates={config.trainer.fuse_updates.value}")
     if "out" in options:  # the file has the mapping, the command has it in its arguments
         _write(options["out"], [*keys_set(problem.user_args), *settings])
-    source = problem.prices.costs.layer_costs.source
+    source = options.get("costs", "datasheet")
     assumed = [*assumptions(config), *cut_lengths(config, problem.prices.samples)]
     return MappingReport(result, [settings], [], problem.user_args, source, assumed)
 

@@ -1,5 +1,8 @@
 """Counted seconds of a run: none where nothing is countable, and nothing there ends a run."""
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,11 +10,15 @@ import pytest
 from hybridrl.config import TinyModelConfig, compose
 from hybridrl.controller import counted_costs as module
 from hybridrl.controller.counted_costs import counted_costs
+from hybridrl.controller.mapping_command import read_scales
 from hybridrl.controller.preflight import build_recipe
 from hybridrl.costs.instance import Costs
 from hybridrl.flow.graph import UpdateStage
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.system.node_info import read_node_info
+from hybridrl.telemetry.records import read_lines
+from hybridrl.telemetry.report import predicted
+from hybridrl.telemetry.rundata import load
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +69,23 @@ def test_what_fails_here_ends_no_run(
         assert counted(model) is None
     (line,) = caplog.messages
     assert line == "seconds are learned without counted ones: KeyError('actor')"
+
+
+def test_a_run_writes_predicted_beside_measured_seconds(
+    train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
+) -> None:
+    """The report's table and `plan auto` read what the run's own calls have taken."""
+    run = train_here(
+        tmp_path / "run", *tiny_run, "cluster.ranks=1", "trainer.steps=3", "rollout.decode_steps=1"
+    ).dir
+    record = json.loads((run / "costs.json").read_text())
+    lines = [line for line in read_lines(run / "metrics.jsonl") if "update_actor_s" in line]
+    shown = predicted(load(run))
+    assert shown is not None
+    rows = {kind: (calls, counted, taken) for kind, calls, counted, taken, _ in shown["rows"]}
+    assert {"decode", "train", "switch"} <= set(rows)
+    calls, counted, taken = rows["train"]
+    assert calls == len(lines) == 3
+    assert taken == pytest.approx(sum(line["update_actor_s"] for line in lines), rel=0.05)
+    assert 0 < counted < 10 * taken
+    assert read_scales(str(run), "cpu", "native").to_json() == record["scales"]

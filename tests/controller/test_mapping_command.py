@@ -231,6 +231,17 @@ def test_on_gpus_a_role_is_brought_for_its_update(device: str) -> None:
     assert (updates_s(0.01) > 2 * updates_s(50)) is (device == "cuda")
 
 
+def test_a_slower_network_makes_the_same_mapping_dearer() -> None:
+    """The mapping is that of two nodes, so its gradients and weights cross it."""
+
+    def step_s(network_gbs: float) -> float:
+        layout = ("cluster.ranks=4", "trainer.layout.fsdp=4", "--nodes=2", "--gpus-per-node=2")
+        (one,) = _plan(*TINY, *layout, f"--network-gbs={network_gbs}", "--price").result.best
+        return one.seconds.step_s
+
+    assert step_s(0.1) > step_s(10)
+
+
 BIG = ("model=llama3_70b", "cluster.device=cuda")
 
 
