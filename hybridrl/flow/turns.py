@@ -26,7 +26,7 @@ def enough_turns(costs: Costs, rows: float, turn_tokens: float) -> int:
 
     Example: turns take 256 ms. One in 8 where a call costs 2 ms, one in 2 where it costs 20.
     """
-    call_s, turn_s = costs.call_s + costs.round_trip_s, turn_tokens * float(costs.pace(rows))
+    call_s, turn_s = costs.between_s, turn_tokens * float(costs.pace(rows))
     if turn_s <= 0:
         return ENOUGH_TURNS
     return max(1, int(min(float(_MOST_SHARE), math.sqrt(turn_s / max(2 * call_s, 1e-12)))))

@@ -8,6 +8,8 @@ mini-batches, and the efficiency of kernels and links, which is that of `costs/l
 from collections.abc import Sequence
 from dataclasses import replace
 
+from dense_layers import DenseLayerBytes
+
 from hybridrl.config import ScheduleConfig, SerialScheduleConfig
 from hybridrl.costs.devices import ACCELERATORS, MODELS
 from hybridrl.costs.layers import LayerCosts
@@ -92,6 +94,7 @@ def _search(
         ),
         capacity=_CAPACITY,
         reserved=_RESERVED,
+        layer_bytes=DenseLayerBytes(),
     )
     prices = MappingPrices(
         CostModel(LayerCosts.of(accelerator), cluster),

@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from script_modules import load_script
 from transformers import AutoConfig, PretrainedConfig
 
 from hybridrl.config import ActivationMode, Config, OptimName, PipelineSchedule, compose
@@ -13,7 +14,7 @@ from hybridrl.controller.mapping_overrides import mapping_of
 from hybridrl.controller.mapping_roles import CountedLayerBytes, planned_roles, role_shapes
 from hybridrl.controller.preflight import build_recipe
 from hybridrl.flow import Graph
-from hybridrl.planner.mapping_memory import DenseLayerBytes, LayerBytes, MappingMemory, StepLimits
+from hybridrl.planner.mapping_memory import LayerBytes, MappingMemory, StepLimits
 
 GIB = 2**30
 MODELS = ("llama3_8b", "qwen3_8b", "qwen3_1.7b")
@@ -116,7 +117,8 @@ def test_layers_keep_what_the_formula_says() -> None:
     graph = build_recipe(config.recipe)
     shapes = role_shapes(config, graph, _shape("llama3_8b"))
     (actor, *_) = planned_roles(config, graph, shapes)
-    counted, formula = CountedLayerBytes(config, shapes), DenseLayerBytes()
+    counted = CountedLayerBytes(config, shapes)
+    formula = load_script("bench/dense_layers.py").DenseLayerBytes()
     modes = ActivationMode.keep, ActivationMode.selective, ActivationMode.recompute
     for tp, split, mode in itertools.product((1, 2, 4), (False, True), modes):
         if split and tp == 1:
