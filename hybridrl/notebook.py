@@ -70,14 +70,14 @@ def train(overrides: Sequence[str] = ()) -> Result:
     Raises `ConfigError` for settings that cannot work, before a process starts; otherwise as the
     run ends. `run.dir` must hold no run yet, unless `trainer.resume` continues it.
     """
-    from hybridrl.controller.train import train as train_config
+    from hybridrl.driver.train import train as train_config
 
     return _run(train_config, overrides, new=True)
 
 
 def evaluate(overrides: Sequence[str]) -> Result:
     """Run `hybridrl eval` with these overrides in this process: `["model.path=DIR", ...]`."""
-    from hybridrl.controller.train import evaluate_only
+    from hybridrl.driver.train import evaluate_only
 
     return _run(evaluate_only, overrides, new=False)
 

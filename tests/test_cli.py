@@ -80,14 +80,14 @@ def test_what_replay_prints_is_no_markup(
 
     The last line is strict JSON, which knows no infinity.
     """
-    from hybridrl.controller import replay_commands
+    from hybridrl.replay import commands
     from hybridrl.rewards.endpoint import BudgetSpent
 
     rows = [["stage", "compared"], ["group_relative", f"sample 0.0: [a-z]+ and [/INST]{' x' * 99}"]]
     lines = ["setting rollout.stop: [[bold]] and [a,b]"]
     record = {"equal": True, "difference": float("inf")}
-    printed = replay_commands.Inspection(lines, rows, record, equal=True)
-    monkeypatch.setattr(replay_commands, "blame", lambda args: printed)
+    printed = commands.Inspection(lines, rows, record, equal=True)
+    monkeypatch.setattr(commands, "blame", lambda args: printed)
     with pytest.raises(SystemExit) as ended:
         cli._inspect("blame", [])
     assert ended.value.code == 0
@@ -100,7 +100,7 @@ def test_what_replay_prints_is_no_markup(
     def spent(args: list[str]) -> None:
         raise BudgetSpent("budget=3: all of these requests are spent")
 
-    monkeypatch.setattr(replay_commands, "replay", spent)
+    monkeypatch.setattr(commands, "replay", spent)
     with pytest.raises(SystemExit) as ended:
         cli._inspect("replay", [])
     assert ended.value.code == 1
