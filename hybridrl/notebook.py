@@ -87,16 +87,16 @@ def _run(
 ) -> Result:
     from omegaconf import OmegaConf
 
-    from hybridrl import cli
     from hybridrl.config import compose
+    from hybridrl.preflight.settings import check_model_settings, check_run_dir
 
     compose.register()
     node = compose.composed(compose.resolve_arguments(overrides))
     node.run.dir = str(Path(node.run.dir).absolute())
     config = compose.to_config(node)
-    cli.check_model_settings(config)
+    check_model_settings(config)
     if new:
-        cli.check_run_dir(config)
+        check_run_dir(config)
     settings = Path(config.run.dir) / ".hydra" / "config.yaml"  # where the command line has them
     settings.parent.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(node, settings)

@@ -20,8 +20,8 @@ MAX_FILE, MAX_FUNCTION, MAX_RECIPE = 600, 100, 150
 FLOOR_PLAN = """
 __init__      notebook
 recipes       flow algorithms config
-notebook      cli driver telemetry config
-cli           jobs doctor plan replay driver runtime planner models telemetry system config
+notebook      driver preflight telemetry config
+cli           jobs doctor plan replay driver preflight runtime planner telemetry system config
 jobs          driver runtime telemetry config
 doctor        runtime compat sandbox costs models telemetry system config
 plan          preflight planner flow costs models layout telemetry system config
