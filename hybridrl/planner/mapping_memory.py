@@ -167,7 +167,7 @@ class MappingMemory:
     def _row(self, layout: TrainLayout) -> tuple[int, int, int]:
         """Tokens of the longest row, those with a log-probability, and rows of an update.
 
-        0 rows are unknown, and more than one (`PackedRow` in controller/memory_inputs.py).
+        0 rows are unknown, and more than one (`PackedRow` in preflight/memory_inputs.py).
         """
         limits, most = self.limits, layout.micro_batch_tokens
         longest, replicas = limits.longest, layout.data_ranks

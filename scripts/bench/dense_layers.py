@@ -17,7 +17,7 @@ class DenseLayerBytes:
     A token keeps 16 hidden sizes in norms and residuals (the input, and each norm's input in
     float32 and its result), 8 of the feed-forward size (gate, up, activation, product), 4 of the
     queries' and 4 of the keys' features. `hybridrl plan memory` counts the same on Llama and Qwen2
-    (tests/controller/test_mapping_memory.py). The head's kernel works in chunks of logits.
+    (tests/plan/test_mapping_memory.py). The head's kernel works in chunks of logits.
     """
 
     head_chunk: int = 2**24
