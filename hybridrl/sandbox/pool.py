@@ -314,7 +314,9 @@ class SandboxPool(Closing, Generic[AnyTask]):
         for task in bereaved:
             task.home = None
             if task not in guilty:
-                its_own = (kind, error) if task.number == number else None
+                # One that is due is queued for its turn: it is served again, and blamed then.
+                is_own = task.number == number and not task.due
+                its_own = (kind, error) if is_own else None
                 self._bereaved(task, not (number or guilty), its_own)
         for task in guilty:
             self._fail(task, kind, error, patience)
