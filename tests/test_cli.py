@@ -128,6 +128,7 @@ WRONG = [
     ("recipe.normalize=x", "recipe.normalize=x: wanted one of token, sequence"),
     ("trainer.steps=abc", "trainer.steps=abc: wanted a whole number"),
     ("trainer.steps=-1", "trainer.steps=-1: wanted 0 or more"),
+    ("trainer.keep_last=-1", "trainer.keep_last=-1: wanted 0 or more"),
     ("trainer.optim.lr=0", "trainer.optim.lr=0.0: wanted above 0"),
     ("trainer.optim.betas=[1.5,0.9]", "trainer.optim.betas=[1.5, 0.9]: wanted two numbers from"),
     ("warm_start.optim.lr=0", "warm_start.optim.lr=0.0: wanted above 0"),

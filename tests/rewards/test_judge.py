@@ -243,16 +243,18 @@ def test_a_reward_that_is_none_is_no_answer(answer: list[object]) -> None:
 def test_lone_surrogates_in_what_a_judge_says_are_replaced_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A warning says it once a run, which starts a judge twice: before it, and in it."""
+    """Each pool warns of it once, however many processes it has."""
     file = tmp_path / "says.py"
     file.write_text("def score(response):\n    raise ValueError(response)\n")
-    config = RewardConfig(kind=RewardKind.function, function=f"{file}:score")
+    config = RewardConfig(kind=RewardKind.function, function=f"{file}:score", num_processes=2)
     items = [RewardInput("", "a\ud83db\U0001f600", "")]
     (result,) = validate_reward(config, items=items).results
     assert result.message.endswith("ValueError: a?b\U0001f600")
     with JudgePool(config) as judge:
-        assert judge.score(items) == [result]
-    (line,) = caplog.messages
+        judge.wait_ready(every=True)
+        assert judge.score(items * 16) == [result] * 16
+    line, again = caplog.messages
+    assert line == again
     assert "an answer of the verifier (reward.kind=function) holds lone surrogates" in line
     assert "characters (1): each is replaced with a question mark" in line
 
