@@ -97,7 +97,7 @@ def test_two_ranks_do_what_ray_does(
     """The first in this process, or both in others."""
     two = [*tiny_run, *SHORT, "cluster.ranks=2"]
     train(tmp_path / "ray", *two)
-    for name, own in (("plain", []), ("children", ["cluster.rank_in_driver=false"])):
+    for name, own in (("plain", ["cluster.rank_in_driver=true"]), ("children", [])):
         settings = ["cluster=processes", *two, *own, f"run.dir={tmp_path / name}"]
         controller_train.train(make_config(*settings))
         compare(tmp_path / "ray", tmp_path / name)
@@ -148,8 +148,17 @@ class Worker:
         return bytes(2**24)
 
 
-@pytest.mark.parametrize("in_driver", [True, False])
-def test_calls_reach_their_ranks(in_driver: bool) -> None:
+def test_a_rank_is_the_driver_where_it_is_alone() -> None:
+    def is_rank(ranks: int, **settings: bool) -> bool:
+        return ProcessesClusterConfig(ranks=ranks, **settings).driver_is_rank
+
+    assert [is_rank(ranks) for ranks in (1, 2, 3)] == [True, False, False]
+    assert [is_rank(ranks, rank_in_driver=True) for ranks in (1, 2)] == [True, True]
+    assert [is_rank(ranks, rank_in_driver=False) for ranks in (1, 2)] == [False, False]
+
+
+@pytest.mark.parametrize("in_driver", [True, None])
+def test_calls_reach_their_ranks(in_driver: bool | None) -> None:
     """Calls arrive with many large answers under way, too, and after one call has failed."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import tests
     config = ProcessesClusterConfig(ranks=3, rank_in_driver=in_driver)
@@ -159,7 +168,7 @@ def test_calls_reach_their_ranks(in_driver: bool) -> None:
         answers = [launcher.get(call) for call in group.add(5)]
         assert [value for value, _ in answers] == [100, 105, 110]
         pids = [pid for _, pid in answers]
-        assert (pids[0] == os.getpid()) == in_driver
+        assert (pids[0] == os.getpid()) == bool(in_driver)
         assert len(set(pids)) == 3
         assert [len(launcher.get(call)) for call in many] == [2**22] * 24
         (some,) = launcher.subgroup(group, [2]).add(7)
