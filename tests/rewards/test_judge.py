@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,6 +123,21 @@ def test_order_is_kept_over_processes_and_threads(config: RewardConfig) -> None:
         # The threads that scored are gone; the processes live on with the pool.
         first = {result.reward for result in rewards.score(inputs(*["pid"] * 20))}
         assert first <= {float(process.popen.pid) for process in rewards._processes}
+
+
+def test_cheap_calls_are_sent_many_at_a_time(rewards: JudgePool) -> None:
+    """So many as take the 20 ms of a window, but at least 4, and at most 128."""
+    rewards.wait_ready(every=True)
+    windows = []
+    for calls_a_second in (1, 1000, 10**6):
+        process = rewards._processes[0]
+        process.busy_since, process.num_answers = time.time() - 1.0, calls_a_second
+        rewards._note_busy(process)
+        windows.append(rewards.window)
+    assert windows[0] == 4
+    assert 18 <= windows[1] <= 20, "a second and some microseconds"
+    assert windows[2] == 128
+    assert [result.reward for result in rewards.score(inputs("a", "bc") * 200)] == [1.0, 2.0] * 200
 
 
 def test_nothing_is_left_after_close(config: RewardConfig) -> None:
