@@ -353,7 +353,7 @@ def test_a_rank_that_dies_while_it_saves_is_one_line(
     start = r"rank 1 of 2 \(actor, .*failed: its process ended \(killed, .*; its log is "
     assert re.match(start, str(raised.value)), raised.value
     assert "Traceback" not in capfd.readouterr().err
-    log = (tmp_path / "run/logs/driver.log").read_text().partition(": call save_state failed\n")
+    log = (tmp_path / "run/logs/rank-0.log").read_text().partition(": call save_state failed\n")
     assert log[0].splitlines()[-1].endswith("rank 0 INFO hybridrl.runtime.process_launcher")
     assert log[2].startswith("Traceback ")
 
