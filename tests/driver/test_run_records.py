@@ -25,9 +25,8 @@ from hybridrl.telemetry.trace import read_timeline, read_trace
 from hybridrl.workers.turns import SampleTexts
 
 KINDS = {
-    "fused": "cluster.ranks=2 cluster.rank_in_driver=true schedule=fused"
-    " recipe=grpo recipe.kl_coef=0.05 recipe.correction.step_scale=sqrt"
-    " trainer.layout.tp=2 trainer.layout.sequence_parallel=true"
+    "fused": "cluster.ranks=2 schedule=fused recipe=grpo recipe.kl_coef=0.05"
+    " recipe.correction.step_scale=sqrt trainer.layout.tp=2 trainer.layout.sequence_parallel=true"
     " warm_start.steps=1 trainer.steps=3 rollout.decode_steps=1 eval.sets.main.num_samples=2"
     " log.level=debug",
     "partial": "cluster.ranks=1 schedule=partial recipe=grpo trainer.steps=3"

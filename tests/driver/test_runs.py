@@ -162,7 +162,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
 
     monkeypatch.setattr(sample_files, "write", write_slowly)  # rank 0 is this process
     settings = [f"recipe={{target: '{user_code}:poison'}}", "trainer.save_every=1"]
-    settings += ["telemetry.samples=all", "cluster.rank_in_driver=true"]
+    settings.append("telemetry.samples=all")
     with pytest.raises(TrainingDiverged, match=r"2 steps in a row .*max_bad_steps=2"):
         run_here("nan", "trainer.steps=5", "trainer.max_bad_steps=2", *settings)
     run_dir = tmp_path / "nan"
