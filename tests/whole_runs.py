@@ -330,12 +330,18 @@ def train(
 
 @pytest.fixture(scope="session")
 def train_here(make_config: Callable[..., Config]) -> Callable[..., FinishedRun]:
-    """`train` without Ray, seconds sooner: for what a run computes, not for how its ranks live."""
+    """`train` without Ray, seconds sooner: for what a run computes, not for how its ranks live.
+
+    Rank 0 is this process, so that a patch reaches it, and two ranks share the cores alone.
+    """
     fork_context()
-    return lambda run_dir, *overrides: _train(
-        run_dir,
-        make_config("cluster=processes", "cluster.ranks=2", *overrides, f"run.dir={run_dir}"),
-    )
+
+    def train(run_dir: Path, *overrides: object) -> FinishedRun:
+        in_driver = ["cluster.rank_in_driver=true"] * ("cluster=emulated" not in overrides)
+        here = ["cluster=processes", "cluster.ranks=2", *in_driver]
+        return _train(run_dir, make_config(*here, *overrides, f"run.dir={run_dir}"))
+
+    return train
 
 
 @pytest.fixture(scope="session")

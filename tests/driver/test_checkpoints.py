@@ -304,15 +304,19 @@ def test_where_there_is_nothing_to_go_on_from(
 def test_a_run_of_emulated_ranks_is_no_origin(
     config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """However it ended."""
+    """Neither its directory, however it ended, nor its path from elsewhere."""
     real = publish(tmp_path / "real" / "final", 3)
     for state in ("interrupted", "finished"):
-        (tmp_path / "run").mkdir(exist_ok=True)
-        status = json.dumps({"state": state, "emulated": True})
-        (tmp_path / "run" / "run.json").write_text(status)
+        for run in ("run", "other"):
+            (tmp_path / run).mkdir(exist_ok=True)
+            status = json.dumps({"state": state, "emulated": True})
+            (tmp_path / run / "run.json").write_text(status)
         for resume in ("auto", real):
             with pytest.raises(ConfigError, match=f"^trainer.resume={resume}: wanted another run."):
                 find_origin(config(f"trainer.resume={resume}"))
+        (tmp_path / "run" / "run.json").unlink()
+        with pytest.raises(ConfigError, match=r"\(this is of emulated ranks, which leave none\)$"):
+            find_origin(config(f"trainer.resume={tmp_path / 'other'}"))
 
 
 def test_it_begins_anew_where_no_checkpoint_was_reached(
