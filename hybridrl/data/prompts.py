@@ -60,8 +60,8 @@ class Item:
     answers: tuple[str, ...] = field(default=(), repr=False)
     """The texts of all right answers; none where no text follows from `expected`."""
     expected: Any = field(default=None, repr=False)
-    """The answer's column as the source has it, where it is a list or a struct. Judges of the
-    user's get it in place of a text."""
+    """The answer's column as the source has it, where it is no text. Judges of the user's get a
+    list or a struct in place of a text."""
     messages: tuple[ChatMessage, ...] = field(default=(), compare=False, repr=False)
     """The messages that the prompt was rendered from; none where `data.chat` is false."""
     place: str = field(default="", compare=False, repr=False)
@@ -236,7 +236,7 @@ def make_items(
             reader.template.control.plain(text) if reader else text,
             ids, first_answer(record), target_ids[number], source, record.item, of_columns,
             privileged[number], task=tasks[number], answers=right_answers(record),
-            expected=record.struct, place=record.place,
+            expected=record.untold, place=record.place,
             messages=tuple(prompts[number]) if reader else (),
         )  # fmt: skip
         if reader:
@@ -253,7 +253,7 @@ def _episodes(
     return [
         EpisodeTask(
             tuple(prompt), record.item, first_answer(record), source,
-            answers=right_answers(record), expected=record.struct,
+            answers=right_answers(record), expected=record.untold,
         )
         for record, prompt in pairs
     ]  # fmt: skip

@@ -33,9 +33,9 @@ class SourceRecord:
     """Where it stands, for messages: `row 3 of part-2.jsonl`."""
 
     @property
-    def struct(self) -> Any:
-        """The answer where it is a list or a struct; None where it is a text, a number or null."""
-        return self.expected if isinstance(self.expected, Mapping | list | tuple) else None
+    def untold(self) -> Any:
+        """The answer where it is no text: a number, a list or a struct; None where it is one."""
+        return None if isinstance(self.expected, str) else self.expected
 
     @property
     def item(self) -> dict[str, Any]:
