@@ -1,6 +1,7 @@
 """Records of a source: the user's row, what it asks, and its right answers."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,24 @@ def is_messages(value: Any) -> bool:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and ("role" in value or "from" in value)
+
+
+def messages_of(value: Any) -> Any:
+    """Messages that a file has as JSON, as CSV must, in a list; another value as it is.
+
+    Raises ValueError for messages in Python's syntax, which pandas writes into CSV.
+    """
+    if not isinstance(value, str) or not _LIST.match(value):
+        return value
+    parsed = _parsed(value)
+    if is_messages(parsed) and all({"content", "value", "tool_calls"} & set(x) for x in parsed):
+        return parsed
+    if isinstance(parsed, str) and "'role':" in value and "'content':" in value:
+        raise ValueError("a list of messages, or its JSON, which has double quotes")
+    return value
+
+
+_LIST = re.compile(r"\s*\[\s*\{\s*[\"']")
 
 
 def form_of(row: Mapping[str, Any]) -> str:
