@@ -47,6 +47,7 @@ from hybridrl.controller.preflight_judges import (
     warn_of_idle_updates,
     warn_of_lone_samples,
     warn_of_long_answers,
+    warn_of_long_warm_ups,
 )
 from hybridrl.controller.preflight_models import (
     check_role_models,
@@ -179,6 +180,7 @@ def check_recipe(config: Config, graph: Graph) -> None:
     warn_of_lone_samples(config, graph)
     warn_of_equal_samples(config, graph)
     warn_of_idle_updates(config, graph)
+    warn_of_long_warm_ups(config, graph)
 
 
 def check_optimizers(config: Config, graph: Graph) -> None:

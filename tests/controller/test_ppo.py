@@ -15,7 +15,7 @@ from hybridrl.algorithms.critic import ValueLoss
 from hybridrl.algorithms.losses import CrossEntropyLoss
 from hybridrl.config import ConfigError, TinyModelConfig, TrainerConfig
 from hybridrl.controller.preflight import prepare
-from hybridrl.controller.run_phases import total_updates
+from hybridrl.controller.preflight_judges import total_updates
 from hybridrl.flow import Flow
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.telemetry.records import read_lines
