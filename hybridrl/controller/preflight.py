@@ -328,10 +328,17 @@ def _writable(run_dir: Path) -> None:
 def _model_path(config: Config, run_dir: Path) -> str:
     path = config.model.path
     if path is None:
+        from safetensors import SafetensorError
+
+        from hybridrl.checkpoint.folder import cause_of
         from hybridrl.models.tiny import make_tiny_model
 
         directory = run_dir / "start"
-        make_tiny_model(directory, config.model.tiny, config.run.seed)
+        try:
+            make_tiny_model(directory, config.model.tiny, config.run.seed)
+        except (OSError, SafetensorError) as error:
+            allowed = f"a directory with room for a model ({cause_of(error)[1]})"
+            raise ConfigError("run.dir", run_dir, allowed) from error
         return str(directory)
     return resolve_model_path(path, "model.path")
 
