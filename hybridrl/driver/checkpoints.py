@@ -283,7 +283,7 @@ class Checkpoints:
                 shutil.rmtree(hidden / folder.RESUME, ignore_errors=True)
                 folder.replace(hidden, path)
                 kept = f"{error.strerror}; the trained weights are there"
-                raise OSError(error.errno, kept, error.filename) from error
+                raise OSError(error.errno, kept, str(path)) from error
             folder.replace(hidden, path)
         except OSError as error:
             folder.clear(path)

@@ -55,6 +55,7 @@ from hybridrl.preflight.judges import (
     warn_of_idle_updates,
     warn_of_lone_samples,
     warn_of_long_answers,
+    warn_of_long_warm_ups,
 )
 from hybridrl.preflight.memory_plan import check_memory, local_obstacle, unknown_room
 from hybridrl.preflight.models import (
@@ -179,6 +180,7 @@ def check_recipe(config: Config, graph: Graph) -> None:
     warn_of_lone_samples(config, graph)
     warn_of_equal_samples(config, graph)
     warn_of_idle_updates(config, graph)
+    warn_of_long_warm_ups(config, graph)
 
 
 def check_optimizers(config: Config, graph: Graph) -> None:
@@ -326,10 +328,17 @@ def _writable(run_dir: Path) -> None:
 def _model_path(config: Config, run_dir: Path) -> str:
     path = config.model.path
     if path is None:
+        from safetensors import SafetensorError
+
+        from hybridrl.checkpoint.folder import cause_of
         from hybridrl.models.tiny import make_tiny_model
 
         directory = run_dir / "start"
-        make_tiny_model(directory, config.model.tiny, config.run.seed)
+        try:
+            make_tiny_model(directory, config.model.tiny, config.run.seed)
+        except (OSError, SafetensorError) as error:
+            allowed = f"a directory with room for a model ({cause_of(error)[1]})"
+            raise ConfigError("run.dir", run_dir, allowed) from error
         return str(directory)
     return resolve_model_path(path, "model.path")
 

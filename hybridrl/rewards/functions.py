@@ -6,14 +6,15 @@ Functions for verl and TRL are called as they are there, so that one may bring t
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Real
 from typing import Any
 
 from hybridrl.config import ConfigError, JudgeConfig, RewardCall
 from hybridrl.config.dotted import load_function
+from hybridrl.config.row_fields import field_of
 from hybridrl.rewards.results import JudgeAnswer, RewardInput, failure
 
 MAX_TEXT = 4096
@@ -29,7 +30,7 @@ class Signature(Enum):
     own_batch = ("prompts", "responses", "answers", "items")
     verl = ("data_source", "solution_str", "ground_truth", "extra_info")
     verl_batch = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-    trl = ("prompts", "completions", "completion_ids", "trainer_state")  # and columns of the rows
+    trl = ("prompts", "completions")  # and columns of the rows
 
     @property
     def is_of_several(self) -> bool:
@@ -57,16 +58,24 @@ class UserFunction:
     """None: all, since it has `**kwargs`."""
     needs: frozenset[str]
     """Parameters without a default."""
+    prompt_columns: Mapping[str, str | None] = field(default_factory=dict)
+    """The columns of the prompts by source, which TRL's functions get as the rows have them."""
 
     def arguments(self, items: Sequence[RewardInput], texts: Sequence[str]) -> dict[str, Any]:
         """The arguments for responses whose judged texts are `texts`: lists, or of one its own.
 
         Raises ValueError where the function needs a column that the rows do not have.
         """
-        several = _ARGUMENTS[self.signature](items, texts)
+        if self.signature is Signature.trl:
+            several = _trl(items, texts, self.prompt_columns)
+        else:
+            several = _ARGUMENTS[self.signature](items, texts)
         if missing := self.needs - several.keys():
             wanted, there = ", ".join(sorted(missing)), ", ".join(map(str, items[0].item))
-            raise ValueError(f"the function wants {wanted}; the columns of the row are {there}")
+            never = ", which judges do not get" if missing & _NOT_OF_JUDGES else ""
+            raise ValueError(
+                f"the function wants {wanted}{never}; the columns of the row are {there}"
+            )
         if self.accepts is not None:
             several = {name: value for name, value in several.items() if name in self.accepts}
         if self.signature.is_of_several:
@@ -80,14 +89,14 @@ class UserFunction:
         """
         values = returned if self.signature.is_of_several else [returned]
         is_one = not hasattr(values, "__len__") or getattr(values, "ndim", None) == 0
-        if is_one or isinstance(values, str | bytes | Mapping):
+        if is_one or isinstance(values, str | bytes | Mapping | Set):  # a set has no order
             kind = type(values).__name__
             raise TypeError(f"the function returned {kind}, wanted a list of numbers")
         if len(values) != number:
             count = len(values)
             raise ValueError(f"the function returned {count} rewards for {number} responses")
         if self.signature in (Signature.verl, Signature.verl_batch):
-            values = [x.get("score") if isinstance(x, Mapping) else x for x in values]
+            values = [x.get("score", x) if isinstance(x, Mapping) else x for x in values]
         return list(values)
 
     def answers(self, returned: Any, texts: Sequence[str | None]) -> list[JudgeAnswer]:
@@ -148,6 +157,8 @@ def _described(path: str, function: Callable[..., Any]) -> UserFunction:
     return UserFunction(function, signature, accepts, frozenset(needed))
 
 
+_NOT_OF_JUDGES = {"completion_ids", "trainer_state", "log_extra", "log_metric"}
+"""What GRPOTrainer gives, and a judge of texts does not have."""
 _EXAMPLES = {"score": Signature.own, "verl's": Signature.verl, "TRL's": Signature.trl}
 
 
@@ -184,7 +195,8 @@ def _verl_batch(items: Sequence[RewardInput], texts: Sequence[str]) -> dict[str,
 
 
 def _ground_truth(item: RewardInput) -> Any:
-    answer = item.told_answer
+    """The answer as the row has it, a number, too."""
+    answer = item.answer if item.expected is None else item.expected
     return answer["ground_truth"] if _has_truth(answer) else answer
 
 
@@ -192,20 +204,27 @@ def _has_truth(answer: Any) -> bool:
     return isinstance(answer, Mapping) and "ground_truth" in answer
 
 
-def _trl(items: Sequence[RewardInput], texts: Sequence[str]) -> dict[str, list[Any]]:
+def _trl(
+    items: Sequence[RewardInput], texts: Sequence[str], columns: Mapping[str, str | None]
+) -> dict[str, list[Any]]:
     """As GRPOTrainer calls it: a list for each column of the rows, messages where prompts are."""
     rows = [dict(item.item) for item in items]
-    asked = [
-        row.get("prompt", row.get("question", item.prompt))
-        for row, item in zip(rows, items, strict=True)
-    ]
+    asked = [_asked(item, columns.get(item.source)) for item in items]
     told = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(asked, texts, strict=True)
     ]
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name) for row in rows] for name in names if name != "prompt"}
-    return {**columns, "prompts": asked, "completions": told}
+    several = {name: [row.get(name) for row in rows] for name in names if name != "prompt"}
+    return {**several, "prompts": asked, "completions": told}
+
+
+def _asked(item: RewardInput, column: str | None) -> Any:
+    """The prompt as the row has it in its source's column: a text, or messages."""
+    try:
+        return field_of(item.item, column or "prompt")
+    except KeyError:  # a generator's row
+        return item.item.get("question", item.prompt)
 
 
 _ARGUMENTS: dict[
@@ -215,7 +234,6 @@ _ARGUMENTS: dict[
     Signature.own_batch: _own_batch,
     Signature.verl: _verl,
     Signature.verl_batch: _verl_batch,
-    Signature.trl: _trl,
 }
 
 
@@ -238,7 +256,10 @@ def as_reward(value: object) -> float:
     if callable(scalar) and getattr(value, "ndim", None) == 0:
         value = scalar()
     if not isinstance(value, Real):
-        raise TypeError(f"the reward is {type(value).__name__}, wanted a number")
+        kind = type(value).__name__
+        if isinstance(value, Mapping):
+            kind += f" with {', '.join(map(str, value)) or 'no field'}"
+        raise TypeError(f"the reward is {kind}, wanted a number")
     try:
         reward = float(value)
     except OverflowError:

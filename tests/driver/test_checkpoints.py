@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from safetensors import SafetensorError
 
 from hybridrl.checkpoint import folder
 from hybridrl.config import Config, ConfigError
@@ -20,6 +21,8 @@ from hybridrl.driver.checkpoints import (
     find_origin,
     settings_of,
 )
+from hybridrl.models import tiny
+from hybridrl.preflight.prepare import prepare
 
 
 @pytest.fixture
@@ -352,6 +355,7 @@ def test_trained_weights_outlive_a_disk_that_has_no_room_for_more(
     with pytest.raises(OSError, match="No space left") as raised:
         checkpoints.write(path, 2, DriverState({}))
     assert ("the trained weights are there" in str(raised.value)) == stays
+    assert not stays or raised.value.filename == str(path), "and this is where"
     assert (path / "model.safetensors").is_file() == stays
     assert not (path / "resume").exists(), "nothing resumes from a half"
     assert not folder.hidden(path).exists()
@@ -373,3 +377,18 @@ def test_a_file_beside_the_weights_that_is_missing_is_named(
     checkpoints.write(tmp_path / "run" / "final", 2, DriverState({}))
     (call,) = telemetry.note.call_args_list
     assert call.args[0].endswith("not all of its files: tokenizer: ValueError: no")
+
+
+def test_a_disk_without_room_for_the_first_model_is_named(
+    config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer of safetensors has its own error for it."""
+
+    def full(*arguments: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: full (os error 28)")
+
+    monkeypatch.setattr(tiny, "make_tiny_model", full)
+    with pytest.raises(
+        ConfigError, match=r"^run\.dir=.*room for a model \(No space left on device"
+    ):
+        prepare(config(f"run.dir={tmp_path}"))

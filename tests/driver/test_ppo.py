@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from hybridrl.algorithms.critic import ValueLoss
 from hybridrl.algorithms.losses import CrossEntropyLoss
 from hybridrl.config import ConfigError, TinyModelConfig, TrainerConfig
-from hybridrl.driver.run_phases import total_updates
 from hybridrl.flow import Flow
 from hybridrl.models.tiny import make_tiny_model
+from hybridrl.preflight.judges import total_updates
 from hybridrl.preflight.prepare import prepare
 from hybridrl.telemetry.records import read_lines
 
