@@ -238,8 +238,10 @@ class StoredWeights:
                 self._refuse(allowed)
 
     def _equal(self, name: str, other: str) -> bool:
-        """Whether two stored tensors of one shape are equal, read a few rows at a time."""
+        """Whether two stored tensors are equal, read a few rows at a time."""
         one, two = self._tensors[name], self._tensors[other]
+        if one.shape != two.shape:
+            return False
         rows = max(1, _COMPARED // max(1, one.shape[1:].numel()))
         for start in range(0, one.shape[0], rows):
             box = Box.whole(one.shape).narrow(0, start, min(start + rows, one.shape[0]))
