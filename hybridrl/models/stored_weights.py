@@ -70,7 +70,8 @@ class StoredWeights:
         """Open the files of a causal language model, or `classifier`, of `config`.
 
         Parameters in `zeros` are zeros where no file has them. Raises ConfigError, which names
-        `key`, where weights are missing, of another shape, or in no file that can be read.
+        `key`, where weights are missing, of another shape, or in no file that can be read. A hub's
+        model is checked as `check_stored` checks a directory.
         """
         self.path, self.key = path, key
         self._model = meta_model(config, classifier)
@@ -85,6 +86,8 @@ class StoredWeights:
             shape = self._model.get_parameter(name).shape
             self._tensors.setdefault(name, stored_zeros(shape))
         self._check()
+        if not Path(path).is_dir():  # a hub's model, which no preflight has seen
+            self.check_left_out()
 
     def __enter__(self) -> "StoredWeights":
         return self
@@ -267,7 +270,7 @@ def check_stored(
 ) -> None:
     """Raise as `StoredWeights` does, for a directory, and where a tensor of it would be left out.
 
-    Ranks fetch a hub's model and check it.
+    Ranks fetch a hub's model and check it as they open it.
     """
     if Path(path).is_dir():
         with StoredWeights(path, config, classifier=classifier, zeros=zeros, key=key) as weights:

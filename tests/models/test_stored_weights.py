@@ -184,7 +184,9 @@ def _stored(folder: Path, **more: torch.Tensor) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_what_no_parameter_is_made_of_is_refused(tmp_path: Path) -> None:
+def test_what_no_parameter_is_made_of_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What transformers ignores passes, and a causal model's head below a value model."""
     model = write("llama", tmp_path)
     _stored(tmp_path, model__rotary_emb__inv_freq=torch.ones(4))
@@ -196,6 +198,11 @@ def test_what_no_parameter_is_made_of_is_refused(tmp_path: Path) -> None:
     unused = r"has no use for model\.layers\.0\.self_attn\.q_proj\.bias"
     with pytest.raises(ConfigError, match=unused):
         check_stored(str(tmp_path), model.config)
+    files = stored_weights.weight_files(str(tmp_path))
+    monkeypatch.setattr(stored_weights, "weight_files", lambda path: files)
+    check_stored("some/model", model.config)  # ranks check a hub's model
+    with pytest.raises(ConfigError, match=unused):
+        StoredWeights("some/model", model.config)
 
 
 def test_a_tied_head_that_differs_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
