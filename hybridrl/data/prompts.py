@@ -62,6 +62,8 @@ class Item:
     expected: Any = field(default=None, repr=False)
     """The answer's column as the source has it, where it is a list or a struct. Judges of the
     user's get it in place of a text."""
+    question: Any = field(default=None, compare=False, repr=False)
+    """What its prompt's column has, a text or messages; null where it has none."""
     messages: tuple[ChatMessage, ...] = field(default=(), compare=False, repr=False)
     """The messages that the prompt was rendered from; none where `data.chat` is false."""
     place: str = field(default="", compare=False, repr=False)
@@ -236,7 +238,7 @@ def make_items(
             reader.template.control.plain(text) if reader else text,
             ids, first_answer(record), target_ids[number], source, record.item, of_columns,
             privileged[number], task=tasks[number], answers=right_answers(record),
-            expected=record.struct, place=record.place,
+            expected=record.struct, place=record.place, question=record.question,
             messages=tuple(prompts[number]) if reader else (),
         )  # fmt: skip
         if reader:
@@ -405,6 +407,7 @@ class _ChatReader:
             answers=(answer,),
             messages=tuple(messages[:first]),
             place=record.place,
+            question=record.question,
         )
 
     def with_turns(

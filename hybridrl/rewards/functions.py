@@ -195,10 +195,7 @@ def _has_truth(answer: Any) -> bool:
 def _trl(items: Sequence[RewardInput], texts: Sequence[str]) -> dict[str, list[Any]]:
     """As GRPOTrainer calls it: a list for each column of the rows, messages where prompts are."""
     rows = [dict(item.item) for item in items]
-    asked = [
-        row.get("prompt", row.get("question", item.prompt))
-        for row, item in zip(rows, items, strict=True)
-    ]
+    asked = [item.asked for item in items]
     told = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(asked, texts, strict=True)

@@ -56,7 +56,10 @@ def item(n: int, response: str) -> RewardInput:
         "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
         "extra_info": {"index": n},
     }
-    return RewardInput(f"{n} + 1 =", response, str(n + 1), row, "main", answers=(str(n + 1),))
+    return RewardInput(
+        f"{n} + 1 =", response, str(n + 1), row, "main", answers=(str(n + 1),),
+        question=row["prompt"],
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
