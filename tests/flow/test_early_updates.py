@@ -13,7 +13,6 @@ import torch
 from omegaconf import OmegaConf
 
 from hybridrl.algorithms.losses import ClippedLoss
-from hybridrl.controller.preflight import build_recipe
 from hybridrl.costs.instance import Costs
 from hybridrl.flow import Flow, Graph, recipe
 from hybridrl.flow.early_updates import EarlySettings, EarlyUpdate, early_update
@@ -28,6 +27,7 @@ from hybridrl.flow.schedules.generation_task import RoundLimits
 from hybridrl.flow.schedules.readiness import early_stages
 from hybridrl.flow.schedules.serial import SerialSchedule
 from hybridrl.flow.schedules.streamed_update import seconds_left
+from hybridrl.preflight.prepare import build_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config import Attention
-from hybridrl.controller.preflight import build_recipe
 from hybridrl.engines.train.interface import TrainSequence, ended
 from hybridrl.engines.train.packed import loss_inputs, pack, scored_fields
 from hybridrl.flow import Graph
@@ -23,6 +22,7 @@ from hybridrl.flow.judgements import leaving_failed
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.schedules.base import StepSettings
 from hybridrl.flow.schedules.serial import SerialSchedule
+from hybridrl.preflight.prepare import build_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 PROMPT_TOKENS, TOP_K = 3, 4
