@@ -16,10 +16,10 @@ from hybridrl.data.chat import (
     read_prompt,
     read_tools,
 )
-from hybridrl.data.control_tokens import ControlTokens, special_tokens
 from hybridrl.data.left_out import RowNotes
 from hybridrl.data.records import SourceRecord, answer_texts, form_of, is_messages
 from hybridrl.environments.task import ChatMessage, EpisodeTask
+from hybridrl.models.control_tokens import ControlTokens, special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import ConfigError
-from hybridrl.data.control_tokens import special_tokens
 from hybridrl.data.foreign_parsers import vllm_parser
 from hybridrl.environments.call_forms import FORMS, THOUGHTS
 from hybridrl.environments.tool_calls import CallForm, ToolCall, Tools, find_calls
+from hybridrl.models.control_tokens import special_tokens
 
 log = logging.getLogger(__name__)
 

@@ -69,8 +69,8 @@ def find_calls(text: str, tools: Tools, form: CallForm | None = None) -> list[To
         return list(map(_sendable, _Reader(text, known, names).calls()))
     parse: Any = load_function("environment.tool_calls", form.parser)
     try:
-        found = parse(_without_thoughts(text), tools, **form.settings)
-        return list(map(_sendable, map(_of_object, found)))
+        entries = parse(_without_thoughts(text), tools, **form.settings)
+        return list(map(_sendable, map(_of_object, entries)))
     except (ImportError, NotImplementedError):  # it reads no text here: told before the run
         raise
     except Exception as error:  # foreign code

@@ -30,17 +30,17 @@ def weight_files(path: str) -> dict[str, Path]:
     missing = [name for name, file in files.items() if file is None]
     if missing:
         raise OSError(f"{INDEX} names {first_few(missing)}, not there")
-    found: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     for file in filter(None, files.values()):
         with open_file(file) as opened:
             stored = set(opened.keys())
         if lacks := sorted({name for name, own in names.items() if files[own] == file} - stored):
             raise OSError(f"{INDEX} names {first_few(lacks)} in {file.name}, which lacks it")
-        if twice := sorted(stored & found.keys()):
-            there = found[twice[0]].name
+        if twice := sorted(stored & file_of.keys()):
+            there = file_of[twice[0]].name
             raise OSError(f"{file.name} has {first_few(twice)}, which {there} has, too")
-        found |= dict.fromkeys(stored, file)
-    return found
+        file_of |= dict.fromkeys(stored, file)
+    return file_of
 
 
 def open_file(file: Path) -> Any:
