@@ -35,7 +35,7 @@ compat        workers telemetry system config
 workers       checkpoint data rewards planner engines flow costs models layout telemetry
               system config
 checkpoint    engines models layout telemetry config
-data          environments config
+data          environments models config
 environments  rewards sandbox config
 rewards       sandbox engines models config
 sandbox       config

@@ -16,7 +16,6 @@ from hybridrl.data.chat import (
     read_prompt,
     read_tools,
 )
-from hybridrl.data.control_tokens import ControlTokens, special_tokens
 from hybridrl.data.left_out import RowNotes
 from hybridrl.data.records import (
     SourceRecord,
@@ -26,6 +25,7 @@ from hybridrl.data.records import (
     messages_of,
 )
 from hybridrl.environments.task import ChatMessage, EpisodeTask
+from hybridrl.models.control_tokens import ControlTokens, special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,6 +68,8 @@ class Item:
     expected: Any = field(default=None, repr=False)
     """The answer's column as the source has it, where it is no text. Judges of the user's get a
     list or a struct in place of a text."""
+    question: Any = field(default=None, compare=False, repr=False)
+    """What its prompt's column has, a text or messages; null where it has none."""
     messages: tuple[ChatMessage, ...] = field(default=(), compare=False, repr=False)
     """The messages that the prompt was rendered from; none where `data.chat` is false."""
     place: str = field(default="", compare=False, repr=False)
@@ -247,7 +249,7 @@ def make_items(
             reader.template.control.plain(text) if reader else text,
             ids, first_answer(record), target_ids[number], source, record.item, of_columns,
             privileged[number], task=tasks[number], answers=right_answers(record),
-            expected=record.untold, place=record.place,
+            expected=record.untold, place=record.place, question=record.question,
             messages=tuple(prompts[number]) if reader else (),
         )  # fmt: skip
         if reader:
@@ -427,6 +429,7 @@ class _ChatReader:
             answers=(answer,),
             messages=tuple(messages[:first]),
             place=record.place,
+            question=record.question,
         )
 
     def with_turns(

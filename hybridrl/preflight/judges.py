@@ -109,7 +109,7 @@ def _own_answers(
                 row["conversation"] = [{"role": "assistant", "content": text}]
             reward_input = RewardInput(
                 item.prompt, text, item.answer, row, item.source,
-                answers=item.answers, expected=item.expected,
+                answers=item.answers, expected=item.expected, question=item.question,
             )  # fmt: skip
             tried.append((item, reward_input))
     return tried
@@ -132,7 +132,7 @@ def _warn_of_extract(config: Config, role: str, judge: JudgeConfig, items: Seque
 
 def _target_of(config: Config, item: Item) -> str:
     """The text of an item's own answer, as `data.answer_template` writes it."""
-    record = SourceRecord(item.item, item.item.get("question"), item.answer, item.place)
+    record = SourceRecord(item.item, item.question, item.answer, item.place)
     try:
         return fill(config.data.answer_template, record.fields())
     except (KeyError, TypeError, ValueError):  # a template of another source's columns

@@ -7,14 +7,13 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from numbers import Real
 from typing import Any
 
 from hybridrl.config import ConfigError, JudgeConfig, RewardCall
 from hybridrl.config.dotted import load_function
-from hybridrl.config.row_fields import field_of
 from hybridrl.rewards.results import JudgeAnswer, RewardInput, failure
 
 MAX_TEXT = 4096
@@ -58,18 +57,13 @@ class UserFunction:
     """None: all, since it has `**kwargs`."""
     needs: frozenset[str]
     """Parameters without a default."""
-    prompt_columns: Mapping[str, str | None] = field(default_factory=dict)
-    """The columns of the prompts by source, which TRL's functions get as the rows have them."""
 
     def arguments(self, items: Sequence[RewardInput], texts: Sequence[str]) -> dict[str, Any]:
         """The arguments for responses whose judged texts are `texts`: lists, or of one its own.
 
         Raises ValueError where the function needs a column that the rows do not have.
         """
-        if self.signature is Signature.trl:
-            several = _trl(items, texts, self.prompt_columns)
-        else:
-            several = _ARGUMENTS[self.signature](items, texts)
+        several = _ARGUMENTS[self.signature](items, texts)
         if missing := self.needs - several.keys():
             wanted, there = ", ".join(sorted(missing)), ", ".join(map(str, items[0].item))
             never = ", which judges do not get" if missing & _NOT_OF_JUDGES else ""
@@ -204,12 +198,10 @@ def _has_truth(answer: Any) -> bool:
     return isinstance(answer, Mapping) and "ground_truth" in answer
 
 
-def _trl(
-    items: Sequence[RewardInput], texts: Sequence[str], columns: Mapping[str, str | None]
-) -> dict[str, list[Any]]:
+def _trl(items: Sequence[RewardInput], texts: Sequence[str]) -> dict[str, list[Any]]:
     """As GRPOTrainer calls it: a list for each column of the rows, messages where prompts are."""
     rows = [dict(item.item) for item in items]
-    asked = [_asked(item, columns.get(item.source)) for item in items]
+    asked = [item.asked for item in items]
     told = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(asked, texts, strict=True)
@@ -219,14 +211,6 @@ def _trl(
     return {**several, "prompts": asked, "completions": told}
 
 
-def _asked(item: RewardInput, column: str | None) -> Any:
-    """The prompt as the row has it in its source's column: a text, or messages."""
-    try:
-        return field_of(item.item, column or "prompt")
-    except KeyError:  # a generator's row
-        return item.item.get("question", item.prompt)
-
-
 _ARGUMENTS: dict[
     Signature, Callable[[Sequence[RewardInput], Sequence[str]], dict[str, list[Any]]]
 ] = {
@@ -234,6 +218,7 @@ _ARGUMENTS: dict[
     Signature.own_batch: _own_batch,
     Signature.verl: _verl,
     Signature.verl_batch: _verl_batch,
+    Signature.trl: _trl,
 }
 
 

@@ -47,11 +47,18 @@ class RewardInput:
     """The texts of all right answers, where there are several."""
     expected: Any = None
     """The answer's column as the source has it, where it is no text."""
+    question: Any = None
+    """The prompt's column as the source has it, a text or messages; None: `prompt`."""
 
     @property
     def right_answers(self) -> tuple[str, ...]:
         """The texts of all right answers."""
         return self.answers or (self.answer,)
+
+    @property
+    def asked(self) -> Any:
+        """What the row asks. The row may have another column `question`, or `prompt`."""
+        return self.prompt if self.question in (None, "") else self.question
 
     @property
     def told_answer(self) -> Any:

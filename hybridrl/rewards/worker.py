@@ -3,9 +3,7 @@
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import JailKind, JudgeConfig, RewardCall, RewardKind, SourceConfig
@@ -60,7 +58,7 @@ class JudgeService(Service):
             if self.replies == "":
                 await self._endpoint.probe()
         elif config.kind is RewardKind.function:
-            self._judge = function_judge(config, self.sources)
+            self._judge = function_judge(config)
         else:
             self._judge = computing_judge(config, self.sources)
         return [jail_of(config), itself_waits]
@@ -91,13 +89,9 @@ def computing_judge(config: JudgeConfig, sources: Mapping[str, SourceConfig]) ->
     return judge
 
 
-def function_judge(
-    config: JudgeConfig, sources: Mapping[str, SourceConfig] = MappingProxyType({})
-) -> JudgeUnit:
+def function_judge(config: JudgeConfig) -> JudgeUnit:
     """Judges by a user's function; one that waits does so within `timeout_s`."""
-    columns = {name: source.prompt_column for name, source in sources.items()}
-    function = replace(user_function(config), prompt_columns=columns)
-    select = make_selector(config)
+    function, select = user_function(config), make_selector(config)
     call = function.function
     if config.waits and not is_async(call):
         call = in_thread(call)

@@ -306,6 +306,7 @@ def test_the_users_own_question_and_answer_stay(load: Load, tmp_path: Path) -> N
         n = item.answer.removeprefix("s")
         assert item.prompt == f"p{n} s{n} q{n} a{n} p{n}"
         assert item.item == rows[int(n)]
+        assert item.question == f"p{n}"  # for judges: their rubric's {question}
 
 
 @pytest.mark.parametrize("value", [["a"], {"b": 1}, None])

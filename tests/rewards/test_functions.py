@@ -1,6 +1,5 @@
 """Reward functions as users have them: ours, verl's and TRL's signatures, and odd returns."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,10 @@ def item(n: int, response: str) -> RewardInput:
         "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
         "extra_info": {"index": n},
     }
-    return RewardInput(f"{n} + 1 =", response, str(n + 1), row, "main", answers=(str(n + 1),))
+    return RewardInput(
+        f"{n} + 1 =", response, str(n + 1), row, "main", answers=(str(n + 1),),
+        question=row["prompt"],
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -215,12 +217,10 @@ def test_a_trial_of_a_function_that_waits(file: Path, tmp_path: Path) -> None:
     assert [result.status for result in trial.results] == ["timeout"]
 
 
-def called(tmp_path: Path, source: str, items: list[RewardInput], column: str = "prompt") -> Any:
+def called(tmp_path: Path, source: str, items: list[RewardInput]) -> Any:
     """What a batch of responses gets of a function `score`, in this process."""
     (tmp_path / "score.py").write_text(source)
-    function = replace(
-        user_function(config(tmp_path / "score.py", "score")), prompt_columns={"main": column}
-    )
+    function = user_function(config(tmp_path / "score.py", "score"))
     returned = function.function(**function.arguments(items, [x.response for x in items]))
     return function.answers(returned, [x.response for x in items])
 
@@ -242,7 +242,8 @@ def test_trl_gets_the_column_of_the_prompts(tmp_path: Path) -> None:
     """Other columns may be called `prompt` and `question`, too."""
     row = {"problem": "2+2=", "question": "another", "prompt": "a third"}
     source = "def score(prompts, completions): return [float(p == '2+2=') for p in prompts]"
-    answers = called(tmp_path, source, [RewardInput("", "4", "4", row, "main")] * 2, "problem")
+    told = RewardInput("", "4", "4", row, "main", question=row["problem"])
+    answers = called(tmp_path, source, [told] * 2)
     assert [answer[:2] for answer in answers] == [[1.0, None]] * 2
 
 
