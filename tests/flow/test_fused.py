@@ -222,7 +222,7 @@ def check(
         submitted = [id for _, submit in executor.submits for id in submit.ids]
         assert not executor.parked
         assert executor.stale_resumes == 0
-        assert not schedule._turns._replies
+        assert not schedule._turns._conversations
         # Every dispatched sample finishes, is used or dropped once, and is released once.
         assert set(executor.finish_order) == set(submitted) == set(executor.released)
         assert len(executor.released) == len(set(executor.released))

@@ -184,7 +184,7 @@ class FusedSchedule(StreamingSchedule):
             return
         early = generation_round.early
         happened = _what_happened(
-            widened_to=plan.migration.width if generation_round.tail.num_widened else 1,
+            widened_to=plan.migration.width if generation_round.num_widened else 1,
             migrated=generation_round.num_migrated > 0,
             trained_early=early is not None and early.num_trained > 0,
             overlapped=generation_round.num_overlapped > 0,

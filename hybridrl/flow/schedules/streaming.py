@@ -195,7 +195,7 @@ class StreamingSchedule(Schedule):
         self._metrics["samples/migrated"] += generation_round.num_migrated
         self._metrics["samples/restarted"] += generation_round.num_restarted
         if self.executor.wide:
-            self._metrics["samples/widened"] += generation_round.tail.num_widened
+            self._metrics["samples/widened"] += generation_round.num_widened
             self._metrics["samples/moved_kv_bytes"] += generation_round.kv_bytes
         if (early := generation_round.early) is not None:
             self._spans += early.spans
