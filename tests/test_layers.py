@@ -39,7 +39,8 @@ ALLOWED: dict[str, set[str]] = {
     "pipelines": set(),
     "costs": {"config", "layout", "pipelines"},
     "flow": {"config", "layout", "costs"},
-    "planner": {"config", "costs", "flow", "layout", "pipelines"},
+    "schedule": {"config", "costs", "flow"},
+    "planner": {"config", "costs", "flow", "layout", "pipelines", "schedule"},
     "telemetry": {"config", "system"},
     "kernels": {"config"},
     "models": {"config", "layout", "kernels"},
@@ -53,15 +54,15 @@ ALLOWED: dict[str, set[str]] = {
     "workers": WORKERS | {"planner"},
     "compat": {"config", "system", "telemetry", "workers"},
     "runtime": RUNTIME,
-    "controller": RUNTIME | {"runtime", "planner"},
+    "controller": RUNTIME | {"runtime", "planner", "schedule"},
     "jobs": RUNTIME | {"runtime", "controller"},
     "doctor": RUNTIME | {"runtime", "controller", "planner", "sandbox"},
     "cli": RUNTIME | {"runtime", "controller", "jobs", "doctor", "planner"},
     "recipes": {"config", "flow", "algorithms"},
 }
 TORCH_FREE = (
-    "config", "costs", "environments", "flow", "pipelines", "planner", "sandbox", "telemetry",
-    "jobs",
+    "config", "costs", "environments", "flow", "pipelines", "planner", "sandbox", "schedule",
+    "telemetry", "jobs",
 )  # fmt: skip
 # Only these touch Ray; `compat` is verl's door, and verl's workers are Ray's.
 RAY_ROOMS = {"controller", "runtime", "jobs", "doctor", "cli", "compat"}

@@ -58,7 +58,6 @@ from hybridrl.costs.model import UNSCALED, CostModel
 from hybridrl.costs.scales import COSTS, CostScales
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import SourceStage
-from hybridrl.flow.schedules.base import schedule_class
 from hybridrl.planner.fitting_layouts import DoesNotFit, check_fits
 from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
 from hybridrl.planner.mapping_price import MappingPrices
@@ -67,6 +66,7 @@ from hybridrl.planner.memory import GIB, MemoryPlan
 from hybridrl.planner.options import option_name, read_number
 from hybridrl.planner.search_space import SearchSpace, micro_batch_choices
 from hybridrl.planner.workload import LENGTHS, Shape, Workload, read_workload
+from hybridrl.schedule.base import schedule_class
 from hybridrl.telemetry.log import command_log
 
 if TYPE_CHECKING:

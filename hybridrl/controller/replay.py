@@ -31,7 +31,7 @@ from hybridrl.controller.run import Run
 from hybridrl.controller.step_digests import step_digests, write_batch
 from hybridrl.controller.train import running
 from hybridrl.data.known_rows import read_rows
-from hybridrl.flow.schedules import StepResult
+from hybridrl.schedule import StepResult
 from hybridrl.telemetry.digests import (
     Comparison,
     StepRecord,

@@ -43,10 +43,10 @@ from hybridrl.data.known_rows import rows_of, write_rows
 from hybridrl.flow.graph import GenerateStage, Graph
 from hybridrl.flow.judgements import JudgeFailed, check_failed_share
 from hybridrl.flow.sample import Sample
-from hybridrl.flow.schedules import StepResult
-from hybridrl.flow.schedules.base import Schedule
 from hybridrl.rewards.results import BudgetSpent
 from hybridrl.runtime.launcher import Launcher
+from hybridrl.schedule import StepResult
+from hybridrl.schedule.base import Schedule
 from hybridrl.system import signals
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.telemetry.trace import rank_lane

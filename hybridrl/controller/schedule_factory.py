@@ -14,7 +14,7 @@ from hybridrl.flow import Graph
 from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.graph import ComputeStage
-from hybridrl.flow.schedules.base import (
+from hybridrl.schedule.base import (
     Prompt,
     Schedule,
     ScheduleParts,

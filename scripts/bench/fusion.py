@@ -35,12 +35,12 @@ from hybridrl.costs.instance import Costs
 from hybridrl.costs.meter import CostMeter
 from hybridrl.data import Item, PromptStream
 from hybridrl.flow.executor import Sampling
-from hybridrl.flow.schedules.base import Prompt, Schedule
 from hybridrl.planner.schedule import Setting, replay
 from hybridrl.planner.workload import Group, Workload
 from hybridrl.rewards.model import make_reward_model
 from hybridrl.runtime.launcher import Launcher
 from hybridrl.runtime.launchers import launched
+from hybridrl.schedule.base import Prompt, Schedule
 from hybridrl.workers.training import Training
 
 TASK = TASKS["longtail"]

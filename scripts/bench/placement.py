@@ -25,8 +25,8 @@ from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import PromptStream
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.graph import Stage
-from hybridrl.flow.schedules import StageSpan
 from hybridrl.runtime.launchers import launched
+from hybridrl.schedule import StageSpan
 from hybridrl.workers.training import Training
 
 # By name: placement, schedule, and whether updates of different pools run at once.

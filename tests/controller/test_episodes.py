@@ -19,9 +19,9 @@ from hybridrl.environments.tool_calls import CallForm
 from hybridrl.flow.clock import VirtualClock
 from hybridrl.flow.executor import Computed, EpisodeReply, Parked, Replied, Sampling, TurnEnded
 from hybridrl.flow.sample import SampleId
-from hybridrl.flow.schedules.base import PendingSample
 from hybridrl.flow.turns import TurnsTaken, order_to_json
 from hybridrl.runtime.emulated_launcher import EmulatedLauncher
+from hybridrl.schedule.base import PendingSample
 
 PROGRAMS = """
 import asyncio

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from hybridrl.flow.sample import SampleId
-from hybridrl.flow.schedules.instances import Instance, InstanceStatus, choose_wide
+from hybridrl.schedule.instances import Instance, InstanceStatus, choose_wide
 
 FREE, DECODING, LEAVING, JOINED, SCORING, TRAINING, DEAD = InstanceStatus
 PATHS = {

@@ -17,7 +17,7 @@ from hybridrl.flow.executor import (
 from hybridrl.flow.graph import AnswersStage, GenerateStage, Stage
 from hybridrl.flow.ledger import SampleStatus, sampling_of, with_updates_together
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.flow.schedules.base import Batch, Schedule, ScheduleParts, learn
+from hybridrl.schedule.base import Batch, Schedule, ScheduleParts, learn
 
 
 class SerialSchedule(Schedule):

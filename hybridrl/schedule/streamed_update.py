@@ -9,9 +9,9 @@ from hybridrl.flow.executor import EarlyTrained
 from hybridrl.flow.graph import UpdateStage
 from hybridrl.flow.ledger import ready
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.flow.schedules import StageSpan
-from hybridrl.flow.schedules.instances import Instance, InstanceStatus
-from hybridrl.flow.schedules.streamed_stages import StreamedStages
+from hybridrl.schedule import StageSpan
+from hybridrl.schedule.instances import Instance, InstanceStatus
+from hybridrl.schedule.streamed_stages import StreamedStages
 
 SPAN = "early backward"
 _SHARE = 0.5

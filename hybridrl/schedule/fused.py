@@ -26,11 +26,11 @@ from hybridrl.flow.migration import (
     training_arrivals,
 )
 from hybridrl.flow.plan_errors import PlanErrors
-from hybridrl.flow.schedules.base import Batch, Prompt, ScheduleParts, StepSettings
-from hybridrl.flow.schedules.generation_task import RoundLimits
-from hybridrl.flow.schedules.readiness import ReadyTracker, early_stages
-from hybridrl.flow.schedules.stoppable_round import StoppableRound
-from hybridrl.flow.schedules.streaming import StreamingSchedule
+from hybridrl.schedule.base import Batch, Prompt, ScheduleParts, StepSettings
+from hybridrl.schedule.generation_task import RoundLimits
+from hybridrl.schedule.readiness import ReadyTracker, early_stages
+from hybridrl.schedule.stoppable_round import StoppableRound
+from hybridrl.schedule.streaming import StreamingSchedule
 
 logger = logging.getLogger(__name__)
 

@@ -28,13 +28,13 @@ from hybridrl.flow.ledger import SampleStatus
 from hybridrl.flow.lengths import dispatch_groups
 from hybridrl.flow.migration import MigrationPlan, gather
 from hybridrl.flow.sample import SampleId
-from hybridrl.flow.schedules.base import learn, next_events
-from hybridrl.flow.schedules.generation_task import GenerationTask, RoundLimits
-from hybridrl.flow.schedules.instances import Instance, InstanceStatus, choose_wide
-from hybridrl.flow.schedules.streamed_stages import StreamedStages
-from hybridrl.flow.schedules.streamed_update import StillDecoding, StreamedUpdate
 from hybridrl.flow.turns import OpenTurns, enough_turns
 from hybridrl.flow.waits import worth_parking
+from hybridrl.schedule.base import learn, next_events
+from hybridrl.schedule.generation_task import GenerationTask, RoundLimits
+from hybridrl.schedule.instances import Instance, InstanceStatus, choose_wide
+from hybridrl.schedule.streamed_stages import StreamedStages
+from hybridrl.schedule.streamed_update import StillDecoding, StreamedUpdate
 
 logger = logging.getLogger(__name__)
 

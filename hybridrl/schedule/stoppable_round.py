@@ -5,10 +5,10 @@ from itertools import chain
 
 from hybridrl.flow.ledger import ON_INSTANCE
 from hybridrl.flow.sample import SampleId
-from hybridrl.flow.schedules.generation_round import GenerationRound, logger
-from hybridrl.flow.schedules.generation_task import GenerationTask
-from hybridrl.flow.schedules.instances import InstanceStatus
 from hybridrl.flow.turns import RecordDiffers, RoundOrder, TurnsTaken
+from hybridrl.schedule.generation_round import GenerationRound, logger
+from hybridrl.schedule.generation_task import GenerationTask
+from hybridrl.schedule.instances import InstanceStatus
 
 _UNBOUNDED = 2**31
 
