@@ -70,14 +70,14 @@ def train(overrides: Sequence[str] = ()) -> Result:
     Raises `ConfigError` for settings that cannot work, before a process starts; otherwise as the
     run ends. `run.dir` must hold no run yet, unless `trainer.resume` continues it.
     """
-    from hybridrl.controller.train import train as train_config
+    from hybridrl.driver.train import train as train_config
 
     return _run(train_config, overrides, new=True)
 
 
 def evaluate(overrides: Sequence[str]) -> Result:
     """Run `hybridrl eval` with these overrides in this process: `["model.path=DIR", ...]`."""
-    from hybridrl.controller.train import evaluate_only
+    from hybridrl.driver.train import evaluate_only
 
     return _run(evaluate_only, overrides, new=False)
 
@@ -87,16 +87,16 @@ def _run(
 ) -> Result:
     from omegaconf import OmegaConf
 
-    from hybridrl import cli
     from hybridrl.config import compose
+    from hybridrl.preflight.settings import check_model_settings, check_run_dir
 
     compose.register()
     node = compose.composed(compose.resolve_arguments(overrides))
     node.run.dir = str(Path(node.run.dir).absolute())
     config = compose.to_config(node)
-    cli.check_model_settings(config)
+    check_model_settings(config)
     if new:
-        cli.check_run_dir(config)
+        check_run_dir(config)
     settings = Path(config.run.dir) / ".hydra" / "config.yaml"  # where the command line has them
     settings.parent.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(node, settings)

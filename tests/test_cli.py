@@ -15,6 +15,8 @@ import pytest
 from hydra._internal.hydra import Hydra
 
 from hybridrl import cli
+from hybridrl.cli.output import print_table
+from hybridrl.cli.replay import inspect
 from hybridrl.config import compose, versions
 from hybridrl.config.stored_run import composed_run
 from hybridrl.engines.rollout import available
@@ -69,7 +71,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_table_that_goes_to_a_file_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    cli._print_table([("mapping", "seconds"), ("x" * 300, "1.25")], [])
+    print_table([("mapping", "seconds"), ("x" * 300, "1.25")], [])
     assert capsys.readouterr().out.splitlines()[1].split() == ["x" * 300, "1.25"]
 
 
@@ -80,16 +82,16 @@ def test_what_replay_prints_is_no_markup(
 
     The last line is strict JSON, which knows no infinity.
     """
-    from hybridrl.controller import replay_commands
+    from hybridrl.replay import commands
     from hybridrl.rewards.endpoint import BudgetSpent
 
     rows = [["stage", "compared"], ["group_relative", f"sample 0.0: [a-z]+ and [/INST]{' x' * 99}"]]
     lines = ["setting rollout.stop: [[bold]] and [a,b]"]
     record = {"equal": True, "difference": float("inf")}
-    printed = replay_commands.Inspection(lines, rows, record, equal=True)
-    monkeypatch.setattr(replay_commands, "blame", lambda args: printed)
+    printed = commands.Inspection(lines, rows, record, equal=True)
+    monkeypatch.setattr(commands, "blame", lambda args: printed)
     with pytest.raises(SystemExit) as ended:
-        cli._inspect("blame", [])
+        inspect("blame", [])
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert lines[0] in out
@@ -100,9 +102,9 @@ def test_what_replay_prints_is_no_markup(
     def spent(args: list[str]) -> None:
         raise BudgetSpent("budget=3: all of these requests are spent")
 
-    monkeypatch.setattr(replay_commands, "replay", spent)
+    monkeypatch.setattr(commands, "replay", spent)
     with pytest.raises(SystemExit) as ended:
-        cli._inspect("replay", [])
+        inspect("replay", [])
     assert ended.value.code == 1
     assert capsys.readouterr().err == "hybridrl: budget=3: all of these requests are spent\n"
 

@@ -20,13 +20,13 @@ from hybridrl.config import Config, JailKind, JailLimits, RewardKind
 from hybridrl.config.compose import check, parse_arguments, register, resolve_arguments
 from hybridrl.config.dotted import load_function
 from hybridrl.config.recipe_folder import new_recipe
-from hybridrl.controller.preflight import build_recipe
 from hybridrl.data.sources import records
 from hybridrl.environments import EpisodeTask, ModelTurn
 from hybridrl.environments.load import load_environment
 from hybridrl.environments.program import Model
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import ByGroupStage, FilterStage, UpdateStage
+from hybridrl.preflight.prepare import build_recipe
 from hybridrl.rewards import jail, validate_reward
 
 PAGE = (Path(__file__).parents[1] / "docs/customize.md").read_text()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.controller import plan_command
+from hybridrl.plan import memory_command
 from hybridrl.planner.memory import RunPlan
 
 ROOT = Path(__file__).parents[1]
@@ -50,7 +50,7 @@ def plan_of(command: str) -> RunPlan:
         words.append("cluster.device=cuda")
         words += [] if "cluster.ranks" in keys else ["cluster.ranks=8"]
     words += [f"{key}={value}" for key, value in LONG.items() if key not in keys]
-    plan = plan_command.run(["memory", *words, "--gpu-gib=79.6"])
+    plan = memory_command.run(["memory", *words, "--gpu-gib=79.6"])
     assert isinstance(plan, RunPlan)
     return plan
 

@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.config import ClusterKind, Config, SourceConfig, TinyModelConfig
 from hybridrl.config.compose import check, composed, register
-from hybridrl.controller import train as controller_train
-from hybridrl.controller.run_records import FetchTexts, RunRecords
-from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import sources
+from hybridrl.driver import train as controller_train
+from hybridrl.driver.run_records import FetchTexts, RunRecords
+from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.sample import SampleId
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.rewards.model import make_reward_model

@@ -1,6 +1,6 @@
 """The interface between a schedule and the machinery below it: commands in, events out.
 
-The controller implements `Executor` with worker groups and wall time; the planner and the tests
+The driver implements `Executor` with worker groups and wall time; the planner and the tests
 implement it with a cost model and virtual time. A schedule cannot tell them apart.
 """
 

@@ -56,7 +56,7 @@ def submit(args: Sequence[str]) -> Iterator[str]:
 def _check_and_submit(
     batch: BatchScript, configs: Sequence[Config], dry_run: bool
 ) -> Iterator[str]:
-    from hybridrl.controller.dry_run import check_runs  # seconds
+    from hybridrl.driver.dry_run import check_runs  # seconds
 
     _check_free(batch)
     check_runs(configs, batch.run_dirs)

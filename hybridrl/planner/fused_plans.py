@@ -27,7 +27,7 @@ end there (tests/planner/test_fused_plans.py)."""
 def can_share_a_plan(roles: Sequence[PlannedRole], layouts: Layouts) -> bool:
     """Whether these roles may train in one plan, and some pipeline has gaps to fill.
 
-    As runs decide it (`controller.fused_updates`): one tp, and no large model without a pipeline.
+    As runs decide it (`preflight.fused_updates`): one tp, and no large model without a pipeline.
     """
     own = [layouts[role.name] for role in roles]
     if len(roles) < 2 or len({layout.tp for layout in own}) > 1:

@@ -70,7 +70,7 @@ class DenseLayerBytes:
     A token keeps 16 hidden sizes in norms and residuals (the input, and each norm's input in
     float32 and its result), 8 of the feed-forward size (gate, up, activation, product), 4 of the
     queries' and 4 of the keys' features. `hybridrl plan memory` counts the same on Llama and Qwen2
-    (tests/controller/test_mapping_memory.py). The head's kernel works in chunks of logits.
+    (tests/plan/test_mapping_memory.py). The head's kernel works in chunks of logits.
     """
 
     head_chunk: int = 2**24
@@ -225,7 +225,7 @@ class MappingMemory:
     def _row(self, layout: TrainLayout) -> tuple[int, int, int]:
         """Tokens of the longest row, those with a log-probability, and rows of an update.
 
-        0 rows are unknown, and more than one (`PackedRow` in controller/memory_inputs.py).
+        0 rows are unknown, and more than one (`PackedRow` in preflight/memory_inputs.py).
         """
         limits, most = self.limits, layout.micro_batch_tokens
         longest, replicas = limits.longest, layout.data_ranks

@@ -11,10 +11,9 @@ from pathlib import Path
 from statistics import fmean
 
 from hybridrl.config import Config, compose
-from hybridrl.controller.checkpoints import Origin
-from hybridrl.controller.preflight import prepare
-from hybridrl.controller.run import Run
-from hybridrl.controller.train import running
+from hybridrl.driver.checkpoints import Origin
+from hybridrl.driver.run import Run
+from hybridrl.driver.train import running
 from hybridrl.flow.executor import Scope
 from hybridrl.planner.emulation import (
     emulated_widths,
@@ -22,6 +21,7 @@ from hybridrl.planner.emulation import (
     scaled_costs,
 )
 from hybridrl.planner.schedule import Setting, replay
+from hybridrl.preflight.prepare import prepare
 
 QUIET = ("telemetry.progress=false", "telemetry.report=false", "telemetry.loggers=[]")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hybridrl.config import Config, EnvironmentConfig, ScheduleKind, compose
 from hybridrl.config.environment import EnvironmentKind
-from hybridrl.controller import train as runs
+from hybridrl.driver import train as runs
 from hybridrl.environments import EpisodePool, EpisodeTask, ModelTurn
 from hybridrl.planner import command, schedule
 from hybridrl.telemetry.records import read_lines

@@ -26,17 +26,17 @@ from hybridrl.config import (
     ScheduleConfig,
     SerialScheduleConfig,
 )
-from hybridrl.controller.placement import graphs_of
-from hybridrl.controller.preflight import PreparedRun, prepare
-from hybridrl.controller.ray_executor import RayExecutor
-from hybridrl.controller.schedule_factory import make_schedule
-from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.costs.instance import Costs
 from hybridrl.costs.meter import CostMeter
 from hybridrl.data import Item, PromptStream
+from hybridrl.driver.ray_executor import RayExecutor
+from hybridrl.driver.schedule_factory import make_schedule
+from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.executor import Sampling
 from hybridrl.planner.schedule import Setting, replay
 from hybridrl.planner.workload import Group, Workload
+from hybridrl.preflight.placement import graphs_of
+from hybridrl.preflight.prepare import PreparedRun, prepare
 from hybridrl.rewards.model import make_reward_model
 from hybridrl.runtime.launcher import Launcher
 from hybridrl.runtime.launchers import launched

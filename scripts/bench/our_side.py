@@ -1,4 +1,4 @@
-"""Our side of the end-to-end benches: `controller.run` as a run does it, on Ray, two ranks."""
+"""Our side of the end-to-end benches: `driver.run` as a run does it, on Ray, two ranks."""
 
 import json
 import shutil
@@ -10,9 +10,9 @@ from blocks import Blocks
 from tasks import side_arguments
 
 from hybridrl.config import Config, TelemetryConfig
-from hybridrl.controller.checkpoints import Origin
-from hybridrl.controller.preflight import prepare
-from hybridrl.controller.run import Run
+from hybridrl.driver.checkpoints import Origin
+from hybridrl.driver.run import Run
+from hybridrl.preflight.prepare import prepare
 from hybridrl.runtime.launchers import launched
 from hybridrl.telemetry.run import Telemetry
 

@@ -2,7 +2,7 @@
 
 `make bench-placement`. The same model for actor, reference and critic, random weights, so that
 every response is as long as it may be. Two ranks of one thread in both placements, 1 + 1 under
-split. "Placement" in docs/controller.md explains the figures.
+split. "Placement" in docs/driver.md explains the figures.
 """
 
 import argparse
@@ -17,14 +17,14 @@ from lines import line, show
 from tasks import make_config
 
 from hybridrl.config import Config, FusedScheduleConfig, ScheduleConfig, SerialScheduleConfig
-from hybridrl.controller.placement import graphs_of
-from hybridrl.controller.preflight import PreparedRun, prepare
-from hybridrl.controller.ray_executor import RayExecutor
-from hybridrl.controller.schedule_factory import make_schedule
-from hybridrl.controller.worker_group import WorkerGroup
 from hybridrl.data import PromptStream
+from hybridrl.driver.ray_executor import RayExecutor
+from hybridrl.driver.schedule_factory import make_schedule
+from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.graph import Stage
+from hybridrl.preflight.placement import graphs_of
+from hybridrl.preflight.prepare import PreparedRun, prepare
 from hybridrl.runtime.launchers import launched
 from hybridrl.schedule import StageSpan
 from hybridrl.workers.training import Training

@@ -27,7 +27,7 @@ from pathlib import Path
 from blocks import in_turns
 from lines import line, show
 
-from hybridrl.controller import mapping_command
+from hybridrl.plan import mapping_command
 
 SIDE = Path(__file__).parent / "plan_side.py"
 RUN = (

@@ -11,7 +11,7 @@ from unittest import mock
 
 from hybridrl.compat import verl
 from hybridrl.config import ClusterConfig, Config, Device
-from hybridrl.controller import train
+from hybridrl.driver import train
 from hybridrl.runtime.launcher import rank_environment
 from hybridrl.runtime.ray_cluster import ray_runtime
 from hybridrl.runtime.ray_launcher import RayLauncher

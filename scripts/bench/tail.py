@@ -19,11 +19,11 @@ from tail_bounds import Machine, bounds, pass_tokens
 from tail_cases import ACCEPT, CASES, CYCLE, MORE_CASES, RECIPES, SIDES, Case
 
 from hybridrl.config import Config, SerialScheduleConfig
-from hybridrl.controller.preflight import prepare
 from hybridrl.costs.instance import LONGEST_DRAFT, Costs
 from hybridrl.planner.emulation import scaled
 from hybridrl.planner.roofline import read_roofline
 from hybridrl.planner.schedule import Setting, replay
+from hybridrl.preflight.prepare import prepare
 
 SEEN, UNSEEN = 0, 1  # run.seed of the emulated runs, and of a prediction without their lengths
 

@@ -7,10 +7,10 @@ from typing import Any
 from hybridrl.algorithms import advantages
 from hybridrl.algorithms.losses import ReinforceLoss
 from hybridrl.config import Config
-from hybridrl.controller.memory_inputs import LongestInputs, PackedRow
-from hybridrl.controller.memory_plan import Room, plan_run
 from hybridrl.flow import Flow, recipe
 from hybridrl.models.load import load_config
+from hybridrl.preflight.memory_inputs import LongestInputs, PackedRow
+from hybridrl.preflight.memory_plan import Room, plan_run
 
 PLANNED = {
     "build": ("load actor", "load rollout engine"),

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from hybridrl.config import Config, ConfigError
 from hybridrl.config.compose import to_config
 from hybridrl.config.dotted import load_function
-from hybridrl.controller.preflight import build_recipe
+from hybridrl.preflight.prepare import build_recipe
 
 RECIPES = sorted(p.parent.name for p in Path(__file__).parents[2].glob("recipes/*/config.yaml"))
 

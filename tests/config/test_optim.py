@@ -6,7 +6,7 @@ from operator import attrgetter
 import pytest
 
 from hybridrl.config import Config, ConfigError, OptimName
-from hybridrl.controller.preflight import build_recipe, check_optimizers
+from hybridrl.preflight.prepare import build_recipe, check_optimizers
 
 
 @pytest.mark.parametrize("key", ["trainer", "warm_start", "roles.critic"])

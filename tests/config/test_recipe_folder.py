@@ -13,7 +13,7 @@ from hydra.core.config_store import ConfigStore
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import check, register, resolve_arguments
 from hybridrl.config.recipe_folder import new_recipe
-from hybridrl.controller.preflight import build_recipe
+from hybridrl.preflight.prepare import build_recipe
 
 RECIPES = sorted(
     folder.name

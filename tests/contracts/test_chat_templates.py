@@ -122,7 +122,7 @@ def test_templates_without_tools_are_known(trl: Sources) -> None:
     for family in WITHOUT_CALLS:
         tokenizer = tokenizer_of((trl.root / f"trl/chat_templates/{family}.jinja").read_text())
         if family in ("cohere", "gemma", "gemma3", "phi3", "phi3_5"):
-            with pytest.raises(ConfigError, match="a model or data.chat_template for tools"):
+            with pytest.raises(ConfigError, match=r"a model or data\.chat_template for tools"):
                 TurnTemplate(tokenizer, [TOOL]).check(family)
 
 

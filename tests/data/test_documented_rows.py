@@ -15,11 +15,11 @@ import pytest
 
 from hybridrl.config import ConfigError, SourceConfig
 from hybridrl.config.compose import check, register, resolve_arguments
-from hybridrl.controller.preflight import build_recipe
-from hybridrl.controller.preflight_judges import check_rows
 from hybridrl.data import Data, load_data
 from hybridrl.data.prompts import RowUses
 from hybridrl.models.tiny import make_char_tokenizer
+from hybridrl.preflight.judges import check_rows
+from hybridrl.preflight.prepare import build_recipe
 
 ROOT = Path(__file__).parents[2]
 TABLE = re.compile(r"^\| (.+?) \| `(\{.*?\})` \| `(recipe=.*?)` \|$", re.MULTILINE)

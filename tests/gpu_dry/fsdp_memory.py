@@ -35,18 +35,18 @@ from gpu_dry.world import (  # noqa: E402
 )
 from hybridrl.algorithms.losses import ClippedLoss  # noqa: E402
 from hybridrl.config import Config, compose  # noqa: E402
-from hybridrl.controller.mapping_overrides import mapping_of  # noqa: E402
-from hybridrl.controller.mapping_roles import (  # noqa: E402
-    CountedLayerBytes,
-    planned_roles,
-    role_shapes,
-)
-from hybridrl.controller.memory_plan import gpu_room, plan_run  # noqa: E402
-from hybridrl.controller.preflight import build_recipe  # noqa: E402
+from hybridrl.costs.mapping_overrides import mapping_of  # noqa: E402
 from hybridrl.engines.train.engine import TrainEngine  # noqa: E402
 from hybridrl.engines.train.interface import TrainSequence  # noqa: E402
 from hybridrl.planner.mapping_memory import MappingMemory, StepLimits  # noqa: E402
 from hybridrl.planner.memory import MemoryPlan  # noqa: E402
+from hybridrl.preflight.mapping_roles import (  # noqa: E402
+    CountedLayerBytes,
+    planned_roles,
+    role_shapes,
+)
+from hybridrl.preflight.memory_plan import gpu_room, plan_run  # noqa: E402
+from hybridrl.preflight.prepare import build_recipe  # noqa: E402
 
 MODEL, RANKS = "llama3_8b", 64
 PROMPT, RESPONSE, GROUP = 512, 1536, 8

@@ -14,9 +14,9 @@ from hybridrl.config import (
     RolloutLayoutConfig,
     TrainLayoutConfig,
 )
-from hybridrl.controller.memory_inputs import LongestInputs, PackedRow
-from hybridrl.controller.memory_plan import Room, plan_run
-from hybridrl.controller.preflight import build_recipe
+from hybridrl.preflight.memory_inputs import LongestInputs, PackedRow
+from hybridrl.preflight.memory_plan import Room, plan_run
+from hybridrl.preflight.prepare import build_recipe
 
 PLANNED = {
     "load actor": "load actor",

@@ -216,7 +216,7 @@ def test_a_dry_run_needs_no_slurm_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     settings = [*tiny, "cluster.ranks=1", "run.seed=3,4", f"log.level={level}"]
     lines = list(commands.submit(["--dry-run", "-m", *settings]))
-    checks = " DEBUG hybridrl.controller.dry_run: checking the run in "
+    checks = " DEBUG hybridrl.driver.dry_run: checking the run in "
     assert (checks in capsys.readouterr().err) == (level == "debug")
     text = "\n".join(lines)
     assert "#SBATCH --array=0-1" in text

@@ -20,8 +20,8 @@ from hybridrl.config import (
     RewardKind,
     SourceConfig,
 )
-from hybridrl.controller.preflight import build_recipe
-from hybridrl.controller.preflight_judges import check_rows
+from hybridrl.preflight.judges import check_rows
+from hybridrl.preflight.prepare import build_recipe
 from hybridrl.rewards import JudgePool, RewardInput, jail, validate_reward
 from hybridrl.rewards.code import judge_program, parse_tests, program_in, same_text, same_value
 from hybridrl.sandbox.jail import Jail, JailError, JailResult, Mechanism, run

@@ -18,9 +18,9 @@ from hybridrl.config import (
     RewardKind,
     TinyModelConfig,
 )
-from hybridrl.controller.preflight_models import resolve_role_paths
 from hybridrl.flow import Flow
 from hybridrl.models.tiny import make_char_tokenizer, make_tiny_model
+from hybridrl.preflight.models import resolve_role_paths
 from hybridrl.rewards import JudgePool, validate_reward
 from hybridrl.rewards.model import check_reward_model, check_tokenizer, make_reward_model
 

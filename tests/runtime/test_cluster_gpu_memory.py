@@ -17,7 +17,7 @@ PROGRAM = """
     import ray
     from ray.cluster_utils import Cluster
     from hybridrl.config.compose import check, register
-    from hybridrl.controller.preflight import prepare
+    from hybridrl.preflight.prepare import prepare
     from hybridrl.runtime.devices import gpu_memory
 
     paths, lists, command, overrides = json.loads(sys.argv[1])

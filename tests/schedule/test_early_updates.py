@@ -13,7 +13,6 @@ import torch
 from omegaconf import OmegaConf
 
 from hybridrl.algorithms.losses import ClippedLoss
-from hybridrl.controller.preflight import build_recipe
 from hybridrl.costs.instance import Costs
 from hybridrl.flow import Flow, Graph, recipe
 from hybridrl.flow.early_updates import EarlySettings, EarlyUpdate, early_update
@@ -21,6 +20,7 @@ from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.ledger import generation_first, sections
 from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.sample import SampleId
+from hybridrl.preflight.prepare import build_recipe
 from hybridrl.schedule import fused
 from hybridrl.schedule.base import StepSettings
 from hybridrl.schedule.fused import FusedSchedule

@@ -240,11 +240,11 @@ def test_a_plan_that_needs_what_is_not_here_is_named(
     from gpu_steps.memory import plan_of
 
     monkeypatch.delitem(sys.modules, "gpu_steps.planned", raising=False)
-    monkeypatch.setitem(sys.modules, "hybridrl.controller.memory_plan", None)
+    monkeypatch.setitem(sys.modules, "hybridrl.preflight.memory_plan", None)
     planned, reason = plan_of(None, None)  # type: ignore[arg-type]
     assert not planned
     assert reason.startswith("the memory plan cannot be computed here: ")
-    assert "hybridrl.controller.memory_plan" in reason
+    assert "hybridrl.preflight.memory_plan" in reason
 
 
 def test_steps_without_time_are_left_for_the_next_call(tmp_path: Path, script: ModuleType) -> None:

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from hybridrl.controller import worker_group
+from hybridrl.driver import worker_group
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.base_worker import BaseWorker

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hybridrl.algorithms.normalize import token_weights
 from hybridrl.config import Attention
-from hybridrl.controller.preflight import build_recipe
 from hybridrl.engines.train.interface import TrainSequence, ended
 from hybridrl.engines.train.packed import loss_inputs, pack, scored_fields
 from hybridrl.flow import Graph
@@ -21,6 +20,7 @@ from hybridrl.flow.executor import Sampling
 from hybridrl.flow.graph import Stage
 from hybridrl.flow.judgements import leaving_failed
 from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.preflight.prepare import build_recipe
 from hybridrl.schedule.base import StepSettings
 from hybridrl.schedule.serial import SerialSchedule
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrl.controller.preflight import build_recipe
 from hybridrl.flow.graph import StageMethod
 from hybridrl.flow.judgements import JudgeFailed
+from hybridrl.preflight.prepare import build_recipe
 
 JUDGED = [
     "cispo", "clip_cov", "dapo", "dars", "dr_grpo", "gdpo", "gigpo", "gmpo", "grpo", "gspo",

@@ -1,6 +1,0 @@
-"""The driver of one run: checks, placement, worker groups, the executor, checkpoints, records.
-
-Start from `train` (`train.py`: a run from its config to its last line), `WorkerGroup`
-(`worker_group.py`: typed calls to the ranks) and `RayExecutor` (`ray_executor.py`: the schedule's
-requests as calls to ranks).
-"""

@@ -1,0 +1,161 @@
+"""Work of several rounds of calls to ranks, many pieces at a time."""
+
+import concurrent.futures
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
+
+from hybridrl.driver.worker_group import WorkerGroup
+from hybridrl.flow.executor import Computed, Event
+from hybridrl.runtime.launcher import POLL_S
+from hybridrl.workers.rank_calls import Reference
+
+_NO_RANK = -1  # of work on the driver's node
+MIXED_POLL_S = 0.02
+"""Seconds between two looks where ranks and work on the driver's node are waited for."""
+
+Answer = TypeVar("Answer")
+Result = TypeVar("Result")
+AnyCall = Reference[Answer] | Future[Answer]
+"""A call to a rank, or work on the driver's node."""
+Calling = Generator[Mapping[AnyCall[Any], int], list[Any], Result]
+EventCalls = Calling[list[Event]]
+"""Yields the calls of a round, each with its rank; is sent their answers in that order, once all
+are there; returns its events."""
+
+
+@dataclass(slots=True)
+class _Round:
+    """The calls in flight of a piece of work, and the answers so far."""
+
+    work: EventCalls
+    calls: list[AnyCall[Any]]
+    answers: dict[AnyCall[Any], Any] = field(default_factory=dict)
+
+
+class Rounds:
+    """Drives several pieces of work at once: each continues when its own round is answered.
+
+    Example: two ranks export copies of samples; when both have answered, a third is called with
+    them; its answer is the event. Meanwhile other ranks decode.
+    """
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
+        # Calls in flight, with their rank; work on the driver's node apart.
+        self._pending: dict[Reference[Any], tuple[int, _Round]] = {}
+        self._here: dict[Future[Any], tuple[int, _Round]] = {}
+        self._ready: list[Event] = []  # events for the next `wait`
+        self._is_later: Callable[[Event], bool] = lambda event: False
+        self._later: list[Event] = []
+
+    def begin(self, work: EventCalls) -> None:
+        """Start the first round."""
+        self._ready += self._start_next(work, None)
+
+    def ready(self, event: Event) -> None:
+        """Have an event for the next `wait`, of no call."""
+        self._ready.append(event)
+
+    def wait(self, meanwhile: Callable[[], None]) -> list[Event]:
+        """Events of the work that has ended, of one piece at least.
+
+        `meanwhile` is called again and again, and may raise. Raises `RuntimeError` when nothing is
+        in flight.
+        """
+        events, self._ready = self._now(self._ready), []
+        while not events:
+            meanwhile()
+            if not (self._pending or self._here):
+                raise RuntimeError("nothing is in flight")
+            for call in self._ended():
+                if isinstance(call, Future):
+                    _, calls = self._here.pop(call)
+                    if call.cancelled():  # what it was for has left: an episode was given up
+                        calls.work.close()
+                        continue
+                    calls.answers[call] = call.result()
+                else:
+                    rank, calls = self._pending.pop(call)
+                    calls.answers[call] = self.group.value_of(rank, call)
+                if len(calls.answers) == len(calls.calls):
+                    answers = [calls.answers[call] for call in calls.calls]
+                    events += self._now(self._start_next(calls.work, answers))
+        return events
+
+    @contextmanager
+    def apart(self, is_later: Callable[[Event], bool]) -> Iterator[None]:
+        """Within, `wait` gives no event that `is_later`: those are ready afterwards."""
+        self._is_later, self._later = is_later, []
+        try:
+            yield
+        finally:
+            self._is_later = lambda event: False
+            self._ready += self._later
+
+    def _now(self, events: list[Event]) -> list[Event]:
+        """Return the events that are not kept for later."""
+        self._later += filter(self._is_later, events)
+        return [event for event in events if not self._is_later(event)]
+
+    def _ended(self) -> list[AnyCall[Any]]:
+        """Calls that have ended; none after `POLL_S` seconds without any."""
+        ended: list[AnyCall[Any]] = [call for call in self._here if call.done()]
+        if not self._pending:
+            first = concurrent.futures.FIRST_COMPLETED
+            return list(concurrent.futures.wait(self._here, POLL_S, first).done)
+        # Nothing waits for both; a rank's call takes longer than this, and so does a judge.
+        timeout = 0.0 if ended else MIXED_POLL_S if self._here else POLL_S
+        return ended + self.group.launcher.wait(list(self._pending), timeout)
+
+    def _start_next(self, work: EventCalls, answers: list[Any] | None) -> list[Event]:
+        """Start the next round of `work`; its events where there is none."""
+        try:
+            calls = work.send(answers) if answers is not None else next(work)
+            while not calls:
+                calls = work.send([])
+        except StopIteration as ended:
+            events: list[Event] = ended.value
+            return events
+        started = _Round(work, list(calls))
+        for call, rank in calls.items():
+            if isinstance(call, Future):
+                self._here[call] = rank, started
+            else:
+                self._pending[call] = rank, started
+        return []
+
+
+def answers_of(calls: Mapping[Reference[Answer], int]) -> Calling[list[Answer]]:
+    """A round of calls, each with its rank; gives their answers in that order."""
+    round_: dict[AnyCall[Any], int] = {}
+    round_.update(calls.items())
+    answers: list[Answer] = yield round_
+    return answers
+
+
+def result_of(work: "Future[Answer]") -> Calling[Answer]:
+    """A round of work on the driver's node; gives its result, at once where it is there."""
+    if work.done():
+        return work.result()
+    (result,) = yield {work: _NO_RANK}
+    return cast(Answer, result)
+
+
+def single(call: Reference[Event], rank: int) -> EventCalls:
+    """One call, whose answer is an event."""
+    return (yield from answers_of({call: rank}))
+
+
+def as_one(answers: Sequence[Computed]) -> Computed:
+    """One event for the results of several ranks."""
+    some = [a for a in answers if a.ids]
+    names = some[0].scalars if some else {}
+    return replace(
+        (some or answers)[0],
+        ids=tuple(id for a in some for id in a.ids),
+        scalars={name: tuple(x for a in some for x in a.scalars[name]) for name in names},
+        seconds=max(a.seconds or 0.0 for a in answers),
+    )

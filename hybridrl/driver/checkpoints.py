@@ -1,0 +1,340 @@
+"""A run's checkpoints: which one to resume, the settings that may differ, when one is written."""
+
+import contextlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hybridrl.checkpoint import folder
+from hybridrl.checkpoint.folder import Point, to_keep
+from hybridrl.config import VALUE_MODELS, Config, ConfigError, OptimName, ScheduleKind
+from hybridrl.config.environment import COUNTED
+from hybridrl.config.renamed_keys import REMOVED_KEYS, with_new_names
+from hybridrl.config.schedule import SCHEDULES
+from hybridrl.driver.inputs import basis_of
+from hybridrl.driver.worker_group import WorkerGroup
+from hybridrl.schedule.base import PendingSample, Schedule
+from hybridrl.telemetry.records import parse, plain
+from hybridrl.telemetry.run import Telemetry
+from hybridrl.workers.pending_samples import PendingRecord
+
+MAY_CHANGE = (
+    "cluster", "eval", "telemetry", "log", "run.dir",
+    "trainer.steps", "trainer.save_every", "trainer.keep_last", "trainer.resume",
+    "trainer.resume_changed",
+    "trainer.max_bad_steps", "trainer.max_tokens_per_micro_batch", "trainer.chunk_tokens",
+    "trainer.activations", "trainer.attention_cost", "trainer.fuse_updates", "trainer.layout",
+    *(f"{key}.layout" for key in VALUE_MODELS.values()), "model.attention",
+    "rollout.layout", "rollout.max_running", "rollout.block_size", "rollout.kv_cache_tokens",
+    "rollout.decode_steps", "rollout.speculate", "rollout.tail_tp",
+    "schedule.migration_threshold", "schedule.migration", "schedule.early_backward",
+    "environment.num_processes", "environment.memory_mb", "environment.port",
+    "environment.turn_timeout_s", "environment.episode_timeout_s", "environment.max_failed_share",
+)  # fmt: skip
+"""Settings that a resumed run may change: how long, where and how fast, not what it learns from."""
+
+MAY_CHANGE_OF_JUDGES = (
+    ".max_failed_share", ".max_in_flight", ".endpoint.url", ".endpoint.key_env",
+    ".endpoint.timeout_s", ".endpoint.retries", ".endpoint.backoff_s", ".endpoint.budget",
+    ".endpoint.cache",
+)  # fmt: skip
+"""Ends of the keys of judges' settings that a resumed run may change."""
+
+FORMER_ONLY_CHOICE = {
+    f"{role}.optim.name": OptimName.adamw.value
+    for role in ("trainer", "warm_start", *VALUE_MODELS.values())
+}
+"""Settings of checkpoints that are older than the choice."""
+
+logger = logging.getLogger(__name__)
+
+FINAL = "final"
+"""The folder of the trained model in a run's directory."""
+
+_PARKED_ON = 0  # the rank that saves and loads parked samples, which are in the data plane
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The origin of a run: its settings as they were given, and the point that it resumes from.
+
+    Without a point it starts anew. `damaged` has the errors of newer checkpoints. One that
+    `goes_back` begins anew from an earlier point of the same run: everything after it is deleted.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    point: Point | None = None
+    damaged: tuple[str, ...] = ()
+    goes_back: bool = False
+
+    def continues(self, run_dir: Path) -> bool:
+        """Whether the point is of the run in this directory."""
+        return self.point is not None and self.point.run_dir.resolve() == run_dir.resolve()
+
+    def records(self, config: Config) -> dict[str, int] | None:
+        """The records in the run directory that stand, in bytes by file; None for all."""
+        if self.point is not None and self.continues(Path(config.run.dir)):
+            records: dict[str, int] = self.point.state["records"]
+            return records
+        return {} if config.trainer.resumes else None
+
+
+def find_origin(config: Config, reads: bool = False) -> Origin:
+    """The origin that `trainer.resume` asks for; before anything else has touched `config`.
+
+    With `reads` the bytes of the checkpoint are compared with their checksums, which takes as long
+    as it takes to read them. Raises ConfigError where it names nothing to resume from, or another
+    run than the one in the directory. Also where all checkpoints are damaged, where a setting
+    differs that must not, and where the directory has a finished run and no checkpoint.
+    """
+    settings = settings_of(config)
+    wanted, own = config.trainer.resume, Path(config.run.dir)
+    if not config.trainer.resumes:
+        return Origin(settings)
+    if run_status(own).get("emulated"):
+        allowed = f"another run.dir: {own} has a run of emulated ranks, which leaves no checkpoint"
+        raise ConfigError("trainer.resume", wanted, allowed)
+    points, damaged = _written_since(wanted, own)
+    goes_back = wanted != "auto" and not points
+    if goes_back:
+        points, damaged = _named(wanted)
+    while reads and points and (wrong := folder.changed(points[0])):
+        points, damaged = points[1:], [*damaged, wrong]
+    if points:
+        _check_same(points[0], settings)
+        _check_warm_start(points[0], config, reads)
+        origin = Origin(settings, points[0], tuple(damaged))
+        return replace(origin, goes_back=goes_back and origin.continues(own))
+    if damaged:
+        allowed = f"a checkpoint that is whole; damaged: {'; '.join(damaged)}"
+        raise ConfigError("trainer.resume", wanted, allowed)
+    _check_unfinished(own, wanted)
+    return Origin(settings)
+
+
+def _written_since(wanted: str, own: Path) -> tuple[list[Point], list[str]]:
+    """The checkpoints in `own`, the run's directory, of the run that began from `wanted`.
+
+    None where it begins with this command: in a directory without any, or by going back in its own
+    directory. If Slurm has started the job again, it has begun already.
+    """
+    points, damaged = folder.search(own)
+    if wanted == "auto":
+        return points, damaged
+    since = [p for p in points if p.state["settings"].get("trainer.resume") == wanted]
+    if own.resolve() in Path(wanted).resolve().parents:
+        again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+        return (since, damaged) if since and again else ([], [])
+    if points and not since and own.resolve() != Path(wanted).resolve():
+        _named(wanted)
+        allowed = f"auto, or another run.dir: {own} has checkpoints of a run that began elsewhere"
+        raise ConfigError("trainer.resume", wanted, allowed)
+    return points, damaged
+
+
+def _named(path: str) -> tuple[list[Point], list[str]]:
+    """The checkpoint, or the newest of the run, at `path`."""
+    if (Path(path) / folder.RESUME).is_dir():
+        try:
+            return [folder.read(Path(path).resolve())], []
+        except ValueError as error:
+            return [], [str(error)]
+    points, damaged = folder.search(Path(path))
+    if not points and not damaged:
+        allowed = "never, auto, a checkpoint with resume/ in it, or the directory of a run with one"
+        raise ConfigError("trainer.resume", path, allowed)
+    return points, damaged
+
+
+def _check_unfinished(run_dir: Path, wanted: str) -> None:
+    """A run that was cut short before its first checkpoint may start anew; a whole one stays."""
+    if run_status(run_dir).get("state") == "finished":
+        allowed = f"another run.dir: {run_dir} has a finished run without a checkpoint to continue"
+        raise ConfigError("trainer.resume", wanted, allowed)
+
+
+def run_status(run_dir: Path) -> dict[str, Any]:
+    """What `run.json` says of the run in a directory; empty without one."""
+    file = run_dir / "run.json"
+    status = parse(file.read_text()) if file.is_file() else None
+    return status if isinstance(status, dict) else {}
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Every setting by its dotted key, in plain JSON types."""
+    return dict(_flat(plain(asdict(config)), ""))
+
+
+def _flat(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def _check_same(point: Point, now: Mapping[str, Any]) -> None:
+    before, now = stored_settings(point, now), REMOVED_KEYS | dict(now)
+    for key in changed_settings(before, now):
+        allowed = f"{before[key]}, with which {point.folder} was made"
+        named = "schedule" if key == "schedule.kind" else key  # as on the command line
+        raise ConfigError(named, now[key], allowed)
+
+
+def stored_settings(point: Point, now: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a checkpoint was written with, under the names of those of `now`."""
+    return FORMER_ONLY_CHOICE | with_new_names(point.state["settings"], now)
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The settings that differ, of those that a resumed run must not change."""
+    kinds = [ScheduleKind(settings["schedule.kind"]) for settings in (before, now)]
+    same_batches = all(SCHEDULES[kind].serial_batches for kind in kinds)
+    may_change = (*MAY_CHANGE, "schedule.kind") if same_batches else MAY_CHANGE
+    key = "environment.partial"
+    if COUNTED not in (before.get(key), now.get(key)):  # by the times of a run, or by its record
+        may_change = (*may_change, key)
+    return [
+        key
+        for key in now.keys() & before.keys()
+        if now[key] != before[key]
+        and not any(key == name or key.startswith(f"{name}.") for name in may_change)
+        and not key.endswith(MAY_CHANGE_OF_JUDGES)
+    ]
+
+
+def _check_warm_start(point: Point, config: Config, reads: bool) -> None:
+    """The weights that the recipe's roles began as must be there, once the recipe has begun."""
+    if config.warm_start_steps and point.state["phase"] == "rl":
+        try:
+            ended = folder.read(point.run_dir / "warm_start")
+            if wrong := folder.changed(ended) if reads else "":
+                raise ValueError(wrong)
+        except ValueError as error:
+            allowed = f"a run with the checkpoint of its warm start ({error})"
+            raise ConfigError("trainer.resume", config.trainer.resume, allowed) from None
+
+
+@dataclass(frozen=True)
+class DriverState:
+    """The driver between two steps, in plain JSON types, and the samples of which ranks have more.
+
+    It stays what it is when the next step has begun.
+    """
+
+    record: dict[str, Any]
+    pending: tuple[PendingSample, ...] = ()
+
+
+class Checkpoints:
+    """Writes a run's checkpoints and deletes those that are not kept.
+
+    `scores` has the held-out accuracy of each that is there, None where it was not measured.
+    """
+
+    def __init__(
+        self, config: Config, origin: Origin, group: WorkerGroup, telemetry: Telemetry
+    ) -> None:
+        self.config, self.settings = config, origin.settings
+        self.group, self.telemetry = group, telemetry
+        self.run_dir = Path(config.run.dir)
+        self.inputs = basis_of(config)
+        self.scores: dict[int, float | None] = {}
+        if origin.point is not None and origin.continues(self.run_dir):
+            scores = {int(step): score for step, score in origin.point.state["scores"].items()}
+            self.scores = {x: score for x, score in scores.items() if self._of(x).is_dir()}
+
+    def save(self, step: int, accuracy: float | None, state: DriverState) -> None:
+        """Write the checkpoint of `step`, and let go of those that are no longer kept."""
+        self.scores[step] = accuracy
+        self.write(self._of(step), step, state, accuracy=accuracy)
+        for old in self.scores.keys() - to_keep(self.scores, self.config.trainer.keep_last):
+            del self.scores[old]
+            with contextlib.suppress(FileNotFoundError):  # someone else has let go of it
+                shutil.rmtree(self._of(old))
+
+    def write(self, path: Path, step: int, state: DriverState, **event: Any) -> None:
+        """Write the weights to `path`, and the state that a run resumes from, if this one can.
+
+        Raises OSError that names the path; an earlier checkpoint at `path` is then whole. Where
+        `final/` has no earlier one, its weights stay: training has ended, and is not lost.
+        """
+        self.telemetry.stage("saving")
+        logger.debug("writing %s after step %d", path, step)
+        folder.clear(path)
+        hidden = folder.hidden(path)
+        try:
+            missing = self.group.save_weights(str(hidden))
+            try:
+                if self.config.trainer.saves:
+                    self._write_state(path, step, state)
+            except OSError as error:
+                if path.name != FINAL or path.exists():
+                    raise
+                shutil.rmtree(hidden / folder.RESUME, ignore_errors=True)
+                folder.replace(hidden, path)
+                kept = f"{error.strerror}; the trained weights are there"
+                raise OSError(error.errno, kept, error.filename) from error
+            folder.replace(hidden, path)
+        except OSError as error:
+            folder.clear(path)
+            if error.filename is not None:
+                raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        self.telemetry.event("checkpoint", step=step, path=str(path), **event)
+        logger.info("wrote %s after step %d", path, step)
+        for line in missing:
+            self.telemetry.note(f"{path} has its weights, but not all of its files: {line}")
+
+    def _write_state(self, path: Path, step: int, state: DriverState) -> None:
+        """Write all that a run resumes from beside the weights, into the hidden folder."""
+        resume = str(folder.hidden(path) / folder.RESUME)
+        progress = self.group.save_state(resume)
+        if state.pending:
+            self.group.save_pending(resume, self._shares(state.pending))
+        roles = {role: asdict(steps) for role, steps in progress.items()}
+        record = {**state.record, "step": step, "time": time.time(), "roles": roles}
+        record |= {"settings": self.settings, "scores": self.scores, "inputs": self.inputs}
+        folder.seal(path, plain(record))
+
+    def load(self, point: Point) -> None:
+        """Have the ranks load `point`; raises OSError for files that cannot be read."""
+        from hybridrl.checkpoint.distributed import Progress
+
+        roles = {role: Progress(**steps) for role, steps in point.state["roles"].items()}
+        logger.info("loading %s", point.folder)
+        if wrong := self.group.load(str(point.tensors), roles):
+            raise OSError(0, "the checkpoint cannot be read", wrong)
+
+    def load_samples(self, point: Point, schedule: Schedule) -> None:
+        """Load the pending samples on the ranks; `schedule` gets references to the parked."""
+        pending = schedule.pending()
+        if not pending:
+            return
+        references = self.group.load_pending(str(point.tensors), self._shares(pending))
+        parked = [sample.id for sample in pending if sample.parked is not None]
+        if parked:
+            instance_ranks = range(len(self.group.instances[0]))
+            by_sample = dict.fromkeys(parked, references[_PARKED_ON])
+            schedule.restore_parked(dict.fromkeys(instance_ranks, by_sample))
+
+    def _shares(self, pending: Sequence[PendingSample]) -> list[tuple[PendingRecord, ...]]:
+        """Each rank's share of the samples to write or load; the first rank has all parked ones."""
+        shares: list[list[PendingRecord]] = [[] for _ in self.group.home.ranks]
+        for sample in pending:
+            if sample.parked is None:
+                shares[sample.rank].append(PendingRecord(sample.id, sample.prompt))
+                continue
+            state = sample.parked.state
+            reference = state[0][sample.id] if state is not None else None
+            record = PendingRecord(sample.id, sample.prompt, sample.sampling, reference)
+            shares[_PARKED_ON].append(record)
+        return [tuple(share) for share in shares]
+
+    def _of(self, step: int) -> Path:
+        return self.run_dir / "checkpoints" / f"step_{step:06d}"

@@ -1,0 +1,382 @@
+"""The driver's side of conversations: episodes of samples, and replies as tokens."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import astuple, dataclass, field
+from typing import Any, Protocol, cast, get_args
+
+import numpy as np
+
+from hybridrl.config import Config, OnFailure
+from hybridrl.data import Item
+from hybridrl.driver.async_calls import Calling, EventCalls, result_of
+from hybridrl.environments import (
+    BusySpan,
+    EpisodePool,
+    EpisodeStart,
+    EpisodeStep,
+    FailureKind,
+    ModelTurn,
+    PastTurn,
+    as_before,
+    failed,
+)
+from hybridrl.environments.tool_calls import CallForm
+from hybridrl.flow.clock import Clock, WallClock
+from hybridrl.flow.executor import EpisodeReply, Replied, TurnEnded, Work
+from hybridrl.flow.sample import ENVIRONMENT_FAILURE, NOTE, OUT_OF_TOKENS, SampleId
+from hybridrl.flow.turns import failed_turns
+from hybridrl.preflight.turn_orders import recorded_orders
+from hybridrl.schedule.base import PendingSample
+
+logger = logging.getLogger(__name__)
+
+
+class EnvironmentFailed(Exception):
+    """Too large a share of a step's episodes has failed."""
+
+
+class Composer(Protocol):
+    """Makes the tokens between turns: `hybridrl.data.turns.TurnTemplate`."""
+
+    call_form: CallForm
+    """How the model writes calls of tools."""
+
+    def reply(
+        self, turn: Sequence[int], messages: Sequence[dict[str, Any]], most: int
+    ) -> tuple[tuple[int, ...], bool]:
+        """Tokens of `messages` after the tokens of a turn, at most so many; and whether cut."""
+        ...
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """A sample's episode so far; `most` tokens fit into its response.
+
+    `past` are its turns, the last of them perhaps not answered yet, and `ended` is that one as its
+    rank has told it. In a resumed run one that `recurs` comes a second time, and `known` is what it
+    was answered before. The replies to the turns `cut`, from 1 on, were too long. One that
+    `is_over` is not with the pool any more.
+    """
+
+    item: Item
+    most: int
+    start: "Future[EpisodeStart] | None"
+    past: list[PastTurn] = field(default_factory=list)
+    ended: TurnEnded | None = None
+    known: EpisodeStep | None = None
+    cut: set[int] = field(default_factory=set)
+    recurs: bool = False
+    is_over: bool = False
+
+
+@dataclass(slots=True)
+class _StepCounts:
+    """What the conversations of a step did."""
+
+    ended: int = 0
+    turns: int = 0
+    reply_tokens: int = 0
+    cut_replies: int = 0
+    kept_tokens: int = 0
+    moved_tokens: int = 0
+    recomputed_tokens: int = 0
+    waits: list[float] = field(default_factory=list)
+    failures: Counter[str] = field(default_factory=Counter)
+    first_failure: str = ""
+
+
+class Episodes:
+    """Starts an episode for each sample that an engine is given, and answers its turns.
+
+    A reply takes what the environment says through the chat template. One that leaves no room for
+    another token of the response ends the episode, with finish `length`. An episode that has failed
+    ends its sample: it is dropped, or what it earned is 0 (`environment.on_failure`).
+
+    The processes start with the first episode.
+    """
+
+    def __init__(self, config: Config, composer: Composer | None) -> None:
+        self.config, self._composer = config, composer
+        self.clock: Clock = WallClock()
+        self._pool: EpisodePool | None = None
+        self._there: dict[SampleId, _Conversation] = {}
+        self._counts, self._checked = _StepCounts(), (0, 0)
+        self._recorded: Counter[str] = Counter()
+        self._fails = failed_turns(recorded_orders(config) or {})
+
+    @property
+    def pool(self) -> EpisodePool:
+        """The processes; they start at the first use."""
+        if self._pool is None:
+            config = self.config
+            self._pool = EpisodePool(
+                config.environment,
+                config.data.sources,
+                seed=config.run.seed,
+                jail=config.reward.jail,
+                limits=config.reward.limits,
+                call_form=self._composer.call_form if self._composer else None,
+            )
+            logger.info("environment %s starts", config.environment.kind.value)
+        return self._pool
+
+    def start(self, ids: Iterable[SampleId], item: Item, max_new_tokens: int) -> None:
+        """Start episodes of a prompt's samples, whose responses have at most so many tokens.
+
+        An episode of such a sample that is there was abandoned with its step: it is given up.
+        """
+        assert item.task is not None, "a prompt without a task"
+        for id in ids:
+            self.end([id])
+            start = self.pool.start(id, item.task)
+            self._there[id] = _Conversation(item, max_new_tokens, start)
+
+    def state(self, pending: Iterable[PendingSample]) -> list[dict[str, Any]]:
+        """The conversations of pending samples that are not finished, in plain JSON types."""
+        unfinished = [sample for sample in pending if sample.id in self._there and sample.parked]
+        return [self._record(self._there[sample.id], sample) for sample in unfinished]
+
+    def _record(self, conversation: _Conversation, sample: PendingSample) -> dict[str, Any]:
+        """`turns` have their answers; `ended` is the last one, where its sample waits."""
+        steps = [past.step and past.step.to_json() for past in conversation.past]
+        turns = [[*astuple(p.turn), step] for p, step in zip(conversation.past, steps, strict=True)]
+        ended = astuple(conversation.ended) if sample.waits and conversation.ended else None
+        cut = sorted(conversation.cut)
+        return {"id": list(sample.id), "turns": turns, "ended": ended, "cut": cut}
+
+    def take_up(
+        self, pending: Iterable[PendingSample], records: Iterable[Mapping[str, Any]]
+    ) -> Iterator[TurnEnded]:
+        """Replay the episodes of a checkpoint (`state`); gives the turns to be answered once more.
+
+        An episode that answers otherwise than before has failed, at its next turn.
+        """
+        samples = {sample.id: sample for sample in pending}
+        for record in records:
+            sample = samples[SampleId.read(record["id"])]
+            item, sampling = sample.prompt, sample.sampling
+            assert sampling is not None, "a conversation that is finished"
+            past = [
+                PastTurn(ModelTurn(*turn), step and EpisodeStep.from_json(step))
+                for *turn, step in record["turns"]
+            ]
+            known = past.pop().step if record["ended"] else None
+            over = known is not None and known.messages is None
+            start = None if over else self.pool.start(sample.id, item.task, past)
+            most = sampling.max_new_tokens
+            recurs = record["ended"] is not None
+            cut = set(record.get("cut", ()))
+            taken = _Conversation(item, most, start, past, known=known, cut=cut, recurs=recurs)
+            self._there[sample.id] = taken
+            if record["ended"]:
+                _, tokens, *rest = record["ended"]
+                yield TurnEnded(sample.id, tuple(tokens), *rest)
+
+    @property
+    def ids(self) -> frozenset[SampleId]:
+        """The samples whose conversations are there."""
+        return frozenset(self._there)
+
+    def answer(self, ended: TurnEnded) -> EventCalls:
+        """Hand a turn to its environment; one event when it has answered, or none for a sample
+        that has left."""
+        start = self.clock.now()
+        reply = yield from self._answer(ended)
+        if reply is None:
+            return []
+        seconds = self.clock.now() - start
+        self._counts.waits.append(seconds)
+        return [Replied((reply,), (seconds,))]
+
+    def _answer(self, ended: TurnEnded) -> Calling[EpisodeReply | None]:
+        """What the environment answers; None where the episode was given up meanwhile.
+
+        What it has answered before a resumed run has been counted then. An episode that had ended
+        is not run again.
+        """
+        conversation, tokens = self._there[ended.id], len(ended.tokens)
+        before = len(conversation.item.prompt_ids) + ended.response_tokens - tokens
+        turn = ModelTurn(ended.text, ended.finish, before, tokens)
+        conversation.ended, known = ended, conversation.known
+        conversation.past.append(PastTurn(turn, known))
+        counts = self._counts if known is None else _StepCounts()
+        self._counts.turns += not conversation.recurs
+        conversation.recurs = False
+        if conversation.start is None:
+            assert known is not None, "an episode that was not started"
+            return self._reply(ended, conversation, known, counts)
+        place, kind = self._fails.get(ended.id, (0, ""))
+        if place == len(conversation.past):
+            step = failed(cast(FailureKind, kind), "it has failed in the recorded run")
+        else:
+            started = yield from result_of(conversation.start)
+            if not self._is_there(ended.id, conversation):
+                return None
+            if started.failure is not None:
+                step = EpisodeStep(None, failure=started.failure, error=started.error)
+            else:
+                answer = yield from result_of(self.pool.turn(ended.id, turn))
+                if not self._is_there(ended.id, conversation):
+                    return None
+                step = as_before(answer, known, len(conversation.past))
+        conversation.past[-1] = PastTurn(turn, step)
+        conversation.known = None
+        return self._reply(ended, conversation, step, self._counts if step.failure else counts)
+
+    def _is_there(self, id: SampleId, conversation: _Conversation) -> bool:
+        """Whether it is a sample's present one: a sample that left may have begun anew."""
+        return self._there.get(id) is conversation
+
+    def worked(self, work: Work) -> None:
+        """An instance has done so much; what counts are the caches of samples that waited."""
+        self._counts.kept_tokens += work.kept_tokens
+        self._counts.moved_tokens += work.moved_tokens
+        self._counts.recomputed_tokens += work.recomputed_tokens
+
+    def _reply(
+        self,
+        ended: TurnEnded,
+        conversation: _Conversation,
+        step: EpisodeStep,
+        counts: _StepCounts,
+    ) -> EpisodeReply:
+        """A step of an environment, as the sample's rank is told of it."""
+        if step.failure is not None:
+            return self._failed(ended.id, conversation, step, counts)
+        if step.messages is None:
+            # The response's limit may have cut this turn off.
+            cut = ended.finish == "length" and ended.response_tokens >= conversation.most
+            return self._ended(ended.id, conversation, step, step.finish, counts, cut)
+        room = conversation.most - ended.response_tokens - 1  # the next turn has a token
+        most = self.config.environment.max_reply_tokens
+        assert self._composer is not None
+        try:
+            tokens, was_cut = self._composer.reply(ended.tokens, step.messages, most)
+        except (ValueError, TypeError) as error:  # of its template, or its tokenizer
+            reason = f"the chat template refuses the reply: {error}"
+            return self._failed(ended.id, conversation, failed("error", reason), counts)
+        if was_cut:
+            conversation.cut.add(len(conversation.past))
+            counts.cut_replies += 1
+        if len(tokens) > room:
+            return self._ended(ended.id, conversation, step, "length", counts, True)
+        counts.reply_tokens += len(tokens)
+        return EpisodeReply(ended.id, tokens)
+
+    def end(self, ids: Iterable[SampleId]) -> None:
+        """Give up episodes whose samples have left; those that have ended are passed over."""
+        for id in ids:
+            conversation = self._there.pop(id, None)
+            if conversation is not None and not conversation.is_over:
+                self.pool.end(id)
+
+    def check(self, which: str) -> None:
+        """Raise EnvironmentFailed where too many episodes have failed since the last call.
+
+        `which` says in the error what they are of.
+        """
+        counts, most = self._counts, self.config.environment.max_failed_share
+        ended, num_failed = counts.ended - self._checked[0], counts.failures.total()
+        num_failed -= self._checked[1]
+        first, counts.first_failure = counts.first_failure, ""
+        self._checked = counts.ended, counts.failures.total()
+        if num_failed > most * ended:
+            kind = self.config.environment.path or self.config.environment.kind.value
+            raise EnvironmentFailed(
+                f"environment {kind}: {num_failed} of {ended} episodes of {which} have failed"
+                f" (environment.max_failed_share={most:g}); the first: {first}"
+            )
+
+    def spans(self) -> Iterator[BusySpan]:
+        """What the processes did since the last call."""
+        while self._pool is not None and self._pool.spans:
+            yield self._pool.spans.popleft()
+
+    def metrics(self) -> dict[str, float]:
+        """`environment/...` since the last call."""
+        counts, self._counts, self._checked = self._counts, _StepCounts(), (0, 0)
+        if not counts.ended and not counts.turns:
+            return {}
+        metrics = {
+            "episodes": float(counts.ended),
+            "turns": float(counts.turns),
+            "reply_tokens": float(counts.reply_tokens),
+            "cut_replies": float(counts.cut_replies),
+            "kept_kv_tokens": float(counts.kept_tokens),
+            "moved_kv_tokens": float(counts.moved_tokens),
+            "recomputed_kv_tokens": float(counts.recomputed_tokens),
+            "failed": float(counts.failures.total()),
+            **{f"failed/{kind}": float(counts.failures[kind]) for kind in get_args(FailureKind)},
+        }
+        of_pool = Counter(self._pool.counts if self._pool is not None else {})
+        for name in ("replays", "replaced_surrogates"):
+            metrics[name] = float(of_pool[name] - self._recorded[name])
+        self._recorded = of_pool
+        if counts.waits:
+            metrics["wait_p50_s"], metrics["wait_p99_s"] = (
+                float(value) for value in np.percentile(counts.waits, (50, 99))
+            )
+        return {f"environment/{name}": value for name, value in metrics.items()}
+
+    def close(self) -> None:
+        """Close all environments, and end their processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def _ended(
+        self,
+        id: SampleId,
+        conversation: _Conversation,
+        step: EpisodeStep,
+        finish: str,
+        counts: _StepCounts,
+        out_of_tokens: bool = False,
+    ) -> EpisodeReply:
+        """The episode has ended, or its response is `out_of_tokens`: its sample is finished.
+
+        It is known until that has left.
+        """
+        conversation.is_over = True
+        if conversation.start is not None:
+            self.pool.end(id)  # passed over where the program has ended by itself
+        counts.ended += 1
+        rewards = _padded(step.rewards, len(conversation.past))
+        scalars = {
+            **{f"{NOTE}{name}": value for name, value in step.scalars.items()},
+            "environment_reward": sum(rewards),
+            "cut_replies": len(conversation.cut),
+            OUT_OF_TOKENS: int(out_of_tokens),
+        }
+        if step.failure is not None:
+            scalars[ENVIRONMENT_FAILURE] = step.failure
+        return EpisodeReply(id, None, finish, rewards, scalars)
+
+    def _failed(
+        self, id: SampleId, conversation: _Conversation, step: EpisodeStep, counts: _StepCounts
+    ) -> EpisodeReply:
+        """The episode has failed: its sample is dropped, or has earned nothing.
+
+        One that was rewritten is dropped in any case.
+        """
+        assert step.failure is not None
+        task = conversation.item.prompt
+        counts.failures[step.failure] += 1
+        counts.first_failure = counts.first_failure or f"{step.error} (task {task[:60]!r})"
+        is_first = counts.failures[step.failure] == 1  # of its kind and step: the log stays short
+        level = logging.WARNING if is_first else logging.DEBUG
+        logger.log(
+            level, "the episode of sample %s has failed (%s): %s", id, step.failure, step.error
+        )
+        nothing = EpisodeStep(None, failure=step.failure)
+        # What the model has read is not what a client that rewrites it has seen.
+        drops = self.config.environment.on_failure is OnFailure.drop or step.failure == "rewritten"
+        finish = "abort" if drops else "stop"
+        return self._ended(id, conversation, nothing, finish, counts)
+
+
+def _padded(rewards: Sequence[float], turns: int) -> tuple[float, ...]:
+    """What each of so many turns has earned; those of which nothing is known, nothing."""
+    return (*rewards[:turns], *[0.0] * (turns - len(rewards)))

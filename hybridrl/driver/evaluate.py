@@ -1,0 +1,210 @@
+"""Held-out evaluation of any number of sets, through the same schedule as training."""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from hybridrl.config import Config, EvalSetConfig, FusedScheduleConfig, RewardKind
+from hybridrl.config.evaluation import MAIN
+from hybridrl.data import Item
+from hybridrl.driver.accuracy import JudgedPrompt, accuracy_metrics
+from hybridrl.driver.ray_executor import RayExecutor
+from hybridrl.driver.schedule_factory import make_schedule, sampling_of
+from hybridrl.flow import Flow, Graph
+from hybridrl.flow.judgements import check_failed_share
+from hybridrl.flow.ledger import DropReason
+from hybridrl.flow.roles import Judge
+from hybridrl.flow.sample import Sample
+from hybridrl.preflight.composite_reward import with_parts
+from hybridrl.telemetry.run import Telemetry
+
+logger = logging.getLogger(__name__)
+
+Record = Callable[[str, Sequence[Sample]], None]
+"""Called with a set's name and its samples, in the items' order, while the ranks hold them."""
+
+ANSWER = "answer"
+"""The scalar with the judged text of an evaluated response."""
+
+
+class HeldOutEvaluation:
+    """The held-out evaluation of a run: each set at most once a step, each recorded.
+
+    `last` has the step and the metrics of each set's latest, `before` all metrics before the
+    recipe's first step. Both are part of a checkpoint. `graphs` has a graph for each set that the
+    recipe's model can be evaluated on, `items` the prompts.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        graphs: Mapping[str, Graph],
+        items: Mapping[str, Sequence[Item]],
+        executor: RayExecutor,
+        telemetry: Telemetry,
+        record: Record,
+    ) -> None:
+        self.config, self.graphs, self.items = config, graphs, items
+        self.executor, self.telemetry, self.record = executor, telemetry, record
+        self.last: dict[str, tuple[int, dict[str, float]]] = {}
+        self.before: dict[str, float] = {}
+
+    def at(self, step: int, steps_trained: int | None = None) -> dict[str, float]:
+        """Metrics of the sets that are due at the run's present `step`.
+
+        Those are the ones whose `every` divides the recipe's `steps_trained`; without it, all.
+        """
+        metrics: dict[str, float] = {}
+        for name in self.graphs:
+            every = self.config.eval.sets[name].every
+            if steps_trained is None or (every and steps_trained % every == 0):
+                metrics |= self._of_set(name, step)
+        return metrics
+
+    def _of_set(self, name: str, step: int) -> dict[str, float]:
+        if name in self.last and self.last[name][0] == step:
+            return self.last[name][1]
+        self.telemetry.stage(f"evaluating {name}")
+        logger.info("evaluation of %s begins at step %d", name, step)
+        start = time.time()
+        graph, items = self.graphs[name], self.items[name]
+        metrics = evaluate(self.config, name, graph, self.executor, items, step, self.record)
+        if self.executor.episodes is not None:
+            self.executor.episodes.check(f"the evaluation of {name}")
+        self.telemetry.log(step, metrics)
+        seconds = time.time() - start
+        self.telemetry.event("evaluation", set=name, step=step, seconds=seconds, **metrics)
+        logger.info("evaluation of %s ended", name)
+        self.last[name] = (step, metrics)
+        return metrics
+
+    def state(self) -> list[Any]:
+        """The driver's state for a checkpoint."""
+        return [[name, *latest] for name, latest in self.last.items()]
+
+    def load_state(self, state: Sequence[Any]) -> None:
+        """Take a `state` back; an old one is the step and the metrics of `main`."""
+        if len(state) == 2 and isinstance(state[0], int):
+            state = [[MAIN, *state]]
+        self.last = {name: (step, metrics) for name, step, metrics in state}
+
+
+def failed_shares(config: Config) -> dict[str, float]:
+    """The largest share of responses, by judge, on which it may fail."""
+    return {role: judge.max_failed_share for role, judge in config.whole_judges.items()}
+
+
+def evaluation_graphs(config: Config, recipe: Graph) -> dict[str, Graph]:
+    """The evaluation of a recipe by set; none where nothing can be evaluated.
+
+    A recipe that trains the actor is evaluated on every set: responses, judged. One that trains a
+    reward model on two columns of responses is on `main` alone: scores of the held-out pairs.
+    """
+    if "actor" in recipe.learned:
+        return {name: with_parts(_responses(config, name), config) for name in config.eval.sets}
+    if "reward" in recipe.learned and len(recipe.columns) == 2:
+        return {MAIN: _pairs(recipe.columns)} if MAIN in config.eval.sets else {}
+    return {}
+
+
+def _responses(config: Config, name: str) -> Graph:
+    flow, settings = Flow(), config.eval.sets[name]
+    samples = flow.actor.generate(
+        flow.prompts,
+        num_samples=settings.num_samples,
+        name=f"eval_{name}",
+    )
+    role = config.judge_of_set(name)
+    reads_text = config.judge_of(role).kind not in (RewardKind.sum, RewardKind.model)
+    votes = settings.num_samples > 1 and reads_text
+    flow.collect(Judge(role).score(samples, name="reward", text=ANSWER if votes else None))
+    flow.graph.check()
+    return flow.graph
+
+
+def _pairs(columns: Sequence[str]) -> Graph:
+    flow = Flow()
+    for column in columns:
+        flow.collect(flow.reward.learned_score(flow.targets(column, name=f"eval_{column}")))
+    flow.graph.check()
+    return flow.graph
+
+
+def evaluate(
+    config: Config,
+    name: str,
+    graph: Graph,
+    executor: RayExecutor,
+    items: Sequence[Item],
+    step: int,
+    record: Record,
+) -> dict[str, float]:
+    """Metrics of one set's graph; see `of_answers` and `of_pairs`.
+
+    Of several samples a prompt `record` gets the first, also where its judge has failed.
+    """
+    settings = config.eval.sets[name]
+    longest = settings.max_new_tokens or config.rollout.max_new_tokens
+    sampling = sampling_of(config, settings, longest, settings.drawn_at)
+    kind = config.schedule if config.schedule.entry.serial_batches else FusedScheduleConfig()
+    schedule = make_schedule(config, kind, graph, executor, enumerate(items), sampling, len(items))
+    with executor.apart():
+        result = schedule.run_step(step)
+    samples = result.samples
+    judged_in_vain = {id for id, drop in result.dropped.items() if drop.reason is DropReason.JUDGE}
+    shown = {sample.id for sample in samples} | judged_in_vain
+    record(name, [s for s in result.dispatched if s.id.k == 0 and s.id in shown])
+    check_failed_share(graph, result.dispatched, failed_shares(config), f"the evaluation of {name}")
+    schedule.release()
+    if not graph.columns:
+        return of_answers(name, config.eval.sets[name], samples)
+    by_branch: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        by_branch[sample.id.branch].append(sample)
+    return of_pairs(*(by_branch[f"eval_{column}"] for column in graph.columns))
+
+
+def of_pairs(chosen: Sequence[Sample], rejected: Sequence[Sample]) -> dict[str, float]:
+    """`eval_accuracy`: pairs whose chosen response scores higher, ties by half; `eval_margin`."""
+    other = {s.id.prompt: s.number("learned_reward") for s in rejected}
+    margins = [s.number("learned_reward") - other[s.id.prompt] for s in chosen]
+    return {
+        "eval_accuracy": _mean((margin > 0) + (margin == 0) / 2 for margin in margins),
+        "eval_margin": _mean(margins),
+    }
+
+
+def of_answers(name: str, settings: EvalSetConfig, samples: Sequence[Sample]) -> dict[str, float]:
+    """`eval/NAME/...`: `accuracy_metrics`, `reward`, `response_tokens`; of main `eval_accuracy`.
+
+    A sample that was dropped has no reward and is left out, with its prompt's others. So has one
+    whose judge has failed, unless that counts as 0 (`on_failure=zero`).
+    """
+    by_prompt: dict[int, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        by_prompt[sample.id.prompt].append(sample)
+    whole = [group for group in by_prompt.values() if len(group) == settings.num_samples]
+    prompts = [
+        JudgedPrompt(
+            right=tuple(s.number("reward") >= settings.success_threshold for s in group),
+            answers=tuple(str(s.scalars[ANSWER]) for s in group if ANSWER in s.scalars),
+        )
+        for group in whole
+    ]
+    metrics = {
+        **accuracy_metrics(prompts, settings.sizes),
+        "reward": _mean(s.number("reward") for s in samples),
+        "response_tokens": _mean(s.model_tokens for s in samples),
+    }
+    metrics = {f"eval/{name}/{key}": value for key, value in metrics.items()}
+    if name == MAIN and prompts:
+        metrics["eval_accuracy"] = metrics[f"eval/{name}/avg@{settings.num_samples}"]
+    return metrics
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return fmean(numbers) if numbers else 0.0

@@ -1,0 +1,521 @@
+"""The executor of real runs: worker groups and wall time behind the schedules' seam."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from hybridrl.config import Config, RewardCall
+from hybridrl.costs.instance import Costs
+from hybridrl.data import Item
+from hybridrl.data.prompts import with_next_targets
+from hybridrl.driver.async_calls import (
+    EventCalls,
+    Rounds,
+    answers_of,
+    as_one,
+    result_of,
+    single,
+)
+from hybridrl.driver.counted_costs import counted_costs
+from hybridrl.driver.episodes import Episodes
+from hybridrl.driver.event_lines import described
+from hybridrl.driver.judge_failures import JudgeFailures
+from hybridrl.driver.judges import DriverJudges, read_together
+from hybridrl.driver.load_balance import (
+    UNKNOWN_WORK,
+    RankWork,
+    assign_ranks,
+    deal,
+    joint_work,
+)
+from hybridrl.driver.parcels import by_rank, once
+from hybridrl.driver.recorded_samples import RecordedSamples, load_recorded
+from hybridrl.driver.sample_moves import SampleMoves
+from hybridrl.driver.update_shares import update_shares
+from hybridrl.driver.worker_group import Pool, WorkerGroup
+from hybridrl.flow.clock import Clock, WallClock
+from hybridrl.flow.executor import (
+    ENOUGH_TURNS,
+    Command,
+    Computed,
+    EarlyTrained,
+    Event,
+    Phase,
+    Replied,
+    SamplesRead,
+    Scope,
+    Submit,
+    UpdateDone,
+    generated_tensors,
+)
+from hybridrl.flow.graph import (
+    AnswersStage,
+    ComputeStage,
+    Graph,
+    Stage,
+    StageMethod,
+    UpdateStage,
+)
+from hybridrl.flow.lengths import PromptKey
+from hybridrl.flow.sample import LOSS_MASK, NO_VERSION, TRAINED, Sample, SampleId
+from hybridrl.layout.weight_switch import SwitchStats
+from hybridrl.preflight.placement import pool_of, scope_of
+from hybridrl.preflight.roles_together import fuses
+from hybridrl.rewards import RewardInput, RewardResult
+from hybridrl.rewards.results import scalars_of
+from hybridrl.schedule.base import PendingSample
+from hybridrl.system import signals
+from hybridrl.system.node_info import NodeInfo
+from hybridrl.workers.training import UpdateShare
+
+logger = logging.getLogger(__name__)
+
+
+OnSwitch = Callable[[list[SwitchStats]], None]
+"""Called at every weight switch with its cost on each rank."""
+
+
+class Abandoned(Exception):
+    """A step was given up before it has changed anything, since the run was asked to end."""
+
+
+class RayExecutor:
+    """`hybridrl.flow.executor.Executor` over a `WorkerGroup`.
+
+    `works` says by role what training on samples costs, so how they are spread. `episodes` answer
+    conversations. Roles that are `together` train in one plan, and score in one. An instance of
+    several ranks gets every call on all of them; their answers become one event. A rank that dies
+    ends the run (`WorkerError`), since its training shard is gone, so there is never a
+    `WorkerDied`. While `may_abandon`, which an update ends, a signal that asks the run to end
+    raises `Abandoned`.
+
+    Samples live in the actor's pool. The fields that another pool reads are copied there for the
+    length of the call. Its results are copied home before the call's event: so `map`, forward
+    passes and the actor's update find them on the sample's rank.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        config: Config,
+        on_switch: OnSwitch,
+        works: Mapping[str, RankWork] = MappingProxyType({}),
+        episodes: Episodes | None = None,
+        together: Sequence[Sequence[str]] = (),
+    ) -> None:
+        self.judges = DriverJudges(config)
+        self.group, self.config, self.on_switch = group, config, on_switch
+        self._works, self.episodes = works, episodes
+        self._together = together
+        self.failures: JudgeFailures | None = None  # of the run so far, or of one that is replayed
+        self.clock: Clock = WallClock()
+        self.version = NO_VERSION
+        self.may_abandon = False
+        self.before_update: Callable[[], None] = lambda: None
+        self.recorded: RecordedSamples | None = None  # of a replay: fields that are not computed
+        self._instance_of = {
+            rank: number for number, ranks in enumerate(group.instances) for rank in ranks
+        }
+        self._rounds = Rounds(group)
+        self._moves = SampleMoves(group)
+        # Fields that each role outside of the actor's pool has made; its update may read them.
+        self._fields_of_role: dict[str, set[str]] = defaultdict(set)
+        # By update, samples whose gradient is on some instance, or on its way.
+        self._early: dict[str, set[SampleId]] = defaultdict(set)
+
+    def counted_costs(
+        self, graph: Graph, model_path: str, nodes: Sequence[NodeInfo]
+    ) -> Costs | None:
+        """Seconds of work on an instance by its operations; None where they are not counted."""
+        return counted_costs(self.config, graph, model_path, nodes)
+
+    def key_of(self, item: Item) -> PromptKey:
+        """The prompt as a length ranker may know it."""
+        return PromptKey((item.source, item.prompt), item.source, item.prompt_ids)
+
+    @property
+    def instances(self) -> Sequence[int]:
+        """All generation instances."""
+        return range(len(self.group.instances))
+
+    @property
+    def wide(self) -> Mapping[int, tuple[int, ...]]:
+        """The members of every wide instance, by its number."""
+        return {
+            number: tuple(sorted({self._instance_of[rank] for rank in ranks}))
+            for number, ranks in self.group.wide.items()
+        }
+
+    def instance_of(self, rank: int) -> int:
+        """The instance that a rank belongs to."""
+        return self._instance_of[rank]
+
+    def scope(self, stage: Stage) -> Scope:
+        """The ranks that take part in a per-sample stage; see `scope_of`."""
+        return scope_of(stage, self.config)
+
+    def pool(self, stage: Stage) -> str:
+        """The pool of ranks that a stage's role is on."""
+        return pool_of(stage, self.config)
+
+    def _pool(self, stage: Stage) -> Pool:
+        return self.group.pools[pool_of(stage, self.config)]
+
+    def _work(self, stage: Stage) -> RankWork:
+        """What samples cost a stage's ranks; by tokens for a role that is not trained."""
+        return self._works.get(stage.role or "", UNKNOWN_WORK)
+
+    def has_passes(self, graph: Graph) -> bool:
+        """Whether samples of `graph` may move, since spare instances run forward passes."""
+        stages = [stage for stage in graph.stages.values() if isinstance(stage, ComputeStage)]
+        passes = any(self.scope(stage) is Scope.INSTANCE for stage in stages)
+        return passes and len(self.instances) > 1
+
+    def copies_to_other_pool(self, graph: Graph) -> bool:
+        """Whether a stage of `graph` reads copies of samples, in another pool than theirs."""
+        stages = [stage for stage in graph.stages.values() if isinstance(stage, ComputeStage)]
+        return any(self.scope(stage) is Scope.POOL for stage in stages)
+
+    def enter(self, phase: Phase) -> None:
+        """Bring every rank where samples live into `phase`; may raise `Abandoned`."""
+        logger.debug("phase %s: all ranks change", phase.value)
+        if phase is Phase.GENERATE and self._early:  # a step has failed before its update
+            self.group.enter(Phase.TRAIN, self._check_stop_requested)  # so that all ranks switch
+            self._early.clear()
+        answers = self.group.enter(phase, self._check_stop_requested)
+        logger.debug("phase %s: all ranks have changed", phase.value)
+        self.version = answers[0].version
+        if switches := [answer.switch for answer in answers if answer.switch is not None]:
+            self.on_switch(switches)
+
+    def advance(
+        self,
+        instance: int,
+        commands: Sequence[Command],
+        num_decode_steps: int,
+        enough_turns: int = ENOUGH_TURNS,
+    ) -> None:
+        """Start a bounded generation call on an instance."""
+        logger.debug("%d commands for instance %d", len(commands), instance)
+        if self.recorded is not None and self.recorded.folder is not None:
+            self._rounds.begin(load_recorded(self.recorded, self.group, instance, commands))
+            return
+        for command in commands:
+            if isinstance(command, Submit) and command.sampling.max_turn_tokens:
+                assert self.episodes is not None, "a conversation without an environment"
+                longest = command.sampling.max_new_tokens
+                self.episodes.start(command.ids, command.prompt, longest)
+        self._rounds.begin(self._advance(instance, commands, num_decode_steps, enough_turns))
+
+    def _take_recorded(
+        self, stage: Stage, samples: Sequence[Sample], instance: int | None = None
+    ) -> bool:
+        """Whether the results of a stage are recorded; then their event is ready."""
+        if self.recorded is None or not self.recorded.has(stage, samples):
+            return False
+        logger.debug("stage %s on %d samples is recorded", stage.name, len(samples))
+        scalars, tensors = self.recorded.outputs(stage, samples)
+        ids = tuple(sample.id for sample in samples)
+        self._rounds.ready(Computed(stage.name, ids, scalars, tensors, instance))
+        return True
+
+    def _advance(self, instance: int, commands: Sequence[Command], *limits: int) -> EventCalls:
+        """One event for an instance: the finished samples and parked state of all its ranks."""
+        calls = self.group.call_advance(instance, commands, *limits)
+        published = yield from answers_of(calls)
+        answers = [answer.event for answer in published]
+        for answer in published:
+            finished = answer.event.finished
+            self._moves.publish(answer, [f.id for f in finished], generated_tensors(finished))
+        in_order = sorted((f for a in answers for f in a.finished), key=lambda f: f.id)
+        parked = [
+            replace(same[0], state={rank: state for p in same for rank, state in p.state.items()})
+            for same in zip(*(a.parked for a in answers), strict=True)
+        ]
+        slowest = max((a.work for a in answers), key=lambda work: work.seconds)
+        slowest = replace(slowest, kv_bytes=sum(a.work.kv_bytes for a in answers))
+        if self.episodes is not None:
+            self.episodes.worked(slowest)
+        turns = tuple(sorted((turn for a in answers for turn in a.turns), key=lambda t: t.id))
+        for turn in turns:
+            assert self.episodes is not None, "a turn without an environment"
+            self._rounds.begin(self.episodes.answer(turn))
+        one = replace(answers[0], finished=tuple(in_order), parked=tuple(parked), work=slowest)
+        return [replace(one, turns=turns)]
+
+    def take_up(
+        self, pending: Sequence[PendingSample], conversations: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Replay the conversations of a checkpoint, and answer those of its samples that wait."""
+        assert self.episodes is not None, "a conversation without an environment"
+        for turn in self.episodes.take_up(pending, conversations):
+            self._rounds.begin(self.episodes.answer(turn))
+
+    def apart(self) -> AbstractContextManager[None]:
+        """For steps of another schedule: replies to samples that are here already come later."""
+        here = self.episodes.ids if self.episodes is not None else frozenset()
+
+        def is_later(event: Event) -> bool:
+            return isinstance(event, Replied) and any(reply.id in here for reply in event.replies)
+
+        return self._rounds.apart(is_later)
+
+    def load_targets(
+        self, stage: AnswersStage, ids: Sequence[SampleId], prompts: Sequence[Any]
+    ) -> None:
+        """Deal the dataset's targets to the ranks."""
+        logger.debug("stage %s begins on %d samples", stage.name, len(ids))
+        ranks = self.group.home.ranks
+        prompts = with_next_targets(prompts) if stage.of_next else prompts
+        for rank in ranks:
+            mine = slice(rank, None, len(ranks))
+            if ids[mine]:
+                call = self.group.call_load_targets(
+                    rank, stage, tuple(ids[mine]), tuple(prompts[mine])
+                )
+                self._rounds.begin(single(call, rank))
+
+    def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
+        """Start a stage on the samples' ranks; if it needs the world, on the other ranks too.
+
+        In another pool, on copies.
+        """
+        if self._take_recorded(stage, samples):
+            return
+        scope = self.scope(stage)
+        logger.debug("stage %s begins on %d samples", stage.name, len(samples))
+        if scope is Scope.POOL:
+            self._rounds.begin(self._compute_in_pool(stage, samples))
+            return
+        if scope is Scope.DRIVER:
+            for together in read_together(stage, samples):
+                self._rounds.begin(self._judge(stage, together))
+            return
+        of_rank = by_rank(samples)
+        for rank in self.group.home.ranks if scope is Scope.WORLD else sorted(of_rank):
+            mine = of_rank.get(rank, [])
+            ids = tuple(sample.id for sample in mine)
+            if scope is Scope.WORLD:
+                call = self.group.call_compute(rank, stage, ids)
+            else:
+                fields = tuple(
+                    {x: sample.scalars[x] for x in stage.inputs if x in sample.scalars}
+                    for sample in mine
+                )
+                call = self.group.call_local_stage(rank, stage, ids, fields)
+            self._rounds.begin(single(call, rank))
+
+    def scores_together(self, stages: Sequence[Stage], stage: Stage) -> bool:
+        """Whether the roles of `stages` and of `stage` train together, so that they fit."""
+        roles = {str(one.role) for one in (*stages, stage)}
+        return len(roles) == len(stages) + 1 and any(roles <= set(x) for x in self._together)
+
+    def compute_together(self, stages: Sequence[Stage], samples: Sequence[Sample]) -> None:
+        """Start stages of several roles as one on all ranks."""
+        stages = [stage for stage in stages if not self._take_recorded(stage, samples)]
+        if len(stages) == 1:
+            self.compute(stages[0], samples)
+        elif stages:
+            logger.debug("%d stages begin on %d samples", len(stages), len(samples))
+            self._rounds.begin(self._compute_together(stages, samples))
+
+    def _compute_together(self, stages: Sequence[Stage], samples: Sequence[Sample]) -> EventCalls:
+        """Events of each stage on each rank."""
+        of_rank = by_rank(samples)
+        calls = {}
+        for rank in self.group.home.ranks:
+            ids = [sample.id for sample in of_rank.get(rank, [])]
+            calls[self.group.call_compute_together(rank, stages, ids)] = rank
+        answers = yield from answers_of(calls)
+        return [event for answer in answers for event in answer]
+
+    def _judge(self, stage: Stage, samples: Sequence[Sample]) -> EventCalls:
+        """Read samples for a judge on the driver's node, and begin to have them judged."""
+        assert stage.role is not None
+        ids_of = {rank: [s.id for s in mine] for rank, mine in by_rank(samples).items()}
+        calls = {self.group.call_reward_inputs(rank, ids): rank for rank, ids in ids_of.items()}
+        inputs: dict[SampleId, RewardInput] = {}
+        for ids, answer in zip(ids_of.values(), (yield from answers_of(calls)), strict=True):
+            inputs |= zip(ids, answer, strict=True)
+        ids = [sample.id for sample in samples]
+        call = self.config.judge_of(stage.role).call
+        units = [[id] for id in ids] if call is RewardCall.sample else [ids]
+        for unit in units:
+            queued = self.judges.is_full(stage.role)
+            results = self.judges.submit(stage.role, [inputs[id] for id in unit])
+            self._rounds.begin(self._results(stage, unit, results, queued))
+        return [SamplesRead(stage.name, tuple(ids))]
+
+    def _results(
+        self,
+        stage: Stage,
+        ids: Sequence[SampleId],
+        results: "Future[list[RewardResult]]",
+        queued: bool,
+    ) -> EventCalls:
+        """One event for responses that are judged together.
+
+        Only those that were not `queued` behind others say what judging takes.
+        """
+        start = self.clock.now()
+        judged = yield from result_of(results)
+        seconds = None if queued else self.clock.now() - start
+        scalars = scalars_of(stage.scalars, judged)
+        return [Computed(stage.name, tuple(ids), scalars, (), seconds=seconds)]
+
+    def _compute_in_pool(self, stage: Stage, samples: Sequence[Sample]) -> EventCalls:
+        """Export copies to the stage's pool, compute there, and import the new tensors at home."""
+        ranks = self._pool(stage).ranks
+        receivers = [ranks[i] for i in deal(samples, len(ranks), work=self._work(stage))]
+        fields = {name for name in stage.inputs if name in samples[0].tensors}
+        judges = stage.method is StageMethod.SCORE  # may read the text of a row
+        parcels = yield from self._moves.copies(samples, receivers, fields, judges)
+        ids: dict[int, list[SampleId]] = {rank: [] for rank in ranks}
+        for sample, rank in zip(samples, receivers, strict=True):
+            ids[rank].append(sample.id)
+        published = yield from answers_of(
+            {
+                self.group.call_compute_copies(rank, stage, ids[rank], once(parcels[rank])): rank
+                for rank in ranks
+            }
+        )
+        event = as_one([answer.event for answer in published])
+        for answer in published:
+            self._moves.publish(answer, answer.event.ids, event.tensors)
+        if event.tensors:
+            assert stage.role is not None
+            self._fields_of_role[stage.role].update(event.tensors)
+            yield from self._moves.import_at_home(samples, event.tensors[0])
+        return [event]
+
+    def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
+        """Export samples from elsewhere, each to one rank of the instance; then start.
+
+        Tensors that their ranks have published are fetched as they are. The ranks export only the
+        rest, when their present call ends.
+        """
+        if self._take_recorded(stage, samples, instance):
+            return
+        logger.debug(
+            "stage %s begins on instance %d, %d samples", stage.name, instance, len(samples)
+        )
+        self._rounds.begin(self._infer(stage, instance, samples))
+
+    def _infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> EventCalls:
+        """One event for an instance: each rank has the results of its samples."""
+        arriving, parcels = yield from self._moves.to_instance(instance, samples)
+        calls = {}
+        for rank in self.group.instances[instance]:
+            mine = [sample.id for sample in samples if sample.rank == rank]
+            parcel = once(parcels[rank])
+            call = self.group.call_infer(rank, stage, instance, mine, arriving[rank], parcel)
+            calls[call] = rank
+        published = yield from answers_of(calls)
+        for answer in published:
+            self._moves.publish(answer, answer.event.ids, answer.event.tensors)
+        return [as_one([answer.event for answer in published])]
+
+    def train_early(self, stage: UpdateStage, instance: int, samples: Sequence[Sample]) -> None:
+        """Export samples from elsewhere as for `infer`; then the instance trains on all of them."""
+        logger.debug(
+            "stage %s begins early on instance %d, %d samples", stage.name, instance, len(samples)
+        )
+        self._early[stage.name] |= {sample.id for sample in samples}
+        self._rounds.begin(self._train_early(stage, instance, samples))
+
+    def _train_early(
+        self, stage: UpdateStage, instance: int, samples: Sequence[Sample]
+    ) -> EventCalls:
+        """One event for an instance: each rank has the gradient of its samples."""
+        arriving, parcels = yield from self._moves.to_instance(instance, samples)
+        members = self.group.instances[instance]
+        ranks = [sample.rank for sample in samples]
+        shares = update_shares(stage, samples, ranks, members, self.config.trainer)
+        calls = {}
+        for rank in members:
+            share = replace(shares[rank], parcels=once(parcels[rank]))
+            call = self.group.call_train_early(rank, stage, instance, share, arriving[rank])
+            calls[call] = rank
+        answers = yield from answers_of(calls)
+        ids = tuple(sample.id for sample in samples)
+        seconds = max(answer.seconds for answer in answers)
+        return [EarlyTrained(stage.name, instance, ids, seconds)]
+
+    def wait(self) -> list[Event]:
+        """Events of the calls that have ended, at least one; may raise `Abandoned`."""
+        events = self._rounds.wait(self._check_stop_requested)
+        for event in events:
+            logger.debug("ended: %s", described(event))
+        if (failures := self.failures) is not None:
+            events = [failures.followed(event) for event in events]
+        return events
+
+    def _check_stop_requested(self) -> None:
+        if self.may_abandon and signals.stop_requested():
+            raise Abandoned
+
+    def fuses(self, stages: Sequence[UpdateStage], stage: UpdateStage) -> bool:
+        """Whether `stage` is trained in the pipeline plan of `stages`, other roles of its pool."""
+        return fuses(self.config, stages, stage)
+
+    def update(self, updates: Sequence[tuple[UpdateStage, Sequence[Sample]]]) -> None:
+        """Spread the samples by their work, move or copy those of other ranks, and train.
+
+        Those that an instance has trained early stay where they are and cost nothing: all ranks
+        share the others evenly, since they begin together. Raises what `before_update` raises,
+        which may end the step there.
+        """
+        self.before_update()
+        self.may_abandon = False
+        for stage, samples in updates:
+            logger.debug("stage %s begins on %d samples", stage.name, len(samples))
+        self._rounds.begin(self._update(updates))
+
+    def _update(self, updates: Sequence[tuple[UpdateStage, Sequence[Sample]]]) -> EventCalls:
+        """One event for each stage. A sample of several has one rank, by the work of all roles."""
+        stages = [stage for stage, _ in updates]
+        early = {stage.name: self._early.pop(stage.name, set()) for stage in stages}
+        batches = []
+        for stage, samples in updates:
+            done = early[stage.name]
+            assert done <= {sample.id for sample in samples}, "trained early, and not of the batch"
+            batches.append([sample for sample in samples if sample.id not in done])
+        pool, samples_per_row = self._pool(stages[0]), stages[0].samples_per_row
+        work = joint_work([self._work(stage) for stage in stages])
+        samples = list({sample.id: sample for batch in batches for sample in batch}.values())
+        if pool is self.group.home:
+            move = self.config.strict
+            ranks = assign_ranks(samples, len(pool.ranks), samples_per_row, move, work)
+            parcels = yield from self._moves.to_ranks(samples, ranks)
+        else:
+            places = deal(samples, len(pool.ranks), samples_per_row, work)
+            ranks = [pool.ranks[i] for i in places]
+            common = set.intersection(*(sample.tensors for sample in samples))
+            read = {LOSS_MASK, TRAINED}
+            for stage in stages:
+                read |= {*stage.inputs, *self._fields_of_role[stage.role or ""]}
+            parcels = yield from self._moves.copies(samples, ranks, common & read)
+        rank_of = {sample.id: rank for sample, rank in zip(samples, ranks, strict=True)}
+        shares: dict[int, list[UpdateShare]] = {rank: [] for rank in pool.ranks}
+        for stage, batch in zip(stages, batches, strict=True):
+            ranks = [rank_of[sample.id] for sample in batch]
+            of_stage = update_shares(stage, batch, ranks, pool.ranks, self.config.trainer)
+            for rank, share in of_stage.items():
+                first = () if shares[rank] else once(parcels[rank])
+                own = replace(share, parcels=first, num_early=len(early[stage.name]))
+                shares[rank].append(own)
+        filled = [tuple(shares[rank]) for rank in pool.ranks]
+        answers = yield from answers_of(self.group.call_update(pool, tuple(stages), filled))
+        return [UpdateDone(s.name, metrics) for s, metrics in zip(stages, answers[0], strict=True)]
+
+    def release(self, ids: Sequence[SampleId]) -> None:
+        """Let the ranks forget samples."""
+        self._moves.forget(ids)
+        if self.episodes is not None:
+            self.episodes.end(ids)
+        self.group.release(tuple(ids))

@@ -1,0 +1,496 @@
+"""The ranks as the driver sees them: typed calls, one error for a dead worker."""
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.config import Config, ConfigError
+from hybridrl.flow.executor import (
+    Advanced,
+    Command,
+    Computed,
+    EarlyTrained,
+    Phase,
+    TargetsLoaded,
+)
+from hybridrl.flow.graph import AnswersStage, Graph, Stage, UpdateStage
+from hybridrl.flow.sample import SampleId
+from hybridrl.planner.memory import PoolSizes
+from hybridrl.preflight.node_crossing import crossing_warnings
+from hybridrl.preflight.placement import HOME
+from hybridrl.rewards import RewardInput
+from hybridrl.runtime.launcher import CallFailed, Launcher
+from hybridrl.system.memory import MemoryReading
+from hybridrl.system.node_info import NodeInfo
+from hybridrl.system.rendezvous import NCCL_TRACE, recorded_collectives
+from hybridrl.telemetry.digests import ShardDigest
+from hybridrl.telemetry.trace import ThreadSlice, TimeSpan, rank_lane
+from hybridrl.workers.actor_worker import ActorWorker
+from hybridrl.workers.answers import EnteredPhase, ModelDescription, RankDescription
+from hybridrl.workers.base_worker import BaseWorker, Published, Reply
+from hybridrl.workers.critic_worker import CriticWorker
+from hybridrl.workers.pending_samples import PendingRecord
+from hybridrl.workers.rank_calls import Answer, RankCalls, Reference, SharedIds
+from hybridrl.workers.sample_writer import SampleFacts
+from hybridrl.workers.training import Training, UpdateShare
+from hybridrl.workers.turns import SampleTexts
+from hybridrl.workers.worker_factory import make_worker
+
+if TYPE_CHECKING:
+    from hybridrl.checkpoint.distributed import Progress
+
+logger = logging.getLogger(__name__)
+
+OnSpan = Callable[[str, TimeSpan], None]
+OnMemory = Callable[[int, MemoryReading], None]
+_UNKNOWN = ("?", "")  # node and log of a rank that has not answered yet
+
+
+class WorkerError(RuntimeError):
+    """A rank failed: which roles, which rank, which node, where its log is, and why.
+
+    `died` says that its process or its node is gone, which may be otherwise next time.
+    """
+
+    def __init__(self, message: str, died: bool = False) -> None:
+        super().__init__(message)
+        self.died = died
+
+
+@dataclass(slots=True)
+class Pool:
+    """Ranks that are one process group: `calls` calls all of them. `roles` is for error messages.
+
+    A rank's number is that of the run; inside, ranks count from 0.
+    """
+
+    ranks: range
+    calls: RankCalls
+    roles: list[str]
+
+
+class WorkerGroup:
+    """All ranks, in pools: that of the actor first, where samples live.
+
+    `call_*` start work and return references; `gather` waits for them. Any failure ends every rank
+    at once: a rank in a collective would otherwise wait for the dead one without end. `instances`
+    lists the ranks of each generation instance, `wide` those of each wide one by its number, known
+    after `setup`.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        config: Config,
+        model_path: str,
+        on_span: OnSpan,
+        on_memory: OnMemory,
+    ) -> None:
+        self.launcher, self.config = launcher, config
+        self.on_span, self.on_memory = on_span, on_memory
+        workers = launcher.start(ActorWorker, make_worker, config, model_path, launcher.data_plane)
+        order = config.cluster.rank_order
+        self._group = launcher.subgroup(workers, order) if order else workers
+        self._all = RankCalls(self._group)
+        self._ranks = [
+            RankCalls(launcher.subgroup(self._group, [rank])) for rank in range(self.size)
+        ]
+        self.pools = {
+            name: Pool(ranks, RankCalls(launcher.subgroup(self._group, ranks)), [name])
+            for name, ranks in config.cluster.pool_ranks.items()
+        }
+        self.home = self.pools[HOME]
+        self._locations = [_UNKNOWN] * self.size
+        self._first_rank_on: dict[str, int] = {}  # by node
+        self.instances: list[list[int]] = []
+        self.wide: dict[int, list[int]] = {}
+        self._logs = Path(config.run.dir) / "logs"
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.config.cluster.ranks
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def value_of(self, rank: int, reference: Reference[Answer]) -> Answer:
+        """The value of a call that has ended; spans and memory go to telemetry."""
+        try:
+            reply: Reply[Answer] = self.launcher.get(reference)
+        except CallFailed as error:
+            raise self._fail(rank, error) from error
+        done = ", ".join(span.name for span in reply.spans)
+        logger.debug("rank %d answered%s", rank, f": {done}" if done else "")
+        for span in reply.spans:
+            self.on_span(rank_lane(rank, reply.concurrent), span)
+        for memory in reply.memory:
+            self.on_memory(rank, memory)
+        return reply.value
+
+    def gather(
+        self,
+        references: Sequence[Reference[Answer]],
+        first: int = 0,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> list[Answer]:
+        """Values of one call per rank from `first` on; the first failure is raised at once.
+
+        `meanwhile` is called again and again, and may raise.
+        """
+        pending = {reference: rank for rank, reference in enumerate(references, first)}
+        logger.debug("waiting for ranks %d to %d", first, first + len(references) - 1)
+        values: dict[int, Answer] = {}
+        while pending:
+            meanwhile()
+            for reference in self.launcher.wait(list(pending)):
+                rank = pending.pop(reference)
+                values[rank] = self.value_of(rank, reference)
+        return [values[rank] for rank in range(first, first + len(references))]
+
+    def kill(self) -> None:
+        """End every rank now."""
+        self.launcher.kill(self._group)
+
+    def _fail(self, rank: int, error: CallFailed) -> BaseException:
+        """End every rank; the error to raise."""
+        if isinstance(error.cause, RuntimeError):
+            # A death makes the others' collectives fail, and their errors may arrive before it.
+            rank, error = self.launcher.first_dead(self._group) or (rank, error)
+        self.kill()
+        if isinstance(error.cause, ConfigError | OSError):
+            return error.cause
+        # Only here: one line says all of what a user can mend, and of a death.
+        print(error.trace, end="", file=sys.stderr, flush=True)
+        if error.died:
+            reason = "its process ended (killed, out of memory, or crashed)"
+            if self._locations[rank] == _UNKNOWN:
+                reason = f"{reason}: {error}"
+        else:
+            reason = f"{type(error.cause).__name__}: {error.cause}" if error.cause else str(error)
+        node, log = self._locations[rank]
+        (roles,) = (pool.roles for pool in self.pools.values() if rank in pool.ranks)
+        return WorkerError(
+            f"rank {rank} of {self.size} ({', '.join(roles)}) on node {node} failed:"
+            f" {reason}; its log is {log or self._logs}{self._traces()}",
+            error.died,
+        )
+
+    def _traces(self) -> str:
+        """Where NCCL's last collectives are, if a timeout has written them."""
+        files = recorded_collectives(self._logs)
+        if not files:
+            return ""
+        named = files[0] if len(files) == 1 else f"{self._logs}/{NCCL_TRACE}*"
+        return f"; the last collectives are in {named} (`torchfrtrace` reads them)"
+
+    # -- whole group, blocking -----------------------------------------------------------------
+
+    def setup(self, sizes: Mapping[str, PoolSizes] = MappingProxyType({})) -> list[RankDescription]:
+        """Process group and weights on every rank; answers with a description of each.
+
+        By the `sizes` of their pool ranks decide what stays on their devices.
+        """
+        calls: list[Reference[RankDescription]] = []
+        for name, pool in self.pools.items():
+            (listening,) = self._ranks[pool.ranks[0]].same(BaseWorker.listen)
+            host, port = self.value_of(pool.ranks[0], listening)
+            calls += pool.calls.same(BaseWorker.setup, host, port, sizes.get(name))
+        answers = self.gather(calls)
+        processes = [answer.process for answer in answers]
+        for rank, process in enumerate(processes):
+            logger.info("rank %d is up on %s, pid %d", rank, process.node, process.pid)
+        self._locations = [
+            (f"{process.node} (pid {process.pid})", self.launcher.log(process.log, self._logs))
+            for process in processes
+        ]
+        for rank in reversed(range(self.size)):
+            self._first_rank_on[processes[rank].node] = rank
+        instance_of = [actor.instance for answer in answers if (actor := answer.actor)]
+        self.instances = [
+            [rank for rank in self.home.ranks if instance_of[rank] == instance]
+            for instance in range(1 + max(instance_of))
+        ]
+        self.wide = {n: r for a in answers if a.actor for n, r in sorted(a.actor.wide.items())}
+        node_of = [process.node for process in processes]
+        peers = {a.actor.instance: a.actor.peers for a in answers if a.actor}
+        instances = [*peers.values()], [*self.wide.values()]
+        for line in crossing_warnings(self.config, node_of, self.home.ranks, *instances):
+            logger.warning("%s", line)
+        if self.config.rollout.wide_tp is None and not self.wide:
+            reason = "there are no instances that the model lets decode as one"
+            if len(self.instances) == 1:
+                reason = "all ranks are one instance"
+            logger.warning("rollout.tail_tp=auto has no effect: %s", reason)
+        return answers
+
+    def nodes(self) -> list[NodeInfo]:
+        """Every node once, as the first of its ranks sees it."""
+        firsts = sorted(self._first_rank_on.values())
+        calls = {rank: self._ranks[rank].same(BaseWorker.node_info)[0] for rank in firsts}
+        return [self.value_of(rank, call) for rank, call in calls.items()]
+
+    def begin(
+        self, graphs: Mapping[str, Graph], training: Mapping[str, Training], publishes: bool
+    ) -> dict[str, ModelDescription]:
+        """Make a recipe's roles on the ranks, with fresh optimizers for those of `training`.
+
+        `graphs` is by pool. Answers with a description of each new critic, by name. With
+        `publishes` ranks put their results into the data plane at once: others will want them.
+        """
+        descriptions: dict[str, ModelDescription] = {}
+        for name, pool in self.pools.items():
+            graph, weights = graphs[name], tuple[Any, ...]()
+            used = ["actor", "reward"] if pool is self.home else []
+            pool.roles = list(dict.fromkeys([*used, *graph.roles])) or [name]
+            trains = {role for role in training if role in graph.learned}
+            if pool is self.home:
+                trains |= {"actor"} & training.keys()
+            elif {*graph.roles} - {*graph.judges}:  # they may begin as the actor is now
+                weights = self.gather(self.home.calls.same(ActorWorker.export_weights))[0]
+            mine = {role: how for role, how in training.items() if role in trains}
+            calls = pool.calls.same(BaseWorker.begin, graph, mine, publishes, weights)
+            descriptions |= self.gather(calls, pool.ranks[0])[0]
+        return descriptions
+
+    def enter(self, phase: Phase, meanwhile: Callable[[], None]) -> list[EnteredPhase]:
+        """Change phase where samples live; answers with each rank's cost of the weight switch."""
+        return self.gather(self.home.calls.same(ActorWorker.enter, phase), meanwhile=meanwhile)
+
+    def start_profile(self, ranks: Sequence[int]) -> None:
+        """Let these ranks record torch's operations."""
+        for rank in ranks:
+            self.gather(self._ranks[rank].same(BaseWorker.start_profile), rank)
+
+    def end_profile(self, ranks: Sequence[int], folder: Path) -> dict[int, list[ThreadSlice]]:
+        """The operations by rank; snapshots of GPU memory go to files in `folder`."""
+        slices = {}
+        for rank in ranks:
+            snapshot = str(folder / f"memory-rank-{rank}.pickle")
+            calls = self._ranks[rank].same(BaseWorker.end_profile, snapshot)
+            slices[rank] = self.gather(calls, rank)[0]
+        return slices
+
+    def save_weights(self, path: str) -> list[str]:
+        """Write the actor as a Hugging Face directory, every critic as one in it.
+
+        Answers with the files beside weights that could not be written, and why.
+        """
+        missing: list[str] = []
+        for pool in self.pools.values():  # one after the other: the actor's folder takes its place
+            calls = pool.calls.same(BaseWorker.save_weights, path)
+            missing += self.gather(calls, pool.ranks[0])[0]
+        return missing
+
+    def save_state(self, path: str) -> "dict[str, Progress]":
+        """Write the state that training resumes from; answers with how far each role is."""
+        progress: dict[str, Progress] = {}
+        for pool in self.pools.values():
+            calls = pool.calls.same(BaseWorker.save_state, path)
+            progress |= self.gather(calls, pool.ranks[0])[0]
+        return progress
+
+    def load(self, path: str, progress: "Mapping[str, Progress]") -> str:
+        """Have every rank load `path`; answers with the error, if any."""
+        wrong: list[str] = []
+        for pool in self.pools.values():
+            calls = pool.calls.same(BaseWorker.load, path, dict(progress))
+            wrong += self.gather(calls, pool.ranks[0])
+        return next(filter(None, wrong), "")
+
+    def load_weights(self, path: str) -> None:
+        """Have the actor take the weights of another checkpoint of its model."""
+        self.enter(Phase.TRAIN, meanwhile=lambda: None)
+        self.gather(self.home.calls.same(ActorWorker.load_weights, path))
+
+    def save_pending(self, path: str, shares: list[tuple[PendingRecord, ...]]) -> None:
+        """Have the ranks where samples live write their shares of the pending samples."""
+        paths = [path] * len(shares)
+        self.gather(self.home.calls.per_rank(ActorWorker.save_pending, paths, shares))
+
+    def load_pending(self, path: str, shares: list[tuple[PendingRecord, ...]]) -> list[Any]:
+        """Have them take up their shares; a reference to the parked ones of each, or None."""
+        paths = [path] * len(shares)
+        return self.gather(self.home.calls.per_rank(ActorWorker.load_pending, paths, shares))
+
+    def texts(self, by_rank: Mapping[int, Iterable[SampleId]]) -> dict[SampleId, SampleTexts]:
+        """Prompts, responses and turns of samples, by the rank that holds them."""
+        references = {
+            rank: self._ranks[rank].same(ActorWorker.texts, tuple(ids))[0]
+            for rank, ids in by_rank.items()
+        }
+        texts: dict[SampleId, SampleTexts] = {}
+        for rank, reference in references.items():
+            texts |= self.value_of(rank, reference)
+        return texts
+
+    def record_samples(
+        self, step: int, phase: str, by_rank: Mapping[int, Iterable[SampleFacts]]
+    ) -> None:
+        """Have the ranks that hold samples write them to files, later: they may be released."""
+        references = {
+            rank: self._ranks[rank].same(ActorWorker.record_samples, step, phase, tuple(samples))[0]
+            for rank, samples in by_rank.items()
+        }
+        for rank, reference in references.items():
+            self.value_of(rank, reference)
+
+    def finish_records(self) -> None:
+        """Wait until the ranks have written the samples of all steps; raises OSError."""
+        self.gather(self.home.calls.same(ActorWorker.finish_records))
+
+    def digest_samples(
+        self, by_rank: Mapping[int, Iterable[SampleId]]
+    ) -> dict[SampleId, dict[str, ShardDigest]]:
+        """Digests of all tensors of samples, by the rank that holds them."""
+        calls = {
+            rank: self._ranks[rank].same(ActorWorker.digest_samples, tuple(ids))[0]
+            for rank, ids in by_rank.items()
+        }
+        answers = [self.value_of(rank, call) for rank, call in calls.items()]
+        return {id: digests for answer in answers for id, digests in answer.items()}
+
+    def digest_weights(self) -> dict[str, dict[str, list[ShardDigest]]]:
+        """Digests of all trained weights by role and parameter, a shard a rank that has one."""
+        digests: dict[str, dict[str, list[ShardDigest]]] = {}
+        for pool in self.pools.values():
+            calls = pool.calls.same(BaseWorker.digest_weights)
+            for answer in self.gather(calls, pool.ranks[0]):
+                for role, shards in answer.items():
+                    for name, shard in shards.items():
+                        digests.setdefault(role, {}).setdefault(name, []).append(shard)
+        return digests
+
+    def save_tensors(self, folder: str, by_rank: Mapping[int, Iterable[SampleId]]) -> None:
+        """Write all tensors of samples, each rank into a separate file."""
+        calls = {
+            rank: self._ranks[rank].same(ActorWorker.save_tensors, folder, tuple(ids))[0]
+            for rank, ids in by_rank.items()
+        }
+        for rank, call in calls.items():
+            self.value_of(rank, call)
+
+    def release(self, ids: tuple[SampleId, ...]) -> None:
+        """Forget samples on every rank."""
+        self.gather(self._all.same(BaseWorker.release, SharedIds(ids)))
+
+    def close(self) -> None:
+        """End child processes and the ranks."""
+        self.gather(self._all.same(BaseWorker.close))
+        self.kill()
+
+    # -- one rank, not blocking ----------------------------------------------------------------
+
+    def call_advance(
+        self, instance: int, commands: Sequence[Command], steps: int, enough_turns: int
+    ) -> dict[Reference[Published[Advanced]], int]:
+        """Start a bounded generation call on every rank of an instance; references and ranks."""
+        advance, sent = ActorWorker.advance, list(commands)
+        return {
+            self._ranks[rank].same(advance, instance, sent, steps, enough_turns)[0]: rank
+            for rank in self.wide.get(instance) or self.instances[instance]
+        }
+
+    def call_load_targets(
+        self, rank: int, stage: AnswersStage, ids: tuple[SampleId, ...], items: tuple[Any, ...]
+    ) -> Reference[TargetsLoaded]:
+        """Start making samples of the dataset's targets on one rank."""
+        return self._ranks[rank].same(ActorWorker.load_targets, stage, ids, items)[0]
+
+    def call_load_tensors(
+        self, rank: int, folder: str, share: Mapping[SampleId, tuple[int, Any]]
+    ) -> Reference[None]:
+        """Start loading samples that `save_tensors` wrote on one rank."""
+        return self._ranks[rank].same(ActorWorker.load_tensors, folder, dict(share))[0]
+
+    def call_compute(self, rank: int, stage: Stage, ids: Sequence[SampleId]) -> Reference[Computed]:
+        """Start a stage that all ranks where samples live take part in on one of them."""
+        return self._ranks[rank].same(ActorWorker.compute, stage, tuple(ids), ())[0]
+
+    def call_compute_together(
+        self, rank: int, stages: Sequence[Stage], ids: Sequence[SampleId]
+    ) -> Reference[list[Computed]]:
+        """Start stages of several trained roles as one, on one of the ranks where samples live."""
+        call = self._ranks[rank].same
+        return call(ActorWorker.compute_together, tuple(stages), tuple(ids))[0]
+
+    def call_compute_copies(
+        self, rank: int, stage: Stage, ids: Sequence[SampleId], parcels: Sequence[Any]
+    ) -> Reference[Published[Computed]]:
+        """Start a stage on one rank of another pool; `parcels` hold the copies of its samples."""
+        call = self._ranks[rank].same
+        return call(CriticWorker.compute, stage, tuple(ids), tuple(parcels))[0]
+
+    def call_local_stage(
+        self, rank: int, stage: Stage, ids: tuple[SampleId, ...], scalars: tuple[Any, ...]
+    ) -> Reference[Computed]:
+        """Start a verifier or a `map` on one rank, concurrently with its other work."""
+        return self._ranks[rank].same(ActorWorker.run_local_stage, stage, ids, scalars)[0]
+
+    def call_reward_inputs(
+        self, rank: int, ids: Sequence[SampleId]
+    ) -> Reference[tuple[RewardInput, ...]]:
+        """Ask one rank what a judge sees of its samples, concurrently with its other work."""
+        return self._ranks[rank].same(ActorWorker.reward_inputs, tuple(ids))[0]
+
+    def call_export_samples(
+        self,
+        rank: int,
+        moves: Mapping[int, Sequence[SampleId]],
+        fields: Sequence[str] | None,
+        keep: bool,
+    ) -> Reference[dict[int, list[Any]]]:
+        """Have one rank's samples put into the data plane; references by receiver."""
+        by_receiver = {receiver: tuple(ids) for receiver, ids in moves.items()}
+        wanted = None if fields is None else tuple(fields)
+        return self._ranks[rank].same(ActorWorker.export_samples, by_receiver, wanted, keep)[0]
+
+    def call_import_samples(
+        self, rank: int, ids: Sequence[SampleId], parcels: Sequence[Any]
+    ) -> Reference[None]:
+        """Have one rank store others' results for its samples, concurrently with its other work."""
+        return self._ranks[rank].same(ActorWorker.import_samples, tuple(ids), tuple(parcels))[0]
+
+    def call_infer(
+        self,
+        rank: int,
+        stage: Stage,
+        instance: int,
+        ids: Sequence[SampleId],
+        arriving: Sequence[SampleId],
+        parcels: Sequence[Any],
+    ) -> Reference[Published[Computed]]:
+        """Start a forward-only stage on one rank of an instance; all of its ranks are called."""
+        sent = tuple(ids), tuple(arriving), tuple(parcels)
+        return self._ranks[rank].same(ActorWorker.infer, stage, instance, *sent)[0]
+
+    def call_train_early(
+        self,
+        rank: int,
+        stage: UpdateStage,
+        instance: int,
+        share: UpdateShare,
+        arriving: Sequence[SampleId],
+    ) -> Reference[EarlyTrained]:
+        """Start a part of an update on one rank of an instance; all of its ranks are called."""
+        call = self._ranks[rank].same
+        return call(ActorWorker.train_early, stage, instance, share, tuple(arriving))[0]
+
+    # -- all ranks of a pool, not blocking -----------------------------------------------------
+
+    def call_update(
+        self, pool: Pool, stages: tuple[UpdateStage, ...], shares: list[tuple[UpdateShare, ...]]
+    ) -> dict[Reference[list[dict[str, float]]], int]:
+        """Start a pass over the mini-batches of one update, or of several together.
+
+        The metrics of each, but for `mfu`, are equal on all ranks.
+        """
+        calls = pool.calls.per_rank(BaseWorker.update, [stages] * len(shares), shares)
+        return _by_rank(pool, calls)
+
+
+def _by_rank(pool: Pool, references: Sequence[Reference[Answer]]) -> dict[Reference[Answer], int]:
+    return dict(zip(references, pool.ranks, strict=True))

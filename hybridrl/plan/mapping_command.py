@@ -1,0 +1,500 @@
+"""`hybridrl plan auto`: the mapping of a recipe's roles to a cluster, as overrides of `train`."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.config import ActivationMode, ClusterKind, Config, ConfigError, Device, FuseUpdates
+from hybridrl.config.cluster import PoolName
+from hybridrl.config.schedule import SCHEDULES, ScheduleConfig
+from hybridrl.costs.devices import ACCELERATORS
+from hybridrl.costs.layers import LayerCosts
+from hybridrl.costs.links import LinkTable
+from hybridrl.costs.mapping import (
+    ACTOR,
+    AT_ONCE,
+    ClusterShape,
+    GenLayout,
+    PlannedRole,
+    TrainLayout,
+    cluster_of,
+)
+from hybridrl.costs.mapping_overrides import (
+    keys_set,
+    layout_key,
+    mapping_of,
+    overrides,
+    pool_field,
+    pools_of,
+    train_config,
+)
+from hybridrl.costs.model import UNSCALED, CostModel
+from hybridrl.costs.scales import COSTS, CostScales
+from hybridrl.flow import Graph
+from hybridrl.flow.graph import SourceStage
+from hybridrl.plan.mapping_checks import (
+    assumptions,
+    check_known_costs,
+    check_planned_recipe,
+    cut_lengths,
+)
+from hybridrl.plan.mapping_report import MappingReport, describe
+from hybridrl.planner.fitting_layouts import DoesNotFit, check_fits
+from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
+from hybridrl.planner.mapping_price import MappingPrices
+from hybridrl.planner.mapping_search import MappingResults, MappingSearch
+from hybridrl.planner.memory import GIB, MemoryPlan
+from hybridrl.planner.options import option_name, read_number
+from hybridrl.planner.search_space import SearchSpace, micro_batch_choices
+from hybridrl.planner.workload import LENGTHS, Shape, Workload, read_workload
+from hybridrl.preflight import memory_plan
+from hybridrl.preflight.activation_choice import decide_activations
+from hybridrl.preflight.composite_reward import with_parts
+from hybridrl.preflight.environment import check_environment
+from hybridrl.preflight.fused_updates import decide_fused_updates
+from hybridrl.preflight.placement import HOME, check_apart, check_placement, graphs_of
+from hybridrl.preflight.prepare import (
+    build_recipe,
+    check_attention,
+    check_model_settings,
+    check_recipe,
+    check_schedule,
+)
+from hybridrl.preflight.roles_together import roles_together
+from hybridrl.schedule.base import schedule_class
+from hybridrl.telemetry.log import command_log
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from hybridrl.preflight.mapping_roles import Shapes
+
+logger = logging.getLogger(__name__)
+
+USAGE = f"""usage: hybridrl plan auto [OVERRIDES] --nodes=N --lengths=... [OPTIONS]
+       hybridrl plan auto OVERRIDES --price --nodes=N --lengths=... [OPTIONS]
+
+Finds which ranks each model of a recipe gets, its layouts in training and in generation, and the
+schedule, for the least seconds of a step. The last line is the best mapping as a command:
+`hybridrl train` with its overrides. With --price it prices the mapping of the OVERRIDES instead.
+
+  the recipe         recipe=ppo model=qwen3_8b roles.critic.path=DIR reward=model ...
+                     (a config.json is enough)
+  --lengths          {LENGTHS}
+  --prompt-tokens    of a prompt, where the lengths do not say (data.max_prompt_tokens)
+  the cluster        --nodes=N, --gpus-per-node=N (8), --gpu={"|".join(ACCELERATORS)},
+                     --gpu-gib=N (80); --node-gbs, --network-gbs, --host-gbs: GB/s of a GPU within
+                     its node, to other nodes, to the host (the datasheet's); --links=FILE, a table
+                     of all workers' links where they differ
+  --costs=RUN        a run's directory: its costs.json has the scale of each kind of work
+  the search         --number=N of results (10), --seconds=N at most (60)
+  --out=FILE         writes the overrides of the best mapping, one a line
+
+  hybridrl plan auto recipe=ppo model=llama3_8b rollout.max_new_tokens=2048 --nodes=4 \\
+    --lengths=lmsys"""
+
+_NUMBERS = {
+    "nodes": 1.0,
+    "gpus_per_node": 1.0,
+    "prompt_tokens": 1.0,
+    "number": 1.0,
+    "seconds": 1.0,
+    "gpu_gib": 1.0,
+    "node_gbs": 0.001,
+    "network_gbs": 0.001,
+    "host_gbs": 0.001,
+}
+"""Options that are numbers, and the least of each."""
+_WHOLE = ("nodes", "gpus_per_node", "prompt_tokens", "number")
+_TEXTS = ("lengths", "costs", "gpu", "out", "links")
+_FLAGS = ("--price",)
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """Everything that is known before the search."""
+
+    config: Config
+    graph: Graph
+    shape: "PretrainedConfig"
+    shapes: "Shapes"
+    roles: Sequence[PlannedRole]
+    prices: MappingPrices
+    memory: MappingMemory
+    room: memory_plan.Room
+    user_args: Sequence[str]
+
+
+def run(
+    args: Sequence[str], on_progress: Callable[[int, int], None] = lambda replayed, of: None
+) -> MappingReport:
+    """The mappings that `args` ask for. Raises ConfigError."""
+    from hybridrl.config import compose
+
+    options, rest = read_options(args)
+    if "out" in options and not Path(options["out"]).parent.is_dir():
+        raise ConfigError("--out", options["out"], "a file in a directory that is there")
+    compose.register()
+    prices_one = "--price" in rest
+    rest = [arg for arg in rest if arg not in _FLAGS]
+    if not prices_one and (wrong := next(keys_set(rest), None)):
+        key, _, value = wrong.partition("=")
+        raise ConfigError(key, value, "nothing: plan auto chooses it, or --price prices it")
+    cluster = _cluster(options)
+    if prices_one:
+        user_args = rest
+    else:
+        user_args = [arg for arg in rest if not arg.startswith("cluster.ranks=")]
+        rest = [*rest, f"cluster.ranks={cluster.ranks}"]
+    config = compose.check(rest)
+    if not config.cluster.holds_models:
+        raise ConfigError(
+            "cluster", "emulated", "local or slurm: a mapping is of ranks with models"
+        )
+    with command_log(config.log.level):
+        problem = _problem(config, cluster, options, user_args)
+        if prices_one:
+            return _price(problem, options)
+        return _search(problem, options, on_progress)
+
+
+def read_options(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Options by name, and the other arguments. Raises ConfigError."""
+    options: dict[str, Any] = {}
+    rest = []
+    known = {option_name(name): name for name in (*_NUMBERS, *_TEXTS)}
+    for arg in args:
+        option, _, value = arg.partition("=")
+        if option in known:
+            name = known[option]
+            options[name] = value
+            if name in _NUMBERS:
+                whole, least = name in _WHOLE, _NUMBERS[name]
+                options[name] = read_number(option, value, least, whole=whole, below=2**20)
+        elif arg.startswith("-") and arg not in _FLAGS:
+            allowed = f"key=value, or one of {', '.join([*known, *_FLAGS])}"
+            raise ConfigError("option", arg, allowed)
+        else:
+            rest.append(arg)
+    return options, rest
+
+
+def _cluster(options: Mapping[str, Any]) -> ClusterShape:
+    """The cluster that the options describe. Raises ConfigError."""
+    gpu = options.get("gpu", "h100")
+    if gpu not in ACCELERATORS:
+        raise ConfigError("--gpu", gpu, f"one of {', '.join(ACCELERATORS)}")
+    if "nodes" not in options:
+        raise ConfigError("--nodes", "", "how many nodes the planned cluster has")
+    cluster = cluster_of(ACCELERATORS[gpu], options["nodes"], options.get("gpus_per_node", 8))
+    links = {"within": "node_gbs", "between": "network_gbs", "host": "host_gbs"}
+    speeds: dict[str, Any] = {
+        link: replace(getattr(cluster, link), bytes_per_s=options[name] * 1e9)
+        for link, name in links.items()
+        if name in options
+    }
+    if "links" in options:
+        speeds["table"] = _links(options["links"], cluster.ranks)
+    return replace(cluster, **speeds)
+
+
+def _links(file: str, ranks: int) -> LinkTable:
+    try:
+        table = LinkTable.from_json(json.loads(Path(file).read_text()))
+        if table.size != ranks:
+            raise ValueError(f"{table.size} workers, not --nodes x --gpus-per-node = {ranks}")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        allowed = f"a file with bytes_per_s (and message_s) from each worker to each ({reason})"
+        raise ConfigError("--links", file, allowed) from None
+    return table
+
+
+def read_scales(run_dir: str) -> CostScales:
+    """The scales that a run has learned. Raises ConfigError."""
+    try:
+        return CostScales.from_json(json.loads((Path(run_dir) / COSTS).read_text())["scales"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        allowed = f"a run's directory whose {COSTS} has scales ({reason})"
+        raise ConfigError("--costs", run_dir, allowed) from None
+
+
+def _problem(
+    config: Config, cluster: ClusterShape, options: Mapping[str, Any], user_args: Sequence[str]
+) -> _Problem:
+    from hybridrl.models.shape import model_shape
+    from hybridrl.preflight.mapping_roles import (
+        CountedLayerBytes,
+        check_planned_models,
+        planned_roles,
+        role_shapes,
+    )
+
+    if config.cluster.kind is not ClusterKind.slurm:
+        gpus = 0 if config.cluster.device is Device.cpu else cluster.ranks
+        config.resolve_device(gpus, "the planned cluster")
+    if config.cluster.device is Device.cpu and "gpu" not in options:  # roles stay where they are
+        sizes = {"nodes": cluster.nodes, "gpus_per_node": cluster.per_node, "gpu": "cpu"}
+        cluster = replace(_cluster({**options, **sizes}), host=AT_ONCE)
+    if config.cluster.ranks != cluster.ranks:
+        allowed = f"--nodes x --gpus-per-node = {cluster.nodes} x {cluster.per_node}"
+        raise ConfigError("cluster.ranks", config.cluster.ranks, allowed)
+    graph = with_parts(build_recipe(config.recipe), config)
+    check_planned_recipe(config, graph)
+    check_recipe(config, graph)
+    check_environment(config, graph)
+    shape = model_shape(config.model)
+    check_attention(config, shape)
+    config = memory_plan.with_flash(config, shape)
+    if config.cluster.device is Device.cuda:
+        room = memory_plan.gpu_room(round(options.get("gpu_gib", 80) * GIB))
+    else:
+        room = memory_plan.local_room(config)
+    shapes = role_shapes(config, graph, shape)
+    check_planned_models(config, graph, shapes)
+    roles = planned_roles(config, graph, shapes)
+    workload = _workload(config, graph, options)
+    memory = MappingMemory(
+        limits=StepLimits(
+            prompt_tokens=config.data.max_prompt_tokens,
+            new_tokens=config.rollout.max_new_tokens,
+            samples=config.trainer.prompts_per_step * workload.group_size,
+            mini_batches=config.trainer.mini_batches,
+            max_running=config.rollout.max_running,
+            bucket_bytes=2 * config.rollout.layout.bucket_bytes(config.cluster.device.value),
+        ),
+        capacity=room.capacity,
+        reserved=room.reserved,
+        device=config.cluster.device.value,
+        itemsize=config.rollout.dtype.itemsize,
+        layer_bytes=CountedLayerBytes(config, shapes),
+    )
+    layers = LayerCosts.of(
+        cluster.accelerator, config.model.compute_dtype.itemsize, config.rollout.engine.value
+    )
+    scales = read_scales(options["costs"]) if "costs" in options else UNSCALED
+    costs = CostModel(layers, cluster, scales=scales)
+    prices = MappingPrices(
+        costs,
+        memory,
+        roles,
+        workload,
+        decode_steps=config.rollout.decode_steps,
+        epochs=config.trainer.epochs,
+        mini_batches=config.trainer.mini_batches,
+    )
+    return _Problem(config, graph, shape, shapes, roles, prices, memory, room, user_args)
+
+
+def _workload(config: Config, graph: Graph, options: Mapping[str, Any]) -> Workload:
+    """The samples of one step."""
+    if "lengths" not in options:
+        raise ConfigError("--lengths", "", LENGTHS)
+    sources = [s.num_samples for s in graph.stages.values() if isinstance(s, SourceStage)]
+    prompts = config.trainer.prompts_per_step
+    workload = read_workload(
+        options["lengths"],
+        Shape(
+            prompts_per_step=prompts,
+            group_size=sum(number or 1 for number in sources),
+            num_steps=1,
+            prompt_tokens=options.get("prompt_tokens", config.data.max_prompt_tokens),
+            max_tokens=config.rollout.max_new_tokens,
+            seed=config.run.seed,
+        ),
+    )
+    return replace(workload, groups=workload.groups[:prompts], num_steps=1)
+
+
+def _space(problem: _Problem) -> SearchSpace:
+    """What `train` can run."""
+    from hybridrl.models.parallel import SPLIT_TOKENS, check_gen_layout, check_train_layout
+
+    config, shapes, trainer = problem.config, problem.shapes, problem.config.trainer
+
+    @cache
+    def allows_train(role: str, layout: TrainLayout) -> bool:
+        try:
+            check_train_layout(shapes[role], train_config(layout))
+        except ConfigError:
+            return False
+        return True
+
+    @cache
+    def allows_gen(role: str, gen: GenLayout) -> bool:
+        try:
+            check_gen_layout(shapes[role], gen.pp, gen.tp)
+        except ConfigError:
+            return False
+        return True
+
+    @cache
+    def runs(pools: tuple[tuple[str, tuple[str, ...]], ...]) -> bool:
+        """Whether roles may be apart from the actor as these are."""
+        placed = deepcopy(config)
+        fields = {pool_field(role): pool for pool, roles in pools for role in roles}
+        for field in fields.keys() - {ACTOR}:
+            setattr(placed.cluster.pool_of, field, PoolName(fields[field]))
+            setattr(placed.cluster.pools, fields[field], 1)
+        try:
+            for pool, graph in graphs_of(problem.graph, placed).items():
+                if pool != ACTOR:
+                    check_apart(placed, pool, graph)
+        except ConfigError:
+            return False
+        return True
+
+    def pools(partition: Sequence[Sequence[str]]) -> Mapping[str, tuple[str, ...]] | None:
+        by_name = pools_of(problem.roles, partition)
+        return by_name if by_name and runs(tuple(by_name.items())) else None
+
+    scorers = [role.name for role in problem.roles if not role.trained]
+    samples = len(problem.prices.samples)
+    small, usual = micro_batch_choices(config.longest_sample, samples, trainer.chunk_tokens)
+    return SearchSpace(
+        pools=pools,
+        schedules=_schedules(problem),
+        micro_batch_tokens=usual,
+        small_micro_batches=small,
+        activations=(ActivationMode.keep, ActivationMode.recompute),
+        allows_train=lambda role, layout: allows_train(role.name, replace(layout, fsdp=1)),
+        allows_gen=lambda role, gen: all(allows_gen(name, gen) for name in (ACTOR, *scorers)),
+        fuses=bool(roles_together(config, problem.graph, HOME)) and not trainer.chunk_tokens,
+        splits_tokens=lambda role: shapes[role.name].model_type in SPLIT_TOKENS,
+    )
+
+
+def _schedules(problem: _Problem) -> list[ScheduleConfig]:
+    """Return the schedules with the batches of `serial` that the recipe allows."""
+    schedules = []
+    for kind, entry in SCHEDULES.items():
+        settings = entry.settings(kind=kind)
+        if entry.may_be_stale or not entry.serial_batches:
+            continue
+        try:
+            schedule_class(settings).check_graph(problem.graph)
+        except ValueError:
+            continue
+        schedules.append(settings)
+    return schedules
+
+
+def _search(
+    problem: _Problem, options: Mapping[str, Any], on_progress: Callable[[int, int], None]
+) -> MappingReport:
+    cluster = problem.prices.costs.cluster
+    search = MappingSearch(
+        problem.roles, problem.prices, problem.memory, cluster.ranks, _space(problem)
+    )
+    number = int(options.get("number", 10))
+    try:
+        result = search.run(number, options.get("seconds", 60.0), on_progress)
+    except DoesNotFit as error:
+        raise ConfigError("--nodes", cluster.nodes, f"more, or larger ones: {error}") from None
+    best, settings, refused = [], [], []
+    for one in result.best:
+        own = overrides(one.mapping)
+        try:
+            _, memory = checked(problem, [*problem.user_args, *own])
+        except ConfigError as error:
+            refused.append(f"{describe(one)} ({error})")
+            continue
+        best.append(replace(one, memory=memory))
+        settings.append(own)
+    if not best:
+        allowed = f"a recipe and cluster of which a mapping runs: {'; '.join(refused)}"
+        raise ConfigError("plan", "auto", allowed)
+    if "out" in options:
+        _write(options["out"], settings[0])
+    source = problem.prices.costs.layer_costs.source
+    result = replace(result, best=best)
+    assumed = cut_lengths(problem.config, problem.prices.samples)
+    return MappingReport(result, settings, refused, problem.user_args, source, assumed)
+
+
+def _price(problem: _Problem, options: Mapping[str, Any]) -> MappingReport:
+    """The mapping of the config itself, with updates in one plan or apart as a run has them."""
+    config, memory = checked(problem, problem.user_args)
+    check_known_costs(config, problem.roles, problem.prices.samples)
+    mapping = mapping_of(config, problem.roles)
+    problem = replace(problem, prices=problem.prices.in_order(mapping.rank_order))
+    search = MappingSearch(
+        problem.roles,
+        problem.prices,
+        problem.memory,
+        problem.prices.costs.cluster.ranks,
+        _space(problem),
+    )
+    priced = search.price(mapping, memory)
+    result = MappingResults(
+        best=[priced],
+        num_candidates=1,
+        num_priced=1,
+        num_replayed=1,
+        seconds=0.0,
+        is_complete=True,
+        rest_s=None,
+    )
+    settings = []
+    if problem.config.trainer.activations is ActivationMode.auto:
+        settings.append(f"trainer.activations={config.trainer.activations.value}")
+    if len(mapping.train) > 1 and problem.config.trainer.fuse_updates is FuseUpdates.auto:
+        settings.append(f"trainer.fuse_updates={config.trainer.fuse_updates.value}")
+    if "out" in options:  # the file has the mapping, the command has it in its arguments
+        _write(options["out"], [*keys_set(problem.user_args), *settings])
+    source = problem.prices.costs.layer_costs.source
+    assumed = [*assumptions(config), *cut_lengths(config, problem.prices.samples)]
+    return MappingReport(result, [settings], [], problem.user_args, source, assumed)
+
+
+def checked(problem: _Problem, args: Sequence[str]) -> tuple[Config, Mapping[str, MemoryPlan]]:
+    """The config of these overrides as a run decides it, and its memory by pool.
+
+    With the checks of `train` that need neither weights nor data. Raises ConfigError, which names
+    the largest size where a rank cannot hold it.
+    """
+    from hybridrl.config import compose
+    from hybridrl.models.parallel import check_train_layout
+
+    config = compose.check(args)
+    ranks = problem.prices.costs.cluster.ranks
+    if config.cluster.kind is not ClusterKind.slurm:
+        gpus = 0 if config.cluster.device is Device.cpu else ranks
+        config.resolve_device(gpus, "the planned cluster")
+    check_placement(config, problem.graph)
+    for role in problem.roles:
+        if role.trained:
+            is_actor = role.name == ACTOR
+            own = config.trainer if is_actor else config.value_model_of(role.name)
+            key = layout_key(role.name)
+            check_train_layout(problem.shapes[role.name], own.layout, key)
+    check_model_settings(config, problem.shape)
+    check_schedule(config.schedule, problem.graph)
+    config = memory_plan.with_flash(config, problem.shape)
+    of_gpu = problem.room.capacity if config.cluster.device is Device.cuda else None
+    decide_activations(config, problem.graph, problem.shape, of_gpu)
+    decide_fused_updates(config, problem.graph, problem.shape, of_gpu)
+    plan = memory_plan.plan_run(config, problem.graph, problem.shape, problem.room)
+    try:
+        check_fits(plan.pools)
+    except DoesNotFit as error:
+        raise ConfigError("mapping", _first_line(args), f"one that fits: {error}") from None
+    return config, plan.pools
+
+
+def _first_line(args: Sequence[str]) -> str:
+    return " ".join(keys_set(args)) or "of the defaults"
+
+
+def _write(path: str, settings: Sequence[str]) -> None:
+    """Write the overrides as `--out` has them. Raises ConfigError."""
+    try:
+        Path(path).write_text("".join(f"{setting}\n" for setting in settings))
+    except OSError as error:
+        raise ConfigError("--out", path, f"a file that can be written ({error.strerror})") from None

@@ -1,0 +1,225 @@
+"""Sizes of a rollout engine, and of roles that only score, on the rank that has most."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import ceil
+
+from transformers import PretrainedConfig
+
+from hybridrl.config import Config, Device, PartialScheduleConfig
+from hybridrl.engines.rollout.memory import (
+    kv_bytes_per_token,
+    layer_token_bytes,
+    native_step_bytes,
+    sampling_bytes,
+    vllm_step_bytes,
+)
+from hybridrl.flow import Graph
+from hybridrl.layout.layerwise import by_layer
+from hybridrl.layout.layout import Layout
+from hybridrl.layout.mesh import Mesh
+from hybridrl.layout.parameters import Parameter, gen_layout
+from hybridrl.models.activations import Activations, head_activations, layer_activations
+from hybridrl.models.context import context_tokens
+from hybridrl.models.load import TORCH_DTYPES, load_config
+from hybridrl.models.parallel import model_parameters, num_experts
+from hybridrl.planner.emulation import group_size_of
+from hybridrl.planner.generation_memory import GenerationSizes, NativeSizes, VLLMSizes
+from hybridrl.planner.memory import ScoringSizes
+from hybridrl.preflight.memory_inputs import (
+    LongestInputs,
+    attention_of,
+    has_triton,
+)
+from hybridrl.preflight.models import judges_of
+from hybridrl.preflight.placement import HOME
+
+MALLOC_KEEPS = 64 * 2**20
+"""Freed memory that glibc does not give back, at most: M_TRIM_THRESHOLD, which it raises to twice
+the largest M_MMAP_THRESHOLD. Blocks of 32 MiB and more it gives back at once."""
+
+
+def generation_sizes(
+    config: Config,
+    graph: Graph,
+    shape: PretrainedConfig,
+    inputs: LongestInputs,
+    stage: int | None,
+    capacity: int,
+) -> GenerationSizes:
+    """The rollout engine's sizes on a pipeline stage; None: each of the stage that has most.
+
+    `capacity` are the bytes of a rank's device.
+    """
+    rollout, dtype = config.rollout, TORCH_DTYPES[config.rollout.dtype]
+    pp, tp = rollout.layout.pp, rollout.layout.tp
+    stages = range(pp) if stage is None else [stage]
+    mesh = Mesh((("instance", 1), ("pp", pp), ("tp", tp)))
+    longest = min(config.longest_generated, context_tokens(shape))
+    vocab_multiple = rollout.features.vocab_multiple
+    prefill, logits = native_step_bytes(
+        shape,
+        rollout.pass_tokens,
+        min(inputs.prompt, longest),
+        dtype,
+        tp,
+        strict=config.strict,
+        sent=_sent(pp, stages),
+    )
+    if rollout.features.takes_share and config.cluster.device is Device.cuda:
+        prefill, logits = vllm_step_bytes(shape, rollout, dtype, tp, capacity)
+    merged = 0
+    if config.actor.lora.rank:  # a product is added to a weight, in float32
+        merged = 2 * 4 * _widest(shape) // tp
+    token = max(kv_bytes_per_token(shape, mesh, index, dtype) for index in stages)
+    weights = _generation_elements(config, shape, stages, vocab_multiple=vocab_multiple)
+    common = {
+        "weights": dtype.itemsize * weights,
+        "passing": dtype.itemsize * _passing(config, shape, stages) if merged else 0,
+        "token": token,
+        "prefill": prefill,
+        "logits": logits,
+        "buckets": 2 * rollout.layout.bucket_bytes(config.cluster.device.value),
+        "longest": longest,
+        "most": rollout.max_running * longest,
+        "wanted": rollout.kv_cache_tokens,
+    }
+    if rollout.features.takes_share:
+        return VLLMSizes(**common, joined=merged)
+    keeps = config.cluster.device is Device.cpu and not config.strict
+    return NativeSizes(
+        **common,
+        joined=max(merged, 2 * _widest(shape) // tp * dtype.itemsize),
+        # On CPUs those of all layers are kept from step to step.
+        gathered=token if keeps else layer_token_bytes(shape, tp, dtype),
+        copied=inputs.copied,
+        sampling=sampling_bytes(rollout, shape.vocab_size),
+        conversations=longest * conversations_held(config, graph),
+        host_tokens=rollout.kv_host_tokens,
+    )
+
+
+def conversations_held(config: Config, graph: Graph) -> int:
+    """Conversations that an instance may have at a time: those that wait need no row.
+
+    Its share of a step's samples, or of those of an evaluation set; 0 without an environment.
+    """
+    if not config.environment.is_on:
+        return 0
+    prompts: float = config.trainer.prompts_per_step
+    if isinstance(config.schedule, PartialScheduleConfig):
+        prompts *= config.schedule.over_provision
+    sets = config.eval.sets.values()
+    held_out = [(own.num_prompts or config.data.eval_size) * own.num_samples for own in sets]
+    most = max([ceil(prompts) * group_size_of(graph), *held_out])
+    return -(-most // (config.ranks_of(HOME) // config.rollout.layout.ranks))
+
+
+def _sent(pp: int, stages: Sequence[int]) -> int:
+    """Rows of hidden states that a stage keeps until they have reached the next one."""
+    return pp if min(stages) < pp - 1 else 0
+
+
+def _widest(shape: PretrainedConfig) -> int:
+    """Elements of the largest weight of a layer."""
+    width: int = getattr(shape, "intermediate_size", 4 * shape.hidden_size)  # GPT-2 has none
+    return width * int(shape.hidden_size)
+
+
+def scoring_sizes(
+    config: Config,
+    graph: Graph,
+    shape: PretrainedConfig,
+    pool: str,
+    inputs: LongestInputs,
+    stage: int | None,
+) -> dict[str, ScoringSizes]:
+    """Each role of the pool that only scores; it has the layout of generation.
+
+    On a pipeline stage, or on that which has most.
+    """
+    dtype, layout = TORCH_DTYPES[config.model.compute_dtype], config.rollout.layout
+    stages = range(layout.pp) if stage is None else [stage]
+    row = inputs.row(layout, config.ranks_of(pool))
+    sizes = {}
+    for role, own, classifier in _scorers(config, graph, pool):
+        its = own or shape
+        layer = layer_activations(
+            its, row.tokens, dtype=dtype, attention=attention_of(config, its), tp=layout.tp
+        )
+        most = layer.scoring
+        if not classifier:
+            triton = has_triton(config)
+            head = head_activations(its, row.scored, dtype=dtype, triton=triton, tp=layout.tp)
+            most = max(most, head.scoring + _kept_by_malloc(config, layer))
+        hidden = row.tokens * its.hidden_size * dtype.itemsize
+        weights = dtype.itemsize * _generation_elements(config, its, stages, classifier)
+        sizes[role] = ScoringSizes(weights, most + (2 + _sent(layout.pp, stages)) * hidden)
+    return sizes
+
+
+def _kept_by_malloc(config: Config, layer: Activations) -> int:
+    """Freed bytes of the layers that are still resident when the head computes, on a CPU."""
+    return min(layer.scoring, MALLOC_KEEPS) if config.cluster.device is Device.cpu else 0
+
+
+def model_shape_at(path: str | None) -> PretrainedConfig | None:
+    """The config of a role's own model; None without one."""
+    return load_config(path) if path is not None else None
+
+
+def _scorers(
+    config: Config, graph: Graph, pool: str
+) -> Iterator[tuple[str, PretrainedConfig | None, bool]]:
+    """Roles of the pool that only score: name, shape unless the actor's, whether a classifier."""
+    for name in dict.fromkeys([*graph.copies, *graph.roles]):
+        if pool != config.pool_of(name):
+            continue
+        if name == "reference" or name in graph.copies:
+            yield name, None, False
+        elif name == "teacher":
+            yield name, model_shape_at(config.teacher.path), False
+            for path in {*config.teacher.by_source.values()} - {config.teacher.path}:
+                yield f"teacher {path}", model_shape_at(path), False
+    for role in judges_of(config, graph):
+        if config.is_neural(role) and pool == config.pool_of(role):
+            yield role, model_shape_at(config.judge_of(role).model), True
+
+
+def _passing(config: Config, shape: PretrainedConfig, stages: Sequence[int]) -> int:
+    """Elements on a rank of two groups of weights that follow each other in a switch, at most."""
+    placed, tp = _placed(config, shape, model_parameters(shape), 1), config.rollout.layout.tp
+    most = 0
+    for stage in stages:
+        sizes = [
+            sum(box.size for name in group for box in placed.local(name, stage * tp))
+            for group in by_layer(placed.rules)
+        ]
+        most = max([most, *map(sum, pairwise(sizes))])
+    return most
+
+
+def _generation_elements(
+    config: Config,
+    shape: PretrainedConfig,
+    stages: Sequence[int],
+    classifier: bool = False,
+    vocab_multiple: int = 1,
+) -> int:
+    """Elements of the weights on the rank of an instance that has most, of these stages."""
+    placed = _placed(config, shape, model_parameters(shape, classifier), vocab_multiple)
+    tp = config.rollout.layout.tp
+    return max(
+        sum(box.size for name in placed.rules for box in placed.local(name, stage * tp))
+        for stage in stages
+    )
+
+
+def _placed(
+    config: Config, shape: PretrainedConfig, parameters: Sequence[Parameter], vocab_multiple: int
+) -> Layout:
+    """Where an instance has them."""
+    pp, tp = config.rollout.layout.pp, config.rollout.layout.tp
+    mesh = Mesh((("instance", 1), ("pp", pp), ("tp", tp)))
+    ep = config.rollout.layout.ep if num_experts(shape) else 1
+    return gen_layout(parameters, mesh, shape.num_hidden_layers, vocab_multiple, ep)

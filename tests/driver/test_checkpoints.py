@@ -1,0 +1,371 @@
+"""What a run goes on from, and what is refused; nothing is started."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from hybridrl.checkpoint import folder
+from hybridrl.config import Config, ConfigError
+from hybridrl.config.renamed_keys import RENAMED_KEYS
+from hybridrl.driver.checkpoints import (
+    Checkpoints,
+    DriverState,
+    Origin,
+    changed_settings,
+    find_origin,
+    settings_of,
+)
+
+
+@pytest.fixture
+def config(make_config: Callable[..., Config], tmp_path: Path) -> Callable[..., Config]:
+    """A run in `tmp_path / "run"` that may go on."""
+    run = ["warm_start.steps=0", f"run.dir={tmp_path / 'run'}", "trainer.resume=auto"]
+    return lambda *overrides: make_config(*run, *overrides)
+
+
+@pytest.fixture
+def publish(config: Callable[..., Config]) -> Callable[..., Path]:
+    """`publish(path, step, *overrides)` leaves a checkpoint of a run with `overrides`."""
+
+    def write(path: Path, step: int, *overrides: str) -> Path:
+        resume = folder.hidden(path) / "resume"
+        resume.mkdir(parents=True)
+        (resume / "__0_0.distcp").write_bytes(b"tensors")
+        folder.note_sum(resume / "__0_0.distcp")
+        settings = json.loads(json.dumps(settings_of(config(*overrides))))
+        state = {
+            "settings": settings,
+            "step": step,
+            "time": step,
+            "phase": "rl",
+            "records": {"a.jsonl": step},
+            **{key: {} for key in ("scores", "roles", "before", "recipe", "schedule")},
+            **{"prompts": 0, "bad_steps": 0, "evaluated": [-1, {}]},
+        }
+        folder.seal(path, state)
+        folder.replace(folder.hidden(path), path)
+        return path
+
+    return write
+
+
+def test_a_run_goes_on_from_its_newest_whole_checkpoint(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    assert find_origin(config()).point is None
+    for step in (3, 6, 9):
+        publish(tmp_path / "run" / "checkpoints" / f"step_{step:06d}", step)
+    assert find_origin(config("trainer.resume=never")).point is None
+    origin = find_origin(config())
+    assert origin.point is not None
+    assert (origin.point.state["step"], origin.damaged) == (9, ())
+    assert origin.records(config()) == {"a.jsonl": 9}
+    damaged = tmp_path / "run" / "checkpoints" / "step_000009" / "resume" / "state.json"
+    damaged.write_text("{")
+    origin = find_origin(config())
+    assert origin.point is not None
+    assert origin.point.state["step"] == 6
+    assert [line.startswith(f"{damaged}: ") for line in origin.damaged] == [True]
+    before = tmp_path / "run" / "checkpoints" / "step_000003"
+    origin = find_origin(config(f"trainer.resume={before}"))  # back to an earlier one
+    assert origin.point is not None
+    assert origin.point.folder == before
+
+
+def test_another_run_goes_on_from_it_once(
+    config: Callable[..., Config],
+    publish: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a directory of its own; when Slurm starts that job again, from what it has by then."""
+    publish(tmp_path / "run" / "final", 6)
+    other = [f"run.dir={tmp_path / 'other'}", f"trainer.resume={tmp_path / 'run'}"]
+    origin = find_origin(config(*other))
+    assert origin.point is not None
+    assert origin.point.folder == tmp_path / "run" / "final"
+    assert not origin.continues(tmp_path / "other")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert find_origin(config(*other)).point == origin.point
+    publish(tmp_path / "other" / "checkpoints" / "step_000008", 8, *other)
+    origin = find_origin(config(*other))
+    assert origin.point is not None
+    assert (origin.point.state["step"], origin.goes_back) == (8, False)
+    (tmp_path / "run").rename(tmp_path / "gone")  # it is needed no more
+    assert find_origin(config(*other)).point == origin.point
+
+
+def test_a_run_goes_back_once(
+    config: Callable[..., Config],
+    publish: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With every command; when Slurm starts the job again, it has been there already."""
+    for step in (4, 8):
+        point = publish(tmp_path / "run" / "checkpoints" / f"step_{step:06d}", step)
+    last = publish(tmp_path / "run" / "final", 10)
+    before = tmp_path / "run" / "checkpoints" / "step_000004"
+    back = f"trainer.resume={before}"
+    assert not find_origin(config(f"trainer.resume={tmp_path / 'run'}")).goes_back
+
+    def origin_is(point: Path, goes_back: bool) -> None:
+        origin = find_origin(config(back))
+        assert origin.point is not None
+        assert (origin.point.folder, origin.goes_back) == (point, goes_back)
+
+    origin_is(before, True)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    origin_is(before, True)  # the first time it did not come so far
+    shutil.rmtree(point)
+    shutil.rmtree(last)
+    point = publish(tmp_path / "run" / "checkpoints" / "step_000006", 6, back)
+    origin_is(point, False)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    origin_is(before, True)
+
+
+def test_a_path_that_is_not_where_the_run_began_is_refused(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Though there is something to go on from."""
+    publish(tmp_path / "run" / "checkpoints" / "step_000004", 4)
+    for path in (tmp_path / "nowhere", tmp_path / "run" / "checkpoints" / "step_000005"):
+        line = refused(config(f"trainer.resume={path}"))
+        assert line.startswith(f"trainer.resume={path}: wanted never, auto, a checkpoint")
+    other = publish(tmp_path / "other" / "final", 6)
+    assert refused(config(f"trainer.resume={other}")) == (
+        f"trainer.resume={other}: wanted auto, or another run.dir: {tmp_path / 'run'} has"
+        " checkpoints of a run that began elsewhere"
+    )
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "state.json"])
+def test_one_with_other_bytes_is_passed_over(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path, file: str
+) -> None:
+    for step in (3, 6):
+        path = publish(tmp_path / "run" / "checkpoints" / f"step_{step:06d}", step)
+    damaged = path / "resume" / file
+    damaged.write_bytes(bytes(damaged.stat().st_size))  # as long, and nothing but zeros
+    origin = find_origin(config(), reads=True)
+    assert origin.point is not None
+    assert origin.point.state["step"] == 3
+    assert [line.startswith(f"{damaged}: ") for line in origin.damaged] == [True]
+    back = refused(config(f"trainer.resume={path}"))
+    assert back.startswith(
+        f"trainer.resume={path}: wanted a checkpoint that is whole; damaged: {damaged}"
+    )
+
+
+def refused(config: Config) -> str:
+    with pytest.raises(ConfigError) as raised:
+        find_origin(config, reads=True)
+    return str(raised.value)
+
+
+def test_what_is_learned_from_must_not_change(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = publish(tmp_path / "run" / "final", 6, "schedule=serial")
+    free = ["trainer.steps=7", "cluster.ranks=4", "trainer.layout.tp=2", "telemetry.report=false"]
+    free += ["trainer.activations=offload"]
+    free += [
+        "schedule=fused",
+        "eval.sets.main.every=1",
+        "trainer.layout.fsdp=2",
+        "trainer.save_every=5",
+    ]
+    assert find_origin(config(*free)).point is not None
+    reason = f", with which {path} was made"
+    assert refused(config("trainer.optim.lr=0.5")) == f"trainer.optim.lr=0.5: wanted 1e-05{reason}"
+    muon = refused(config("trainer.optim.name=muon"))
+    assert muon == f"trainer.optim.name=muon: wanted adamw{reason}"
+    assert refused(config("run.seed=3")) == f"run.seed=3: wanted 0{reason}"
+    assert refused(config("recipe=ppo")).startswith("recipe.")
+    assert refused(config("schedule=partial")) == f"schedule=partial: wanted serial{reason}"
+
+
+def test_a_checkpoint_from_before_there_was_a_choice_of_optimizers_is_adamws(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = publish(tmp_path / "run" / "final", 6)
+    file = path / "resume" / "state.json"
+    state = json.loads(file.read_text())
+    for key in [key for key in state["settings"] if key.endswith(".optim.name")]:
+        del state["settings"][key]
+    file.write_text(json.dumps(state))
+    assert find_origin(config()).point is not None
+    line = refused(config("trainer.optim.name=muon"))
+    assert line == f"trainer.optim.name=muon: wanted adamw, with which {path} was made"
+
+
+def test_a_checkpoint_with_keys_of_old_is_compared_by_their_new_names(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = publish(tmp_path / "run" / "final", 6, "schedule=partial", "recipe=grpo")
+    file = path / "resume" / "state.json"
+    state = json.loads(file.read_text())
+    old = {new: key for key, new in RENAMED_KEYS.items()}
+    state["settings"] = {old.get(key, key): value for key, value in state["settings"].items()}
+    assert {"schedule", "rollout.max_staleness", "recipe.normalise"} <= state["settings"].keys()
+    file.write_text(json.dumps(state))
+    point = find_origin(config("schedule=partial", "recipe=grpo")).point
+    assert point is not None
+    assert point.folder == path
+    state["settings"]["telemetry.tensorboard"] = False  # it had another type
+    file.write_text(json.dumps(state))
+    assert find_origin(config("schedule=partial", "recipe=grpo")).point is not None
+    reason = f", with which {path} was made"
+    for setting, before in (
+        ("schedule=fused", "partial"),
+        ("schedule.max_staleness=2", "1"),
+        ("recipe.normalize=sequence", "token"),
+    ):
+        line = refused(config("schedule=partial", "recipe=grpo", setting))
+        assert line == f"{setting}: wanted {before}{reason}"
+
+
+def test_a_key_that_is_gone_must_have_had_what_every_run_has(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    """One of two keys that are gone says what a run trains on, the other how its work is split."""
+    path = publish(tmp_path / "run" / "final", 6, "schedule=packed")
+    file = path / "resume" / "state.json"
+    state = json.loads(file.read_text())
+    gone = {"schedule.draw_anew": False, "trainer.attention_cost": 2.3}
+    file.write_text(json.dumps(state | {"settings": state["settings"] | gone}))
+    assert find_origin(config("schedule=packed")).point is not None
+    gone["schedule.draw_anew"] = True
+    file.write_text(json.dumps(state | {"settings": state["settings"] | gone}))
+    line = refused(config("schedule=packed"))
+    assert line == f"schedule.draw_anew=False: wanted True, with which {path} was made"
+    with pytest.raises(ConfigError, match=r"draw_anew=true: wanted no such key: it is gone"):
+        config("schedule=packed", "schedule.draw_anew=true")
+
+
+@pytest.mark.parametrize("setting", [
+    "schedule.early_backward=auto", "rollout.tail_tp=2", "rollout.speculate=auto",
+    "schedule.migration_threshold=4", "schedule.migration=recompute",
+])  # fmt: skip
+def test_how_the_tail_is_decoded_and_trained_may_change(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path, setting: str
+) -> None:
+    """With `schedule=fused`, which trains on the same batch with and without."""
+    fused = ["schedule=fused", "cluster.ranks=2"]
+    for name, before, now in (("on", [], [setting]), ("off", [setting], [])):
+        path = publish(tmp_path / name / "final", 6, *fused, *before)
+        origin = find_origin(config(*fused, *now, f"trainer.resume={path}"))
+        assert origin.point is not None
+        assert origin.point.folder == path
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "may"),
+    [("timed", "outputs/run", True), ("outputs/run", "timed", True), ("timed", "counted", False),
+     ("counted", "timed", False), ("counted", "outputs/run", False)],
+)  # fmt: skip
+def test_only_rounds_by_times_may_be_those_of_a_record(before: str, now: str, may: bool) -> None:
+    key, kind = "environment.partial", {"schedule.kind": "partial"}
+    assert changed_settings({key: before, **kind}, {key: now, **kind}) == ([] if may else [key])
+
+
+def test_where_there_is_nothing_to_go_on_from(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    nowhere = tmp_path / "nowhere"
+    wanted = "wanted never, auto, a checkpoint with resume/ in it, or the directory of a run"
+    assert refused(config(f"trainer.resume={nowhere}")).startswith(
+        f"trainer.resume={nowhere}: {wanted}"
+    )
+    path = publish(tmp_path / "run" / "final", 6)
+    (path / "resume" / "state.json").write_text("")
+    assert refused(config()).startswith(
+        f"trainer.resume=auto: wanted a checkpoint that is whole; damaged: {path}/resume/state.json"
+    )
+    shutil.rmtree(path / "resume")
+    status: dict[str, Any] = {"state": "finished"}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(status))
+    assert "has a finished run without a checkpoint" in refused(config())
+    warm = "warm_start.steps=2"
+    publish(tmp_path / "run" / "checkpoints" / "step_000004", 4, warm)
+    start = "trainer.resume=auto: wanted a run with the checkpoint of its warm start"
+    assert refused(config(warm)).startswith(start)
+    publish(tmp_path / "run" / "warm_start", 2, warm)
+    assert find_origin(config(warm)).point is not None
+
+
+def test_a_run_of_emulated_ranks_is_no_origin(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    """However it ended."""
+    real = publish(tmp_path / "real" / "final", 3)
+    for state in ("interrupted", "finished"):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        status = json.dumps({"state": state, "emulated": True})
+        (tmp_path / "run" / "run.json").write_text(status)
+        for resume in ("auto", real):
+            with pytest.raises(ConfigError, match=f"^trainer.resume={resume}: wanted another run."):
+                find_origin(config(f"trainer.resume={resume}"))
+
+
+def test_it_begins_anew_where_no_checkpoint_was_reached(
+    config: Callable[..., Config], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"state": "interrupted"}))
+    assert find_origin(config()).records(config()) == {}  # it begins anew, and so do its records
+
+
+class FullDisk:
+    """Ranks on whose disk the weights have just found room."""
+
+    def save_weights(self, path: str) -> list[str]:
+        Path(path).mkdir(parents=True)
+        (Path(path) / "model.safetensors").write_text("trained")
+        return ["tokenizer: ValueError: no"]
+
+    def save_state(self, path: str) -> dict[str, Any]:
+        Path(path).mkdir()
+        (Path(path) / "__0_0.distcp").write_bytes(b"half")
+        raise OSError(28, "No space left on device", path)
+
+
+@pytest.mark.parametrize(("name", "stays"), [("final", True), ("checkpoints/step_000002", False)])
+def test_trained_weights_outlive_a_disk_that_has_no_room_for_more(
+    config: Callable[..., Config], tmp_path: Path, name: str, stays: bool
+) -> None:
+    settings = config("trainer.save_every=2")
+    group: Any = FullDisk()
+    checkpoints = Checkpoints(settings, Origin(), group, MagicMock())
+    path = tmp_path / "run" / name
+    with pytest.raises(OSError, match="No space left") as raised:
+        checkpoints.write(path, 2, DriverState({}))
+    assert ("the trained weights are there" in str(raised.value)) == stays
+    assert (path / "model.safetensors").is_file() == stays
+    assert not (path / "resume").exists(), "nothing resumes from a half"
+    assert not folder.hidden(path).exists()
+    assert folder.search(tmp_path / "run") == ([], [])
+    if stays:  # a later end does not take the place of an earlier, whole one
+        (path / "model.safetensors").write_text("earlier")
+        with pytest.raises(OSError, match=r"device: '"):
+            checkpoints.write(path, 2, DriverState({}))
+        assert (path / "model.safetensors").read_text() == "earlier"
+
+
+def test_a_file_beside_the_weights_that_is_missing_is_named(
+    config: Callable[..., Config], tmp_path: Path
+) -> None:
+    group: Any = FullDisk()
+    telemetry = MagicMock()
+    checkpoints = Checkpoints(config(), Origin(), group, telemetry)
+    group.save_state = lambda path: Path(path).mkdir() or {}
+    checkpoints.write(tmp_path / "run" / "final", 2, DriverState({}))
+    (call,) = telemetry.note.call_args_list
+    assert call.args[0].endswith("not all of its files: tokenizer: ValueError: no")
