@@ -25,7 +25,7 @@ cli           jobs doctor plan replay driver preflight runtime planner telemetry
 jobs          driver runtime telemetry config
 doctor        runtime compat sandbox costs models telemetry system config
 plan          preflight planner schedule flow costs models layout telemetry system config
-replay        driver preflight checkpoint data schedule flow telemetry config
+replay        driver preflight checkpoint data schedule telemetry config
 driver        preflight runtime workers checkpoint data environments rewards planner
               schedule flow costs models layout pipelines telemetry system config
 preflight     runtime workers checkpoint data environments rewards planner engines
