@@ -31,9 +31,9 @@ from hybridrl.driver import train as controller_train
 from hybridrl.driver.run_records import FetchTexts, RunRecords
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.sample import SampleId
-from hybridrl.flow.schedules import StepResult
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.rewards.model import make_reward_model
+from hybridrl.schedule import StepResult
 from hybridrl.system import signals
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.trace import TraceSpan, read_timeline

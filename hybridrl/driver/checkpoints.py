@@ -18,7 +18,7 @@ from hybridrl.config.renamed_keys import REMOVED_KEYS, with_new_names
 from hybridrl.config.schedule import SCHEDULES
 from hybridrl.driver.inputs import basis_of
 from hybridrl.driver.worker_group import WorkerGroup
-from hybridrl.flow.schedules.base import PendingSample, Schedule
+from hybridrl.schedule.base import PendingSample, Schedule
 from hybridrl.telemetry.records import parse, plain
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.workers.pending_samples import PendingRecord

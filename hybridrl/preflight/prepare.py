@@ -37,7 +37,6 @@ from hybridrl.engines.rollout.available import engine_checks
 from hybridrl.environments import Openings
 from hybridrl.flow import Graph, Recipe
 from hybridrl.flow.graph import ComputeStage, GenerateStage, StageMethod, UpdateStage
-from hybridrl.flow.schedules.base import schedule_class
 from hybridrl.flow.temperatures import with_temperatures
 from hybridrl.planner.emulation import check_emulation, emulated_gpu_memory
 from hybridrl.preflight.activation_choice import decide_activations
@@ -68,6 +67,7 @@ from hybridrl.preflight.packages import check_packages, check_ray
 from hybridrl.preflight.placement import check_placement
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
+from hybridrl.schedule.base import schedule_class
 from hybridrl.system.compiler import compiler_fault
 from hybridrl.system.short_tmpdir import shorten_tmpdir
 
