@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import ConfigError, DataConfig
-from hybridrl.data.control_tokens import ControlTokens
 from hybridrl.data.left_out import REASONING, left_out
 from hybridrl.environments.task import ChatMessage
+from hybridrl.models.control_tokens import ControlTokens
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import ConfigError
-from hybridrl.data.control_tokens import special_tokens
 from hybridrl.data.foreign_parsers import vllm_parser
 from hybridrl.environments.call_forms import FORMS, THOUGHTS
 from hybridrl.environments.tool_calls import CallForm, ToolCall, Tools, find_calls
+from hybridrl.models.control_tokens import special_tokens
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def call_form(setting: str, tokenizer: Any, chat: bool, tools: Tools) -> CallFor
     schema = schema or getattr(tokenizer, "response_schema", None)
     if setting != "auto":
         named = _named(setting, tokenizer)
-        if turn and not _reads(turn, named):
+        if not _reads(turn, named) and turn:
             log.warning(
                 "%s=%s does not read a call as the chat template writes it, %r",
                 KEY, setting, turn[:200],
@@ -113,8 +113,10 @@ def _reads(turn: str, form: CallForm) -> bool:
     """Whether a form finds the probe's call in the turn."""
     try:
         calls = find_calls(turn, [_PROBE], form)
-    except ImportError as error:  # jmespath, which some schemas want
-        raise ConfigError(KEY, "a response schema", f"one that runs here ({error})") from error
+    # Some schemas want jmespath, and some of vLLM's parsers tokens in place of a text.
+    except (ImportError, NotImplementedError) as error:
+        name = f"vllm:{form.settings['name']}" if "name" in form.settings else "a response schema"
+        raise ConfigError(KEY, name, f"one that reads a text here ({error})") from error
     return [replace(call, id="") for call in calls] == [ToolCall("probe_tool", _ARGUMENTS)]
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from hybridrl.config import ConfigError
 from hybridrl.data.chat import ChatTemplate
-from hybridrl.data.control_tokens import ControlTokens, special_tokens
 from hybridrl.data.prompts import Ids
 from hybridrl.environments.task import ChatMessage
 from hybridrl.environments.tool_calls import CallForm
+from hybridrl.models.control_tokens import ControlTokens, special_tokens
 
 log = logging.getLogger(__name__)
 

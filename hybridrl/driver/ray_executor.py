@@ -63,12 +63,12 @@ from hybridrl.flow.graph import (
 )
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.sample import LOSS_MASK, NO_VERSION, TRAINED, Sample, SampleId
-from hybridrl.flow.schedules.base import PendingSample
 from hybridrl.layout.weight_switch import SwitchStats
 from hybridrl.preflight.placement import pool_of, scope_of
 from hybridrl.preflight.roles_together import fuses
 from hybridrl.rewards import RewardInput, RewardResult
 from hybridrl.rewards.results import scalars_of
+from hybridrl.schedule.base import PendingSample
 from hybridrl.system import signals
 from hybridrl.system.node_info import NodeInfo
 from hybridrl.workers.training import UpdateShare

@@ -40,14 +40,14 @@ from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.graph import GenerateStage, Graph
 from hybridrl.flow.judgements import JudgeFailed, check_failed_share
 from hybridrl.flow.sample import Sample
-from hybridrl.flow.schedules import StepResult
-from hybridrl.flow.schedules.base import Schedule
 from hybridrl.preflight.memory_plan import sizes_of_run
 from hybridrl.preflight.placement import HOME, graphs_of
 from hybridrl.preflight.prepare import PreparedRun
 from hybridrl.preflight.roles_together import roles_together
 from hybridrl.rewards.results import BudgetSpent
 from hybridrl.runtime.launcher import Launcher
+from hybridrl.schedule import StepResult
+from hybridrl.schedule.base import Schedule
 from hybridrl.system import signals
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.telemetry.trace import rank_lane

@@ -64,7 +64,7 @@ FORMS = {
     "minimax": _form("<tool_calls>", head=r"<tool_calls>\s*"),  # MiniMax-M1
     "kimi_k2": _form(
         "<|tool_call_begin|>",
-        head=r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[\w-]+)(?::\d+)?)\s*"
+        head=r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+)(?::\d+)?)\s*"
         r"<\|tool_call_argument_begin\|>\s*",
     ),
     "openai": _form(  # gpt-oss
@@ -94,11 +94,20 @@ THOUGHTS = {
 }
 """What begins thoughts, and what ends them."""
 
+ENDS = ("</think>", "[/THINK]", "</seed:think>")
+"""What ends nothing but thoughts, which some templates begin in some of their prompts only."""
+
+TRIED = re.compile(r"(?:<\|start\|>assistant|<\|channel\|>\w+)\s*\Z")
+"""What stands before `to=functions.` where a model calls; elsewhere it may stand in any text."""
+
 MARKERS = re.compile(
     "|".join(
         sorted(
-            map(re.escape, {*THOUGHTS, *(mark for form in FORMS.values() for mark in form.markers)})
+            map(
+                re.escape,
+                {*THOUGHTS, *ENDS, *(mark for form in FORMS.values() for mark in form.markers)},
+            )
         )
     )
 )
-"""All that begins a call or thoughts."""
+"""All that begins a call or thoughts, or ends these."""

@@ -240,6 +240,11 @@ def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
         function = tool.get("function")
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise Refusal(400, f"tools has {tool!r:.60}, wanted functions with a name")
+        parameters = function.get("parameters") or {}
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else 0
+        if not isinstance(properties, Mapping | None):
+            wanted = "a JSON schema with properties by name"
+            raise Refusal(400, f"parameters of {function['name']}: wanted {wanted}")
     return tuple(value or ())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridrl.config.dotted import load_function
 from hybridrl.config.surrogates import encodable, without_surrogates
-from hybridrl.environments.call_forms import BARE, FORMS, MARKERS, THOUGHTS, Form
+from hybridrl.environments.call_forms import BARE, ENDS, FORMS, MARKERS, THOUGHTS, TRIED, Form
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,13 @@ def find_calls(text: str, tools: Tools, form: CallForm | None = None) -> list[To
     if not form.parser:
         names = [form.name] if form.name else list(FORMS)
         return list(map(_sendable, _Reader(text, known, names).calls()))
-    said = re.sub(r"<think>.*?(?:</think>|\Z)", "", text, flags=re.DOTALL)
+    parse: Any = load_function("environment.tool_calls", form.parser)
     try:
-        parse: Any = load_function("environment.tool_calls", form.parser)
-        return list(map(_sendable, map(_of_object, parse(said, tools, **form.settings))))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        entries = parse(_without_thoughts(text), tools, **form.settings)
+        return list(map(_sendable, map(_of_object, entries)))
+    except (ImportError, NotImplementedError):  # it reads no text here: told before the run
+        raise
+    except Exception as error:  # foreign code
         return [ToolCall("", error=f"the call cannot be read ({str(error)[:200]})")]
 
 
@@ -93,13 +95,18 @@ class _Reader:
                 end = self.text.find(closing, position)
                 position = said = len(self.text) if end < 0 else end + len(closing)
                 continue
+            if marker[0] in ENDS:  # the thoughts had begun without a mark
+                calls, said = [], position
+                continue
             forms = [FORMS[name] for name in self.names if marker[0] in FORMS[name].markers]
             heads = ((form, form.head.match(self.text, marker.start())) for form in forms)
             form, head = next((pair for pair in heads if pair[1]), (None, None))
             if form is not None and head is not None:
                 behind, position = self._behind(form, head)
                 calls += behind
-            elif forms and marker[0] != "to=functions.":  # which may stand in any text
+            elif forms and (
+                marker[0] != "to=functions." or TRIED.search(self.text, 0, marker.start())
+            ):
                 calls.append(ToolCall("", error="the call cannot be read"))
         return calls or self._bare(self.text[said:].strip())
 
@@ -110,6 +117,8 @@ class _Reader:
         if form.closing:
             return self._python(position, form.closing)
         if form.parameter is None:
+            if name and re.match(r"\s*(?:<|\Z)", self.text[position:]):
+                return [ToolCall(name, id=groups.get("id") or "")], position
             values, position, error = _json_values(self.text, position, once=bool(name))
             if name:
                 values = [{**groups, "name": name, "arguments": value} for value in values]
@@ -119,8 +128,11 @@ class _Reader:
         while pair := form.parameter.match(self.text, position):
             key, position = pair["key"].strip(), pair.end()
             is_text = pair.groupdict().get("string") == "true"
-            kind = "string" if is_text else self.known.get(name, {}).get(key, {}).get("type")
-            arguments[key] = _value(pair["value"], kind)
+            kinds = {"string"} if is_text else _kinds(self.known.get(name, {}).get(key))
+            arguments[key] = _value(pair["value"], kinds)
+        if not _ENDED.match(self.text, position):
+            behind = self.text[position : position + 80]
+            return [ToolCall(name, error=f"the call cannot be read at {behind!r}")], position
         return [ToolCall(name, arguments)], position
 
     def _python(self, position: int, closing: str) -> tuple[list[ToolCall], int]:
@@ -162,7 +174,7 @@ class _Reader:
     def _of_python(self, text: str) -> list[ToolCall]:
         """A list of calls in Python's syntax, with literals as arguments. Raises ValueError."""
         try:
-            tree = ast.parse(text.strip(), mode="eval").body
+            tree = _JsonNames().visit(ast.parse(text.strip(), mode="eval")).body
         except (SyntaxError, MemoryError, RecursionError) as error:
             raise ValueError(str(error)) from None
         if not isinstance(tree, ast.List):
@@ -181,7 +193,17 @@ class _Reader:
         return ToolCall(name, dict(zip(places, values, strict=False)) | named)
 
 
+class _JsonNames(ast.NodeTransformer):
+    """Makes values of the names that JSON has for them, which models write in Python, too."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        values = {"true": True, "false": False, "null": None}
+        return ast.Constant(values[node.id]) if node.id in values else node
+
+
 _DECODER = json.JSONDecoder()
+_ENDED = re.compile(r"\s*(?:</|\Z)")
+"""What is behind the last parameter of a call."""
 _ANOTHER = re.compile(r"\s*[;,]?\s*(?=\{)")
 
 
@@ -205,7 +227,9 @@ def _of_object(entry: Any) -> ToolCall:
         entry = {**entry["function"], "id": entry.get("id", "")}
     if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
         return ToolCall("", error="a call has a name and arguments")
-    arguments = entry.get("arguments", entry.get("parameters", {}))
+    arguments = entry.get("arguments", entry.get("parameters"))
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -234,14 +258,47 @@ def _is_call(entry: Any) -> bool:
     return isinstance(entry, dict) and entry.keys() <= keys
 
 
-def _value(text: str, kind: Any) -> Any:
-    """A parameter in tags: text where the tool wants one, else JSON where it is."""
-    if kind == "string":
+def _kinds(schema: Any) -> set[str]:
+    """The types that a parameter's JSON schema allows, as far as it names them."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named = schema.get("type") or []
+    kinds = {named} if isinstance(named, str) else set(map(str, named))
+    for options in (schema.get(key) or () for key in ("anyOf", "oneOf", "allOf")):
+        kinds = kinds.union(*map(_kinds, options))
+    if not kinds and all(isinstance(value, str) for value in schema.get("enum") or [0]):
+        kinds = {"string"}
+    return kinds
+
+
+def _value(text: str, kinds: set[str]) -> Any:
+    """A parameter in tags: text where the tool wants a text alone, else JSON where it is.
+
+    Templates write some values as Python does: `True`, `None`, `['a']`.
+    """
+    if kinds == {"string"}:
         return text
+    if kinds == {"string", "null"}:
+        return None if text.strip() in ("null", "None") else text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return text
+        pass
+    if "string" not in kinds:
+        try:
+            value = ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return text
+        if isinstance(value, bool | list | dict | None):
+            return value
+    return text
+
+
+def _without_thoughts(text: str) -> str:
+    for begin, end in THOUGHTS.items():
+        pattern = f"{re.escape(begin)}.*?(?:{re.escape(end)}|\\Z)"
+        text = re.sub(pattern, "", text, flags=re.DOTALL)
+    return text
 
 
 def _properties(tool: Mapping[str, Any]) -> dict[str, Any]:

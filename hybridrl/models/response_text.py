@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-_MARKER = re.compile(
+MARKER = re.compile(
     r"think|thought|reason|tool|function|python_tag|channel|constrain|call|args|action|plugin",
     re.IGNORECASE,
 )
@@ -34,11 +34,11 @@ class ResponseText:
             if skips or id in ends or token in _ENDS:
                 return False
             of_channels = has_channels and token in _OF_CHANNELS
-            return skips is False or of_channels or _MARKER.search(token) is not None
+            return skips is False or of_channels or MARKER.search(token) is not None
 
         self.kept = {id: token for id, token in sorted(special.items()) if keeps(id, token)}
         self._left_out = frozenset(special.keys() - self.kept.keys())
-        self._ends = {id for id, token in self.kept.items() if not _MARKER.search(token)}
+        self._ends = {id for id, token in self.kept.items() if not MARKER.search(token)}
         self._ends -= {id for id, token in self.kept.items() if token in _OF_CHANNELS}
 
     def __call__(self, ids: Any) -> str:

@@ -70,7 +70,8 @@ class StoredWeights:
         """Open the files of a causal language model, or `classifier`, of `config`.
 
         Parameters in `zeros` are zeros where no file has them. Raises ConfigError, which names
-        `key`, where weights are missing, of another shape, or in no file that can be read.
+        `key`, where weights are missing, of another shape, or in no file that can be read. A hub's
+        model is checked as `check_stored` checks a directory.
         """
         self.path, self.key = path, key
         self._model = meta_model(config, classifier)
@@ -85,6 +86,8 @@ class StoredWeights:
             shape = self._model.get_parameter(name).shape
             self._tensors.setdefault(name, stored_zeros(shape))
         self._check()
+        if not Path(path).is_dir():  # a hub's model, which no preflight has seen
+            self.check_left_out()
 
     def __enter__(self) -> "StoredWeights":
         return self
@@ -238,8 +241,10 @@ class StoredWeights:
                 self._refuse(allowed)
 
     def _equal(self, name: str, other: str) -> bool:
-        """Whether two stored tensors of one shape are equal, read a few rows at a time."""
+        """Whether two stored tensors are equal, read a few rows at a time."""
         one, two = self._tensors[name], self._tensors[other]
+        if one.shape != two.shape:
+            return False
         rows = max(1, _COMPARED // max(1, one.shape[1:].numel()))
         for start in range(0, one.shape[0], rows):
             box = Box.whole(one.shape).narrow(0, start, min(start + rows, one.shape[0]))
@@ -265,7 +270,7 @@ def check_stored(
 ) -> None:
     """Raise as `StoredWeights` does, for a directory, and where a tensor of it would be left out.
 
-    Ranks fetch a hub's model and check it.
+    Ranks fetch a hub's model and check it as they open it.
     """
     if Path(path).is_dir():
         with StoredWeights(path, config, classifier=classifier, zeros=zeros, key=key) as weights:

@@ -15,7 +15,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 def weight_files(path: str) -> dict[str, Path]:
     """The file of each tensor of the model at `path`, a directory or a hub name.
 
-    Raises OSError if none can be read, or not what the index file says.
+    As in transformers, these are all tensors of the index's files, named there or not. Raises
+    OSError if none can be read, or not what the index file says, or one is in two files.
     """
     single = _optional(path, SINGLE)
     if single is not None:  # transformers reads it first
@@ -29,7 +30,17 @@ def weight_files(path: str) -> dict[str, Path]:
     missing = [name for name, file in files.items() if file is None]
     if missing:
         raise OSError(f"{INDEX} names {first_few(missing)}, not there")
-    return {name: file for name, own in names.items() if (file := files[own]) is not None}
+    file_of: dict[str, Path] = {}
+    for file in filter(None, files.values()):
+        with open_file(file) as opened:
+            stored = set(opened.keys())
+        if lacks := sorted({name for name, own in names.items() if files[own] == file} - stored):
+            raise OSError(f"{INDEX} names {first_few(lacks)} in {file.name}, which lacks it")
+        if twice := sorted(stored & file_of.keys()):
+            there = file_of[twice[0]].name
+            raise OSError(f"{file.name} has {first_few(twice)}, which {there} has, too")
+        file_of |= dict.fromkeys(stored, file)
+    return file_of
 
 
 def open_file(file: Path) -> Any:
@@ -53,12 +64,7 @@ def check_files(path: Path, key: str) -> None:
     try:
         for file in files:
             open_file(file)
-        names = weight_files(str(path))
-        for file in sorted(set(names.values())):
-            with open_file(file) as opened:
-                lacks = sorted({n for n, own in names.items() if own == file} - set(opened.keys()))
-            if lacks:
-                raise OSError(f"{INDEX} names {first_few(lacks)} in {file.name}, which lacks it")
+        weight_files(str(path))
     except OSError as error:
         raise ConfigError(key, path, f"whole files ({error})") from error
 

@@ -36,7 +36,6 @@ from hybridrl.costs.mapping_overrides import (
 from hybridrl.costs.model import UNSCALED, CostModel
 from hybridrl.costs.scales import CostScales
 from hybridrl.flow import Graph
-from hybridrl.flow.schedules.base import schedule_class
 from hybridrl.plan.mapping_checks import (
     assumptions,
     check_known_costs,
@@ -66,6 +65,7 @@ from hybridrl.preflight.prepare import (
     check_schedule,
 )
 from hybridrl.preflight.roles_together import roles_together
+from hybridrl.schedule.base import schedule_class
 from hybridrl.telemetry.log import command_log
 from hybridrl.telemetry.rundata import COSTS
 

@@ -25,12 +25,12 @@ from hybridrl.flow.graph import (
 )
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.sample import SampleId
-from hybridrl.flow.schedules import StepResult
-from hybridrl.flow.schedules.base import ScheduleParts, StepSettings, schedule_class
 from hybridrl.planner.conversations import ConversationModel
 from hybridrl.planner.mapped_work import MappedWork, step_samples
 from hybridrl.planner.simulate import EARLY_BACKWARD, SimulatedExecutor
 from hybridrl.planner.workload import Workload
+from hybridrl.schedule import StepResult
+from hybridrl.schedule.base import ScheduleParts, StepSettings, schedule_class
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from hybridrl.config import Config
 from hybridrl.data import Item
-from hybridrl.data.control_tokens import ControlTokens, special_tokens
 from hybridrl.data.turns import TurnTemplate
 from hybridrl.flow import Graph
+from hybridrl.models.control_tokens import ControlTokens, special_tokens
 from hybridrl.preflight.judges import Judged, tokens_of
 from hybridrl.preflight.models import judges_of
 

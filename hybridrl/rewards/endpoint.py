@@ -141,7 +141,7 @@ class Endpoint:
         responses = "\n\n".join(f"{i}.\n{text or ''}" for i, text in enumerate(texts, 1))
         fields = {**item.item, "prompt": item.prompt, "row": item.item}
         fields["answer"] = " or ".join(item.right_answers) or "(none)"
-        fields["question"] = _plain(fields.get("question", item.prompt))
+        fields["question"] = _plain(item.asked)
         fields |= {"response": texts[0] or "", "responses": responses}
         try:
             content = fill(settings.rubric(self._whole_groups), fields)

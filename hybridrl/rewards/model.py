@@ -17,8 +17,10 @@ from transformers import (
 from hybridrl.config import Config, ConfigError
 from hybridrl.engines.probe import check_model
 from hybridrl.models.context import context_tokens
+from hybridrl.models.control_tokens import ControlTokens
 from hybridrl.models.load import check_supported, load_config
 from hybridrl.models.parallel import check_gen_layout, num_experts
+from hybridrl.models.response_text import MARKER
 from hybridrl.models.stored_weights import check_stored
 from hybridrl.models.weight_files import weight_files
 
@@ -75,6 +77,8 @@ def check_reads_text(config: Config, path: str, key: str, difference: str) -> No
     try:
         reader = TextReader(path)
         messages = [{"role": "user", "content": "Q"}] if config.data.chat else []
+        if messages and config.data.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": config.data.system_prompt})
         reader.ids(messages, "Q", "A")
     except ValueError as error:
         allowed = f"the actor's tokenizer, or one that can read the text ({error}; {difference})"
@@ -83,13 +87,19 @@ def check_reads_text(config: Config, path: str, key: str, difference: str) -> No
 
 
 class TextReader:
-    """Reads prompt and response by their text: with the model's own tokenizer and chat template."""
+    """Reads prompt and response by their text: with the model's own tokenizer and chat template.
+
+    In the template a text that spells one of its control tokens stays text, but for the markers of
+    thoughts and calls in a response. So no response can end its turn and praise itself.
+    """
 
     def __init__(self, path: str) -> None:
         here = Path(path).exists()
         self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=here)
         config = AutoConfig.from_pretrained(path, local_files_only=here)
         self.room, self.vocab_size = context_tokens(config), config.vocab_size
+        self.control = ControlTokens(self.tokenizer)
+        self._structure = {x for x in self.control.spellings if not MARKER.search(x)}
 
     def ids(self, messages: Sequence[Any], prompt: str, response: str) -> list[int]:
         """The tokens of a response to `messages`, or without any to the text `prompt`.
@@ -102,14 +112,16 @@ class TextReader:
                 raise ValueError("its tokenizer has no chat template, for data.chat=true")
             ids = self.tokenizer(prompt + response, verbose=False)["input_ids"]
         else:
-            asked = list(messages) or [{"role": "user", "content": prompt}]
-            answer = {"role": "assistant", "content": response}
+            asked = self.control.guard(messages or [{"role": "user", "content": prompt}])
+            content = self.control.guard(response, self._structure)
+            answer = {"role": "assistant", "content": content}
             try:
                 text = self.tokenizer.apply_chat_template([*asked, answer], tokenize=False)
             except Exception as error:  # templates raise their errors in jinja's classes
                 reason = " ".join(str(error).split())[:200]
                 raise ValueError(f"its chat template refuses the messages: {reason}") from error
-            ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            options = {"add_special_tokens": False, "verbose": False}
+            (ids,) = self.control.ids([text], lambda x: self.tokenizer(x, **options)["input_ids"])
         if len(ids) > self.room:
             raise ValueError(f"{len(ids)} tokens, and its context is {self.room}")
         if not ids:

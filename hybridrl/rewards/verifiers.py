@@ -86,6 +86,8 @@ def _math(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
         return parse(_boxed(answer), parsing_timeout=None)
 
     def judge(item: RewardInput, text: str) -> float:
+        # math-verify takes a draft's \boxed{} and the answer's for a set of both.
+        text = _THOUGHTS.sub("", text, count=1)
         forms = [text]
         if not _DELIMITED.search(text):
             # An answer alone reads as one. Words may be prose, which is searched for its answer.
@@ -97,6 +99,11 @@ def _math(config: JudgeConfig, sources: Mapping[str, SourceConfig]) -> Verify:
     return judge
 
 
+_THOUGHTS = re.compile(
+    r"\A.*(?:</think>|\[/THINK\]|</seed:think>|<channel\|>|<\|channel\|>final<\|message\|>)(?=.*\S)",
+    re.DOTALL,
+)
+"""What comes before the answer, where there is one."""
 _DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 

@@ -60,6 +60,7 @@ def reward_inputs(
             source=sample.item.source,
             answers=sample.item.answers,
             expected=sample.item.expected,
+            question=sample.item.question,
         )
         for sample, text in zip(samples, texts, strict=True)
     ]
@@ -83,6 +84,7 @@ def _conversation_input(sample: StoredSample, text_of: ResponseText) -> RewardIn
         earned=_earned(sample),
         answers=sample.item.answers,
         expected=sample.item.expected,
+        question=sample.item.question,
     )
 
 

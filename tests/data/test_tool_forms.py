@@ -125,16 +125,22 @@ def test_a_parser_of_vllm_reads_with_tokenizer_and_tools(
 
         def extract_tool_calls(self, text: str, request: Any) -> Any:
             assert request.tools is self.tools
+            if text == "broken":
+                raise AttributeError("no group")
             function = SimpleNamespace(name="add", arguments=json.dumps({"a": len(text)}))
             call = SimpleNamespace(id="call1", function=function)
             return SimpleNamespace(tool_calls=[call])
+
+    class ReadsTokens(Parser):
+        def extract_tool_calls(self, text: str, request: Any) -> Any:
+            raise NotImplementedError("it reads tokens")
 
     class Manager:
         tool_parsers, lazy_parsers = {}, {"mine": ()}
 
         @staticmethod
         def get_tool_parser(name: str) -> Any:
-            return {"mine": Parser}[name]
+            return {"mine": Parser, "openai": ReadsTokens}[name]
 
     protocol = "vllm.entrypoints.openai.chat_completion.protocol"
     for name, parts in {
@@ -148,8 +154,14 @@ def test_a_parser_of_vllm_reads_with_tokenizer_and_tools(
     tokenizer.save_pretrained(tmp_path)
     tokenizer.name_or_path = str(tmp_path)
     form = call_form("vllm:mine", tokenizer, True, TOOLS)
-    assert find_calls("<think>so</think>four", TOOLS, form) == [
-        ToolCall("add", {"a": 4}, id="call1")
-    ]
+    for thought in ("<think>so</think>", "[THINK]so[/THINK]", "<seed:think>so</seed:think>"):
+        call = ToolCall("add", {"a": 4}, id="call1")
+        assert find_calls(f"{thought}four", TOOLS, form) == [call]
+    (call,) = find_calls("broken", TOOLS, form)
+    assert call.error == "the call cannot be read (no group)"
+    with pytest.raises(
+        ConfigError, match=r"vllm:openai: wanted one that reads a text here \(it re"
+    ):
+        call_form("vllm:openai", tokenizer, True, TOOLS)
     with pytest.raises(ConfigError, match=r"vllm:other: wanted one of vllm:mine"):
         call_form("vllm:other", tokenizer, True, TOOLS)

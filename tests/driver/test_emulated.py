@@ -310,7 +310,8 @@ def test_a_wrong_layout_is_named_before_the_ranks(setting: str, allowed: str) ->
         ("rollout.tail_tp=3", "rollout.tail_tp=3: wanted off, 2, 4, 8, 16, 32 (it must divide the"),
         ("rollout.layout.tp=3", "rollout.layout.tp=3: wanted one of 1, 2, 4, 8, 16, 32 (it must"),
         ("rollout.layout.pp=48", "rollout.layout.pp=48: wanted at most 32 (32 layers)"),
-        ("trainer.layout.tp=3", "roles.critic.layout.tp=3: wanted one of 1, 2, 4, 8 (it must"),
+        ("trainer.layout.tp=3", "trainer.layout.tp=3: wanted one of 1, 2, 4, 8 (it must"),
+        ("roles.critic.layout.tp=3", "roles.critic.layout.tp=3: wanted one of 1, 2, 4, 8 (it must"),
         (
             "roles.critic.layout.pp=48 roles.critic.layout.fsdp=1",
             "roles.critic.layout.pp=48: wanted at most 32 (32 layers)",

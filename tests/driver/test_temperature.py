@@ -19,9 +19,9 @@ DRAWN = ["grpo", "ppo", "remax", "dars", "xrpo", "distill", "self_distill", "ttr
 STORED = ["sft", "dpo", "kto", "orpo", "simpo", "rm"]
 
 
-def temperatures(make_config: Callable[..., Any], name: str) -> set[float]:
+def temperatures(make_config: Callable[..., Any], name: str, *more: str) -> set[float]:
     """Return the temperatures of the stages that compute log-probabilities."""
-    graph = with_temperatures(build_recipe(make_config(f"recipe={name}").recipe), 0.6)
+    graph = with_temperatures(build_recipe(make_config(f"recipe={name}", *more).recipe), 0.6)
     methods = (StageMethod.LOG_PROBS, StageMethod.TOP_LOG_PROBS)
     return {
         stage.temperature
@@ -33,6 +33,13 @@ def temperatures(make_config: Callable[..., Any], name: str) -> set[float]:
 @pytest.mark.parametrize("name", DRAWN)
 def test_drawn_samples_have_that_of_rollouts(make_config: Callable[..., Any], name: str) -> None:
     assert temperatures(make_config, name) == {0.6}
+
+
+@pytest.mark.parametrize("source", ["trainer", "ewma"])
+def test_old_log_probabilities_have_that_of_rollouts(
+    make_config: Callable[..., Any], source: str
+) -> None:
+    assert temperatures(make_config, "grpo", f"recipe.correction.old_log_probs={source}") == {0.6}
 
 
 @pytest.mark.parametrize("name", STORED)

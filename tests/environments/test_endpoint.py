@@ -258,6 +258,14 @@ def test_requests_that_are_refused(make: Make, pool: Pool) -> None:
         "content is {}, wanted a text": {"messages": [{"role": "user", "content": {}}]},
         "tools is 5, wanted a list of objects": {"messages": messages, "tools": 5},
         "tools is ['x'], wanted a list": {"messages": messages, "tools": ["x"]},
+        "parameters of f: wanted a JSON schema": {
+            "messages": messages,
+            "tools": [{"function": {"name": "f", "parameters": ["a"]}}],
+        },
+        "parameters of g: wanted a JSON schema": {
+            "messages": messages,
+            "tools": [{"function": {"name": "g", "parameters": {"properties": ["a"]}}}],
+        },
         "tool_calls has 'x', wanted objects": {"messages": call},
         "tool_calls is 5, wanted a list": {"messages": [{**call[0], "tool_calls": 5}]},
         "tool_calls is {'function'": {

@@ -1,6 +1,7 @@
 """Calls of tools in a model's text: the forms of families, thoughts, and answers that are none."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -163,6 +164,71 @@ def test_the_end_of_a_call_in_a_json_string_does_not_end_it(form: str) -> None:
 def test_a_text_stays_text_where_the_tool_wants_one(form: str) -> None:
     (call,) = calls(WRITTEN[form].replace("x y", "72"), form)
     assert call.arguments == {"a": 1, "b": "72"}
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "glm45", "deepseek_v32", "minimax_m2"])
+def test_a_call_in_tags_is_read_as_a_whole_or_not(form: str) -> None:
+    """It never runs with those of its arguments that can be read."""
+    text = WRITTEN[form]
+    end = re.findall(r"x y\s*(</.*?>)", text)[0]
+    for harmed in (text[: text.index("x y") + 2], text.replace("x y", f"x {end} y")):
+        assert [(call.arguments, bool(call.error)) for call in calls(harmed, form)] == [({}, True)]
+    (call,) = calls('<function=f>{"a": 1}</function>', "qwen3_coder")  # Llama 3.1's form
+    assert call.error.startswith("the call cannot be read at '{")
+
+
+TYPED = {
+    "text": ({"type": "string"}, {"72": "72", "null": "null", "[1]": "[1]"}),
+    "chosen": ({"enum": ["1", "2"]}, {"1": "1"}),
+    "perhaps": ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"72": "72", "None": None}),
+    "listed": ({"type": ["string", "null"]}, {"72": "72", "null": None, "true": "true"}),
+    "either": ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, {"72": 72, "True": "True"}),
+    "flag": ({"type": "boolean"}, {"True": True, "false": False, "yes": "yes"}),
+    "array": ({"type": "array"}, {"['a']": ["a"], "[1, 2]": [1, 2], "[f(": "[f("}),
+    "number": ({"type": "number"}, {"1.5": 1.5, "1e3": 1000.0}),
+    "any": (True, {"1": 1, "x": "x", "None": None}),
+}
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_a_parameter_in_tags_has_the_type_that_the_tool_wants(name: str) -> None:
+    """Templates write `True` for a boolean of Python's, and no quotes around a text."""
+    schema, values = TYPED[name]
+    typed = [{"function": {"name": "f", "parameters": {"properties": {name: schema}}}}]
+    for written, value in values.items():
+        text = f"<tool_call><function=f><parameter={name}>{written}</parameter></function>"
+        assert find_calls(text, typed) == [ToolCall("f", {name: value})]
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        ('<tool_call>{"name": "ping", "arguments": null}</tool_call>', "hermes"),
+        ('<tool_call>{"name": "ping", "arguments": ""}</tool_call>', "hermes"),
+        ("<|channel|>commentary to=functions.ping <|constrain|>json<|message|><|call|>", "openai"),
+        ("[TOOL_CALLS]ping[ARGS]", "mistral"),
+    ],
+)
+def test_a_call_without_arguments(text: str, form: str) -> None:
+    assert calls(text, form) == [ToolCall("ping")]
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_thoughts_that_have_begun_without_a_mark_end(form: str) -> None:
+    """A template may begin them in some of its prompts alone."""
+    thought = f"I say {WRITTEN[form].replace(JSON, '{}')}</think>\n"
+    assert [call.arguments for call in calls(thought + WRITTEN[form], form)] == [F.arguments]
+    assert calls(f"{thought}It is 5.", form) == []
+
+
+def test_a_form_of_gpt_oss_that_is_cut_off_is_a_call() -> None:
+    (call,) = calls("<|channel|>commentary to=functions.f <|constr", "openai")
+    assert call.error == "the call cannot be read"
+    assert calls("<|channel|>final<|message|>You can write to=functions.f there", "openai") == []
+
+
+def test_names_of_json_in_a_list_of_python_are_values() -> None:
+    assert calls("[g(a=true), g(a=[null])]") == [ToolCall("g", {"a": x}) for x in (True, [None])]
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,7 @@ def test_a_conversion_that_is_no_slices_reads_its_own_tensors_alone(
     name, box = "model.layers.1.mlp.experts.down_proj", Box((2, 1, 0), (4, 9, 5))
     with StoredWeights(str(tmp_path), model.config) as weights:
         whole = [n for n, tensor in weights._tensors.items() if tensor.reads_whole]
+        assert whole
         assert all(n.endswith("down_proj") and "experts" in n for n in whole)
         assert torch.equal(read(weights, name, down, box), down.flip(1)[box.slices()])
 
@@ -184,7 +185,9 @@ def _stored(folder: Path, **more: torch.Tensor) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_what_no_parameter_is_made_of_is_refused(tmp_path: Path) -> None:
+def test_what_no_parameter_is_made_of_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What transformers ignores passes, and a causal model's head below a value model."""
     model = write("llama", tmp_path)
     _stored(tmp_path, model__rotary_emb__inv_freq=torch.ones(4))
@@ -196,6 +199,11 @@ def test_what_no_parameter_is_made_of_is_refused(tmp_path: Path) -> None:
     unused = r"has no use for model\.layers\.0\.self_attn\.q_proj\.bias"
     with pytest.raises(ConfigError, match=unused):
         check_stored(str(tmp_path), model.config)
+    files = stored_weights.weight_files(str(tmp_path))
+    monkeypatch.setattr(stored_weights, "weight_files", lambda path: files)
+    check_stored("some/model", model.config)  # ranks check a hub's model
+    with pytest.raises(ConfigError, match=unused):
+        StoredWeights("some/model", model.config)
 
 
 def test_a_tied_head_that_differs_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
@@ -216,6 +224,31 @@ def test_a_tied_head_that_differs_is_refused(tmp_path: Path, monkeypatch: Any) -
     assert torch.equal(theirs.model.embed_tokens.weight, embedding)
     with pytest.raises(ConfigError, match=r"equal lm_head.weight and model.embed_tokens.weight"):
         check_stored(str(folder), model.config)
+
+
+@pytest.mark.parametrize("rows", [-1, 1], ids=["fewer rows", "more rows"])
+def test_a_tied_head_of_another_shape_is_refused(tmp_path: Path, rows: int) -> None:
+    model = write("qwen3", tmp_path, tie_word_embeddings=True)
+    embedding = model.model.embed_tokens.weight.detach()
+    _stored(tmp_path, lm_head__weight=torch.cat([embedding, embedding])[: len(embedding) + rows])
+    with pytest.raises(ConfigError, match=r"equal lm_head.weight and model.embed_tokens.weight"):
+        check_stored(str(tmp_path), model.config)
+
+
+def test_tensors_of_a_shard_that_the_index_leaves_out_are_read(tmp_path: Path) -> None:
+    """transformers loads all that is in the files."""
+    model = write("qwen3", tmp_path, tie_word_embeddings=True)
+    check_stored(str(tmp_path), model.config)
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[-1]
+    tensors, embedding = load_file(shard), model.model.embed_tokens.weight.detach()
+    for name, allowed in {
+        "lm_head.weight": "wanted equal lm_head.weight and model.embed_tokens.weight",
+        "foo.bar": "it has no use for foo.bar",
+    }.items():
+        save_file(tensors | {name: embedding + 1}, shard, metadata={"format": "pt"})
+        check_files(tmp_path, "model.path")
+        with pytest.raises(ConfigError, match=allowed):
+            check_stored(str(tmp_path), model.config)
 
 
 def _shard_gone(folder: Path) -> None:
@@ -239,6 +272,12 @@ def _not_in_shard(folder: Path) -> None:
     index.write_text(json.dumps(content))
 
 
+def _twice(folder: Path) -> None:
+    save_file(
+        {n: torch.zeros(4) for n in ("w1", "w2")}, folder / "model-00002-of-00003.safetensors"
+    )
+
+
 def _no_map(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("[]")
 
@@ -250,6 +289,7 @@ def _no_map(folder: Path) -> None:
         (_cut_off, "model-00002-of-00003.safetensors: .*"),
         (_damaged, "model-00002-of-00003.safetensors: .*header"),
         (_not_in_shard, "names model.of_tomorrow in model-00002-of-00003.safetensors, which lacks"),
+        (_twice, "model-00002-of-00003.safetensors has w1, which model-00001-of-00003.*has, too"),
         (_no_map, "model.safetensors.index.json has no weight_map"),
     ],
 )

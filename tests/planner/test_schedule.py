@@ -39,8 +39,6 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import ComputeStage, StageMethod, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
-from hybridrl.flow.schedules.fused import FusedSchedule
-from hybridrl.flow.schedules.packed import PackedSchedule
 from hybridrl.planner.command import read_setting, run
 from hybridrl.planner.roofline import read_roofline
 from hybridrl.planner.schedule import (
@@ -54,6 +52,8 @@ from hybridrl.planner.schedule import (
 )
 from hybridrl.planner.simulate import SimulatedExecutor
 from hybridrl.planner.workload import LMSYS, Group, LogNormal, Shape, Workload, read_workload
+from hybridrl.schedule.fused import FusedSchedule
+from hybridrl.schedule.packed import PackedSchedule
 
 A, B, C = SampleId(0), SampleId(1), SampleId(2)
 LENGTHS = {A: 3, B: 5, C: 9}

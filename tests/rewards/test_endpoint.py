@@ -44,7 +44,8 @@ def judged(
     async def judge_all() -> list[list[Any]]:
         endpoint = Endpoint(config, replies)
         judge = endpoint_judge(config, endpoint)
-        inputs = [[RewardInput("P", r, "A", {"question": "Q"}) for r in unit] for unit in units]
+        row = {"question": "Q"}
+        inputs = [[RewardInput("P", r, "A", row, question="Asked") for r in unit] for unit in units]
         try:
             return await asyncio.gather(
                 *(answered(judge, unit, config.timeout_s) for unit in inputs)
@@ -252,7 +253,7 @@ def test_the_built_in_rubric() -> None:
     assert body.keys() == {"model", "messages", "temperature", "n"}
     (message,) = body["messages"]
     text = message["content"]
-    assert "Task:\nQ\n" in text
+    assert "Task:\nAsked\n" in text  # the row's own column has another one
     assert "answer:\nA\n" in text
     assert "Response:\nmy {response}\n" in text
     assert score == grade(text) / 10

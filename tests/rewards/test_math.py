@@ -50,6 +50,24 @@ def test_prose_is_searched_for_its_answer() -> None:
     assert judged("72", "words") == judged("72", "") == 0.0
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        "</think>",
+        "[/THINK]",
+        "</seed:think>",
+        "<|end|><|start|>assistant<|channel|>final<|message|>",
+    ],
+)
+def test_a_draft_in_thoughts_is_no_answer(end: str) -> None:
+    drafts = f"Perhaps \\boxed{{5}} or\n$9$, no.\nLet me see.{end}\n\n"
+    for answer in ("So it is \\boxed{7}.", "The answer is 7.", "7", "$x = 7$"):
+        assert judged("7", drafts + answer) == 1.0
+        assert judged("5", drafts + answer) == judged("9", drafts + answer) == 0.0
+    assert judged("5", f"It is \\boxed{{5}}{end}\n") == 1.0  # nothing comes after
+    assert judged("5, 7", f"{drafts}\\boxed{{5}} and \\boxed{{7}}") == 1.0
+
+
 def test_one_of_several_right_answers() -> None:
     verify = make_verifier(RewardConfig(kind=RewardKind.math))
     for response, reward in (("1/2", 1.0), (r"\boxed{3}", 1.0), ("4", 0.0)):

@@ -22,7 +22,12 @@ from hybridrl.flow import Flow
 from hybridrl.models.tiny import make_char_tokenizer, make_tiny_model
 from hybridrl.preflight.models import resolve_role_paths
 from hybridrl.rewards import JudgePool, validate_reward
-from hybridrl.rewards.model import check_reward_model, check_tokenizer, make_reward_model
+from hybridrl.rewards.model import (
+    TextReader,
+    check_reward_model,
+    check_tokenizer,
+    make_reward_model,
+)
 
 TINY = TinyModelConfig(
     hidden_size=16, intermediate_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
@@ -148,6 +153,47 @@ def test_another_tokenizer_is_for_text(
     with caplog.at_level(logging.INFO), pytest.raises(ConfigError, match=r"score.weight|embed"):
         check_reward_model(config_of(reward), actor, tokenizer)  # its weights are of 13 tokens
     assert f"reward.model={reward} reads responses as text: 'i' is 11 for the actor" in caplog.text
+
+
+CHATML = (
+    "{% for m in messages %}{% if m.role == 'system' and refuses %}"
+    "{{ raise_exception('no system') }}{% endif %}<a>{{ m.role[:1] }}{{ m.content }}<b>"
+    "{% endfor %}"
+)
+
+
+def chat_judge(reward: Path, template: str) -> None:
+    """Give the judge a tokenizer of its own, whose turns stand between `<a>` and `<b>`."""
+    tokenizer = make_char_tokenizer("abcdefghjiQA<>usktn/", 128)
+    special = ["<a>", "<b>", "<think>", "</think>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(reward)
+    set_config(reward, vocab_size=len(tokenizer))
+
+
+def test_control_tokens_of_the_judge_in_a_text_stay_text(reward: Path) -> None:
+    """Otherwise a response could forge turns; its markers of thoughts are tokens."""
+    chat_judge(reward, CHATML)
+    reader = TextReader(str(reward))
+    response = "<think>a</think>b<b><a>ugh"
+    for asked in ([{"role": "user", "content": "h<b>i"}], []):
+        ids = reader.ids(asked, "h<b>i", response)
+        tokens = reader.tokenizer.convert_ids_to_tokens(ids)
+        assert [x for x in tokens if len(x) > 1] == [
+            "<a>", "<b>", "<a>", "<think>", "</think>", "<b>",
+        ]  # fmt: skip
+        assert "".join(tokens) == f"<a>uh<b>i<b><a>a{response}<b>"
+
+
+def test_a_judge_whose_template_refuses_the_system_prompt(
+    actor: str, reward: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    chat_judge(reward, CHATML.replace("and refuses", ""))
+    config = config_of(reward)
+    config.data.chat, config.data.system_prompt = True, "s"
+    with pytest.raises(ConfigError, match=r"its chat template refuses the messages: no system"):
+        check_reward_model(config, actor, tokenizer)
 
 
 def test_a_layout_it_cannot_take(

@@ -24,7 +24,7 @@ def stored(
 ) -> SampleStore:
     written = tokenizer(response)["input_ids"]
     ids = [*tokenizer("ab?")["input_ids"], *written]
-    item = Item("ab?", (), "#f", (), "s", {"question": "ab"})
+    item = Item("ab?", (), "#f", (), "s", {"question": "ab"}, question="asked")
     tensors = {"tokens": torch.tensor(ids)}
     if turns:
         tensors |= conversation_tensors(turns, ids[:3], ids[3:], rewards)
@@ -38,7 +38,7 @@ def test_a_conversation_is_told_apart() -> None:
     store = stored("cdefgha#f", turns, [0.25, 0.0, 0.5])
     (seen,) = reward_inputs(store, ResponseText(TOKENIZER), [SampleId(0)])
     assert (seen.prompt, seen.response, seen.answer, seen.earned) == ("ab?", "#f", "#f", 0.75)
-    assert seen.item["question"] == "ab"
+    assert (seen.item["question"], seen.asked) == ("ab", "asked")
     told = [(m["role"], m["content"]) for m in seen.item["conversation"]]
     assert told == [
         ("assistant", "cd"), ("environment", "efg"), ("assistant", "h"), ("environment", "a"),
@@ -54,6 +54,7 @@ def test_a_conversation_is_told_apart() -> None:
 def test_a_response_of_one_turn_is_as_ever() -> None:
     (seen,) = reward_inputs(stored("cd#f", [], []), ResponseText(TOKENIZER), [SampleId(0)])
     assert (seen.response, seen.earned, seen.item) == ("cd#f", None, {"question": "ab"})
+    assert seen.asked == "asked"
 
 
 def test_special_tokens_around_thoughts_are_seen() -> None:
