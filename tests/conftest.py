@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-PLUGINS = ("gloo_ranks", "whole_runs")
+PLUGINS = ("gloo_ranks", "virtual_executor", "whole_runs")
 pytest.register_assert_rewrite(*PLUGINS)
 
 # A shell's background job ignores it, and so would the commands that tests interrupt.
@@ -46,7 +46,7 @@ LONG_FILES = (
     "engines/rollout/test_parallel.py",
     "engines/rollout/test_speculation.py",
     "driver/test_pools.py",
-    "flow/test_fused.py",
+    "schedule/test_fused.py",
     "rewards/test_judge.py",
     "engines/rollout/test_deterministic.py",
     "engines/score/test_parallel.py",

@@ -130,6 +130,7 @@ WRONG = [
     ("recipe.normalize=x", "recipe.normalize=x: wanted one of token, sequence"),
     ("trainer.steps=abc", "trainer.steps=abc: wanted a whole number"),
     ("trainer.steps=-1", "trainer.steps=-1: wanted 0 or more"),
+    ("trainer.keep_last=-1", "trainer.keep_last=-1: wanted 0 or more"),
     ("trainer.optim.lr=0", "trainer.optim.lr=0.0: wanted above 0"),
     ("trainer.optim.betas=[1.5,0.9]", "trainer.optim.betas=[1.5, 0.9]: wanted two numbers from"),
     ("warm_start.optim.lr=0", "warm_start.optim.lr=0.0: wanted above 0"),
@@ -488,7 +489,7 @@ WRONG = [
 OF_A_KIND = {
     "recipe=dapo rollout.max_new_tokens=0", "recipe=dapo recipe.max_tokens=0", "trainer.steps=-1",
     "eval.sets.main.every=0", "eval.sets.main.num_prompts=-3", "warm_start.optim.lr=0",
-    "roles.critic.optim.lr=0",
+    "roles.critic.optim.lr=0", "trainer.keep_last=-1",
     "model.tiny.num_kv_heads=0", "trainer.layout.replicas=0", "roles.cost_critic.layout.pp=0",
     "cluster.pools.actor=-1", "recipe=ppo recipe.critic_warmup=-1",
     "recipe=ppo recipe.value_clip=0", "recipe=ppo roles.critic.path=/none",

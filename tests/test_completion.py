@@ -4,12 +4,13 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from hybridrl import cli
-from hybridrl.config import completion
+from hybridrl.config import ScheduleConfig, completion
 
 HYBRIDRL = Path(sys.executable).parent / "hybridrl"
 PRESS = """
@@ -77,6 +78,17 @@ def test_fish_offers_the_same() -> None:
 
 def test_nothing_is_offered_for_what_is_none() -> None:
     assert press_tab("hybridrl train no_such_key.x") == []
+
+
+def test_keys_are_those_of_registered_kinds() -> None:
+    """A subclass that is no kind of schedule, say in a plugin, has none."""
+
+    @dataclass(kw_only=True)
+    class Unregistered(ScheduleConfig):
+        early_mine: int = 0
+
+    assert completion.complete(["train", "schedule.early_"]) == ["schedule.early_backward="]
+    assert completion.complete(["train", "cluster.rank_in"]) == ["cluster.rank_in_driver="]
 
 
 def test_every_command_completes() -> None:

@@ -1,4 +1,4 @@
-"""What the pages name is there: files, and the functions of docs/architecture.md."""
+"""What the pages and the Makefile name is there: files, functions of docs/architecture.md."""
 
 import re
 import shlex
@@ -31,6 +31,12 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
         and not any((ROOT / place / name).exists() for place in (*PLACES, page.parent))
     ]
     assert not missing
+
+
+def test_files_that_the_makefile_names_exist() -> None:
+    named = re.findall(r"(?<![\w./])(?:tests|scripts)/[\w./-]*\w", (ROOT / "Makefile").read_text())
+    assert len(named) > 40
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 RUN = re.compile(r"^(?:    )?hybridrl (?:train|eval|submit) (.*)$", re.MULTILINE)

@@ -24,12 +24,12 @@ notebook      driver preflight telemetry config
 cli           jobs doctor plan replay driver preflight runtime planner telemetry system config
 jobs          driver runtime telemetry config
 doctor        runtime compat sandbox costs models telemetry system config
-plan          preflight planner flow costs models layout telemetry system config
-replay        driver preflight checkpoint data flow telemetry config
-driver        preflight runtime workers checkpoint data environments rewards planner flow
-              costs models layout pipelines telemetry system config
-preflight     runtime workers checkpoint data environments rewards planner engines flow
-              costs models layout pipelines telemetry system config
+plan          preflight planner schedule flow costs models layout telemetry system config
+replay        driver preflight checkpoint data schedule telemetry config
+driver        preflight runtime workers checkpoint data environments rewards planner
+              schedule flow costs models layout pipelines telemetry system config
+preflight     runtime workers checkpoint data environments rewards planner engines
+              schedule flow costs models layout pipelines telemetry system config
 runtime       compat workers telemetry system config
 compat        workers telemetry system config
 workers       checkpoint data rewards planner engines flow costs models layout telemetry
@@ -39,7 +39,8 @@ data          environments models config
 environments  rewards sandbox config
 rewards       sandbox engines models config
 sandbox       config
-planner       flow costs layout pipelines config
+planner       schedule flow costs layout pipelines config
+schedule      flow costs config
 engines       algorithms models layout kernels pipelines config
 flow          costs config
 costs         layout pipelines config
@@ -67,8 +68,8 @@ def arrows(plan: str) -> dict[str, list[str]]:
 
 ALLOWED = arrows(FLOOR_PLAN)
 TORCH_FREE = (
-    "config", "costs", "environments", "flow", "pipelines", "planner", "sandbox", "telemetry",
-    "jobs",
+    "config", "costs", "environments", "flow", "pipelines", "planner", "sandbox", "schedule",
+    "telemetry", "jobs",
 )  # fmt: skip
 # Only these touch Ray; `compat` is verl's door, and verl's workers are Ray's.
 RAY_ROOMS = {"preflight", "runtime", "jobs", "doctor", "compat"}

@@ -31,9 +31,9 @@ from hybridrl.driver import train as controller_train
 from hybridrl.driver.run_records import FetchTexts, RunRecords
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.sample import SampleId
-from hybridrl.flow.schedules import StepResult
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.rewards.model import make_reward_model
+from hybridrl.schedule import StepResult
 from hybridrl.system import signals
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.trace import TraceSpan, read_timeline
@@ -330,12 +330,18 @@ def train(
 
 @pytest.fixture(scope="session")
 def train_here(make_config: Callable[..., Config]) -> Callable[..., FinishedRun]:
-    """`train` without Ray, seconds sooner: for what a run computes, not for how its ranks live."""
+    """`train` without Ray, seconds sooner: for what a run computes, not for how its ranks live.
+
+    Rank 0 is this process, so that a patch reaches it, and two ranks share the cores alone.
+    """
     fork_context()
-    return lambda run_dir, *overrides: _train(
-        run_dir,
-        make_config("cluster=processes", "cluster.ranks=2", *overrides, f"run.dir={run_dir}"),
-    )
+
+    def train(run_dir: Path, *overrides: object) -> FinishedRun:
+        in_driver = ["cluster.rank_in_driver=true"] * ("cluster=emulated" not in overrides)
+        here = ["cluster=processes", "cluster.ranks=2", *in_driver]
+        return _train(run_dir, make_config(*here, *overrides, f"run.dir={run_dir}"))
+
+    return train
 
 
 @pytest.fixture(scope="session")

@@ -104,6 +104,13 @@ class PolicyLoss(CheckedLoss):
         return loss, metrics
 
 
+def check_clips(low: float, high: float) -> None:
+    """Raise ConfigError for bounds between which a ratio may not move."""
+    if low == high == 0:
+        allowed = "above 0, or clip_low above 0: a ratio that may not move teaches nothing"
+        raise ConfigError("recipe.clip_high", high, allowed)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClippedLoss(PolicyLoss):
     """The clipped surrogate of PPO (arXiv 1707.06347, eq. 7) with the variants of GRPO.
@@ -130,9 +137,7 @@ class ClippedLoss(PolicyLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.clip_low == self.clip_high == 0:
-            allowed = "above 0, or clip_low above 0: a ratio that may not move teaches nothing"
-            raise ConfigError("recipe.clip_high", self.clip_high, allowed)
+        check_clips(self.clip_low, self.clip_high)
 
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
         """Clipped surrogate [tokens] against `old_log_probs`."""

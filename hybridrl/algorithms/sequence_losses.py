@@ -19,6 +19,7 @@ from hybridrl.algorithms.losses import (
     Fields,
     PolicyLoss,
     bounded_log_ratio,
+    check_clips,
     ratio_metrics,
 )
 from hybridrl.config import ConfigError, bounded
@@ -76,6 +77,10 @@ class GMPOLoss(PolicyLoss):
     clip_low: float = bounded(0.4, least=0)
     clip_high: float = bounded(0.4, least=0)
     normalize: str = "sequence"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_clips(self.clip_low, self.clip_high)
 
     def surrogate(self, log_probs: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, Fields]:
         """Surrogate [tokens] of the responses' mean clipped log-ratios."""

@@ -88,12 +88,15 @@ def seal(path: Path, state: Mapping[str, Any]) -> None:
 def cause_of(error: BaseException) -> tuple[int, str]:
     """The number and the text of the operating system's error behind that of a library.
 
-    torch's writers fail in their own way once a write has: "unexpected pos 704 vs 598".
+    torch's writers fail in their own way once a write has: "unexpected pos 704 vs 598". Those of
+    safetensors have it in their text: "No space left on device (os error 28)".
     """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno:
             return cause.errno, cause.strerror or str(cause)
+        if told := re.search(r"\(os error (\d+)\)", str(cause)):
+            return int(told[1]), os.strerror(int(told[1]))
         cause = cause.__cause__ or cause.__context__
     return errno.EIO, " ".join(str(error).split())
 

@@ -5,6 +5,7 @@ import errno
 import itertools
 import json
 import logging
+import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -262,6 +263,10 @@ def check_side_files(path: str, tokenizer: PreTrainedTokenizerBase, folder: Path
     files = side_files(load_config(path), "", generation_config(path), torch.float32, tokenizer)
     with TemporaryDirectory(prefix=".probe", dir=folder) as directory:
         if missing := write_side_files(Path(directory), files):
+            full = map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+            if any(reason in missing[0] for reason in full):
+                allowed = f"a directory with room for a model ({missing[0]})"
+                raise ConfigError("run.dir", folder, allowed)
             raise ConfigError("model.path", path, f"a model that can be written ({missing[0]})")
 
 

@@ -150,12 +150,18 @@ class ProcessesClusterConfig(ClusterConfig):
     """This node without Ray, to debug."""
 
     uses_ray: ClassVar[bool] = False
-    """Ranks are the driver and its children."""
+    """Ranks are children of the driver, or one of them is the driver."""
     kind: ClusterKind = ClusterKind.processes
     """This kind."""
-    rank_in_driver: bool = True
-    """Rank 0 is the driver itself, which `breakpoint()` stops. While it computes, the driver
-    answers no other rank; false makes it a child process, as others are."""
+    rank_in_driver: bool | None = None
+    """Whether rank 0 is the driver itself, which `breakpoint()` stops. While it computes, the
+    driver answers no other rank; else it is a child process, as others are. Null: true with one
+    rank, false with several."""
+
+    @property
+    def driver_is_rank(self) -> bool:
+        """Whether rank 0 is the driver's process."""
+        return self.ranks == 1 if self.rank_in_driver is None else self.rank_in_driver
 
     def check_request(self) -> None:
         """See `ClusterConfig`."""

@@ -10,7 +10,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from hybridrl.config import Config, ConfigError
+from hybridrl.config import CLUSTERS, ClusterConfig, Config, ConfigError, ScheduleConfig
+from hybridrl.config.schedule import SCHEDULES
 
 OPTIONS = {
     "train": ("--help", "--dry-run", "--cfg", "--config-dir", "--multirun"),
@@ -33,6 +34,11 @@ OPTIONS = {
     "completion": ("bash", "zsh", "fish"),
 }  # fmt: skip
 """Every command with its options and fixed words."""
+_KINDS: dict[Any, list[Any]] = {
+    ClusterConfig: list(CLUSTERS.values()),
+    ScheduleConfig: [entry.settings for entry in SCHEDULES.values()],
+}
+"""The settings of each kind of a group, all of whose keys are completed."""
 WITH_KEYS = ("train", "eval", "plan", "submit", "doctor", "replay")
 
 SCRIPTS = {
@@ -133,16 +139,9 @@ def _keys(word: str) -> Iterator[str]:
         kind = get_type_hints(kind).get(name) if is_dataclass(kind) else None
     if not is_dataclass(kind):
         return
-    for settings in _with_kinds(kind):
+    for settings in {kind: None, **dict.fromkeys(_KINDS.get(kind, ()))}:
         hints = get_type_hints(settings)
         for field in fields(settings):
             if field.name.startswith(start):
                 nested = is_dataclass(hints[field.name])
                 yield f"{path}{'.' * bool(path)}{field.name}{'.' if nested else '='}"
-
-
-def _with_kinds(settings: Any) -> Iterator[Any]:
-    """Yield a dataclass, and those of each kind of a group as `cluster` or `schedule`."""
-    yield settings
-    for kind in settings.__subclasses__():
-        yield from _with_kinds(kind)

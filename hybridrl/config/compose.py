@@ -53,9 +53,14 @@ _TEXTS = {
 }  # fmt: skip
 """Names of the keys whose texts a model reads or writes; others, as paths and expressions, have
 backslashes with another meaning."""
+_IN_MAPPING = re.compile(
+    rf"""\b({"|".join(sorted(_TEXTS))})\s*:\s*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|\[[^\]]*\])"""
+)
+"""One of these keys within a mapping, and its text or list of texts."""
 _ESCAPE = re.compile(r"\\(\\[nrt])|\\([nrt])")
 _LATEX = re.compile(
-    r"(?<!\\)\\(text(?:bf|it|rm|tt)?|times|theta|tau|triangle|right|rho|rangle|nabla|neq|not|notin)\b"
+    r"(?<!\\)\\(text(?:bf|it|rm|tt)?|times|theta|tau|triangle|tanh?|tilde|tfrac|tag|top?"
+    r"|right|rho|rangle|rceil|rfloor|nabla|neq|not|notin|newline|nu|neg)\b"
 )
 """Commands that begin as an escape does; nobody means a tab before `ext`."""
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
@@ -103,10 +108,10 @@ def resolve_arguments(args: Sequence[str]) -> list[str]:
             arg = f"recipe={name}"
         key, assigns, value = arg.partition("=")
         if assigns and key.rpartition(".")[2] in _TEXTS:
-            if command := _LATEX.search(value):
-                told = f"\\{command[0]} for the command, since \\{command[1][0]} is an escape"
-                raise ConfigError(key, command[0], told)
-            value = _with_breaks(value)
+            value = _with_breaks(key, value)
+            arg = f"{key}={value}"
+        elif assigns and value[:1] == "{":
+            value = _IN_MAPPING.sub(functools.partial(_inner_breaks, key), value)
             arg = f"{key}={value}"
         if assigns and value != "null" and (below := _BELOW_SET.fullmatch(key)):
             names = below["names"].split(".")
@@ -115,11 +120,19 @@ def resolve_arguments(args: Sequence[str]) -> list[str]:
     return arguments
 
 
-def _with_breaks(value: str) -> str:
+def _inner_breaks(key: str, match: re.Match[str]) -> str:
+    """A key of a mapping with the characters that the escapes of its text stand for."""
+    return match[0].removesuffix(match[2]) + _with_breaks(f"{key}.{match[1]}", match[2])
+
+
+def _with_breaks(key: str, value: str) -> str:
     """An argument's value with the characters that its escapes stand for.
 
-    Hydra takes a line break within quotes alone.
+    Hydra takes a line break within quotes alone. Raises ConfigError for a command of LaTeX.
     """
+    if command := _LATEX.search(value):
+        told = f"\\{command[0]} for the command, since \\{command[1][0]} is an escape"
+        raise ConfigError(key, command[0], told)
     text = _ESCAPE.sub(lambda match: match[1] or _ESCAPED[match[2]], value)
     if text != value and text[:1] not in ("'", '"', "[", "{"):
         return "'" + text.replace("'", "\\'") + "'"
@@ -240,7 +253,9 @@ def to_config(composed: DictConfig) -> Config:
     """The typed configuration; raises `ConfigError` for a value of the wrong type or range."""
     _check_keys(composed)
     try:
-        check_finite(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        check_finite(values)
+        _check_unicode(values)
         config = OmegaConf.to_object(composed)
     except (MissingMandatoryValue, InterpolationToMissingValueError) as error:
         key = min(OmegaConf.missing_keys(composed), default=str(error.full_key))
@@ -249,6 +264,20 @@ def to_config(composed: DictConfig) -> Config:
         raise explain(error, ()) from None
     assert isinstance(config, Config)
     return config
+
+
+def _check_unicode(value: Any, key: str = "") -> None:
+    """Raise for a text that the model would read, with bytes in it that are no UTF-8."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _check_unicode(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for inner in value:
+            _check_unicode(inner, key)
+    elif isinstance(value, str) and key.rpartition(".")[2] in {*_TEXTS, "chat_template"}:
+        text = value.encode("utf-8", "replace").decode()
+        if text != value:
+            raise ConfigError(key, text, "text in Unicode: the command line's is UTF-8")
 
 
 def _check_keys(node: DictConfig, path: str = "") -> None:

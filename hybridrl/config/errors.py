@@ -19,8 +19,8 @@ class ConfigError(ValueError):
         super().__init__(key, value, self.allowed)
 
     def __str__(self) -> str:
-        value = str(self.value).replace("\n", "\\n").replace("\r", "\\r")
-        return f"{self.key}={value}: wanted {self.allowed}"
+        told = f"{self.key}={self.value}: wanted {self.allowed}"
+        return told.replace("\n", "\\n").replace("\r", "\\r")  # names of a row's fields, too
 
 
 class RenamedKeyError(ConfigError):

@@ -120,7 +120,7 @@ class JudgeConfig:
     partial_credit: bool = False
     """kind=code: the share of tests that pass is the reward; else 1 where all do, and 0."""
     jail: JailKind = JailKind.auto
-    """kind=code, and functions that call `hybridrl.rewards.jail`: what confines a program."""
+    """kind=code, and functions that call `hybridrl.sandbox.jail`: what confines a program."""
     limits: JailLimits = field(default_factory=JailLimits)
     """Likewise: what one run of a program may take."""
 

@@ -214,17 +214,17 @@ class ScheduleEntry:
 SCHEDULES = {
     ScheduleKind.serial: ScheduleEntry(
         settings=SerialScheduleConfig,
-        schedule="hybridrl.flow.schedules.serial:SerialSchedule",
+        schedule="hybridrl.schedule.serial:SerialSchedule",
     ),
     ScheduleKind.fused: ScheduleEntry(
         settings=FusedScheduleConfig,
-        schedule="hybridrl.flow.schedules.fused:FusedSchedule",
+        schedule="hybridrl.schedule.fused:FusedSchedule",
         moves_samples=True,
         migrates_tail=True,
     ),
     ScheduleKind.partial: ScheduleEntry(
         settings=PartialScheduleConfig,
-        schedule="hybridrl.flow.schedules.partial:PartialSchedule",
+        schedule="hybridrl.schedule.partial:PartialSchedule",
         moves_samples=True,
         may_be_stale=True,
         serial_batches=False,
@@ -232,7 +232,7 @@ SCHEDULES = {
     ),
     ScheduleKind.packed: ScheduleEntry(
         settings=PackedScheduleConfig,
-        schedule="hybridrl.flow.schedules.packed:PackedSchedule",
+        schedule="hybridrl.schedule.packed:PackedSchedule",
         moves_samples=True,
         serial_batches=False,
         counts_tokens=True,

@@ -138,6 +138,11 @@ class Costs:
     drafting: Drafting | None = None
     """How rows guess ahead; None where they do not. A guessed token costs what a row does."""
 
+    @property
+    def between_s(self) -> float:
+        """What an instance's calls cost besides their steps, each of them."""
+        return self.call_s + self.round_trip_s
+
     def at_width(self, width: int) -> "Costs":
         """The costs of `width` instances as one: each rank has a part of its weights and heads.
 
@@ -209,10 +214,10 @@ class Costs:
         """Whether to send a parked sample's keys and values, rather than compute them again."""
         return self.kv_call_s + self.kv_token_s * tokens < self.prefill_token_s * tokens
 
-    def move(self, tokens: float) -> float:
+    def move(self, tokens: Numbers) -> Numbers:
         """Seconds to move a parked sample of so many tokens, by the cheaper way."""
         by_kv = self.kv_call_s + self.kv_token_s * tokens
-        return min(by_kv, self.prefill_token_s * tokens)
+        return np.minimum(by_kv, self.prefill_token_s * tokens)
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers, which `from_json` takes back."""

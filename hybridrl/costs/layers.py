@@ -43,7 +43,6 @@ HOSTS = {
 class LayerCosts:
     """Seconds of a unit of work on one accelerator; links are the cluster's."""
 
-    source: str
     forward_flop_s: float
     backward_flop_s: float
     """By operation of the forward pass."""
@@ -56,8 +55,6 @@ class LayerCosts:
     round_trip_s: float = _CALL_S
     itemsize: int = 2
     """Bytes of an element in the compute format."""
-    overlaps: bool = True
-    """Whether gathering weights by layer takes place while other layers compute."""
 
     @classmethod
     def of(
@@ -66,7 +63,6 @@ class LayerCosts:
         """By the datasheet; `engine` generates."""
         flop_s = 1 / (accelerator.flops * _FORWARD_SHARE)
         return cls(
-            source="datasheet",
             forward_flop_s=flop_s,
             backward_flop_s=3 / (accelerator.flops * _TRAIN_SHARE) - flop_s,
             byte_s=1 / (accelerator.memory_bytes_per_s * _MEMORY_SHARE),

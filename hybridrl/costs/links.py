@@ -30,7 +30,6 @@ class LinkSpeed:
 
 
 LinkMatrix = tuple[tuple[float, ...], ...]
-_EVEN = 0.8  # measurements of equal links differ by less
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +51,6 @@ class LinkTable:
     def link(self, source: int, target: int) -> LinkSpeed:
         """Return the link from one worker to another."""
         return LinkSpeed(self.bytes_per_s[source][target], self.message_s[source][target])
-
-    @property
-    def is_uneven(self) -> bool:
-        """Whether the slowest link has less than four fifths of the fastest one's speed."""
-        others = [
-            rate for i, row in enumerate(self.bytes_per_s) for j, rate in enumerate(row) if i != j
-        ]
-        return bool(others) and min(others) < _EVEN * max(others)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, which `from_json` takes back."""

@@ -310,7 +310,7 @@ class DeviceMapping:
         return len(self.ranks_of(ACTOR)) // self.gen.ranks
 
 
-_NETWORK_SHARE = 0.7  # of the datasheet: an assumption, as the others of `accelerators.py`
+_NETWORK_SHARE = 0.7  # of the datasheet: an assumption, as the others of `layers.py`
 
 
 def cluster_of(accelerator: Accelerator, nodes: int, per_node: int) -> ClusterShape:

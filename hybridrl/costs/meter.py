@@ -51,6 +51,8 @@ class CostMeter:
         counted: Costs | None = None,
     ) -> None:
         self._draft_tokens, self._pass_tokens = draft_tokens, pass_tokens
+        self.counts = counted is not None
+        """Whether seconds are those of the run's own operations, so that scales say something."""
         self._counted = counted or PLAIN
         self._seen: dict[str, deque[tuple[float, float]]] = {}  # measured and counted, by kind
         self._costs: Costs | None = None
@@ -95,25 +97,43 @@ class CostMeter:
         """A forward-only stage has run on samples of so many tokens together."""
         self._add(_STAGE + stage, seconds, self._counted.compute(stage, tokens) or tokens)
 
+    def _saw(self, kind: str, seconds: float, number: float = 1.0) -> None:
+        """`number` units of a kind; what has no counted seconds has its measured ones a unit."""
+        self._add(kind, seconds, (self._unit_s(kind) or 1.0) * number)
+
+    def _unit_s(self, kind: str) -> float:
+        """Counted seconds of a token, or of a call that is alike each time; 0: not counted."""
+        if kind.startswith(_STAGE):
+            return self._counted.compute(kind.removeprefix(_STAGE), 1.0)
+        own = self._counted
+        seconds = {
+            _TRAIN: own.train_token_s,
+            _SWITCH: own.switch_s,
+            _TRAIN_SWITCH: own.train_switch_s,
+            _ROUND_TRIP: own.round_trip_s,
+            _KV: own.kv_token_s,
+        }
+        return seconds.get(kind, own.step_s)  # decoding and prefill always are
+
     def saw_kv(self, seconds: float, tokens: int) -> None:
         """Keys and values of so many tokens went to another instance in one call."""
         self._add(_KV, seconds, self._counted.kv_call_s + self._counted.kv_token_s * tokens)
 
     def saw_train(self, seconds: float, tokens: int) -> None:
         """A step's updates, of all roles, on a batch of so many tokens."""
-        self._add(_TRAIN, seconds, (self._counted.train_token_s or 1.0) * tokens)
+        self._saw(_TRAIN, seconds, tokens)
 
     def saw_switch(self, seconds: float) -> None:
         """All ranks went from training to generation."""
-        self._add(_SWITCH, seconds, self._counted.switch_s or 1.0)
+        self._saw(_SWITCH, seconds)
 
     def saw_train_switch(self, seconds: float) -> None:
         """All ranks went from generation to training."""
-        self._add(_TRAIN_SWITCH, seconds, self._counted.train_switch_s or 1.0)
+        self._saw(_TRAIN_SWITCH, seconds)
 
     def saw_round_trip(self, seconds: float) -> None:
         """A call took so much longer for the driver than the instance was at work on it."""
-        self._add(_ROUND_TRIP, seconds, self._counted.round_trip_s or 1.0)
+        self._saw(_ROUND_TRIP, seconds)
 
     def costs(self) -> Costs | None:
         """The counted costs, scaled to the calls; None until enough decoding was seen.
@@ -129,47 +149,30 @@ class CostMeter:
 
     def scales(self) -> CostScales:
         """The scale of each kind that the counted costs have."""
-        forward = [
-            self._scale(kind)
-            for kind in self._seen
-            if self._counted.compute(kind.removeprefix(_STAGE), 1.0) > 0
-        ]
+        stages = [kind for kind in self._seen if kind.startswith(_STAGE) and self._unit_s(kind)]
         kinds = {"decode": self._scale(_DECODE), "prefill": self._prefill_scale()}
-        kinds["forward"] = median(forward) if forward else 1.0
-        for kind, counted in (
-            (_TRAIN, self._counted.train_token_s),
-            (_SWITCH, self._counted.switch_s),
-            (_KV, self._counted.kv_token_s),
-        ):
-            kinds[kind] = self._scale(kind) if counted else 1.0
+        kinds["forward"] = median(map(self._scale, stages)) if stages else 1.0
+        for kind in (_TRAIN, _SWITCH, _KV):
+            kinds[kind] = self._scale(kind) if self._unit_s(kind) else 1.0
         return CostScales(**{kind: scale for kind, scale in kinds.items() if scale > 0})
 
     def table(self) -> list[tuple[str, int, float, float]]:
         """Return each counted kind with its kept calls, and their counted and measured seconds."""
         rows = []
         for kind in sorted(self._seen.keys() - {_DRAFTS}):
-            if self._is_counted(kind):
+            if self._unit_s(kind):
                 measured, counted = (sum(each) for each in zip(*self._seen[kind], strict=True))
                 rows.append((kind, len(self._seen[kind]), counted, measured))
         return rows
 
-    def _is_counted(self, kind: str) -> bool:
-        own = self._counted
-        return {
-            _TRAIN: own.train_token_s,
-            _SWITCH: own.switch_s,
-            _TRAIN_SWITCH: own.train_switch_s,
-            _ROUND_TRIP: own.round_trip_s,
-        }.get(kind, own.compute(kind.removeprefix(_STAGE), 1.0) if _STAGE in kind else 1.0) > 0
-
     def _scaled(self) -> Costs:
         own, decode, prefill = self._counted, self._scale(_DECODE), self._prefill_scale()
-        kv, train = self._scale(_KV), self._scale(_TRAIN)
+        kv = self._scale(_KV)
         token_s, call_s = dict(own.token_s), dict(own.stage_call_s)
         for kind in sorted(self._seen):
             if kind.startswith(_STAGE):
                 stage, scale = kind.removeprefix(_STAGE), self._scale(kind)
-                if own.compute(stage, 1.0) > 0:
+                if self._unit_s(kind):
                     token_s[stage] = scale * own.token_s.get(stage, 0.0)
                     call_s[stage] = scale * own.stage_call_s.get(stage, 0.0)
                 else:
@@ -186,18 +189,18 @@ class CostMeter:
             stage_call_s=call_s,
             kv_token_s=kv * own.kv_token_s,
             kv_call_s=kv * own.kv_call_s,
-            train_token_s=train * (own.train_token_s or float(_TRAIN in self._seen)),
-            fused_train_token_s=train * own.fused_train_token_s,
-            switch_s=self._known(_SWITCH, own.switch_s),
-            train_switch_s=self._known(_TRAIN_SWITCH, own.train_switch_s),
-            round_trip_s=self._known(_ROUND_TRIP, own.round_trip_s),
+            train_token_s=self._known(_TRAIN),
+            fused_train_token_s=self._scale(_TRAIN) * own.fused_train_token_s,
+            switch_s=self._known(_SWITCH),
+            train_switch_s=self._known(_TRAIN_SWITCH),
+            round_trip_s=self._known(_ROUND_TRIP),
             wide_step_s=self._wide_steps(),
             drafting=self._drafting(),
         )
 
-    def _known(self, kind: str, counted: float) -> float:
-        """Seconds of work that is alike each time; what was neither counted nor seen takes none."""
-        return self._scale(kind) * (counted or float(kind in self._seen))
+    def _known(self, kind: str) -> float:
+        """Seconds of a unit; what was neither counted nor seen takes none."""
+        return self._scale(kind) * (self._unit_s(kind) or float(kind in self._seen))
 
     def _wide_steps(self) -> dict[int, float]:
         """Return `step_s` of widths that had a few calls: the first one has much to prepare."""

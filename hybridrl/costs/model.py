@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -50,6 +49,7 @@ SampleLengths = Sequence[SampleLength]
 UNSCALED = CostScales()
 MASTER = 4
 _MOMENTS = 2 * MASTER
+_SCORED_TOKENS = 8192  # of a micro-batch of a forward-only stage
 
 
 class EvenRows(NamedTuple):
@@ -92,19 +92,17 @@ class CostModel:
     """Predicts seconds of roles in layouts on a cluster.
 
     `ranks` are always the cluster's ranks of the role's pool: they decide which links are crossed.
-    A forward-only stage packs `row_tokens` tokens at most. Example: of two ranks on one node,
-    `update_s(actor, TrainLayout(fsdp=2), range(2), lengths)` is the time of an optimizer step.
+    Example: `update_s(actor, TrainLayout(fsdp=2), range(2), lengths)` is the time of an optimizer
+    step on the first two ranks of a node.
     """
 
     def __init__(
         self,
         layer_costs: LayerCosts,
         cluster: ClusterShape,
-        row_tokens: int = 8192,
         scales: CostScales = UNSCALED,
     ) -> None:
-        self.layer_costs, self.cluster, self.row_tokens = layer_costs, cluster, row_tokens
-        self.scales = scales
+        self.layer_costs, self.cluster, self.scales = layer_costs, cluster, scales
         self.links = LayoutLinks(cluster)
         # A search asks for the same ones again and again.
         self._chunks = lru_cache(4096)(self._make_chunks)
@@ -145,16 +143,11 @@ class CostModel:
 
     def _chunk_passes(self, chunk: _Chunk, *work: float) -> PassCosts:
         return PassCosts(
-            forward_s=self._together(chunk.passes.forward(*work), chunk.gather_s),
-            backward_s=self._together(chunk.passes.backward(*work), chunk.reduce_s),
+            # Weights are gathered, and gradients reduced, while other layers compute.
+            forward_s=max(chunk.passes.forward(*work), chunk.gather_s),
+            backward_s=max(chunk.passes.backward(*work), chunk.reduce_s),
             weights_s=chunk.passes.weights(*work),
         )
-
-    def _together(self, compute_s: float, traffic_s: float) -> float:
-        """Seconds of work together with the traffic of other layers."""
-        if self.layer_costs.overlaps:
-            return max(compute_s, traffic_s)
-        return compute_s + traffic_s
 
     def _make_chunks(
         self, role: PlannedRole, layout: TrainLayout, ranks: range, sizes: Sequence[int]
@@ -380,7 +373,7 @@ class CostModel:
         if not samples:
             return 0.0
         if isinstance(layout, GenLayout):
-            layout = TrainLayout(pp=layout.pp, tp=layout.tp, micro_batch_tokens=self.row_tokens)
+            layout = TrainLayout(pp=layout.pp, tp=layout.tp, micro_batch_tokens=_SCORED_TOKENS)
         once = self.pass_s(role, layout, ranks)
         return once + self.scales.forward * self._rows_s(role, layout, ranks, samples, trains=False)
 
@@ -421,7 +414,12 @@ class CostModel:
         axes = TrainAxes(pp=train.pp, replicas=train.replicas, fsdp=train.fsdp, tp=train.tp)
         nodes = [self.cluster.node(rank) for rank in ranks]
         switch = plan_switch(
-            matrices(shape), axes, gen.pp, gen.tp, stage_of_layer=stages, nodes=nodes
+            matrices(shape, train.tp, gen.tp),
+            axes,
+            gen.pp,
+            gen.tp,
+            stage_of_layer=stages,
+            nodes=nodes,
         )
         seconds: dict[tuple[int, bool], float] = {}
         for (sender, receiver), elements in switch.plan.traffic.links.items():
@@ -497,38 +495,6 @@ class CostModel:
             self.score_s(role, layout, ranks, [samples[i] for i in share]) for share in shares
         )
 
-    def costs(
-        self, roles: Sequence[PlannedRole], mapping: DeviceMapping, samples: SampleLengths
-    ) -> Costs:
-        """All of it for the scheduler, whose choices need seconds a token, of `samples` like these.
-
-        `SimulatedExecutor` has the seconds of updates and forward passes from this object.
-        """
-        (actor,) = [role for role in roles if role.name == ACTOR]
-        token_s, call_s = {}, {}
-        for role in roles:
-            layout, _ = self.stage_layout(role, mapping)
-            for stage in role.passes:
-                # Of one more row of these samples, and of none.
-                one, two = (self.stage_s(role, mapping, [*samples] * n) for n in (1, 2))
-                tokens = sum(sample.tokens for sample in samples)
-                token_s[stage] = max(0.0, two - one) / tokens
-                call_s[stage] = max(0.0, 2 * one - two)
-                call_s[stage] += self.activate_s(role, layout)
-        trained = sum(
-            self.update_s(role, mapping.train[role.name], mapping.ranks_of(role.name), samples)
-            for role in roles
-            if role.trained
-        )
-        return replace(
-            self.generation(actor, mapping.gen, mapping.ranks_of(ACTOR)),
-            token_s=token_s,
-            stage_call_s=call_s,
-            train_token_s=trained / sum(sample.tokens for sample in samples),
-            switch_s=self.to_generation_s(actor, mapping),
-            train_switch_s=0.0,
-        )
-
     def to_generation_s(self, actor: PlannedRole, mapping: DeviceMapping) -> float:
         """From training to generation: the actor's shards come, its weights move, they leave."""
         train, home = mapping.train[ACTOR], mapping.ranks_of(ACTOR)
@@ -553,4 +519,4 @@ class CostModel:
 
     def on(self, cluster: ClusterShape) -> "CostModel":
         """Return the costs of the same layers on a cluster, or with other places of its ranks."""
-        return CostModel(self.layer_costs, cluster, self.row_tokens, self.scales)
+        return CostModel(self.layer_costs, cluster, self.scales)

@@ -72,7 +72,7 @@ class ModelShape:
     def of_config(cls, config: Mapping[str, Any]) -> "ModelShape":
         """Return the sizes in a Hugging Face `config.json`.
 
-        Raises ValueError for sizes that are missing.
+        Raises ValueError for sizes that are missing, or that differ between layers.
         """
         experts = next((int(config[key]) for key in _EXPERTS if config.get(key)), 0)
         ffn = config.get("moe_intermediate_size") if experts else None
@@ -92,6 +92,8 @@ class ModelShape:
             )
         except KeyError as error:
             raise ValueError(f"a config without {error.args[0]}") from None
+        except TypeError:  # layers that differ, each with its own number
+            raise ValueError("a config whose layers have sizes of their own") from None
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

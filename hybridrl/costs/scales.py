@@ -4,9 +4,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-COSTS = "costs.json"
-"""The file of a run with the scales that it has learned."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostScales:

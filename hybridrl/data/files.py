@@ -7,8 +7,10 @@ import gzip
 import io
 import json
 import logging
+import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -61,9 +63,9 @@ def files_of(key: str, source: SourceConfig) -> list[Path]:
     files = [file for name in named for file in _files_of_name(key, source.kind, name)]
     if not files:
         raise ConfigError(f"{key}.name", source.name, "one file or more")
-    twice = {str(file) for file in files if files.count(file) > 1}
-    if twice:
-        raise ConfigError(f"{key}.name", source.name, f"each file once ({sorted(twice)[0]})")
+    counts = Counter(map(os.path.abspath, files))
+    if twice := sorted(file for file, number in counts.items() if number > 1):
+        raise ConfigError(f"{key}.name", source.name, f"each file once ({twice[0]})")
     return files
 
 
@@ -72,6 +74,10 @@ def _files_of_name(key: str, kind: SourceKind, name: Any) -> list[Path]:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{key}.name", name, wanted)
     path = Path(name).expanduser()
+    try:
+        is_there = path.exists()
+    except OSError as error:  # a name that is too long, a folder without the right to look
+        raise ConfigError(f"{key}.name", name, f"{wanted} ({error.strerror})") from None
     if path.is_dir():
         there = [file for file in sorted(path.rglob("*")) if _is_shown(file, path)]
         files = [file for file in there if _is_read(kind, file)]
@@ -84,7 +90,7 @@ def _files_of_name(key: str, kind: SourceKind, name: Any) -> list[Path]:
                 key, name, len(files), endings, len(others), others[0],
             )  # fmt: skip
         return files
-    if path.exists():
+    if is_there:
         return [path]
     if glob.has_magic(name):
         matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
@@ -131,11 +137,14 @@ def _opened(file: Path) -> IO[bytes]:
 def _json(file: Path) -> NumberedRows:
     """JSON Lines, or one array. A row is numbered by its line, or its place in the array."""
     with _opened(file) as opened:
+        is_first = True
         for number, line in enumerate(opened, 1):
-            if number == 1 and line.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[":
+            text = line.strip(b"\xef\xbb\xbf \t\r\n" if number == 1 else None)
+            if is_first and text[:1] == b"[":
                 yield from _array(line + opened.read())
                 return
-            if line.strip():
+            if text:
+                is_first = False
                 yield number, _object(_parsed(line, f"line {number}"), f"line {number}")
 
 
@@ -163,10 +172,22 @@ def _object(value: Any, place: str) -> Row:
     return value
 
 
+def _check_names(names: Sequence[str]) -> None:
+    """Raise for a column that is there twice: one of both would be lost."""
+    if twice := [name for name, number in Counter(names).items() if number > 1]:
+        raise UnreadableFile(f"columns of different names ({twice[0]!r} is there twice)")
+
+
+_LONGEST_CELL = 2**31 - 1
+"""Bytes of a value of CSV: conversations have more than Python's 128 KiB."""
+
+
 def _csv(file: Path) -> NumberedRows:
+    csv.field_size_limit(_LONGEST_CELL)
     try:
         with io.TextIOWrapper(_opened(file), "utf-8-sig", newline="") as text:  # spreadsheets' mark
             reader = csv.DictReader(text, strict=True)
+            _check_names(reader.fieldnames or ())
             for number, row in enumerate(reader, 1):
                 if None in row or None in row.values():
                     wanted = f"{len(reader.fieldnames or ())} values a line"
@@ -182,11 +203,15 @@ def _parquet(file: Path) -> NumberedRows:
 
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
+            _check_names(opened.schema_arrow.names)
             number = 0
             for batch in opened.iter_batches():
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
+    except UnicodeDecodeError as error:
+        place = f"rows {number + 1} to {number + batch.num_rows}"
+        raise UnreadableFile(f"parquet whose texts are UTF-8 ({place}: {error})") from error
     except (pyarrow.ArrowException, OSError) as error:
         raise UnreadableFile(f"parquet ({error})") from error
 

@@ -198,6 +198,7 @@ class _Collector:
         """Notes on the rows of the source that is being loaded."""
         self._seen: set[str] = set()
         self._twice: Counter[str] = Counter()
+        self._not_kept: Counter[str] = Counter()
 
     @property
     def told(self) -> str:
@@ -225,7 +226,8 @@ class _Collector:
                 self.config.eval_size,
                 f"fewer held-out items: source {name} should give {num_eval} of them and has "
                 f"{len(items)} different prompts in all, some of which training needs"
-                + (f" ({self.told})" if self.dropped else ""),
+                + (f" ({self.told})" if self.dropped else "")
+                + (f"; data.keep leaves {out} out" if (out := self._not_kept[name]) else ""),
             )
         if wanted is not None and len(items) < wanted:
             log.warning(
@@ -317,7 +319,10 @@ class _Collector:
         """
         accepted = []
         for item in items:
-            if item.identity in self.reserved or not self.keep.fullmatch(item.prompt):
+            if item.identity in self.reserved:
+                continue
+            if not self.keep.fullmatch(item.prompt):
+                self._not_kept[item.source] += 1
                 continue
             if self.uses.generates and item.identity in self._seen:
                 self._twice[item.source] += 1

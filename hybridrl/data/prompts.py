@@ -17,7 +17,13 @@ from hybridrl.data.chat import (
     read_tools,
 )
 from hybridrl.data.left_out import RowNotes
-from hybridrl.data.records import SourceRecord, answer_texts, form_of, is_messages
+from hybridrl.data.records import (
+    SourceRecord,
+    answer_texts,
+    form_of,
+    is_messages,
+    messages_of,
+)
 from hybridrl.environments.task import ChatMessage, EpisodeTask
 from hybridrl.models.control_tokens import ControlTokens, special_tokens
 
@@ -60,8 +66,8 @@ class Item:
     answers: tuple[str, ...] = field(default=(), repr=False)
     """The texts of all right answers; none where no text follows from `expected`."""
     expected: Any = field(default=None, repr=False)
-    """The answer's column as the source has it, where it is a list or a struct. Judges of the
-    user's get it in place of a text."""
+    """The answer's column as the source has it, where it is no text. Judges of the user's get a
+    list or a struct in place of a text."""
     question: Any = field(default=None, compare=False, repr=False)
     """What its prompt's column has, a text or messages; null where it has none."""
     messages: tuple[ChatMessage, ...] = field(default=(), compare=False, repr=False)
@@ -171,7 +177,10 @@ def make_items(
     if not records:
         return []
     notes = notes if notes is not None else RowNotes()
-    reader = _ChatReader(source, config, tokenizer, notes) if config.chat else None
+    reader = None
+    if config.chat:
+        reader = _ChatReader(source, config, tokenizer, notes)
+        records = [_with_lists(source, record, config) for record in records]
     if config.sources[source].messages_column is not None:
         if reader is None:
             raise ConfigError("data.chat", False, f"true, since {source} has conversations")
@@ -179,6 +188,8 @@ def make_items(
             place = _place(source, config, "messages_column", records[0])
             raise ConfigError(place.key, place.column, "null, with an environment")
         return [reader.conversation(record) for record in records]
+    if not config.chat:
+        _check_without_chat(source, config, records[0], opening)
     end = end_token_id(tokenizer, config.chat)
     whole = config.sources[source].prompt_column is None
     if whole and not records[0].question and (reader or uses.generates):
@@ -238,13 +249,24 @@ def make_items(
             reader.template.control.plain(text) if reader else text,
             ids, first_answer(record), target_ids[number], source, record.item, of_columns,
             privileged[number], task=tasks[number], answers=right_answers(record),
-            expected=record.struct, place=record.place, question=record.question,
+            expected=record.untold, place=record.place, question=record.question,
             messages=tuple(prompts[number]) if reader else (),
         )  # fmt: skip
         if reader:
             item = reader.with_turns(item, record, prompts[number], uses)
         items.append(item)
     return items
+
+
+def _check_without_chat(
+    source: str, config: DataConfig, first: SourceRecord, opening: Opening | None
+) -> None:
+    """Raise ConfigError for settings that plain prompts have no use for."""
+    if config.system_prompt is not None and not opening:
+        raise ConfigError("data.system_prompt", config.system_prompt, "null with data.chat=false")
+    if config.sources[source].tools_column is not None:
+        place = _place(source, config, "tools_column", first)
+        raise ConfigError(place.key, place.column, "null with data.chat=false")
 
 
 def _episodes(
@@ -255,7 +277,7 @@ def _episodes(
     return [
         EpisodeTask(
             tuple(prompt), record.item, first_answer(record), source,
-            answers=right_answers(record), expected=record.struct,
+            answers=right_answers(record), expected=record.untold,
         )
         for record, prompt in pairs
     ]  # fmt: skip
@@ -415,10 +437,12 @@ class _ChatReader:
     ) -> Item:
         """The item with those responses replaced that are several messages."""
         for name in (*uses.columns, *([""] if uses.targets else [])):
-            value = field_of(record.item, name) if name else record.expected
+            place = _place(self.source, self.config, name or "answer_column", record)
+            value = record.expected
+            if name:
+                value = _messages_of(field_of(record.item, name), place)
             if not is_messages(value):
                 continue
-            place = _place(self.source, self.config, name or "answer_column", record)
             turns = _after_prompt(self._read(record, value, place), record.question, place)
             if not turns or any(turns[i]["role"] != "assistant" for i in (0, -1)):
                 raise place.refuse(
@@ -456,6 +480,22 @@ def _place(source: str, config: DataConfig, setting: str, record: SourceRecord) 
         column = str(getattr(config.sources[source], setting))
         return Place(f"{key}.{setting}", column, record.place)
     return Place(key, setting, record.place)
+
+
+def _messages_of(value: Any, place: Place) -> Any:
+    """As `messages_of`, with a refusal that names the place."""
+    try:
+        return messages_of(value)
+    except ValueError as error:
+        raise place.refuse(str(error)) from None
+
+
+def _with_lists(source: str, record: SourceRecord, config: DataConfig) -> SourceRecord:
+    """The record with messages that its file has as JSON."""
+    column = "messages_column" if config.sources[source].messages_column else "prompt_column"
+    question = _messages_of(record.question, _place(source, config, column, record))
+    place = _place(source, config, "answer_column", record)
+    return replace(record, question=question, expected=_messages_of(record.expected, place))
 
 
 def _after_prompt(turns: list[ChatMessage], question: Any, place: Place) -> list[ChatMessage]:
@@ -514,6 +554,8 @@ def _response(source: str, record: SourceRecord, column: str, config: DataConfig
     """The text of a column that holds a response, or the last of its messages; empty for null."""
     try:
         response = field_of(record.item, column)
+        if config.chat:
+            response = _messages_of(response, _place(source, config, column, record))
         response = "" if is_missing(response) else response
     except KeyError:
         response = None

@@ -1,6 +1,7 @@
 """Records of a source: the user's row, what it asks, and its right answers."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +34,9 @@ class SourceRecord:
     """Where it stands, for messages: `row 3 of part-2.jsonl`."""
 
     @property
-    def struct(self) -> Any:
-        """The answer where it is a list or a struct; None where it is a text, a number or null."""
-        return self.expected if isinstance(self.expected, Mapping | list | tuple) else None
+    def untold(self) -> Any:
+        """The answer where it is no text: a number, a list or a struct; None where it is one."""
+        return None if isinstance(self.expected, str) else self.expected
 
     @property
     def item(self) -> dict[str, Any]:
@@ -62,6 +63,24 @@ def is_messages(value: Any) -> bool:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and ("role" in value or "from" in value)
+
+
+def messages_of(value: Any) -> Any:
+    """Messages that a file has as JSON, as CSV must, in a list; another value as it is.
+
+    Raises ValueError for messages in Python's syntax, which pandas writes into CSV.
+    """
+    if not isinstance(value, str) or not _LIST.match(value):
+        return value
+    parsed = _parsed(value)
+    if is_messages(parsed) and all({"content", "value", "tool_calls"} & set(x) for x in parsed):
+        return parsed
+    if isinstance(parsed, str) and "'role':" in value and "'content':" in value:
+        raise ValueError("a list of messages, or its JSON, which has double quotes")
+    return value
+
+
+_LIST = re.compile(r"\s*\[\s*\{\s*[\"']")
 
 
 def form_of(row: Mapping[str, Any]) -> str:

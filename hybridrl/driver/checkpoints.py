@@ -18,7 +18,7 @@ from hybridrl.config.renamed_keys import REMOVED_KEYS, with_new_names
 from hybridrl.config.schedule import SCHEDULES
 from hybridrl.driver.inputs import basis_of
 from hybridrl.driver.worker_group import WorkerGroup
-from hybridrl.flow.schedules.base import PendingSample, Schedule
+from hybridrl.schedule.base import PendingSample, Schedule
 from hybridrl.telemetry.records import parse, plain
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.workers.pending_samples import PendingRecord
@@ -36,7 +36,9 @@ MAY_CHANGE = (
     "environment.num_processes", "environment.memory_mb", "environment.port",
     "environment.turn_timeout_s", "environment.episode_timeout_s", "environment.max_failed_share",
 )  # fmt: skip
-"""Settings that a resumed run may change: how long, where and how fast, not what it learns from."""
+"""Settings that a resumed run may change: how long, where and how fast, not what it learns from.
+
+`trainer.attention_cost` is a key of earlier versions, whose checkpoints may have any value."""
 
 MAY_CHANGE_OF_JUDGES = (
     ".max_failed_share", ".max_in_flight", ".endpoint.url", ".endpoint.key_env",
@@ -147,6 +149,8 @@ def _named(path: str) -> tuple[list[Point], list[str]]:
     points, damaged = folder.search(Path(path))
     if not points and not damaged:
         allowed = "never, auto, a checkpoint with resume/ in it, or the directory of a run with one"
+        if run_status(Path(path)).get("emulated"):
+            allowed += " (this is of emulated ranks, which leave none)"
         raise ConfigError("trainer.resume", path, allowed)
     return points, damaged
 
@@ -279,7 +283,7 @@ class Checkpoints:
                 shutil.rmtree(hidden / folder.RESUME, ignore_errors=True)
                 folder.replace(hidden, path)
                 kept = f"{error.strerror}; the trained weights are there"
-                raise OSError(error.errno, kept, error.filename) from error
+                raise OSError(error.errno, kept, str(path)) from error
             folder.replace(hidden, path)
         except OSError as error:
             folder.clear(path)

@@ -19,7 +19,6 @@ from hybridrl.planner.conversations import ModeledTurn, reply_to
 from hybridrl.planner.emulation import (
     emulated_conversations,
     emulated_workload,
-    group_size_of,
     scaled_costs,
 )
 from hybridrl.runtime.emulated_launcher import EmulatedLauncher
@@ -45,7 +44,7 @@ class EmulatedExecutor(RayExecutor):
             assert isinstance(group.launcher, EmulatedLauncher)
             episodes = EmulatedEpisodes(config, graph, group.launcher)
         super().__init__(group, config, on_switch, works, episodes)
-        groups = emulated_workload(config, group_size_of(graph)).groups
+        groups = emulated_workload(config, graph.group_size).groups
         self._prompt_ids = range(round(fmean(group.prompt_tokens for group in groups)))
 
     def counted_costs(
@@ -53,6 +52,10 @@ class EmulatedExecutor(RayExecutor):
     ) -> Costs | None:
         """The seconds of the device that ranks imitate."""
         return scaled_costs(self.config)
+
+    def device_name(self, nodes: Sequence[NodeInfo]) -> str:
+        """Scales of seconds that a text names say nothing of a device."""
+        return "emulated"
 
     def key_of(self, item: Item) -> PromptKey:
         """The prompt as a length ranker may know it: no length follows from its text.
@@ -75,7 +78,7 @@ class EmulatedEpisodes(Episodes):
         conversations = emulated_conversations(config)
         assert conversations is not None, "cluster.turns"
         self._conversations, self._launcher = conversations, launcher
-        self._workload = emulated_workload(config, group_size_of(graph))
+        self._workload = emulated_workload(config, graph.group_size)
         self._turns: dict[SampleId, tuple[tuple[ModeledTurn, ...], str]] = {}
         self._num_turns: dict[SampleId, int] = {}
 

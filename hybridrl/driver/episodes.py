@@ -27,9 +27,9 @@ from hybridrl.environments.tool_calls import CallForm
 from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import EpisodeReply, Replied, TurnEnded, Work
 from hybridrl.flow.sample import ENVIRONMENT_FAILURE, NOTE, OUT_OF_TOKENS, SampleId
-from hybridrl.flow.schedules.base import PendingSample
 from hybridrl.flow.turns import failed_turns
 from hybridrl.preflight.turn_orders import recorded_orders
+from hybridrl.schedule.base import PendingSample
 
 logger = logging.getLogger(__name__)
 

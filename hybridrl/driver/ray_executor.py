@@ -21,7 +21,7 @@ from hybridrl.driver.async_calls import (
     result_of,
     single,
 )
-from hybridrl.driver.counted_costs import counted_costs
+from hybridrl.driver.counted_costs import counted_costs, counted_device
 from hybridrl.driver.episodes import Episodes
 from hybridrl.driver.event_lines import described
 from hybridrl.driver.judge_failures import JudgeFailures
@@ -63,12 +63,12 @@ from hybridrl.flow.graph import (
 )
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.sample import LOSS_MASK, NO_VERSION, TRAINED, Sample, SampleId
-from hybridrl.flow.schedules.base import PendingSample
 from hybridrl.layout.weight_switch import SwitchStats
 from hybridrl.preflight.placement import pool_of, scope_of
 from hybridrl.preflight.roles_together import fuses
 from hybridrl.rewards import RewardInput, RewardResult
 from hybridrl.rewards.results import scalars_of
+from hybridrl.schedule.base import PendingSample
 from hybridrl.system import signals
 from hybridrl.system.node_info import NodeInfo
 from hybridrl.workers.training import UpdateShare
@@ -133,6 +133,10 @@ class RayExecutor:
     ) -> Costs | None:
         """Seconds of work on an instance by its operations; None where they are not counted."""
         return counted_costs(self.config, graph, model_path, nodes)
+
+    def device_name(self, nodes: Sequence[NodeInfo]) -> str:
+        """The datasheet by which `counted_costs` counts."""
+        return counted_device(self.config, nodes)
 
     def key_of(self, item: Item) -> PromptKey:
         """The prompt as a length ranker may know it."""

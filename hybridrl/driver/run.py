@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hybridrl.checkpoint.folder import Point, read, search
 from hybridrl.config import Config, Device, EmulatedClusterConfig, KeptSamples
+from hybridrl.costs.meter import CostMeter
 from hybridrl.data import CurriculumStream, mixture_parts, prompt_stream, task_of
 from hybridrl.data.known_rows import rows_of, write_rows
 from hybridrl.driver.checkpoints import Checkpoints, DriverState, Origin
@@ -39,14 +40,14 @@ from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.graph import GenerateStage, Graph
 from hybridrl.flow.judgements import JudgeFailed, check_failed_share
 from hybridrl.flow.sample import Sample
-from hybridrl.flow.schedules import StepResult
-from hybridrl.flow.schedules.base import Schedule
 from hybridrl.preflight.memory_plan import sizes_of_run
 from hybridrl.preflight.placement import HOME, graphs_of
 from hybridrl.preflight.prepare import PreparedRun
 from hybridrl.preflight.roles_together import roles_together
 from hybridrl.rewards.results import BudgetSpent
 from hybridrl.runtime.launcher import Launcher
+from hybridrl.schedule import StepResult
+from hybridrl.schedule.base import Schedule
 from hybridrl.system import signals
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.telemetry.trace import rank_lane
@@ -311,12 +312,23 @@ class Run:
             self._check_finite(metrics)
             if costs := schedule.meter.costs():
                 setting = replay_setting(self.config, self.executor, phase.graph)
-                scales, kinds = schedule.meter.scales().to_json(), schedule.meter.table()
-                learned = {"costs": costs.to_json(), "scales": scales, "kinds": kinds}
-                self.telemetry.costs({**learned, **setting})
+                self.telemetry.costs(
+                    {"costs": costs.to_json(), **self._scales(schedule.meter), **setting}
+                )
             self._stop_if_requested(phase, schedule)
             if self.step < phase.last_step:
                 self._evaluate_and_save(phase, schedule)
+
+    def _scales(self, meter: CostMeter) -> dict[str, Any]:
+        """What another mapping may take of the run's costs, and for which device and engine."""
+        if not meter.counts:
+            return {}
+        return {
+            "device": self.executor.device_name(self._nodes),
+            "engine": self.config.rollout.engine.value,
+            "scales": meter.scales().to_json(),
+            "kinds": meter.table(),
+        }
 
     def _run_step(self, schedule: Schedule, before: DriverState | None) -> StepResult:
         """One step; `before` is the driver's state, which a signal may want to go back to."""

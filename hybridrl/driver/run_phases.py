@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from hybridrl.config import Config, OptimConfig, ScheduleConfig, SerialScheduleConfig, TrainerConfig
+from hybridrl.config import Config, OptimConfig, ScheduleConfig, SerialScheduleConfig
 from hybridrl.flow import Graph
-from hybridrl.flow.graph import UpdateStage
+from hybridrl.preflight.judges import total_updates
 from hybridrl.preflight.prepare import PreparedRun
 from hybridrl.workers.training import Training
 
@@ -68,14 +68,3 @@ def training_of(phase: RunPhase, config: Config) -> dict[str, Training]:
         )
         for role in dict.fromkeys(["actor", *phase.graph.learned])
     }
-
-
-def total_updates(graph: Graph, role: str, steps: int, trainer: TrainerConfig) -> int:
-    """Optimizer steps of `role` in so many steps of `graph`."""
-    total = 0
-    for stage in graph.stages.values():
-        if isinstance(stage, UpdateStage) and stage.role == role:
-            passes = stage.epochs or trainer.epochs
-            per_step = passes * (stage.mini_batches or trainer.mini_batches)
-            total += per_step * max(0, steps - stage.after)
-    return total

@@ -11,9 +11,9 @@ from typing import Any
 from hybridrl.flow.judgements import failed_status, score_of
 from hybridrl.flow.ledger import Drop, DropReason
 from hybridrl.flow.sample import ENVIRONMENT_FAILURE, Sample, SampleId
-from hybridrl.flow.schedules import StepResult
 from hybridrl.flow.turns import order_to_json
 from hybridrl.layout.weight_switch import SwitchStats
+from hybridrl.schedule import StepResult
 from hybridrl.system.memory import MemoryReading
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.telemetry.trace import TimeSpan, rank_lane

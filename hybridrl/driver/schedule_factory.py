@@ -13,14 +13,14 @@ from hybridrl.flow import Graph
 from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.graph import ComputeStage
-from hybridrl.flow.schedules.base import (
+from hybridrl.preflight.turn_orders import recorded_orders
+from hybridrl.schedule.base import (
     Prompt,
     Schedule,
     ScheduleParts,
     StepSettings,
     schedule_class,
 )
-from hybridrl.preflight.turn_orders import recorded_orders
 
 
 def sampling_of(

@@ -10,7 +10,7 @@ from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import SourceStage, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.flow.schedules import StepResult
+from hybridrl.schedule import StepResult
 from hybridrl.telemetry.digests import StepRecord, joined
 from hybridrl.telemetry.records import write_json
 

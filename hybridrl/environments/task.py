@@ -30,7 +30,7 @@ class EpisodeTask:
     answers: tuple[str, ...] = ()
     """The texts of all right answers, where there are several."""
     expected: Any = None
-    """The answer's column as the source has it, where it is a list or a struct."""
+    """The answer's column as the source has it, where it is no text."""
 
     @property
     def question(self) -> str:

@@ -1,8 +1,7 @@
-"""Recipes as dataflows over streams, and the schedules that run them.
+"""Recipes as dataflows over streams, and what a schedule runs them against.
 
-Pure Python, without torch or Ray, so a schedule runs on a virtual clock as it does on ranks. Start
-from `Flow` (`recipe.py`: the operations that a recipe calls), `Graph` (`graph.py`: its stages) and
-`Schedule` (`schedules/base.py`: one step of them).
+Pure Python, without torch or Ray. Start from `Flow` (`recipe.py`: the operations that a recipe
+calls) and `Graph` (`graph.py`: its stages).
 """
 
 from hybridrl.flow.graph import Copy, Graph, Stage

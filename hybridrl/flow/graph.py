@@ -247,6 +247,11 @@ class Graph:
         """Every role that some stage runs on, in order of first use."""
         return tuple(dict.fromkeys(s.role for s in self.stages.values() if s.role))
 
+    def trains(self, role: str) -> bool:
+        """Whether an update trains the role."""
+        stages = self.stages.values()
+        return any(isinstance(stage, UpdateStage) and stage.role == role for stage in stages)
+
     @property
     def learned(self) -> tuple[str, ...]:
         """Every role that is trained, or whose weights are read where training has them."""
@@ -276,6 +281,12 @@ class Graph:
     def generates(self) -> bool:
         """Whether any sample is generated."""
         return any(isinstance(stage, GenerateStage) for stage in self.stages.values())
+
+    @property
+    def group_size(self) -> int:
+        """Samples that are made of a prompt; a stage whose number scalars decide counts as one."""
+        makers = [stage for stage in self.stages.values() if isinstance(stage, SourceStage)]
+        return sum(stage.num_samples or 1 for stage in makers)
 
     def add(self, stage: Stage) -> None:
         """Append a stage; raises `ValueError` when its name is taken."""

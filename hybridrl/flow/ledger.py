@@ -21,7 +21,8 @@ class SampleStatus(Enum):
     """Status of a sample in its life; `Ledger` has the table of transitions."""
 
     QUEUED = "queued"  # no token yet; waits for a call of an instance
-    DECODING = "decoding"  # an instance has it, also while it waits for its environment
+    DECODING = "decoding"  # an instance makes its tokens
+    WAITING = "waiting"  # an instance has it, which holds it between two turns
     PARKED = "parked"  # stopped with its tokens so far; waits to resume
     FINISHED = "finished"  # has its last token, and tensors on a rank
     USED = "used"  # an update or a collect has read it
@@ -52,17 +53,21 @@ class Drop:
 UNUSED = Drop(DropReason.UNUSED, "unused: no update reads it")
 STEP_FAILED = Drop(DropReason.STEP_FAILED, "an error ended its step")
 
-_Q, _D, _P = SampleStatus.QUEUED, SampleStatus.DECODING, SampleStatus.PARKED
+_Q, _D, _W = SampleStatus.QUEUED, SampleStatus.DECODING, SampleStatus.WAITING
+_P = SampleStatus.PARKED
 _F, _USED, _DROPPED = SampleStatus.FINISHED, SampleStatus.USED, SampleStatus.DROPPED
 _NEXT: dict[SampleStatus, tuple[SampleStatus, ...]] = {
     _Q: (_D, _F, _DROPPED),
-    _D: (_Q, _P, _F, _DROPPED),
-    _P: (_Q, _D, _DROPPED),
+    _D: (_Q, _W, _P, _F, _DROPPED),
+    _W: (_Q, _D, _P, _DROPPED),
+    _P: (_Q, _D, _W, _DROPPED),
     _F: (_Q, _USED, _DROPPED),
     _USED: (_Q,),
     _DROPPED: (),
 }
-_UNFINISHED = (_Q, _D, _P)
+_UNFINISHED = (_Q, _D, _W, _P)
+ON_INSTANCE = (_D, _W)
+"""A sample has one of these from the call that takes it to an instance to its end there."""
 
 
 @dataclass(slots=True)
@@ -84,11 +89,17 @@ class Ledger:
     | queued   | decoding | a call takes it to an instance                                 |
     | queued   | finished | it is the dataset's own answer, which is loaded                |
     | queued   | dropped  | the run ends, or its step fails                                |
+    | decoding | waiting  | its turn has ended                                             |
     | decoding | parked   | its instance has stopped it, for another instance or step      |
     | decoding | finished | it has its last token                                          |
     | decoding | queued   | its instance died, or the tokens it was to resume from         |
     | decoding | dropped  | its step fails                                                 |
+    | waiting  | decoding | a call takes it its environment's reply                        |
+    | waiting  | parked   | its instance has stopped it, for another instance or step      |
+    | waiting  | queued   | its instance died, or the tokens it was to resume from         |
+    | waiting  | dropped  | its step fails                                                 |
     | parked   | decoding | a call resumes it                                              |
+    | parked   | waiting  | a call resumes it between two turns                            |
     | parked   | queued   | the instance that was to resume it died                        |
     | parked   | dropped  | the run ends, or its step fails                                |
     | finished | used     | an update or a collect reads it                                |
@@ -128,7 +139,7 @@ class Ledger:
 
     @property
     def num_unfinished(self) -> int:
-        """Samples that are queued, decoding or parked."""
+        """Samples that are queued, decoding, waiting or parked."""
         return self._num_unfinished
 
     def status(self, id: SampleId) -> SampleStatus:

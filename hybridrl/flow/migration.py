@@ -219,7 +219,7 @@ class StepModel:
 
     def _pace(self, costs: Costs, rows: np.ndarray, held: np.ndarray) -> np.ndarray:
         """Seconds in which each of `rows` rows of an instance makes a token, with its calls."""
-        call_s = (costs.call_s + costs.round_trip_s) / self.call_steps if self.call_steps else 0.0
+        call_s = costs.between_s / self.call_steps if self.call_steps else 0.0
         return np.asarray(costs.pace(rows, held, call_s))
 
     def _moving(
@@ -232,11 +232,11 @@ class StepModel:
         """
         staying = keepers * np.maximum(1.0, tried / self.num_instances) * (self.width == 1)
         moved = np.maximum(0.0, tried - staying)
-        by_kv = costs.kv_call_s + costs.kv_token_s * tokens
-        each = np.minimum(by_kv, costs.prefill_token_s * tokens)
         # Half a call until the keeper's own ends; the last of several members ends theirs later.
         wait_s = self.call_s * (1.0 if self.width > 1 else 0.5)
-        return np.where(moved > 0, wait_s + costs.call_s + moved / keepers * each, 0.0)
+        return np.where(
+            moved > 0, wait_s + costs.call_s + moved / keepers * costs.move(tokens), 0.0
+        )
 
 
 @dataclass(slots=True)

@@ -1,9 +1,9 @@
 """Conversations: the samples whose turn has ended, and what their environments reply."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ def enough_turns(costs: Costs, rows: float, turn_tokens: float) -> int:
 
     Example: turns take 256 ms. One in 8 where a call costs 2 ms, one in 2 where it costs 20.
     """
-    call_s, turn_s = costs.call_s + costs.round_trip_s, turn_tokens * float(costs.pace(rows))
+    call_s, turn_s = costs.between_s, turn_tokens * float(costs.pace(rows))
     if turn_s <= 0:
         return ENOUGH_TURNS
     return max(1, int(min(float(_MOST_SHARE), math.sqrt(turn_s / max(2 * call_s, 1e-12)))))
@@ -79,6 +79,37 @@ def failed_turns(orders: Mapping[int, Sequence[RoundOrder]]) -> dict[SampleId, t
 
 
 @dataclass(slots=True)
+class _Conversation:
+    """What is known of a sample with turns; `most` is None outside of a window."""
+
+    is_open: bool = False
+    reply: EpisodeReply | None = None
+    since: float | None = None  # when its present turn ended
+    num_turns: int = 0  # that have ended so far
+    told: int = 0  # response tokens up to its present turn
+    waited: float = 0.0  # seconds of its replies so far
+    failure: str = ""  # the kind of failure that its end came with
+    most: int | None = None  # turns that it may make in the window
+    num_ended: int = 0  # of them, so far
+    late: bool = False  # its episode does not end in the window
+
+    @property
+    def waits(self) -> bool:
+        """Whether its environment has still to reply."""
+        return self.is_open and self.reply is None
+
+    @property
+    def rests(self) -> bool:
+        """Whether it is not to go on in this window, although its environment has replied."""
+        if self.reply is None or self.most is None or self.num_ended < self.most:
+            return False
+        return self.reply.tokens is not None or self.late
+
+    def close(self) -> None:
+        """It is not between two turns any more."""
+        self.is_open, self.reply, self.since = False, None, None
+
+
 class OpenTurns:
     """Samples between two turns of the model, wherever they are: held by an instance, or parked.
 
@@ -97,37 +128,34 @@ class OpenTurns:
     call of its instance takes the reply, and it is not open.
     """
 
-    _replies: dict[SampleId, EpisodeReply | None] = field(default_factory=dict)  # None: it waits
-    _num_waiting: int = 0
-    waits_seen: WaitModel = field(default_factory=WaitModel)
-    """Learned from the replies."""
-    turn_tokens: float = 0.0
-    """Tokens of a turn of the model, on average over the last ones; 0 before any."""
-    expected: float = 0.0
-    """Turns of a conversation, as in earlier steps; 0 before any."""
-    _num_turns: dict[SampleId, int] = field(default_factory=dict)  # that have ended so far
-    _turns_seen: int = 0
-    _told: dict[SampleId, int] = field(default_factory=dict)  # response tokens up to the turn
-    _since: dict[SampleId, float] = field(default_factory=dict)  # when a sample's turn ended
-    _waited: dict[SampleId, float] = field(default_factory=dict)  # seconds of its replies so far
-    _failures: dict[SampleId, str] = field(default_factory=dict)  # kinds, of those whose end came
-    put_by: set[SampleId] = field(default_factory=set)
-    """Parked ones that their instance gave up while all its samples waited; until they reply."""
-    _most: dict[SampleId, int] = field(default_factory=dict)  # turns of the window
-    _num_ended: dict[SampleId, int] = field(default_factory=dict)  # of them, so far
-    _late: frozenset[SampleId] = frozenset()  # whose episodes do not end in it
+    def __init__(self, waits_seen: WaitModel | None = None, expected: float = 0.0) -> None:
+        self.waits_seen = waits_seen or WaitModel()
+        """Learned from the replies."""
+        self.expected = expected
+        """Turns of a conversation, as in earlier steps; 0 before any."""
+        self.turn_tokens = 0.0
+        """Tokens of a turn of the model, on average over the last ones; 0 before any."""
+        self.put_by = set[SampleId]()
+        """Parked ones that their instance gave up while all its samples waited, until a reply."""
+        self._conversations = defaultdict[SampleId, _Conversation](_Conversation)
+        self._num_open = self._num_waiting = 0
+        self._turns_seen = 0
 
     def open_window(self, most: Mapping[SampleId, int], late: Collection[SampleId] = ()) -> None:
         """Let each of these samples make so many turns before it rests.
 
         The episodes of those that are `late` may not end in this window.
         """
-        self._most, self._num_ended = dict(most), dict.fromkeys(most, 0)
-        self._late = frozenset(late)
+        for one in self._conversations.values():
+            one.most, one.num_ended, one.late = None, 0, False
+        for id, num in most.items():
+            self._conversations[id].most = num
+            self._conversations[id].late = id in late
 
     def bound(self, num: int) -> None:
         """Let each sample of the window make `num` turns in it, and end the turn that it is at."""
-        self._most = dict.fromkeys(self._most, num)
+        for one in self._conversations.values():
+            one.most = None if one.most is None else num
 
     def close_window(self) -> None:
         """Let all samples go on."""
@@ -135,33 +163,33 @@ class OpenTurns:
 
     def num_ended(self, id: SampleId) -> int:
         """Turns that a sample has made in the window."""
-        return self._num_ended.get(id, 0)
+        return self._conversations[id].num_ended
 
     def rests(self, id: SampleId) -> bool:
         """Whether a sample is not to go on in this window, although its environment has replied."""
-        reply = self._replies.get(id)
-        if reply is None or id not in self._most or self._num_ended[id] < self._most[id]:
-            return False
-        return reply.tokens is not None or id in self._late
+        one = self._conversations.get(id)
+        return one is not None and one.rests
 
     def ended(self, turns: Iterable[TurnEnded], now: float) -> None:
         """These turns have ended, as is known at `now`: their samples wait."""
         for turn in turns:
-            self._since[turn.id] = now
             self.wait_for([turn.id])
+            one = self._conversations[turn.id]
+            one.since = now
             self._turns_seen = min(self._turns_seen + 1, _TURNS_KEPT)
-            tokens = turn.response_tokens - self._told.get(turn.id, 0)
+            tokens = turn.response_tokens - one.told
             self.turn_tokens += (tokens - self.turn_tokens) / self._turns_seen
-            self._told[turn.id] = turn.response_tokens
-            self._num_turns[turn.id] = self._num_turns.get(turn.id, 0) + 1
-            if turn.id in self._num_ended:
-                self._num_ended[turn.id] += 1
+            one.told = turn.response_tokens
+            one.num_turns += 1
+            one.num_ended += one.most is not None
 
     def wait_for(self, ids: Iterable[SampleId]) -> None:
         """These samples wait: those of a checkpoint too, whose environments reply once more."""
         for id in ids:
-            assert id not in self._replies, f"sample {id} has ended a turn while it waits"
-            self._replies[id] = None
+            one = self._conversations[id]
+            assert not one.is_open, f"sample {id} has ended a turn while it waits"
+            one.is_open = True
+            self._num_open += 1
             self._num_waiting += 1
 
     def replied(self, event: Replied) -> None:
@@ -169,34 +197,38 @@ class OpenTurns:
         self.waits_seen.saw(event.seconds)
         for reply, seconds in zip(event.replies, event.seconds, strict=True):
             if self.waits(reply.id):
-                self._replies[reply.id] = reply
+                one = self._conversations[reply.id]
+                one.reply = reply
+                one.waited += seconds
                 self._num_waiting -= 1
-                self._waited[reply.id] = self.waited(reply.id) + seconds
                 if kind := reply.scalars.get(ENVIRONMENT_FAILURE):
-                    self._failures[reply.id] = str(kind)
+                    one.failure = str(kind)
 
     def failure(self, id: SampleId) -> str:
         """The kind of failure that has ended a sample's episode; empty for none."""
-        return self._failures.get(id, "")
+        return self._conversations[id].failure
 
     def waited(self, id: SampleId) -> float:
         """Seconds that a sample's environment has taken for all its replies so far."""
-        return self._waited.get(id, 0.0)
+        one = self._conversations.get(id)
+        return 0.0 if one is None else one.waited
 
     def is_open(self, id: SampleId) -> bool:
         """Whether a sample's turn has ended and it has not been answered."""
-        return id in self._replies
+        one = self._conversations.get(id)
+        return one is not None and one.is_open
 
     def waits(self, id: SampleId) -> bool:
         """Whether a sample's environment has still to reply."""
-        return id in self._replies and self._replies[id] is None
+        one = self._conversations.get(id)
+        return one is not None and one.waits
 
     def first_reply_s(self, ids: Iterable[SampleId], now: float) -> float:
         """Seconds until one of these samples is likely to be answered; 0 if one does not wait."""
         ids = [*ids]
         if not all(map(self.waits, ids)):
             return 0.0
-        return self.waits_seen.first([now - self._since.get(id, now) for id in ids])
+        return self.waits_seen.first([self._waits_for(id, now) for id in ids])
 
     def seconds_left(self, ids: Iterable[SampleId], turn_s: float, now: float) -> float:
         """Seconds until all of these conversations are likely to have ended.
@@ -205,8 +237,8 @@ class OpenTurns:
         `turn_s` and a mean wait.
         """
         ids, each_s = [*ids], turn_s + self.waits_seen.mean
-        waited = [now - self._since.get(id, now) if self.waits(id) else None for id in ids]
-        left = [max(0.0, self.expected - self._num_turns.get(id, 0)) for id in ids]
+        waited = [self._waits_for(id, now) if self.waits(id) else None for id in ids]
+        left = [max(0.0, self.expected - self._conversations[id].num_turns) for id in ids]
         present = iter(self.waits_seen.left([seconds for seconds in waited if seconds is not None]))
         return max(
             (
@@ -215,6 +247,11 @@ class OpenTurns:
             ),
             default=0.0,
         )
+
+    def _waits_for(self, id: SampleId, now: float) -> float:
+        """Seconds since a sample's turn ended; 0 for one of a checkpoint, whose wait began anew."""
+        since = self._conversations[id].since
+        return 0.0 if since is None else now - since
 
     def put_away(self, ids: Iterable[SampleId]) -> list[SampleId]:
         """These are parked until they are answered; gives those that already are."""
@@ -234,29 +271,24 @@ class OpenTurns:
 
     def answer(self, ids: Iterable[SampleId]) -> list[Answer]:
         """What those of the samples are told that neither wait nor rest; none for none."""
-        if len(self._replies) == self._num_waiting:
+        if self._num_open == self._num_waiting:
             return []
-        due = (self._replies.get(id) for id in ids if not self.rests(id))
-        replies = [reply for reply in due if reply is not None]
-        self._close([reply.id for reply in replies])
-        for reply in replies:
-            if reply.tokens is not None and reply.id in self._told:
-                self._told[reply.id] += len(reply.tokens)
-        return [Answer(tuple(replies))] if replies else []
+        known = (self._conversations[id] for id in ids if id in self._conversations)
+        due = [(one, one.reply) for one in known if one.reply is not None and not one.rests]
+        for one, reply in due:
+            self._num_open -= 1
+            one.close()
+            if one.told:  # else it comes from a checkpoint, which does not have its turns
+                one.told += len(reply.tokens or ())
+        return [Answer(tuple(reply for _, reply in due))] if due else []
 
     def forget(self, ids: Sequence[SampleId]) -> None:
-        """These begin anew, or have left."""
-        self._close(ids)
+        """These begin anew, in the same window if there is one, or have left."""
         for id in ids:
-            self._waited.pop(id, None)
-            self._told.pop(id, None)
-            self._num_turns.pop(id, None)
-            self._failures.pop(id, None)
-
-    def _close(self, ids: Sequence[SampleId]) -> None:
-        """These are open no more."""
-        for id in ids:
-            self._num_waiting -= self.waits(id)
-            self._replies.pop(id, None)
-            self._since.pop(id, None)
             self.put_by.discard(id)
+            if (old := self._conversations.pop(id, None)) is not None:
+                self._num_open -= old.is_open
+                self._num_waiting -= old.waits
+                if old.most is not None:
+                    again = _Conversation(most=old.most, num_ended=old.num_ended, late=old.late)
+                    self._conversations[id] = again

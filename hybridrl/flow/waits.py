@@ -76,5 +76,5 @@ def worth_parking(costs: Costs, seconds: float, num_samples: int, tokens: int) -
 
     Each takes a call; keys and values are moved, or computed again.
     """
-    calls = 2 * (costs.call_s + costs.round_trip_s) + num_samples * costs.admit_s
-    return seconds > calls + num_samples * costs.move(tokens)
+    calls = 2 * costs.between_s + num_samples * costs.admit_s
+    return bool(seconds > calls + num_samples * costs.move(tokens))

@@ -85,16 +85,19 @@ class Plan:
             for transfer in cls.transfers:
                 pairs.append(transfer.senders * self.num_ranks + transfer.receivers)
                 sizes.append(np.full(len(pairs[-1]), transfer.box.size * len(cls.names)))
-        square = (self.num_ranks, self.num_ranks)
-        total = np.bincount(np.concatenate(pairs), np.concatenate(sizes), self.num_ranks**2)
-        moved = total.astype(np.int64).reshape(square)
-        kept = moved.diagonal().copy()
-        np.fill_diagonal(moved, 0)
-        ends = np.nonzero(moved)
-        links = zip(
-            zip(*map(np.ndarray.tolist, ends), strict=True), moved[ends].tolist(), strict=True
-        )
-        return Traffic(moved.sum(0), moved.sum(1), kept, dict(links))
+        # A table of all pairs would grow with the square of the ranks; few pairs have a link.
+        known, index = np.unique(np.concatenate(pairs), return_inverse=True)
+        moved = np.zeros(len(known), np.int64)
+        np.add.at(moved, index, np.concatenate(sizes))
+        ends = np.array(np.divmod(known, self.num_ranks))
+        stays = ends[0] == ends[1]
+        received, sent, kept = (np.zeros(self.num_ranks, np.int64) for _ in range(3))
+        kept[ends[0, stays]] = moved[stays]
+        ends, moved = ends[:, ~stays], moved[~stays]
+        np.add.at(sent, ends[0], moved)
+        np.add.at(received, ends[1], moved)
+        links = zip(zip(*ends.tolist(), strict=True), moved.tolist(), strict=True)
+        return Traffic(received, sent, kept, dict(links))
 
     @cached_property
     def least(self) -> np.ndarray:

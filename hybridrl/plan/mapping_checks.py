@@ -7,15 +7,12 @@ from hybridrl.config.schedule import SCHEDULES
 from hybridrl.costs.mapping import ACTOR, PlannedRole, SampleLength
 from hybridrl.costs.mapping_overrides import layout_key
 from hybridrl.flow import Graph
-from hybridrl.flow.graph import GenerateStage, UpdateStage
 
 
 def check_planned_recipe(config: Config, graph: Graph) -> None:
     """Raise for a recipe without generation, or without an update of the actor."""
-    stages = graph.stages.values()
-    generates = any(isinstance(stage, GenerateStage) for stage in stages)
-    trains = any(isinstance(stage, UpdateStage) and stage.role == ACTOR for stage in stages)
-    if not (generates and trains):
+    trains = graph.trains(ACTOR)
+    if not (graph.generates and trains):
         name = str(config.recipe.get("target")).rpartition(":")[2]
         lacks = "does not generate" if trains else "does not train the actor"
         allowed = f"one that generates and trains the actor, as ppo or grpo; {name} {lacks}"

@@ -34,10 +34,8 @@ from hybridrl.costs.mapping_overrides import (
     train_config,
 )
 from hybridrl.costs.model import UNSCALED, CostModel
-from hybridrl.costs.scales import COSTS, CostScales
+from hybridrl.costs.scales import CostScales
 from hybridrl.flow import Graph
-from hybridrl.flow.graph import SourceStage
-from hybridrl.flow.schedules.base import schedule_class
 from hybridrl.plan.mapping_checks import (
     assumptions,
     check_known_costs,
@@ -67,7 +65,9 @@ from hybridrl.preflight.prepare import (
     check_schedule,
 )
 from hybridrl.preflight.roles_together import roles_together
+from hybridrl.schedule.base import schedule_class
 from hybridrl.telemetry.log import command_log
+from hybridrl.telemetry.rundata import COSTS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -215,14 +215,25 @@ def _links(file: str, ranks: int) -> LinkTable:
     return table
 
 
-def read_scales(run_dir: str) -> CostScales:
-    """The scales that a run has learned. Raises ConfigError."""
+def read_scales(run_dir: str, device: str, engine: str) -> CostScales:
+    """The scales that a run has learned on such a device, with such a rollout engine.
+
+    Raises ConfigError, for another device or engine too.
+    """
     try:
-        return CostScales.from_json(json.loads((Path(run_dir) / COSTS).read_text())["scales"])
+        record = json.loads((Path(run_dir) / COSTS).read_text())
+        scales, ran_on = (
+            CostScales.from_json(record["scales"]),
+            (record["device"], record["engine"]),
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        allowed = f"a run's directory whose {COSTS} has scales ({reason})"
+        allowed = f"a run's directory whose {COSTS} has scales, device and engine ({reason})"
         raise ConfigError("--costs", run_dir, allowed) from None
+    if ran_on != (device, engine):
+        allowed = f"a run on {device} with rollout.engine={engine}; this one was on {ran_on[0]}"
+        raise ConfigError("--costs", run_dir, f"{allowed} with {ran_on[1]}")
+    return scales
 
 
 def _problem(
@@ -239,8 +250,10 @@ def _problem(
     if config.cluster.kind is not ClusterKind.slurm:
         gpus = 0 if config.cluster.device is Device.cpu else cluster.ranks
         config.resolve_device(gpus, "the planned cluster")
+    device = options.get("gpu", "h100")
     if config.cluster.device is Device.cpu and "gpu" not in options:  # roles stay where they are
-        sizes = {"nodes": cluster.nodes, "gpus_per_node": cluster.per_node, "gpu": "cpu"}
+        device = "cpu"
+        sizes = {"nodes": cluster.nodes, "gpus_per_node": cluster.per_node, "gpu": device}
         cluster = replace(_cluster({**options, **sizes}), host=AT_ONCE)
     if config.cluster.ranks != cluster.ranks:
         allowed = f"--nodes x --gpus-per-node = {cluster.nodes} x {cluster.per_node}"
@@ -278,7 +291,9 @@ def _problem(
     layers = LayerCosts.of(
         cluster.accelerator, config.model.compute_dtype.itemsize, config.rollout.engine.value
     )
-    scales = read_scales(options["costs"]) if "costs" in options else UNSCALED
+    scales = UNSCALED
+    if "costs" in options:
+        scales = read_scales(options["costs"], device, config.rollout.engine.value)
     costs = CostModel(layers, cluster, scales=scales)
     prices = MappingPrices(
         costs,
@@ -296,13 +311,12 @@ def _workload(config: Config, graph: Graph, options: Mapping[str, Any]) -> Workl
     """The samples of one step."""
     if "lengths" not in options:
         raise ConfigError("--lengths", "", LENGTHS)
-    sources = [s.num_samples for s in graph.stages.values() if isinstance(s, SourceStage)]
     prompts = config.trainer.prompts_per_step
     workload = read_workload(
         options["lengths"],
         Shape(
             prompts_per_step=prompts,
-            group_size=sum(number or 1 for number in sources),
+            group_size=graph.group_size,
             num_steps=1,
             prompt_tokens=options.get("prompt_tokens", config.data.max_prompt_tokens),
             max_tokens=config.rollout.max_new_tokens,
@@ -412,7 +426,7 @@ def _search(
         raise ConfigError("plan", "auto", allowed)
     if "out" in options:
         _write(options["out"], settings[0])
-    source = problem.prices.costs.layer_costs.source
+    source = options.get("costs", "datasheet")
     result = replace(result, best=best)
     assumed = cut_lengths(problem.config, problem.prices.samples)
     return MappingReport(result, settings, refused, problem.user_args, source, assumed)
@@ -448,7 +462,7 @@ def _price(problem: _Problem, options: Mapping[str, Any]) -> MappingReport:
         settings.append(f"trainer.fuse_updates={config.trainer.fuse_updates.value}")
     if "out" in options:  # the file has the mapping, the command has it in its arguments
         _write(options["out"], [*keys_set(problem.user_args), *settings])
-    source = problem.prices.costs.layer_costs.source
+    source = options.get("costs", "datasheet")
     assumed = [*assumptions(config), *cut_lengths(config, problem.prices.samples)]
     return MappingReport(result, [settings], [], problem.user_args, source, assumed)
 

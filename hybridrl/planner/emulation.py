@@ -16,7 +16,6 @@ from hybridrl.costs.instance import Costs, Drafting
 from hybridrl.costs.model_shape import ModelShape
 from hybridrl.flow.graph import (
     ComputeStage,
-    GenerateStage,
     Graph,
     MapStage,
     Stage,
@@ -146,7 +145,7 @@ def emulated_conversations(config: Config) -> ConversationModel | None:
 def check_emulation(config: Config, cluster: EmulatedClusterConfig, graph: Graph) -> None:
     """Raise `ConfigError` for texts that cannot be read, or a stage without costs."""
     costs = emulated_costs(config)
-    _check_limit(config, emulated_workload(config, group_size_of(graph)))
+    _check_limit(config, emulated_workload(config, graph.group_size))
     emulated_conversations(config)
     for stage in graph.stages.values():
         if is_pass(stage, config) and cost_name(costs, stage) is None:
@@ -202,12 +201,6 @@ def cost_name(costs: Costs, stage: Stage) -> str | None:
     names = (stage.name, stage.role or "")
     known = next((name for name in names if name in costs.token_s), None)
     return known or ("actor" if stage.role == "actor" else None)
-
-
-def group_size_of(graph: Graph) -> int:
-    """Samples of a prompt; the most of any stage that generates."""
-    makers = [s.num_samples or 1 for s in graph.stages.values() if isinstance(s, GenerateStage)]
-    return max(makers, default=1)
 
 
 def pass_seconds(costs: Costs, stage: Stage, tokens: float) -> float:

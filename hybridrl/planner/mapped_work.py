@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hybridrl.config import ConfigError
@@ -75,8 +75,39 @@ class MappedWork:
         return scopes
 
     def flow_costs(self, samples: Sequence[SampleLength]) -> Costs:
-        """Return the costs of samples like these on an instance, for the scheduler's choices."""
-        return self.costs.costs(self.roles, self.mapping, samples)
+        """Return the costs for the scheduler, whose choices need seconds a token.
+
+        `samples` are those of a step. An instance generates and scores a share of them; updates
+        take all, in their mini-batches and epochs, as `CostMeter.saw_train` measures them.
+        """
+        model, mapping = self.costs, self.mapping
+        (actor,) = [role for role in self.roles if role.name == ACTOR]
+        share = samples[:: mapping.instances]
+        tokens = sum(sample.tokens for sample in share)
+        token_s, call_s = {}, {}
+        for stage, role in self._by_stage.items():
+            # Of one more row of these samples, and of none.
+            one, two = (model.stage_s(role, mapping, [*share] * n) for n in (1, 2))
+            token_s[stage] = max(0.0, two - one) / tokens
+            layout, _ = model.stage_layout(role, mapping)
+            call_s[stage] = max(0.0, 2 * one - two) + model.activate_s(role, layout)
+        return replace(
+            model.generation(actor, mapping.gen, mapping.ranks_of(ACTOR)),
+            token_s=token_s,
+            stage_call_s=call_s,
+            train_token_s=self._updates_s(samples) / sum(sample.tokens for sample in samples),
+            switch_s=model.to_generation_s(actor, mapping),
+        )
+
+    def _updates_s(self, samples: Sequence[SampleLength]) -> float:
+        """Seconds of the updates of all roles on these samples; pools train at once."""
+        longest = 0.0
+        for names in self.mapping.pools.values():
+            together = [role for role in self.trained if role.name in names]
+            fuses = self.mapping.fuses and can_share_a_plan(together, self.mapping.train)
+            calls = [together] if fuses else [[role] for role in together]
+            longest = max(longest, sum(self._roles_update_s(roles, samples) for roles in calls))
+        return longest
 
     def pool(self, stage: Stage) -> str:
         """Return the pool of a stage's role; a verifier has the actor's."""
@@ -116,13 +147,17 @@ class MappedWork:
 
     def update_s(self, stages: Sequence[Stage], samples: Sequence[Sample]) -> float:
         """Seconds of the updates of a role, or of several that share a plan: see `updates_s`."""
-        roles = self._roles_of(stages)
+        return self._roles_update_s(self._roles_of(stages), lengths_of(samples))
+
+    def _roles_update_s(
+        self, roles: Sequence[PlannedRole], samples: Sequence[SampleLength]
+    ) -> float:
         return updates_s(
             self.costs,
             roles,
             self.mapping.train,
             self.mapping.ranks_of(roles[0].name),
-            lengths_of(samples),
+            samples,
             mini_batches=self.mini_batches,
             epochs=self.epochs,
         )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from hybridrl.config import ScheduleKind, SerialScheduleConfig
+from hybridrl.config import ScheduleKind
 from hybridrl.costs.mapping import (
     ACTOR,
     ClusterShape,
@@ -228,26 +228,6 @@ class MappingPrices:
             idle=outcome.bubbles,
             stages=outcome.stages,
         )
-
-    def generation_s(self, gen: GenLayout, ranks: range) -> float:
-        """Seconds of generation alone, by `serial`."""
-        layout = TrainLayout(fsdp=len(ranks))
-        mapping = DeviceMapping(
-            pools={ACTOR: (ACTOR,)},
-            ranks={ACTOR: len(ranks)},
-            train={ACTOR: layout},
-            gen=gen,
-            schedule=SerialScheduleConfig(),
-        )
-        alone = MappingPrices(
-            self.costs,
-            self.memory,
-            [replace(self._by_name[ACTOR], passes=())],
-            self.workload,
-            decode_steps=self.decode_steps,
-        )
-        nothing = StepSeconds(switch=0, front=0, infer={}, train={}, training=0, reason="")
-        return alone.replayed(mapping, nothing).front
 
     # Their pieces
 

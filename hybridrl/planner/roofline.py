@@ -127,33 +127,18 @@ def with_pipelines(
         if shape.heads % layout.tp or layout.chunks > shape.layers:
             sizes = f"{shape.heads} heads and {shape.layers} layers"
             raise ValueError(f"{sizes} of {role.name} on tp {layout.tp} and {layout.chunks} chunks")
-    own = tuple(layouts[role.name] for role in roles)
-    apart, fused = _updates_s(accelerator, tuple(roles), own, tuple(samples), mini_batches, epochs)
-    tokens = sum(sample.tokens for sample in samples)
-    return replace(costs, train_token_s=apart / tokens, fused_train_token_s=fused / tokens)
-
-
-@lru_cache(4)  # one for all emulated ranks of a process
-def _updates_s(
-    accelerator: Accelerator,
-    roles: tuple[PlannedRole, ...],
-    layouts: tuple[TrainLayout, ...],
-    samples: tuple[SampleLength, ...],
-    mini_batches: int,
-    epochs: int,
-) -> tuple[float, float]:
-    """Seconds of all updates of a step one after the other, and in one plan (0: they cannot)."""
-    ranks = range(layouts[0].ranks)
-    costs = _model_of(accelerator, len(ranks))
-    train = {role.name: layout for role, layout in zip(roles, layouts, strict=True)}
+    ranks = range(layouts[roles[0].name].ranks)
+    model = _model_of(accelerator, len(ranks))
 
     def seconds(*together: PlannedRole) -> float:
         return updates_s(
-            costs, together, train, ranks, samples, mini_batches=mini_batches, epochs=epochs
+            model, together, layouts, ranks, samples, mini_batches=mini_batches, epochs=epochs
         )
 
     apart = sum(seconds(role) for role in roles)
-    return apart, seconds(*roles) if can_share_a_plan(roles, train) else 0.0
+    fused = seconds(*roles) if can_share_a_plan(roles, layouts) else 0.0
+    tokens = sum(sample.tokens for sample in samples)
+    return replace(costs, train_token_s=apart / tokens, fused_train_token_s=fused / tokens)
 
 
 def samples_held(

@@ -25,12 +25,12 @@ from hybridrl.flow.graph import (
 )
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.sample import SampleId
-from hybridrl.flow.schedules import StepResult
-from hybridrl.flow.schedules.base import ScheduleParts, StepSettings, schedule_class
 from hybridrl.planner.conversations import ConversationModel
 from hybridrl.planner.mapped_work import MappedWork, step_samples
 from hybridrl.planner.simulate import EARLY_BACKWARD, SimulatedExecutor
 from hybridrl.planner.workload import Workload
+from hybridrl.schedule import StepResult
+from hybridrl.schedule.base import ScheduleParts, StepSettings, schedule_class
 
 logger = logging.getLogger(__name__)
 
@@ -196,14 +196,11 @@ def mapped_setting(
 ) -> Setting:
     """The setting of a device mapping, for `replay`.
 
-    The scheduler's own costs are those of an instance's share of a step, of samples of the first
-    step's lengths.
+    The scheduler's own costs are those of samples of the first step's lengths.
     """
     mapping = mapped.mapping
-    samples = step_samples(workload, group_size)
-    share = samples[:: mapping.instances]
     return Setting(
-        costs=mapped.flow_costs(share),
+        costs=mapped.flow_costs(step_samples(workload, group_size)),
         num_instances=mapping.instances,
         max_held=max_held,
         decode_steps=decode_steps,

@@ -49,6 +49,8 @@ def imitated_model(
     for role, shape in shapes.items():
         shape.save_pretrained(folder if role == ACTOR else folder / role)
     gen = config.rollout.layout
+    # Before the layouts of value models, which have the actor's where they say nothing.
+    check_train_layout(shapes[ACTOR], config.trainer.layout)
     check_gen_layout(shapes[ACTOR], gen.pp, gen.tp, gen.ep)
     for role in VALUE_MODELS:
         if role in graph.learned and role in shapes:

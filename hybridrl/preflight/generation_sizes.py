@@ -23,7 +23,6 @@ from hybridrl.models.activations import Activations, head_activations, layer_act
 from hybridrl.models.context import context_tokens
 from hybridrl.models.load import TORCH_DTYPES, load_config
 from hybridrl.models.parallel import model_parameters, num_experts
-from hybridrl.planner.emulation import group_size_of
 from hybridrl.planner.generation_memory import GenerationSizes, NativeSizes, VLLMSizes
 from hybridrl.planner.memory import ScoringSizes
 from hybridrl.preflight.memory_inputs import (
@@ -111,7 +110,7 @@ def conversations_held(config: Config, graph: Graph) -> int:
         prompts *= config.schedule.over_provision
     sets = config.eval.sets.values()
     held_out = [(own.num_prompts or config.data.eval_size) * own.num_samples for own in sets]
-    most = max([ceil(prompts) * group_size_of(graph), *held_out])
+    most = max([ceil(prompts) * graph.group_size, *held_out])
     return -(-most // (config.ranks_of(HOME) // config.rollout.layout.ranks))
 
 

@@ -5,12 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import (
+    VALUE_MODELS,
     Config,
     ConfigError,
     JudgeConfig,
     RewardCall,
     RewardKind,
     SourceConfig,
+    TrainerConfig,
 )
 from hybridrl.config.row_fields import field_of, fill, names_in, text_of
 from hybridrl.data import Item
@@ -265,14 +267,40 @@ def warn_of_idle_updates(config: Config, graph: Graph) -> None:
             )  # fmt: skip
 
 
+def warn_of_long_warm_ups(config: Config, graph: Graph) -> None:
+    """Say where the learning rate is still rising when the run ends."""
+    for role in graph.learned:
+        key = VALUE_MODELS.get(role, "trainer")
+        optim = config.trainer.optim
+        if role in VALUE_MODELS:
+            optim = config.value_model_of(role).optim
+        updates = total_updates(graph, role, config.trainer.steps, config.trainer)
+        if updates and optim.warmup_steps > updates:
+            log.warning(
+                "%s.optim.warmup_steps=%d: the run has %d updates, and its learning rate gets to "
+                "%.2g of lr", key, optim.warmup_steps, updates, updates / optim.warmup_steps,
+            )  # fmt: skip
+
+
+def total_updates(graph: Graph, role: str, steps: int, trainer: TrainerConfig) -> int:
+    """Optimizer steps of `role` in so many steps of `graph`."""
+    total = 0
+    for stage in graph.stages.values():
+        if isinstance(stage, UpdateStage) and stage.role == role:
+            passes = stage.epochs or trainer.epochs
+            per_step = passes * (stage.mini_batches or trainer.mini_batches)
+            total += per_step * max(0, steps - stage.after)
+    return total
+
+
 def warn_of_equal_samples(config: Config, graph: Graph) -> None:
     """Say where all samples of a prompt are drawn alike, so that comparing them teaches nothing."""
     for stage in graph.stages.values():
         if not isinstance(stage, GenerateStage) or (stage.num_samples or 0) < 2:
             continue
-        for key in ("temperature", "top_k"):
-            own, run = getattr(stage.sampling, key), getattr(config.rollout, key)
-            if (run if own is None else own) == {"temperature": 0, "top_k": 1}[key]:
+        for key, greedy in (("temperature", 0), ("top_k", 1), ("min_p", 1)):
+            own, run = getattr(stage.sampling, key, None), getattr(config.rollout, key)
+            if (run if own is None else own) == greedy:
                 log.warning(
                     "rollout.%s=%g: the %d samples of a prompt in stage %r are all the most likely "
                     "one, and where they are compared nothing is learned",

@@ -49,7 +49,7 @@ def _needs(config: Config) -> Iterator[Need]:
         for_children = "psutil", "ray"  # which pickles what they run
         if cluster.ranks > 1:
             yield "cluster.ranks", cluster.ranks, for_children, "1"
-        elif not cluster.rank_in_driver:
+        elif not cluster.driver_is_rank:
             yield "cluster.rank_in_driver", "false", for_children, "true"
     loras = {"actor": config.actor.lora}
     loras |= {place: config.value_model_of(role).lora for role, place in VALUE_MODELS.items()}

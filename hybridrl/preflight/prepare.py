@@ -37,7 +37,6 @@ from hybridrl.engines.rollout.available import engine_checks
 from hybridrl.environments import Openings
 from hybridrl.flow import Graph, Recipe
 from hybridrl.flow.graph import ComputeStage, GenerateStage, StageMethod, UpdateStage
-from hybridrl.flow.schedules.base import schedule_class
 from hybridrl.flow.temperatures import with_temperatures
 from hybridrl.planner.emulation import check_emulation, emulated_gpu_memory
 from hybridrl.preflight.activation_choice import decide_activations
@@ -55,6 +54,7 @@ from hybridrl.preflight.judges import (
     warn_of_idle_updates,
     warn_of_lone_samples,
     warn_of_long_answers,
+    warn_of_long_warm_ups,
 )
 from hybridrl.preflight.memory_plan import check_memory, local_obstacle, unknown_room
 from hybridrl.preflight.models import (
@@ -67,6 +67,7 @@ from hybridrl.preflight.packages import check_packages, check_ray
 from hybridrl.preflight.placement import check_placement
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
+from hybridrl.schedule.base import schedule_class
 from hybridrl.system.compiler import compiler_fault
 from hybridrl.system.short_tmpdir import shorten_tmpdir
 
@@ -179,6 +180,7 @@ def check_recipe(config: Config, graph: Graph) -> None:
     warn_of_lone_samples(config, graph)
     warn_of_equal_samples(config, graph)
     warn_of_idle_updates(config, graph)
+    warn_of_long_warm_ups(config, graph)
 
 
 def check_optimizers(config: Config, graph: Graph) -> None:
@@ -326,10 +328,17 @@ def _writable(run_dir: Path) -> None:
 def _model_path(config: Config, run_dir: Path) -> str:
     path = config.model.path
     if path is None:
+        from safetensors import SafetensorError
+
+        from hybridrl.checkpoint.folder import cause_of
         from hybridrl.models.tiny import make_tiny_model
 
         directory = run_dir / "start"
-        make_tiny_model(directory, config.model.tiny, config.run.seed)
+        try:
+            make_tiny_model(directory, config.model.tiny, config.run.seed)
+        except (OSError, SafetensorError) as error:
+            allowed = f"a directory with room for a model ({cause_of(error)[1]})"
+            raise ConfigError("run.dir", run_dir, allowed) from error
         return str(directory)
     return resolve_model_path(path, "model.path")
 

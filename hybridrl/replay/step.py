@@ -29,9 +29,9 @@ from hybridrl.driver.recorded_samples import (
 from hybridrl.driver.run import Run
 from hybridrl.driver.step_digests import step_digests, write_batch
 from hybridrl.driver.train import running
-from hybridrl.flow.schedules import StepResult
 from hybridrl.preflight import turn_orders
 from hybridrl.preflight.prepare import PreparedRun, prepare
+from hybridrl.schedule import StepResult
 from hybridrl.telemetry.digests import (
     Comparison,
     StepRecord,

@@ -6,7 +6,7 @@ Functions for verl and TRL are called as they are there, so that one may bring t
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Real
@@ -29,7 +29,7 @@ class Signature(Enum):
     own_batch = ("prompts", "responses", "answers", "items")
     verl = ("data_source", "solution_str", "ground_truth", "extra_info")
     verl_batch = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-    trl = ("prompts", "completions", "completion_ids", "trainer_state")  # and columns of the rows
+    trl = ("prompts", "completions")  # and columns of the rows
 
     @property
     def is_of_several(self) -> bool:
@@ -66,7 +66,10 @@ class UserFunction:
         several = _ARGUMENTS[self.signature](items, texts)
         if missing := self.needs - several.keys():
             wanted, there = ", ".join(sorted(missing)), ", ".join(map(str, items[0].item))
-            raise ValueError(f"the function wants {wanted}; the columns of the row are {there}")
+            never = ", which judges do not get" if missing & _NOT_OF_JUDGES else ""
+            raise ValueError(
+                f"the function wants {wanted}{never}; the columns of the row are {there}"
+            )
         if self.accepts is not None:
             several = {name: value for name, value in several.items() if name in self.accepts}
         if self.signature.is_of_several:
@@ -80,14 +83,14 @@ class UserFunction:
         """
         values = returned if self.signature.is_of_several else [returned]
         is_one = not hasattr(values, "__len__") or getattr(values, "ndim", None) == 0
-        if is_one or isinstance(values, str | bytes | Mapping):
+        if is_one or isinstance(values, str | bytes | Mapping | Set):  # a set has no order
             kind = type(values).__name__
             raise TypeError(f"the function returned {kind}, wanted a list of numbers")
         if len(values) != number:
             count = len(values)
             raise ValueError(f"the function returned {count} rewards for {number} responses")
         if self.signature in (Signature.verl, Signature.verl_batch):
-            values = [x.get("score") if isinstance(x, Mapping) else x for x in values]
+            values = [x.get("score", x) if isinstance(x, Mapping) else x for x in values]
         return list(values)
 
     def answers(self, returned: Any, texts: Sequence[str | None]) -> list[JudgeAnswer]:
@@ -148,6 +151,8 @@ def _described(path: str, function: Callable[..., Any]) -> UserFunction:
     return UserFunction(function, signature, accepts, frozenset(needed))
 
 
+_NOT_OF_JUDGES = {"completion_ids", "trainer_state", "log_extra", "log_metric"}
+"""What GRPOTrainer gives, and a judge of texts does not have."""
 _EXAMPLES = {"score": Signature.own, "verl's": Signature.verl, "TRL's": Signature.trl}
 
 
@@ -184,7 +189,8 @@ def _verl_batch(items: Sequence[RewardInput], texts: Sequence[str]) -> dict[str,
 
 
 def _ground_truth(item: RewardInput) -> Any:
-    answer = item.told_answer
+    """The answer as the row has it, a number, too."""
+    answer: Any = item.answer if item.expected is None else item.expected
     return answer["ground_truth"] if _has_truth(answer) else answer
 
 
@@ -201,8 +207,8 @@ def _trl(items: Sequence[RewardInput], texts: Sequence[str]) -> dict[str, list[A
         for prompt, text in zip(asked, texts, strict=True)
     ]
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name) for row in rows] for name in names if name != "prompt"}
-    return {**columns, "prompts": asked, "completions": told}
+    several = {name: [row.get(name) for row in rows] for name in names if name != "prompt"}
+    return {**several, "prompts": asked, "completions": told}
 
 
 _ARGUMENTS: dict[
@@ -235,7 +241,10 @@ def as_reward(value: object) -> float:
     if callable(scalar) and getattr(value, "ndim", None) == 0:
         value = scalar()
     if not isinstance(value, Real):
-        raise TypeError(f"the reward is {type(value).__name__}, wanted a number")
+        kind = type(value).__name__
+        if isinstance(value, Mapping):
+            kind += f" with {', '.join(map(str, value)) or 'no field'}"
+        raise TypeError(f"the reward is {kind}, wanted a number")
     try:
         reward = float(value)
     except OverflowError:

@@ -46,7 +46,7 @@ class RewardInput:
     answers: tuple[str, ...] = ()
     """The texts of all right answers, where there are several."""
     expected: Any = None
-    """The answer's column as the source has it, where it is no text or number."""
+    """The answer's column as the source has it, where it is no text."""
     question: Any = None
     """The prompt's column as the source has it, a text or messages; None: `prompt`."""
 
@@ -63,7 +63,7 @@ class RewardInput:
     @property
     def told_answer(self) -> Any:
         """The answer for a judge of the user's: its text, or the list or struct of the row."""
-        return self.answer if self.expected is None else self.expected
+        return self.expected if isinstance(self.expected, Mapping | list | tuple) else self.answer
 
 
 @dataclass(frozen=True, slots=True)

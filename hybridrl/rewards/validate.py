@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from hybridrl.config import ConfigError, JudgeConfig, RewardKind, SourceConfig
 from hybridrl.rewards.judge import JudgePool
 from hybridrl.rewards.results import RewardInput, RewardResult, failure, result_of
-from hybridrl.sandbox.process import WARNED
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,6 @@ def validate_reward(
         return Trial()
     results = list[RewardResult]()
     with JudgePool(replace(config, num_processes=1), sources, "", role) as judge:
-        WARNED.discard(judge.name)  # of an earlier run in this process
         try:
             judge.wait_ready()
         except RuntimeError as error:

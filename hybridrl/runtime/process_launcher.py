@@ -1,8 +1,8 @@
-"""Ranks without Ray, for debugging: rank 0 is this process, the others are its children.
+"""Ranks without Ray, for debugging: children of this process, or one of them is this process.
 
-So `breakpoint()` in rank 0 stops at this terminal, and a profiler sees one process. With
-`cluster.rank_in_driver=false` rank 0 is a child, too. Not supported: several nodes, and concurrent
-methods of a rank (they run one after the other).
+One rank alone is this process, or rank 0 with `cluster.rank_in_driver=true`. Then `breakpoint()` in
+it stops at this terminal, and a profiler sees one process. Not supported: several nodes, and
+concurrent methods of a rank (they run one after the other).
 """
 
 import contextlib
@@ -94,7 +94,7 @@ class ProcessLauncher:
 
     def __init__(self, config: ClusterConfig) -> None:
         self.config = config
-        self._in_driver = isinstance(config, ProcessesClusterConfig) and config.rank_in_driver
+        self._in_driver = isinstance(config, ProcessesClusterConfig) and config.driver_is_rank
         self.data_plane: DataPlane = LocalDataPlane()
         self._ranks: list[_DriverRank | _ChildRank] = []
         self._forking = False

@@ -93,6 +93,7 @@ class SandboxPool(Closing, Generic[AnyTask]):
         self._queue: deque[AnyTask] = deque()
         self._closed, self._bad_starts = False, 0
         self._error: BaseException | None = None
+        self._warned: set[str] = set()
         self._thread = threading.Thread(target=self._run, name=f"{name} pool", daemon=True)
         self._thread.start()
 
@@ -314,7 +315,9 @@ class SandboxPool(Closing, Generic[AnyTask]):
         for task in bereaved:
             task.home = None
             if task not in guilty:
-                its_own = (kind, error) if task.number == number else None
+                # One that is due is queued for its turn: it is served again, and blamed then.
+                is_own = task.number == number and not task.due
+                its_own = (kind, error) if is_own else None
                 self._bereaved(task, not (number or guilty), its_own)
         for task in guilty:
             self._fail(task, kind, error, patience)
@@ -332,7 +335,7 @@ class SandboxPool(Closing, Generic[AnyTask]):
         self._processes[place] = self._start(self.settings[place])
 
     def _start(self, settings: Settings) -> SandboxProcess:
-        process = SandboxProcess(settings, self.name, self.closes_s)
+        process = SandboxProcess(settings, self.name, self._warned, self.closes_s)
         logger.debug("%s process %d starts", self.name, process.popen.pid)
         return process
 

@@ -37,9 +37,6 @@ BUSY_S = 1.0
 FINISH_LOOK_S = 0.02
 """Seconds between two looks at whether a process has ended that was asked to."""
 
-WARNED: set[str] = set()
-"""Names of processes whose lone surrogates this run has been warned of."""
-
 _NUMBERS = count(1)
 
 
@@ -76,9 +73,14 @@ class SandboxProcess:
     served, and each must be answered by its deadline.
     """
 
-    def __init__(self, settings: Settings, name: str, closes_s: float = 0.0) -> None:
-        """It has `closes_s` seconds to close what a task leaves behind."""
-        self.name, self._closes_s = name, closes_s
+    def __init__(
+        self, settings: Settings, name: str, warned: set[str], closes_s: float = 0.0
+    ) -> None:
+        """It has `closes_s` seconds to close what a task leaves behind.
+
+        `warned` has the name once an answer held lone surrogates: the pool's processes share it.
+        """
+        self.name, self._warned, self._closes_s = name, warned, closes_s
         self.ready = False
         self.start_deadline = time.monotonic() + START_TIMEOUT_S
         self.mark = Mark()
@@ -212,8 +214,8 @@ class SandboxProcess:
         answer = json.loads(sent)
         if b"\\ud" in sent:  # JSON writes whole characters beyond the first plane so, too
             answer, replaced = without_surrogates(answer)
-            if replaced and self.name not in WARNED:
-                WARNED.add(self.name)
+            if replaced and self.name not in self._warned:
+                self._warned.add(self.name)
                 logger.warning(
                     "an answer of the %s holds lone surrogates, which are halves of characters "
                     "(%d): each is replaced with a question mark, and so are later ones, without "

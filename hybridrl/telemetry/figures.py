@@ -47,7 +47,7 @@ _BAND = ("response_tokens_p10", "response_tokens_p90")
 _MAX_RANKS = 16  # curves of memory; those with the most
 _MAX_TURNS = 500  # of a curve of memory
 _TROUBLE = {
-    "aborted": ("sample aborted", "samples aborted"),
+    "samples/aborted": ("sample aborted", "samples aborted"),
     "reward_error": ("reward error", "reward errors"),
     "reward_timeout": ("reward timeout", "reward timeouts"),
 }

@@ -37,7 +37,6 @@ from hybridrl.planner.conversations import ModeledConversation
 from hybridrl.planner.emulation import (
     emulated_conversations,
     emulated_workload,
-    group_size_of,
     pass_seconds,
     scaled_costs,
 )
@@ -198,7 +197,7 @@ class EmulatedWorker:
         updates = [s for s in graph.stages.values() if isinstance(s, UpdateStage)]
         self._num_updates = max(1, len(updates))
         if self.instance is not None and self.instance.rows is None:
-            workload = emulated_workload(self.config, group_size_of(graph))
+            workload = emulated_workload(self.config, graph.group_size)
             for instance in (self.instance, *self.wide.values()):
                 instance.rows = instance.rows or self._rows(workload, instance.width)
         models: dict[str, ModelDescription] = {}

@@ -16,7 +16,7 @@ class DPOConfig:
     """Scale of the implicit reward, beta log(p / p_reference): larger stays nearer."""
     variant: DPOVariant = DPOVariant.sigmoid
     """sigmoid or ipo."""
-    label_smoothing: float = bounded(0.0, least=0, most=0.5)
+    label_smoothing: float = bounded(0.0, least=0, below=0.5)
     """How often a preference is taken to be the wrong way round."""
     reference_ema_decay: float | None = bounded(None, above=0, below=1)
     """Decay of an averaged reference at an optimizer step; null: the policy at start."""

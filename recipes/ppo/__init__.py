@@ -41,7 +41,7 @@ class PPOConfig(RolloutCorrection):
     """Responses in which it adapts: n of them change it by at most a fifth of n / kl_horizon."""
     reference_ema_decay: float | None = bounded(None, above=0, below=1)
     """Decay of an averaged reference at an optimizer step; null: the policy at start."""
-    clip: float = bounded(0.2, least=0, most=1)
+    clip: float = bounded(0.2, above=0, most=1)
     """The ratio is clipped to 1 - clip and 1 + clip."""
     value_clip: float | None = bounded(0.2, above=0)
     """Values are clipped to this distance from their old ones; null: not clipped."""

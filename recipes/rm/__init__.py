@@ -9,7 +9,7 @@ from hybridrl.flow import Flow, recipe
 
 @dataclass(kw_only=True, slots=True)
 class RMConfig:
-    """Settings of reward modeling; the model and its optimizer are `reward_model.*`."""
+    """Settings of reward modeling; the model and its optimizer are `roles.reward.*`."""
 
     center: float = bounded(0.0, least=0)
     """Weight of the square of a pair's sum of rewards, which keeps rewards about 0."""

@@ -66,7 +66,7 @@ def one(
     ]
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(settings, Path(folder) / "run")
-        with on_ray(-(-instances // args.processes) * args.tp):
+        with on_ray(-(-instances // args.processes) * args.tp) as started:
             steps = measure(config, profile)
         virtual, predicted = predict(config, (), 0.0), predict(config, ())
     show(
@@ -75,6 +75,7 @@ def one(
             "emulated": True,
             "ranks": ranks,
             "instances": instances,
+            "processes": sum(started),
             "schedule": schedule,
             "decode_steps": args.decode_steps,
             "longest": args.longest,

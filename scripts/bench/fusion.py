@@ -33,7 +33,6 @@ from hybridrl.driver.ray_executor import RayExecutor
 from hybridrl.driver.schedule_factory import make_schedule
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.executor import Sampling
-from hybridrl.flow.schedules.base import Prompt, Schedule
 from hybridrl.planner.schedule import Setting, replay
 from hybridrl.planner.workload import Group, Workload
 from hybridrl.preflight.placement import graphs_of
@@ -41,6 +40,7 @@ from hybridrl.preflight.prepare import PreparedRun, prepare
 from hybridrl.rewards.model import make_reward_model
 from hybridrl.runtime.launcher import Launcher
 from hybridrl.runtime.launchers import launched
+from hybridrl.schedule.base import Prompt, Schedule
 from hybridrl.workers.training import Training
 
 TASK = TASKS["longtail"]

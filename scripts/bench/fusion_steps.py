@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridrl.flow.sample import SampleId
-from hybridrl.flow.schedules.base import Schedule
+from hybridrl.schedule.base import Schedule
 from hybridrl.telemetry.trace import TimeSpan, TraceFile, TraceSpan, is_rank
 
 _FACTS = ("migrated", "migration_threshold", "parked", "resumed", "off_policy_tokens")

@@ -23,10 +23,10 @@ from hybridrl.driver.schedule_factory import make_schedule
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.graph import Stage
-from hybridrl.flow.schedules import StageSpan
 from hybridrl.preflight.placement import graphs_of
 from hybridrl.preflight.prepare import PreparedRun, prepare
 from hybridrl.runtime.launchers import launched
+from hybridrl.schedule import StageSpan
 from hybridrl.workers.training import Training
 
 # By name: placement, schedule, and whether updates of different pools run at once.

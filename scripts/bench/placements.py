@@ -2,11 +2,13 @@
 
 Nodes of 8 A100 with 80 GB, 200 Gb/s a GPU between nodes. PPO whose four roles have 13B each. A step
 has 1,024 prompts of 1,024 tokens with a response of 1,024 tokens each. Assumed: one epoch of eight
-mini-batches, and the efficiency of kernels and links, which is that of `accelerators.py`.
+mini-batches, and the efficiency of kernels and links, which is that of `costs/layers.py`.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+
+from dense_layers import DenseLayerBytes
 
 from hybridrl.config import ScheduleConfig, SerialScheduleConfig
 from hybridrl.costs.devices import ACCELERATORS, MODELS
@@ -92,6 +94,7 @@ def _search(
         ),
         capacity=_CAPACITY,
         reserved=_RESERVED,
+        layer_bytes=DenseLayerBytes(),
     )
     prices = MappingPrices(
         CostModel(LayerCosts.of(accelerator), cluster),

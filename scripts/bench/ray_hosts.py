@@ -24,24 +24,30 @@ _CALLS_AT_A_TIME = 1_000_000  # of a process: each of its ranks has some, most o
 
 
 @contextmanager
-def on_ray(ranks_per_process: int) -> Iterator[None]:
-    """Within, emulated runs have so many ranks in each process of Ray, whole instances of them."""
+def on_ray(ranks_per_process: int) -> Iterator[list[int]]:
+    """Within, emulated runs have so many ranks in each process of Ray, whole instances of them.
+
+    Yields the number of processes of each group of ranks that was started.
+    """
+    started: list[int] = []
 
     @contextmanager
     def launched(config: ClusterConfig, logs: Path) -> Iterator[HostLauncher]:
         with ray_runtime(config, verl.environment(Device.cpu), logs) as ray:
-            yield HostLauncher(ray, config, ranks_per_process)
+            yield HostLauncher(ray, config, ranks_per_process, started)
 
     with mock.patch.object(train, "launched", launched):
-        yield
+        yield started
 
 
 class HostLauncher(RayLauncher):
     """See `Launcher`."""
 
-    def __init__(self, ray: Any, config: ClusterConfig, ranks_per_process: int) -> None:
+    def __init__(
+        self, ray: Any, config: ClusterConfig, ranks_per_process: int, started: list[int]
+    ) -> None:
         super().__init__(ray, config)
-        self._each = ranks_per_process
+        self._each, self._started = ranks_per_process, started
         self._hosts: list[Any] = []
 
     def start(self, worker: type, make: Callable[..., Any], *args: Any) -> Any:
@@ -61,6 +67,7 @@ class HostLauncher(RayLauncher):
             host = host_class.remote(ranks, config, self.data_plane)
             self._hosts.append(host)
             handles += [_RankHandle(host, rank) for rank in ranks]
+        self._started.append(len(self._hosts))
         return verl.group_of(verl.worker_class(worker, make, *args), handles)
 
     def kill(self, group: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.checkpoint import distributed
@@ -237,4 +238,6 @@ def test_the_cause_of_a_librarys_error_is_found():
     later = RuntimeError("[enforce fail] . unexpected pos 704 vs 598")
     later.__context__ = full
     assert cause_of(later) == (errno.ENOSPC, "No space left on device")
+    told = "Error while serializing: I/O error: No space left on device (os error 28)"
+    assert cause_of(SafetensorError(told)) == (errno.ENOSPC, "No space left on device")
     assert cause_of(RuntimeError("a\n  b")) == (errno.EIO, "a b")

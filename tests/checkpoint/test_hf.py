@@ -427,4 +427,10 @@ def test_what_is_written_at_the_end_is_tried_at_the_start(source, tmp_path):
         pytest.raises(ConfigError, match=r"model.path=.*written \(tokenizer: .*no merges\)"),
     ):
         hf.check_side_files(str(source), tokenizer, tmp_path)
+    full = OSError(28, "No space left on device")
+    with (
+        patch.object(tokenizer, "save_pretrained", side_effect=full),
+        pytest.raises(ConfigError, match=r"run.dir=.*room for a model \(tokenizer: .*No space"),
+    ):
+        hf.check_side_files(str(source), tokenizer, tmp_path)
     assert not list(tmp_path.glob(".probe*"))

@@ -29,7 +29,37 @@ def test_escapes_mean_what_they_do_in_yaml(argument: str, value: object) -> None
     assert config == value
 
 
-@pytest.mark.parametrize("command", [r"\text", r"\right", r"\nabla", r"\theta"])
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        (r"""eval.sets.main={prompt_template: "{question}\n", k: [1]}""", "{question}\n"),
+        (r"""+eval.sets={main: {prompt_template: '{question}\\n\n'}}""", "{question}\\n\n"),
+    ],
+)
+def test_escapes_in_a_mapping(argument: str, value: str) -> None:
+    config = compose.check(compose.resolve_arguments([*BASE, argument]))
+    assert config.eval.sets["main"].prompt_template == value
+
+
+def test_texts_in_lists_of_a_mapping() -> None:
+    (argument,) = compose.resolve_arguments([r"rollout={stop: ['\n', '\\n'], vllm: {a: '\n'}}"])
+    assert argument == "rollout={stop: ['\n', '\\n'], vllm: {a: '\\n'}}"
+
+
+@pytest.mark.parametrize("text", ["\udce9 {question}", "\ud83d"])
+@pytest.mark.parametrize("key", ["data.prompt_template", "data.chat_template", "rollout.stop"])
+def test_half_a_character_is_named(key: str, text: str) -> None:
+    """A terminal that is not UTF-8 gives such texts; no tokenizer takes them."""
+    value = f"['{text}']" if key.endswith("stop") else f"'{text}'"
+    with pytest.raises(compose.ConfigError, match="wanted text in Unicode") as caught:
+        compose.check(compose.resolve_arguments([*BASE, f"{key}={value}"]))
+    assert caught.value.key == key
+    assert str(caught.value).isascii()
+
+
+@pytest.mark.parametrize(
+    "command", [r"\text", r"\right", r"\nabla", r"\theta", r"\to", r"\tan", r"\newline", r"\nu"]
+)
 def test_a_command_of_latex_is_no_escape(command: str) -> None:
     """A tab before `ext` would stand in every prompt."""
     key = "data.prompt_template"

@@ -22,6 +22,7 @@ from hybridrl.config import (
 )
 from hybridrl.config.compose import register, to_config
 from hybridrl.config.dotted import load_function
+from hybridrl.config.renamed_keys import RENAMED_GROUPS
 from hybridrl.config.schedule import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
@@ -53,18 +54,34 @@ def recipe_config(name: str) -> type:
     return get_type_hints(recipe.function)["cfg"]
 
 
-# Settings of one dataclass in several places are listed once, under this name.
 OF_JUDGES = "|".join(field.name for field in fields(JudgeConfig))
-SHARED = (
-    (rf"(reward\.parts\.NAME|reward|cost)\.(?=({OF_JUDGES})\b)", "reward|cost|reward.parts.NAME."),
-    (r"(reward|cost)\.(?!parts\.)", "reward|cost."),
-    (r"roles\.(critic|cost_critic|reward)\.", "roles.NAME."),
-    (r"recipe\[\w+\]\.correction\.", "recipe[*].correction."),
+CORRECTED = (
+    "cispo clip_cov dapo dars dr_grpo gdpo gigpo gmpo grpo gspo kl_cov maxrl ppo reinforce_pp "
+    "safe_rlhf sapo ttrl xrpo"
 )
+SHARED = (
+    (
+        rf"(reward\.parts\.NAME|reward|cost)\.(?=({OF_JUDGES})\b)",
+        "reward|cost|reward.parts.NAME.",
+        ("cost.", "reward.", "reward.parts.NAME."),
+    ),
+    (r"(reward|cost)\.(?!parts\.)", "reward|cost.", ("cost.", "reward.")),
+    (
+        r"roles\.(critic|cost_critic|reward)\.",
+        "roles.NAME.",
+        ("roles.cost_critic.", "roles.critic.", "roles.reward."),
+    ),
+    (
+        r"recipe\[\w+\]\.correction\.",
+        "recipe[*].correction.",
+        tuple(f"recipe[{name}].correction." for name in CORRECTED.split()),
+    ),
+)
+"""Settings of one dataclass in several places: they are listed once, under this name."""
 
 
-def test_the_list_of_keys_is_frozen() -> None:
-    """A new key is a decision: add it to keys.txt by hand."""
+def all_keys() -> list[str]:
+    """Every key, those of kinds and recipes as `schedule[KIND].KEY` and `recipe[NAME].KEY`."""
     now = keys(Config) + [f"data.sources.NAME.{key}" for key in keys(SourceConfig)]
     now += [f"reward.parts.NAME.{key}" for key in keys(RewardPartConfig)]
     now += [f"eval.sets.NAME.{key}" for key in keys(EvalSetConfig)]
@@ -76,9 +93,73 @@ def test_the_list_of_keys_is_frozen() -> None:
         now += [f"cluster[{kind.value}].{key}" for key in own]
     for name in RECIPES:
         now += [f"recipe[{name}].{key}" for key in keys(recipe_config(name))]
-    for shared, listed in SHARED:
-        now = [re.sub(f"^{shared}", listed, key) for key in now]
-    assert sorted(set(now)) == FROZEN.read_text().splitlines()
+    return now
+
+
+def test_the_list_of_keys_is_frozen() -> None:
+    """A new key is a decision: add it to keys.txt by hand."""
+    now = set(all_keys())
+    for shared, listed, wanted in SHARED:
+        places: dict[str, set[str]] = {}
+        for key in now:
+            if place := re.match(shared, key):
+                places.setdefault(place[0], set()).add(key.removeprefix(place[0]))
+        assert sorted(places) == list(wanted)
+        first, *others = places.values()
+        assert all(each == first for each in others), f"{listed} has other keys in some places"
+        now = {re.sub(f"^{shared}", listed, key) for key in now}
+    assert sorted(now) == FROZEN.read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def known() -> set[str]:
+    """Every key and group of keys as a page writes it; a recipe's keys under `recipe`."""
+    written = [re.sub(r"\[\w+\]", "", key) for key in all_keys()]
+    return {key[: dot.start()] for key in written for dot in re.finditer(r"\.|$", key)}
+
+
+GROUPS = "|".join([*(field.name for field in fields(Config)), *RENAMED_GROUPS])
+DOTTED = re.compile(rf"(?<![\w./-])((?:{GROUPS})(?:\.\w+)*\.(?:\w+|\*))(?!\.?\w)")
+OF_USERS = re.compile(r"^(data\.sources|eval\.sets|reward\.parts)\.\w+")
+CODE = re.compile(r"`([^`]+)`")
+SETTING = re.compile(r"(?<![\w.(])([\w.]+)=")
+ROW = re.compile(r"^\| (`.*?) \|", re.MULTILINE)
+PAGES_OF_RECIPES = sorted((ROOT / "recipes").rglob("*.md")) + sorted(
+    (ROOT / "recipes").rglob("*.py")
+)
+
+
+def named_keys(text: str) -> set[str]:
+    """The keys that a text names in full."""
+    return {OF_USERS.sub(r"\1.NAME", key.removesuffix(".*")) for key in DOTTED.findall(text)}
+
+
+@pytest.mark.parametrize(
+    "page", PAGES_OF_RECIPES, ids=lambda page: str(page.relative_to(ROOT / "recipes"))
+)
+def test_keys_that_a_recipe_names_exist(page: Path, known: set[str]) -> None:
+    """In its page and in its texts: docstrings and messages."""
+    text = page.read_text()
+    if page.suffix == ".py":
+        nodes = ast.walk(ast.parse(text))
+        text = "\n".join(str(x.value) for x in nodes if isinstance(x, ast.Constant))
+    assert named_keys(text) <= known
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_settings_that_a_recipes_page_lists_exist(name: str, known: set[str]) -> None:
+    """In its table, where `.last` names follow a full one, and as `key=value`."""
+    page = (ROOT / "recipes" / name / "README.md").read_text()
+    _, heading, table = page.partition("| setting | default |")
+    listed = [
+        key for code in CODE.findall(page) for key in re.findall(r"(?<![\w.(])([\w.]+)=", code)
+    ]
+    for cell in ROW.findall(table.partition("\n\n")[0]):
+        for key in CODE.findall(cell):
+            listed.append(listed[-1].rpartition(".")[0] + key if key.startswith(".") else key)
+    assert listed or not heading
+    own = {*keys(recipe_config(name)), "experiment"}
+    assert [key for key in listed if OF_USERS.sub(r"\1.NAME", key) not in own | known] == []
 
 
 def dataclass_fields() -> list[tuple[str, ast.ClassDef]]:

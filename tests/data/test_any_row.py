@@ -97,7 +97,7 @@ def test_columns(
     for item in items:
         asked = text_of(field_of(item.item, prompt))
         assert item.prompt == f"{asked} {item.item['number']}"
-        if answer is not None and pattern is None and item.expected is None:
+        if answer is not None and pattern is None and not isinstance(item.expected, list | dict):
             assert item.answer == text_of(field_of(item.item, answer))
 
 

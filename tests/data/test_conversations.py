@@ -1,5 +1,6 @@
 """Whole conversations: who wrote which token, tools, responses of several turns, refusals."""
 
+import csv
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -381,3 +382,59 @@ def test_conversations_beyond_the_context(load: Load, jsonl: Any) -> None:
         load(source(jsonl(long)), **settings)
     data = load(source(jsonl(long)), skip_unusable_rows=True, **settings)
     assert (len(data.train), data.dropped) == (4, {"a response beyond the context": 1})
+
+
+def of_csv(folder: Path, rows: list[dict[str, str]]) -> str:
+    with (folder / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return str(folder / "rows.csv")
+
+
+def test_messages_that_a_file_has_as_json(load: Load, tmp_path: Path, chat_tokenizer: Any) -> None:
+    """CSV has no lists. An answer of JSON that is no messages stays a text."""
+    asked = [[{"role": "user", "content": f"q{n}"}] for n in range(2)]
+    said = [{"role": "assistant", "content": "yes"}]
+    rows = [
+        {"prompt": json.dumps(asked[0]), "answer": json.dumps(said)},
+        {"prompt": json.dumps(asked[1]), "answer": '[{"from": "A", "to": "B"}]'},
+    ]
+    source = SourceConfig(kind=SourceKind.csv, name=of_csv(tmp_path, rows))
+    data = load(source, tokenizer=chat_tokenizer, chat=True, eval_size=1)
+    found = {item.prompt: item.answer for item in [*data.train, *data.eval]}
+    assert found == {
+        "<user>q0<eos>\n<assistant>": "yes",
+        "<user>q1<eos>\n<assistant>": '[{"from": "A", "to": "B"}]',
+    }
+    whole = [{"messages": json.dumps([*question, *said])} for question in asked]
+    source = SourceConfig(
+        kind=SourceKind.csv, name=of_csv(tmp_path, whole), messages_column="messages"
+    )
+    data = load(source, tokenizer=chat_tokenizer, chat=True, eval_size=1, generates=False)
+    assert {item.answer for item in [*data.train, *data.eval]} == {"yes"}
+
+
+def test_messages_in_the_syntax_of_python_are_refused(
+    load: Load, tmp_path: Path, chat_tokenizer: Any
+) -> None:
+    rows = [{"prompt": "[{'role': 'user', 'content': 'q'}]", "answer": "a"}]
+    source = SourceConfig(kind=SourceKind.csv, name=of_csv(tmp_path, rows))
+    with pytest.raises(ConfigError, match=r"prompt_column=prompt: .* its JSON, .*\(row 1\)"):
+        load(source, tokenizer=chat_tokenizer, chat=True, eval_size=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [({"system_prompt": "Be brief."}, "data.system_prompt"),
+     ({"tools_column": "tools"}, "data.sources.s.tools_column")],
+)  # fmt: skip
+def test_what_plain_prompts_have_no_use_for_is_refused(
+    load: Load, tmp_path: Path, settings: dict[str, str], key: str
+) -> None:
+    file = of_csv(tmp_path, [{"prompt": "q", "answer": "a", "tools": "[]"}])
+    column = settings.pop("tools_column", None)
+    source = SourceConfig(kind=SourceKind.csv, name=file, tools_column=column)
+    with pytest.raises(ConfigError, match=r"null with data\.chat=false") as caught:
+        load(source, eval_size=1, **settings)
+    assert caught.value.key == key

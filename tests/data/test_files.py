@@ -50,6 +50,7 @@ def write_forms(folder: Path) -> dict[str, Any]:
         "array.json": json.dumps(ROWS).encode(),
         "array.json.gz": gzip.compress(json.dumps(ROWS, indent=2).encode()),
         "bom.jsonl": b"\xef\xbb\xbf" + whole,
+        "behind an empty line.json": b"\n" + json.dumps(ROWS, indent=1).encode(),
         "split-1.jsonl": first,
         "split-2.jsonl": second,
     }
@@ -70,7 +71,7 @@ def test_every_form_of_file_gives_the_same_rows(load: Load, tmp_path: Path) -> N
         loaded[form] = {item.prompt: item.answer for item in [*data.train, *data.eval]}
     expected = {f"{n} + 1 =": str(n + 1) for n in range(20)}
     assert loaded == dict.fromkeys(loaded, expected)
-    assert len(loaded) == 10
+    assert len(loaded) == 11
 
 
 def test_several_files_of_parquet_and_csv(
@@ -99,6 +100,8 @@ REFUSED_NAMES: dict[str, tuple[Any, str]] = {
     "cut off": ("cut.jsonl.gz", "a jsonl file that can be read"),
     "words in an array": ("words.json", "element 1: str"),
     "half an array": ("half.json", "an array: "),
+    "a name that is too long": ("a" * 300, "File name too long"),
+    "a file twice by two names": (["rows.jsonl", "empty/../rows.jsonl"], "each file once"),
 }
 
 
@@ -118,6 +121,46 @@ def test_a_name_that_cannot_be_read_is_one_line(
         load(SourceConfig(kind=SourceKind.jsonl, name=name))
     assert caught.value.key == "data.sources.s.name"
     assert "\n" not in str(caught.value)
+
+
+COLUMNS_TWICE = pyarrow.table([["a", "b"], ["x", "y"], ["1", "2"]], ["prompt", "answer", "answer"])
+NOT_UTF8 = pyarrow.table([pyarrow.array([b"a\xff", b"b"]).view(pyarrow.string())], ["prompt"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "message"),
+    [
+        ("csv", b"prompt,answer,answer\nq,1,2\n", "'answer' is there twice"),
+        ("parquet", COLUMNS_TWICE, "'answer' is there twice"),
+        ("parquet", NOT_UTF8, "texts are UTF-8 .rows 1 to 2: .*0xff"),
+    ],
+)
+def test_what_would_be_lost_of_a_file_is_refused(
+    load: Load, tmp_path: Path, kind: str, content: Any, message: str
+) -> None:
+    file = tmp_path / f"rows.{kind}"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        pyarrow.parquet.write_table(content, file)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(SourceConfig(kind=SourceKind(kind), name=str(file)), eval_size=1)
+    assert caught.value.key == "data.sources.s.name"
+
+
+def test_a_cell_of_csv_may_be_long(load: Load, tmp_path: Path) -> None:
+    answer = "x" * 200_000
+    (tmp_path / "rows.csv").write_text(f"prompt,answer\nq,{answer}\nr,b\n")
+    source = SourceConfig(kind=SourceKind.csv, name=str(tmp_path / "rows.csv"))
+    data = load(source, eval_size=1, targets=False)
+    assert {item.answer for item in [*data.train, *data.eval]} == {answer, "b"}
+
+
+def test_rows_that_keep_leaves_out_are_told(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(lines(ROWS))
+    source = SourceConfig(kind=SourceKind.jsonl, name=str(tmp_path / "rows.jsonl"))
+    with pytest.raises(ConfigError, match=r"data\.keep leaves 20 out"):
+        load(source, eval_size=1, keep="nothing")
 
 
 def test_only_files_come_in_lists(load: Load) -> None:
@@ -217,7 +260,7 @@ def test_answers_in_json(load: Load, tmp_path: Path, value: Any, answers: tuple[
     item = load(source, eval_size=2, targets=False).train[0]
     assert item.answers == answers
     assert item.answer == (answers[0] if answers else "")
-    assert item.expected == (value if isinstance(value, list | dict) else None)
+    assert item.expected == (None if isinstance(value, str) else value)
     if not answers:  # no text follows from it, so nothing can be trained on it
         with pytest.raises(ConfigError, match=r"data\.answer_template=.*row 1: a (struct|list)"):
             load(source, eval_size=2)
@@ -422,6 +465,7 @@ JSON = st.recursive(
 @given(rows=st.lists(st.dictionaries(st.sampled_from(["prompt", "answer", "x"]), JSON), max_size=4))
 @example(rows=[{"prompt": "\ud800", "answer": 1}])
 @example(rows=[{"prompt": "a", "answer": float("nan")}])
+@example(rows=[{"prompt": {"\n": None}, "answer": []}])
 def test_any_rows_are_read_or_refused_in_one_line(
     load: Load, tmp_path: Path, rows: list[dict[str, Any]]
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from safetensors import SafetensorError
 
 from hybridrl.checkpoint import folder
 from hybridrl.config import Config, ConfigError
@@ -20,6 +21,8 @@ from hybridrl.driver.checkpoints import (
     find_origin,
     settings_of,
 )
+from hybridrl.models import tiny
+from hybridrl.preflight.prepare import prepare
 
 
 @pytest.fixture
@@ -304,15 +307,19 @@ def test_where_there_is_nothing_to_go_on_from(
 def test_a_run_of_emulated_ranks_is_no_origin(
     config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """However it ended."""
+    """Neither its directory, however it ended, nor its path from elsewhere."""
     real = publish(tmp_path / "real" / "final", 3)
     for state in ("interrupted", "finished"):
-        (tmp_path / "run").mkdir(exist_ok=True)
-        status = json.dumps({"state": state, "emulated": True})
-        (tmp_path / "run" / "run.json").write_text(status)
+        for run in ("run", "other"):
+            (tmp_path / run).mkdir(exist_ok=True)
+            status = json.dumps({"state": state, "emulated": True})
+            (tmp_path / run / "run.json").write_text(status)
         for resume in ("auto", real):
             with pytest.raises(ConfigError, match=f"^trainer.resume={resume}: wanted another run."):
                 find_origin(config(f"trainer.resume={resume}"))
+        (tmp_path / "run" / "run.json").unlink()
+        with pytest.raises(ConfigError, match=r"\(this is of emulated ranks, which leave none\)$"):
+            find_origin(config(f"trainer.resume={tmp_path / 'other'}"))
 
 
 def test_it_begins_anew_where_no_checkpoint_was_reached(
@@ -348,6 +355,7 @@ def test_trained_weights_outlive_a_disk_that_has_no_room_for_more(
     with pytest.raises(OSError, match="No space left") as raised:
         checkpoints.write(path, 2, DriverState({}))
     assert ("the trained weights are there" in str(raised.value)) == stays
+    assert not stays or raised.value.filename == str(path), "and this is where"
     assert (path / "model.safetensors").is_file() == stays
     assert not (path / "resume").exists(), "nothing resumes from a half"
     assert not folder.hidden(path).exists()
@@ -369,3 +377,18 @@ def test_a_file_beside_the_weights_that_is_missing_is_named(
     checkpoints.write(tmp_path / "run" / "final", 2, DriverState({}))
     (call,) = telemetry.note.call_args_list
     assert call.args[0].endswith("not all of its files: tokenizer: ValueError: no")
+
+
+def test_a_disk_without_room_for_the_first_model_is_named(
+    config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer of safetensors has its own error for it."""
+
+    def full(*arguments: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: full (os error 28)")
+
+    monkeypatch.setattr(tiny, "make_tiny_model", full)
+    with pytest.raises(
+        ConfigError, match=r"^run\.dir=.*room for a model \(No space left on device"
+    ):
+        prepare(config(f"run.dir={tmp_path}"))

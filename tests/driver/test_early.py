@@ -21,10 +21,10 @@ from hybridrl.driver.ray_executor import RayExecutor
 from hybridrl.driver.run import Interrupted
 from hybridrl.flow.executor import Phase
 from hybridrl.flow.sample import SampleId
-from hybridrl.flow.schedules import fused
-from hybridrl.flow.schedules.streamed_update import StreamedUpdate
 from hybridrl.layout.grouping import TrainAxes, gen_positions
 from hybridrl.models.tiny import make_tiny_model
+from hybridrl.schedule import fused
+from hybridrl.schedule.streamed_update import StreamedUpdate
 from hybridrl.system import signals
 
 EARLY = ["schedule=fused", "schedule.early_backward=auto"]

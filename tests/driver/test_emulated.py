@@ -3,8 +3,9 @@
 import functools
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -309,7 +310,8 @@ def test_a_wrong_layout_is_named_before_the_ranks(setting: str, allowed: str) ->
         ("rollout.tail_tp=3", "rollout.tail_tp=3: wanted off, 2, 4, 8, 16, 32 (it must divide the"),
         ("rollout.layout.tp=3", "rollout.layout.tp=3: wanted one of 1, 2, 4, 8, 16, 32 (it must"),
         ("rollout.layout.pp=48", "rollout.layout.pp=48: wanted at most 32 (32 layers)"),
-        ("trainer.layout.tp=3", "roles.critic.layout.tp=3: wanted one of 1, 2, 4, 8 (it must"),
+        ("trainer.layout.tp=3", "trainer.layout.tp=3: wanted one of 1, 2, 4, 8 (it must"),
+        ("roles.critic.layout.tp=3", "roles.critic.layout.tp=3: wanted one of 1, 2, 4, 8 (it must"),
         (
             "roles.critic.layout.pp=48 roles.critic.layout.fsdp=1",
             "roles.critic.layout.pp=48: wanted at most 32 (32 layers)",
@@ -436,6 +438,26 @@ def test_concurrent_calls_do_not_wait_for_a_busy_rank() -> None:
     assert [*clocked.replies] == ["fetch"]
     clocked.ranks.end_due(clocked.costs.switch_s)
     assert [*clocked.replies] == ["fetch", "switch", "next"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "stages"),
+    [
+        (GRPO, ("reference",)),
+        ((*PPO, "trainer.fuse_updates=never"), ("reference", "reward", "critic")),
+    ],
+    ids=["grpo", "ppo, updates one by one"],
+)
+def test_a_step_takes_what_the_plan_says(
+    trained: Callable[..., Path], settings: tuple[str, ...], stages: Sequence[str]
+) -> None:
+    """Measured, of the second step and the third: 1.01 of the plan, on a busy machine."""
+    steps = load_script("bench/emulated_steps.py")
+    settings = (*settings, "cluster.time_scale=0.1", "schedule=serial")
+    seconds = [line["step_s"] for line in read_lines(trained(*settings) / "metrics.jsonl")]
+    config = configured(*settings)
+    config.resolve_device(0, "this machine")
+    assert fmean(seconds[1:]) == pytest.approx(steps.predict(config, stages), rel=0.05)
 
 
 # -- the device that is imitated ------------------------------------------------------------------

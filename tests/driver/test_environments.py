@@ -16,7 +16,7 @@ from resumed_runs import check_same, ended, lines, state
 from hybridrl.config import ConfigError
 from hybridrl.driver.episodes import EnvironmentFailed
 from hybridrl.environments import EpisodePool
-from hybridrl.flow.schedules import generation_round
+from hybridrl.schedule import generation_round
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.trace import read_timeline
 

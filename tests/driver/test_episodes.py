@@ -18,10 +18,10 @@ from hybridrl.environments.tool_calls import CallForm
 from hybridrl.flow.clock import VirtualClock
 from hybridrl.flow.executor import Computed, EpisodeReply, Parked, Replied, Sampling, TurnEnded
 from hybridrl.flow.sample import SampleId
-from hybridrl.flow.schedules.base import PendingSample
 from hybridrl.flow.turns import TurnsTaken, order_to_json
 from hybridrl.preflight.prepare import build_recipe
 from hybridrl.runtime.emulated_launcher import EmulatedLauncher
+from hybridrl.schedule.base import PendingSample
 
 PROGRAMS = """
 import asyncio

@@ -188,7 +188,7 @@ def test_memory_at_every_change_of_phase(run_of: Callable[[str], Any]) -> None:
                 assert len(inside) >= 2, f"{name} of step {span.step}"
 
 
-@pytest.mark.slow  # tests/flow has it in virtual time
+@pytest.mark.slow  # tests/schedule has it in virtual time
 def test_a_reward_that_hangs_does_not_stop_its_rank(
     train: Train, long_tail: list[str], user_rewards: Path, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from hybridrl.driver.run_records import (
 )
 from hybridrl.flow.ledger import Drop, DropReason
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.flow.schedules import StepResult
+from hybridrl.schedule import StepResult
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.telemetry.trace import read_timeline, read_trace
@@ -283,7 +283,7 @@ def test_updates_say_how_much_of_the_peak_they_reach(runs: dict[str, Path]) -> N
 
 # The log
 
-QUIET = {"flow", "layout", "engines", "rewards"}
+QUIET = {"schedule", "layout", "engines", "rewards"}
 """Rooms that take part in every run and have lines at debug level alone."""
 
 
@@ -315,9 +315,9 @@ def test_at_debug_the_log_says_what_driver_and_ranks_do(runs: dict[str, Path]) -
     assert rooms("DEBUG", driver) >= QUIET
     assert {"engines", "layout", "rewards"} <= rooms("DEBUG", rank)
     for who, line in [
-        ("driver", r"flow\.schedules\.base: step 3 begins with 0 pending samples\n"),
-        ("driver", r"flow\.schedules\.base: to_generate ended\n"),
-        ("driver", r"flow\.schedules\.generation_round: the round ended: \d+ samples migrated"),
+        ("driver", r"schedule\.base: step 3 begins with 0 pending samples\n"),
+        ("driver", r"schedule\.base: to_generate ended\n"),
+        ("driver", r"schedule\.generation_round: the round ended: \d+ samples migrated"),
         ("rank 0", r"layout\.weight_switch: weights have moved: \d+ bytes received"),
         ("rank 0", r"engines\.rollout\.native: asleep, without weights\n"),
         ("rank 0", r"engines\.train\.engine: update ended, version 4\n"),

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from hybridrl.config import ClusterConfig, ConfigError
 from hybridrl.driver.run import TrainingDiverged
 from hybridrl.driver.worker_group import WorkerError
-from hybridrl.flow.schedules import StepResult
 from hybridrl.runtime.ray_cluster import ranks_placement, ray_runtime
+from hybridrl.schedule import StepResult
 from hybridrl.telemetry import sample_files
 from hybridrl.telemetry.records import read_lines
 

@@ -84,10 +84,10 @@ def test_runs_train_on_the_same(
         if "partial" in name:
             for figure in ("samples/parked", "samples/resumed"):
                 assert sum(line[figure] for line in run.metrics) > 0
-    else:
-        assert all(
-            (line.get("samples/migrated", 0) > 0) == (name == "fused") for line in run.metrics
-        )
+    elif name == "fused":
+        assert all(line["samples/migrated"] > 0 for line in run.metrics)
+    else:  # with tp 2 there is one instance
+        assert not any(line.get("samples/migrated") for line in run.metrics)
 
 
 def test_the_mismatch_is_of_rounding(run_of: Callable[[str], Any]) -> None:

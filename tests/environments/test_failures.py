@@ -14,6 +14,7 @@ from environment_pools import Make, Pool, played, task
 
 from hybridrl.environments import EpisodePool, EpisodeStart, EpisodeStep, ModelTurn, Openings
 from hybridrl.sandbox import pool as sandboxes
+from hybridrl.sandbox import process
 
 PROGRAMS = '''
 import asyncio, ctypes, os, sys, threading, time
@@ -81,8 +82,14 @@ async def misbehave(word):
         time.sleep(5)
     if word == "pause":
         await asyncio.sleep(1.0)
+    if word == "hang once" and not (HERE / "hung").exists():
+        note("hung", word)
+        while True:
+            pass
     if word == "later":
         LEFT.append(asyncio.create_task(later("hang")))
+    if word == "later once":
+        LEFT.append(asyncio.create_task(later("hang once")))
 
 
 async def later(word):
@@ -298,6 +305,20 @@ def test_a_task_that_its_program_has_left_is_its_own(make: Make, pool: Pool) -> 
         "timeout",
         "no answer within environment.turn_timeout_s=1.5",
     )
+
+
+def test_a_task_that_hangs_before_a_queued_turn_fails_no_later_turn(
+    make: Make, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process does not take the turn; the episode is replayed, and has its second try."""
+    monkeypatch.setattr(process, "BUSY_S", 0.1)
+    episodes, id = pool(make(PROGRAMS, "echo", turn_timeout_s=1.0)), (0,)
+    assert episodes.start(id, task("q")).result(60).failure is None
+    assert episodes.turn(id, ModelTurn("later once")).result(60).failure is None
+    time.sleep(0.7)
+    steps = [episodes.turn(id, ModelTurn(word)).result(60) for word in "abc"]
+    assert [step.error for step in steps] == [""] * 3
+    assert episodes.counts["replays"] == 1
 
 
 def test_the_time_in_a_queue_does_not_count(

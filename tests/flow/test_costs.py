@@ -13,8 +13,8 @@ from hybridrl.costs.instance import LONGEST_DRAFT, UNLIMITED, Costs, Drafting
 from hybridrl.costs.meter import CostMeter
 from hybridrl.flow.executor import Computed
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.flow.schedules.base import learn
 from hybridrl.planner.emulation import scaled
+from hybridrl.schedule.base import learn
 
 TRUE = Costs(
     step_s=4e-3,
@@ -116,6 +116,11 @@ def test_what_is_not_counted_has_its_seconds_a_token() -> None:
     assert learned.compute("verifier", 50) == pytest.approx(0.5)
     assert meter.scales().forward == 1.0
     assert [kind for kind, *_ in meter.table()] == ["decode"]
+
+
+def test_scales_of_nothing_counted_say_nothing() -> None:
+    assert not CostMeter().counts
+    assert CostMeter(counted=HALF).counts
 
 
 def test_measurements_of_earlier_versions_are_left() -> None:

@@ -15,9 +15,9 @@ from hybridrl.flow.judgements import JudgeFailed, check_failed_share, leaving_fa
 from hybridrl.flow.ledger import DropReason, Ledger, SampleStatus
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.flow.schedules.base import ScheduleParts, StepSettings
-from hybridrl.flow.schedules.packed import PackedSchedule
-from hybridrl.flow.schedules.partial import PartialSchedule
+from hybridrl.schedule.base import ScheduleParts, StepSettings
+from hybridrl.schedule.packed import PackedSchedule
+from hybridrl.schedule.partial import PartialSchedule
 
 
 class ToyLoss(Loss):

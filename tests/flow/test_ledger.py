@@ -8,17 +8,23 @@ import pytest
 from hybridrl.flow import Sample, SampleId
 from hybridrl.flow.ledger import Drop, DropReason, Ledger, SampleStatus
 
-QUEUED, DECODING, PARKED, FINISHED, USED, DROPPED = SampleStatus
+QUEUED, DECODING, WAITING, PARKED, FINISHED, USED, DROPPED = SampleStatus
 
 TABLE = {
     (QUEUED, DECODING),
     (QUEUED, FINISHED),
     (QUEUED, DROPPED),
+    (DECODING, WAITING),
     (DECODING, PARKED),
     (DECODING, FINISHED),
     (DECODING, QUEUED),
     (DECODING, DROPPED),
+    (WAITING, DECODING),
+    (WAITING, PARKED),
+    (WAITING, QUEUED),
+    (WAITING, DROPPED),
     (PARKED, DECODING),
+    (PARKED, WAITING),
     (PARKED, QUEUED),
     (PARKED, DROPPED),
     (FINISHED, USED),
@@ -29,6 +35,7 @@ TABLE = {
 PATHS = {
     QUEUED: [],
     DECODING: [DECODING],
+    WAITING: [DECODING, WAITING],
     PARKED: [DECODING, PARKED],
     FINISHED: [DECODING, FINISHED],
     USED: [DECODING, FINISHED, USED],
@@ -55,7 +62,7 @@ def test_a_status_changes_by_the_table_alone(before, after):
         with pytest.raises(AssertionError, match=f"0 cannot be {after.value}: {before.value}"):
             ledger.move(sample.id, after)
         assert ledger.status(sample.id) is before
-    unfinished = ledger.status(sample.id) in (QUEUED, DECODING, PARKED)
+    unfinished = ledger.status(sample.id) in (QUEUED, DECODING, WAITING, PARKED)
     assert ledger.num_unfinished == unfinished
 
 

@@ -14,9 +14,9 @@ from hybridrl.config.loss import Loss
 from hybridrl.flow import Flow, Graph, recipe
 from hybridrl.flow.executor import Phase, Sampling
 from hybridrl.flow.graph import UpdateStage
-from hybridrl.flow.schedules import StepResult
-from hybridrl.flow.schedules.base import StepSettings
-from hybridrl.flow.schedules.serial import SerialSchedule
+from hybridrl.schedule import StepResult
+from hybridrl.schedule.base import StepSettings
+from hybridrl.schedule.serial import SerialSchedule
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,9 @@ def weight_switch(plan: Plan, rank: int) -> WeightSwitch:
 def counts(plan: Plan, rank: int, rounds: TransferRounds) -> dict[str, int]:
     """Rounds, messages and their boxes, and copies after boxes were joined."""
     messages = [m for e in rounds.exchanges for m in (*e.sends, *e.receives)]
-    with mock.patch.object(module, "transfer_rounds", return_value=rounds):
+    with mock.patch.object(module, "transfer_rounds", return_value=rounds) as computed:
         switch = weight_switch(plan, rank)
+    computed.assert_called_once_with(plan, rank, BUCKET_BYTES // torch.bfloat16.itemsize, 3)
     return {
         "gathers": len(rounds.gathers),
         "exchanges": len(rounds.exchanges),

@@ -232,6 +232,17 @@ def test_on_gpus_a_role_is_brought_for_its_update(device: str) -> None:
     assert (updates_s(0.01) > 2 * updates_s(50)) is (device == "cuda")
 
 
+def test_a_slower_network_makes_the_same_mapping_dearer() -> None:
+    """The mapping is that of two nodes, so its gradients and weights cross it."""
+
+    def step_s(network_gbs: float) -> float:
+        layout = ("cluster.ranks=4", "trainer.layout.fsdp=4", "--nodes=2", "--gpus-per-node=2")
+        (one,) = _plan(*TINY, *layout, f"--network-gbs={network_gbs}", "--price").result.best
+        return one.seconds.step_s
+
+    assert step_s(0.1) > step_s(10)
+
+
 BIG = ("model=llama3_70b", "cluster.device=cuda")
 
 
@@ -452,13 +463,30 @@ def test_the_scales_of_a_run_are_factors_of_their_kinds(tmp_path: Path) -> None:
     """Updates that took three times as long as was counted do so under another mapping, too."""
     cluster = ("cluster.ranks=2", "--price", "--nodes=1", "--gpus-per-node=2")
     (plain,) = _plan(*TINY, *cluster).result.best
-    (tmp_path / "costs.json").write_text('{"scales": {"train": 3.0}}')
+    record = {"scales": {"train": 3.0}, "device": "cpu", "engine": "native"}
+    (tmp_path / "costs.json").write_text(json.dumps(record))
     (own,) = _plan(*TINY, *cluster, f"--costs={tmp_path}").result.best
     update = sum(plain.seconds.train.values())
     assert own.seconds.step_s - plain.seconds.step_s == pytest.approx(2 * update, rel=0.05)
 
 
-@pytest.mark.parametrize("text", [None, "{", "{}", '{"scales": {"train": -1}}'])
+@pytest.mark.parametrize(
+    ("device", "engine", "args"),
+    [("h100", "native", ()), ("cpu", "vllm", ()), ("cpu", "native", ("--gpu=h100",))],
+)
+def test_scales_of_another_device_or_engine_are_refused(
+    device: str, engine: str, args: Sequence[str], tmp_path: Path
+) -> None:
+    record = {"scales": {"train": 3.0}, "device": device, "engine": engine}
+    (tmp_path / "costs.json").write_text(json.dumps(record))
+    cluster = ("cluster.ranks=2", "--price", "--nodes=1", "--gpus-per-node=2")
+    with pytest.raises(ConfigError, match=f"this one was on {device} with {engine}$"):
+        _plan(*TINY, *cluster, *args, f"--costs={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    "text", [None, "{", "{}", '{"scales": {"train": -1}}', '{"scales": {"train": 1}}']
+)
 def test_a_run_without_scales_is_refused(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "costs.json").write_text(text)

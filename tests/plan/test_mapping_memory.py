@@ -5,12 +5,13 @@ import random
 from dataclasses import replace
 
 import pytest
+from script_modules import load_script
 from transformers import AutoConfig, PretrainedConfig
 
 from hybridrl.config import ActivationMode, Config, OptimName, PipelineSchedule, compose
 from hybridrl.costs.mapping_overrides import mapping_of
 from hybridrl.flow import Graph
-from hybridrl.planner.mapping_memory import DenseLayerBytes, LayerBytes, MappingMemory, StepLimits
+from hybridrl.planner.mapping_memory import LayerBytes, MappingMemory, StepLimits
 from hybridrl.preflight import memory_plan
 from hybridrl.preflight.mapping_roles import CountedLayerBytes, planned_roles, role_shapes
 from hybridrl.preflight.prepare import build_recipe
@@ -116,7 +117,8 @@ def test_layers_keep_what_the_formula_says() -> None:
     graph = build_recipe(config.recipe)
     shapes = role_shapes(config, graph, _shape("llama3_8b"))
     (actor, *_) = planned_roles(config, graph, shapes)
-    counted, formula = CountedLayerBytes(config, shapes), DenseLayerBytes()
+    counted = CountedLayerBytes(config, shapes)
+    formula = load_script("bench/dense_layers.py").DenseLayerBytes()
     modes = ActivationMode.keep, ActivationMode.selective, ActivationMode.recompute
     for tp, split, mode in itertools.product((1, 2, 4), (False, True), modes):
         if split and tp == 1:

@@ -11,17 +11,17 @@ from hybridrl.flow import Flow, TokenSpan
 from hybridrl.flow.executor import Answer, EpisodeReply, Park, Resume, Sampling, Scope, Submit
 from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.sample import NO_VERSION, SampleId
-from hybridrl.flow.schedules import generation_round
-from hybridrl.flow.schedules.base import StepSettings
-from hybridrl.flow.schedules.fused import FusedSchedule
-from hybridrl.flow.schedules.generation_task import RoundLimits
-from hybridrl.flow.schedules.serial import SerialSchedule
 from hybridrl.flow.turns import OpenTurns
 from hybridrl.planner import command, schedule
 from hybridrl.planner.conversations import ConversationModel, ModeledConversation, ModeledTurn
 from hybridrl.planner.instance import ModeledInstance
 from hybridrl.planner.simulate import SimulatedExecutor
 from hybridrl.planner.workload import Group, Workload
+from hybridrl.schedule import generation_round
+from hybridrl.schedule.base import StepSettings
+from hybridrl.schedule.fused import FusedSchedule
+from hybridrl.schedule.generation_task import RoundLimits
+from hybridrl.schedule.serial import SerialSchedule
 
 COSTS = Costs(step_s=1.0, prefill_token_s=0.5)
 SAMPLING = Sampling(max_new_tokens=100, max_turn_tokens=50)

@@ -16,6 +16,7 @@ from hybridrl.costs.mapping import (
     TrainLayout,
     cluster_of,
 )
+from hybridrl.costs.meter import CostMeter
 from hybridrl.costs.model import CostModel
 from hybridrl.flow.executor import Scope
 from hybridrl.planner.fused_plans import shared_score_s, shared_update_s, updates_s
@@ -122,6 +123,24 @@ def test_fused_hides_the_reference() -> None:
     train = APART.mapping.train
     fused = work(APART.mapping.pools, APART.mapping.ranks, train, FusedScheduleConfig())
     assert outcome(fused).front_s <= outcome(APART).front_s * 1.01
+
+
+def test_counted_updates_are_those_that_the_meter_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All epochs and mini-batches of all roles on the whole batch; pools train at once."""
+    together = {name: replace(x, pp=2, fsdp=8) for name, x in TOGETHER.mapping.train.items()}
+    fused = replace(TOGETHER.mapping, train=together, fuses=True)
+    seen: list[float] = []
+    monkeypatch.setattr(
+        CostMeter, "saw_train", lambda self, seconds, tokens: seen.append(seconds / tokens)
+    )
+    for mapped in (
+        TOGETHER,
+        replace(APART, mini_batches=4, epochs=2),
+        replace(TOGETHER, mapping=fused, mini_batches=2),
+    ):
+        seen.clear()
+        outcome(mapped)
+        assert seen == pytest.approx([mapped.flow_costs(SAMPLES).train_token_s] * 3)
 
 
 def test_mini_batches_and_epochs() -> None:

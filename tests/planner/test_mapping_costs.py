@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from hybridrl.costs.model_shape import ModelShape
 from hybridrl.costs.scales import CostScales
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.switching import plan_switch
+from hybridrl.planner.mapped_work import MappedWork
 
 H100 = ACCELERATORS["h100"]
 LLAMA = MODELS["8b"]
@@ -158,7 +160,6 @@ def test_the_bound_is_below(seed: int) -> None:
 
 
 NOTHING = LayerCosts(
-    source="nothing",
     forward_flop_s=0.0,
     backward_flop_s=0.0,
     byte_s=0.0,
@@ -207,7 +208,8 @@ def test_the_layouts_of_forward_passes() -> None:
     # Two copies of the reference share what one instance would compute alone.
     alone = COSTS.stage_s(reference, together, SAMPLES)
     assert COSTS.stage_s(reference, apart, SAMPLES) == pytest.approx(alone / 2)
-    costs = COSTS.costs([ACTOR, critic, reference], together, SAMPLES)
+    work = MappedWork(costs=COSTS, mapping=together, roles=[ACTOR, critic, reference])
+    costs = work.flow_costs([sample for sample in SAMPLES for _ in range(together.instances)])
     assert set(costs.token_s) == {"values", "reference"}
     tokens = sum(sample.tokens for sample in SAMPLES)
     whole = costs.compute("reference", tokens) - COSTS.activate_s(reference, GenLayout(tp=2))
@@ -230,6 +232,21 @@ def test_decoding_is_priced_on_the_groups_of_the_switch(order: tuple[int, ...]) 
         assert call_s == pytest.approx(link.all_reduce_s(0, tp))
     train, gen = TrainLayout(fsdp=16), GenLayout(tp=4)
     assert costs.switch_s(ACTOR, train, gen, range(16)) > 0
+
+
+def test_sizes_by_layer_are_not_a_decoder_of_one_size() -> None:
+    config = {
+        "num_attention_heads": 8, "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 100,
+        "intermediate_size": [256, 512],
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="a config whose layers have sizes of their own"):
+        ModelShape.of_config(config)
+
+
+def test_heads_that_tp_cannot_share_are_cut_with_the_rest() -> None:
+    """A model whose attention is not cut by heads may have a tp that its heads do not divide."""
+    role = replace(ACTOR, shape=ModelShape(4, 192, 384, 6, 2))
+    assert COSTS.switch_s(role, TrainLayout(fsdp=5, tp=3), GenLayout(tp=3), range(15)) > 0
 
 
 def test_the_host_launches_the_kernels_that_were_counted() -> None:

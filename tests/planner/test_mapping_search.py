@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
+from script_modules import load_script
 
 from hybridrl.config import (
     ActivationMode,
@@ -76,6 +77,7 @@ def _search(
         limits=StepLimits(prompt_tokens=PROMPT, new_tokens=RESPONSE, samples=8, max_running=8),
         capacity=round(capacity * GIB),
         reserved=0,
+        layer_bytes=load_script("bench/dense_layers.py").DenseLayerBytes(),
         device=device,
     )
     prices = MappingPrices(

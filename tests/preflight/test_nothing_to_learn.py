@@ -17,6 +17,7 @@ from hybridrl.preflight.judges import (
     warn_of_idle_updates,
     warn_of_lone_samples,
     warn_of_long_answers,
+    warn_of_long_warm_ups,
 )
 from hybridrl.preflight.prepare import build_recipe
 
@@ -43,6 +44,15 @@ def test_a_ratio_that_may_not_move() -> None:
     with pytest.raises(ConfigError, match=r"recipe\.clip_high=0\.0: wanted above 0, or clip_low"):
         built("grpo", clip_low=0.0, clip_high=0.0)
     assert built("grpo", clip_low=0.0).stages
+    with pytest.raises(ConfigError, match=r"recipe\.clip_high=0\.0: wanted above 0, or clip_low"):
+        built("gmpo", clip_low=0.0, clip_high=0.0)
+    with pytest.raises(ConfigError, match=r"recipe\.clip=0\.0: wanted above 0, at most 1"):
+        built("ppo", clip=0.0)
+
+
+def test_labels_of_which_half_are_wrong_teach_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"recipe\.label_smoothing=0\.5: wanted 0 to below 0\.5"):
+        built("dpo", label_smoothing=0.5)
 
 
 def test_weights_of_nothing() -> None:
@@ -82,11 +92,11 @@ def test_statistics_of_one_sample_are_told_once(caplog: pytest.LogCaptureFixture
     assert "of which there is one" in caplog.text
 
 
-@pytest.mark.parametrize(("setting", "value"), [("temperature", 0.0), ("top_k", 1)])
+@pytest.mark.parametrize(("setting", "value"), [("temperature", 0.0), ("top_k", 1), ("min_p", 1.0)])
 def test_greedy_samples_of_a_group_are_told(
     caplog: pytest.LogCaptureFixture, setting: str, value: float
 ) -> None:
-    drawn = {"temperature": 1.0, "top_k": 0}
+    drawn = {"temperature": 1.0, "top_k": 0, "min_p": 0.0}
     for name, settings, lines in (
         ("grpo", drawn, 0), ("grpo", drawn | {setting: value}, 1), ("reinforce_pp", drawn, 0),
         ("sft", drawn | {setting: value}, 0),
@@ -95,6 +105,17 @@ def test_greedy_samples_of_a_group_are_told(
         with caplog.at_level(logging.WARNING):
             warn_of_equal_samples(SimpleNamespace(rollout=SimpleNamespace(**settings)), built(name))  # type: ignore[arg-type]
         assert len(caplog.messages) == lines, (name, settings)
+
+
+@pytest.mark.parametrize(("warm", "lines"), [(8, 0), (9, 1), (1000, 1)])
+def test_a_warm_up_beyond_the_end_is_told(
+    make_config: Any, caplog: pytest.LogCaptureFixture, warm: int, lines: int
+) -> None:
+    settings = ("trainer.steps=4", "trainer.mini_batches=2", f"trainer.optim.warmup_steps={warm}")
+    with caplog.at_level(logging.WARNING):
+        warn_of_long_warm_ups(make_config(*settings), built("grpo"))
+    assert len(caplog.messages) == lines
+    assert all("the run has 8 updates" in line for line in caplog.messages)
 
 
 def items(answers: list[str]) -> list[Item]:

@@ -134,7 +134,7 @@ def test_unclear_parameters_are_refused(tmp_path: Path, case: str) -> None:
     ("parameters", "wanted"),
     [
         ("completions, difficulty, answers", "answers, difficulty"),
-        ("completions, completion_ids", "completion_ids"),
+        ("completions, completion_ids", "completion_ids, which judges do not get"),
         ("data_source, solution_str, ground_truth", "data_source"),
         ("data_sources, solution_strs, ground_truths, extra_infos", "data_sources"),
     ],
@@ -215,3 +215,44 @@ def test_a_trial_of_a_function_that_waits(file: Path, tmp_path: Path) -> None:
     slow = config(tmp_path / "mine.py", "hangs", timeout_s=0.2)
     trial = validate_reward(slow, items=SAMPLES[:1])
     assert [result.status for result in trial.results] == ["timeout"]
+
+
+def called(tmp_path: Path, source: str, items: list[RewardInput]) -> Any:
+    """What a batch of responses gets of a function `score`, in this process."""
+    (tmp_path / "score.py").write_text(source)
+    function = user_function(config(tmp_path / "score.py", "score"))
+    returned = function.function(**function.arguments(items, [x.response for x in items]))
+    return function.answers(returned, [x.response for x in items])
+
+
+@pytest.mark.parametrize("value", [7, 72.0, True])
+def test_verl_gets_a_number_as_the_row_has_it(tmp_path: Path, value: Any) -> None:
+    """So `answer_column=reward_model.ground_truth` means what `reward_model` does."""
+    source = (
+        "def score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        f"    return float(isinstance(ground_truth, {type(value).__name__}))"
+    )
+    told = RewardInput("", "", str(value), {"data_source": "s"}, "main", expected=value)
+    ((reward, message, _),) = called(tmp_path, source, [told])
+    assert (reward, message) == (1.0, None)
+    assert told.told_answer == str(value), "functions of ours get its text"
+
+
+def test_trl_gets_the_column_of_the_prompts(tmp_path: Path) -> None:
+    """Other columns may be called `prompt` and `question`, too."""
+    row = {"problem": "2+2=", "question": "another", "prompt": "a third"}
+    source = "def score(prompts, completions): return [float(p == '2+2=') for p in prompts]"
+    told = RewardInput("", "4", "4", row, "main", question=row["problem"])
+    answers = called(tmp_path, source, [told] * 2)
+    assert [answer[:2] for answer in answers] == [[1.0, None]] * 2
+
+
+def test_a_set_of_rewards_has_no_order(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="the function returned set, wanted a list of numbers"):
+        called(tmp_path, "def score(completions, **kwargs): return {0.0, 1.0}", SAMPLES[:2])
+
+
+def test_a_dict_without_a_score_is_told_by_its_fields(tmp_path: Path) -> None:
+    source = "def score(solution_str, ground_truth): return {'reward': 1.0, 'acc': 1}"
+    ((_, message, _),) = called(tmp_path, source, SAMPLES[:1])
+    assert message == "TypeError: the reward is dict with reward, acc, wanted a number"

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,6 +125,21 @@ def test_order_is_kept_over_processes_and_threads(config: RewardConfig) -> None:
         assert first <= {float(process.popen.pid) for process in rewards._processes}
 
 
+def test_cheap_calls_are_sent_many_at_a_time(rewards: JudgePool) -> None:
+    """So many as take the 20 ms of a window, but at least 4, and at most 128."""
+    rewards.wait_ready(every=True)
+    windows = []
+    for calls_a_second in (1, 1000, 10**6):
+        process = rewards._processes[0]
+        process.busy_since, process.num_answers = time.time() - 1.0, calls_a_second
+        rewards._note_busy(process)
+        windows.append(rewards.window)
+    assert windows[0] == 4
+    assert 18 <= windows[1] <= 20, "a second and some microseconds"
+    assert windows[2] == 128
+    assert [result.reward for result in rewards.score(inputs("a", "bc") * 200)] == [1.0, 2.0] * 200
+
+
 def test_nothing_is_left_after_close(config: RewardConfig) -> None:
     before = children()
     rewards = JudgePool(config)
@@ -243,16 +259,18 @@ def test_a_reward_that_is_none_is_no_answer(answer: list[object]) -> None:
 def test_lone_surrogates_in_what_a_judge_says_are_replaced_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A warning says it once a run, which starts a judge twice: before it, and in it."""
+    """Each pool warns of it once, however many processes it has."""
     file = tmp_path / "says.py"
     file.write_text("def score(response):\n    raise ValueError(response)\n")
-    config = RewardConfig(kind=RewardKind.function, function=f"{file}:score")
+    config = RewardConfig(kind=RewardKind.function, function=f"{file}:score", num_processes=2)
     items = [RewardInput("", "a\ud83db\U0001f600", "")]
     (result,) = validate_reward(config, items=items).results
     assert result.message.endswith("ValueError: a?b\U0001f600")
     with JudgePool(config) as judge:
-        assert judge.score(items) == [result]
-    (line,) = caplog.messages
+        judge.wait_ready(every=True)
+        assert judge.score(items * 16) == [result] * 16
+    line, again = caplog.messages
+    assert line == again
     assert "an answer of the verifier (reward.kind=function) holds lone surrogates" in line
     assert "characters (1): each is replaced with a question mark" in line
 

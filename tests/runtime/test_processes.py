@@ -97,7 +97,7 @@ def test_two_ranks_do_what_ray_does(
     """The first in this process, or both in others."""
     two = [*tiny_run, *SHORT, "cluster.ranks=2"]
     train(tmp_path / "ray", *two)
-    for name, own in (("plain", []), ("children", ["cluster.rank_in_driver=false"])):
+    for name, own in (("plain", ["cluster.rank_in_driver=true"]), ("children", [])):
         settings = ["cluster=processes", *two, *own, f"run.dir={tmp_path / name}"]
         controller_train.train(make_config(*settings))
         compare(tmp_path / "ray", tmp_path / name)
@@ -148,8 +148,17 @@ class Worker:
         return bytes(2**24)
 
 
-@pytest.mark.parametrize("in_driver", [True, False])
-def test_calls_reach_their_ranks(in_driver: bool) -> None:
+def test_a_rank_is_the_driver_where_it_is_alone() -> None:
+    def is_rank(ranks: int, **settings: bool) -> bool:
+        return ProcessesClusterConfig(ranks=ranks, **settings).driver_is_rank
+
+    assert [is_rank(ranks) for ranks in (1, 2, 3)] == [True, False, False]
+    assert [is_rank(ranks, rank_in_driver=True) for ranks in (1, 2)] == [True, True]
+    assert [is_rank(ranks, rank_in_driver=False) for ranks in (1, 2)] == [False, False]
+
+
+@pytest.mark.parametrize("in_driver", [True, None])
+def test_calls_reach_their_ranks(in_driver: bool | None) -> None:
     """Calls arrive with many large answers under way, too, and after one call has failed."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import tests
     config = ProcessesClusterConfig(ranks=3, rank_in_driver=in_driver)
@@ -159,7 +168,7 @@ def test_calls_reach_their_ranks(in_driver: bool) -> None:
         answers = [launcher.get(call) for call in group.add(5)]
         assert [value for value, _ in answers] == [100, 105, 110]
         pids = [pid for _, pid in answers]
-        assert (pids[0] == os.getpid()) == in_driver
+        assert (pids[0] == os.getpid()) == bool(in_driver)
         assert len(set(pids)) == 3
         assert [len(launcher.get(call)) for call in many] == [2**22] * 24
         (some,) = launcher.subgroup(group, [2]).add(7)
@@ -180,7 +189,7 @@ def test_calls_reach_their_ranks(in_driver: bool) -> None:
         with pytest.raises(CallFailed) as failed:
             launcher.get(group.fail(["", "", "die"])[2])
         assert failed.value.died
-    for pid in pids[int(in_driver) :]:
+    for pid in pids[int(bool(in_driver)) :]:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
@@ -199,7 +208,7 @@ def fork_servers() -> list[int]:
 def test_answers_of_others_are_seen_while_rank_0_has_work() -> None:
     """It computes in this process, and others would wait for their next calls until it is done."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    config = ProcessesClusterConfig(ranks=2)
+    config = ProcessesClusterConfig(ranks=2, rank_in_driver=True)
     with ProcessLauncher(config) as launcher:
         group = launcher.start(Worker, Worker, 100)
         (other,) = launcher.subgroup(group, [1]).add(1)
@@ -290,7 +299,7 @@ def test_nothing_outlives_its_driver(tmp_path: Path, moment: str, number: signal
         assert time.monotonic() < end
         time.sleep(0.05)
     left = psutil.Process(driver.pid).children(recursive=True)
-    assert len(left) == (3 if moment == "sleeping" else 2)  # a tracker of resources is among them
+    assert len(left) == (4 if moment == "sleeping" else 2)  # a tracker of resources is among them
     (os.killpg if number == signal.SIGINT else os.kill)(driver.pid, number)
     _, err = driver.communicate(timeout=60)
     _, alive = psutil.wait_procs(left, timeout=60)
@@ -344,7 +353,7 @@ def test_a_rank_that_dies_while_it_saves_is_one_line(
     start = r"rank 1 of 2 \(actor, .*failed: its process ended \(killed, .*; its log is "
     assert re.match(start, str(raised.value)), raised.value
     assert "Traceback" not in capfd.readouterr().err
-    log = (tmp_path / "run/logs/driver.log").read_text().partition(": call save_state failed\n")
+    log = (tmp_path / "run/logs/rank-0.log").read_text().partition(": call save_state failed\n")
     assert log[0].splitlines()[-1].endswith("rank 0 INFO hybridrl.runtime.process_launcher")
     assert log[2].startswith("Traceback ")
 

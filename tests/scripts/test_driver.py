@@ -18,4 +18,5 @@ def test_ranks_share_processes_of_ray() -> None:
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
     assert (line["emulated"], line["ranks"], line["samples"]) == (True, 8, 64.0)
+    assert line["processes"] == 2
     assert line["step_over_planned"] > 0.9  # modeled seconds are slept, so it is never sooner

@@ -54,3 +54,12 @@ def test_a_step_without_an_update_counts_and_an_evaluation_does_not() -> None:
     of_step = {StepKey(step, "rl", step): row for step, row in enumerate(rows)}
     steps = tiles(RunData(name="run", directory="run", metrics=of_step, offsets={"rl": 0}))[0]
     assert (steps["label"], steps["text"], steps["note"]) == ("Steps", "2", "rl 2")
+
+
+def test_the_problems_of_a_run_are_counted() -> None:
+    """By the names that `hybridrl.controller.run_records` and the ranks give their metrics."""
+    rows = [{"samples/aborted": 1.0}, {"samples/aborted": 1.0, "reward_error": 1.0}]
+    of_step = {StepKey(step, "rl", step): row for step, row in enumerate(rows)}
+    (problems,) = tiles(RunData(name="run", directory="run", metrics=of_step))
+    assert (problems["label"], problems["text"]) == ("Problems", "3")
+    assert problems["note"] == "2 samples aborted, 1 reward error"

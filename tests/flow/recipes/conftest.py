@@ -20,9 +20,9 @@ from hybridrl.flow.executor import Sampling
 from hybridrl.flow.graph import Stage
 from hybridrl.flow.judgements import leaving_failed
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.flow.schedules.base import StepSettings
-from hybridrl.flow.schedules.serial import SerialSchedule
 from hybridrl.preflight.prepare import build_recipe
+from hybridrl.schedule.base import StepSettings
+from hybridrl.schedule.serial import SerialSchedule
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 PROMPT_TOKENS, TOP_K = 3, 4

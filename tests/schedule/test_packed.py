@@ -15,10 +15,10 @@ from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.lengths import LengthModel, PromptKey, RunningRanker
 from hybridrl.flow.packing import choose, limit_of
 from hybridrl.flow.sample import OUT_OF_TOKENS
-from hybridrl.flow.schedules.base import StepSettings
-from hybridrl.flow.schedules.generation_task import RoundLimits
-from hybridrl.flow.schedules.packed import ENDED, PackedSchedule
-from hybridrl.flow.schedules.serial import SerialSchedule
+from hybridrl.schedule.base import StepSettings
+from hybridrl.schedule.generation_task import RoundLimits
+from hybridrl.schedule.packed import ENDED, PackedSchedule
+from hybridrl.schedule.serial import SerialSchedule
 
 MAX_TOKENS = 200
 

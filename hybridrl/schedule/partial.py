@@ -17,11 +17,11 @@ from hybridrl.flow.ledger import Drop, DropReason, SampleStatus
 from hybridrl.flow.lengths import RANKERS, LengthModel
 from hybridrl.flow.migration import NO_MIGRATION
 from hybridrl.flow.sample import NO_VERSION, Sample, SampleId
-from hybridrl.flow.schedules.base import Batch, PendingSample, Prompt, ScheduleParts, StepSettings
-from hybridrl.flow.schedules.generation_task import GenerationTask, RoundLimits
-from hybridrl.flow.schedules.readiness import ReadyTracker
-from hybridrl.flow.schedules.streaming import StreamingSchedule, check_generates_once
 from hybridrl.flow.turns import RecordDiffers, RoundOrder
+from hybridrl.schedule.base import Batch, PendingSample, Prompt, ScheduleParts, StepSettings
+from hybridrl.schedule.generation_task import GenerationTask, RoundLimits
+from hybridrl.schedule.readiness import ReadyTracker
+from hybridrl.schedule.streaming import StreamingSchedule, check_generates_once
 
 _WINDOW_TURNS = 2  # of conversations, before it is looked whether enough has finished
 ENDED = Drop(DropReason.RUN_ENDED, "unfinished when the run ended")

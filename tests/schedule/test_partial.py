@@ -16,10 +16,6 @@ from hybridrl.flow.executor import Sampling
 from hybridrl.flow.ledger import SampleStatus
 from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.sample import NO_VERSION
-from hybridrl.flow.schedules.base import StepSettings
-from hybridrl.flow.schedules.generation_task import RoundLimits
-from hybridrl.flow.schedules.partial import ENDED, PartialSchedule, check_partial
-from hybridrl.flow.schedules.serial import SerialSchedule
 from hybridrl.flow.turns import (
     RecordDiffers,
     TurnsTaken,
@@ -27,6 +23,10 @@ from hybridrl.flow.turns import (
     order_from_json,
     order_to_json,
 )
+from hybridrl.schedule.base import StepSettings
+from hybridrl.schedule.generation_task import RoundLimits
+from hybridrl.schedule.partial import ENDED, PartialSchedule, check_partial
+from hybridrl.schedule.serial import SerialSchedule
 
 
 class ToyLoss(Loss):

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.flow.schedules.waiting_samples import WaitingSamples
+from hybridrl.schedule.waiting_samples import WaitingSamples
 
 SAMPLES = [Sample(id=SampleId(n), prompt_tokens=1 + n // 2, rank=n % 3) for n in range(6)]
 

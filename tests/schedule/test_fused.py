@@ -19,11 +19,11 @@ from hybridrl.flow.judgements import leaving_failed
 from hybridrl.flow.ledger import SampleStatus
 from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.migration import gather
-from hybridrl.flow.schedules.base import StepSettings
-from hybridrl.flow.schedules.fused import FusedSchedule
-from hybridrl.flow.schedules.generation_task import RoundLimits
-from hybridrl.flow.schedules.readiness import early_stages
-from hybridrl.flow.schedules.serial import SerialSchedule
+from hybridrl.schedule.base import StepSettings
+from hybridrl.schedule.fused import FusedSchedule
+from hybridrl.schedule.generation_task import RoundLimits
+from hybridrl.schedule.readiness import early_stages
+from hybridrl.schedule.serial import SerialSchedule
 
 
 class ToyLoss(Loss):
@@ -222,7 +222,7 @@ def check(
         submitted = [id for _, submit in executor.submits for id in submit.ids]
         assert not executor.parked
         assert executor.stale_resumes == 0
-        assert not schedule._turns._replies
+        assert not schedule._turns._conversations
         # Every dispatched sample finishes, is used or dropped once, and is released once.
         assert set(executor.finish_order) == set(submitted) == set(executor.released)
         assert len(executor.released) == len(set(executor.released))

@@ -1,4 +1,4 @@
-"""Schedules decide when and where each sample's next subtask runs; the result of each."""
+"""Schedules: when and where each sample's next subtask runs, on a virtual clock as on ranks."""
 
 from dataclasses import dataclass
 

@@ -17,11 +17,11 @@ from hybridrl.flow.lengths import RANKERS, LengthModel
 from hybridrl.flow.migration import NO_MIGRATION
 from hybridrl.flow.packing import Choice, choose, limit_of
 from hybridrl.flow.sample import OUT_OF_TOKENS, Sample, SampleId
-from hybridrl.flow.schedules.base import Batch, Prompt, ScheduleParts, StepSettings
-from hybridrl.flow.schedules.generation_task import GenerationTask, RoundLimits
-from hybridrl.flow.schedules.readiness import ReadyTracker
-from hybridrl.flow.schedules.stoppable_round import StoppableRound
-from hybridrl.flow.schedules.streaming import StreamingSchedule, check_generates_once
+from hybridrl.schedule.base import Batch, Prompt, ScheduleParts, StepSettings
+from hybridrl.schedule.generation_task import GenerationTask, RoundLimits
+from hybridrl.schedule.readiness import ReadyTracker
+from hybridrl.schedule.stoppable_round import StoppableRound
+from hybridrl.schedule.streaming import StreamingSchedule, check_generates_once
 
 ENDED = Drop(DropReason.RUN_ENDED, "its prompt waited for a later step when the run ended")
 

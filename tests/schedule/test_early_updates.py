@@ -20,14 +20,14 @@ from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.ledger import generation_first, sections
 from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.sample import SampleId
-from hybridrl.flow.schedules import fused
-from hybridrl.flow.schedules.base import StepSettings
-from hybridrl.flow.schedules.fused import FusedSchedule
-from hybridrl.flow.schedules.generation_task import RoundLimits
-from hybridrl.flow.schedules.readiness import early_stages
-from hybridrl.flow.schedules.serial import SerialSchedule
-from hybridrl.flow.schedules.streamed_update import seconds_left
 from hybridrl.preflight.prepare import build_recipe
+from hybridrl.schedule import fused
+from hybridrl.schedule.base import StepSettings
+from hybridrl.schedule.fused import FusedSchedule
+from hybridrl.schedule.generation_task import RoundLimits
+from hybridrl.schedule.readiness import early_stages
+from hybridrl.schedule.serial import SerialSchedule
+from hybridrl.schedule.streamed_update import seconds_left
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -384,7 +384,7 @@ def test_a_line_of_the_log_says_it(
     settings: EarlySettings,
     line: str,
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="hybridrl.flow.schedules.fused"):
+    with caplog.at_level(logging.INFO, logger="hybridrl.schedule.fused"):
         schedule_of(virtual_executor(), graph_of(name), settings, 4)
     (record,) = caplog.records
     assert record.getMessage().startswith(line)

@@ -18,12 +18,12 @@ from hybridrl.engines.rollout.speculation import Speculation
 from hybridrl.flow import Flow, recipe
 from hybridrl.flow.executor import Advanced, Park, Parked, Resume, Sampling, Submit
 from hybridrl.flow.lengths import LengthModel, PromptKey
-from hybridrl.flow.schedules.base import StepSettings
-from hybridrl.flow.schedules.fused import FusedSchedule
-from hybridrl.flow.schedules.generation_task import RoundLimits
-from hybridrl.flow.schedules.packed import PackedSchedule
-from hybridrl.flow.schedules.partial import PartialSchedule
-from hybridrl.flow.schedules.serial import SerialSchedule
+from hybridrl.schedule.base import StepSettings
+from hybridrl.schedule.fused import FusedSchedule
+from hybridrl.schedule.generation_task import RoundLimits
+from hybridrl.schedule.packed import PackedSchedule
+from hybridrl.schedule.partial import PartialSchedule
+from hybridrl.schedule.serial import SerialSchedule
 
 VOCAB, MOST, STEPS = 24, 40, 4
 

@@ -17,7 +17,7 @@ from hybridrl.flow.executor import (
 from hybridrl.flow.graph import AnswersStage, GenerateStage, Stage
 from hybridrl.flow.ledger import SampleStatus, sampling_of, with_updates_together
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.flow.schedules.base import Batch, Schedule, ScheduleParts, learn
+from hybridrl.schedule.base import Batch, Schedule, ScheduleParts, learn
 
 
 class SerialSchedule(Schedule):
@@ -84,6 +84,8 @@ class SerialSchedule(Schedule):
                         learn(self.meter, event)
                         in_flight.remove(instance)
                         self._turns.ended(event.turns, self.executor.clock.now())
+                        for turn in event.turns:
+                            self._ledger.move(turn.id, SampleStatus.WAITING)
                         for finished in event.finished:
                             self._ledger.finish(stage, finished)
                             del held[instance][finished.id]
@@ -92,6 +94,8 @@ class SerialSchedule(Schedule):
             for instance, ids in held.items():
                 if instance not in in_flight and self._turns.can_go(ids):
                     answers = self._turns.answer(ids)
+                    for id in (id for answer in answers for id in answer.ids):
+                        self._ledger.move(id, SampleStatus.DECODING)
                     self.executor.advance(instance, answers, self.settings.decode_steps)
                     in_flight.add(instance)
 

@@ -9,10 +9,10 @@ from hybridrl.flow.executor import Computed, Executor, SamplesRead, Scope
 from hybridrl.flow.graph import ComputeStage, Stage
 from hybridrl.flow.ledger import record_computed
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.flow.schedules import StageSpan
-from hybridrl.flow.schedules.base import learn
-from hybridrl.flow.schedules.readiness import ReadyTracker
-from hybridrl.flow.schedules.waiting_samples import WaitingSamples
+from hybridrl.schedule import StageSpan
+from hybridrl.schedule.base import learn
+from hybridrl.schedule.readiness import ReadyTracker
+from hybridrl.schedule.waiting_samples import WaitingSamples
 
 
 class StreamedStages:

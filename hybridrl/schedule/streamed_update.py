@@ -2,18 +2,33 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from hybridrl.costs.instance import Costs
 from hybridrl.flow.executor import EarlyTrained
 from hybridrl.flow.graph import UpdateStage
 from hybridrl.flow.ledger import ready
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.flow.schedules import StageSpan
-from hybridrl.flow.schedules.streamed_stages import StreamedStages
+from hybridrl.schedule import StageSpan
+from hybridrl.schedule.instances import Instance, InstanceStatus
+from hybridrl.schedule.streamed_stages import StreamedStages
 
 SPAN = "early backward"
 _SHARE = 0.5
 _GROWTH = 0.25  # a response longer than the forecast's longest is taken to grow by this share more
+
+
+class StillDecoding(NamedTuple):
+    """The work of the instances that still decode, `width` times as wide as one that trains.
+
+    The largest of their batches has `rows` rows and their samples up to `progress` tokens. Of
+    conversations `left_s` gives the seconds that are left.
+    """
+
+    rows: int
+    progress: float
+    width: int
+    left_s: Callable[[], float] | None
 
 
 class StreamedUpdate:
@@ -28,7 +43,7 @@ class StreamedUpdate:
     An instance without samples takes a chunk of those that wait, its own first. A chunk has at most
     `chunk_tokens`, one micro-batch. It has less where that would take more than half of the time
     that the others are expected to decode. The instance does not decode again in this round
-    (`training`). All ranks train the rest at the barrier.
+    (TRAINING). All ranks train the rest at the barrier.
 
     Invariants: a sample is in one of these states at most, and trained by one instance. No sample
     moves while a streamed stage runs on it. Where an instance dies, its gradients are gone: its
@@ -44,7 +59,6 @@ class StreamedUpdate:
         """`longest` is the expected length of the longest response; 0 where it is not known."""
         self.stage, self.stages = stage, stages
         self.chunk_tokens, self.longest = chunk_tokens, longest
-        self.training: set[int] = set()
         self.seconds = 0.0
         self._waiting: dict[SampleId, Sample] = {}
         self._running: dict[SampleId, Sample] = {}
@@ -69,28 +83,16 @@ class StreamedUpdate:
                 if not known and ready(self.stage, sample):
                     self._waiting[sample.id] = sample
 
-    def start(
-        self,
-        instance: int,
-        num_rows: float,
-        progress: float,
-        width: int = 1,
-        left_s: Callable[[], float] | None = None,
-    ) -> bool:
-        """Let an instance that has time train a chunk of the samples that wait, if any do.
-
-        `num_rows` rows decode on an instance that is still at work, `width` times as wide as this
-        one, and have `progress` tokens. Of conversations `left_s` gives the seconds that are left.
-        """
-        samples = self._chunk(instance, num_rows, progress, width, left_s)
+    def start(self, instance: Instance, others: StillDecoding) -> bool:
+        """Let an instance that has time train a chunk of the samples that wait, if any do."""
+        samples = self._chunk(instance, others)
         if not samples:
             return False
         for sample in samples:
             self._running[sample.id] = self._waiting.pop(sample.id)
-        self.training.add(instance)
         self.stages.begin_move(samples)
         self._times.append(self.stages.executor.clock.now())
-        self.stages.executor.train_early(self.stage, instance, samples)
+        self.stages.executor.train_early(self.stage, instance.number, samples)
         return True
 
     def trained(self, event: EarlyTrained) -> dict[int, None]:
@@ -107,32 +109,24 @@ class StreamedUpdate:
 
     def died(self, instance: int) -> None:
         """The gradients on an instance are gone, after the samples that were there (`forget`)."""
-        self.training.discard(instance)
         prompts = dict.fromkeys(id.prompt for id in self._trained.pop(instance, {}))
         self.add(prompts)
 
     def _is_trained(self, id: SampleId) -> bool:
         return any(id in trained for trained in self._trained.values())
 
-    def _chunk(
-        self,
-        instance: int,
-        num_rows: float,
-        progress: float,
-        width: int,
-        left_s: Callable[[], float] | None,
-    ) -> list[Sample]:
+    def _chunk(self, instance: Instance, others: StillDecoding) -> list[Sample]:
         """Whole samples of at most a chunk's tokens together, the instance's own first."""
         if not self._waiting:
             return []
-        affordable = self._affordable(instance, num_rows, progress, width, left_s)
+        affordable = self._affordable(instance, others)
         able = [
             sample
             for sample in self._waiting.values()
             if (affordable is None or sample.tokens <= affordable) and self.stages.may_move(sample)
         ]
         chosen: list[Sample] = []
-        for sample in self._own_first(instance, able):
+        for sample in self._own_first(instance.number, able):
             if not chosen:  # it may be longer than a micro-batch
                 wanted: float = max(self.chunk_tokens, sample.tokens)
                 wanted = wanted if affordable is None else min(wanted, affordable)
@@ -151,14 +145,7 @@ class StreamedUpdate:
         for some in (own, others):
             yield from sorted(some, key=lambda sample: sample.id)
 
-    def _affordable(
-        self,
-        instance: int,
-        num_rows: float,
-        progress: float,
-        width: int,
-        left_s: Callable[[], float] | None,
-    ) -> float | None:
+    def _affordable(self, instance: Instance, others: StillDecoding) -> float | None:
         """Tokens that the instance can train in half of the time that is left to decode.
 
         All would wait for a call that lasts longer, and how long that is, is a guess. None where
@@ -167,12 +154,13 @@ class StreamedUpdate:
         executor, costs = self.stages.executor, self.stages.meter.costs()
         if costs is None or not costs.train_token_s or not self.longest:
             return None
-        decoding = costs.at_width(width)
+        rows, progress, width, left_s = others
         if left_s is None:
-            seconds = _SHARE * seconds_left(decoding, self.longest, progress, num_rows)
+            decoding = costs.at_width(width)
+            seconds = _SHARE * seconds_left(decoding, self.longest, progress, rows)
         else:
             seconds = _SHARE * left_s()
-        if instance not in self.training:
+        if instance.status is not InstanceStatus.TRAINING:
             seconds -= costs.train_switch_s
         return seconds / (costs.train_token_s * len(executor.instances))
 

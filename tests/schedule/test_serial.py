@@ -11,8 +11,8 @@ from hybridrl.config.loss import Loss
 from hybridrl.flow import Flow, SampleId, TokenSpan, recipe
 from hybridrl.flow.executor import Phase, Sampling, Scope
 from hybridrl.flow.ledger import Ledger
-from hybridrl.flow.schedules.base import StepSettings
-from hybridrl.flow.schedules.serial import SerialSchedule
+from hybridrl.schedule.base import StepSettings
+from hybridrl.schedule.serial import SerialSchedule
 
 
 class ToyLoss(Loss):

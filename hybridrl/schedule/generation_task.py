@@ -33,7 +33,7 @@ class RoundLimits:
 
         Longer than `call_s` where calls would cost more than a fiftieth of the decoding.
         """
-        call_s = max(self.call_s, (costs.call_s + costs.round_trip_s) / _CALL_SHARE)
+        call_s = max(self.call_s, costs.between_s / _CALL_SHARE)
         return max(1, min(most, round(call_s / max(float(costs.pass_s(rows)), 1e-9))))
 
 

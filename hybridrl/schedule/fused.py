@@ -26,11 +26,11 @@ from hybridrl.flow.migration import (
     training_arrivals,
 )
 from hybridrl.flow.plan_errors import PlanErrors
-from hybridrl.flow.schedules.base import Batch, Prompt, ScheduleParts, StepSettings
-from hybridrl.flow.schedules.generation_task import RoundLimits
-from hybridrl.flow.schedules.readiness import ReadyTracker, early_stages
-from hybridrl.flow.schedules.stoppable_round import StoppableRound
-from hybridrl.flow.schedules.streaming import StreamingSchedule
+from hybridrl.schedule.base import Batch, Prompt, ScheduleParts, StepSettings
+from hybridrl.schedule.generation_task import RoundLimits
+from hybridrl.schedule.readiness import ReadyTracker, early_stages
+from hybridrl.schedule.stoppable_round import StoppableRound
+from hybridrl.schedule.streaming import StreamingSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class FusedSchedule(StreamingSchedule):
             return
         early = generation_round.early
         happened = _what_happened(
-            widened_to=plan.migration.width if generation_round.tail.num_widened else 1,
+            widened_to=plan.migration.width if generation_round.num_widened else 1,
             migrated=generation_round.num_migrated > 0,
             trained_early=early is not None and early.num_trained > 0,
             overlapped=generation_round.num_overlapped > 0,

@@ -11,12 +11,12 @@ from hybridrl.flow.ledger import phase_of, sampling_of, sections, with_updates_t
 from hybridrl.flow.lengths import LengthModel
 from hybridrl.flow.migration import MigrationPlan
 from hybridrl.flow.sample import Sample
-from hybridrl.flow.schedules.base import Batch, Prompt, Schedule, StepSettings
-from hybridrl.flow.schedules.generation_task import GenerationTask, RoundLimits
-from hybridrl.flow.schedules.readiness import ReadyTracker, early_stages
-from hybridrl.flow.schedules.stoppable_round import StoppableRound
-from hybridrl.flow.schedules.streamed_stages import StreamedStages
-from hybridrl.flow.schedules.streamed_update import StreamedUpdate
+from hybridrl.schedule.base import Batch, Prompt, Schedule, StepSettings
+from hybridrl.schedule.generation_task import GenerationTask, RoundLimits
+from hybridrl.schedule.readiness import ReadyTracker, early_stages
+from hybridrl.schedule.stoppable_round import StoppableRound
+from hybridrl.schedule.streamed_stages import StreamedStages
+from hybridrl.schedule.streamed_update import StreamedUpdate
 
 
 class StreamingSchedule(Schedule):
@@ -195,7 +195,7 @@ class StreamingSchedule(Schedule):
         self._metrics["samples/migrated"] += generation_round.num_migrated
         self._metrics["samples/restarted"] += generation_round.num_restarted
         if self.executor.wide:
-            self._metrics["samples/widened"] += generation_round.tail.num_widened
+            self._metrics["samples/widened"] += generation_round.num_widened
             self._metrics["samples/moved_kv_bytes"] += generation_round.kv_bytes
         if (early := generation_round.early) is not None:
             self._spans += early.spans

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator
 from itertools import chain
 
-from hybridrl.flow.executor import Park
+from hybridrl.flow.ledger import ON_INSTANCE
 from hybridrl.flow.sample import SampleId
-from hybridrl.flow.schedules.generation_round import GenerationRound, logger
-from hybridrl.flow.schedules.generation_task import GenerationTask
 from hybridrl.flow.turns import RecordDiffers, RoundOrder, TurnsTaken
+from hybridrl.schedule.generation_round import GenerationRound, logger
+from hybridrl.schedule.generation_task import GenerationTask
+from hybridrl.schedule.instances import InstanceStatus
 
 _UNBOUNDED = 2**31
 
@@ -51,9 +52,9 @@ class StoppableRound(GenerationRound):
         while self._unfinished and not enough():
             self.turns.close_window()
             self._deal()
-            self.turns.open_window(dict.fromkeys(chain(*self._held.values()), next(windows)))
+            self.turns.open_window(dict.fromkeys(self._held, next(windows)))
             self._start_calls()
-            while self._in_flight or not all(map(self.turns.rests, chain(*self._held.values()))):
+            while self._in_flight or not all(map(self.turns.rests, self._held)):
                 self.stages.start(self._events())
                 self._start_calls()
         self.turns.close_window()
@@ -129,7 +130,12 @@ class StoppableRound(GenerationRound):
 
     @property
     def _unfinished(self) -> bool:
-        return bool(self._queue) or any(self._held.values())
+        return bool(self._queue) or any(i.held for i in self._alive)
+
+    @property
+    def _held(self) -> Iterator[SampleId]:
+        """The samples that instances hold; there are no wide ones in these rounds."""
+        return chain.from_iterable(i.held for i in self._alive)
 
     def _end_calls(self) -> None:
         """Let the calls in flight end."""
@@ -139,11 +145,11 @@ class StoppableRound(GenerationRound):
     def _recall(self) -> None:
         """Take back the samples that have not reached their instances."""
         for instance in self._alive:
-            unsent = [id for id in self._held[instance] if not self._decodes(id)]
+            unsent = [id for id in instance.held if self.ledger.status(id) not in ON_INSTANCE]
             self._queue += unsent
             for id in unsent:
-                del self._held[instance][id]
-        self._inbox.clear()
+                instance.lose(id)
+            instance.inbox.clear()
 
     def park(self, with_kv: bool) -> list[GenerationTask]:
         """Stop samples that are queued or decode; gives them as a later round continues them.
@@ -151,16 +157,16 @@ class StoppableRound(GenerationRound):
         When this returns nothing is in flight. Samples lost to a death meanwhile wait for `run`.
         """
         assert not self._in_flight, "parked in the middle of a round"
-        self._parking = True
+        self._parks_kv = with_kv
         self._recall()
         self._queue.clear()
         for instance in self._alive:
-            if decoding := tuple(self._held[instance]):
-                self._inbox[instance].append(Park(decoding, with_kv))
+            if instance.held:
+                instance.become(InstanceStatus.LEAVING)
         self._decode()
         while self._in_flight or self.stages.running:
             self.stages.start(self._events())
-        self._parking = False
+        self._parks_kv = None
         restarted = {*self._queue}
         stopped = [
             task

@@ -51,9 +51,9 @@ from hybridrl.flow.ledger import (
 )
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.sample import ENVIRONMENT_FAILURE, Sample, SampleId
-from hybridrl.flow.schedules import StageSpan, StepResult
-from hybridrl.flow.schedules.readiness import gate_of
 from hybridrl.flow.turns import OpenTurns, RoundOrder
+from hybridrl.schedule import StageSpan, StepResult
+from hybridrl.schedule.readiness import gate_of
 
 logger = logging.getLogger(__name__)
 
