@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config import ConfigError
-from hybridrl.config.row_fields import WrittenNumber, kind_of, text_of
+from hybridrl.config.row_fields import WrittenNumber, is_missing, kind_of, text_of
 from hybridrl.data.chat import as_message, content_text
 
 
@@ -98,8 +98,8 @@ def answer_texts(value: Any) -> tuple[str, ...]:
 
     A list has several; one of messages has the text of the last. verl's `reward_model` has its
     `ground_truth`, and `{"target": ...}` what is in it. A whole number with a decimal point is
-    right with and without it. Raises TypeError for a value that no text follows from, ValueError
-    for an empty list.
+    right with and without it. Raises TypeError for a value that no text follows from, or a list
+    with an empty text, which an empty response would equal; ValueError for an empty list.
     """
     if value is None:
         return ()
@@ -116,9 +116,10 @@ def answer_texts(value: Any) -> tuple[str, ...]:
             raise ValueError("an empty list has no right answer")
         if is_messages(value):
             return (content_text(as_message(value[-1]).get("content")) or "",)
-        nested = [each for each in value if each is None or isinstance(each, list | tuple)]
-        if nested:
-            raise TypeError(f"a list with {kind_of(nested[0])} in it is no list of answers")
+        wrong = [each for each in value if is_missing(each) or isinstance(each, list | tuple)]
+        if wrong:
+            kind = "an empty text" if wrong[0] == "" else kind_of(wrong[0])
+            raise TypeError(f"a list with {kind} in it is no list of answers")
         return tuple(dict.fromkeys(text for each in value for text in answer_texts(each)))
     texts = [text_of(value)]
     if isinstance(value, float) and value.is_integer():

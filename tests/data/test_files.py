@@ -249,6 +249,8 @@ def parquet_source(folder: Path) -> SourceConfig:
         ({"target": 7, "numbers": [3, 4]}, ()),
         ([["a"], ["b"]], ()),
         ([], ()),
+        (["a", ""], ()),  # an empty response would be right
+        ({"target": ["a", None]}, ()),
     ],
 )
 def test_answers_in_json(load: Load, tmp_path: Path, value: Any, answers: tuple[str, ...]) -> None:
