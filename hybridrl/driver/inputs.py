@@ -61,9 +61,9 @@ def basis_of(config: Config) -> dict[str, dict[str, str]]:
     models: dict[str, str] = {}
     for key, path in _model_paths(config):
         models[key] = _hub_commit(path) or _digest(_files(Path(path), "*.safetensors", "*.json"))
-    if actor := config.model.path:
-        files = _files(Path(actor), *_TOKENIZER)
-        models["model.path's tokenizer or chat template"] = _hub_commit(actor) or _digest(files)
+        if key == "model.path" or key.endswith(".model"):  # a judge's, which reads text, too
+            files = _files(Path(path), *_TOKENIZER)
+            models[f"{key}'s tokenizer or chat template"] = _hub_commit(path) or _digest(files)
     if config.data.chat_template is not None:
         template = (template_text(config.data) or "").encode("utf-8", "surrogatepass")
         models["data.chat_template"] = hashlib.blake2b(template, digest_size=8).hexdigest()
@@ -86,13 +86,16 @@ def changed_inputs(
 ) -> list[str]:
     """What differs from the `environment` that a run recorded; nothing of what it lacks.
 
+    A judge of an evaluation set may come and go: settings say what a run trains with.
+
     Settings that are `overridden`, by their dotted keys, may change what they name.
     """
     before: Mapping[str, Mapping[str, str]] = environment.get("inputs", {})
     groups = {key.lstrip("+~").split(".")[0].split("@")[0] for key in overridden}
     changed = []
     for kind in now.keys() & before.keys():
-        for name in now[kind].keys() | before[kind].keys():
+        same, new = now[kind].keys() & before[kind].keys(), now[kind].keys() ^ before[kind].keys()
+        for name in same | (new if kind == "data" else set()):
             owner = "data" if kind == "data" else name.split(" ")[0].split(".")[0]
             if owner not in groups and now[kind].get(name) != before[kind].get(name):
                 changed.append(f"the data of source {name}" if kind == "data" else name)
@@ -124,8 +127,12 @@ def _own_code(config: Config) -> Iterator[tuple[str, list[Path]]]:
     """Names and files of the recipe, of the judges' functions and of the environment."""
     target = str(config.recipe.get("target"))
     yield f"recipe {target}", _file_of(target)
-    if config.environment.path is not None and ":" in config.environment.path:
-        yield f"environment {config.environment.path}", _file_of(config.environment.path)
+    environment = config.environment
+    if environment.path is not None and ":" in environment.path:
+        yield f"environment {environment.path}", _file_of(environment.path)
+    if environment.is_on and environment.tool_calls.endswith(".json"):
+        schema = Path(environment.tool_calls).expanduser()
+        yield f"environment.tool_calls {schema}", [schema] if schema.is_file() else []
     for role in _judges(config):
         judge = config.judge_of(role)
         function = judge.function
@@ -154,7 +161,8 @@ def _hub_commit(path: str) -> str:
 def _file_of(target: str) -> list[Path]:
     """The file of `package.module:name` or `/path/file.py:name`; none where there is no such file.
 
-    It is found without an import, which would run the code of the packages around it.
+    Of a folder, whose file is `__init__.py`, all files. They are found without an import, which
+    would run the code of the packages around them.
     """
     module = target.rpartition(":")[0]
     if module.endswith(".py"):
@@ -167,6 +175,8 @@ def _file_of(target: str) -> list[Path]:
             folders = spec.submodule_search_locations if spec is not None else None
             spec = PathFinder.find_spec(name, folders) if folders is not None else None
         file = Path((spec and spec.origin) or "")
+    if file.name == "__init__.py" and file.is_file():
+        return sorted(file.parent.rglob("*.py"))
     return [file] if file.is_file() else []
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybridrl.driver.inputs import inputs_of
+from hybridrl.driver.inputs import basis_of, changed_inputs, inputs_of
 
 NO_DATA: Any = SimpleNamespace(weights={}, train=[])
 
@@ -38,3 +38,54 @@ def test_a_function_counts_where_it_judges(
     for gone in ("none.of.these:score", f"{tmp_path}/none.py:score"):
         assert judges(make_config("reward=function", f"reward.function={gone}", run_dir))
         assert judges(make_config("reward=exact", f"reward.function={gone}", run_dir)) == []
+
+
+def test_a_file_of_an_environments_calls_counts(
+    make_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "schema.json"
+    settings = (
+        "environment=tools",
+        "environment.path=a:T",
+        f"environment.tool_calls={file}",
+        f"run.dir={tmp_path}",
+    )
+    digests = set()
+    for text in ("{}", '{"type": "object"}'):
+        file.write_text(text)
+        digests.add(basis_of(make_config(*settings))["code"][f"environment.tool_calls {file}"])
+    assert len(digests) == 2
+
+
+def test_all_files_of_a_recipes_folder_count(
+    make_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("")
+    config = make_config(f"run.dir={tmp_path}")
+    config.recipe["target"] = f"{tmp_path}/mine/__init__.py:mine"
+    digests = set()
+    for text in ("a = 1", "a = 2"):
+        (tmp_path / "mine" / "loss.py").write_text(text)
+        digests |= {x for name, x in basis_of(config)["code"].items() if name.startswith("recipe ")}
+    assert len(digests) == 2
+
+
+def test_the_template_of_a_reward_model_counts(
+    make_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    """It reads text, in its own template."""
+    config = make_config("reward=model", f"reward.model={tmp_path}", f"run.dir={tmp_path}")
+    digests = set()
+    for text in ("{{ messages }}", "other"):
+        (tmp_path / "chat_template.jinja").write_text(text)
+        digests.add(basis_of(config)["models"]["reward.model's tokenizer or chat template"])
+    assert len(digests) == 2
+
+
+def test_a_judge_of_an_evaluation_set_may_come_and_go() -> None:
+    before = {"code": {"reward a.py:f": "1", "eval.sets.main.reward b.py:f": "2"}}
+    now = {"code": {"reward a.py:f": "1", "eval.sets.hard.reward c.py:f": "3"}}
+    assert changed_inputs({"inputs": before}, now, ()) == []
+    now["code"]["reward a.py:f"] = "4"
+    assert changed_inputs({"inputs": before}, now, ()) == ["reward a.py:f"]
