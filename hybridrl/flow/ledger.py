@@ -53,9 +53,7 @@ class Drop:
 UNUSED = Drop(DropReason.UNUSED, "unused: no update reads it")
 STEP_FAILED = Drop(DropReason.STEP_FAILED, "an error ended its step")
 
-_Q, _D, _W = SampleStatus.QUEUED, SampleStatus.DECODING, SampleStatus.WAITING
-_P = SampleStatus.PARKED
-_F, _USED, _DROPPED = SampleStatus.FINISHED, SampleStatus.USED, SampleStatus.DROPPED
+_Q, _D, _W, _P, _F, _USED, _DROPPED = SampleStatus
 _NEXT: dict[SampleStatus, tuple[SampleStatus, ...]] = {
     _Q: (_D, _F, _DROPPED),
     _D: (_Q, _W, _P, _F, _DROPPED),

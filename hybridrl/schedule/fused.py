@@ -28,6 +28,7 @@ from hybridrl.flow.migration import (
 from hybridrl.flow.plan_errors import PlanErrors
 from hybridrl.schedule.base import Batch, Prompt, ScheduleParts, StepSettings
 from hybridrl.schedule.generation_task import RoundLimits
+from hybridrl.schedule.groups import tasks_of
 from hybridrl.schedule.readiness import ReadyTracker, early_stages
 from hybridrl.schedule.stoppable_round import StoppableRound
 from hybridrl.schedule.streaming import StreamingSchedule
@@ -120,7 +121,8 @@ class FusedSchedule(StreamingSchedule):
 
     def _begin_step(self, step: int) -> None:
         super()._begin_step(step)
-        self._trackers, self._step_tasks, self._taken = {}, [], None
+        self._trackers, self._taken = {}, None
+        self._groups.clear()
         if any(update.stage for update in self._early_updates.values()):
             self._metrics["samples/trained_early"] = 0.0
 
@@ -146,7 +148,7 @@ class FusedSchedule(StreamingSchedule):
 
     def _run_round(self, makers: Sequence[SourceStage], batch: Batch) -> Batch:
         """Make all samples of the pulled prompts."""
-        tracker = self._tracker_of(makers[0])
+        tracker, earlier = self._tracker_of(makers[0]), tasks_of(self._groups.taken)
         tasks = [
             task
             for stage in makers
@@ -162,7 +164,7 @@ class FusedSchedule(StreamingSchedule):
         # Conversations leave instances time between their calls, whatever the plan is.
         overlaps = plan.overlaps or any(task.converses for task in tasks)
         generation_round = self._new_round(tracker, plan.migration, early=early, overlaps=overlaps)
-        generation_round.adopt(self._step_tasks)
+        generation_round.adopt(earlier)
         self._submit(generation_round, tasks)
         generation_round.run()
         generation_round.check_restored()

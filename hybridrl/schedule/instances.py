@@ -20,13 +20,7 @@ class InstanceStatus(Enum):
     DEAD = "dead"
 
 
-_FREE, _DECODING, _LEAVING = (
-    InstanceStatus.FREE,
-    InstanceStatus.DECODING,
-    InstanceStatus.LEAVING,
-)
-_JOINED, _SCORING = InstanceStatus.JOINED, InstanceStatus.SCORING
-_TRAINING, _DEAD = InstanceStatus.TRAINING, InstanceStatus.DEAD
+_FREE, _DECODING, _LEAVING, _JOINED, _SCORING, _TRAINING, _DEAD = InstanceStatus
 _NEXT: dict[InstanceStatus, tuple[InstanceStatus, ...]] = {
     _FREE: (_DECODING, _JOINED, _SCORING, _TRAINING, _DEAD),
     _DECODING: (_FREE, _LEAVING, _DEAD),

@@ -19,6 +19,7 @@ from hybridrl.flow.packing import Choice, choose, limit_of
 from hybridrl.flow.sample import OUT_OF_TOKENS, Sample, SampleId
 from hybridrl.schedule.base import Batch, Prompt, ScheduleParts, StepSettings
 from hybridrl.schedule.generation_task import GenerationTask, RoundLimits
+from hybridrl.schedule.groups import Groups
 from hybridrl.schedule.readiness import ReadyTracker
 from hybridrl.schedule.stoppable_round import StoppableRound
 from hybridrl.schedule.streaming import StreamingSchedule, check_generates_once
@@ -49,14 +50,14 @@ class _Packing:
     limit: int | None
     fits: dict[int, bool]
     choice: Choice
-    begun: dict[int, list[GenerationTask]] = field(default_factory=dict)
+    begun: Groups
     sure: set[int] = field(default_factory=set)
 
     @property
     def missing(self) -> list[int]:
         """Prompts that are taken, as far as is known, and have not begun."""
         taken = self.choice.taken
-        return [p for p in taken if p not in self.begun and p not in self.fits]
+        return [p for p in taken if p not in self.begun.open and p not in self.fits]
 
     @property
     def too_long(self) -> list[int]:
@@ -67,9 +68,9 @@ class _Packing:
         """The samples of the prompts that have begun: those that are taken and fit, or the rest."""
         return [
             task
-            for position, tasks in sorted(self.begun.items())
+            for position, group in sorted(self.begun.open.items())
             if (position in self.sure) == taken
-            for task in tasks
+            for task in group.tasks.values()
         ]
 
 
@@ -172,7 +173,8 @@ class PackedSchedule(StreamingSchedule):
 
     def _begin_step(self, step: int) -> None:
         super()._begin_step(step)
-        self._trackers, self._step_tasks = {}, []
+        self._trackers = {}
+        self._groups.clear()
         for name in ("put_off", "discarded_tokens", "limit_tokens"):
             self._metrics[f"samples/{name}"] = 0.0
 
@@ -241,8 +243,7 @@ class PackedSchedule(StreamingSchedule):
         ahead = -(-self._wanted // (self.cycle_steps - 1)) if packing.limit is not None else 0
         missing = unknown[: self._wanted + ahead]
         while True:
-            for task in (tasks := begin(missing, packing.limit)):
-                packing.begun.setdefault(task.sample.id.prompt, []).append(task)
+            tasks = begin(missing, packing.limit)
             generation_round.make(tasks)
             if any(task.converses for task in tasks):  # the choice does not depend on the order
                 generation_round.run_freely(lambda: decided() or bool(packing.missing))
@@ -269,7 +270,10 @@ class PackedSchedule(StreamingSchedule):
         tasks = [
             task for stage in makers for task in self._new_tasks(stage, tracker, pulled, batch)
         ]
-        return tasks if limit is None else [_limited(task, limit) for task in tasks]
+        if limit is not None:
+            tasks = [_limited(task, limit) for task in tasks]
+            self._groups.update(tasks)
+        return tasks
 
     def _withdraw(self, tasks: Sequence[GenerationTask]) -> None:
         """Discard the tokens of samples that this step does not train on."""
@@ -284,6 +288,7 @@ class PackedSchedule(StreamingSchedule):
             self._metrics["samples/discarded_tokens"] += num
         ids = [task.sample.id for task in tasks]
         self._ledger.withdraw(ids)
+        self._groups.withdraw({id.prompt for id in ids})
         if ids:
             self._turns.forget(ids)
             self.executor.release(ids)
@@ -306,18 +311,18 @@ class PackedSchedule(StreamingSchedule):
         fits: dict[int, bool] = {}
         if limit is not None:
             fits = {p: False for p in order if self._waiting[p].seen >= limit}
-        return _Packing(order, limit, fits, choose(order, self._wanted, fits))
+        return _Packing(order, limit, fits, choose(order, self._wanted, fits), self._groups)
 
     def _learn_fits(self, packing: _Packing) -> None:
         """Choose by the samples that have finished."""
         finished = self._ledger.is_finished
-        for position, tasks in packing.begun.items():
+        for position, group in self._groups.open.items():
             if position in packing.fits:
                 continue
-            ended = [task for task in tasks if finished(task.sample.id)]
+            ended = [task for id, task in group.tasks.items() if finished(id)]
             if any(map(self._is_cut, ended)):
                 packing.fits[position] = False
-            elif len(ended) == len(tasks):
+            elif len(ended) == len(group.tasks):
                 packing.fits[position] = True
         packing.choice = choose(packing.order, self._wanted, packing.fits)
 
@@ -337,9 +342,8 @@ class PackedSchedule(StreamingSchedule):
 
     def _is_sure(self, packing: _Packing, position: int) -> bool:
         """Whether a taken prompt fits, and all its samples are there: a death may have some."""
-        finished = self._ledger.is_finished
         fits = packing.fits.get(position, False)
-        return fits and all(finished(task.sample.id) for task in packing.begun[position])
+        return fits and self._groups.is_complete(position)
 
     def _put_off(self, positions: Sequence[int], limit: int | None) -> None:
         """A response of each of these prompts was longer than `limit`."""

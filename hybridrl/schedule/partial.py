@@ -6,34 +6,26 @@ Long-tail Generation").
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice, repeat
 from typing import Any, Self
 
 from hybridrl.config import ParkedKV, PartialScheduleConfig, ScheduleConfig
-from hybridrl.flow.executor import Executor, Parked
+from hybridrl.flow.executor import Executor
 from hybridrl.flow.graph import Graph, SourceStage, StageMethod, UpdateStage
-from hybridrl.flow.ledger import Drop, DropReason, SampleStatus
+from hybridrl.flow.ledger import Drop, DropReason
 from hybridrl.flow.lengths import RANKERS, LengthModel
 from hybridrl.flow.migration import NO_MIGRATION
-from hybridrl.flow.sample import NO_VERSION, Sample, SampleId
+from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.turns import RecordDiffers, RoundOrder
 from hybridrl.schedule.base import Batch, PendingSample, Prompt, ScheduleParts, StepSettings
 from hybridrl.schedule.generation_task import GenerationTask, RoundLimits
+from hybridrl.schedule.groups import tasks_of
 from hybridrl.schedule.readiness import ReadyTracker
 from hybridrl.schedule.streaming import StreamingSchedule, check_generates_once
 
 _WINDOW_TURNS = 2  # of conversations, before it is looked whether enough has finished
 ENDED = Drop(DropReason.RUN_ENDED, "unfinished when the run ended")
-
-
-@dataclass(slots=True)
-class _PendingGroup:
-    """A prompt that is not trained on yet; `step` is the one in which its samples began."""
-
-    prompt: Any
-    step: int
-    tasks: dict[SampleId, GenerationTask]
 
 
 class PartialSchedule(StreamingSchedule):
@@ -85,9 +77,7 @@ class PartialSchedule(StreamingSchedule):
         super().__init__(*step, limits=limits, length_model=length_model)
         self.over_provision, self.max_staleness = over_provision, max_staleness
         self.timed, self.turn_orders = timed, turn_orders
-        self._pending: dict[int, _PendingGroup] = {}  # by position
         self._wanted = self._version = 0
-        self._began: dict[int, int] = {}  # the step in which each trained prompt's samples began
 
     # -- between steps -------------------------------------------------------------------------
 
@@ -116,71 +106,16 @@ class PartialSchedule(StreamingSchedule):
 
     def state_dict(self) -> dict[str, Any]:
         """With the pending prompts and their samples."""
-        groups = [
-            {
-                "position": position,
-                "step": group.step,
-                "jobs": [self._task_to_json(task) for task in group.tasks.values()],
-            }
-            for position, group in self._pending.items()
-        ]
-        return super().state_dict() | {"open": groups}
-
-    def _task_to_json(self, task: GenerationTask) -> dict[str, Any]:
-        """`parked` counts the tokens, of prompt and response, of a parked sample.
-
-        `waits` says that its turn has ended: once its conversation was replayed, a reply comes.
-        """
-        parked = self._parked(task)
-        return {
-            "sample": task.sample.to_json(),
-            "stage": task.stage.name,
-            "total": task.total,
-            "tokens": task.tokens,
-            "parked": None if parked is None else parked.tokens[parked.ids.index(task.sample.id)],
-            "waits": self._turns.is_open(task.sample.id),
-        }
+        return super().state_dict() | {"open": self._groups.to_json()}
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, prompt_at: Callable[[int], Any], num_ranks: int
     ) -> None:
         """Continue from a `state_dict`, with the pending prompts' samples."""
         super().load_state_dict(state, prompt_at=prompt_at, num_ranks=num_ranks)
-        records = [task for group in state["open"] for task in group["jobs"]]
-        tokens = {
-            SampleId.read(record["sample"]["id"]): record["parked"]
-            for record in records
-            if record["parked"] is not None
-        }
-        parked = Parked(tuple(tokens), tuple(tokens.values()), NO_VERSION, None)
-        for group in state["open"]:
-            position = group["position"]
-            prompt = prompt_at(position)
-            tasks = [self._load_task(r, prompt, parked, num_ranks) for r in group["jobs"]]
-            by_id = {task.sample.id: task for task in tasks}
-            self._pending[position] = _PendingGroup(prompt, group["step"], by_id)
-            self._expect(position, tasks)
-
-    def _load_task(
-        self, record: Mapping[str, Any], prompt: Any, parked: Parked, num_ranks: int
-    ) -> GenerationTask:
-        """A task as it was written; the ledger takes its sample with the status that it had."""
-        sample, stage = Sample.from_json(record["sample"]), self.graph.stages[record["stage"]]
-        assert isinstance(stage, SourceStage), stage
-        task = GenerationTask(
-            sample, stage, prompt, self._sampling(stage), record["total"], record["tokens"]
-        )
-        if record["parked"] is not None:
-            status, task = SampleStatus.PARKED, replace(task, parked=parked)
-        elif sample.tensors:
-            status = SampleStatus.FINISHED
-            sample.rank %= num_ranks  # the run may continue with fewer
-        else:
-            status = SampleStatus.QUEUED
-        self._ledger.dispatch([sample], status)
-        if record.get("waits"):  # an older checkpoint has no conversations
-            self._turns.wait_for([sample.id])
-        return task
+        self._groups.load(state["open"], prompt_at, num_ranks, self._sampling)
+        for position, group in self._groups.open.items():
+            self._expect(position, [*group.tasks.values()])
 
     def _expect(self, position: int, tasks: Sequence[GenerationTask]) -> None:
         """Let the trackers know a restored prompt's samples, as when they were dispatched."""
@@ -194,57 +129,32 @@ class PartialSchedule(StreamingSchedule):
 
     def pending(self) -> tuple[PendingSample, ...]:
         """Return the samples of pending prompts that are parked or finished."""
-        return tuple(
-            PendingSample(
-                task.sample.id,
-                task.prompt,
-                task.sampling,
-                task.sample.rank,
-                self._parked(task),
-                self._turns.is_open(task.sample.id),
-            )
-            for task in self._pending_tasks()
-            if self._ledger.status(task.sample.id) is not SampleStatus.QUEUED
-        )
+        return self._groups.pending()
 
     def restore_parked(self, state: Any) -> None:
         """Set the reference to the parked tokens."""
-        before = next(sample.parked for sample in self.pending() if sample.parked is not None)
-        parked = replace(before, state=state)
-        for group in self._pending.values():
-            for id, task in group.tasks.items():
-                if self._parked(task) is not None:
-                    group.tasks[id] = replace(task, parked=parked)
+        self._groups.restore_parked(state)
 
     def close(self) -> dict[SampleId, Drop]:
         """End the run: unfinished samples are dropped."""
         dropped = dict.fromkeys(self._pending_ids(), ENDED)
         self._ledger.drop(dropped, ENDED)
-        self._pending.clear()
+        self._groups.clear()
         self.release()
         return dropped
 
     def _pending_ids(self) -> Collection[SampleId]:
-        return {id for group in self._pending.values() for id in group.tasks}
-
-    def _pending_tasks(self) -> list[GenerationTask]:
-        return [task for group in self._pending.values() for task in group.tasks.values()]
-
-    def _parked(self, task: GenerationTask) -> Parked | None:
-        """A parked sample's tokens."""
-        parked = self._ledger.status(task.sample.id) is SampleStatus.PARKED
-        return task.parked if parked else None
+        return {task.sample.id for task in tasks_of(self._groups.open)}
 
     # -- a step --------------------------------------------------------------------------------
 
     def _begin_step(self, step: int) -> None:
         super()._begin_step(step)
-        self._began = {}
         for name in ("resumed", "parked", "off_policy_tokens", "trained_tokens", "staleness"):
             self._metrics[f"samples/{name}"] = 0.0
         for tracker in self._trackers.values():
-            tracker.forget({task.sample.id.prompt for task in self._step_tasks})
-        self._step_tasks = []
+            tracker.forget(self._groups.taken)
+        self._groups.end_step()
 
     def _pull(self, num: int) -> Batch:
         """Prompts are pulled as they are needed; `num` groups are wanted."""
@@ -256,7 +166,7 @@ class PartialSchedule(StreamingSchedule):
         # Pending samples continue, and new prompts join them.
         tracker = self._tracker_of(makers[0])
         self._top_up(makers, tracker, batch)
-        pending = self._pending_tasks()
+        pending = tasks_of(self._groups.open)
         tasks = [task for task in pending if not self._ledger.is_finished(task.sample.id)]
         converse = any(task.converses for task in tasks)
         order = self._recorded_order() if converse else None  # others have none
@@ -266,30 +176,28 @@ class PartialSchedule(StreamingSchedule):
         self._enter_for([*makers, *tracker.computes])
         self._version = self.executor.version
         generation_round = self._new_round(tracker, NO_MIGRATION)
-        generation_round.adopt([*pending, *self._step_tasks])
+        generation_round.adopt([*pending, *tasks_of(self._groups.taken)])
         self._submit(generation_round, tasks)
         # Decode until enough is complete, then stop; forward passes run with all ranks free.
         if not converse:
-            generation_round.run_until(lambda: self._enough(tracker))
+            generation_round.run_until(self._enough)
         elif order is not None:
             generation_round.run_order(order)
         elif self.timed:
-            order = generation_round.run_timed(lambda: self._enough(tracker))
+            order = generation_round.run_timed(self._enough)
         else:
-            generation_round.run_windows(lambda: self._enough(tracker), self._windows())
+            generation_round.run_windows(self._enough, self._windows())
         if order is not None:
             self._turn_orders.append(order)
         stopped = generation_round.park(with_kv=self.limits.stale_kv)
         self._metrics["samples/parked"] += self._num_parked(stopped)
         generation_round.run()
-        for task in stopped:
-            self._pending[task.sample.id.prompt].tasks[task.sample.id] = self._expected(task)
+        self._groups.update(map(self._expected, stopped))
         # The oldest complete groups are trained on.
-        positions = self._complete(tracker)[: self._wanted]
-        groups = {position: self._pending.pop(position) for position in positions}
+        positions = self._groups.complete()[: self._wanted]
+        groups = {position: self._groups.open[position] for position in positions}
         self._pulled = [(position, group.prompt) for position, group in groups.items()]
-        self._began |= {position: group.step for position, group in groups.items()}
-        tasks = [task for group in groups.values() for task in group.tasks.values()]
+        tasks = tasks_of(groups)
         return self._end_round(generation_round, tracker, tasks, positions)
 
     def _recorded_order(self) -> RoundOrder | None:
@@ -312,11 +220,11 @@ class PartialSchedule(StreamingSchedule):
         yield from repeat(_WINDOW_TURNS)
 
     def _num_parked(self, tasks: Sequence[GenerationTask]) -> int:
-        return sum(self._parked(task) is not None for task in tasks)
+        return sum(self._groups.parked(task) is not None for task in tasks)
 
     def _expected(self, task: GenerationTask) -> GenerationTask:
         """A stopped task with the tokens that are still expected."""
-        parked = self._parked(task)
+        parked = self._groups.parked(task)
         if parked is None:
             return task
         done = parked.tokens[parked.ids.index(task.sample.id)]
@@ -325,38 +233,30 @@ class PartialSchedule(StreamingSchedule):
 
     def _top_up(self, makers: Sequence[SourceStage], tracker: ReadyTracker, batch: Batch) -> None:
         """Begin as many prompts as are missing; those that are pending are the oldest."""
-        num = math.ceil(self._wanted * self.over_provision) - len(self._pending)
+        num = math.ceil(self._wanted * self.over_provision) - len(self._groups.open)
         pulled = list(islice(self.prompts, max(0, num)))
-        if len(self._pending) + len(pulled) < self._wanted:
+        if len(self._groups.open) + len(pulled) < self._wanted:
             raise ValueError(
-                f"the prompts have ended: got {len(self._pending) + len(pulled)}, "
+                f"the prompts have ended: got {len(self._groups.open) + len(pulled)}, "
                 f"wanted {self._wanted}"
             )
-        fresh = [
-            task for stage in makers for task in self._new_tasks(stage, tracker, pulled, batch)
-        ]
-        for position, prompt in pulled:
-            mine = {task.sample.id: task for task in fresh if task.sample.id.prompt == position}
-            self._pending[position] = _PendingGroup(prompt, self._step, mine)
+        for stage in makers:
+            self._new_tasks(stage, tracker, pulled, batch)
 
-    def _complete(self, tracker: ReadyTracker) -> list[int]:
-        """Positions whose samples are all finished, the oldest first."""
-        return [position for position in sorted(self._pending) if tracker.whole(position)]
-
-    def _enough(self, tracker: ReadyTracker) -> bool:
+    def _enough(self) -> bool:
         """Enough groups are complete, and those that stay can be trained before they are too old.
 
         The oldest complete ones are trained now, `wanted` in every later step. So h steps from now
         at most h times as many may have reached their last step.
         """
-        complete = self._complete(tracker)
-        finished = self._ledger.is_finished
+        complete = self._groups.complete()
         # A death may have taken samples of an earlier round of this step.
-        whole = all(finished(task.sample.id) for task in self._step_tasks)
+        whole = all(map(self._groups.is_complete, self._groups.taken))
         if not whole or len(complete) < self._wanted:
             return False
         chosen = {*complete[: self._wanted]}
-        last = [g.step + self.max_staleness for p, g in self._pending.items() if p not in chosen]
+        open_ones = self._groups.open.items()
+        last = [group.step + self.max_staleness for p, group in open_ones if p not in chosen]
         return all(
             sum(step <= self._step + later for step in last) <= self._wanted * later
             for later in range(self.max_staleness + 1)
@@ -369,7 +269,8 @@ class PartialSchedule(StreamingSchedule):
         old = sum(s.stop - s.start for s in generated if s.version < self._version)
         self._metrics["samples/off_policy_tokens"] = float(old)
         self._metrics["samples/trained_tokens"] = float(sum(s.stop - s.start for s in spans))
-        ages = [self._step - self._began[sample.id.prompt] for sample in used]
+        taken = self._groups.taken
+        ages = [self._step - taken[sample.id.prompt].step for sample in used]
         self._metrics["samples/staleness"] = float(max(ages, default=0))
         return super()._summary(used, num_dropped)
 

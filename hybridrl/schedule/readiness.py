@@ -69,13 +69,6 @@ class ReadyTracker:
         """`maker` makes these samples, all of one prompt, in training order."""
         self._expected[maker.name][group[0].id.prompt] = group
 
-    def whole(self, prompt: int) -> bool:
-        """Whether every sample of a prompt is finished."""
-        finished = self.ledger.is_finished
-        return all(
-            finished(s.id) for groups in self._expected.values() for s in groups.get(prompt, ())
-        )
-
     def choose(self, prompt: int) -> None:
         """Run every chooser and `by_group` that can run for `prompt` now; in the recipe's order.
 

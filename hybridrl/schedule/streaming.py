@@ -13,6 +13,7 @@ from hybridrl.flow.migration import MigrationPlan
 from hybridrl.flow.sample import Sample
 from hybridrl.schedule.base import Batch, Prompt, Schedule, StepSettings
 from hybridrl.schedule.generation_task import GenerationTask, RoundLimits
+from hybridrl.schedule.groups import Groups
 from hybridrl.schedule.readiness import ReadyTracker, early_stages
 from hybridrl.schedule.stoppable_round import StoppableRound
 from hybridrl.schedule.streamed_stages import StreamedStages
@@ -42,7 +43,7 @@ class StreamingSchedule(Schedule):
         super().__init__(graph, executor, prompts, settings)
         self.limits, self.length_model = limits, length_model
         self._trackers: dict[str, ReadyTracker] = {}  # by the first stage of a section
-        self._step_tasks: list[GenerationTask] = []  # of the step's rounds so far
+        self._groups = Groups(graph, self._ledger, self._turns)
 
     def state_dict(self) -> dict[str, Any]:
         """With the lengths learned."""
@@ -130,6 +131,7 @@ class StreamingSchedule(Schedule):
             tasks += [
                 GenerationTask(sample, stage, prompt, sampling, tokens, tokens) for sample in group
             ]
+        self._groups.begin(pulled, self._step, tasks)
         return tasks
 
     def _sampling(self, stage: SourceStage) -> Sampling | None:
@@ -185,7 +187,7 @@ class StreamingSchedule(Schedule):
         """
         waiting = tracker.open_stages(positions)
         assert not waiting, f"{waiting} still wait"
-        self._step_tasks += tasks
+        self._groups.take(positions)
         self._record_round(generation_round)
         self._learn_lengths([task.sample for task in tasks])
         return self._streamed(tracker, positions)

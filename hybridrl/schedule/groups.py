@@ -1,0 +1,213 @@
+"""Prompts that have begun and are not trained yet, with their samples, within and across steps."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from hybridrl.flow.executor import Parked, Sampling
+from hybridrl.flow.graph import Graph, SourceStage
+from hybridrl.flow.ledger import Ledger, SampleStatus
+from hybridrl.flow.sample import NO_VERSION, Sample, SampleId
+from hybridrl.flow.turns import OpenTurns
+from hybridrl.schedule.base import PendingSample, Prompt
+from hybridrl.schedule.generation_task import GenerationTask
+
+
+class GroupStatus(Enum):
+    """Status of a prompt that has begun; `Groups` has the table of transitions."""
+
+    OPEN = "open"  # samples are to be made, or no step has taken it
+    TAKEN = "taken"  # the present step trains on it
+
+
+@dataclass(slots=True)
+class Group:
+    """A prompt with its samples; `step` is the one in which they began."""
+
+    prompt: Any
+    step: int
+    tasks: dict[SampleId, GenerationTask] = field(default_factory=dict)
+    status: GroupStatus = GroupStatus.OPEN
+
+
+class Groups:
+    """The prompts that have begun, by position, until their step has trained on them.
+
+    | from  | to    | when                                                   |
+    |-------|-------|--------------------------------------------------------|
+    | open  | taken | a round ends, and its step is to train on the prompt   |
+    | taken | open  | a later stage of the step makes more samples of it     |
+
+    A prompt that is withdrawn, or whose step has ended, is in it no more. Whether an open one is
+    complete follows from its samples, since a death may undo it.
+
+    Example, one prompt wanted a step: a and b begin. b is complete first, and taken. The next step
+    forgets b, goes on with a, and begins c.
+    """
+
+    def __init__(self, graph: Graph, ledger: Ledger, turns: OpenTurns) -> None:
+        self.graph, self.ledger, self.turns = graph, ledger, turns
+        self._groups: dict[int, Group] = {}
+
+    @property
+    def open(self) -> dict[int, Group]:
+        """The open ones in the order in which they began."""
+        return self._with(GroupStatus.OPEN)
+
+    @property
+    def taken(self) -> dict[int, Group]:
+        """Those that the present step trains on."""
+        return self._with(GroupStatus.TAKEN)
+
+    def begin(self, prompts: Iterable[Prompt], step: int, tasks: Iterable[GenerationTask]) -> None:
+        """These prompts' samples begin: the first of them, or more."""
+        for position, prompt in prompts:
+            self._groups.setdefault(position, Group(prompt, step))
+        for task in tasks:
+            self._groups[task.sample.id.prompt].status = GroupStatus.OPEN
+            self.update([task])
+
+    def update(self, tasks: Iterable[GenerationTask]) -> None:
+        """Samples have come to their prompts, or are to be made otherwise."""
+        for task in tasks:
+            self._groups[task.sample.id.prompt].tasks[task.sample.id] = task
+
+    def is_complete(self, position: int) -> bool:
+        """Whether all samples of a prompt are finished."""
+        return all(map(self.ledger.is_finished, self._groups[position].tasks))
+
+    def complete(self) -> list[int]:
+        """Positions of the open ones whose samples are all finished, the oldest first."""
+        return sorted(filter(self.is_complete, self.open))
+
+    def take(self, positions: Iterable[int]) -> None:
+        """The present step trains on these."""
+        for position in positions:
+            group = self._groups[position]
+            assert group.status is GroupStatus.OPEN, f"prompt {position} is taken twice"
+            group.status = GroupStatus.TAKEN
+
+    def withdraw(self, positions: Iterable[int]) -> None:
+        """These begin again another time, as if they never had, or are dropped."""
+        for position in positions:
+            assert self._groups.pop(position).status is GroupStatus.OPEN, position
+
+    def clear(self) -> None:
+        """No prompt has begun."""
+        self._groups.clear()
+
+    def end_step(self) -> None:
+        """The step that has taken groups is over."""
+        self._groups = self.open
+
+    def _with(self, status: GroupStatus) -> dict[int, Group]:
+        return {p: group for p, group in self._groups.items() if group.status is status}
+
+    # -- between steps -------------------------------------------------------------------------
+
+    def pending(self) -> tuple[PendingSample, ...]:
+        """Samples of open prompts that are parked or finished."""
+        return tuple(
+            PendingSample(
+                task.sample.id,
+                task.prompt,
+                task.sampling,
+                task.sample.rank,
+                self.parked(task),
+                self.turns.is_open(task.sample.id),
+            )
+            for task in tasks_of(self.open)
+            if self.ledger.status(task.sample.id) is not SampleStatus.QUEUED
+        )
+
+    def parked(self, task: GenerationTask) -> Parked | None:
+        """A parked sample's tokens."""
+        parked = self.ledger.status(task.sample.id) is SampleStatus.PARKED
+        return task.parked if parked else None
+
+    def restore_parked(self, state: Any) -> None:
+        """Set the reference to the parked tokens of a checkpoint."""
+        held = [task for task in tasks_of(self.open) if self.parked(task) is not None]
+        assert held, "nothing is parked"
+        assert held[0].parked is not None
+        parked = replace(held[0].parked, state=state)
+        self.update(replace(task, parked=parked) for task in held)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The open prompts in plain JSON types."""
+        return [
+            {
+                "position": position,
+                "step": group.step,
+                "jobs": [self._task_to_json(task) for task in group.tasks.values()],
+            }
+            for position, group in self.open.items()
+        ]
+
+    def _task_to_json(self, task: GenerationTask) -> dict[str, Any]:
+        """`parked` counts the tokens, of prompt and response, of a parked sample.
+
+        `waits` says that its turn has ended: once its conversation was replayed, a reply comes.
+        """
+        parked = self.parked(task)
+        return {
+            "sample": task.sample.to_json(),
+            "stage": task.stage.name,
+            "total": task.total,
+            "tokens": task.tokens,
+            "parked": None if parked is None else parked.tokens[parked.ids.index(task.sample.id)],
+            "waits": self.turns.is_open(task.sample.id),
+        }
+
+    def load(
+        self,
+        records: Sequence[Mapping[str, Any]],
+        prompt_at: Callable[[int], Any],
+        num_ranks: int,
+        sampling: Callable[[SourceStage], Sampling | None],
+    ) -> None:
+        """Take up what `to_json` gave; the run may continue with fewer ranks."""
+        tokens = {
+            SampleId.read(record["sample"]["id"]): record["parked"]
+            for group in records
+            for record in group["jobs"]
+            if record["parked"] is not None
+        }
+        parked = Parked(tuple(tokens), tuple(tokens.values()), NO_VERSION, None)
+        for group in records:
+            position = group["position"]
+            prompt = prompt_at(position)
+            tasks = [self._load_task(x, prompt, parked, num_ranks, sampling) for x in group["jobs"]]
+            self.begin([(position, prompt)], group["step"], tasks)
+
+    def _load_task(
+        self,
+        record: Mapping[str, Any],
+        prompt: Any,
+        parked: Parked,
+        num_ranks: int,
+        sampling: Callable[[SourceStage], Sampling | None],
+    ) -> GenerationTask:
+        """A task as it was written; the ledger takes its sample with the status that it had."""
+        sample, stage = Sample.from_json(record["sample"]), self.graph.stages[record["stage"]]
+        assert isinstance(stage, SourceStage), stage
+        task = GenerationTask(
+            sample, stage, prompt, sampling(stage), record["total"], record["tokens"]
+        )
+        if record["parked"] is not None:
+            status, task = SampleStatus.PARKED, replace(task, parked=parked)
+        elif sample.tensors:
+            status = SampleStatus.FINISHED
+            sample.rank %= num_ranks
+        else:
+            status = SampleStatus.QUEUED
+        self.ledger.dispatch([sample], status)
+        if record.get("waits"):  # an older checkpoint has no conversations
+            self.turns.wait_for([sample.id])
+        return task
+
+
+def tasks_of(groups: Mapping[int, Group]) -> list[GenerationTask]:
+    """All samples of these groups."""
+    return [task for group in groups.values() for task in group.tasks.values()]
