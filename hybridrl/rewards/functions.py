@@ -196,7 +196,7 @@ def _verl_batch(items: Sequence[RewardInput], texts: Sequence[str]) -> dict[str,
 
 def _ground_truth(item: RewardInput) -> Any:
     """The answer as the row has it, a number, too."""
-    answer = item.answer if item.expected is None else item.expected
+    answer: Any = item.answer if item.expected is None else item.expected
     return answer["ground_truth"] if _has_truth(answer) else answer
 
 
