@@ -402,8 +402,8 @@ def test_messages_that_a_file_has_as_json(load: Load, tmp_path: Path, chat_token
     ]
     source = SourceConfig(kind=SourceKind.csv, name=of_csv(tmp_path, rows))
     data = load(source, tokenizer=chat_tokenizer, chat=True, eval_size=1)
-    found = {item.prompt: item.answer for item in [*data.train, *data.eval]}
-    assert found == {
+    answers = {item.prompt: item.answer for item in [*data.train, *data.eval]}
+    assert answers == {
         "<user>q0<eos>\n<assistant>": "yes",
         "<user>q1<eos>\n<assistant>": '[{"from": "A", "to": "B"}]',
     }
