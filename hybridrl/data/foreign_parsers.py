@@ -40,7 +40,9 @@ def by_vllm(text: str, tools: Tools, *, name: str, tokenizer: str) -> list[Any]:
 
 
 def vllm_parser(name: str) -> Any:
-    """The class of vLLM's tool parser `name`. Raises ConfigError where there is none."""
+    """The class of vLLM's tool parser `name`. Raises ConfigError where there is none, or a package
+    that it imports is missing.
+    """
     try:
         from vllm.tool_parsers import ToolParserManager
     except ImportError as error:
@@ -53,6 +55,9 @@ def vllm_parser(name: str) -> Any:
         raise ConfigError(
             "environment.tool_calls", f"vllm:{name}", [f"vllm:{x}" for x in names]
         ) from None
+    except (ImportError, RuntimeError) as error:  # several read the tokens of mistral-common
+        allowed = f"a parser whose packages are installed ({error})"
+        raise ConfigError("environment.tool_calls", f"vllm:{name}", allowed) from error
 
 
 @functools.cache

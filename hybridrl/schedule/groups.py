@@ -15,14 +15,14 @@ from hybridrl.schedule.generation_task import GenerationTask
 
 
 class GroupStatus(Enum):
-    """Status of a prompt that has begun; `Groups` has the table of transitions."""
+    """Status of a prompt that has begun; `BegunPrompts` has the table of transitions."""
 
     OPEN = "open"  # samples are to be made, or no step has taken it
     TAKEN = "taken"  # the present step trains on it
 
 
 @dataclass(slots=True)
-class Group:
+class BegunPrompt:
     """A prompt with its samples; `step` is the one in which they began."""
 
     prompt: Any
@@ -31,7 +31,7 @@ class Group:
     status: GroupStatus = GroupStatus.OPEN
 
 
-class Groups:
+class BegunPrompts:
     """The prompts that have begun, by position, until their step has trained on them.
 
     | from  | to    | when                                                   |
@@ -48,22 +48,22 @@ class Groups:
 
     def __init__(self, graph: Graph, ledger: Ledger, turns: OpenTurns) -> None:
         self.graph, self.ledger, self.turns = graph, ledger, turns
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, BegunPrompt] = {}
 
     @property
-    def open(self) -> dict[int, Group]:
-        """The open ones in the order in which they began."""
+    def open(self) -> dict[int, BegunPrompt]:
+        """The open groups in the order in which they began."""
         return self._with(GroupStatus.OPEN)
 
     @property
-    def taken(self) -> dict[int, Group]:
-        """Those that the present step trains on."""
+    def taken(self) -> dict[int, BegunPrompt]:
+        """The groups that the present step trains on."""
         return self._with(GroupStatus.TAKEN)
 
     def begin(self, prompts: Iterable[Prompt], step: int, tasks: Iterable[GenerationTask]) -> None:
         """These prompts' samples begin: the first of them, or more."""
         for position, prompt in prompts:
-            self._groups.setdefault(position, Group(prompt, step))
+            self._groups.setdefault(position, BegunPrompt(prompt, step))
         for task in tasks:
             self._groups[task.sample.id.prompt].status = GroupStatus.OPEN
             self.update([task])
@@ -101,7 +101,7 @@ class Groups:
         """The step that has taken groups is over."""
         self._groups = self.open
 
-    def _with(self, status: GroupStatus) -> dict[int, Group]:
+    def _with(self, status: GroupStatus) -> dict[int, BegunPrompt]:
         return {p: group for p, group in self._groups.items() if group.status is status}
 
     # -- between steps -------------------------------------------------------------------------
@@ -208,6 +208,6 @@ class Groups:
         return task
 
 
-def tasks_of(groups: Mapping[int, Group]) -> list[GenerationTask]:
+def tasks_of(groups: Mapping[int, BegunPrompt]) -> list[GenerationTask]:
     """All samples of these groups."""
     return [task for group in groups.values() for task in group.tasks.values()]

@@ -19,7 +19,7 @@ from hybridrl.flow.packing import Choice, choose, limit_of
 from hybridrl.flow.sample import OUT_OF_TOKENS, Sample, SampleId
 from hybridrl.schedule.base import Batch, Prompt, ScheduleParts, StepSettings
 from hybridrl.schedule.generation_task import GenerationTask, RoundLimits
-from hybridrl.schedule.groups import Groups
+from hybridrl.schedule.groups import BegunPrompts
 from hybridrl.schedule.readiness import ReadyTracker
 from hybridrl.schedule.stoppable_round import StoppableRound
 from hybridrl.schedule.streaming import StreamingSchedule, check_generates_once
@@ -50,7 +50,7 @@ class _Packing:
     limit: int | None
     fits: dict[int, bool]
     choice: Choice
-    begun: Groups
+    begun: BegunPrompts
     sure: set[int] = field(default_factory=set)
 
     @property

@@ -13,7 +13,7 @@ from hybridrl.flow.migration import MigrationPlan
 from hybridrl.flow.sample import Sample
 from hybridrl.schedule.base import Batch, Prompt, Schedule, StepSettings
 from hybridrl.schedule.generation_task import GenerationTask, RoundLimits
-from hybridrl.schedule.groups import Groups
+from hybridrl.schedule.groups import BegunPrompts
 from hybridrl.schedule.readiness import ReadyTracker, early_stages
 from hybridrl.schedule.stoppable_round import StoppableRound
 from hybridrl.schedule.streamed_stages import StreamedStages
@@ -43,7 +43,7 @@ class StreamingSchedule(Schedule):
         super().__init__(graph, executor, prompts, settings)
         self.limits, self.length_model = limits, length_model
         self._trackers: dict[str, ReadyTracker] = {}  # by the first stage of a section
-        self._groups = Groups(graph, self._ledger, self._turns)
+        self._groups = BegunPrompts(graph, self._ledger, self._turns)
 
     def state_dict(self) -> dict[str, Any]:
         """With the lengths learned."""

@@ -140,6 +140,8 @@ def test_a_parser_of_vllm_reads_with_tokenizer_and_tools(
 
         @staticmethod
         def get_tool_parser(name: str) -> Any:
+            if name == "mistral":
+                raise ImportError("No module named 'mistral_common'")
             return {"mine": Parser, "openai": ReadsTokens}[name]
 
     protocol = "vllm.entrypoints.openai.chat_completion.protocol"
@@ -165,3 +167,5 @@ def test_a_parser_of_vllm_reads_with_tokenizer_and_tools(
         call_form("vllm:openai", tokenizer, True, TOOLS)
     with pytest.raises(ConfigError, match=r"vllm:other: wanted one of vllm:mine"):
         call_form("vllm:other", tokenizer, True, TOOLS)
+    with pytest.raises(ConfigError, match=r"vllm:mistral: wanted a parser whose packages are in"):
+        call_form("vllm:mistral", tokenizer, True, TOOLS)

@@ -337,23 +337,28 @@ from torch.distributed.checkpoint import state_dict_saver
 """
 
 
+@pytest.mark.parametrize("in_driver", [True, None])
 def test_a_rank_that_dies_while_it_saves_is_one_line(
+    in_driver: bool | None,
     make_config: Callable[..., Config],
     tiny_run: Sequence[str],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The log has the traceback of the rank that waited for it."""
+    """The log has the traceback of the rank that waited for it, where that is the driver."""
     mine = tmp_path / "mine.py"
     mine.write_text(IMPORTS + BREAKS.replace("breakpoint()", DIES))
     settings = [*SHORT, "cluster.ranks=2", "trainer.save_every=1", "eval.sets.main.every=null"]
+    settings += [] if in_driver is None else ["cluster.rank_in_driver=true"]
     options = [*tiny_run, "cluster=processes", *settings, f"run.dir={tmp_path / 'run'}"]
     with pytest.raises(WorkerError) as raised:
         controller_train.train(make_config(*options, f"recipe={{target: '{mine}:stops'}}"))
     start = r"rank 1 of 2 \(actor, .*failed: its process ended \(killed, .*; its log is "
     assert re.match(start, str(raised.value)), raised.value
     assert "Traceback" not in capfd.readouterr().err
-    log = (tmp_path / "run/logs/rank-0.log").read_text().partition(": call save_state failed\n")
+    if in_driver is None:  # it is ended with the run
+        return
+    log = (tmp_path / "run/logs/driver.log").read_text().partition(": call save_state failed\n")
     assert log[0].splitlines()[-1].endswith("rank 0 INFO hybridrl.runtime.process_launcher")
     assert log[2].startswith("Traceback ")
 

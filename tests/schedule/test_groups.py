@@ -8,16 +8,16 @@ from hybridrl.flow.graph import SourceStage
 from hybridrl.flow.ledger import Ledger, SampleStatus
 from hybridrl.flow.turns import OpenTurns
 from hybridrl.schedule.generation_task import GenerationTask
-from hybridrl.schedule.groups import Groups, tasks_of
+from hybridrl.schedule.groups import BegunPrompts, tasks_of
 
 SAMPLING = Sampling(100)
 
 
-def begun(*positions: int) -> Groups:
+def begun(*positions: int) -> BegunPrompts:
     """Two samples of each of these prompts have begun in step 3."""
     flow = Flow()
     flow.actor.generate(flow.prompts, num_samples=2)
-    groups = Groups(flow.graph, Ledger(), OpenTurns())
+    groups = BegunPrompts(flow.graph, Ledger(), OpenTurns())
     (stage,) = (stage for stage in flow.graph.stages.values() if isinstance(stage, SourceStage))
     samples = [Sample(id=SampleId(position, "", k)) for position in positions for k in range(2)]
     groups.ledger.dispatch(samples)
@@ -26,7 +26,7 @@ def begun(*positions: int) -> Groups:
     return groups
 
 
-def finish(groups: Groups, *positions: int) -> None:
+def finish(groups: BegunPrompts, *positions: int) -> None:
     for position in positions:
         for task in groups.open[position].tasks.values():
             groups.ledger.move(task.sample.id, SampleStatus.DECODING)
@@ -88,7 +88,7 @@ def test_open_ones_go_on_from_what_is_written() -> None:
     for task in groups.open[3].tasks.values():
         task.sample.rank = 3
         task.sample.tensors.add("tokens")
-    again = Groups(groups.graph, Ledger(), OpenTurns())
+    again = BegunPrompts(groups.graph, Ledger(), OpenTurns())
     again.load(groups.to_json(), "p{}".format, num_ranks=2, sampling=lambda stage: SAMPLING)
     assert again.to_json() != groups.to_json()  # ranks are others
     assert [(p, group.prompt, group.step) for p, group in again.open.items()] == [
