@@ -57,7 +57,7 @@ def run(command: str, action: Action, args: list[str]) -> None:
                 check_run_dir(config)  # of a sweep
             _job(action, config)
         except ConfigError as error:
-            _removerefused(Path(composed.run.dir), new_parents)
+            _remove_refused(Path(composed.run.dir), new_parents)
             fail(str(error), 2)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
@@ -69,7 +69,7 @@ def run(command: str, action: Action, args: list[str]) -> None:
         raise ConfigError("run.dir", error.filename, allowed) from error
 
 
-def _removerefused(run_dir: Path, new_parents: Sequence[Path]) -> None:
+def _remove_refused(run_dir: Path, new_parents: Sequence[Path]) -> None:
     """Remove the directory of a refused run, if it holds Hydra's notes and the tiny model alone.
 
     Its parents that were created for it, `new_parents`, go with it, innermost first.

@@ -58,8 +58,8 @@ class ActorWorker(BaseWorker):
     """One rank of the actor's pool, the only pool under `cluster.placement=colocate`.
 
     It hosts the actor (training shard and rollout engine) and the verifiers, and of the other roles
-    those that are not in another pool. All samples live in this pool: a
-    sample stays in `store` from the call that made it until `release`, or until it moves.
+    those that are not in another pool. All samples live in this pool: a sample stays in `store`
+    from the call that made it until `release`, or until it moves.
 
     In GENERATE the rollout engine holds the actor's newest weights, and every instance works alone.
     It decodes. Without samples it may release its KV cache and score with a forward-only role
