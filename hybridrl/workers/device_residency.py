@@ -1,4 +1,4 @@
-"""The weights on a rank's device: one owner decides, and has the one record of them."""
+"""The weights on a rank's device: the schedule chooses, one owner moves and records."""
 
 import gc
 import logging
