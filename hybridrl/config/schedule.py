@@ -198,7 +198,7 @@ class ScheduleEntry:
     settings: type[ScheduleConfig]
     """The dataclass of `schedule.*`."""
     schedule: str
-    """Dotted path of the class in `flow`, which builds itself from `settings`."""
+    """Dotted path of the class in `hybridrl.schedule`, which builds itself from `settings`."""
     moves_samples: bool = False
     """Whether a sample may change instance before the step's last one is finished."""
     migrates_tail: bool = False
