@@ -1,7 +1,7 @@
 """How a response is judged."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 
 from hybridrl.config.bounds import bounded
@@ -192,6 +192,8 @@ class RewardConfig(JudgeConfig):
         if (self.kind is RewardKind.sum) != bool(self.parts):
             allowed = f"parts with {key}.kind=sum, and with it alone"
             raise ConfigError(f"{key}.parts", list(self.parts), allowed)
+        if self.parts:
+            self._check_sum(key)
         if self.parts and not any(judge.weight for judge in self.parts.values()):
             weights = {name: judge.weight for name, judge in self.parts.items()}
             raise ConfigError(f"{key}.parts", weights, "a part whose weight is not 0")
@@ -200,6 +202,24 @@ class RewardConfig(JudgeConfig):
                 allowed = "names of lower-case letters, digits and _, other than status"
                 raise ConfigError(f"{key}.parts", name, allowed)
             judge.check(f"{key}.parts.{name}")
+
+    def _check_sum(self, key: str) -> None:
+        """Raise ConfigError for a judge's key beside the parts, which no part reads."""
+        unset = JudgeConfig()
+        for name in (setting.name for setting in fields(JudgeConfig)):
+            value = getattr(self, name)
+            # data sets bring an `extract`, whichever judge reads it
+            if name in ("kind", "extract") or value == getattr(unset, name):
+                continue
+            shown = value.value if isinstance(value, Enum) else value
+            if is_dataclass(value):
+                old = getattr(unset, name)
+                names = (inner.name for inner in fields(value))
+                inner = next(x for x in names if getattr(value, x) != getattr(old, x))
+                name, shown = f"{name}.{inner}", getattr(value, inner)
+                shown = shown.value if isinstance(shown, Enum) else shown
+            allowed = f"it in {key}.parts.NAME.{name}: each part of a sum has its own"
+            raise ConfigError(f"{key}.{name}", shown, allowed)
 
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")

@@ -89,6 +89,17 @@ REFUSED = {
     "a name": ("reward=sum", "B: {kind: exact}", "^reward.parts=B: wanted names of lower-case"),
     "a sum": ("reward=sum", "a: {kind: sum}", "^reward.parts.a.kind=sum: wanted another kind"),
     "a value": ("reward=sum", "a: {kind: regex}", "^reward.parts.a.pattern=null: wanted a value"),
+    "processes": (
+        "reward=sum reward.num_processes=8",
+        ONE,
+        r"^reward.num_processes=8: wanted it in reward.parts.NAME.num_processes: each part",
+    ),
+    "a call": ("reward=sum reward.call=group", ONE, "^reward.call=group: wanted "),
+    "limits": (
+        "reward=sum reward.limits.seconds=1",
+        ONE,
+        "^reward.limits.seconds=1.0: wanted it in",
+    ),
     "a score": (
         "recipe=gdpo recipe.parts={b:{weight:1}} reward=sum",
         ONE,
