@@ -420,6 +420,10 @@ WRONG = [
         "schedule=fused schedule.migration_threshold=-1",
         "schedule.migration_threshold=-1: wanted 0 or more, or null",
     ),
+    (
+        "schedule=fused schedule.migration_threshold=0 cluster.ranks=2 rollout.tail_tp=2",
+        "schedule.migration_threshold=0: wanted null or 1 or more with a number in rollout.tail_tp",
+    ),
     ("telemetry.tensorboard=false", "telemetry.tensorboard=false: renamed, now telemetry.loggers"),
     ("telemetry.loggers=wandb", "telemetry.loggers=wandb: wanted a list: [a,b]"),
     (

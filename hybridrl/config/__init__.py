@@ -240,6 +240,9 @@ class Config:
                 tails = " or ".join(k.value for k, e in SCHEDULES.items() if e.migrates_tail)
                 allowed = f"off with schedule={self.schedule.kind.value}, or schedule={tails}"
                 raise ConfigError("rollout.tail_tp", self.rollout.tail_tp, allowed)
+            if self.rollout.wide_tp and self.schedule.fixed_threshold == 0:
+                allowed = "null or 1 or more with a number in rollout.tail_tp, which forms there"
+                raise ConfigError("schedule.migration_threshold", 0, allowed)
             if self.strict:
                 allowed = f"{of_strict}: sums over more ranks differ in their last bits"
                 raise ConfigError("rollout.tail_tp", self.rollout.tail_tp, allowed)
