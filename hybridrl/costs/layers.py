@@ -4,39 +4,18 @@ Kernels reach a share of the datasheet's figures: assumptions, in the range that
 Hopper. The shares of floating-point operations contain what other kernels take. Training does six
 operations a parameter and token at its share. Forward passes have their own, so a backward pass
 takes the rest. A decode step reads the weights and every cached token once. It waits for the host,
-which launches its kernels one by one or replays them (`HOSTS`).
+which launches its kernels one by one or replays them (`HostStep`).
 """
 
 from dataclasses import dataclass
 
+from hybridrl.config.rollout import ENGINES, Engine, HostStep
 from hybridrl.costs.devices import Accelerator
 from hybridrl.costs.model_shape import ModelShape
 
 _MEMORY_SHARE, _FORWARD_SHARE, _TRAIN_SHARE = 0.7, 0.5, 0.4
 _ROW_S = 1e-3  # a micro-batch on a pipeline chunk, whatever is in it
 _CALL_S = 2e-3  # an update whatever is in it, and the driver's round trip to an instance
-
-
-@dataclass(frozen=True, slots=True)
-class HostStep:
-    """What the host does in a decode step: kernels that it launches, and seconds besides."""
-
-    layer_kernels: float
-    kernels: float
-    rest_s: float
-
-    def seconds(self, layers: float, launch_s: float) -> float:
-        """Seconds of a step of a model with so many layers."""
-        return self.rest_s + launch_s * (self.layer_kernels * layers + self.kernels)
-
-
-HOSTS = {
-    # tests/gpu_dry/counts.json: 741 kernels of a decode step of 36 layers, 19 a layer
-    "native": HostStep(19, 57, 0.0),
-    # CUDA graphs: a replay, and the scheduler's Python, which vLLM reports as 1 to 2 ms
-    "vllm": HostStep(0, 0, 1.5e-3),
-}
-"""The host's part of a decode step, by rollout engine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +37,7 @@ class LayerCosts:
 
     @classmethod
     def of(
-        cls, accelerator: Accelerator, itemsize: int = 2, engine: str = "native"
+        cls, accelerator: Accelerator, itemsize: int = 2, engine: Engine = Engine.native
     ) -> "LayerCosts":
         """By the datasheet; `engine` generates."""
         flop_s = 1 / (accelerator.flops * _FORWARD_SHARE)
@@ -67,7 +46,7 @@ class LayerCosts:
             backward_flop_s=3 / (accelerator.flops * _TRAIN_SHARE) - flop_s,
             byte_s=1 / (accelerator.memory_bytes_per_s * _MEMORY_SHARE),
             launch_s=accelerator.launch_s,
-            host=HOSTS[engine],
+            host=ENGINES[engine].host,
             itemsize=itemsize,
         )
 

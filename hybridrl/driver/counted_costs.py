@@ -48,9 +48,7 @@ def _counted(config: Config, graph: Graph, model_path: str, nodes: Sequence[Node
     """Raise ValueError for models that are not countable."""
     roles = planned_roles(config, graph, role_shapes(config, graph, load_config(model_path)))
     accelerator = ACCELERATORS[counted_device(config, nodes)]
-    layers = LayerCosts.of(
-        accelerator, config.model.compute_dtype.itemsize, config.rollout.engine.value
-    )
+    layers = LayerCosts.of(accelerator, config.model.compute_dtype.itemsize, config.rollout.engine)
     per_node = -(-config.cluster.ranks // len(nodes))
     work = MappedWork(
         costs=CostModel(layers, cluster_of(accelerator, len(nodes), per_node)),

@@ -289,7 +289,7 @@ def _problem(
         layer_bytes=CountedLayerBytes(config, shapes),
     )
     layers = LayerCosts.of(
-        cluster.accelerator, config.model.compute_dtype.itemsize, config.rollout.engine.value
+        cluster.accelerator, config.model.compute_dtype.itemsize, config.rollout.engine
     )
     scales = UNSCALED
     if "costs" in options:

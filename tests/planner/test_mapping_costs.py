@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import ActivationMode, PipelineSchedule, SerialScheduleConfig
+from hybridrl.config.rollout import ENGINES, Engine
 from hybridrl.costs.devices import ACCELERATORS, MODELS
-from hybridrl.costs.layers import HOSTS, LayerCosts
+from hybridrl.costs.layers import LayerCosts
 from hybridrl.costs.links import LinkSpeed
 from hybridrl.costs.mapping import (
     ClusterShape,
@@ -164,7 +165,7 @@ NOTHING = LayerCosts(
     backward_flop_s=0.0,
     byte_s=0.0,
     launch_s=0.0,
-    host=HOSTS["vllm"],
+    host=ENGINES[Engine.vllm].host,
 )
 
 
@@ -253,10 +254,10 @@ def test_the_host_launches_the_kernels_that_were_counted() -> None:
     """A decode step on fake GPUs gave the counts, by layers and in all; vLLM replays graphs."""
     text = (Path(__file__).parents[1] / "gpu_dry" / "counts.json").read_text()
     case = json.loads(text)["8b on 8, zero bubble"]
-    decode, native = case["phases"]["decode"], HOSTS["native"]
+    decode, native = case["phases"]["decode"], ENGINES[Engine.native].host
     assert native.layer_kernels == decode["kernels_per_layer"]
     assert native.seconds(case["layers"], 1.0) == decode["kernels"]
-    assert HOSTS["vllm"].seconds(36, 6.5e-6) < native.seconds(36, 6.5e-6)
+    assert ENGINES[Engine.vllm].host.seconds(36, 6.5e-6) < native.seconds(36, 6.5e-6)
 
 
 def test_scales_are_factors_of_their_kind_alone() -> None:
