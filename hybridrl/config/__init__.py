@@ -226,8 +226,7 @@ class Config:
     def check_schedule(self) -> None:
         """Raise ConfigError for a schedule that the rollout engine excludes."""
         self.schedule.check()
-        is_partial = self.schedule.kind is ScheduleKind.partial
-        self.environment.check_partial(is_partial, self.strict)
+        self.environment.check_partial(self.schedule.entry.parks_episodes, self.strict)
         engine, using = self.rollout.features, f"with rollout.engine={self.rollout.engine.value}"
         if self.strict and not engine.deterministic:
             raise ConfigError("deterministic", self.deterministic.value, f"off {using}")

@@ -207,6 +207,8 @@ class ScheduleEntry:
     """Whether it may train on samples that older weights made."""
     serial_batches: bool = True
     """Whether a step trains on the batch that it has under `serial`."""
+    parks_episodes: bool = False
+    """Whether a round may end amid an episode, which a later step continues."""
     counts_tokens: bool = False
     """Whether its batches follow from what instances finish in calls of so many tokens a sample."""
 
@@ -227,6 +229,7 @@ SCHEDULES = {
         schedule="hybridrl.schedule.partial:PartialSchedule",
         moves_samples=True,
         may_be_stale=True,
+        parks_episodes=True,
         serial_batches=False,
         counts_tokens=True,
     ),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from hybridrl.config import Config, ScheduleConfig, ScheduleKind
+from hybridrl.config import Config, ScheduleConfig
 from hybridrl.config.environment import TIMED
 from hybridrl.config.sampling import SamplingConfig
 from hybridrl.costs.instance import Costs
@@ -52,7 +52,7 @@ def make_schedule(
 
     `early` says whether instances can train alone. `counted` are seconds by operations.
     """
-    rollout, is_partial = config.rollout, schedule.kind is ScheduleKind.partial
+    rollout = config.rollout
     parts = ScheduleParts(
         graph=graph,
         executor=executor,
@@ -73,7 +73,7 @@ def make_schedule(
         early=early or EarlySettings(),
         must_widen=bool(rollout.wide_tp),
         timed=config.environment.partial == TIMED,
-        turn_orders=recorded_orders(config) if is_partial else None,
+        turn_orders=recorded_orders(config) if schedule.entry.parks_episodes else None,
     )
     return schedule_class(schedule).build(parts, schedule)
 
