@@ -59,8 +59,8 @@ _IN_MAPPING = re.compile(
 """One of these keys within a mapping, and its text or list of texts."""
 _ESCAPE = re.compile(r"\\(\\[nrt])|\\([nrt])")
 _LATEX = re.compile(
-    r"(?<!\\)\\(text(?:bf|it|rm|tt)?|times|theta|tau|triangle|tanh?|tilde|tfrac|tag|top?"
-    r"|right|rho|rangle|rceil|rfloor|nabla|neq|not|notin|newline|nu|neg)\b"
+    r"(?<!\\)\\(text(?:bf|it|rm|tt)?|tt|tiny|times|theta|tau|triangle|tanh?|tilde|tfrac|tag|top?"
+    r"|right|rm|rho|rangle|rceil|rfloor|nabla|neq?|not|notin|newline|nu|neg)\b"
 )
 """Commands that begin as an escape does; nobody means a tab before `ext`."""
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}

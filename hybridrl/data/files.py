@@ -174,7 +174,7 @@ def _object(value: Any, place: str) -> Row:
 
 def _check_names(names: Sequence[str]) -> None:
     """Raise for a column that is there twice: one of both would be lost."""
-    if twice := [name for name, number in Counter(names).items() if number > 1]:
+    if twice := [name for name, number in Counter(names).items() if name and number > 1]:
         raise UnreadableFile(f"columns of different names ({twice[0]!r} is there twice)")
 
 
@@ -201,16 +201,17 @@ def _parquet(file: Path) -> NumberedRows:
     import pyarrow
     import pyarrow.parquet
 
+    number = size = 0
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
             _check_names(opened.schema_arrow.names)
-            number = 0
             for batch in opened.iter_batches():
+                size = batch.num_rows
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
     except UnicodeDecodeError as error:
-        place = f"rows {number + 1} to {number + batch.num_rows}"
+        place = f"rows {number + 1} to {number + size}" if size else "names of its columns"
         raise UnreadableFile(f"parquet whose texts are UTF-8 ({place}: {error})") from error
     except (pyarrow.ArrowException, OSError) as error:
         raise UnreadableFile(f"parquet ({error})") from error

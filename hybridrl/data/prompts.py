@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hybridrl.config import ConfigError, DataConfig, EnvironmentConfig
+from hybridrl.config import ConfigError, DataConfig, EnvironmentConfig, SourceKind
 from hybridrl.config.row_fields import field_of, fill, is_missing, text_of
 from hybridrl.data.chat import (
     ChatTemplate,
@@ -277,7 +277,7 @@ def _episodes(
     return [
         EpisodeTask(
             tuple(prompt), record.item, first_answer(record), source,
-            answers=right_answers(record), expected=record.untold,
+            answers=right_answers(record), expected=record.untold, asked=record.question,
         )
         for record, prompt in pairs
     ]  # fmt: skip
@@ -494,8 +494,11 @@ def _with_lists(source: str, record: SourceRecord, config: DataConfig) -> Source
     """The record with messages that its file has as JSON."""
     column = "messages_column" if config.sources[source].messages_column else "prompt_column"
     question = _messages_of(record.question, _place(source, config, column, record))
+    record = replace(record, question=question)
+    if config.sources[source].kind is not SourceKind.csv:  # an answer of JSON may be a text
+        return record
     place = _place(source, config, "answer_column", record)
-    return replace(record, question=question, expected=_messages_of(record.expected, place))
+    return replace(record, expected=_messages_of(record.expected, place))
 
 
 def _after_prompt(turns: list[ChatMessage], question: Any, place: Place) -> list[ChatMessage]:

@@ -1,5 +1,6 @@
 """Records of a source: the user's row, what it asks, and its right answers."""
 
+import ast
 import json
 import re
 from collections.abc import Mapping
@@ -75,7 +76,7 @@ def messages_of(value: Any) -> Any:
     parsed = _parsed(value)
     if is_messages(parsed) and all({"content", "value", "tool_calls"} & set(x) for x in parsed):
         return parsed
-    if isinstance(parsed, str) and "'role':" in value and "'content':" in value:
+    if isinstance(parsed, str) and is_messages(_in_python(value)):
         raise ValueError("a list of messages, or its JSON, which has double quotes")
     return value
 
@@ -126,6 +127,14 @@ def answer_texts(value: Any) -> tuple[str, ...]:
         whole = text_of(float(value))
         texts.append(whole if isinstance(value, WrittenNumber) else f"{whole}.0")
     return tuple(dict.fromkeys(texts))
+
+
+def _in_python(text: str) -> Any:
+    """The object of a text in Python's syntax; None for another text."""
+    try:
+        return ast.literal_eval(text.strip())
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return None
 
 
 def _parsed(text: str) -> Any:

@@ -17,7 +17,7 @@ from hybridrl.telemetry.environment import packages
 
 _COMPUTES = (
     "algorithms", "checkpoint", "config", "data", "driver", "engines", "flow", "kernels",
-    "layout", "models", "preflight", "rewards", "system", "workers",
+    "layout", "models", "preflight", "rewards", "schedule", "system", "workers",
 )  # fmt: skip
 """Rooms whose code decides what a step computes."""
 
@@ -126,7 +126,7 @@ def _rooms() -> Iterator[tuple[str, list[Path]]]:
 def _own_code(config: Config) -> Iterator[tuple[str, list[Path]]]:
     """Names and files of the recipe, of the judges' functions and of the environment."""
     target = str(config.recipe.get("target"))
-    yield f"recipe {target}", _file_of(target)
+    yield f"recipe {target}", _folder_of(target)
     environment = config.environment
     if environment.path is not None and ":" in environment.path:
         yield f"environment {environment.path}", _file_of(environment.path)
@@ -161,8 +161,7 @@ def _hub_commit(path: str) -> str:
 def _file_of(target: str) -> list[Path]:
     """The file of `package.module:name` or `/path/file.py:name`; none where there is no such file.
 
-    Of a folder, whose file is `__init__.py`, all files. They are found without an import, which
-    would run the code of the packages around them.
+    It is found without an import, which would run the code of the packages around it.
     """
     module = target.rpartition(":")[0]
     if module.endswith(".py"):
@@ -175,9 +174,15 @@ def _file_of(target: str) -> list[Path]:
             folders = spec.submodule_search_locations if spec is not None else None
             spec = PathFinder.find_spec(name, folders) if folders is not None else None
         file = Path((spec and spec.origin) or "")
-    if file.name == "__init__.py" and file.is_file():
-        return sorted(file.parent.rglob("*.py"))
     return [file] if file.is_file() else []
+
+
+def _folder_of(target: str) -> list[Path]:
+    """The file of a recipe, or all files of its folder where that file is `__init__.py`."""
+    files = _file_of(target)
+    if files and files[0].name == "__init__.py":
+        return sorted(files[0].parent.rglob("*.py"))
+    return files
 
 
 def _digest(files: Sequence[Path]) -> str:

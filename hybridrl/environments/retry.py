@@ -37,7 +37,7 @@ def retry(config: EnvironmentConfig, sources: Mapping[str, SourceConfig]) -> Env
             turn = await model.turn(reply)
             reward_input = RewardInput(
                 task.question, turn.text, task.answer, task.row, task.source,
-                answers=task.answers, expected=task.expected,
+                answers=task.answers, expected=task.expected, question=task.asked,
             )  # fmt: skip
             score, _ = verify(reward_input)
             model.reward(max(0.0, score - best))

@@ -31,6 +31,8 @@ class EpisodeTask:
     """The texts of all right answers, where there are several."""
     expected: Any = None
     """The answer's column as the source has it, where it is no text."""
+    asked: Any = None
+    """The prompt's column as the source has it, a text or messages."""
 
     @property
     def question(self) -> str:

@@ -117,7 +117,10 @@ class _Reader:
         if form.closing:
             return self._python(position, form.closing)
         if form.parameter is None:
-            if name and re.match(r"\s*(?:<|\Z)", self.text[position:]):
+            is_empty = self.text[position:].lstrip().startswith("<") or (
+                position == len(self.text) and head[0].rstrip().endswith(_BEHIND_IS_A_STOP)
+            )
+            if name and is_empty:
                 return [ToolCall(name, id=groups.get("id") or "")], position
             values, position, error = _json_values(self.text, position, once=bool(name))
             if name:
@@ -202,7 +205,9 @@ class _JsonNames(ast.NodeTransformer):
 
 
 _DECODER = json.JSONDecoder()
-_ENDED = re.compile(r"\s*(?:</|\Z)")
+_BEHIND_IS_A_STOP = ("[ARGS]", "<|message|>")
+"""Marks of arguments in forms whose calls have no mark of their end but a stop token."""
+_ENDED = re.compile(r"\s*</")
 """What is behind the last parameter of a call."""
 _ANOTHER = re.compile(r"\s*[;,]?\s*(?=\{)")
 

@@ -58,7 +58,8 @@ class RewardInput:
     @property
     def asked(self) -> Any:
         """What the row asks. The row may have another column `question`, or `prompt`."""
-        return self.prompt if self.question in (None, "") else self.question
+        is_empty = self.question is None or (isinstance(self.question, str) and not self.question)
+        return self.prompt if is_empty else self.question
 
     @property
     def told_answer(self) -> Any:

@@ -56,8 +56,8 @@ class _Packing:
     @property
     def missing(self) -> list[int]:
         """Prompts that are taken, as far as is known, and have not begun."""
-        taken = self.choice.taken
-        return [p for p in taken if p not in self.begun.open and p not in self.fits]
+        begun = self.begun.open
+        return [p for p in self.choice.taken if p not in begun and p not in self.fits]
 
     @property
     def too_long(self) -> list[int]:

@@ -194,8 +194,8 @@ class PartialSchedule(StreamingSchedule):
         generation_round.run()
         self._groups.update(map(self._expected, stopped))
         # The oldest complete groups are trained on.
-        positions = self._groups.complete()[: self._wanted]
-        groups = {position: self._groups.open[position] for position in positions}
+        positions, begun = self._groups.complete()[: self._wanted], self._groups.open
+        groups = {position: begun[position] for position in positions}
         self._pulled = [(position, group.prompt) for position, group in groups.items()]
         tasks = tasks_of(groups)
         return self._end_round(generation_round, tracker, tasks, positions)

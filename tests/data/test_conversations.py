@@ -415,6 +415,22 @@ def test_messages_that_a_file_has_as_json(load: Load, tmp_path: Path, chat_token
     assert {item.answer for item in [*data.train, *data.eval]} == {"yes"}
 
 
+def test_a_text_that_only_begins_as_messages_stays_one(
+    load: Load, tmp_path: Path, chat_tokenizer: Any
+) -> None:
+    """A task may be about Python, or want JSON: only CSV has no lists."""
+    row = {
+        "prompt": "[{'role': 'user', 'content': 'x'}] What is wrong here?",
+        "answer": json.dumps([{"role": "user", "content": "x"}]),
+    }
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps({**row, "n": n}) for n in range(2)))
+    source = SourceConfig(kind=SourceKind.jsonl, name=str(file))
+    data = load(source, tokenizer=chat_tokenizer, chat=True, eval_size=0)
+    assert data.train[0].prompt == f"<user>{row['prompt']}<eos>\n<assistant>"
+    assert data.train[0].answer == row["answer"]
+
+
 def test_messages_in_the_syntax_of_python_are_refused(
     load: Load, tmp_path: Path, chat_tokenizer: Any
 ) -> None:

@@ -148,6 +148,14 @@ def test_what_would_be_lost_of_a_file_is_refused(
     assert caught.value.key == "data.sources.s.name"
 
 
+def test_columns_without_a_name_may_be_several(load: Load, tmp_path: Path) -> None:
+    """Spreadsheets leave them behind the last column."""
+    file = tmp_path / "rows.csv"
+    file.write_text("prompt,answer,,\nq,1,,\nr,2,,\n")
+    data = load(SourceConfig(kind=SourceKind.csv, name=str(file)), eval_size=1)
+    assert {item.answer for item in [*data.train, *data.eval]} == {"1", "2"}
+
+
 def test_a_cell_of_csv_may_be_long(load: Load, tmp_path: Path) -> None:
     answer = "x" * 200_000
     (tmp_path / "rows.csv").write_text(f"prompt,answer\nq,{answer}\nr,b\n")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_layers import ALLOWED
 
 from hybridrl.driver.inputs import basis_of, changed_inputs, inputs_of
 
@@ -15,6 +16,20 @@ NO_DATA: Any = SimpleNamespace(weights={}, train=[])
 def judges(config: Any) -> list[str]:
     names = inputs_of(config, NO_DATA)["code"]
     return [name for name in names if not name.startswith(("hybridrl/", "recipe "))]
+
+
+OF_A_RUN = {
+    "__init__", "cli", "compat", "conf", "costs", "doctor", "environments", "jobs", "notebook",
+    "pipelines", "plan", "planner", "recipes", "replay", "runtime", "sandbox", "telemetry",
+}  # fmt: skip
+"""Rooms whose code decides where and when a run does something, or is counted by its own name."""
+
+
+def test_every_room_counts_or_is_known_not_to(make_config: Callable[..., Any]) -> None:
+    names = inputs_of(make_config(), NO_DATA)["code"]
+    rooms = {name.removeprefix("hybridrl/") for name in names if name.startswith("hybridrl/")}
+    assert rooms | OF_A_RUN == ALLOWED.keys()
+    assert not rooms & OF_A_RUN
 
 
 def test_a_function_counts_where_it_judges(

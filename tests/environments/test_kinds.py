@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,20 @@ def test_a_wrong_answer_may_be_tried_again(pool: Pool) -> None:
     assert (steps[2].messages, steps[2].rewards, steps[2].finish) == (None, (0.0, 0.0, 1.0), "stop")
     _, steps = played(episodes, asked("sun:", "nus"), ["#a", "#b", "#c"], (1, "", 0))
     assert (steps[-1].rewards, steps[-1].finish) == ((0.0,) * 3, "length")
+
+
+def sees_messages(prompts: list[Any], completions: list[Any]) -> list[float]:
+    """A judge of TRL's signature."""
+    is_list = [isinstance(x, list) for x in (*prompts, *completions)]
+    return [float(all(is_list))] * len(prompts)
+
+
+def test_a_judge_of_trl_gets_the_messages_of_a_row(pool: Pool) -> None:
+    judge = {"kind": "function", "function": f"{__file__}:sees_messages"}
+    episodes = pool(config("retry", params={"judge": judge}))
+    task = replace(asked("sun:"), asked=[{"role": "user", "content": "sun:"}])
+    _, steps = played(episodes, task, ["nus"])
+    assert steps[-1].rewards == (1.0,)
 
 
 def near(prompt: str, response: str, answer: str, item: dict[str, Any]) -> float:
@@ -129,6 +144,7 @@ print("left one behind")
 """
 LOOKS = """
 import time
+from dataclasses import replace
 seen = open("/tmp/alive").read()
 time.sleep(0.3)
 print("alive" if open("/tmp/alive").read() != seen else "gone")

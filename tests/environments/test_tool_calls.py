@@ -166,12 +166,24 @@ def test_a_text_stays_text_where_the_tool_wants_one(form: str) -> None:
     assert call.arguments == {"a": 1, "b": "72"}
 
 
+def test_a_name_that_may_be_cut_off_is_no_call() -> None:
+    for text, form in (
+        ("[TOOL_CALLS]ping", "mistral"),
+        ("<tool_call>\n<function=ping>\n", "qwen3_coder"),
+        (WRITTEN["kimi_k2"].split("{")[0], "kimi_k2"),
+    ):
+        (call,) = calls(text, form)
+        assert call.error, text
+
+
 @pytest.mark.parametrize("form", ["qwen3_coder", "glm45", "deepseek_v32", "minimax_m2"])
 def test_a_call_in_tags_is_read_as_a_whole_or_not(form: str) -> None:
     """It never runs with those of its arguments that can be read."""
     text = WRITTEN[form]
     end = re.findall(r"x y\s*(</.*?>)", text)[0]
-    for harmed in (text[: text.index("x y") + 2], text.replace("x y", f"x {end} y")):
+    before_b = {"qwen3_coder": "<parameter=b", "glm45": "<arg_key>b"}.get(form, 'parameter name="b')
+    cut_off = [text[: text.index("x y") + 2], text[: text.index(before_b)].rstrip("<\uff5cDSML")]
+    for harmed in (*cut_off, text.replace("x y", f"x {end} y")):
         assert [(call.arguments, bool(call.error)) for call in calls(harmed, form)] == [({}, True)]
     (call,) = calls('<function=f>{"a": 1}</function>', "qwen3_coder")  # Llama 3.1's form
     assert call.error.startswith("the call cannot be read at '{")
