@@ -26,8 +26,11 @@ class HostStep:
     """What the host does in a decode step: kernels that it launches, and seconds besides."""
 
     layer_kernels: float
+    """Kernels of a layer."""
     kernels: float
+    """Kernels of a step outside of its layers."""
     rest_s: float
+    """Seconds of a step that are no launches."""
 
     def seconds(self, layers: float, launch_s: float) -> float:
         """Seconds of a step of a model with so many layers."""
