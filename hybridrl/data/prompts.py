@@ -236,6 +236,9 @@ def make_items(
         if not reader and any(is_messages(r.expected) and len(r.expected) > 1 for r in records):
             allowed = f"true, since {source} has answers of several messages"
             raise ConfigError("data.chat", False, allowed)
+        for record in records:
+            if len(right_answers(record)) > 1:
+                notes.add("the first of several right answers is trained on", record.place)
         target_ids = ended([_fill("data.answer_template", template, r) for r in records])
     others = {
         name: ended([_response(source, record, name, config) for record in records])

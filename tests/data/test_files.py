@@ -490,3 +490,16 @@ def test_any_rows_are_read_or_refused_in_one_line(
         assert isinstance(question, str | int | float)
         assert not isinstance(item.item["x"], list | dict | None)
         assert item.answers or item.item["answer"] is None
+
+
+def test_the_first_of_several_right_answers_is_trained_on_and_said(
+    load: Load, jsonl: Callable[[list[dict]], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    name = jsonl([{"prompt": f"q{n}", "answer": ["a", "b"] if n else "a"} for n in range(3)])
+    source = SourceConfig(kind=SourceKind.jsonl, name=name)
+    load(source, eval_size=0, targets=False)
+    assert not caplog.records, "a judge takes each of them"
+    data = load(source, eval_size=0, targets=True)
+    assert len({item.target_ids for item in data.train}) == 1
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.endswith("several right answers is trained on (2 rows, the first is row 2)")
