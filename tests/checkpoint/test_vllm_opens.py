@@ -54,6 +54,7 @@ print("answer", json.dumps([choice[token].logprob for choice, token in choices])
 def answers(path, ids):
     command = [sys.executable, "-c", ANSWER, str(path), json.dumps(ids.tolist())]
     alone = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    alone.pop("VLLM_PP_LAYER_PARTITION", None)  # of an engine in this process, by an earlier test
     done = subprocess.run(command, capture_output=True, text=True, env=alone, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("answer ")]
