@@ -47,6 +47,7 @@ def call_form(setting: str, tokenizer: Any, chat: bool, tools: Tools) -> CallFor
     schema = schema or getattr(tokenizer, "response_schema", None)
     if setting != "auto":
         named = _named(setting, tokenizer)
+        # An empty turn is read, too: a parser that wants tokens is refused here.
         if not _reads(turn, named) and turn:
             log.warning(
                 "%s=%s does not read a call as the chat template writes it, %r",

@@ -33,15 +33,17 @@ def counted_costs(
 
     None for a recipe that does not generate or does not train the actor, and for a model whose
     sizes have other names than a decoder's. A run works without them, so nothing that fails here
-    may end it: the log says what did.
+    may end it: the log has the traceback of what should not.
     """
     if not (graph.generates and graph.trains(ACTOR)):
         return None
     try:
         return _counted(config, graph, model_path, nodes)
-    except Exception as error:
-        logger.warning("seconds are learned without counted ones: %r", error)
-        return None
+    except ValueError as error:
+        logger.info("seconds are learned without counted ones: %s", error)
+    except Exception:
+        logger.warning("seconds are learned without counted ones", exc_info=True)
+    return None
 
 
 def _counted(config: Config, graph: Graph, model_path: str, nodes: Sequence[NodeInfo]) -> Costs:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from hybridrl.config import Config, OptimConfig, ScheduleConfig, SerialScheduleConfig
 from hybridrl.flow import Graph
-from hybridrl.preflight.judges import total_updates
+from hybridrl.preflight.nothing_to_learn import total_updates
 from hybridrl.preflight.prepare import PreparedRun
 from hybridrl.workers.training import Training
 

@@ -222,10 +222,8 @@ def read_scales(run_dir: str, device: str, engine: str) -> CostScales:
     """
     try:
         record = json.loads((Path(run_dir) / COSTS).read_text())
-        scales, ran_on = (
-            CostScales.from_json(record["scales"]),
-            (record["device"], record["engine"]),
-        )
+        ran_on = record["device"], record["engine"]
+        scales = CostScales.from_json(record["scales"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         allowed = f"a run's directory whose {COSTS} has scales, device and engine ({reason})"

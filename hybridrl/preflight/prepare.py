@@ -45,23 +45,20 @@ from hybridrl.preflight.emulated_model import imitated_model
 from hybridrl.preflight.environment import check_environment, openings, turn_template
 from hybridrl.preflight.first_samples import FirstSamples
 from hybridrl.preflight.fused_updates import decide_fused_updates
-from hybridrl.preflight.judges import (
-    IsRecorded,
-    check_groups,
-    check_rows,
-    try_judges,
-    warn_of_equal_samples,
-    warn_of_idle_updates,
-    warn_of_lone_samples,
-    warn_of_long_answers,
-    warn_of_long_warm_ups,
-)
+from hybridrl.preflight.judges import IsRecorded, check_rows, try_judges, warn_of_long_answers
 from hybridrl.preflight.memory_plan import check_memory, local_obstacle, unknown_room
 from hybridrl.preflight.models import (
     check_role_models,
     resolve_model_path,
     resolve_role_paths,
     scores_with_copies,
+)
+from hybridrl.preflight.nothing_to_learn import (
+    check_groups,
+    warn_of_equal_samples,
+    warn_of_idle_updates,
+    warn_of_lone_samples,
+    warn_of_long_warm_ups,
 )
 from hybridrl.preflight.packages import check_packages, check_ray
 from hybridrl.preflight.placement import check_placement

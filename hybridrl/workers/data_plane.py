@@ -1,4 +1,4 @@
-"""The object store through which tensors go from rank to rank; the controller hands it in."""
+"""The object store through which tensors go from rank to rank; the driver hands it in."""
 
 from dataclasses import replace
 from typing import Any, Protocol

@@ -1,4 +1,4 @@
-"""Dispatch of a worker's methods over the ranks: plain marks that the controller translates."""
+"""Dispatch of a worker's methods over the ranks: plain marks that the driver translates."""
 
 from collections.abc import Callable
 from enum import Enum
@@ -16,7 +16,7 @@ class Dispatch(Enum):
 
 
 def dispatch(mode: Dispatch, concurrent: bool = False) -> Callable[[F], F]:
-    """Mark a worker's method as callable from the controller.
+    """Mark a worker's method as callable from the driver.
 
     A rank runs one method at a time; those marked `concurrent` run in another thread meanwhile, one
     after the other.

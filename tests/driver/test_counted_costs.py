@@ -67,8 +67,10 @@ def test_what_fails_here_ends_no_run(
     monkeypatch.setattr(module, "mapping_of", fails)
     with caplog.at_level("WARNING"):
         assert counted(model) is None
-    (line,) = caplog.messages
-    assert line == "seconds are learned without counted ones: KeyError('actor')"
+    (record,) = caplog.records
+    assert record.getMessage() == "seconds are learned without counted ones"
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], KeyError)
 
 
 def test_a_run_writes_predicted_beside_measured_seconds(

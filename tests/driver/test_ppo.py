@@ -16,7 +16,7 @@ from hybridrl.algorithms.losses import CrossEntropyLoss
 from hybridrl.config import ConfigError, TinyModelConfig, TrainerConfig
 from hybridrl.flow import Flow
 from hybridrl.models.tiny import make_tiny_model
-from hybridrl.preflight.judges import total_updates
+from hybridrl.preflight.nothing_to_learn import total_updates
 from hybridrl.preflight.prepare import prepare
 from hybridrl.telemetry.records import read_lines
 

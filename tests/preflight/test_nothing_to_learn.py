@@ -11,12 +11,11 @@ import hybridrl.recipes
 from hybridrl.config import ConfigError, RewardConfig, RewardKind, RewardPartConfig
 from hybridrl.data import Item
 from hybridrl.models.tiny import make_char_tokenizer
-from hybridrl.preflight.judges import (
-    try_judges,
+from hybridrl.preflight.judges import try_judges, warn_of_long_answers
+from hybridrl.preflight.nothing_to_learn import (
     warn_of_equal_samples,
     warn_of_idle_updates,
     warn_of_lone_samples,
-    warn_of_long_answers,
     warn_of_long_warm_ups,
 )
 from hybridrl.preflight.prepare import build_recipe

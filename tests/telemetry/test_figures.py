@@ -57,7 +57,7 @@ def test_a_step_without_an_update_counts_and_an_evaluation_does_not() -> None:
 
 
 def test_the_problems_of_a_run_are_counted() -> None:
-    """By the names that `hybridrl.controller.run_records` and the ranks give their metrics."""
+    """By the names that `hybridrl.driver.run_records` and the ranks give their metrics."""
     rows = [{"samples/aborted": 1.0}, {"samples/aborted": 1.0, "reward_error": 1.0}]
     of_step = {StepKey(step, "rl", step): row for step, row in enumerate(rows)}
     (problems,) = tiles(RunData(name="run", directory="run", metrics=of_step))

@@ -22,7 +22,7 @@ def advance(worker: ActorWorker, commands: list[Command], steps: int) -> Advance
 
 
 def parked_state(events: tuple[Parked, ...]) -> tuple[Parked, int]:
-    """The event of instance 0 with every place's references, as the controller merges it."""
+    """The event of instance 0 with every place's references, as the driver merges it."""
     exported = [share[0] for share in shared(events) if share]
     state = {place: state for event in exported for place, state in event.state.items()}
     (ids,) = {event.ids for event in exported}
