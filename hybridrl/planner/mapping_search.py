@@ -49,8 +49,7 @@ from hybridrl.planner.fused_plans import can_share_a_plan
 from hybridrl.planner.mapping_memory import MappingMemory
 from hybridrl.planner.mapping_price import MappingPrices, StepSeconds
 from hybridrl.planner.memory import MemoryPlan
-from hybridrl.planner.partitions import allocation_step, allocations, set_partitions
-from hybridrl.planner.search_space import SearchSpace
+from hybridrl.planner.search_space import SearchSpace, allocation_step, allocations, set_partitions
 
 logger = logging.getLogger(__name__)
 
