@@ -19,7 +19,6 @@ from hybridrl.data.chat import (
 from hybridrl.data.left_out import RowNotes
 from hybridrl.data.records import (
     SourceRecord,
-    answer_texts,
     form_of,
     is_messages,
     messages_of,
@@ -236,22 +235,19 @@ def make_items(
         if not reader and any(is_messages(r.expected) and len(r.expected) > 1 for r in records):
             allowed = f"true, since {source} has answers of several messages"
             raise ConfigError("data.chat", False, allowed)
-        for record in records:
-            if len(right_answers(record)) > 1:
-                notes.add("the first of several right answers is trained on", record.place)
+        _note_several(records, notes)
         target_ids = ended([_fill("data.answer_template", template, r) for r in records])
     others = {
         name: ended([_response(source, record, name, config) for record in records])
         for name in uses.columns
     }
-    # items
     items = []
     for number, (record, text, ids) in enumerate(zip(records, texts, encoded, strict=True)):
         of_columns = {name: responses[number] for name, responses in others.items()}
         item = Item(
             reader.template.control.plain(text) if reader else text,
-            ids, first_answer(record), target_ids[number], source, record.item, of_columns,
-            privileged[number], task=tasks[number], answers=right_answers(record),
+            ids, record.first_answer, target_ids[number], source, record.item, of_columns,
+            privileged[number], task=tasks[number], answers=record.right_answers,
             expected=record.untold, place=record.place, question=record.question,
             messages=tuple(prompts[number]) if reader else (),
         )  # fmt: skip
@@ -259,6 +255,12 @@ def make_items(
             item = reader.with_turns(item, record, prompts[number], uses)
         items.append(item)
     return items
+
+
+def _note_several(records: Sequence[SourceRecord], notes: RowNotes) -> None:
+    for record in records:
+        if len(record.right_answers) > 1:
+            notes.add("the first of several right answers is trained on", record.place)
 
 
 def _check_without_chat(
@@ -279,24 +281,11 @@ def _episodes(
     pairs = zip(records, prompts, strict=True)
     return [
         EpisodeTask(
-            tuple(prompt), record.item, first_answer(record), source,
-            answers=right_answers(record), expected=record.untold, asked=record.question,
+            tuple(prompt), record.item, record.first_answer, source,
+            answers=record.right_answers, expected=record.untold, asked=record.question,
         )
         for record, prompt in pairs
     ]  # fmt: skip
-
-
-def right_answers(record: SourceRecord) -> tuple[str, ...]:
-    """The texts of a record's right answers; none where no text follows from what it has."""
-    try:
-        return answer_texts(record.expected)
-    except (TypeError, ValueError):
-        return ()
-
-
-def first_answer(record: SourceRecord) -> str:
-    """The text of a record's answer, the first one of several; empty without one."""
-    return next(iter(right_answers(record)), "")
 
 
 class _PlainTexts:
@@ -583,7 +572,7 @@ def _response(source: str, record: SourceRecord, column: str, config: DataConfig
 def _fill(key: str, template: str, record: SourceRecord) -> str:
     """`template` with the fields of a record; raises ConfigError."""
     fields = record.fields()
-    if texts := right_answers(record):
+    if texts := record.right_answers:
         fields["answer"] = texts[0]
     try:
         return fill(template, fields)

@@ -45,6 +45,19 @@ class SourceRecord:
         answer = "" if self.expected is None else self.expected
         return {"question": self.question, "answer": answer, **self.row}
 
+    @property
+    def right_answers(self) -> tuple[str, ...]:
+        """The texts of its right answers; none where no text follows from what it has."""
+        try:
+            return answer_texts(self.expected)
+        except (TypeError, ValueError):
+            return ()
+
+    @property
+    def first_answer(self) -> str:
+        """The text of its answer, the first one of several; empty without one."""
+        return next(iter(self.right_answers), "")
+
     def fields(self) -> dict[str, Any]:
         """What a template may name; the user's own `question` and `answer` are `row.question`.
 
