@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hydra._internal.hydra import Hydra
 
 from hybridrl import cli
 from hybridrl.cli.output import print_table
-from hybridrl.cli.replay import inspect
+from hybridrl.cli.replay import Inspection, inspect
 from hybridrl.config import compose, versions
 from hybridrl.config.stored_run import composed_run
 from hybridrl.engines.rollout import available
@@ -75,23 +75,19 @@ def test_a_table_that_goes_to_a_file_is_whole(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.splitlines()[1].split() == ["x" * 300, "1.25"]
 
 
-def test_what_replay_prints_is_no_markup(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_replay_prints_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     """Responses and settings may have brackets. And a spent budget is one line, as in a run.
 
     The last line is strict JSON, which knows no infinity.
     """
-    from hybridrl.replay import commands
     from hybridrl.rewards.endpoint import BudgetSpent
 
     rows = [["stage", "compared"], ["group_relative", f"sample 0.0: [a-z]+ and [/INST]{' x' * 99}"]]
     lines = ["setting rollout.stop: [[bold]] and [a,b]"]
     record = {"equal": True, "difference": float("inf")}
-    printed = commands.Inspection(lines, rows, record, equal=True)
-    monkeypatch.setattr(commands, "blame", lambda args: printed)
+    printed = Inspection(lines, rows, record, equal=True)
     with pytest.raises(SystemExit) as ended:
-        inspect("blame", [])
+        inspect(lambda args: printed, [])
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert lines[0] in out
@@ -99,12 +95,11 @@ def test_what_replay_prints_is_no_markup(
     assert out.count(" x") == 99
     assert json.loads(out.splitlines()[-1]) == {"equal": True, "difference": "Infinity"}
 
-    def spent(args: list[str]) -> None:
+    def spent(args: Sequence[str]) -> Inspection:
         raise BudgetSpent("budget=3: all of these requests are spent")
 
-    monkeypatch.setattr(commands, "replay", spent)
     with pytest.raises(SystemExit) as ended:
-        inspect("replay", [])
+        inspect(spent, [])
     assert ended.value.code == 1
     assert capsys.readouterr().err == "hybridrl: budget=3: all of these requests are spent\n"
 

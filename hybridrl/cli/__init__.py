@@ -15,7 +15,7 @@ from hybridrl.cli.jobs import job_command
 from hybridrl.cli.new_recipe import new_recipe
 from hybridrl.cli.output import USAGE, fail
 from hybridrl.cli.plan import plan
-from hybridrl.cli.replay import inspect
+from hybridrl.cli.replay import blame, inspect, replay
 from hybridrl.cli.report import report
 from hybridrl.cli.train import train
 from hybridrl.cli.watch import watch
@@ -33,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "report": report,
         "watch": watch,
         "compare": compare,
-        "replay": partial(inspect, "replay"),
-        "blame": partial(inspect, "blame"),
+        "replay": partial(inspect, replay),
+        "blame": partial(inspect, blame),
         "new-recipe": new_recipe,
         "doctor": doctor,
         "completion": completion,

@@ -3,15 +3,12 @@
 import argparse
 from pathlib import Path
 
-from hybridrl.cli.output import print_json, refuse
+from hybridrl.cli.output import print_json, print_table, refuse
 from hybridrl.config import ConfigError
 
 
 def compare(args: list[str]) -> None:
     """Print a table of runs and write a page."""
-    from rich.console import Console
-    from rich.table import Table
-
     from hybridrl.telemetry import compare as comparison
     from hybridrl.telemetry.rundata import load
 
@@ -23,15 +20,7 @@ def compare(args: list[str]) -> None:
     parser.error = refuse  # type: ignore[method-assign]
     options = parser.parse_args(args)
     groups = comparison.grouped([load(run) for run in comparison.find_runs(options.runs)])
-    header, *lines = zip(*comparison.table(groups), strict=True)  # a column a group
-    table = Table(box=None, pad_edge=False, header_style="")
-    for name in header:
-        table.add_column(name, no_wrap=True)
-    for line in lines:
-        table.add_row(*line)
-    console = Console(highlight=False, soft_wrap=True)
-    console.width = max(120, console.width)  # without a terminal it takes 80
-    console.print(table)
+    print_table(list(zip(*comparison.table(groups), strict=True)))  # a column a group
     try:
         page = comparison.render(groups, options.out)
     except OSError as error:

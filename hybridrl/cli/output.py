@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NoReturn
 
 from hybridrl.config import ConfigError
@@ -31,22 +31,27 @@ A run or a plan ends with one JSON line on stdout. Errors a user can mend are on
 exit 2."""
 
 
-def print_table(lines: Sequence[tuple[str, ...]], remarks: Sequence[str]) -> None:
-    """The first line is the header."""
+def print_table(
+    rows: Sequence[Sequence[str]], remarks: Sequence[str] = (), *, wraps: Container[int] = ()
+) -> None:
+    """Print rows, the first of which is the header, and remarks below them.
+
+    On a terminal the columns of `wraps` take several lines, and the others lose their end.
+    """
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="")
-    for name in lines[0]:
-        table.add_column(name, no_wrap=True)
-    for line in lines[1:]:
-        table.add_row(*line)
-    console = Console(highlight=False, soft_wrap=True)
-    # A file has all of a line, a narrow terminal the start of each column.
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for number in range(len(rows[0]) if rows else 0):
+        table.add_column(no_wrap=number not in wraps)
+    for row in rows:
+        table.add_row(*row)
+    # Texts may have brackets. A file has all of a line.
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     console.width = max(100, console.width) if console.is_terminal else _WIDEST_TABLE
     console.print(table)
     for remark in remarks:
-        console.print(remark, markup=False)
+        print(remark)
 
 
 def print_json(record: Any) -> None:

@@ -9,21 +9,13 @@ def plan(args: list[str]) -> None:
         return _plan_schedule(args[1:])
     if args[:1] == ["auto"]:
         return _plan_auto(args[1:])
-    from rich.console import Console
-    from rich.table import Table
-
     from hybridrl.plan import memory_command
 
     if {"-h", "--help"} & set(args):
         print(memory_command.USAGE)
         return
     planned = memory_command.run(args)
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for row in planned.rows():
-        table.add_row(*row)
-    console = Console(highlight=False, soft_wrap=True)
-    console.width = max(120, console.width)  # without a terminal it takes 80
-    console.print(table)
+    print_table(planned.rows(), wraps={0, 1})
     print_json(planned.record())
 
 

@@ -6,28 +6,27 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from hybridrl.config import ActivationMode
-from hybridrl.costs.chunk_layers import chunk_layers
 from hybridrl.costs.chunk_passes import (
     ChunkPasses,
     ChunkSetting,
+    chunk_layers,
     chunk_passes,
     largest_stage,
 )
 from hybridrl.costs.instance import Costs
 from hybridrl.costs.layers import LayerCosts, LayerWork, LinearPass
-from hybridrl.costs.layout_links import LayoutLinks
 from hybridrl.costs.mapping import (
     ACTOR,
     ClusterShape,
     DeviceMapping,
     GenLayout,
+    LayoutLinks,
     PlannedRole,
     SampleLength,
     SampleTotals,
     TrainLayout,
 )
-from hybridrl.costs.model_matrices import matrices
-from hybridrl.costs.model_shape import ModelShape
+from hybridrl.costs.model_shape import ModelShape, matrices
 from hybridrl.costs.scales import CostScales
 from hybridrl.layout.fsdp_groups import stays_unsharded
 from hybridrl.layout.grouping import TrainAxes

@@ -8,7 +8,7 @@ import difflib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,10 +19,13 @@ from hybridrl.config.patterns import compiled, last_match
 from hybridrl.config.reasoning import import_reasoning_gym
 from hybridrl.config.row_fields import field_of, is_missing, text_of
 from hybridrl.data.files import READERS, Row, read_files
-from hybridrl.data.images import column_with_images
 from hybridrl.data.records import SourceRecord, UnusableRowError, form_of
 
 SKIP = "; data.skip_unusable_rows=true leaves such rows out"
+_PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
+"""Types of a message's parts in OpenAI's, transformers' and verl's messages."""
+_COLUMNS = ("images", "videos", "audios")
+"""Columns that verl and TRL read, with files, bytes or addresses."""
 
 
 def records(
@@ -284,3 +287,26 @@ def _one_name(key: str, source: SourceConfig) -> str:
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300]
+
+
+def column_with_images(row: Mapping[str, Any]) -> str | None:
+    """The column of a row that has images, video or sound, which no model here reads; or None."""
+    for column, value in row.items():
+        if column in _COLUMNS and isinstance(value, Sequence) and value:
+            return column
+        if _has_media(value):
+            return str(column)
+    return None
+
+
+def _has_media(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        # Arrow stores an image as a struct of these two, and datasets a sound as an array.
+        if value.keys() == {"bytes", "path"} or value.keys() == {"array", "path", "sampling_rate"}:
+            return True
+        if value.get("type") in _PARTS and not isinstance(value.get("text"), str):
+            return True
+        return any(map(_has_media, value.values()))
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return any(map(_has_media, value))
+    return type(value).__module__.partition(".")[0] == "PIL"

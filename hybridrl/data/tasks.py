@@ -1,8 +1,8 @@
 """Generated tasks for `kind: function` sources: endless iterators of rows.
 
-`gcd_subtraction` and `work` have responses of widely different lengths, for measurements of
-schedules. `spell_preferences` has pairs of responses, `long_word_cost` judges them; `spell_hints`
-has prompts with and without the answer.
+`work` has responses of widely different lengths, for measurements of schedules. `spell_preferences`
+has pairs of responses, `long_word_cost` judges them; `spell_hints` has prompts with and without the
+answer.
 """
 
 import itertools
@@ -12,33 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridrl.config.reasoning import import_reasoning_gym
-
-
-def gcd_subtraction(seed: int, max_value: int = 40) -> Iterator[dict[str, Any]]:
-    """Greatest common divisor of two numbers up to `max_value`, the subtractions written out.
-
-    `12,8` has the answer `4` and `steps` `4,8>4,4`: the larger number less the smaller one, until
-    both are equal. The number of steps is the sum of the quotients of Euclid's algorithm, so the
-    lengths have a tail (to 40: p99 over p50 is about 4.5).
-    """
-    if max_value < 2:
-        raise ValueError(f"max_value {max_value}: wanted 2 or more")
-    draw = random.Random(seed)
-    while True:
-        a, b = draw.randint(1, max_value), draw.randint(1, max_value)
-        steps = [f"{x},{y}" for x, y in _subtractions(a, b)]
-        yield {
-            "question": f"{a},{b}",
-            "answer": steps[-1].split(",")[0] if steps else str(a),
-            "steps": ">".join(steps),
-            "num_steps": len(steps),
-        }
-
-
-def _subtractions(a: int, b: int) -> Iterator[tuple[int, int]]:
-    while a != b:
-        a, b = (a - b, b) if a > b else (a, b - a)
-        yield a, b
 
 
 def work(

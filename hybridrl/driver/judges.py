@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from hybridrl.config import Config
-from hybridrl.driver.parcels import by_rank
+from hybridrl.driver.sample_moves import by_rank
 from hybridrl.flow.graph import ComputeStage, Stage
 from hybridrl.flow.sample import Sample
 from hybridrl.rewards import JudgePool, RewardInput, RewardResult

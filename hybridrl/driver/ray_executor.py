@@ -32,11 +32,10 @@ from hybridrl.driver.load_balance import (
     assign_ranks,
     deal,
     joint_work,
+    update_shares,
 )
-from hybridrl.driver.parcels import by_rank, once
 from hybridrl.driver.recorded_samples import RecordedSamples, load_recorded
-from hybridrl.driver.sample_moves import SampleMoves
-from hybridrl.driver.update_shares import update_shares
+from hybridrl.driver.sample_moves import SampleMoves, by_rank, once
 from hybridrl.driver.worker_group import Pool, WorkerGroup
 from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import (

@@ -20,7 +20,6 @@ from hybridrl.costs.meter import CostMeter
 from hybridrl.data import CurriculumStream, mixture_parts, prompt_stream, task_of
 from hybridrl.data.known_rows import rows_of, write_rows
 from hybridrl.driver.checkpoints import Checkpoints, DriverState, Origin
-from hybridrl.driver.early_backward import early_settings
 from hybridrl.driver.emulated_executor import EmulatedExecutor
 from hybridrl.driver.episodes import EnvironmentFailed, Episodes
 from hybridrl.driver.evaluate import HeldOutEvaluation, evaluation_graphs, failed_shares
@@ -31,6 +30,7 @@ from hybridrl.driver.ray_executor import Abandoned, OnSwitch, RayExecutor
 from hybridrl.driver.run_phases import RunPhase, recipe_phase, training_of, warm_start_phase
 from hybridrl.driver.run_records import RunRecords, sample_facts
 from hybridrl.driver.schedule_factory import (
+    early_settings,
     make_schedule,
     replay_setting,
     sampling_of,

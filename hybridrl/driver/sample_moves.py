@@ -1,11 +1,10 @@
 """Samples on their way between ranks: as parcels in the object store, the driver has references."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from hybridrl.driver.async_calls import Calling, answers_of
-from hybridrl.driver.parcels import by_rank, once
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.executor import Advanced, Computed
 from hybridrl.flow.sample import Sample, SampleId
@@ -135,3 +134,16 @@ class SampleMoves:
         for exported in (yield from answers_of(calls)):
             for receiver, references in exported.items():
                 parcels[receiver] += references
+
+
+def by_rank(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
+    """Samples by the rank that has them, in their order."""
+    ranks: dict[int, list[Sample]] = {}
+    for sample in samples:
+        ranks.setdefault(sample.rank, []).append(sample)
+    return ranks
+
+
+def once(references: Iterable[Any]) -> tuple[Any, ...]:
+    """Each reference once: a parcel has many samples."""
+    return tuple({id(reference): reference for reference in references}.values())

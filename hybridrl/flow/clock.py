@@ -23,8 +23,8 @@ class WallClock:
 class VirtualClock:
     """Time that moves only when it is told to."""
 
-    def __init__(self, start: float = 0.0) -> None:
-        self._now = start
+    def __init__(self) -> None:
+        self._now = 0.0
 
     def now(self) -> float:
         """Seconds since the start of the simulation."""

@@ -1,7 +1,7 @@
 """A recipe as data: stages and the streams between them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ class Stage:
     fields that it adds. `scalars` are the outputs whose values travel to the driver; the others are
     tensors that stay on the sample's rank. `role` is whose model or verifier runs, `method` which
     of a role's computations (`ComputeStage`). Logits are divided by `temperature` in its passes
-    (`hybridrl.flow.temperatures`). Stages that run on ranks are picklable, sent there
+    (`with_temperatures`). Stages that run on ranks are picklable, sent there
     once.
     """
 
@@ -336,3 +336,29 @@ class Graph:
                 "the checkpoint is another recipe's"
             )
         self.states.update(values)
+
+
+def with_temperatures(graph: Graph, temperature: float) -> Graph:
+    """`graph` with the `temperature` of rollouts in the stages that read what was drawn with it.
+
+    A stage of its own temperature has that one, a greedy one 1. Responses of the dataset were not
+    drawn: there it is 1, and a loss is the model's cross-entropy. Raises ValueError for a stage
+    that would read samples of several temperatures in one pass.
+    """
+    drawn_with: dict[str, frozenset[float]] = {}
+    stages: dict[str, Stage] = {}
+    for name, stage in graph.stages.items():
+        # A join lends scalars to the first stream, whose samples stay what they are.
+        upstream = stage.upstream[:1] if isinstance(stage, JoinStage) else stage.upstream
+        own = frozenset[float]().union(*(drawn_with[other] for other in upstream))
+        if isinstance(stage, GenerateStage):
+            drawn = stage.sampling.temperature
+            own = frozenset({(temperature if drawn is None else drawn) or 1.0})
+        elif isinstance(stage, AnswersStage):
+            own = frozenset({1.0})
+        if len(own) > 1 and stage.role is not None:
+            told = " and ".join(f"{value:g}" for value in sorted(own))
+            raise ValueError(f"stage {name!r} reads samples of temperatures {told} in one pass")
+        drawn_with[name] = own
+        stages[name] = replace(stage, temperature=next(iter(own))) if len(own) == 1 else stage
+    return Graph(stages, graph.copies, graph.states)

@@ -10,6 +10,7 @@ from transformers.utils import cached_file
 from hybridrl.config import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_MOST_NAMES = 8  # in a line
 
 
 def weight_files(path: str) -> dict[str, Path]:
@@ -69,10 +70,10 @@ def check_files(path: Path, key: str) -> None:
         raise ConfigError(key, path, f"whole files ({error})") from error
 
 
-def first_few(names: list[str], most: int = 8) -> str:
-    """The names in a line, or as many of them as a reader takes in."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+def first_few(names: list[str]) -> str:
+    """Return the names in a line, or the first few of them and the number of the others."""
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _optional(path: str, name: str) -> Path | None:

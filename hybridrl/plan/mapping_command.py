@@ -1,7 +1,6 @@
 """`hybridrl plan auto`: the mapping of a recipe's roles to a cluster, as overrides of `train`."""
 
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -73,8 +72,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hybridrl.preflight.mapping_roles import Shapes
-
-logger = logging.getLogger(__name__)
 
 USAGE = f"""usage: hybridrl plan auto [OVERRIDES] --nodes=N --lengths=... [OPTIONS]
        hybridrl plan auto OVERRIDES --price --nodes=N --lengths=... [OPTIONS]

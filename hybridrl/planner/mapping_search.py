@@ -23,7 +23,6 @@ placement, allocation, generation layout or schedule.
 
 import heapq
 import itertools
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,10 +48,7 @@ from hybridrl.planner.fused_plans import can_share_a_plan
 from hybridrl.planner.mapping_memory import MappingMemory
 from hybridrl.planner.mapping_price import MappingPrices, StepSeconds
 from hybridrl.planner.memory import MemoryPlan
-from hybridrl.planner.partitions import allocation_step, allocations, set_partitions
-from hybridrl.planner.search_space import SearchSpace
-
-logger = logging.getLogger(__name__)
+from hybridrl.planner.search_space import SearchSpace, allocation_step, allocations, set_partitions
 
 TOLERANCE = 0.03
 """The tolerance as a share of a step's seconds.

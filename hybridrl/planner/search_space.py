@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hybridrl.config import ActivationMode, PipelineSchedule, ScheduleConfig
 from hybridrl.costs.mapping import GenLayout, PlannedRole, TrainLayout
@@ -16,6 +17,10 @@ _MOST_GEN_PP = 4
 _USUAL_TOKENS = 4096
 _ROUND = 256
 """Tokens of a micro-batch are a multiple of it."""
+_SHARES = 16
+"""Pools of a large cluster have sixteenths of it."""
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,3 +128,34 @@ def _doublings(most: int) -> Iterator[int]:
     while number <= most:
         yield number
         number *= 2
+
+
+def set_partitions(items: Sequence[_Item]) -> Iterator[list[list[_Item]]]:
+    """Every way to divide items into sets that are not empty: 1, 2, 5, 15, ... (Bell numbers).
+
+    The first item is in the first set. HybridFlow, section 6, algorithm 1.
+    """
+    if not items:
+        yield []
+        return
+    *others, last = items
+    for sets in set_partitions(others):
+        for index in range(len(sets)):
+            yield [*sets[:index], [*sets[index], last], *sets[index + 1 :]]
+        yield [*sets, [last]]
+
+
+def allocations(ranks: int, pools: int, step: int) -> Iterator[tuple[int, ...]]:
+    """Every way to deal `ranks` to pools, in multiples of `step`, none of them empty."""
+    if pools == 1:
+        yield (ranks,)
+        return
+    for first in range(step, ranks - step * (pools - 1) + 1, step):
+        for others in allocations(ranks - first, pools - 1, step):
+            yield (first, *others)
+
+
+def allocation_step(ranks: int, pools: int) -> int:
+    """Ranks by which the sizes of pools differ: one on few ranks, else a sixteenth of them."""
+    step = max(1, ranks // _SHARES)
+    return step if pools * step <= ranks else 1

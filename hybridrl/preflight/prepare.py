@@ -36,12 +36,16 @@ from hybridrl.data.turns import TurnTemplate
 from hybridrl.engines.rollout.available import engine_checks
 from hybridrl.environments import Openings
 from hybridrl.flow import Graph, Recipe
-from hybridrl.flow.graph import ComputeStage, GenerateStage, StageMethod, UpdateStage
-from hybridrl.flow.temperatures import with_temperatures
+from hybridrl.flow.graph import (
+    ComputeStage,
+    GenerateStage,
+    StageMethod,
+    UpdateStage,
+    with_temperatures,
+)
 from hybridrl.planner.emulation import check_emulation, emulated_gpu_memory
 from hybridrl.preflight.activation_choice import decide_activations
 from hybridrl.preflight.composite_reward import with_parts
-from hybridrl.preflight.emulated_model import imitated_model
 from hybridrl.preflight.environment import check_environment, openings, turn_template
 from hybridrl.preflight.first_samples import FirstSamples
 from hybridrl.preflight.fused_updates import decide_fused_updates
@@ -49,6 +53,7 @@ from hybridrl.preflight.judges import IsRecorded, check_rows, try_judges, warn_o
 from hybridrl.preflight.memory_plan import check_memory, local_obstacle, unknown_room
 from hybridrl.preflight.models import (
     check_role_models,
+    imitated_model,
     resolve_model_path,
     resolve_role_paths,
     scores_with_copies,

@@ -4,7 +4,6 @@ A replay is a run in a separate directory. It resumes from the nearest checkpoin
 and stops after it. Then its records and the run's are compared.
 """
 
-import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,8 +40,6 @@ from hybridrl.telemetry.digests import (
     step_lines,
 )
 from hybridrl.telemetry.rundata import environment_at
-
-logger = logging.getLogger(__name__)
 
 TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 5e-2
 """How far numbers of two orders of float operations may be apart: in float32, in 16 bits.

@@ -5,9 +5,8 @@ sandbox), `verifiers.py` and `code.py` (the kinds that ship) and `model.py` (wha
 must be).
 """
 
-from hybridrl.rewards.judge import JudgePool
+from hybridrl.rewards.judge import JudgePool, validate_reward
 from hybridrl.rewards.results import RewardInput, RewardResult
-from hybridrl.rewards.validate import validate_reward
 from hybridrl.sandbox import jail  # for users' functions
 
 __all__ = ["JudgePool", "RewardInput", "RewardResult", "jail", "validate_reward"]

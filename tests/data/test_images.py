@@ -10,7 +10,7 @@ import pytest
 
 from hybridrl.config import ConfigError, SourceConfig, SourceKind
 from hybridrl.data import Data
-from hybridrl.data.images import column_with_images
+from hybridrl.data.sources import column_with_images
 
 Load = Callable[..., Data]
 

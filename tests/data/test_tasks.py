@@ -1,7 +1,6 @@
 """Generated tasks of our own, as `kind: function` sources."""
 
 import itertools
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,33 +12,9 @@ import reasoning_gym
 
 from hybridrl.config import ConfigError, SourceConfig, SourceKind
 from hybridrl.data import Data
-from hybridrl.data.tasks import gcd_subtraction, spell_hints, spell_preferences, work
+from hybridrl.data.tasks import spell_hints, spell_preferences, work
 
 Load = Callable[..., Data]
-
-
-def test_gcd_by_subtraction_is_right_step_by_step() -> None:
-    for row in itertools.islice(gcd_subtraction(seed=0), 500):
-        pairs = [tuple(map(int, pair.split(","))) for pair in row["steps"].split(">") if pair]
-        a, b = map(int, row["question"].split(","))
-        assert int(row["answer"]) == math.gcd(a, b)
-        assert len(pairs) == row["num_steps"]
-        for x, y in pairs:
-            a, b = (a - b, b) if a > b else (a, b - a)
-            assert (x, y) == (a, b)
-        assert a == b
-
-
-def test_gcd_as_a_source(load: Load, tokenizer: Any) -> None:
-    data = load(
-        SourceConfig(kind=SourceKind.function, name="hybridrl.data.tasks:gcd_subtraction"),
-        size=1000,
-        prompt_template="{question}:",
-        answer_template="{steps}#{answer}",
-    )
-    targets = {item.prompt: tokenizer.decode(item.target_ids) for item in data.train + data.eval}
-    assert len(targets) == 1010
-    assert targets["12,8:"] == "4,8>4,4#4<eos>"
 
 
 def test_work_has_the_wanted_tail() -> None:
@@ -75,8 +50,8 @@ def test_a_function_in_a_file(load: Load, tmp_path: Path) -> None:
     [
         ("hybridrl.data.tasks:nothing", {}, "data.sources.s.name"),
         ("nothing", {}, "data.sources.s.name"),
-        ("hybridrl.data.tasks:gcd_subtraction", {"maximum": 3}, "data.sources.s.params"),
-        ("hybridrl.data.tasks:gcd_subtraction", {"max_value": 1}, "data.sources.s.params"),
+        ("hybridrl.data.tasks:work", {"maximum": 3}, "data.sources.s.params"),
+        ("{file}:picky", {"least": 0}, "data.sources.s.params"),
         ("itertools:count", {"seed": 0}, "data.sources.s.params"),
         ("{file}:bare", {}, "data.sources.s.name"),
     ],
@@ -84,7 +59,10 @@ def test_a_function_in_a_file(load: Load, tmp_path: Path) -> None:
 def test_a_function_that_cannot_serve_is_named(
     load: Load, tmp_path: Path, name: str, params: dict[str, Any], key: str
 ) -> None:
-    (tmp_path / "bare.py").write_text("def bare(seed):\n    yield {'question': 'x'}\n")
+    (tmp_path / "bare.py").write_text(
+        "def bare(seed):\n    yield {'question': 'x'}\n"
+        "def picky(seed, least):\n    raise ValueError('wanted 1 or more')\n    yield\n"
+    )
     source = SourceConfig(
         kind=SourceKind.function, name=name.format(file=tmp_path / "bare.py"), params=params
     )

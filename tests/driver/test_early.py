@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 from hybridrl.config import Config, TinyModelConfig
-from hybridrl.driver.early_backward import early_settings, layout_obstacle
 from hybridrl.driver.ray_executor import RayExecutor
 from hybridrl.driver.run import Interrupted
+from hybridrl.driver.schedule_factory import early_settings, layout_obstacle
 from hybridrl.flow.executor import Phase
 from hybridrl.flow.sample import SampleId
 from hybridrl.layout.grouping import TrainAxes, gen_positions

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.algorithms.losses import CrossEntropyLoss
 from hybridrl.flow import Flow, recipe
-from hybridrl.flow.graph import GenerateStage, StageMethod, UpdateStage
-from hybridrl.flow.temperatures import with_temperatures
+from hybridrl.flow.graph import GenerateStage, StageMethod, UpdateStage, with_temperatures
 from hybridrl.preflight.prepare import build_recipe
 from hybridrl.telemetry.records import read_lines
 

@@ -19,7 +19,7 @@ from hybridrl.costs.mapping import DeviceMapping, cluster_of
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.plan import mapping_command
 from hybridrl.planner.memory import GIB
-from hybridrl.planner.partitions import set_partitions
+from hybridrl.planner.search_space import set_partitions
 from hybridrl.preflight import prepare as preflight
 from hybridrl.preflight.prepare import prepare
 from hybridrl.rewards.model import make_reward_model

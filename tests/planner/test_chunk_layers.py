@@ -6,7 +6,7 @@ import random
 import pytest
 
 from hybridrl.config import PipelineSchedule
-from hybridrl.costs.chunk_layers import chunk_layers
+from hybridrl.costs.chunk_passes import chunk_layers
 from hybridrl.costs.devices import ACCELERATORS, MODELS
 from hybridrl.costs.layers import LayerCosts
 from hybridrl.costs.mapping import (

@@ -1,8 +1,7 @@
 """Every group of a layout counts, and every hop between stages, also without a table of links."""
 
 from hybridrl.costs.devices import ACCELERATORS
-from hybridrl.costs.layout_links import LayoutLinks
-from hybridrl.costs.mapping import TrainLayout, cluster_of
+from hybridrl.costs.mapping import LayoutLinks, TrainLayout, cluster_of
 
 
 def test_a_hop_across_nodes_is_that_of_the_network() -> None:

@@ -25,8 +25,7 @@ from hybridrl.costs.mapping import (
     cluster_of,
 )
 from hybridrl.costs.model import CostModel, even_rows
-from hybridrl.costs.model_matrices import matrices
-from hybridrl.costs.model_shape import ModelShape
+from hybridrl.costs.model_shape import ModelShape, matrices
 from hybridrl.costs.scales import CostScales
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.switching import plan_switch

@@ -32,8 +32,7 @@ from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
 from hybridrl.planner.mapping_price import MappingPrices
 from hybridrl.planner.mapping_search import TOLERANCE, MappingSearch
 from hybridrl.planner.memory import GIB
-from hybridrl.planner.partitions import set_partitions
-from hybridrl.planner.search_space import Pools, SearchSpace, micro_batch_choices
+from hybridrl.planner.search_space import Pools, SearchSpace, micro_batch_choices, set_partitions
 from hybridrl.planner.workload import Group, Workload
 
 A100 = ACCELERATORS["a100"]
