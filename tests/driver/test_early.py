@@ -141,6 +141,7 @@ def test_it_trains_as_serial_does(run_of: Callable[..., Any], recipe: tuple[str,
     assert not early_spans(serial)
 
 
+@pytest.mark.slow
 @pytest.mark.layouts
 def test_adapters(run_of: Callable[..., Any]) -> None:
     settings = ["recipe=gspo", "recipe.group_size=2", "actor.lora.rank=4"]
@@ -151,7 +152,9 @@ def test_adapters(run_of: Callable[..., Any]) -> None:
 
 @pytest.mark.layouts
 @pytest.mark.parametrize(
-    "layout", [["trainer.layout.tp=2"], ["trainer.layout.fsdp=2"]], ids=["tp", "fsdp"]
+    "layout",
+    [["trainer.layout.tp=2"], pytest.param(["trainer.layout.fsdp=2"], marks=pytest.mark.slow)],
+    ids=["tp", "fsdp"],
 )
 def test_instances_of_two_ranks(run_of: Callable[..., Any], layout: list[str]) -> None:
     """Each is one replica of two ranks; with a reference, whose passes come first."""
@@ -162,6 +165,7 @@ def test_instances_of_two_ranks(run_of: Callable[..., Any], layout: list[str]) -
     assert sum(line["samples/trained_early"] for line in early.metrics) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.layouts
 def test_instances_of_two_stages(run_of: Callable[..., Any]) -> None:
     """Each is one replica of a pipeline, in training as in generation."""
@@ -339,7 +343,11 @@ def test_sigterm_while_an_instance_trains_early(
     ("recipe", "reason"),
     [
         (("recipe=ppo", "recipe.num_samples=2"), "update_actor shares its ranks with the update"),
-        (("recipe=dapo", "recipe.group_size=2"), "take may ask for another round"),
+        pytest.param(
+            ("recipe=dapo", "recipe.group_size=2"),
+            "take may ask for another round",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["ppo", "dapo"],
 )

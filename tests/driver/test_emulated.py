@@ -444,7 +444,11 @@ def test_concurrent_calls_do_not_wait_for_a_busy_rank() -> None:
     ("settings", "stages"),
     [
         (GRPO, ("reference",)),
-        ((*PPO, "trainer.fuse_updates=never"), ("reference", "reward", "critic")),
+        pytest.param(
+            (*PPO, "trainer.fuse_updates=never"),
+            ("reference", "reward", "critic"),
+            marks=pytest.mark.layouts,
+        ),
     ],
     ids=["grpo", "ppo, updates one by one"],
 )

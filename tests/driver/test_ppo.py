@@ -86,7 +86,7 @@ def change(run: Any, folder: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("fused", marks=pytest.mark.layouts),
+        pytest.param("fused", marks=pytest.mark.slow),
         pytest.param("critic of tp 2", marks=pytest.mark.slow),
         pytest.param("split, fused", marks=pytest.mark.layouts),
         pytest.param("split", marks=pytest.mark.slow),
@@ -122,6 +122,7 @@ def test_the_same_samples_and_losses(run_of: Callable[[str], Any], name: str) ->
         assert (moved - others).norm() / moved.norm() < 5e-6, folder
 
 
+@pytest.mark.layouts
 def test_a_pool_of_its_own_works_while_the_other_does(run_of: Callable[[str], Any]) -> None:
     """Values of finished samples while others decode; both updates at once; nothing is left.
 
@@ -178,6 +179,7 @@ def test_the_coefficient_follows_the_kl(
     assert coefs[0] > coefs[1] < coefs[-1]  # at first there is no distance
 
 
+@pytest.mark.layouts
 def test_checkpoints_hold_the_critic_beside_the_actor(run_of: Callable[[str], Any]) -> None:
     run = run_of("serial")
     for folder in (run.dir / "final", run.dir / "checkpoints" / "step_000002"):

@@ -147,6 +147,7 @@ def test_layouts_reproduce_one_rank(in_layout: Callable[[str], Any], name: str) 
     assert len(ranks) > 1, "one rank holds all samples"
 
 
+@pytest.mark.layouts
 def test_a_loss_that_is_not_finite_stops_the_run(
     run_here: Callable[..., list[StepResult]],
     user_code: Path,

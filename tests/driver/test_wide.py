@@ -59,7 +59,11 @@ def test_the_tail_is_decoded_wide(
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("layout", [["rollout.layout.tp=2"], ["rollout.layout.pp=2"]], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [["rollout.layout.tp=2"], pytest.param(["rollout.layout.pp=2"], marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_instances_of_two_ranks(
     run_of: Callable[..., Any], long_tail: list[str], check_same: Callable[..., None],
     layout: list[str],
@@ -73,6 +77,7 @@ def test_instances_of_two_ranks(
     assert sum(line["samples/widened"] for line in wide.metrics) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.layouts
 def test_adapters_and_guesses(
     run_of: Callable[..., Any], long_tail: list[str], check_same: Callable[..., None]

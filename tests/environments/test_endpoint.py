@@ -294,6 +294,7 @@ def test_requests_that_are_refused(make: Make, pool: Pool) -> None:
     assert code == 401
 
 
+@pytest.mark.layouts
 def test_a_port_that_is_taken_is_refused(make: Make, pool: Pool) -> None:
     import socket
 

@@ -437,6 +437,7 @@ def test_environments_have_time_to_close_when_the_pool_does(
     assert sorted((tmp_path / "closed").read_text().split()) == list("012345678")
 
 
+@pytest.mark.layouts
 def test_a_program_that_cannot_be_ended_holds_nobody_up(make: Make, pool: Pool) -> None:
     episodes = pool(make(PROGRAMS, "stubborn", turn_timeout_s=0.3))
     _, steps = played(episodes, task("q"), ["a"])
@@ -466,6 +467,7 @@ def test_wrong_calls_are_told_and_harm_nobody(make: Make, pool: Pool) -> None:
         episodes.start(id, task("q")).result(60)
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
 )

@@ -131,6 +131,7 @@ def _pass_dry_run(
     return seen
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize("seed", range(3))
 def test_overrides_pass_the_dry_run(
     seed: int, tmp_path: Path, reward_model: str, capsys: pytest.CaptureFixture[str]

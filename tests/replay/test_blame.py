@@ -78,6 +78,7 @@ def test_one_reward(
     assert report.notes == ()
 
 
+@pytest.mark.slow
 @pytest.mark.layouts
 def test_another_seed(run: Path, make_run: Callable[..., Path], tmp_path: Path) -> None:
     report = blame(run, make_run(tmp_path / "other", *SHORT, "run.seed=1"))
@@ -87,6 +88,7 @@ def test_another_seed(run: Path, make_run: Callable[..., Path], tmp_path: Path) 
     assert report.tensor.startswith("0.0/tokens: ")
 
 
+@pytest.mark.slow
 @pytest.mark.layouts
 def test_runs_without_digests(make_run: Callable[..., Path], tmp_path: Path) -> None:
     """Their metrics differ in the second step; a replay finds the weights of the first."""

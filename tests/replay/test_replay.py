@@ -37,7 +37,7 @@ def run_of_two(make_run: Callable[..., Path], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("step", [5, 4])
+@pytest.mark.parametrize("step", [5, pytest.param(4, marks=pytest.mark.slow)])
 def test_two_ranks(run_of_two: Path, step: int) -> None:
     report = replay(ReplayRequest(run_dir=run_of_two, step=step))
     assert report.promise is Promise.bits

@@ -73,6 +73,7 @@ def inputs(*responses: str) -> list[RewardInput]:
     return [RewardInput("", response, "") for response in responses]
 
 
+@pytest.mark.layouts
 def test_only_the_guilty_sample_is_marked(
     rewards: JudgePool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -280,6 +280,7 @@ QUIET = "ignore:Cython module failed to patch module:RuntimeWarning"
 """Cython says that where a signal ends the import of one of its modules."""
 
 
+@pytest.mark.layouts
 @pytest.mark.parametrize(
     ("moment", "number"),
     [("sleeping", signal.SIGKILL), ("importing", signal.SIGTERM), ("importing", signal.SIGINT)],

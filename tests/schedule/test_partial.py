@@ -299,6 +299,7 @@ def spans_of(results):
     return [[(s.id, s.spans, sorted(s.scalars.items())) for s in r.samples] for r in results]
 
 
+@pytest.mark.layouts
 @given(
     seeds=st.tuples(st.integers(0, 2**16), st.integers(0, 2**16)),
     instances=st.tuples(st.integers(1, 4), st.integers(1, 4)),

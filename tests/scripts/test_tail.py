@@ -48,6 +48,7 @@ def test_the_bounds_by_hand() -> None:
     assert tail.pass_tokens(4, 0.6) == pytest.approx(2.31, abs=5e-3)
 
 
+@pytest.mark.layouts
 def test_a_tiny_case(capsys, tmp_path: Path) -> None:
     """Runs on ranks without a model, without Ray; the planner predicts all of them."""
     tail, cases = load("tail"), load("tail_cases")

@@ -489,7 +489,14 @@ def talk(
     return results
 
 
-@pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("pp", "tp"),
+    [
+        (1, 2),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_conversations(
     pp: int, tp: int, make_model: Callable[..., PreTrainedModel], make_engine: Make, ranks: Ranks
 ) -> None:

@@ -162,7 +162,9 @@ def test_all_of_an_update_may_be_early(ranks, model_dir, sequences):
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("layout", [(2, 2, 1), (2, 1, 2), (2, 1, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param((2, 2, 1), marks=pytest.mark.slow), (2, 1, 2), (2, 1, 1, 2)], ids=str
+)
 def test_replicas_of_several_ranks(ranks, model_dir, sequences, layout):
     """PPO's and DAPO's losses are among them: their recipes train late, another may train early."""
     common = str(model_dir), layout, ["grpo", "gspo", "rloo", "ppo", "dapo"], sequences
