@@ -46,7 +46,11 @@ TIMES = (
     *("migrated", "trained_early", "widened", "guessed", "accepted"),
 )
 # Here the clock also decides which rows are computed together, so that values differ by rounding.
-ROUNDED = ("tools", "tail", "vllm")
+ROUNDED = ("tools", "tail", "vllm", "recipe-gigpo")
+
+
+EXPERIMENTS = {"gigpo": ["experiment=tools_tiny"]}
+"""What a recipe has besides: this one reads the rewards of turns."""
 
 
 def runs() -> dict[str, list[str]]:
@@ -54,7 +58,10 @@ def runs() -> dict[str, list[str]]:
     recipes = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/config.yaml"))
     return {
         "demo": ["experiment=spell_tiny"],
-        **{f"recipe-{name}": [f"recipe={name}", *SHORT] for name in recipes},
+        **{
+            f"recipe-{name}": [*EXPERIMENTS.get(name, []), f"recipe={name}", *SHORT]
+            for name in recipes
+        },
         **{f"schedule-{name}": [*how, *SHORT] for name, how in SCHEDULES.items()},
         **MORE,
     }
