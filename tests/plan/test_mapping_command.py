@@ -16,10 +16,10 @@ from hybridrl import cli
 from hybridrl.config import Config, ConfigError, Device, TinyModelConfig, compose
 from hybridrl.costs.devices import ACCELERATORS
 from hybridrl.costs.mapping import DeviceMapping, cluster_of
+from hybridrl.costs.memory import GIB
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.plan import mapping_command
-from hybridrl.planner.memory import GIB
-from hybridrl.planner.search_space import set_partitions
+from hybridrl.plan.search_space import set_partitions
 from hybridrl.preflight import prepare as preflight
 from hybridrl.preflight.prepare import prepare
 from hybridrl.rewards.model import make_reward_model
