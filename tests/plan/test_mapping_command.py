@@ -153,6 +153,7 @@ def test_overrides_of_many_pass_the_dry_run(
 
 def test_the_preflight_refuses_what_does_not_fit_the_planned_gpus(tmp_path: Path) -> None:
     """So that it says something that proposals pass it: here GPUs have a MiB."""
+    compose.register()
     gpus = ("cluster.device=cuda", "cluster.memory_check=refuse", "cluster.ranks=1")
     config = compose.check([*TINY, *gpus, f"run.dir={tmp_path / 'run'}"])
 
