@@ -51,7 +51,7 @@ LONG_FILES = (
     "engines/rollout/test_deterministic.py",
     "engines/score/test_parallel.py",
     "test_nccl_runs.py",
-    "planner/test_fused_against_serial.py",
+    "plan/test_fused_against_serial.py",
     "driver/test_emulated.py",
     "kernels/test_linear_log_probs_triton.py",
     "engines/train/test_engine.py",

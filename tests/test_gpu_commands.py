@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.costs.memory import RunPlan
 from hybridrl.plan import memory_command
-from hybridrl.planner.memory import RunPlan
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -21,25 +21,24 @@ FLOOR_PLAN = """
 __init__      notebook
 recipes       flow algorithms config
 notebook      driver preflight telemetry config
-cli           jobs doctor plan replay driver preflight runtime planner telemetry system config
+cli           jobs doctor plan replay driver preflight runtime telemetry system config
 jobs          driver runtime telemetry config
 doctor        runtime compat sandbox costs models telemetry system config
-plan          preflight planner schedule flow costs models layout telemetry system config
+plan          preflight schedule flow costs models layout telemetry system config
 replay        driver preflight checkpoint data schedule telemetry config
-driver        preflight runtime workers checkpoint data environments rewards planner
+driver        preflight runtime workers checkpoint data environments rewards
               schedule flow costs models layout pipelines telemetry system config
-preflight     runtime workers checkpoint data environments rewards planner engines
+preflight     runtime workers checkpoint data environments rewards engines
               schedule flow costs models layout pipelines telemetry system config
 runtime       compat workers telemetry system config
 compat        workers telemetry system config
-workers       checkpoint data rewards planner engines flow costs models layout telemetry
+workers       checkpoint data rewards engines flow costs models layout telemetry
               system config
 checkpoint    engines models layout telemetry config
 data          environments models config
 environments  rewards sandbox config
 rewards       sandbox engines models config
 sandbox       config
-planner       schedule flow costs layout pipelines config
 schedule      flow costs config
 engines       algorithms models layout kernels pipelines config
 flow          costs config
@@ -68,14 +67,14 @@ def arrows(plan: str) -> dict[str, list[str]]:
 
 ALLOWED = arrows(FLOOR_PLAN)
 TORCH_FREE = (
-    "config", "costs", "environments", "flow", "pipelines", "planner", "sandbox", "schedule",
+    "config", "costs", "environments", "flow", "pipelines", "plan", "sandbox", "schedule",
     "telemetry", "jobs",
 )  # fmt: skip
 # Only these touch Ray; `compat` is verl's door, and verl's workers are Ray's.
 RAY_ROOMS = {"preflight", "runtime", "jobs", "doctor", "compat"}
 # Starting fast: these import the heavy libraries inside functions.
 LAZY = {
-    "torch": {"driver", "preflight", "plan", "replay", "runtime", "doctor", "cli", "system"},
+    "torch": {"driver", "preflight", "replay", "runtime", "doctor", "cli", "system"},
     "ray": {"jobs"},
 }
 

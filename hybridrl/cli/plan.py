@@ -23,13 +23,13 @@ def _plan_schedule(args: list[str]) -> None:
     """Replay response lengths under every schedule."""
     from rich.console import Console
 
-    from hybridrl.planner import command
+    from hybridrl.plan import schedule_command
 
     if {"-h", "--help"} & set(args):
-        print(command.USAGE)
+        print(schedule_command.USAGE)
         return
     with Console(stderr=True).status("replaying") as status:
-        lines, remarks, record = command.run(
+        lines, remarks, record = schedule_command.run(
             args, lambda done, of: status.update(f"replaying: {done} of {of}")
         )
     print_table(lines, remarks)

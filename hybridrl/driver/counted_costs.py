@@ -11,8 +11,8 @@ from hybridrl.costs.mapping import ACTOR, SampleLength, cluster_of
 from hybridrl.costs.mapping_overrides import mapping_of
 from hybridrl.costs.model import CostModel
 from hybridrl.flow import Graph
+from hybridrl.flow.mapped_work import MappedWork
 from hybridrl.models.load import load_config
-from hybridrl.planner.mapped_work import MappedWork
 from hybridrl.preflight.mapping_roles import planned_roles, role_shapes
 from hybridrl.system.node_info import NodeInfo
 

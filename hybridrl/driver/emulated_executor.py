@@ -11,18 +11,18 @@ from hybridrl.driver.episodes import Episodes
 from hybridrl.driver.load_balance import RankWork
 from hybridrl.driver.ray_executor import OnSwitch, RayExecutor
 from hybridrl.driver.worker_group import WorkerGroup
+from hybridrl.flow.conversations import ModeledTurn, reply_to
 from hybridrl.flow.executor import EpisodeReply, TurnEnded
 from hybridrl.flow.graph import Graph
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.sample import SampleId
-from hybridrl.planner.conversations import ModeledTurn, reply_to
-from hybridrl.planner.emulation import (
+from hybridrl.runtime.emulated_launcher import EmulatedLauncher
+from hybridrl.system.node_info import NodeInfo
+from hybridrl.workers.emulation import (
     emulated_conversations,
     emulated_workload,
     scaled_costs,
 )
-from hybridrl.runtime.emulated_launcher import EmulatedLauncher
-from hybridrl.system.node_info import NodeInfo
 from hybridrl.workers.rank_calls import Reference
 
 _DRIVER = -1  # the rank of a wait in the driver

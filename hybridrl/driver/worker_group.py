@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import Config, ConfigError
+from hybridrl.costs.memory import PoolSizes
 from hybridrl.flow.executor import (
     Advanced,
     Command,
@@ -19,7 +20,6 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import AnswersStage, Graph, Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
-from hybridrl.planner.memory import PoolSizes
 from hybridrl.preflight.node_crossing import crossing_warnings
 from hybridrl.preflight.placement import HOME
 from hybridrl.rewards import RewardInput

@@ -23,6 +23,7 @@ from hybridrl.costs.mapping import (
     TrainLayout,
     cluster_of,
 )
+from hybridrl.costs.mapping_memory import MappingMemory, StepLimits
 from hybridrl.costs.mapping_overrides import (
     keys_set,
     layout_key,
@@ -32,24 +33,23 @@ from hybridrl.costs.mapping_overrides import (
     pools_of,
     train_config,
 )
+from hybridrl.costs.memory import GIB, MemoryPlan
 from hybridrl.costs.model import UNSCALED, CostModel
 from hybridrl.costs.scales import CostScales
 from hybridrl.flow import Graph
+from hybridrl.flow.workload import LENGTHS, Shape, Workload, read_workload
+from hybridrl.plan.fitting_layouts import DoesNotFit, check_fits
 from hybridrl.plan.mapping_checks import (
     assumptions,
     check_known_costs,
     check_planned_recipe,
     cut_lengths,
 )
+from hybridrl.plan.mapping_price import MappingPrices
 from hybridrl.plan.mapping_report import MappingReport, describe
-from hybridrl.planner.fitting_layouts import DoesNotFit, check_fits
-from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
-from hybridrl.planner.mapping_price import MappingPrices
-from hybridrl.planner.mapping_search import MappingResults, MappingSearch
-from hybridrl.planner.memory import GIB, MemoryPlan
-from hybridrl.planner.options import option_name, read_number
-from hybridrl.planner.search_space import SearchSpace, micro_batch_choices
-from hybridrl.planner.workload import LENGTHS, Shape, Workload, read_workload
+from hybridrl.plan.mapping_search import MappingResults, MappingSearch
+from hybridrl.plan.options import option_name, read_number
+from hybridrl.plan.search_space import SearchSpace, micro_batch_choices
 from hybridrl.preflight import memory_plan
 from hybridrl.preflight.activation_choice import decide_activations
 from hybridrl.preflight.composite_reward import with_parts

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybridrl.costs.mapping import TrainLayout
-from hybridrl.planner.mapping_search import MappingResults, PricedMapping
-from hybridrl.planner.memory import GIB
+from hybridrl.costs.memory import GIB
+from hybridrl.plan.mapping_search import MappingResults, PricedMapping
 
 
 @dataclass(frozen=True, slots=True)

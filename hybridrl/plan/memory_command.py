@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hybridrl.config import ActivationMode, ClusterKind, Config, ConfigError, Device
-from hybridrl.planner.options import read_number
+from hybridrl.plan.options import read_number
 from hybridrl.preflight import memory_plan
 from hybridrl.preflight.activation_choice import choose_activations, line_of
 from hybridrl.preflight.node_crossing import crossing_warnings
@@ -17,8 +17,8 @@ from hybridrl.telemetry.log import command_log
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from hybridrl.planner.layout import LayoutReport
-    from hybridrl.planner.memory import RunPlan
+    from hybridrl.costs.memory import RunPlan
+    from hybridrl.plan.layout import LayoutReport
 
 USAGE = """usage: hybridrl plan layout [OVERRIDES] [--gpus-per-node=N] [--gpu-gib=N]
        hybridrl plan memory [OVERRIDES] [--gpus-per-node=N] [--gpu-gib=N]
@@ -120,7 +120,7 @@ def _plan_layout(config: Config, gpus_per_node: int) -> "tuple[LayoutReport, lis
     from hybridrl.layout.layout import stages_of_layers
     from hybridrl.layout.switching import plan_switch
     from hybridrl.models.parallel import model_parameters
-    from hybridrl.planner.layout import report
+    from hybridrl.plan.layout import report
 
     train, gen = config.trainer.layout, config.rollout.layout
     train.place_experts(config.ranks_of("actor"), gpus_per_node)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hybridrl.config import VALUE_MODELS, ActivationMode, Config, Device
+from hybridrl.costs.memory import GIB
 from hybridrl.flow import Graph
-from hybridrl.planner.memory import GIB
 from hybridrl.preflight.memory_plan import Room, gpu_room, local_room, plan_run, unknown_room
 
 if TYPE_CHECKING:

@@ -7,6 +7,8 @@ from math import ceil
 from transformers import PretrainedConfig
 
 from hybridrl.config import Config, Device, PartialScheduleConfig
+from hybridrl.costs.generation_memory import GenerationSizes, NativeSizes, VLLMSizes
+from hybridrl.costs.memory import ScoringSizes
 from hybridrl.engines.rollout.memory import (
     kv_bytes_per_token,
     layer_token_bytes,
@@ -23,8 +25,6 @@ from hybridrl.models.activations import Activations, head_activations, layer_act
 from hybridrl.models.context import context_tokens
 from hybridrl.models.load import TORCH_DTYPES, load_config
 from hybridrl.models.parallel import model_parameters, num_experts
-from hybridrl.planner.generation_memory import GenerationSizes, NativeSizes, VLLMSizes
-from hybridrl.planner.memory import ScoringSizes
 from hybridrl.preflight.memory_inputs import (
     LongestInputs,
     attention_of,

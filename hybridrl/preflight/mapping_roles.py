@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from hybridrl.config import VALUE_MODELS, ActivationMode, Config, ConfigError
 from hybridrl.costs.mapping import ACTOR, PlannedRole
 from hybridrl.costs.model_shape import ModelShape
+from hybridrl.costs.train_memory import ActivationSizes
 from hybridrl.flow import Graph
 from hybridrl.flow.executor import Scope
 from hybridrl.flow.graph import ComputeStage, UpdateStage
 from hybridrl.models.activations import head_activations, layer_activations, prefill_activations
 from hybridrl.models.load import TORCH_DTYPES, load_config
-from hybridrl.planner.train_memory import ActivationSizes
 from hybridrl.preflight.memory_inputs import attention_of, has_triton
 from hybridrl.preflight.placement import scope_of
 
@@ -92,7 +92,7 @@ def check_planned_models(config: Config, graph: Graph, shapes: Shapes) -> None:
 
 
 class CountedLayerBytes:
-    """Activations as torch allocates them, on tensors without memory: `planner.LayerBytes`."""
+    """Activations as torch allocates them, on tensors without memory: `LayerBytes`."""
 
     def __init__(self, config: Config, shapes: Shapes) -> None:
         self.config, self.shapes = config, shapes

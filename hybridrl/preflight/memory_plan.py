@@ -20,10 +20,10 @@ from hybridrl.config import (
     OptimConfig,
     TrainLayoutConfig,
 )
+from hybridrl.costs.memory import SCORING, MemoryPlan, PoolSizes, RunPlan, plan_memory
+from hybridrl.costs.train_memory import TrainSizes
 from hybridrl.flow import Graph
-from hybridrl.planner.memory import SCORING, MemoryPlan, PoolSizes, RunPlan, plan_memory
-from hybridrl.planner.memory_advice import advice
-from hybridrl.planner.train_memory import TrainSizes
+from hybridrl.preflight.memory_advice import advice
 from hybridrl.preflight.placement import HOME
 from hybridrl.preflight.roles_together import roles_together
 

@@ -12,7 +12,7 @@ from hybridrl.config import VALUE_MODELS, Config, ConfigError, EmulatedClusterCo
 from hybridrl.costs.mapping import ACTOR
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import ComputeStage, StageMethod
-from hybridrl.planner.emulation import imitated_shapes, llama_config
+from hybridrl.workers.emulation import imitated_shapes, llama_config
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 

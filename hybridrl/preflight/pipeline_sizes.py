@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from transformers import PretrainedConfig
 
 from hybridrl.config import PipelineSchedule, TrainLayoutConfig
+from hybridrl.costs.train_memory import MASTER, TrainSizes
+from hybridrl.costs.zero_bubble import ChunkSizes, ZeroBubbleUpdate
 from hybridrl.layout.layout import chunk_bounds
 from hybridrl.models.activations import Halves
 from hybridrl.pipelines.problem import PassCosts, PassKind, PipelinedModel
 from hybridrl.pipelines.standard import standard_plan
-from hybridrl.planner.train_memory import MASTER, TrainSizes
-from hybridrl.planner.zero_bubble import ChunkSizes, ZeroBubbleUpdate
 from hybridrl.preflight.memory_inputs import PackedRow
 
 _UNKNOWN = 3

@@ -43,7 +43,6 @@ from hybridrl.flow.graph import (
     UpdateStage,
     with_temperatures,
 )
-from hybridrl.planner.emulation import check_emulation, emulated_gpu_memory
 from hybridrl.preflight.activation_choice import decide_activations
 from hybridrl.preflight.composite_reward import with_parts
 from hybridrl.preflight.environment import check_environment, openings, turn_template
@@ -72,6 +71,7 @@ from hybridrl.runtime.ray_cluster import check_ranks
 from hybridrl.schedule.base import schedule_class
 from hybridrl.system.compiler import compiler_fault
 from hybridrl.system.short_tmpdir import shorten_tmpdir
+from hybridrl.workers.emulation import check_emulation, emulated_gpu_memory
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,14 @@ from hybridrl.config import (
     OptimName,
     TrainLayoutConfig,
 )
+from hybridrl.costs.train_memory import (
+    EIGHT_BIT_MOMENT,
+    MASTER,
+    ActivationSizes,
+    TrainSizes,
+    messages_kept,
+    rows_in_flight,
+)
 from hybridrl.layout.fsdp_groups import is_one_group, stays_unsharded
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layout import Layout, stages_of_layers
@@ -32,14 +40,6 @@ from hybridrl.models.activations import (
 from hybridrl.models.adapters import adapter_parameters, add_adapters, pair_of
 from hybridrl.models.load import SCORE, TORCH_DTYPES
 from hybridrl.models.parallel import meta_model, model_parameters, num_experts
-from hybridrl.planner.train_memory import (
-    EIGHT_BIT_MOMENT,
-    MASTER,
-    ActivationSizes,
-    TrainSizes,
-    messages_kept,
-    rows_in_flight,
-)
 from hybridrl.preflight.memory_inputs import PackedRow, attention_of, has_triton, itemsize_of
 from hybridrl.preflight.pipeline_sizes import zero_bubble_update
 

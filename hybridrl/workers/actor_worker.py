@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hybridrl.checkpoint import distributed
 from hybridrl.config import Config, JudgeHome, KeptSamples
+from hybridrl.costs.memory import PoolSizes
 from hybridrl.data import Item
 from hybridrl.flow.executor import (
     ENOUGH_TURNS,
@@ -30,7 +31,6 @@ from hybridrl.flow.executor import (
 from hybridrl.flow.graph import AnswersStage, Graph, MapStage, Stage, UpdateStage
 from hybridrl.flow.sample import LOSS_MASK, NO_VERSION, SampleId, TokenSpan
 from hybridrl.models.response_text import ResponseText
-from hybridrl.planner.memory import PoolSizes
 from hybridrl.rewards import RewardInput
 from hybridrl.telemetry.digests import ShardDigest
 from hybridrl.telemetry.trace import TimeSpan

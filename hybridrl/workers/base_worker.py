@@ -20,13 +20,13 @@ from hybridrl.checkpoint import distributed
 from hybridrl.checkpoint.distributed import Progress
 from hybridrl.checkpoint.hf import save_hf
 from hybridrl.config import Config
+from hybridrl.costs.memory import PoolSizes
 from hybridrl.engines.train.fused_update import FusedUpdate
 from hybridrl.flow.executor import Computed
 from hybridrl.flow.graph import Graph, Stage, StageMethod, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.layout.process_groups import warm_up
 from hybridrl.models.load import TORCH_DTYPES, load_tokenizer
-from hybridrl.planner.memory import PoolSizes
 from hybridrl.system.devices import prepare_gpu
 from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info

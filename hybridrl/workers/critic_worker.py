@@ -9,13 +9,13 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from hybridrl.config import Config, Grouping, JudgeHome
+from hybridrl.costs.memory import PoolSizes
 from hybridrl.flow.executor import Computed
 from hybridrl.flow.graph import Graph, Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.layout.grouping import TrainAxes, gen_positions
 from hybridrl.layout.mesh import gen_mesh
 from hybridrl.models.shard import GenParallel
-from hybridrl.planner.memory import PoolSizes
 from hybridrl.workers.answers import RankDescription
 from hybridrl.workers.base_worker import BaseWorker, Published, Reply
 from hybridrl.workers.data_plane import DataPlane

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 from hybridrl.config import Config
 from hybridrl.costs.instance import Costs
+from hybridrl.costs.memory import PoolSizes
 from hybridrl.data import Item
+from hybridrl.flow.conversations import ModeledConversation
 from hybridrl.flow.executor import (
     ENOUGH_TURNS,
     Advanced,
@@ -30,19 +32,11 @@ from hybridrl.flow.executor import (
     generated_tensors,
 )
 from hybridrl.flow.graph import AnswersStage, Graph, Stage, UpdateStage
+from hybridrl.flow.modeled_instance import Advance, ModeledInstance, ModeledRow
 from hybridrl.flow.sample import NO_VERSION, SampleId, TokenSpan
+from hybridrl.flow.workload import Workload
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.weight_switch import SwitchStats
-from hybridrl.planner.conversations import ModeledConversation
-from hybridrl.planner.emulation import (
-    emulated_conversations,
-    emulated_workload,
-    pass_seconds,
-    scaled_costs,
-)
-from hybridrl.planner.instance import Advance, ModeledInstance, ModeledRow
-from hybridrl.planner.memory import PoolSizes
-from hybridrl.planner.workload import Workload
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
 from hybridrl.workers.answers import (
     ActorDescription,
@@ -54,6 +48,12 @@ from hybridrl.workers.answers import (
 from hybridrl.workers.base_worker import Published
 from hybridrl.workers.data_plane import DataPlane, with_parked
 from hybridrl.workers.dispatch import Dispatch, dispatch
+from hybridrl.workers.emulation import (
+    emulated_conversations,
+    emulated_workload,
+    pass_seconds,
+    scaled_costs,
+)
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.training import Training, UpdateShare
 from hybridrl.workers.turns import CONVERSATION_TENSORS, SampleTexts

@@ -15,12 +15,12 @@ from typing import Any
 
 from hybridrl.config import Config
 from hybridrl.layout.wide import wide_instances
-from hybridrl.planner.emulation import emulated_widths
 from hybridrl.telemetry.trace import TimeSpan
 from hybridrl.workers.base_worker import Reply
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.dispatch import dispatched_methods, runs_concurrently
 from hybridrl.workers.emulated import EmulatedInstance, EmulatedWorker, Task
+from hybridrl.workers.emulation import emulated_widths
 
 Done = Callable[[Reply[Any] | None, Exception | None], None]
 """Called with the reply of a call that has ended, or its error."""

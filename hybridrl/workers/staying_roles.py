@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from hybridrl.costs.memory import PoolSizes, plan_memory, reserved_for_staying
 from hybridrl.engines.rollout.memory import device_margin
-from hybridrl.planner.memory import PoolSizes, plan_memory, reserved_for_staying
 
 logger = logging.getLogger(__name__)
 

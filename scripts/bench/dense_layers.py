@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hybridrl.config import ActivationMode
 from hybridrl.costs.mapping import PlannedRole
-from hybridrl.planner.train_memory import ActivationSizes
+from hybridrl.costs.train_memory import ActivationSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,13 @@ from hybridrl.driver.checkpoints import Origin
 from hybridrl.driver.run import Run
 from hybridrl.driver.train import running
 from hybridrl.flow.executor import Scope
-from hybridrl.planner.emulation import (
+from hybridrl.plan.schedule import Setting, replay
+from hybridrl.preflight.prepare import prepare
+from hybridrl.workers.emulation import (
     emulated_widths,
     emulated_workload,
     scaled_costs,
 )
-from hybridrl.planner.schedule import Setting, replay
-from hybridrl.preflight.prepare import prepare
 
 QUIET = ("telemetry.progress=false", "telemetry.report=false", "telemetry.loggers=[]")
 

@@ -20,7 +20,7 @@ from hybridrl.config import Config, EnvironmentConfig, ScheduleKind, compose
 from hybridrl.config.environment import EnvironmentKind
 from hybridrl.driver import train as runs
 from hybridrl.environments import EpisodePool, EpisodeTask, ModelTurn
-from hybridrl.planner import command, schedule
+from hybridrl.plan import schedule, schedule_command
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.trace import TraceSpan, is_rank, read_timeline
 
@@ -70,7 +70,7 @@ def hidden_planned(turns: int) -> float:
     """In virtual time: 64 conversations a step on four instances, under `fused`."""
     shape = ("--instances=4", "--prompts=16", "--group-size=4", "--steps=4")
     arguments = [f"--lengths={LENGTHS}", f"--turns={_waits(turns)}", *shape]
-    setting, _ = command.read_setting(arguments)
+    setting, _ = schedule_command.read_setting(arguments)
     (fused,) = (one for one in setting.schedules if one.kind is ScheduleKind.fused)
     return schedule.replay(setting, fused).hidden
 

@@ -33,8 +33,8 @@ from hybridrl.driver.ray_executor import RayExecutor
 from hybridrl.driver.schedule_factory import make_schedule
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.executor import Sampling
-from hybridrl.planner.schedule import Setting, replay
-from hybridrl.planner.workload import Group, Workload
+from hybridrl.flow.workload import Group, Workload
+from hybridrl.plan.schedule import Setting, replay
 from hybridrl.preflight.placement import graphs_of
 from hybridrl.preflight.prepare import PreparedRun, prepare
 from hybridrl.rewards.model import make_reward_model

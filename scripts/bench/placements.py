@@ -14,13 +14,13 @@ from hybridrl.config import ScheduleConfig, SerialScheduleConfig
 from hybridrl.costs.devices import ACCELERATORS, MODELS
 from hybridrl.costs.layers import LayerCosts
 from hybridrl.costs.mapping import ACTOR, PlannedRole, cluster_of
+from hybridrl.costs.mapping_memory import MappingMemory, StepLimits
+from hybridrl.costs.memory import GIB
 from hybridrl.costs.model import CostModel
-from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
-from hybridrl.planner.mapping_price import MappingPrices
-from hybridrl.planner.mapping_search import MappingResults, MappingSearch
-from hybridrl.planner.memory import GIB
-from hybridrl.planner.search_space import Pools, SearchSpace
-from hybridrl.planner.workload import Group, Shape, Workload, read_workload
+from hybridrl.flow.workload import Group, Shape, Workload, read_workload
+from hybridrl.plan.mapping_price import MappingPrices
+from hybridrl.plan.mapping_search import MappingResults, MappingSearch
+from hybridrl.plan.search_space import Pools, SearchSpace
 
 _PROMPTS, _PROMPT, _RESPONSE, _MINI_BATCHES = 1024, 1024, 1024, 8
 _PER_NODE, _CAPACITY = 8, 80 * GIB

@@ -20,10 +20,10 @@ from tail_cases import ACCEPT, CASES, CYCLE, MORE_CASES, RECIPES, SIDES, Case
 
 from hybridrl.config import Config, SerialScheduleConfig
 from hybridrl.costs.instance import LONGEST_DRAFT, Costs
-from hybridrl.planner.emulation import scaled
-from hybridrl.planner.roofline import read_roofline
-from hybridrl.planner.schedule import Setting, replay
+from hybridrl.costs.roofline import read_roofline
+from hybridrl.plan.schedule import Setting, replay
 from hybridrl.preflight.prepare import prepare
+from hybridrl.workers.emulation import scaled
 
 SEEN, UNSEEN = 0, 1  # run.seed of the emulated runs, and of a prediction without their lengths
 

@@ -27,7 +27,7 @@ from itertools import accumulate
 from statistics import fmean
 
 from hybridrl.costs.instance import Costs
-from hybridrl.planner.workload import Group
+from hybridrl.flow.workload import Group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,13 +17,7 @@ from hybridrl.driver import train as runs
 from hybridrl.flow.executor import Sampling, Submit
 from hybridrl.flow.sample import SampleId
 from hybridrl.models.tiny import make_tiny_model
-from hybridrl.planner import schedule as what_if
-from hybridrl.planner.emulation import (
-    emulated_conversations,
-    emulated_costs,
-    emulated_workload,
-    scaled_costs,
-)
+from hybridrl.plan import schedule as what_if
 from hybridrl.preflight.prepare import prepare
 from hybridrl.replay.step import ReplayRequest, replay
 from hybridrl.telemetry.records import read_lines
@@ -36,6 +30,12 @@ from hybridrl.workers.data_plane import LocalDataPlane
 from hybridrl.workers.dispatch import dispatched_methods, runs_concurrently
 from hybridrl.workers.emulated import EmulatedWorker
 from hybridrl.workers.emulated_ranks import EmulatedRanks
+from hybridrl.workers.emulation import (
+    emulated_conversations,
+    emulated_costs,
+    emulated_workload,
+    scaled_costs,
+)
 
 HERE = (
     "cluster=emulated", "cluster.ranks=4",
@@ -161,7 +161,7 @@ def test_the_plan_packs_the_same_prompts(
     assert trains != in_order  # some were put off
 
 
-RECORDED = Path(__file__).parents[1] / "planner" / "recorded_run"
+RECORDED = Path(__file__).parents[1] / "plan" / "recorded_run"
 
 
 def test_a_recorded_run_gives_costs_and_lengths(trained: Callable[..., Path]) -> None:
@@ -233,7 +233,7 @@ def test_prompts_wait_by_tokens_alone(
 
 
 def test_all_that_is_written_says_emulated(trained: Callable[..., Path], tmp_path: Path) -> None:
-    from hybridrl.planner import command
+    from hybridrl.plan import schedule_command
     from hybridrl.telemetry.compare import grouped
     from hybridrl.telemetry.report import render
     from hybridrl.telemetry.rundata import load
@@ -250,7 +250,7 @@ def test_all_that_is_written_says_emulated(trained: Callable[..., Path], tmp_pat
     labels = [e["args"] for e in read_trace(run / "trace.json") if e["name"] == "process_labels"]
     assert len(labels) >= 5  # the driver and four ranks
     assert all(args == {"labels": "emulated"} for args in labels)
-    _, told, _ = command.run([f"--lengths={run}"], lambda done, total: None)
+    _, told, _ = schedule_command.run([f"--lengths={run}"], lambda done, total: None)
     assert any("the run took" in line and line.endswith("on emulated ranks") for line in told)
     for groups in (grouped([load(run)]), grouped([load(run), load(trained("schedule=fused"))])):
         assert all(group.label.endswith(" (emulated)") for group in groups)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from hybridrl.config import ConfigError, compose
+from hybridrl.costs.roofline import read_roofline
 from hybridrl.driver import train as runs
 from hybridrl.flow.executor import Scope
-from hybridrl.planner.roofline import read_roofline
 from hybridrl.preflight.placement import check_placement, graphs_of, scope_of
 from hybridrl.preflight.prepare import build_recipe
 from hybridrl.telemetry.records import read_lines

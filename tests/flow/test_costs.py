@@ -13,8 +13,8 @@ from hybridrl.costs.instance import LONGEST_DRAFT, UNLIMITED, Costs, Drafting
 from hybridrl.costs.meter import CostMeter
 from hybridrl.flow.executor import Computed
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.planner.emulation import scaled
 from hybridrl.schedule.base import learn
+from hybridrl.workers.emulation import scaled
 
 TRUE = Costs(
     step_s=4e-3,

@@ -35,11 +35,11 @@ from gpu_dry.world import (  # noqa: E402
 )
 from hybridrl.algorithms.losses import ClippedLoss  # noqa: E402
 from hybridrl.config import Config, compose  # noqa: E402
+from hybridrl.costs.mapping_memory import MappingMemory, StepLimits  # noqa: E402
 from hybridrl.costs.mapping_overrides import mapping_of  # noqa: E402
+from hybridrl.costs.memory import MemoryPlan  # noqa: E402
 from hybridrl.engines.train.engine import TrainEngine  # noqa: E402
 from hybridrl.engines.train.interface import TrainSequence  # noqa: E402
-from hybridrl.planner.mapping_memory import MappingMemory, StepLimits  # noqa: E402
-from hybridrl.planner.memory import MemoryPlan  # noqa: E402
 from hybridrl.preflight.mapping_roles import (  # noqa: E402
     CountedLayerBytes,
     planned_roles,

@@ -24,9 +24,9 @@ from gpu_dry import dry_run
 from gpu_dry.case import Case, prompt_lengths
 from gpu_dry.dry_run import DryRun
 from hybridrl.config import ClusterConfig, Config, DataConfig, Device, DType, RewardConfig
+from hybridrl.costs.memory import MemoryPhase
 from hybridrl.flow.graph import ComputeStage
 from hybridrl.flow.sample import SampleId
-from hybridrl.planner.memory import MemoryPhase
 from hybridrl.preflight.memory_inputs import LongestInputs, PackedRow
 from hybridrl.preflight.memory_plan import Room, plan_run
 from hybridrl.preflight.prepare import build_recipe

@@ -16,10 +16,10 @@ from hybridrl import cli
 from hybridrl.config import Config, ConfigError, Device, TinyModelConfig, compose
 from hybridrl.costs.devices import ACCELERATORS
 from hybridrl.costs.mapping import DeviceMapping, cluster_of
+from hybridrl.costs.memory import GIB
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.plan import mapping_command
-from hybridrl.planner.memory import GIB
-from hybridrl.planner.search_space import set_partitions
+from hybridrl.plan.search_space import set_partitions
 from hybridrl.preflight import prepare as preflight
 from hybridrl.preflight.prepare import prepare
 from hybridrl.rewards.model import make_reward_model
@@ -153,6 +153,7 @@ def test_overrides_of_many_pass_the_dry_run(
 
 def test_the_preflight_refuses_what_does_not_fit_the_planned_gpus(tmp_path: Path) -> None:
     """So that it says something that proposals pass it: here GPUs have a MiB."""
+    compose.register()
     gpus = ("cluster.device=cuda", "cluster.memory_check=refuse", "cluster.ranks=1")
     config = compose.check([*TINY, *gpus, f"run.dir={tmp_path / 'run'}"])
 

@@ -9,9 +9,9 @@ from script_modules import load_script
 from transformers import AutoConfig, PretrainedConfig
 
 from hybridrl.config import ActivationMode, Config, OptimName, PipelineSchedule, compose
+from hybridrl.costs.mapping_memory import LayerBytes, MappingMemory, StepLimits
 from hybridrl.costs.mapping_overrides import mapping_of
 from hybridrl.flow import Graph
-from hybridrl.planner.mapping_memory import LayerBytes, MappingMemory, StepLimits
 from hybridrl.preflight import memory_plan
 from hybridrl.preflight.mapping_roles import CountedLayerBytes, planned_roles, role_shapes
 from hybridrl.preflight.prepare import build_recipe

@@ -41,15 +41,15 @@ from hybridrl.config import (
     TrainLayoutConfig,
     ValueModelConfig,
 )
+from hybridrl.costs.memory import MemoryPhase, MemoryPlan, plan_memory
+from hybridrl.costs.train_memory import CHUNK_KEYS
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import Copy
 from hybridrl.models.activations import layer_activations, prefill_activations
 from hybridrl.models.parallel import model_parameters
 from hybridrl.models.tiny import make_tiny_model
-from hybridrl.planner.memory import MemoryPhase, MemoryPlan, plan_memory
-from hybridrl.planner.memory_advice import advice
-from hybridrl.planner.train_memory import CHUNK_KEYS
 from hybridrl.preflight import memory_plan
+from hybridrl.preflight.memory_advice import advice
 from hybridrl.preflight.memory_inputs import PackedRow
 from hybridrl.preflight.memory_plan import (
     Room,

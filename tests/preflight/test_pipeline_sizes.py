@@ -13,7 +13,7 @@ from hybridrl.config import (
     PipelineSchedule,
     RolloutConfig,
 )
-from hybridrl.planner.train_memory import TrainSizes
+from hybridrl.costs.train_memory import TrainSizes
 from hybridrl.preflight.memory_inputs import PackedRow
 from hybridrl.preflight.prepare import build_recipe
 from hybridrl.preflight.train_sizes import train_sizes

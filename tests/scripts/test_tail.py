@@ -9,7 +9,7 @@ import pytest
 from script_modules import load_script
 
 from hybridrl.costs.instance import Costs
-from hybridrl.planner.workload import Group
+from hybridrl.flow.workload import Group
 
 
 def load(name: str) -> ModuleType:

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybridrl.costs.generation_memory import NativeSizes
+from hybridrl.costs.memory import PoolSizes, plan_memory, reserved_for_staying
+from hybridrl.costs.train_memory import ActivationSizes, TrainSizes
 from hybridrl.engines.rollout.interface import EngineParts
 from hybridrl.engines.rollout.memory import device_margin, device_memory_left
-from hybridrl.planner.generation_memory import NativeSizes
-from hybridrl.planner.memory import PoolSizes, plan_memory, reserved_for_staying
-from hybridrl.planner.train_memory import ActivationSizes, TrainSizes
 from hybridrl.workers.staying_roles import ALL_LEAVE, StayingRoles, staying_roles
 
 GIB = 2**30

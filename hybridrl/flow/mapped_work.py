@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hybridrl.config import ConfigError
+from hybridrl.costs.fused_plans import can_share_a_plan, shared_score_s, updates_s
 from hybridrl.costs.instance import Costs
 from hybridrl.costs.mapping import ACTOR, DeviceMapping, PlannedRole, SampleLength, TrainLayout
 from hybridrl.costs.model import CostModel
 from hybridrl.flow.executor import Scope
 from hybridrl.flow.graph import Stage
 from hybridrl.flow.sample import Sample
-from hybridrl.planner.fused_plans import can_share_a_plan, shared_score_s, updates_s
-from hybridrl.planner.workload import Workload
+from hybridrl.flow.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The memory of a rank under a mapping, in closed form: the phases of `planner/memory.py`.
+"""The memory of a rank under a mapping, in closed form: the phases of `costs/memory.py`.
 
 Elements follow from a model's sizes and the axes of its layout, activations from `LayerBytes`. A
 search asks for thousands of layouts. What it chooses is then planned by the parameters themselves
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hybridrl.config import ActivationMode, OptimName
+from hybridrl.costs.generation_memory import NativeSizes
 from hybridrl.costs.mapping import (
     ACTOR,
     DeviceMapping,
@@ -17,13 +18,9 @@ from hybridrl.costs.mapping import (
     PlannedRole,
     TrainLayout,
 )
+from hybridrl.costs.memory import MemoryPlan, PoolSizes, ScoringSizes, plan_memory
 from hybridrl.costs.model_shape import ModelShape
-from hybridrl.layout.fsdp_groups import is_one_group, stays_unsharded
-from hybridrl.layout.transfer_rounds import BUCKET_BYTES
-from hybridrl.pipelines.standard import least_micro_batches
-from hybridrl.planner.generation_memory import NativeSizes
-from hybridrl.planner.memory import MemoryPlan, PoolSizes, ScoringSizes, plan_memory
-from hybridrl.planner.train_memory import (
+from hybridrl.costs.train_memory import (
     EIGHT_BIT_MOMENT,
     MASTER,
     ActivationSizes,
@@ -31,6 +28,9 @@ from hybridrl.planner.train_memory import (
     messages_kept,
     rows_in_flight,
 )
+from hybridrl.layout.fsdp_groups import is_one_group, stays_unsharded
+from hybridrl.layout.transfer_rounds import BUCKET_BYTES
+from hybridrl.pipelines.standard import least_micro_batches
 
 _PREFILL_TOKENS = 4096  # `engines/rollout/batch.py`
 _LOGITS_COPIES, _PLAIN_COPIES = 8, 3  # `engines/rollout/memory.py`

@@ -19,11 +19,11 @@ from hybridrl.costs.mapping import (
     SampleTotals,
     TrainLayout,
 )
+from hybridrl.costs.mapping_memory import MappingMemory
 from hybridrl.costs.model import CostModel
-from hybridrl.planner.mapped_work import MappedWork, step_samples
-from hybridrl.planner.mapping_memory import MappingMemory
-from hybridrl.planner.schedule import mapped_setting, replay
-from hybridrl.planner.workload import Workload
+from hybridrl.flow.mapped_work import MappedWork, step_samples
+from hybridrl.flow.workload import Workload
+from hybridrl.plan.schedule import mapped_setting, replay
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

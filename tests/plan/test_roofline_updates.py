@@ -15,12 +15,12 @@ from hybridrl.costs.mapping import (
     cluster_of,
 )
 from hybridrl.costs.model import CostModel
+from hybridrl.costs.roofline import Roofline, layouts_of, read_roofline, roles_of, with_pipelines
 from hybridrl.flow.graph import Stage
+from hybridrl.flow.mapped_work import MappedWork, step_samples
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.planner.command import run
-from hybridrl.planner.mapped_work import MappedWork, step_samples
-from hybridrl.planner.roofline import Roofline, layouts_of, read_roofline, roles_of, with_pipelines
-from hybridrl.planner.workload import Shape, read_workload
+from hybridrl.flow.workload import Shape, read_workload
+from hybridrl.plan.schedule_command import run
 
 TEXT = "gpu:model=13b,critic=7b,gpus=8,total=32"
 SHAPE = Shape(prompts_per_step=64, group_size=4, num_steps=4, prompt_tokens=128)

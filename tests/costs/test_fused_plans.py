@@ -7,6 +7,13 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.costs.devices import ACCELERATORS, MODELS
+from hybridrl.costs.fused_plans import (
+    OVER_BOUND,
+    can_share_a_plan,
+    shared_problem,
+    shared_score_s,
+    shared_update_s,
+)
 from hybridrl.costs.layers import LayerCosts
 from hybridrl.costs.mapping import (
     PlannedRole,
@@ -19,13 +26,6 @@ from hybridrl.costs.model import CostModel, even_rows
 from hybridrl.pipelines.evaluation import lower_bound
 from hybridrl.pipelines.problem import PipelinedModel, PipelineProblem
 from hybridrl.pipelines.search import search
-from hybridrl.planner.fused_plans import (
-    OVER_BOUND,
-    can_share_a_plan,
-    shared_problem,
-    shared_score_s,
-    shared_update_s,
-)
 
 COSTS = CostModel(
     LayerCosts.of(ACCELERATORS["a100"]), cluster_of(ACCELERATORS["a100"], nodes=2, per_node=8)

@@ -25,15 +25,15 @@ from hybridrl.costs.mapping import (
     PlannedRole,
     TrainLayout,
 )
+from hybridrl.costs.mapping_memory import MappingMemory, StepLimits
+from hybridrl.costs.memory import GIB
 from hybridrl.costs.model import CostModel
 from hybridrl.costs.model_shape import ModelShape
-from hybridrl.planner.fitting_layouts import DoesNotFit
-from hybridrl.planner.mapping_memory import MappingMemory, StepLimits
-from hybridrl.planner.mapping_price import MappingPrices
-from hybridrl.planner.mapping_search import TOLERANCE, MappingSearch
-from hybridrl.planner.memory import GIB
-from hybridrl.planner.search_space import Pools, SearchSpace, micro_batch_choices, set_partitions
-from hybridrl.planner.workload import Group, Workload
+from hybridrl.flow.workload import Group, Workload
+from hybridrl.plan.fitting_layouts import DoesNotFit
+from hybridrl.plan.mapping_price import MappingPrices
+from hybridrl.plan.mapping_search import TOLERANCE, MappingSearch
+from hybridrl.plan.search_space import Pools, SearchSpace, micro_batch_choices, set_partitions
 
 A100 = ACCELERATORS["a100"]
 SMALL = ModelShape(8, 2048, 5632, 16, 8, 32_000)

@@ -1,6 +1,6 @@
 """The moments of a zero-bubble update, by hand on small numbers."""
 
-from hybridrl.planner.zero_bubble import ChunkSizes, ZeroBubbleUpdate
+from hybridrl.costs.zero_bubble import ChunkSizes, ZeroBubbleUpdate
 
 # A received row, or its gradient, has 5 bytes.
 SIZES = {

@@ -2,7 +2,7 @@
 
 from itertools import chain, product
 
-from hybridrl.planner.search_space import allocation_step, allocations, set_partitions
+from hybridrl.plan.search_space import allocation_step, allocations, set_partitions
 
 
 def test_there_are_bell_numbers_of_partitions() -> None:

@@ -6,7 +6,7 @@ from hybridrl.config.layout import Grouping
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.parameters import FIRST, LAST, Parameter
 from hybridrl.layout.switching import plan_switch
-from hybridrl.planner.layout import LayoutReport, Spread, report, size
+from hybridrl.plan.layout import LayoutReport, Spread, report, size
 
 PARAMETERS = [
     Parameter("embed", (64, 8), FIRST, 0),

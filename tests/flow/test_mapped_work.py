@@ -7,6 +7,7 @@ import pytest
 
 from hybridrl.config import ConfigError, FusedScheduleConfig, ScheduleConfig, SerialScheduleConfig
 from hybridrl.costs.devices import ACCELERATORS, MODELS
+from hybridrl.costs.fused_plans import shared_score_s, shared_update_s, updates_s
 from hybridrl.costs.layers import LayerCosts
 from hybridrl.costs.mapping import (
     DeviceMapping,
@@ -19,10 +20,9 @@ from hybridrl.costs.mapping import (
 from hybridrl.costs.meter import CostMeter
 from hybridrl.costs.model import CostModel
 from hybridrl.flow.executor import Scope
-from hybridrl.planner.fused_plans import shared_score_s, shared_update_s, updates_s
-from hybridrl.planner.mapped_work import MappedWork
-from hybridrl.planner.schedule import mapped_setting, replay
-from hybridrl.planner.workload import Group, Workload
+from hybridrl.flow.mapped_work import MappedWork
+from hybridrl.flow.workload import Group, Workload
+from hybridrl.plan.schedule import mapped_setting, replay
 
 A100 = ACCELERATORS["a100"]
 COSTS = CostModel(LayerCosts.of(A100), cluster_of(A100, nodes=2, per_node=8))

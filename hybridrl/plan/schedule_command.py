@@ -11,10 +11,7 @@ from typing import Any, NoReturn
 
 from hybridrl.config import SPECULATED, ConfigError, ScheduleConfig
 from hybridrl.config.schedule import SCHEDULES
-from hybridrl.planner.conversations import TURNS, read_conversations
-from hybridrl.planner.mapped_work import step_samples
-from hybridrl.planner.options import option_name, read_number
-from hybridrl.planner.roofline import (
+from hybridrl.costs.roofline import (
     Roofline,
     layouts_of,
     read_roofline,
@@ -22,15 +19,24 @@ from hybridrl.planner.roofline import (
     samples_held,
     with_pipelines,
 )
-from hybridrl.planner.schedule import (
+from hybridrl.flow.conversations import TURNS, read_conversations
+from hybridrl.flow.mapped_work import step_samples
+from hybridrl.flow.workload import (
+    LENGTHS,
+    Shape,
+    Workload,
+    known_guesses,
+    read_costs,
+    read_workload,
+)
+from hybridrl.plan.options import option_name, read_number
+from hybridrl.plan.schedule import (
     Outcome,
     Setting,
     conversation_waits,
     lower_bound,
-    read_costs,
     what_if,
 )
-from hybridrl.planner.workload import LENGTHS, Shape, Workload, known_guesses, read_workload
 
 USAGE = f"""usage: hybridrl plan schedule --lengths=... [--costs=...] [OPTIONS]
 

@@ -8,8 +8,8 @@ from hybridrl.config import (
     OptimName,
     TrainLayoutConfig,
 )
-from hybridrl.planner.memory import TOGETHER, WAITING, MemoryPhase
-from hybridrl.planner.train_memory import CHUNK_KEYS
+from hybridrl.costs.memory import TOGETHER, WAITING, MemoryPhase
+from hybridrl.costs.train_memory import CHUNK_KEYS
 
 _LARGE = 0.2  # of a phase: what is worth a setting besides the largest size
 _SMALLER = "a smaller trainer.max_tokens_per_micro_batch"

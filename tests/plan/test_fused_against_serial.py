@@ -20,9 +20,9 @@ from hybridrl.config import (
     SerialScheduleConfig,
 )
 from hybridrl.costs.instance import Costs, Drafting
-from hybridrl.planner.command import read_setting
-from hybridrl.planner.schedule import Setting, replay, replay_steps
-from hybridrl.planner.workload import Group, Workload
+from hybridrl.flow.workload import Group, Workload
+from hybridrl.plan.schedule import Setting, replay, replay_steps
+from hybridrl.plan.schedule_command import read_setting
 
 RECORDED = Path(__file__).parent / "recorded_run"
 LEARNING, STEPS = 5, 10

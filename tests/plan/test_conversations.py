@@ -8,15 +8,15 @@ import pytest
 from hybridrl.config import ConfigError, FusedScheduleConfig
 from hybridrl.costs.instance import Costs
 from hybridrl.flow import Flow, TokenSpan
+from hybridrl.flow.conversations import ConversationModel, ModeledConversation, ModeledTurn
 from hybridrl.flow.executor import Answer, EpisodeReply, Park, Resume, Sampling, Scope, Submit
 from hybridrl.flow.lengths import LengthModel, PromptKey
+from hybridrl.flow.modeled_instance import ModeledInstance
 from hybridrl.flow.sample import NO_VERSION, SampleId
 from hybridrl.flow.turns import OpenTurns
-from hybridrl.planner import command, schedule
-from hybridrl.planner.conversations import ConversationModel, ModeledConversation, ModeledTurn
-from hybridrl.planner.instance import ModeledInstance
-from hybridrl.planner.simulate import SimulatedExecutor
-from hybridrl.planner.workload import Group, Workload
+from hybridrl.flow.workload import Group, Workload
+from hybridrl.plan import schedule, schedule_command
+from hybridrl.plan.simulate import SimulatedExecutor
 from hybridrl.schedule import generation_round
 from hybridrl.schedule.base import StepSettings
 from hybridrl.schedule.fused import FusedSchedule
@@ -197,8 +197,8 @@ ARGS = "--lengths=lognormal:median=60,sigma=0.5 --instances=2 --prompts=8 --grou
 
 def test_plan_schedule_knows_waits():
     turns = "--turns=turns=4,reply=20,wait=2,sigma=1"
-    lines, remarks, _ = command.run([*ARGS.split(), turns], lambda *_: None)
-    setting, _ = command.read_setting([*ARGS.split(), turns])
+    lines, remarks, _ = schedule_command.run([*ARGS.split(), turns], lambda *_: None)
+    setting, _ = schedule_command.read_setting([*ARGS.split(), turns])
     outcomes = [schedule.replay(setting, config) for config in setting.schedules]
     # Partial and packed choose by length, so that a step may be without its longest conversation.
     bound = schedule.lower_bound(setting)
@@ -227,7 +227,7 @@ def test_plan_schedule_knows_waits():
 )
 def test_turns_that_are_none_are_refused(text):
     with pytest.raises(ConfigError, match=r"--turns=turns=.*: wanted turns"):
-        command.read_setting([*ARGS.split(), f"--turns={text}"])
+        schedule_command.read_setting([*ARGS.split(), f"--turns={text}"])
 
 
 def forecasts(conversations, steps=4, prompts=4):

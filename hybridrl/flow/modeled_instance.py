@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hybridrl.costs.instance import UNLIMITED, Costs
+from hybridrl.flow.conversations import ModeledConversation, ModeledTurn
 from hybridrl.flow.executor import (
     ENOUGH_TURNS,
     Answer,
@@ -21,7 +22,6 @@ from hybridrl.flow.executor import (
     Work,
 )
 from hybridrl.flow.sample import NO_VERSION, SampleId, TokenSpan
-from hybridrl.planner.conversations import ModeledConversation, ModeledTurn
 
 
 @dataclass(slots=True)

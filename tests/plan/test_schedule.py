@@ -24,6 +24,7 @@ from hybridrl.config import (
 )
 from hybridrl.costs.devices import MODELS
 from hybridrl.costs.instance import Costs, Drafting
+from hybridrl.costs.roofline import read_roofline
 from hybridrl.flow.executor import (
     Advanced,
     Computed,
@@ -39,19 +40,25 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import ComputeStage, StageMethod, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
-from hybridrl.planner.command import read_setting, run
-from hybridrl.planner.roofline import read_roofline
-from hybridrl.planner.schedule import (
+from hybridrl.flow.workload import (
+    LMSYS,
+    Group,
+    LogNormal,
+    Shape,
+    Workload,
+    read_costs,
+    read_workload,
+)
+from hybridrl.plan.schedule import (
     Setting,
     lower_bound,
-    read_costs,
     replay,
     simulated_graph,
     variants,
     what_if,
 )
-from hybridrl.planner.simulate import SimulatedExecutor
-from hybridrl.planner.workload import LMSYS, Group, LogNormal, Shape, Workload, read_workload
+from hybridrl.plan.schedule_command import read_setting, run
+from hybridrl.plan.simulate import SimulatedExecutor
 from hybridrl.schedule.fused import FusedSchedule
 from hybridrl.schedule.packed import PackedSchedule
 
@@ -450,7 +457,7 @@ def test_guesses_shorten_a_tail_whose_rows_are_nearly_free() -> None:
 
 
 def test_guesses_change_no_batch_of_a_schedule_that_counts_tokens() -> None:
-    from hybridrl.planner.schedule import _parts
+    from hybridrl.plan.schedule import _parts
 
     def prompts_of(drafting: Drafting | None) -> list[list[int]]:
         case = setting(LogNormal(40, 0.9, 600), replace(COSTS, drafting=drafting), steps=6)
@@ -478,7 +485,7 @@ def test_packed_steps_are_shorter_and_on_policy() -> None:
 @pytest.mark.parametrize("drafting", [None, Drafting(tokens=None, accept=0.6)], ids=["", "guess"])
 def test_a_simulated_run_teaches_the_costs_that_it_has(drafting: Drafting | None) -> None:
     """So simulating with measured costs is simulating with those that were there."""
-    from hybridrl.planner.schedule import _parts
+    from hybridrl.plan.schedule import _parts
 
     case = setting(costs=replace(COSTS, drafting=drafting), steps=4)
     simulated = executor_of(case)
@@ -501,7 +508,7 @@ def test_a_simulated_run_teaches_the_costs_that_it_has(drafting: Drafting | None
 
 
 def test_what_if_tries_every_schedule(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG", "hybridrl.planner")
+    caplog.set_level("DEBUG", "hybridrl.plan")
     progress: list[tuple[int, int]] = []
     outcomes = what_if(setting(), lambda done, of: progress.append((done, of)))
     assert [(outcome.schedule, outcome.mechanisms) for outcome in outcomes] == [

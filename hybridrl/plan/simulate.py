@@ -11,6 +11,7 @@ from typing import Any
 from hybridrl.costs.instance import Costs
 from hybridrl.costs.mapping import ACTOR
 from hybridrl.flow.clock import Clock, VirtualClock
+from hybridrl.flow.conversations import ConversationModel, ModeledConversation, reply_to
 from hybridrl.flow.executor import (
     ENOUGH_TURNS,
     Advanced,
@@ -28,11 +29,10 @@ from hybridrl.flow.executor import (
     UpdateDone,
 )
 from hybridrl.flow.graph import AnswersStage, Stage, StageMethod, UpdateStage
+from hybridrl.flow.mapped_work import MappedWork
+from hybridrl.flow.modeled_instance import ModeledInstance, ModeledRow
 from hybridrl.flow.sample import Sample, SampleId, Scalar, TokenSpan
 from hybridrl.layout.wide import wide_instances
-from hybridrl.planner.conversations import ConversationModel, ModeledConversation, reply_to
-from hybridrl.planner.instance import ModeledInstance, ModeledRow
-from hybridrl.planner.mapped_work import MappedWork
 
 EARLY_BACKWARD = "early backward"
 """The name of an instance's part of an update that others wait for."""

@@ -27,9 +27,9 @@ from hybridrl.costs.mapping import (
 from hybridrl.costs.model import CostModel, even_rows
 from hybridrl.costs.model_shape import ModelShape, matrices
 from hybridrl.costs.scales import CostScales
+from hybridrl.flow.mapped_work import MappedWork
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.switching import plan_switch
-from hybridrl.planner.mapped_work import MappedWork
 
 H100 = ACCELERATORS["h100"]
 LLAMA = MODELS["8b"]

@@ -11,7 +11,7 @@ parameter has its gradient.
 from dataclasses import dataclass
 
 from hybridrl.config import PipelineSchedule
-from hybridrl.planner.zero_bubble import ZeroBubbleUpdate
+from hybridrl.costs.zero_bubble import ZeroBubbleUpdate
 
 MASTER = 4
 """Bytes of a trained parameter in float32, and of each of AdamW's two moments."""

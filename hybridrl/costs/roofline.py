@@ -7,6 +7,7 @@ from math import gcd
 
 from hybridrl.config import ConfigError
 from hybridrl.costs.devices import ACCELERATORS, MODELS, Accelerator
+from hybridrl.costs.fused_plans import Layouts, can_share_a_plan, updates_s
 from hybridrl.costs.instance import Costs
 from hybridrl.costs.layers import LayerCosts
 from hybridrl.costs.mapping import (
@@ -19,7 +20,6 @@ from hybridrl.costs.mapping import (
 )
 from hybridrl.costs.model import CostModel, SampleLengths
 from hybridrl.costs.model_shape import ModelShape
-from hybridrl.planner.fused_plans import Layouts, can_share_a_plan, updates_s
 
 _PER_NODE = 8
 _BYTES = 2  # bfloat16 weights and cache

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from hybridrl.config import ActivationMode
+from hybridrl.costs.fused_plans import can_share_a_plan
 from hybridrl.costs.mapping import (
     ACTOR,
     DeviceMapping,
@@ -36,7 +37,9 @@ from hybridrl.costs.mapping import (
     PlannedRole,
     TrainLayout,
 )
-from hybridrl.planner.fitting_layouts import (
+from hybridrl.costs.mapping_memory import MappingMemory
+from hybridrl.costs.memory import MemoryPlan
+from hybridrl.plan.fitting_layouts import (
     DoesNotFit,
     FittingLayouts,
     NamedLayouts,
@@ -44,11 +47,8 @@ from hybridrl.planner.fitting_layouts import (
     smaller_layouts,
     total,
 )
-from hybridrl.planner.fused_plans import can_share_a_plan
-from hybridrl.planner.mapping_memory import MappingMemory
-from hybridrl.planner.mapping_price import MappingPrices, StepSeconds
-from hybridrl.planner.memory import MemoryPlan
-from hybridrl.planner.search_space import SearchSpace, allocation_step, allocations, set_partitions
+from hybridrl.plan.mapping_price import MappingPrices, StepSeconds
+from hybridrl.plan.search_space import SearchSpace, allocation_step, allocations, set_partitions
 
 TOLERANCE = 0.03
 """The tolerance as a share of a step's seconds.

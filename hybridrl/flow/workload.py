@@ -1,14 +1,16 @@
-"""The samples of a what-if run: lengths of prompts and responses."""
+"""The samples and the costs of a what-if run, by the texts that name them."""
 
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hybridrl.config import ConfigError
+from hybridrl.costs.instance import Costs
+from hybridrl.flow.executor import Scope
 from hybridrl.flow.sample import SampleId
 
 LENGTHS = (
@@ -227,3 +229,40 @@ def _groups(text: str, row: Mapping[str, Any], shape: Shape) -> list[Group]:
         lengths_by_prompt.setdefault(position, []).append(length)
         tokens[position] = shape.prompt_tokens or prompt
     return [Group(tokens[p], tuple(lengths_by_prompt[p])) for p in lengths_by_prompt]
+
+
+def read_costs(path: Path) -> dict[str, Any]:
+    """Return costs, scopes, sizes from `RUN/costs.json`, or a file of its form or of costs alone.
+
+    Raises `ConfigError`.
+    """
+    file = path / "costs.json" if path.is_dir() else path
+    checks: Mapping[str, Callable[[Any], bool]] = {
+        **dict.fromkeys(("num_instances", "max_held", "decode_steps", "chunk_tokens"), _is_count),
+        "verifier_s": lambda x: isinstance(x, int | float) and not isinstance(x, bool) and x >= 0,
+    }
+    try:
+        record = json.loads(file.read_text())
+        if not isinstance(record, dict):
+            raise ValueError("not an object")
+        facts = record if "costs" in record else {"costs": record}
+        costs = Costs.from_json(facts["costs"])
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        allowed = f"a run's directory with costs.json, or FILE.json with costs ({reason})"
+        raise ConfigError("--costs", str(path), allowed) from None
+    for name, fits in checks.items():
+        if name in facts and not fits(facts[name]):
+            allowed = f"{name} that is a number, not {facts[name]!r}"
+            raise ConfigError("--costs", str(path), allowed)
+    try:
+        scopes = {str(name): Scope(scope) for name, scope in dict(facts.get("scopes", {})).items()}
+    except (ValueError, TypeError):
+        allowed = f"scopes that map a stage to one of {', '.join(s.value for s in Scope)}"
+        raise ConfigError("--costs", str(path), allowed) from None
+    known = {name: facts[name] for name in checks if name in facts}
+    return {"costs": costs, "scopes": scopes, **known}
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,18 +1,17 @@
 """Replays the same samples under every schedule, in virtual time."""
 
 import itertools
-import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NoReturn
 
-from hybridrl.config import ConfigError, EarlyBackward, FusedScheduleConfig, ScheduleConfig
+from hybridrl.config import EarlyBackward, FusedScheduleConfig, ScheduleConfig
 from hybridrl.config.loss import Loss
 from hybridrl.config.schedule import SCHEDULES
 from hybridrl.costs.instance import LONGEST_DRAFT, UNLIMITED, Costs, Drafting
+from hybridrl.flow.conversations import ConversationModel
 from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.graph import (
     ComputeStage,
@@ -24,11 +23,10 @@ from hybridrl.flow.graph import (
     UpdateStage,
 )
 from hybridrl.flow.lengths import PromptKey
+from hybridrl.flow.mapped_work import MappedWork, step_samples
 from hybridrl.flow.sample import SampleId
-from hybridrl.planner.conversations import ConversationModel
-from hybridrl.planner.mapped_work import MappedWork, step_samples
-from hybridrl.planner.simulate import EARLY_BACKWARD, SimulatedExecutor
-from hybridrl.planner.workload import Workload
+from hybridrl.flow.workload import Workload
+from hybridrl.plan.simulate import EARLY_BACKWARD, SimulatedExecutor
 from hybridrl.schedule import StepResult
 from hybridrl.schedule.base import ScheduleParts, StepSettings, schedule_class
 
@@ -484,40 +482,3 @@ def _thresholds(num_samples: int) -> list[int]:
         thresholds += [step, step * 3 // 2]
         step *= 2
     return [n for n in thresholds if n < num_samples]
-
-
-def read_costs(path: Path) -> dict[str, Any]:
-    """Fields of `Setting` from `RUN/costs.json`, or a file of its form or of costs alone.
-
-    Raises `ConfigError`.
-    """
-    file = path / "costs.json" if path.is_dir() else path
-    checks: Mapping[str, Callable[[Any], bool]] = {
-        **dict.fromkeys(("num_instances", "max_held", "decode_steps", "chunk_tokens"), _is_count),
-        "verifier_s": lambda x: isinstance(x, int | float) and not isinstance(x, bool) and x >= 0,
-    }
-    try:
-        record = json.loads(file.read_text())
-        if not isinstance(record, dict):
-            raise ValueError("not an object")
-        facts = record if "costs" in record else {"costs": record}
-        costs = Costs.from_json(facts["costs"])
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        allowed = f"a run's directory with costs.json, or FILE.json with costs ({reason})"
-        raise ConfigError("--costs", str(path), allowed) from None
-    for name, fits in checks.items():
-        if name in facts and not fits(facts[name]):
-            allowed = f"{name} that is a number, not {facts[name]!r}"
-            raise ConfigError("--costs", str(path), allowed)
-    try:
-        scopes = {str(name): Scope(scope) for name, scope in dict(facts.get("scopes", {})).items()}
-    except (ValueError, TypeError):
-        allowed = f"scopes that map a stage to one of {', '.join(s.value for s in Scope)}"
-        raise ConfigError("--costs", str(path), allowed) from None
-    known = {name: facts[name] for name in checks if name in facts}
-    return {"costs": costs, "scopes": scopes, **known}
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

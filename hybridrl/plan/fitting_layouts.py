@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hybridrl.costs.mapping import ACTOR, DeviceMapping, TrainLayout
-from hybridrl.planner.memory import GIB, MemoryPlan
+from hybridrl.costs.memory import GIB, MemoryPlan
 
 NamedLayouts = tuple[tuple[str, TrainLayout], ...]
 """The layout of each role of a pool that is trained, hashable."""

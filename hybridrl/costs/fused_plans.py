@@ -21,7 +21,7 @@ Layouts = Mapping[str, TrainLayout]
 
 OVER_BOUND = 1.02
 """A plan's seconds over the lower bound of its problem. In the short time that a run has, searches
-end there (tests/planner/test_fused_plans.py)."""
+end there (tests/costs/test_fused_plans.py)."""
 
 
 def can_share_a_plan(roles: Sequence[PlannedRole], layouts: Layouts) -> bool:

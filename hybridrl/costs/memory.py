@@ -12,18 +12,18 @@
     save ROLE     training state, one parameter whole
 
 Ranks on GPUs offload what a phase does not need, but for trained roles that can stay in all of
-them (`planner.staying`). Ranks on CPUs keep all of it: there the training state of every role and
-the generation weights are in each phase. A pool of ranks without the actor
-neither switches nor generates. Keys and values of conversations that give way are in host memory,
-on CPUs in the phases of generation. For ranks on GPUs they count apart, with weights and moments of
-the roles that wait there (`MemoryPlan.on_host`).
+them (`MemoryPlan.staying`). Ranks on CPUs keep all of it: there the training state of every role
+and the generation weights are in each phase. A pool of ranks without the actor neither switches nor
+generates. Keys and values of conversations that give way are in host memory, on CPUs in the phases
+of generation. For ranks on GPUs they count apart, with weights and moments of the roles that wait
+there (`MemoryPlan.on_host`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from hybridrl.planner.generation_memory import GenerationSizes
-from hybridrl.planner.train_memory import MASTER, MOMENTS, TrainSizes
+from hybridrl.costs.generation_memory import GenerationSizes
+from hybridrl.costs.train_memory import MASTER, MOMENTS, TrainSizes
 
 GIB = 2**30
 TOGETHER = "together"

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from hybridrl.planner.generation_memory import NativeSizes, VLLMSizes
-from hybridrl.planner.memory import (
+from hybridrl.costs.generation_memory import NativeSizes, VLLMSizes
+from hybridrl.costs.memory import (
     WAITING,
     MemoryPlan,
     PoolSizes,
@@ -13,8 +13,8 @@ from hybridrl.planner.memory import (
     ScoringSizes,
     plan_memory,
 )
-from hybridrl.planner.train_memory import EIGHT_BIT_MOMENT, ActivationSizes, TrainSizes
-from hybridrl.planner.zero_bubble import ChunkSizes, ZeroBubbleUpdate
+from hybridrl.costs.train_memory import EIGHT_BIT_MOMENT, ActivationSizes, TrainSizes
+from hybridrl.costs.zero_bubble import ChunkSizes, ZeroBubbleUpdate
 
 NOTHING = ActivationSizes(0, 0)
 # Two layers of 100 elements and a root group of 1,000, over two FSDP ranks, in bfloat16.

@@ -14,6 +14,8 @@ from hybridrl.config import (
 )
 from hybridrl.costs.instance import Costs, Drafting
 from hybridrl.costs.model_shape import ModelShape
+from hybridrl.costs.roofline import Roofline, read_roofline
+from hybridrl.flow.conversations import ConversationModel, read_conversations
 from hybridrl.flow.graph import (
     ComputeStage,
     Graph,
@@ -21,10 +23,7 @@ from hybridrl.flow.graph import (
     Stage,
     StageMethod,
 )
-from hybridrl.planner.conversations import ConversationModel, read_conversations
-from hybridrl.planner.roofline import Roofline, read_roofline
-from hybridrl.planner.schedule import read_costs
-from hybridrl.planner.workload import Shape, Workload, known_guesses, read_workload
+from hybridrl.flow.workload import Shape, Workload, known_guesses, read_costs, read_workload
 
 Read = TypeVar("Read")
 
