@@ -69,8 +69,6 @@ from hybridrl.telemetry.log import command_log
 from hybridrl.telemetry.rundata import COSTS
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from hybridrl.preflight.mapping_roles import Shapes
 
 USAGE = f"""usage: hybridrl plan auto [OVERRIDES] --nodes=N --lengths=... [OPTIONS]
@@ -118,7 +116,7 @@ class _Problem:
 
     config: Config
     graph: Graph
-    shape: "PretrainedConfig"
+    shape: Any  # a PretrainedConfig, here without transformers
     shapes: "Shapes"
     roles: Sequence[PlannedRole]
     prices: MappingPrices

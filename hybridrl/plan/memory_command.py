@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import ActivationMode, ClusterKind, Config, ConfigError, Device
 from hybridrl.plan.options import read_number
@@ -15,8 +15,6 @@ from hybridrl.preflight.prepare import build_recipe, check_attention
 from hybridrl.telemetry.log import command_log
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from hybridrl.costs.memory import RunPlan
     from hybridrl.plan.layout import LayoutReport
 
@@ -181,8 +179,8 @@ def _plan_memory(config: Config, gpu_gib: float) -> "RunPlan":
     return replace(plan, activations=line_of(mode, reason))
 
 
-def _checked_shape(config: Config) -> "PretrainedConfig":
-    """The model's config, which the layouts can take."""
+def _checked_shape(config: Config) -> Any:
+    """The model's `PretrainedConfig`, which the layouts can take."""
     from hybridrl.models.config_json import check_expert_settings
     from hybridrl.models.parallel import check_gen_layout, check_train_layout
     from hybridrl.models.shape import model_shape
