@@ -99,8 +99,8 @@ def greedy(path: str) -> list[int]:
     """What transformers makes of the prompt."""
     model = AutoModelForCausalLM.from_pretrained(path)
     prompt = torch.tensor([PROMPT.prompt_ids])
-    made = model.generate(prompt, do_sample=False, max_new_tokens=24, eos_token_id=1)
-    return made[0].tolist()
+    tokens = model.generate(prompt, do_sample=False, max_new_tokens=24, eos_token_id=1)
+    return tokens[0].tolist()
 
 
 def test_weights_come_from_a_file_and_samples_are_those_of_transformers(path: str) -> None:
