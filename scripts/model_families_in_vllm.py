@@ -66,6 +66,7 @@ def _problem(path: str) -> str | None:
     from hybridrl.engines import probe
     from hybridrl.engines.rollout.vllm.engine import VOCAB_MULTIPLE, VLLMEngine
     from hybridrl.layout.grouping import TrainAxes
+    from hybridrl.layout.layerwise import LayerwiseSwitch
     from hybridrl.layout.switching import plan_switch
     from hybridrl.models.parallel import model_parameters
 
@@ -82,7 +83,8 @@ def _problem(path: str) -> str | None:
             path, config, switch.plan.dst, dtype=torch.float32, device=torch.device("cpu"),
             max_running=4, block_size=32, kv_cache_tokens=0, max_sequence=64,
         )  # fmt: skip
-        engine.update_weights(switch.plan, dict(model.named_parameters()))
+        weights = LayerwiseSwitch(switch.plan, 0, torch.float32)
+        weights.switch(dict(model.named_parameters()), engine.load)
         torch.manual_seed(2)
         problem = probe.compare_responses(model, engine)
         engine.close()

@@ -8,6 +8,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -143,8 +144,8 @@ def module_name(room: str, path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def circles(sources: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Sets of modules that import each other, lazy imports counted; `sources` by dotted name."""
+def reaches(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """The modules that each imports, directly or through others; `sources` by dotted name."""
     graph: dict[str, set[str]] = {}
     for name, source in sources.items():
         graph[name] = set()
@@ -152,11 +153,21 @@ def circles(sources: Mapping[str, str]) -> list[tuple[str, ...]]:
             while target and target not in sources:
                 target = target.rpartition(".")[0]
             graph[name] |= {target} - {"", name}
-    reached = {name: _reached(graph, name) for name in graph}
+    return {name: _reached(graph, name) for name in graph}
+
+
+@cache
+def of_package() -> dict[str, set[str]]:
+    """The modules that each of the package's imports, directly or through others."""
+    return reaches({module_name(room, path): path.read_text() for room, path in FILES})
+
+
+def circles(reached: Mapping[str, set[str]]) -> list[tuple[str, ...]]:
+    """Sets of modules that import each other, lazy imports counted; by what each `reached`."""
     return sorted(
         {
             tuple(sorted(other for other in reached[name] if name in reached[other]))
-            for name in graph
+            for name in reached
             if name in reached[name]
         }
     )
@@ -210,7 +221,25 @@ def test_every_arrow_of_the_floor_plan_points_down() -> None:
 
 
 def test_there_is_no_circle() -> None:
-    assert not circles({module_name(room, path): path.read_text() for room, path in FILES})
+    assert not circles(of_package())
+
+
+@pytest.mark.parametrize(
+    ("module", "unknown"),
+    [
+        ("hybridrl.workers.trainer", ("workers.generator", "workers.colocated", "engines.rollout")),
+        ("hybridrl.workers.generator", ("workers.trainer", "workers.colocated", "engines.train")),
+    ],
+)
+def test_trainer_and_generator_do_not_know_each_other(
+    module: str, unknown: tuple[str, ...]
+) -> None:
+    """So each can be alone on a rank: no import leads from one to the other, or its engine."""
+    reached = of_package()[module]
+    assert "hybridrl.workers.store" in reached
+    assert not [
+        name for name in reached if name.startswith(tuple(f"hybridrl.{x}" for x in unknown))
+    ]
 
 
 def test_a_circle_is_found_through_a_lazy_import() -> None:
@@ -220,7 +249,7 @@ def test_a_circle_is_found_through_a_lazy_import() -> None:
         "p.c": "import p.a",
         "p.d": "import p.a",
     }
-    assert circles(sources) == [("p.a", "p.b", "p.c")]
+    assert circles(reaches(sources)) == [("p.a", "p.b", "p.c")]
 
 
 @pytest.mark.parametrize(
@@ -243,7 +272,7 @@ def test_a_circle_is_found_through_a_lazy_import() -> None:
         ("driver", "from hybridrl.plan import mapping_command"),
         ("driver", "def f():\n    from hybridrl.jobs import commands"),
         ("driver", "import ray"),
-        ("recipes", "from hybridrl.workers import actor"),
+        ("recipes", "from hybridrl.workers import trainer"),
     ],
 )
 def test_the_rule_catches(room: str, source: str) -> None:

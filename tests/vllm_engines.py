@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hybridrl.engines.rollout.interface import HeldTurn, Output, Request, SamplingParams
@@ -17,6 +18,7 @@ from hybridrl.engines.rollout.sampling import SamplingBatch, sample
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.engines.rollout.vllm.engine import VOCAB_MULTIPLE, VLLMEngine
 from hybridrl.layout.grouping import TrainAxes
+from hybridrl.layout.layerwise import LayerwiseSwitch
 from hybridrl.layout.switching import Switch, plan_switch
 from hybridrl.models.parallel import model_parameters
 
@@ -69,6 +71,11 @@ def finish(engine: Any, requests: Iterable[Request] = ()) -> Outputs:
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:
     return [(salt * 7 + i * i * 5 + i) % 50 + 2 for i in range(length)]
+
+
+def moves_of(switch: Switch) -> LayerwiseSwitch:
+    """What brings the weights of a switch to an engine's `load`."""
+    return LayerwiseSwitch(switch.plan, dist.get_rank(), torch.float32)
 
 
 def change(model: PreTrainedModel, only: str = "") -> None:
@@ -159,8 +166,7 @@ def through_sleep(
         free()
         assert [storage.nbytes() for storage in caches] == [0] * len(caches)
         assert not engine.stats().has_cache
-        engine.wake()
-    update()
+        update()
     outputs = {output.id: output for _ in range(7) for output in engine.step()}
     assert [storage.nbytes() for storage in caches] == before
     for refuses in (engine.release_cache, engine.sleep, update):

@@ -6,19 +6,15 @@ errors do not add up, and freed device weights can be restored.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
-from hybridrl.layout.layerwise import LayerwiseSwitch, by_layer
+from hybridrl.layout.layerwise import Fill, LayerwiseSwitch, Load, by_layer
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
-
-Fill = Callable[[Tensors], None]
-"""Writes the rank's shard of every weight that it is called with."""
 
 
 class AdapterSwitch:
@@ -61,31 +57,26 @@ class AdapterSwitch:
 
     def load(self, source: Tensors, device: torch.device) -> None:
         """Bring the base weights, layer by layer over `device`; `source` may hold more names."""
-        layers = by_layer(self._base_plan.dst.rules)
-        switch = LayerwiseSwitch(
-            self._base_plan, self._rank, self.dtype, layers, self._bucket_bytes
-        )
 
-        @contextmanager
-        def layer_tensors(names: Sequence[str]) -> Iterator[Tensors]:
-            tensors = {
-                name: torch.zeros(self._shapes[name], dtype=self.dtype, device=device)
-                for name in names
-                if name in self._shapes
-            }
-            yield tensors
-            for name, tensor in tensors.items():
-                self.base[name] = tensor if device.type == "cpu" else tensor.cpu().pin_memory()
+        def take(fill: Fill) -> None:
+            for names in by_layer(self._base_plan.dst.rules):
+                tensors = {
+                    name: torch.zeros(self._shapes[name], dtype=self.dtype, device=device)
+                    for name in names
+                    if name in self._shapes
+                }
+                fill(tensors, names)
+                for name, tensor in tensors.items():
+                    on_cpu = device.type == "cpu"
+                    self.base[name] = tensor if on_cpu else tensor.cpu().pin_memory()
 
-        self._loaded = switch.switch(source, layer_tensors)
+        settings = self._rank, self.dtype, self._bucket_bytes
+        self._loaded = LayerwiseSwitch(self._base_plan, *settings).switch(source, take)
 
-    def switch(
-        self, source: Tensors, write: Callable[[Fill], None], device: torch.device
-    ) -> SwitchStats:
-        """Bring the adapters and let `write` fill the generation weights on `device`.
+    def switch(self, source: Tensors, load: Load, device: torch.device) -> SwitchStats:
+        """Bring the adapters and let `load` fill the generation weights on `device`.
 
-        `write` calls its argument with the rank's tensors, once or a layer at a time. The result
-        counts the adapters' bytes; the first call's also counts those of `load`.
+        The result counts the adapters' bytes; the first call's also counts those of `self.load`.
         """
         assert self.base or not self._base_plan.dst.rules, "load comes first"
         begun = time.perf_counter()
@@ -97,7 +88,7 @@ class AdapterSwitch:
         }
         stats = self._switch.switch(inputs, adapters, waits=False)
         held = sum(tensor.nbytes for tensor in adapters.values())
-        write(lambda tensors: self._fill(tensors, adapters))
+        load(lambda tensors, names=None: self._fill(tensors, adapters))
         if device.type == "cuda":
             # So that `seconds` counts work, not launches: its own, and not what leaves meanwhile.
             torch.cuda.current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-"""The weight switch one layer at a time, for destinations that cannot hold all of it at once.
+"""The weight switch as its destination wants it: all at once, or one layer at a time.
 
 An engine that repacks its weights has no memory for all incoming tensors. Each layer gets temporary
 tensors, is filled, and is repacked before the next layer arrives.
@@ -7,8 +7,8 @@ tensors, is filled, and is repacked before the next layer arrives.
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -17,47 +17,54 @@ from hybridrl.layout.plan import Plan
 from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
 
 
+class Fill(Protocol):
+    """Writes the rank's shards of weights, in place."""
+
+    def __call__(self, tensors: Tensors, names: Sequence[str] | None = None, /) -> None:
+        """Fill the rank's `tensors` of the parameters `names`; None: of the whole model.
+
+        A rank may hold some of the parameters, or none. All ranks make the same calls, which name
+        every parameter once.
+        """
+        ...
+
+
+Load = Callable[[Fill], None]
+"""Hands the destination's tensors to a `Fill`, all at once or in several calls."""
+
+
 class LayerwiseSwitch:
-    """A `WeightSwitch` for each of `layers` (names of parameters, the same lists on every rank).
+    """A `WeightSwitch` for each set of parameters that a destination is filled with.
 
     All ranks of the plan make one and call `switch` together. Buckets of one layer overlap, layers
-    do not.
+    do not. The rounds are computed once, at the first switch.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        dtype: torch.dtype,
-        layers: Sequence[Sequence[str]],
-        bucket_bytes: int = BUCKET_BYTES,
+        self, plan: Plan, rank: int, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        """Raises ValueError where `layers` do not name every parameter of the plan once."""
-        if sorted(name for names in layers for name in names) != sorted(plan.dst.rules):
-            raise ValueError("the layers must name every parameter of the plan once")
-        self.layers = [tuple(names) for names in layers]
-        self._switches = [
-            WeightSwitch(subplan(plan, names), rank, dtype, bucket_bytes) for names in self.layers
-        ]
+        self.plan = plan
+        self._settings = rank, dtype, bucket_bytes
+        self._switches: dict[tuple[str, ...] | None, WeightSwitch] = {}
 
-    def switch(
-        self,
-        source: Tensors,
-        destination_of: Callable[[Sequence[str]], AbstractContextManager[Tensors]],
-    ) -> SwitchStats:
-        """Fill, layer by layer, the tensors that `destination_of(names)` yields.
+    def switch(self, source: Tensors, load: Load) -> SwitchStats:
+        """Let `load` fill its tensors from `source`; `WeightSwitch.switch` says their shapes.
 
-        `WeightSwitch.switch` says their shapes; they are complete when the context exits.
-        `bytes_held` of the result is the largest size of one layer's tensors.
+        `bytes_held` of the result is the largest size of one layer's tensors, 0 where all are
+        filled at once. Raises ValueError unless `load` names every parameter of the plan once.
         """
-        begun = time.perf_counter()
-        total = SwitchStats("local", 0)
-        paths: set[str] = set()
-        for names, switch in zip(self.layers, self._switches, strict=True):
-            with destination_of(names) as destination:
-                inputs = {name: source[name] for name in names if name in source}
-                stats = switch.switch(inputs, destination)
-                held = sum(tensor.nbytes for tensor in destination.values())
+        begun, planning = time.perf_counter(), 0.0
+        total, paths, filled = SwitchStats("local", 0), set[str](), list[str]()
+
+        def fill(tensors: Tensors, names: Sequence[str] | None = None) -> None:
+            nonlocal total, planning
+            start = time.perf_counter()
+            switch = self._switch_of(names)
+            planning += time.perf_counter() - start
+            own = source if names is None else {n: source[n] for n in names if n in source}
+            stats = switch.switch(own, tensors)
+            held = 0 if names is None else sum(tensor.nbytes for tensor in tensors.values())
+            filled.extend(self.plan.dst.rules if names is None else names)
             paths.update(stats.path.split("+"))
             total = replace(
                 total,
@@ -69,8 +76,20 @@ class LayerwiseSwitch:
                 seconds_wait=total.seconds_wait + stats.seconds_wait,
                 seconds_copy=total.seconds_copy + stats.seconds_copy,
             )
+
+        load(fill)
+        if sorted(filled) != sorted(self.plan.dst.rules):
+            raise ValueError("the layers must name every parameter of the plan once")
         path = "+".join(step for step in ("gather", "exchange") if step in paths) or "local"
-        return replace(total, path=path, seconds=time.perf_counter() - begun)
+        return replace(total, path=path, seconds=time.perf_counter() - begun - planning)
+
+    def _switch_of(self, names: Sequence[str] | None) -> WeightSwitch:
+        """The switch of some parameters, made at its first use."""
+        key = None if names is None else tuple(names)
+        if key not in self._switches:
+            plan = self.plan if names is None else subplan(self.plan, names)
+            self._switches[key] = WeightSwitch(plan, *self._settings)
+        return self._switches[key]
 
 
 def by_layer(names: Iterable[str]) -> list[tuple[str, ...]]:

@@ -1,5 +1,6 @@
 """Memory of a rank: on its accelerator and on the host."""
 
+import gc
 import resource
 import time
 from dataclasses import dataclass
@@ -36,6 +37,19 @@ def measure_memory(device: "torch.device") -> MemoryReading:
             "total": total,
         }
     return MemoryReading(time.time(), held)
+
+
+def free_cached_memory(device: "torch.device") -> None:
+    """Give freed memory back to the device, for the next process that allocates there.
+
+    First running kernels must end, then torch's cached memory goes.
+    """
+    if device.type == "cuda":
+        import torch
+
+        gc.collect()
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 def resident_bytes() -> int:

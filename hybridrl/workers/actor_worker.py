@@ -22,7 +22,6 @@ from hybridrl.flow.executor import (
     Computed,
     EarlyTrained,
     Finished,
-    Parked,
     Phase,
     Resume,
     TargetsLoaded,
@@ -30,17 +29,17 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import AnswersStage, Graph, MapStage, Stage, UpdateStage
 from hybridrl.flow.sample import LOSS_MASK, NO_VERSION, SampleId, TokenSpan
-from hybridrl.models.response_text import ResponseText
 from hybridrl.rewards import RewardInput
 from hybridrl.telemetry.digests import ShardDigest
 from hybridrl.telemetry.trace import TimeSpan
-from hybridrl.workers.actor import Actor, ParkedSample
 from hybridrl.workers.answers import EnteredPhase, RankDescription
 from hybridrl.workers.base_worker import BaseWorker, Published, Reply
+from hybridrl.workers.colocated import ColocatedActor
 from hybridrl.workers.data_plane import DataPlane, with_parked
-from hybridrl.workers.device_residency import DeviceResidency, DeviceStatus
+from hybridrl.workers.device_residency import DeviceStatus
 from hybridrl.workers.digests import digests_of_samples, load_tensors, save_tensors
 from hybridrl.workers.dispatch import Dispatch, dispatch
+from hybridrl.workers.generator import Generator, ParkedSample
 from hybridrl.workers.pending_samples import PendingRecord, load_pending, save_pending
 from hybridrl.workers.role_factory import ActorRoleFactory
 from hybridrl.workers.roles import Verifier, reward_inputs, run_map
@@ -49,7 +48,6 @@ from hybridrl.workers.scorers import ReferenceScorer
 from hybridrl.workers.store import StoredSample
 from hybridrl.workers.training import UpdateShare
 from hybridrl.workers.turns import SampleTexts, turn_texts
-from hybridrl.workers.wide import cut_samples
 
 logger = logging.getLogger(__name__)
 
@@ -81,15 +79,14 @@ class ActorWorker(BaseWorker):
     def setup(self, host: str, port: int, sizes: PoolSizes | None = None) -> Reply[RankDescription]:
         """Join the process group, whose first rank listens on `port` of `host`; load the actor."""
         process = self._join(host, port, sizes)
-        self.text_of = ResponseText(self.tokenizer, self.config.rollout.skip_special_tokens)
         with self._span("load"):
             model = (self.config, self.model_path, self.tokenizer, self.store, self.device)
             nodes = [process.node] * self.size
             dist.all_gather_object(nodes, process.node)
-            self.actor = actor = Actor(*model, self.staying, nodes)
-            self.residency = DeviceResidency(self.device, self._on_reading, actor.rollout)
-            self.build = ActorRoleFactory(*model, actor, self.residency)
-            self.trained["actor"] = actor
+            self.actor = actor = ColocatedActor(*model, self.staying, nodes, self._on_reading)
+            self.residency, self.text_of = actor.residency, actor.generator.text_of
+            self.build = ActorRoleFactory(*model, actor)
+            self.trained["actor"] = actor.trainer
             if old_policy := self.build.old_policy():
                 self.scorers["actor"] = old_policy
             for name in self.config.eval_judges:  # in every recipe
@@ -98,10 +95,15 @@ class ActorWorker(BaseWorker):
             self.writer = SampleWriter(Path(self.config.run.dir), self.rank, self.text_of)
         return self._reply(RankDescription(process=process, actor=actor.describe()))
 
+    @property
+    def generator(self) -> Generator:
+        """The actor's part that generates."""
+        return self.actor.generator
+
     def _actor_weights(
         self, references: Sequence[Any]
     ) -> Iterable[tuple[str, torch.Tensor]] | None:
-        engine = self.actor.train_engine
+        engine = self.actor.trainer.train_engine
         return chain(engine.weights(), engine.buffers().items()) if engine.version else None
 
     def _add_judge(self, name: str) -> None:
@@ -112,7 +114,7 @@ class ActorWorker(BaseWorker):
             self.verifiers[name] = self.build.verifier(name)
             logger.debug("verifier %s made", name)
         elif home is JudgeHome.instance:
-            self.scorers[name] = self.build.neural_judge(name, self.actor.parallel)
+            self.scorers[name] = self.build.neural_judge(name, self.generator.parallel)
             logger.debug("neural judge %s made", name)
 
     def _add_scorers(self, graph: Graph, weights: Sequence[Any]) -> None:
@@ -138,7 +140,7 @@ class ActorWorker(BaseWorker):
     def load_weights(self, path: str) -> Reply[None]:
         """Replace the actor's weights by those of a checkpoint, in TRAIN."""
         with self._span("load"):
-            self.actor.train_engine.load_weights(path)
+            self.actor.trainer.train_engine.load_weights(path)
         return self._reply(None)
 
     @dispatch(Dispatch.SAME)
@@ -146,7 +148,7 @@ class ActorWorker(BaseWorker):
         """End child processes and leave the process group."""
         if self.writer is not None:
             self.writer.close()
-        self.actor.close()
+        self.generator.close()
         for verifier in self.verifiers.values():
             verifier.close()
         return super().close()
@@ -159,16 +161,13 @@ class ActorWorker(BaseWorker):
         switch = None
         with self._span("switch" if phase is Phase.GENERATE else "to_train"):
             if phase is Phase.TRAIN:
-                # A rank that has trained early is there already, with its shards and gradients.
-                if not self.actor.train_engine.has_early_gradient:
-                    self.residency.enter_training()
+                self.actor.enter_training()
             else:
                 self._discard_early()
                 if self.residency.status is DeviceStatus.TRAINING:
                     self._refresh_averages()
-                with self.residency.entering_generation(self.actor.train_engine) as woken:
-                    switch = self.actor.switch_weights(woken)
-        return self._reply(EnteredPhase(version=self.actor.generating_version, switch=switch))
+                switch = self.actor.enter_generation()
+        return self._reply(EnteredPhase(version=self.generator.version, switch=switch))
 
     @dispatch(Dispatch.SAME)
     def advance(
@@ -188,20 +187,23 @@ class ActorWorker(BaseWorker):
         self.residency.activate(None)
         # fetch what resumes here
         start = time.perf_counter()
-        self.actor.join(instance)
-        is_wide = instance != self.actor.instance
+        self.generator.join(instance)
+        is_wide = instance != self.generator.instance
         commands = [self._import_parked(c) if isinstance(c, Resume) else c for c in commands]
         fetch_s = time.perf_counter() - start
         # decode
         with self._span("wide decode" if is_wide else "generate"):
-            finished, parked, turns, work = self.actor.advance(
+            finished, parked, turns, work = self.generator.advance(
                 commands, num_decode_steps, enough_turns
             )
         if work.drafted:
             self._name_last_span(work.name(is_wide))
         # hand on what was parked
         start = time.perf_counter()
-        exported = [replace(event, state=self._export_parked(event)) for event in parked]
+        exported = [
+            replace(event, state=self.generator.export_parked(event, self.data_plane))
+            for event in parked
+        ]
         put_s = time.perf_counter() - start
         # keys and values that came or went, with the time of their way
         work = replace(work, kv_bytes=sum(map(self._kv_bytes, commands)))
@@ -210,8 +212,8 @@ class ActorWorker(BaseWorker):
             kv_seconds = work.kv_seconds + fetch_s + put_s
             seconds = work.seconds + fetch_s + put_s
             work = replace(work, seconds=seconds, kv_tokens=kv_tokens, kv_seconds=kv_seconds)
-        unfinished = self.actor.unfinished
-        self.actor.leave()
+        unfinished = self.generator.unfinished
+        self.generator.leave()
         value = Advanced(
             instance, unfinished, tuple(finished), tuple(exported), work=work, turns=tuple(turns)
         )
@@ -220,25 +222,10 @@ class ActorWorker(BaseWorker):
             self._published(value, ids, generated_tensors(finished), with_items=True)
         )
 
-    def _export_parked(self, parked: Parked) -> dict[int, dict[SampleId, Any]]:
-        """References by instance rank and sample: one for each sample that has its KV cache."""
-        samples: dict[SampleId, ParkedSample] = parked.state
-        actor, shares = self.actor, {self.actor.instance_rank: samples}
-        if parked.width > 1:
-            model = actor.train_engine.model.config
-            shares = cut_samples(samples, actor.parallel, model, parked.width)
-        if any(sample.request.kv is not None for sample in samples.values()):
-            return {
-                rank: {id: self.data_plane.put({id: s}) for id, s in share.items()}
-                for rank, share in shares.items()
-            }
-        references = dict.fromkeys(samples, self.data_plane.put(samples)) if samples else {}
-        return dict.fromkeys(shares, references)
-
     def _import_parked(self, command: Resume) -> Resume:
         """The command with the parked samples themselves in place of their references."""
         with self._span("fetch", len(command.ids)):
-            return with_parked(command, self.actor.instance_rank, self.data_plane)
+            return with_parked(command, self.generator.instance_rank, self.data_plane)
 
     def _kv_bytes(self, command: Command) -> int:
         """Bytes of keys and values that a command has brought from other ranks."""
@@ -340,24 +327,18 @@ class ActorWorker(BaseWorker):
         """
         self._fetch(share.parcels, arriving)
         with self._span("early backward", len(share.ids)):
-            if self.residency.status is DeviceStatus.GENERATING:
-                assert not self.actor.unfinished, "training while samples decode"
-                self.residency.enter_training()
-            self.residency.activate(self.actor.train_engine)
-            start = time.perf_counter()
-            self.actor.update_steps(stage, share).accumulate()
-            seconds = time.perf_counter() - start
+            seconds = self.actor.accumulate(stage, share)
         self._early_s += seconds
         return self._reply(EarlyTrained(stage.name, instance, share.ids, seconds))
 
     def _discard_early(self) -> None:
         """Throw away the gradients of a step that has not come to its update."""
-        self.actor.train_engine.discard()
+        self.actor.trainer.train_engine.discard()
         self._early_s = 0.0
 
     def _refresh_averages(self) -> None:
         """Copy moving averages that have changed into their scorers. Collective."""
-        for name, average in self.actor.averages.items():
+        for name, average in self.actor.trainer.averages.items():
             if average.moved:
                 scorer = self.scorers[name]
                 assert isinstance(scorer, ReferenceScorer)
@@ -477,19 +458,19 @@ class ActorWorker(BaseWorker):
     def load_pending(self, path: str, share: tuple[PendingRecord, ...]) -> Reply[Any]:
         """Load this rank's share of the pending samples; answers with a reference to the parked."""
         with self._span("load"):
-            parked = load_pending(Path(path), share, self.store, self.actor)
+            parked = load_pending(Path(path), share, self.store, self.generator)
         return self._reply(self.data_plane.put(parked) if parked else None)
 
     def _averages(self, role: str) -> distributed.NamedTensors:
         """The actor's moving averages."""
         tensors: distributed.NamedTensors = {}
-        for name, average in self.actor.averages.items() if role == "actor" else ():
+        for name, average in self.actor.trainer.averages.items() if role == "actor" else ():
             tensors |= distributed.as_parameters(average.engine, average.shards, name)
         return tensors
 
     def _restore_averages(self, averages: distributed.NamedTensors) -> None:
         if averages:
-            for name, average in self.actor.averages.items():
+            for name, average in self.actor.trainer.averages.items():
                 average.restore(distributed.average_shards(averages, name))
 
 

@@ -28,34 +28,30 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.layout.process_groups import warm_up
 from hybridrl.models.load import TORCH_DTYPES, load_tokenizer
 from hybridrl.system.devices import prepare_gpu
-from hybridrl.system.memory import MemoryReading
+from hybridrl.system.memory import MemoryReading, free_cached_memory
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
 from hybridrl.system.peak_flops import measure_peak
 from hybridrl.system.rendezvous import address_here, join_group, open_store
 from hybridrl.system.short_tmpdir import shorten_tmpdir
 from hybridrl.telemetry.digests import ShardDigest
 from hybridrl.telemetry.trace import ThreadSlice, TimeSpan
-from hybridrl.workers.actor import Actor
 from hybridrl.workers.answers import ModelDescription, ProcessDescription, RankDescription
 from hybridrl.workers.data_plane import DataPlane
-from hybridrl.workers.device_residency import (
-    DeviceResidency,
-    ResidentGroup,
-    free_cached_memory,
-)
+from hybridrl.workers.device_residency import DeviceResidency, ResidentGroup
 from hybridrl.workers.digests import digests_of_weights
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.role_factory import RoleFactory
 from hybridrl.workers.scorers import InstanceScorer
 from hybridrl.workers.staying_roles import StayingRoles, staying_roles
 from hybridrl.workers.store import SampleStore
+from hybridrl.workers.trainer import Trainer
 from hybridrl.workers.training import (
     Training,
     UpdateShare,
     score,
     train,
 )
-from hybridrl.workers.value_model import ValueModel, runs_reversed
+from hybridrl.workers.value_model import runs_reversed
 
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
@@ -90,10 +86,6 @@ class Published(Generic[Value]):
     reference: Any = None
 
 
-TrainableModel = Actor | ValueModel
-"""A role with an optimizer."""
-
-
 class BaseWorker:
     """One rank of a pool, whose ranks are one process group.
 
@@ -112,7 +104,7 @@ class BaseWorker:
         self.rank, self.size = rank, size
         self.config, self.model_path, self.data_plane = config, model_path, data_plane
         self.store = SampleStore()
-        self.trained: dict[str, TrainableModel] = {}
+        self.trained: dict[str, Trainer] = {}
         self.scorers: dict[str, InstanceScorer] = {}
         self.publishes = False
         self._store: Any = None
@@ -324,7 +316,7 @@ class BaseWorker:
             for stage, of_stage in zip(stages, results, strict=True)
         ]
 
-    def _activate(self, roles: Mapping[str, TrainableModel]) -> FusedUpdate | None:
+    def _activate(self, roles: Mapping[str, Trainer]) -> FusedUpdate | None:
         """Have these roles on the device; gives what makes one plan of several. Collective."""
         (first, *others) = (role.train_engine for role in roles.values())
         together = self._fused(tuple(roles)) if others else None

@@ -1,6 +1,5 @@
 """The weights on a rank's device: the schedule chooses, one owner moves and records."""
 
-import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ import torch
 
 from hybridrl.engines.rollout.interface import RolloutEngine
 from hybridrl.engines.train.engine import TrainEngine
-from hybridrl.system.memory import MemoryReading, measure_memory
+from hybridrl.system.memory import MemoryReading, free_cached_memory, measure_memory
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class DeviceResidency:
     TRAINING    | activate(role or None)      | TRAINING   | active.offload, role.onload
     TRAINING    | enter_training              | TRAINING   | active.offload
     TRAINING    | entering_generation(actor)  | SWITCHING  | if the actor is active, its copy to the
-                |                             |            | host begins, else active.offload; wake,
+                |                             |            | host begins, else active.offload;
                 |                             |            | actor.onload_weights
     SWITCHING   | the end of that `with` body | GENERATING | actor.offload, cached memory freed
     GENERATING  | activate(role or None)      | GENERATING | active.offload, role.onload
@@ -77,15 +76,16 @@ class DeviceResidency:
     A role that is active already does not move. Any other call in SWITCHING is a bug.
 
     Invariant: `active` alone of all roles has its weights on the device. The rollout engine is
-    awake if and only if the status is not TRAINING. The owner starts in TRAINING with no role
-    active: new models are offloaded and a new rollout engine sleeps before their first call here.
+    awake in GENERATING and asleep in TRAINING: the weights that come in SWITCHING wake it. The
+    owner starts in TRAINING with no role active: new models are offloaded and a new rollout engine
+    sleeps before their first call here.
 
     A phase lasts over many calls of the driver, so a call enters it and the next phase ends it.
     Nothing here is collective. So the ranks of one instance may enter training while others
     generate, for early backward. They stay in it when the others come.
 
     Example: GRPO's step with a reference. `entering_generation(actor)`: weights and moments begin
-    to leave for the host, the engine wakes, and the weight switch runs meanwhile. Samples are
+    to leave for the host, and the weight switch wakes the engine meanwhile. Samples are
     decoded with `activate(None)`. `release_idle_cache()` and `activate(reference)` score while the
     engine's weights stay. `enter_training()`: the reference leaves, the engine sleeps.
     `activate(actor)` trains: its moments come while the first passes run.
@@ -122,7 +122,7 @@ class DeviceResidency:
     def entering_generation(self, trained: TrainEngine) -> Iterator[bool]:
         """Enter GENERATING; within the body the weights of `trained` can move to the engine.
 
-        Yields whether the engine has just woken, so that its weights are yet to be filled.
+        Yields whether the engine sleeps, so that it wakes with the weights that the body brings.
         """
         assert self.rollout is not None, "no rollout engine to enter generation with"
         assert self.status is not DeviceStatus.SWITCHING, "a role is activated within a switch"
@@ -133,7 +133,6 @@ class DeviceResidency:
             if wakes:
                 if self.active is trained:
                     trained.start_offload()
-                self.rollout.wake()
                 # Also where it was active: a forward pass may have left its shards gathered.
                 trained.onload_weights()
                 self.active = trained
@@ -170,14 +169,3 @@ class DeviceResidency:
         self._on_reading(measure_memory(self.device))
         yield
         self._on_reading(measure_memory(self.device))
-
-
-def free_cached_memory(device: torch.device) -> None:
-    """Give freed memory back to the device, for the next process that allocates there.
-
-    First running kernels must end, then torch's cached memory goes.
-    """
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()

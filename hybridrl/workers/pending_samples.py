@@ -12,8 +12,8 @@ from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import Request, Turn
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.sample import SampleId, TokenSpan
-from hybridrl.workers.actor import Actor, ParkedSample
 from hybridrl.workers.data_plane import DataPlane
+from hybridrl.workers.generator import Generator, ParkedSample
 from hybridrl.workers.store import SampleStore, StoredSample
 
 
@@ -58,7 +58,7 @@ def save_pending(
 
 
 def load_pending(
-    folder: Path, share: Iterable[PendingRecord], store: SampleStore, actor: Actor
+    folder: Path, share: Iterable[PendingRecord], store: SampleStore, generator: Generator
 ) -> dict[SampleId, ParkedSample]:
     """Load a rank's share: finished samples go into the store; gives the parked ones."""
     files = sorted(folder.glob("samples_*.pt"))
@@ -74,7 +74,9 @@ def load_pending(
             sample = StoredSample(record["response_tokens"], pending.item, record["tensors"])
             store.add(pending.id, sample)
         else:
-            request = actor.request(pending.id, pending.item, pending.sampling, record["shares"])
+            request = generator.request(
+                pending.id, pending.item, pending.sampling, record["shares"]
+            )
             parked[pending.id] = _as_parked(request, pending.item, record)
     return parked
 

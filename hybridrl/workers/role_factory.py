@@ -11,8 +11,8 @@ from hybridrl.flow.graph import Graph
 from hybridrl.models.load import load_config
 from hybridrl.models.response_text import ResponseText
 from hybridrl.models.shard import GenParallel
-from hybridrl.workers.actor import Actor
-from hybridrl.workers.device_residency import DeviceResidency, free_cached_memory
+from hybridrl.system.memory import free_cached_memory
+from hybridrl.workers.colocated import ColocatedActor
 from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.roles import Verifier
 from hybridrl.workers.scorers import (
@@ -125,10 +125,9 @@ class RoleFactory:
 
 @dataclass(frozen=True)
 class ActorRoleFactory(RoleFactory):
-    """Makes roles besides `actor`, while none is active on the device that `residency` owns."""
+    """Makes roles besides the `actor`, while none is active on its device."""
 
-    actor: Actor
-    residency: DeviceResidency
+    actor: ColocatedActor
 
     def scorer(self, name: str, graph: Graph) -> InstanceScorer:
         """A role that only scores: the teacher, or the actor as it is now."""
@@ -137,7 +136,8 @@ class ActorRoleFactory(RoleFactory):
         copy = graph.copies.get(name)
         assert name == "reference" or (copy and copy.of == "actor"), name
         if copy and copy.update == "ewma":
-            self.actor.averages[name] = MovingAverage(self.actor.train_engine, copy.decay)
+            trainer = self.actor.trainer
+            trainer.averages[name] = MovingAverage(trainer.train_engine, copy.decay)
         return self.frozen_copy()
 
     def _teacher(self) -> ReferenceScorer:
@@ -155,10 +155,11 @@ class ActorRoleFactory(RoleFactory):
 
     def old_policy(self) -> OldPolicyScorer | None:
         """A scorer over the generation weights, where the engine shares them."""
-        model = self.actor.rollout.model
+        generator = self.actor.generator
+        model = generator.rollout.model
         if model is None:
             return None
-        return OldPolicyScorer(self.config, model, self.actor.parallel, self.device, self.store)
+        return OldPolicyScorer(self.config, model, generator.parallel, self.device, self.store)
 
     def frozen_copy(self) -> ReferenceScorer:
         """The actor as it is now.
@@ -168,15 +169,15 @@ class ActorRoleFactory(RoleFactory):
         if base := self.actor.base_weights(self.config.model.compute_dtype):
             return self._frozen(self.model_path, "model.path", base)
         scorer = self._frozen(self.model_path, "model.path")
-        if self.actor.train_engine.version:  # a warm start has trained the file's weights
-            self.residency.activate(scorer)
+        if self.actor.trainer.train_engine.version:  # a warm start has trained the file's weights
+            self.actor.residency.activate(scorer)
             self.actor.copy_weights(scorer.parameters(), self.config.model.compute_dtype)
             self.actor.copy_biases(scorer.engine.model)
             scorer.engine.keep_once()
-            self.residency.activate(None)
+            self.actor.residency.activate(None)
         return scorer
 
     def _frozen(
         self, path: str, key: str, weights: Mapping[str, torch.Tensor] | None = None
     ) -> ReferenceScorer:
-        return self.frozen(path, self.actor.parallel, key=key, shared=weights)
+        return self.frozen(path, self.actor.generator.parallel, key=key, shared=weights)

@@ -15,16 +15,15 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.workers.answers import ModelDescription
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.store import SampleStore
+from hybridrl.workers.trainer import Trainer
 from hybridrl.workers.training import RoleScoring, UpdateShare, UpdateSteps
 
 
-class ValueModel:
+class ValueModel(Trainer):
     """The value model `role` (`critic`, `cost_critic`, `reward`), under its own settings.
 
     It has one layout, that of its training: scoring and updates are collective over all ranks.
     """
-
-    end_ids = ()  # it writes nothing
 
     def __init__(
         self,
@@ -39,9 +38,8 @@ class ValueModel:
 
         With `reverse` its pipeline runs from the last rank to the first.
         """
-        self.config, self.store = config, store
         settings = config.value_model_of(role)
-        self.train_engine = TrainEngine(
+        engine = TrainEngine(
             settings.path or model_path,
             model=config.model,
             trainer=replace(config.trainer, optim=settings.optim, layout=settings.layout),
@@ -52,6 +50,7 @@ class ValueModel:
             key=f"{VALUE_MODELS[role]}.path",
             reverse=reverse,
         )
+        super().__init__(config, engine, store)
 
     def describe(self) -> ModelDescription:
         """Its size and its layout."""
@@ -59,20 +58,6 @@ class ValueModel:
             parameters=self.train_engine.num_parameters,
             trained_parameters=self.train_engine.num_trained,
             train_layout=self.train_engine.dims.axes,
-        )
-
-    def scoring(self, stage: Stage, ids: Sequence[SampleId]) -> RoleScoring:
-        """A forward-only stage on this rank's samples."""
-        raise NotImplementedError
-
-    def update_steps(self, stage: UpdateStage, share: UpdateShare) -> UpdateSteps:
-        """The steps of training on this rank's share."""
-        return UpdateSteps(
-            engine=self.train_engine,
-            store=self.store,
-            config=self.config,
-            stage=stage,
-            share=share,
         )
 
 

@@ -28,6 +28,7 @@ from hybridrl.config import ModelConfig, TrainerConfig
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.vllm.engine import VOCAB_MULTIPLE, VLLMEngine
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.layout.layerwise import LayerwiseSwitch
 from hybridrl.layout.switching import Switch, plan_switch
 from hybridrl.models.shard import GenParallel
 
@@ -47,6 +48,7 @@ class Rank:
         )
         self.switch = self.plan(tp, vocab_multiple=VOCAB_MULTIPLE, ascending=True)
         self.vllm = VLLMEngine(path, self.config, self.switch.plan.dst, **self.settings())
+        self.moves = LayerwiseSwitch(self.switch.plan, dist.get_rank(), args.dtype)
 
     def plan(self, tp: int, **options: Any) -> Switch:
         """From training to instances of `tp` ranks."""
@@ -67,7 +69,7 @@ class Rank:
 
     def update(self) -> Any:
         """Shard by shard."""
-        return self.vllm.update_weights(self.switch.plan, self.train.named_shards())
+        return self.moves.switch(self.train.named_shards(), self.vllm.load)
 
     def reload(self) -> None:
         """Every parameter whole on every rank, through vLLM's own loaders."""
@@ -128,7 +130,8 @@ def rates(rank: Rank) -> None:
     args = rank.args
     rank.update()
     native = NativeEngine(rank.config, parallel=GenParallel(), **rank.settings())
-    native.update_weights(rank.plan(1).plan, rank.train.named_shards())
+    moves = LayerwiseSwitch(rank.plan(1).plan, dist.get_rank(), args.dtype)
+    moves.switch(rank.train.named_shards(), native.load)
     prompts = torch.randint(2, rank.config.vocab_size, (args.samples, args.prompt)).tolist()
     lengths = [args.new] * args.samples
     sides = {

@@ -62,7 +62,7 @@ def engines_of(config: PretrainedConfig, steps: int) -> tuple[NativeEngine, Wide
         rollout=RolloutConfig(max_running=16, dtype=DType.float32),
         model_path="",
         model_config=config,
-        switch=cast(Any, None),
+        layout=cast(Any, None),
         parallel=GenParallel(),
         device=CPU,
         stops=None,

@@ -12,7 +12,7 @@ from gpu_steps.timing import median_seconds
 from gpu_steps.training import sequences, train_engine
 from hybridrl.algorithms.losses import ReinforceLoss
 from hybridrl.config import ActivationMode
-from hybridrl.workers.device_residency import free_cached_memory
+from hybridrl.system.memory import free_cached_memory
 
 _ROUNDS = 3
 

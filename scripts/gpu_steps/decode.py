@@ -1,5 +1,7 @@
 """Tokens a second of a rollout engine, by the number of samples that decode together."""
 
+from collections.abc import Sequence
+
 import torch
 from transformers import AutoConfig
 
@@ -17,7 +19,7 @@ from hybridrl.layout.switching import plan_switch
 from hybridrl.layout.weight_switch import Tensors
 from hybridrl.models.parallel import model_parameters
 from hybridrl.models.shard import GenParallel
-from hybridrl.workers.generation import make_rollout_engine
+from hybridrl.workers.generator import make_rollout_engine
 
 _WARM_UP_TOKENS = 4
 
@@ -68,20 +70,20 @@ def _engine(config: Config, device: torch.device) -> RolloutEngine:
     assert config.model.path is not None
     model_config = AutoConfig.from_pretrained(config.model.path)
     features = config.rollout.features
-    switch = plan_switch(
+    layout = plan_switch(
         model_parameters(model_config), TrainAxes(), 1, 1,
         vocab_multiple=features.vocab_multiple, ascending=features.ascending,
-    )  # fmt: skip
-    parallel = GenParallel.make(switch.plan.dst.mesh, device.type)
+    ).plan.dst  # fmt: skip
+    parallel = GenParallel.make(layout.mesh, device.type)
     engine = make_rollout_engine(
-        config, config.model.path, model_config, switch, parallel, device, None
+        config, config.model.path, model_config, layout, parallel, device, None
     )
-    engine.write_weights(_draw)
+    engine.load(_draw)
     return engine
 
 
 @torch.no_grad()
-def _draw(tensors: Tensors) -> None:
+def _draw(tensors: Tensors, names: Sequence[str] | None = None) -> None:
     """Weights as a new model has them."""
     for name, tensor in tensors.items():
         if "norm" in name:

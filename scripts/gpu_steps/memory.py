@@ -105,7 +105,7 @@ def measured_peaks(
     meter = PeakMeter(device)
     sizes, peaks = sizes_of(settings), {}
     rank = ActorRank(config, device)
-    engine = rank.actor.train_engine
+    engine = rank.trainer.train_engine
     peaks["build"] = meter.take()
 
     rank.switch()  # a run's usual switch is the later one, with moments
@@ -122,7 +122,7 @@ def measured_peaks(
             lambda *_: peaks.update(forward_backward=meter.take())
         )
         meter.take()
-        train([rank.actor.update_steps(stage, share)], None)
+        train([rank.trainer.update_steps(stage, share)], None)
         peaks["optimizer"] = meter.take()
         hook.remove()
     in_update = peaks["forward_backward"], peaks["optimizer"]
@@ -134,7 +134,7 @@ def measured_peaks(
     meter.take()
     peaks["offloaded"] = meter.take()
 
-    stats = rank.actor.rollout.stats()
+    stats = rank.generator.rollout.stats()
     keys = PlanKeys(
         shape=sizes.shape,
         parameters=engine.num_parameters,

@@ -34,10 +34,10 @@ def _measure(settings: Settings, figures: Figures, kind: Engine) -> None:
         rank.switch()
         ids = generate(rank, sizes, sizes.mismatch_samples)
         rank.residency.release_idle_cache()
-        rank.residency.activate(rank.actor.train_engine)
+        rank.residency.activate(rank.trainer.train_engine)
         stage = ComputeStage(name="trainer", outputs=("trainer",))
-        score([rank.actor.scoring(stage, ids)], None)
-        rank.actor.close()
+        score([rank.trainer.scoring(stage, ids)], None)
+        rank.generator.close()
     samples = [rank.store[id].tensors for id in ids]
     gaps = torch.cat([(s["log_probs"] - s["trainer"]).abs() for s in samples])
     about = {"tokens": len(gaps), "dtype": "bfloat16"}
@@ -57,7 +57,7 @@ def generate(rank: ActorRank, sizes: Sizes, number: int) -> tuple[SampleId, ...]
         Submit((id,), Item("", tuple(prompt), "", (), "", {}), sampling)
         for id, prompt in zip(ids, prompts.tolist(), strict=True)
     ]
-    rank.actor.advance(commands, 1)
-    while rank.actor.unfinished:
-        rank.actor.advance([], sizes.new_tokens)
+    rank.generator.advance(commands, 1)
+    while rank.generator.unfinished:
+        rank.generator.advance([], sizes.new_tokens)
     return ids

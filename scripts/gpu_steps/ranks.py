@@ -33,8 +33,7 @@ from hybridrl.config import (
 from hybridrl.models.tiny import make_char_tokenizer
 from hybridrl.system.devices import prepare_gpu
 from hybridrl.system.rendezvous import join_group, open_store
-from hybridrl.workers.actor import Actor
-from hybridrl.workers.device_residency import DeviceResidency
+from hybridrl.workers.colocated import ColocatedActor
 from hybridrl.workers.store import SampleStore
 
 _HOST = "127.0.0.1"
@@ -147,16 +146,16 @@ def _longest(sizes: Sizes) -> int:
 
 
 class ActorRank:
-    """The actor of a run on this rank, with the owner of its device."""
+    """The actor of a run on this rank."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         assert config.model.path is not None
         self.config, self.device, self.store = config, device, SampleStore()
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-        self.actor = Actor(config, config.model.path, tokenizer, self.store, device)
-        self.residency = DeviceResidency(device, lambda reading: None, self.actor.rollout)
+        self.actor = ColocatedActor(config, config.model.path, tokenizer, self.store, device)
+        self.trainer, self.generator = self.actor.trainer, self.actor.generator
+        self.residency = self.actor.residency
 
     def switch(self) -> None:
         """Enter generation with the weights of training."""
-        with self.residency.entering_generation(self.actor.train_engine) as woken:
-            self.actor.switch_weights(woken)
+        self.actor.enter_generation()

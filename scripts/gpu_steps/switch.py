@@ -10,7 +10,7 @@ from gpu_steps.ranks import ActorRank, on_ranks, one_rank, run_config
 from gpu_steps.steps import Settings
 from gpu_steps.timing import seconds
 from hybridrl.layout.weight_switch import SwitchStats
-from hybridrl.workers.device_residency import free_cached_memory
+from hybridrl.system.memory import free_cached_memory
 
 _ROUNDS = 3
 _CPU_RANKS = 2
@@ -54,9 +54,9 @@ def _switch(device: torch.device, settings: Settings, ranks: int, gen_tp: int) -
     rank = ActorRank(run_config(settings, ranks=ranks, gen_tp=gen_tp), device)
     actor, residency = rank.actor, rank.residency
     switches: list[SwitchStats] = []
-    with residency.entering_generation(actor.train_engine):
+    with residency.entering_generation(rank.trainer.train_engine):
         for _ in range(_ROUNDS):
-            stats = actor.switch_weights(woken=True)
+            stats = actor.switch_weights(wakes=True)
             assert stats is not None
             switches.append(stats)
     residency.enter_training()
@@ -65,7 +65,7 @@ def _switch(device: torch.device, settings: Settings, ranks: int, gen_tp: int) -
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     layout = actor.switch_plan.plan.dst
     held = sum(box.size for name in layout.rules for box in layout.local(name, dist.get_rank()))
-    actor.close()
+    rank.generator.close()
     return {
         "ranks": ranks,
         "gen_tp": gen_tp,

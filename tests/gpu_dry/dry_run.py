@@ -32,9 +32,8 @@ from hybridrl.engines.train.adamw import local_shard
 from hybridrl.flow.executor import Park, Parked, Resume, Sampling, Submit
 from hybridrl.flow.graph import ComputeStage, UpdateStage
 from hybridrl.flow.sample import SampleId
-from hybridrl.workers import actor as actor_module
-from hybridrl.workers.actor import Actor
-from hybridrl.workers.device_residency import DeviceResidency
+from hybridrl.workers import generator as generator_module
+from hybridrl.workers.colocated import ColocatedActor
 from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.role_factory import ActorRoleFactory
 from hybridrl.workers.staying_roles import StayingRoles
@@ -74,7 +73,7 @@ class DryRun:
             return
         if not self.case.lora:
             with self.phase("build average"):
-                self.average = MovingAverage(self.actor.train_engine, decay=0.9)
+                self.average = MovingAverage(self.trainer.train_engine, decay=0.9)
         self._generate()
         ids = self._samples()
         self._score(ids)
@@ -87,44 +86,41 @@ class DryRun:
         """The actor with its rollout engine, and the factory of the other roles."""
         with self.phase("build"):
             staying = StayingRoles(self.case.staying)
-            actor = self.actor = Actor(
-                self.config, self.path, self.tokenizer, self.store, self.cuda, staying
-            )
-            self.residency = DeviceResidency(self.cuda, lambda reading: None, actor.rollout)
-            self.roles = ActorRoleFactory(
-                self.config, self.path, self.tokenizer, self.store, self.cuda, actor, self.residency
-            )
+            model = self.config, self.path, self.tokenizer, self.store, self.cuda
+            actor = self.actor = ColocatedActor(*model, staying)
+            self.trainer, self.residency = actor.trainer, actor.residency
+            self.roles = ActorRoleFactory(*model, actor)
         if self.case.staying:
             with self.phase("moments of a resumed run"):  # or the plan has more than there is
-                actor.train_engine.resume(0, 0, moments=True)
+                self.trainer.train_engine.resume(0, 0, moments=True)
 
     def _generate(self) -> None:
         """Switch, prefill, two decode steps, a sample parked with its cache and resumed."""
-        actor = self.actor
-        with self.phase("switch"), self.residency.entering_generation(actor.train_engine) as woken:
-            actor.switch_weights(woken)
+        generator = self.actor.generator
+        with self.phase("switch"):
+            self.actor.enter_generation()
         self.device.integer = 3  # a token that ends nothing
         prompts = [
             Submit((SampleId(i),), _item(length), Sampling(256))
             for i, length in enumerate(prompt_lengths(ROWS))
         ]
         with self.phase("prefill and first decode"):
-            actor.advance(prompts, 1)
+            generator.advance(prompts, 1)
         with self.phase("decode"):
-            actor.advance([], 1)
+            generator.advance([], 1)
         ids = (SampleId(0), SampleId(1))
         with self.phase("park"):
-            _, (parked,), *_ = actor.advance([Park(ids, with_kv=True)], 0)
+            _, (parked,), *_ = generator.advance([Park(ids, with_kv=True)], 0)
         assert isinstance(parked, Parked)
         with self.phase("resume"):
-            actor.advance([Resume(ids, parked)], 1)
+            generator.advance([Resume(ids, parked)], 1)
         everything = tuple(SampleId(i) for i in range(ROWS))
-        actor.advance([Park(everything)], 0)
+        generator.advance([Park(everything)], 0)
         narrow = Sampling(256, temperature=0.7, top_p=0.9, top_k=50)
-        actor.advance([Submit((SampleId(ROWS),), _item(256), narrow)], 1)
+        generator.advance([Submit((SampleId(ROWS),), _item(256), narrow)], 1)
         with self.phase("decode of top-k and top-p"):
-            actor.advance([], 1)
-        actor.advance([Park((SampleId(ROWS),))], 0)
+            generator.advance([], 1)
+        generator.advance([Park((SampleId(ROWS),))], 0)
         self.device.integer = 1
 
     def _score(self, ids: tuple[SampleId, ...]) -> None:
@@ -143,7 +139,7 @@ class DryRun:
             reference.compute(stage, ids)
         self.residency.activate(None)
         with self.phase("judge"):
-            judge = self.roles.neural_judge("reward", self.actor.parallel)
+            judge = self.roles.neural_judge("reward", self.actor.generator.parallel)
             self.residency.activate(judge)
             judge.compute(ComputeStage(name="judge", scalars=("reward", "status")), ids)
 
@@ -155,20 +151,16 @@ class DryRun:
                 self.average.follow()
         with self.phase("save"):
             dtype = self.config.model.compute_dtype
-            save_hf(self.actor.train_engine, self.folder / "hf", self.tokenizer, dtype)
-            distributed.save(self.folder / "resume", self.actor.train_engine, self._averages())
-        actor = self.actor
-        with (
-            self.phase("switch after updates"),
-            self.residency.entering_generation(actor.train_engine) as woken,
-        ):
-            actor.switch_weights(woken)
+            save_hf(self.trainer.train_engine, self.folder / "hf", self.tokenizer, dtype)
+            distributed.save(self.folder / "resume", self.trainer.train_engine, self._averages())
+        with self.phase("switch after updates"):
+            self.actor.enter_generation()
         self.residency.enter_training()
         with self.phase("onload with moments"):
-            self.residency.activate(actor.train_engine)
+            self.residency.activate(self.trainer.train_engine)
         with self.phase("offload"):
             self.residency.activate(None)
-        shards = actor.train_engine.named_shards().values()
+        shards = self.trainer.train_engine.named_shards().values()
         place = "cuda" if "actor" in self.case.staying else "cpu"
         devices = {shard.to_local().device.type for shard in shards}
         assert devices == {place}, "offloaded weights are on the host, others on the device"
@@ -176,19 +168,19 @@ class DryRun:
     def _update(self, ids: tuple[SampleId, ...]) -> None:
         self.residency.enter_training()
         with self.phase("onload"):
-            self.residency.activate(self.actor.train_engine)
+            self.residency.activate(self.trainer.train_engine)
         stage = UpdateStage(name="update", loss=ClippedLoss(kl_coef=0.1), fields={}, role="actor")
         scalars = {id: {"advantages": 1.0} for id in ids}
         share = UpdateShare(
-            (ids,), scalars, dict.fromkeys(ids, self.actor.train_engine.version), ()
+            (ids,), scalars, dict.fromkeys(ids, self.trainer.train_engine.version), ()
         )
         for name in ("first update", "update"):
             with self.phase(name):
-                train([self.actor.update_steps(stage, share)], None)
+                train([self.trainer.update_steps(stage, share)], None)
 
     def _resume(self) -> None:
         """Read the checkpoint; copies of the trained weights and of their average."""
-        engine, averages = self.actor.train_engine, self._averages()
+        engine, averages = self.trainer.train_engine, self._averages()
         assert {x.to_local().device.type for x in averages.values()} <= {"cpu"}, "it is on the host"
         with self.phase("load"):
             distributed.load(
@@ -216,7 +208,7 @@ class DryRun:
 
     def _train_critic(self, ids: tuple[SampleId, ...]) -> None:
         """Values, and two optimizer steps of a value model that starts as the actor."""
-        weights = self.actor.train_engine.weights()
+        weights = self.trainer.train_engine.weights()
         with self.phase("build critic"):
             critic = self.roles.value_model("critic", weights, stays="critic" in self.case.staying)
         self.residency.activate(critic.train_engine)
@@ -313,7 +305,7 @@ def _run(case: Case, path: Path, device: FakeDevice, measured: bool) -> DryRun:
 @contextmanager
 def noted_loads(device: FakeDevice, peaks: dict[str, int]) -> Iterator[None]:
     """While an actor is built: what its weights take, then what its rollout engine takes."""
-    make = actor_module.make_rollout_engine
+    make = generator_module.make_rollout_engine
 
     def noted(*args: Any) -> Any:
         peaks["load actor"] = device.memory.peak("cuda")
@@ -322,5 +314,5 @@ def noted_loads(device: FakeDevice, peaks: dict[str, int]) -> Iterator[None]:
         peaks["load rollout engine"] = device.memory.peak("cuda")
         return engine
 
-    with mock.patch.object(actor_module, "make_rollout_engine", noted):
+    with mock.patch.object(generator_module, "make_rollout_engine", noted):
         yield

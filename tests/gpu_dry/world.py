@@ -36,7 +36,7 @@ from hybridrl.models.parallel import model_parameters
 from hybridrl.models.tiny import make_char_tokenizer
 from hybridrl.system.devices import prepare_gpu
 from hybridrl.system.rendezvous import join_group
-from hybridrl.workers.actor import ENGINE_GAPS
+from hybridrl.workers.trainer import ENGINE_GAPS
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """The weight switch layer by layer, on real processes, against slices of the whole parameters."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.layout.grouping import TrainAxes
-from hybridrl.layout.layerwise import LayerwiseSwitch, by_layer, subplan
+from hybridrl.layout.layerwise import Fill, LayerwiseSwitch, by_layer, subplan
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.parameters import BOTH, LAST, Parameter
@@ -89,24 +88,20 @@ class Repacking:
     def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
         self.layout, self.dtype = layout, dtype
         self.packed: dict[str, torch.Tensor] = {}
-        self.open: list[str] = []
 
-    @contextmanager
-    def place(self, names: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
-        """New tensors, of which the rank may need none; packed on leaving."""
-        assert not self.open, "one layer at a time"
-        self.open = list(names)
-        boxes = {name: self.layout.local(name, dist.get_rank()) for name in names}
-        shapes = {n: LocalTensor(b).shape for n, b in boxes.items()}
-        tensors = {
-            name: torch.full(shape, torch.nan, dtype=self.dtype)
-            for name, shape in shapes.items()
-            if shape is not None
-        }
-        yield tensors
-        for name, tensor in tensors.items():
-            self.packed[name] = -tensor.flatten().flip(0)
-        self.open = []
+    def load(self, fill: Fill) -> None:
+        """New tensors of each layer, of which the rank may need none; packed once filled."""
+        for names in by_layer(self.layout.rules):
+            boxes = {name: self.layout.local(name, dist.get_rank()) for name in names}
+            shapes = {n: LocalTensor(b).shape for n, b in boxes.items()}
+            tensors = {
+                name: torch.full(shape, torch.nan, dtype=self.dtype)
+                for name, shape in shapes.items()
+                if shape is not None
+            }
+            fill(tensors, names)
+            for name, tensor in tensors.items():
+                self.packed[name] = -tensor.flatten().flip(0)
 
 
 def switches(cases: list[tuple[Any, ...]]) -> list[SwitchStats]:
@@ -117,10 +112,10 @@ def switches(cases: list[tuple[Any, ...]]) -> list[SwitchStats]:
         before, after = numbered(there.src), numbered(there.dst)
         for dtype in (torch.float32, torch.bfloat16):
             engine = Repacking(there.dst, dtype)
-            switch = LayerwiseSwitch(there, rank, dtype, by_layer(there.dst.rules), 64)
+            switch = LayerwiseSwitch(there, rank, dtype, 64)
             for factor in (1, -3):
                 source = {n: t * factor for n, t in own(there.src, before, rank).items()}
-                stats = switch.switch(source, engine.place)
+                stats = switch.switch(source, engine.load)
                 wanted = own(there.dst, after, rank)
                 assert engine.packed.keys() == wanted.keys()
                 for name, tensor in wanted.items():
@@ -156,10 +151,18 @@ def test_every_layer_gets_its_weights(ranks: Ranks, size: int) -> None:
 
 def refused() -> None:
     there = plan_of(TrainAxes(fsdp=2), 1, 1)
+    source = own(there.src, numbered(there.src), dist.get_rank())
     layers = by_layer(there.dst.rules)
-    for wrong in (layers[1:], [*layers, layers[0]], [*layers, ("model.unknown",)], []):
+
+    for wrong in (layers[1:], [*layers, layers[0]], []):
+
+        def load(fill: Fill, wrong: list[tuple[str, ...]] = wrong) -> None:
+            for names in wrong:
+                tensors = own(there.dst, numbered(there.dst), dist.get_rank())
+                fill({name: tensors[name] for name in names}, names)
+
         with pytest.raises(ValueError, match="must name every parameter of the plan once"):
-            LayerwiseSwitch(there, dist.get_rank(), torch.float32, wrong)
+            LayerwiseSwitch(there, dist.get_rank(), torch.float32).switch(source, load)
 
 
 def test_layers_that_are_not_the_plans_are_refused(ranks: Ranks) -> None:

@@ -33,8 +33,7 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.system.devices import prepare_gpu
 from hybridrl.system.rendezvous import join_group, open_store
-from hybridrl.workers.actor import Actor
-from hybridrl.workers.device_residency import DeviceResidency
+from hybridrl.workers.colocated import ColocatedActor
 from hybridrl.workers.store import SampleStore
 
 HOST = "127.0.0.1"
@@ -79,33 +78,29 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 class Rank:
     """The actor of a strict run, whose samples decode alone."""
 
-    actor: Actor
+    actor: ColocatedActor
     store: SampleStore
-    residency: DeviceResidency
-
-    def switch(self) -> None:
-        with self.residency.entering_generation(self.actor.train_engine) as woken:
-            self.actor.switch_weights(woken)
 
     def generate(self, number: int, parked_at: int = 0) -> list[TrainSequence]:
         """Samples of one prompt; with `parked_at` they are parked after so many tokens."""
-        self.switch()
+        generator, residency = self.actor.generator, self.actor.residency
+        self.actor.enter_generation()
         ids = tuple(SampleId(i) for i in range(number))
         prompt = (3, 4, 5, 6)
         submit = Submit(ids, Item("", prompt, "", (), "", {}), Sampling(16))
         if parked_at:
-            self.actor.advance([submit], parked_at)
-            _, (parked,), *_ = self.actor.advance([Park(ids, with_kv=True)], 0)
+            generator.advance([submit], parked_at)
+            _, (parked,), *_ = generator.advance([Park(ids, with_kv=True)], 0)
             assert parked.ids, "all samples have ended before"
-            self.actor.advance([Resume(parked.ids, parked)], 1)
+            generator.advance([Resume(parked.ids, parked)], 1)
         else:
-            self.actor.advance([submit], 1)
-        while self.actor.unfinished:
-            self.actor.advance([], 16)
+            generator.advance([submit], 1)
+        while generator.unfinished:
+            generator.advance([], 16)
         samples = [self.store[id] for id in ids]
         self.store.drop(ids)
-        self.residency.enter_training()
-        self.residency.activate(self.actor.train_engine)
+        residency.enter_training()
+        residency.activate(self.actor.trainer.train_engine)
         return [
             TrainSequence(s.tensors["tokens"], s.response_tokens, {**s.tensors, "advantages": 1.0})
             for s in samples
@@ -126,9 +121,10 @@ def settings(model: str, device: torch.device, mode: ActivationMode) -> Config:
 @pytest.fixture
 def rank(device: torch.device, model: str) -> Iterator[Rank]:
     store, tokenizer = SampleStore(), AutoTokenizer.from_pretrained(model)
-    actor = Actor(settings(model, device, ActivationMode.keep), model, tokenizer, store, device)
-    yield Rank(actor, store, DeviceResidency(device, lambda reading: None, actor.rollout))
-    actor.close()
+    config = settings(model, device, ActivationMode.keep)
+    actor = ColocatedActor(config, model, tokenizer, store, device)
+    yield Rank(actor, store)
+    actor.generator.close()
 
 
 def engine_of(model: str, device: torch.device, mode: ActivationMode) -> TrainEngine:
@@ -158,7 +154,7 @@ def test_scores_are_those_of_transformers(device: torch.device, model: str) -> N
 
 
 def test_the_engines_agree_before_and_after_an_update(rank: Rank) -> None:
-    engine = rank.actor.train_engine
+    engine = rank.actor.trainer.train_engine
     for _ in range(2):
         sequences = rank.generate(3)
         for sequence, log_probs in zip(sequences, engine.log_probs(sequences), strict=True):
@@ -210,7 +206,7 @@ def test_a_checkpoint_of_the_model_is_read_by_transformers(
 ) -> None:
     from hybridrl.checkpoint.hf import save_hf
 
-    engine = rank.actor.train_engine
+    engine = rank.actor.trainer.train_engine
     engine.update(rows(), ReinforceLoss())
     save_hf(engine, tmp_path, AutoTokenizer.from_pretrained(model), DType.float32)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)

@@ -13,6 +13,7 @@ from hybridrl.flow.executor import Phase
 from hybridrl.flow.graph import UpdateStage
 from hybridrl.system.memory import MemoryReading
 from hybridrl.workers.actor_worker import ActorWorker
+from hybridrl.workers.colocated import ColocatedActor
 from hybridrl.workers.device_residency import DeviceResidency, DeviceStatus
 from hybridrl.workers.training import UpdateShare
 
@@ -47,9 +48,6 @@ class Rollout:
 
     def sleep(self) -> None:
         self.log.append("sleep")
-
-    def wake(self) -> None:
-        self.log.append("wake")
 
     def release_cache(self) -> None:
         self.log.append("release_cache")
@@ -110,7 +108,7 @@ def test_a_role_comes_after_the_one_before_it_has_left(rank: Rank) -> None:
     assert residency.status is DeviceStatus.TRAINING
 
 
-SWITCH = ["wake", "actor.onload_weights", "move weights", "actor.offload", "free"]
+SWITCH = ["actor.onload_weights", "move weights", "actor.offload", "free"]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +168,9 @@ def test_training_is_entered_again_with_the_engine_asleep(rank: Rank) -> None:
     assert rank.residency.active is None
 
 
-def test_a_rank_that_trains_early_keeps_its_shards_at_the_barrier(rank: Rank) -> None:
+def test_a_rank_that_trains_early_keeps_its_shards_at_the_barrier(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It enters training alone; at the barrier its gradients are there, and nothing moves."""
     worker = object.__new__(ActorWorker)
     engine = SimpleNamespace(has_early_gradient=False, onload=rank.actor.onload)
@@ -182,10 +182,13 @@ def test_a_rank_that_trains_early_keeps_its_shards_at_the_barrier(rank: Rank) ->
     worker._spans, worker._memory, worker._passes = [], [], []
     worker.residency = rank.residency
     steps = SimpleNamespace(accumulate=lambda: setattr(engine, "has_early_gradient", True))
-    worker.actor = cast(Any, SimpleNamespace(
-        train_engine=engine, generating_version=0, unfinished=0, switch_weights=lambda woken: None,
-        update_steps=lambda stage, share: steps, averages={},
+    actor = worker.actor = object.__new__(ColocatedActor)
+    actor.residency = rank.residency
+    actor.trainer = cast(Any, SimpleNamespace(
+        train_engine=engine, update_steps=lambda stage, share: steps, averages={}
     ))  # fmt: skip
+    actor.generator = cast(Any, SimpleNamespace(version=0, unfinished=0))
+    monkeypatch.setattr(ColocatedActor, "switch_weights", lambda actor, wakes: None)
     worker._early_s = 0.0
     rank.generate()
     rank.happened()

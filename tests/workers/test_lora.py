@@ -27,8 +27,7 @@ from hybridrl.config import (
 )
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.models.tiny import make_tiny_model
-from hybridrl.workers.actor import Actor
-from hybridrl.workers.device_residency import DeviceResidency
+from hybridrl.workers.colocated import ColocatedActor
 from hybridrl.workers.role_factory import ActorRoleFactory
 from hybridrl.workers.store import SampleStore
 
@@ -58,9 +57,9 @@ def run(path: str, train: dict[str, int], gen: dict[str, int], folder: Path) -> 
     )
     tokenizer = AutoTokenizer.from_pretrained(path)
     store, cpu = SampleStore(), torch.device("cpu")
-    actor = Actor(config, path, tokenizer, store, cpu)
-    residency = DeviceResidency(cpu, lambda reading: None, actor.rollout)
-    build = ActorRoleFactory(config, path, tokenizer, store, cpu, actor, residency)
+    actor = ColocatedActor(config, path, tokenizer, store, cpu)
+    engine, residency = actor.trainer.train_engine, actor.residency
+    build = ActorRoleFactory(config, path, tokenizer, store, cpu, actor)
     shared = build.frozen_copy()
     base = actor.base_weights(DType.float32)
     assert base is not None
@@ -73,16 +72,15 @@ def run(path: str, train: dict[str, int], gen: dict[str, int], folder: Path) -> 
     old_policy = build.old_policy()
     assert old_policy is not None
     everything = [s for rank in range(dist.get_world_size()) for s in sequences(rank)]
-    first = actor.train_engine.log_probs(everything)
+    first = engine.log_probs(everything)
     for _ in range(3):
-        actor.train_engine.update(sequences(dist.get_rank()), CrossEntropyLoss())
-        with residency.entering_generation(actor.train_engine) as woken:
-            report = actor.switch_weights(woken)
+        engine.update(sequences(dist.get_rank()), CrossEntropyLoss())
+        report = actor.enter_generation()
         assert report is not None
         results["moved"].append(report.bytes_received)
         results["theory"].append(report.bytes_theory)
         generated = old_policy.engine.log_probs(everything)
-        trained = actor.train_engine.log_probs(everything)
+        trained = engine.log_probs(everything)
         pairs = zip(generated, trained, strict=True)
         results["gap"].append(max((a - b).abs().max().item() for a, b in pairs))
         residency.enter_training()

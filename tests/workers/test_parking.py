@@ -18,7 +18,7 @@ IDS = tuple(SampleId(0, k=k) for k in range(8))
 
 
 def advance(worker: ActorWorker, commands: list[Command], steps: int) -> Advanced:
-    return worker.advance(worker.actor.instance, commands, steps).value.event
+    return worker.advance(worker.generator.instance, commands, steps).value.event
 
 
 def parked_state(events: tuple[Parked, ...]) -> tuple[Parked, int]:
@@ -33,7 +33,7 @@ def hand_over(model: str, folder: Path, tp: int, pp: int, with_kv: bool) -> dict
     """All on instance 0; then again, parked after five steps, going on on instance 1."""
     layout = RolloutLayoutConfig(tp=tp, pp=pp)
     worker = generating_worker(model, folder, RolloutConfig(max_new_tokens=24, layout=layout))
-    first = worker.actor.instance == 0
+    first = worker.generator.instance == 0
     submit: list[Command] = [Submit(IDS, PROMPT, Sampling(24))]
     if first:
         advance(worker, submit, 1000)
@@ -50,12 +50,12 @@ def hand_over(model: str, folder: Path, tp: int, pp: int, with_kv: bool) -> dict
     before = stored(worker)
     if first:
         worker.residency.release_idle_cache()
-        assert not worker.actor.rollout.stats().has_cache
+        assert not worker.generator.rollout.stats().has_cache
     else:
         done = advance(worker, [Resume(parked.ids, parked)], 1000)
         assert done.running == 0
         assert all(f.spans == (TokenSpan(0, f.response_tokens, 0),) for f in done.finished)
-    stats = worker.actor.rollout.stats()
+    stats = worker.generator.rollout.stats()
     again = stored(worker)
     worker.release(IDS)
     if first:  # and takes work again

@@ -27,9 +27,8 @@ from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.models.buffers import persistent_buffers, routing_biases
 from hybridrl.models.tiny import make_char_tokenizer
-from hybridrl.workers.actor import Actor
 from hybridrl.workers.actor_worker import ActorWorker
-from hybridrl.workers.device_residency import DeviceResidency
+from hybridrl.workers.colocated import ColocatedActor
 from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.role_factory import ActorRoleFactory
 from hybridrl.workers.store import SampleStore
@@ -70,32 +69,30 @@ def run(path: str, folder: Path) -> dict[str, Any]:
         cluster=ClusterConfig(ranks=2, device=Device.cpu),
     )
     tokenizer, store = AutoTokenizer.from_pretrained(path), SampleStore()
-    actor = Actor(config, path, tokenizer, store, CPU)
-    engine = actor.train_engine
-    residency = DeviceResidency(CPU, lambda reading: None, actor.rollout)
-    build = ActorRoleFactory(config, path, tokenizer, store, CPU, actor, residency)
+    actor = ColocatedActor(config, path, tokenizer, store, CPU)
+    engine = actor.trainer.train_engine
+    build = ActorRoleFactory(config, path, tokenizer, store, CPU, actor)
     random = torch.Generator().manual_seed(0)
     every = [TrainSequence(torch.randint(3, 13, (n,), generator=random), n - 3) for n in (9, 14)]
     average, slow = build.frozen_copy(), MovingAverage(engine, 0.9)
-    actor.averages["average"] = slow
+    actor.trainer.averages["average"] = slow
     for _ in range(2):
         engine.update([every[dist.get_rank()]], CrossEntropyLoss())
         slow.follow()
     biases = {"trained": engine.buffers()}
 
     # Generation, a copy that scores, and a value model.
-    with residency.entering_generation(engine) as woken:
-        actor.switch_weights(woken)
+    actor.enter_generation()
     old_policy, copied = build.old_policy(), build.frozen_copy()
     assert old_policy is not None
     copied.onload()
     trained = engine.log_probs(every)
     gaps = [gap(x.engine.log_probs(every), trained) for x in (old_policy, copied)]
-    assert actor.rollout.model is not None
-    biases["generation"] = persistent_buffers(actor.rollout.model)
+    assert actor.generator.rollout.model is not None
+    biases["generation"] = persistent_buffers(actor.generator.rollout.model)
     biases["copy"] = persistent_buffers(copied.engine.model)
     worker = SimpleNamespace(
-        actor=actor, scorers={"average": average}, residency=residency, config=config
+        actor=actor, scorers={"average": average}, residency=actor.residency, config=config
     )
     ActorWorker._refresh_averages(worker)
     biases["average"] = persistent_buffers(average.engine.model)

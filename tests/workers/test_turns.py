@@ -48,7 +48,7 @@ class Instance:
     """An instance as its ranks see it: all of them send the same commands."""
 
     def __init__(self, worker: ActorWorker, tp: int) -> None:
-        self.worker, self.tp, self.number = worker, tp, worker.actor.instance
+        self.worker, self.tp, self.number = worker, tp, worker.generator.instance
         self.turns: list[TurnEnded] = []
         self.idle = False  # it and all others
         self.finished: list[Finished] = []
@@ -90,19 +90,19 @@ def talk(model: str, folder: Path, tp: int, with_kv: bool) -> dict[str, Any]:
     done, waiting = [event.id for event in instance.finished], instance.turns
     event = instance.advance([Park(IDS, with_kv)], 0)
     (state,) = event.parked
-    held = {id for id, sample in state.state[worker.actor.instance_rank].items()} & {
+    held = {id for id, sample in state.state[worker.generator.instance_rank].items()} & {
         turn.id for turn in waiting
     }
     # To the other instance, whose samples come here.
-    exported = shared((worker.actor.instance, state))
-    theirs = [parked for number, parked in exported if number != worker.actor.instance]
+    exported = shared((worker.generator.instance, state))
+    theirs = [parked for number, parked in exported if number != worker.generator.instance]
     places = {place: refs for parked in theirs for place, refs in parked.state.items()}
     resume = Resume(
         theirs[0].ids, Parked(theirs[0].ids, theirs[0].tokens, theirs[0].version, places)
     )
     assert instance.advance([resume], 0).running == len(IDS) - len(done) - len(held)
     instance.converse([Answer(tuple(map(reply_to, waiting)))] if waiting else [])
-    stats = worker.actor.rollout.stats()
+    stats = worker.generator.rollout.stats()
     return {
         "wanted": wanted, "events": events, "again": dict(stored(worker)), "held": held,
         "moved": len(theirs[0].ids), "restored": stats.restored_tokens,
@@ -112,12 +112,14 @@ def talk(model: str, folder: Path, tp: int, with_kv: bool) -> dict[str, Any]:
 
 def stored(worker: ActorWorker, number: int | None = None) -> dict[SampleId, dict[str, Any]]:
     """All fields of the samples of instance `number`, else of this rank's, each on one rank."""
-    number = worker.actor.instance if number is None else number
+    number = worker.generator.instance if number is None else number
     mine = {
         id: {name: sample.tensors[name].tolist() for name in FIELDS}
         for id, sample in worker.store._samples.items()
     }
-    shares = [share for other, share in shared((worker.actor.instance, mine)) if other == number]
+    shares = [
+        share for other, share in shared((worker.generator.instance, mine)) if other == number
+    ]
     assert sum(map(len, shares)) == len({id for share in shares for id in share}), "held twice"
     return {id: fields for share in shares for id, fields in share.items()}
 
@@ -149,7 +151,7 @@ def widen(model: str, folder: Path, with_kv: bool) -> dict[str, Any]:
     """Two instances have their conversations alone; then again, where they end on a wide one."""
     rollout = RolloutConfig(max_new_tokens=40, tail_tp="2")
     worker = generating_worker(model, folder, rollout)
-    own, (number,) = worker.actor.instance, worker.actor.wide
+    own, (number,) = worker.generator.instance, worker.generator.wide
     submit = Submit(IDS[3 * own : 3 * own + 3], PROMPT, SAMPLING)
     instance = Instance(worker, 1)
     instance.converse([submit])
@@ -162,9 +164,9 @@ def widen(model: str, folder: Path, with_kv: bool) -> dict[str, Any]:
     instance.tp, instance.number = 2, number
     resume: list[Command] = [Resume(event.ids, event) for event in parked]
     running = instance.advance(resume, 0).running
-    held = worker.actor.engine.stats().held
+    held = worker.generator.engine.stats().held
     instance.converse([Answer(tuple(map(reply_to, waiting)))])
-    assert not worker.actor.wide[number].engine.joined  # type: ignore[union-attr]
+    assert not worker.generator.wide[number].engine.joined  # type: ignore[union-attr]
     again = {id: fields for i in range(2) for id, fields in stored(worker, i).items()}
     return {"wanted": wanted, "again": again, "held": held, "running": running}
 

@@ -22,7 +22,7 @@ EACH = 4  # samples of an instance
 def merged(worker: ActorWorker, parked: tuple[Parked, ...]) -> list[Parked]:
     """What each instance has parked, with the references of all its ranks."""
     of_instance: dict[int, list[Parked]] = {}
-    for instance, events in shared((worker.actor.instance, parked)):
+    for instance, events in shared((worker.generator.instance, parked)):
         of_instance.setdefault(instance, []).append(events[0])
     return [
         Parked(
@@ -50,7 +50,7 @@ def widen(
     worker = generating_worker(
         model, folder, RolloutConfig(max_new_tokens=24, speculate=speculate, **tail)
     )
-    own, (number,) = worker.actor.instance, worker.actor.wide
+    own, (number,) = worker.generator.instance, worker.generator.wide
     ids = tuple(SampleId(0, k=EACH * own + k) for k in range(EACH))
     submit: list[Command] = [Submit(ids, PROMPT, Sampling(24))]
     every = [SampleId(0, k=k) for k in range(EACH * width)]
@@ -72,10 +72,10 @@ def widen(
     assert all(event.width == width for event in parked)
     worker.residency.release_idle_cache()
     first = advance(number, [Resume(event.ids, event) for event in parked], 2)
-    share = worker.actor.wide[number]
+    share = worker.generator.wide[number]
     assert share.engine is not None
     # Weights received: none. They are where the rank's own are.
-    wide, narrow = share.engine.parameters(), worker.actor.rollout.parameters()
+    wide, narrow = share.engine.parameters(), worker.generator.rollout.parameters()
     memory = {tensor.untyped_storage().data_ptr() for tensor in narrow.values()}
     views = [tensor.untyped_storage().data_ptr() in memory for tensor in wide.values()]
     shares = sum(tensor.numel() for tensor in wide.values())

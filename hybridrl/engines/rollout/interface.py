@@ -14,9 +14,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybridrl.config import RolloutConfig, RouterReplay
 from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.stops import StopStrings
-from hybridrl.layout.plan import Plan
-from hybridrl.layout.switching import Switch
-from hybridrl.layout.weight_switch import SwitchStats, Tensors
+from hybridrl.layout.layerwise import Fill
+from hybridrl.layout.layout import Layout
 from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.models.shard import GenParallel
 
@@ -231,16 +230,16 @@ class EngineParts:
     """The arguments of every engine, of which each takes what it needs.
 
     The engine runs the model in the directory `model_path`, of the Hugging Face config
-    `model_config`. It is this rank's share of an instance of the switch's generation mesh;
-    `parallel` are its coordinates. A sequence has at most `max_sequence` tokens. `router_replay`
-    says whether the engine records experts, or others do in its module. On a GPU others will take
-    `reserved_bytes` while it generates, of which nothing is in use yet.
+    `model_config`. `layout` says which weights this rank holds, as a share of an instance of its
+    mesh; `parallel` are its coordinates. A sequence has at most `max_sequence` tokens.
+    `router_replay` says whether the engine records experts, or others do in its module. On a GPU
+    others will take `reserved_bytes` while it generates, of which nothing is in use yet.
     """
 
     rollout: RolloutConfig
     model_path: str
     model_config: PretrainedConfig
-    switch: Switch
+    layout: Layout
     parallel: GenParallel
     device: torch.device
     stops: StopStrings | None
@@ -256,15 +255,15 @@ class EngineParts:
 
     @property
     def bucket_bytes(self) -> int:
-        """Size of a bucket of the weight switch."""
+        """Size of a bucket of the weight switch, of which two are in memory."""
         return self.rollout.layout.bucket_bytes(self.device.type)
 
 
 class RolloutEngine(Protocol):
     """Continuous batching over a paged KV cache.
 
-    States: asleep (no weights, no cache) -> `wake` -> ready -> `sleep`. A ready engine may free its
-    cache (`release_cache`) and allocates a new one when there is work. Weights may be updated only
+    States: asleep (no weights, no cache) -> `load` -> ready -> `sleep`. A ready engine may free its
+    cache (`release_cache`) and allocates a new one when there is work. Weights may be loaded only
     while nothing runs.
     """
 
@@ -334,17 +333,10 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def update_weights(self, plan: Plan, source: Tensors) -> SwitchStats:
-        """Fill this rank's generation weights from the training shards.
+    def load(self, fill: Fill) -> None:
+        """Take other weights: let `fill` write this rank's shards, all at once or layer by layer.
 
-        All ranks of the plan call it together; see `WeightSwitch.switch` for `source`.
-        """
-        ...
-
-    def write_weights(self, write: Callable[[Tensors], None]) -> None:
-        """Let `write` fill this rank's shards of the weights, without communication.
-
-        It is called with tensors by name, all at once or layer by layer, and fills each entirely.
+        An engine that sleeps wakes. Cached prompts are dropped: the old weights computed them.
         """
         ...
 
@@ -354,10 +346,6 @@ class RolloutEngine(Protocol):
 
     def sleep(self) -> None:
         """Free weights and KV cache."""
-        ...
-
-    def wake(self) -> None:
-        """Allocate the weights (`update_weights` fills them); work allocates the cache."""
         ...
 
     def stats(self) -> Stats:

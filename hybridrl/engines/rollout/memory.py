@@ -92,14 +92,14 @@ def device_memory_left(parts: EngineParts) -> MemoryLeft:
 
 def rank_weight_bytes(parts: EngineParts) -> int:
     """Bytes of this rank's generation weights."""
-    layout, rank = parts.switch.plan.dst, dist.get_rank()
+    layout, rank = parts.layout, dist.get_rank()
     elements = sum(box.size for name in layout.rules for box in layout.local(name, rank))
     return elements * parts.dtype.itemsize
 
 
 def rank_token_bytes(parts: EngineParts) -> int:
     """Bytes of a token's keys and values on this rank."""
-    mesh = parts.switch.plan.dst.mesh
+    mesh = parts.layout.mesh
     stage = mesh.coordinates(dist.get_rank())["pp"]
     return kv_bytes_per_token(parts.model_config, mesh, stage, parts.dtype)
 

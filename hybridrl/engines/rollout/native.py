@@ -8,11 +8,10 @@ pending token and draws nothing, so a fresh, a resumed and a preempted request a
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 import torch
-import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config import SPECULATED, RouterReplay
@@ -47,8 +46,8 @@ from hybridrl.engines.rollout.speculation import (
 )
 from hybridrl.engines.rollout.stage import Drawn, RolloutStage
 from hybridrl.engines.rollout.stops import StopStrings
-from hybridrl.layout.plan import Plan
-from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
+from hybridrl.layout.layerwise import Fill
+from hybridrl.layout.weight_switch import Tensors
 from hybridrl.models.load import check_supported
 from hybridrl.models.local_weights import load_buffers
 from hybridrl.models.paged_attention import KVCache
@@ -64,7 +63,7 @@ class NativeEngine:
     `max_running` sequences decode at the same time, of at most `max_sequence` tokens each;
     `kv_cache_tokens` 0 gives room for all of them at full length. Held requests that give way have
     at most `kv_host_tokens` on the host; None: as many as in the cache. Weights are uninitialized
-    until `update_weights` or `load_weights`. Raises ValueError for an unsupported model family, or
+    until `load` or `load_weights`. Raises ValueError for an unsupported model family, or
     one with fewer positions than `max_sequence`. `stops` ends responses by their text, besides each
     request's stop tokens.
 
@@ -109,7 +108,6 @@ class NativeEngine:
         parallel: GenParallel | None = None,
         deterministic: bool = False,
         stops: StopStrings | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
         router_replay: RouterReplay = RouterReplay.off,
         speculation: Speculation | None = None,
         stage: RolloutStage | None = None,
@@ -174,9 +172,6 @@ class NativeEngine:
         self._finished: list[Output] = []
         self._turns: list[HeldTurn] = []
 
-        # The weight switch.
-        self._bucket_bytes = bucket_bytes
-        self._switch: tuple[Plan, WeightSwitch] | None = None
         self._asleep = False
 
         # Counters of `stats`.
@@ -200,12 +195,11 @@ class NativeEngine:
             parallel=parts.parallel,
             deterministic=parts.deterministic,
             stops=parts.stops,
-            bucket_bytes=parts.bucket_bytes,
             router_replay=parts.router_replay,
             speculation=make_speculation(parts.rollout.draft_length, parts.parallel),
         )
         engine.parts = parts
-        # The switch has parameters alone.
+        # `load` brings parameters alone.
         load_buffers(engine.model, parts.model_path, parts.model_config)
         return engine
 
@@ -477,37 +471,36 @@ class NativeEngine:
         assert not self._asleep, "the engine sleeps"
         return self._stage.parameters()
 
-    def update_weights(self, plan: Plan, source: Tensors) -> SwitchStats:
-        """See `RolloutEngine`. Cached prompts are dropped: the old weights computed them."""
+    def load(self, fill: Fill) -> None:
+        """See `RolloutEngine`. All shards are filled at once."""
         self._drop_cached("its weights cannot change")
-        if self._switch is None or self._switch[0] is not plan:
-            switch = WeightSwitch(plan, dist.get_rank(), self._stage.dtype, self._bucket_bytes)
-            self._switch = plan, switch
-        return self._switch[1].switch(source, self.parameters())
-
-    def write_weights(self, write: Callable[[Tensors], None]) -> None:
-        """See `RolloutEngine`. All shards are filled at once; cached prompts are dropped."""
-        self._drop_cached("its weights cannot change")
-        write(self.parameters())
+        if self._asleep:
+            self._stage.allocate()
+            self._asleep = False
+            logger.debug("awake, with weights to be filled")
+        fill(self.parameters())
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy tensors, named as in `state_dict()`, into the engine's parameters and buffers.
+        """Load tensors, named as in `state_dict()`, into the engine's parameters and buffers.
 
         The names of a tied pair fill the same tensor: the pair's second name is skipped. A rank of
         several passes its own shards. Raises ValueError for an unknown name or another shape.
         """
-        self._drop_cached("its weights cannot change")
-        parameters = {**self.parameters(), **self._stage.buffers}
-        for name, tensor in weights:
-            if name in self._stage.aliases:
-                continue
-            if name not in parameters:
-                raise ValueError(f"the rollout model has no parameter {name!r}")
-            if parameters[name].shape != tensor.shape:
-                wanted = tuple(parameters[name].shape)
-                raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted {wanted}")
-            parameters[name].copy_(tensor)
+
+        def fill(parameters: Tensors, names: Sequence[str] | None = None) -> None:
+            own = {**parameters, **self._stage.buffers}
+            for name, tensor in weights:
+                if name in self._stage.aliases:
+                    continue
+                if name not in own:
+                    raise ValueError(f"the rollout model has no parameter {name!r}")
+                if own[name].shape != tensor.shape:
+                    wanted = tuple(own[name].shape)
+                    raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted {wanted}")
+                own[name].copy_(tensor)
+
+        self.load(fill)
 
     def _drop_cached(self, what: str) -> None:
         """Drop what these weights have cached, of nothing that runs or is held."""
@@ -536,13 +529,6 @@ class NativeEngine:
         self._stage.free()
         self._asleep = True
         logger.debug("asleep, without weights")
-
-    def wake(self) -> None:
-        """See `RolloutEngine`."""
-        if self._asleep:
-            self._stage.allocate()
-            self._asleep = False
-            logger.debug("awake, with weights to be filled")
 
     def close(self) -> None:
         """Nothing to end."""

@@ -240,7 +240,7 @@ def test_bad_requests(model: PreTrainedModel, make_engine: Make) -> None:
 def test_weights(
     model: PreTrainedModel, make_engine: Make, finish: Finish, requests_of: RequestsOf, same: Same
 ) -> None:
-    """New weights take effect, also through `parameters()`; sleep frees and wake allocates."""
+    """New weights take effect, also through `parameters()`; sleep frees, other weights wake."""
     requests = requests_of(6, group=3, prefix=True)
     wanted = finish(make_engine(model), requests)
     engine = make_engine(model)
@@ -257,7 +257,6 @@ def test_weights(
     with pytest.raises(AssertionError, match="sleeps"):
         engine.step()
     assert all(parameter.numel() == 0 for parameter in engine._stage.model.parameters())
-    engine.wake()
     engine.load_weights(model.state_dict().items())
     same(finish(engine), wanted)
     with pytest.raises(ValueError, match="no parameter 'nonsense'"):

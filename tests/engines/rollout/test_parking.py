@@ -206,7 +206,6 @@ def test_release_cache(
     assert engine.step() == []
     assert not engine.stats().has_cache
     engine.load_weights(model.state_dict().items())
-    engine.wake()
     engine.submit(requests)
     engine.step()
     assert engine.stats().has_cache
@@ -217,7 +216,6 @@ def test_release_cache(
     engine.sleep()
     with pytest.raises(AssertionError, match="sleeps"):
         engine.step()
-    engine.wake()
     engine.load_weights(model.state_dict().items())
     same(finish(engine, requests), wanted)
 

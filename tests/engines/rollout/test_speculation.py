@@ -176,7 +176,6 @@ def test_parked_and_moved_in_the_middle(
     third.submit(requests[:4])
     outputs = finish(third)
     third.sleep()
-    third.wake()
     third.load_weights(model.state_dict().items())
     first.submit(requests[4:])
     for source, target, num_steps in ((first, second, 3), (second, third, 2)):

@@ -21,6 +21,7 @@ from vllm_engines import (
     in_parts,
     load,
     mixed_requests,
+    moves_of,
     parked_often,
     plan_of,
     same,
@@ -72,10 +73,11 @@ def lives(directory: str, tp: int) -> dict[str, Any]:
     """What samples go through in an engine, and in one that is short of cache and rows."""
     model = load(directory)
     switch = plan_of(model, TrainAxes(replicas=dist.get_world_size()), 1, tp)
+    moves = moves_of(switch)
 
     def update(source: PreTrainedModel = model) -> None:
         shards = {name: p.detach() for name, p in source.named_parameters()}
-        engine.update_weights(switch.plan, shards)
+        moves.switch(shards, engine.load)
 
     engine = start(directory, switch, model)
     update()

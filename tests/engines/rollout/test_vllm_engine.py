@@ -28,6 +28,7 @@ from vllm_engines import (
     in_parts,
     load,
     mixed_requests,
+    moves_of,
     parked_often,
     plan_of,
     prompt_of,
@@ -136,10 +137,11 @@ def five_updates(
         if axes.fsdp > 1:
             shard(model, axes, tp, ep)
         torch.manual_seed(rank if axes.fsdp > 1 else 0)
+        moves = moves_of(switch)
         places = {name: tensor.data_ptr() for name, tensor in held(engine).items()}
         for update in range(5):
             change(model, only="embed_tokens" if update == 1 else "")
-            stats = engine.update_weights(switch.plan, dict(model.named_parameters()))
+            stats = moves.switch(dict(model.named_parameters()), engine.load)
             for name, parameter in model.named_parameters():
                 full = parameter.full_tensor() if axes.fsdp > 1 else parameter
                 plain.get_parameter(name).data.copy_(full.detach())
@@ -148,7 +150,7 @@ def five_updates(
             assert stats.bytes_theory == switch.plan.least[rank] * 4
         torch.manual_seed(5)
         change(plain)
-        engine.write_weights(partial(fill, plain, layout))
+        engine.load(partial(fill, plain, layout))
         prove(engine, plain)
     layers = [
         sum(box.size * 4 for name in names for box in layout.local(name, rank))
@@ -246,10 +248,10 @@ def started(directory: str, pp: int, tp: int, **options: Any) -> tuple[VLLMEngin
     model = load(directory)
     switch = plan_of(model, TrainAxes(replicas=dist.get_world_size()), pp, tp)
     source = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    engine = start(directory, switch, model, **options)
+    engine, moves = start(directory, switch, model, **options), moves_of(switch)
 
     def update() -> None:
-        engine.update_weights(switch.plan, source)
+        moves.switch(source, engine.load)
 
     update()
     return engine, update
@@ -373,7 +375,7 @@ def updated(directory: str) -> Outputs:
     engine, _ = started(directory, 1, 1)
     switch = plan_of(model := tuned(load(directory)), TrainAxes())
     source = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    outputs = across_an_update(engine, lambda: engine.update_weights(switch.plan, source))
+    outputs = across_an_update(engine, lambda: moves_of(switch).switch(source, engine.load))
     engine.close()
     return outputs
 
@@ -625,7 +627,7 @@ def recorded(directory: str, tp: int, ep: int) -> tuple[dict[object, Any], list[
     switch = plan_of(model, TrainAxes(replicas=tp), 1, tp, ep)
     replay = RouterReplay.rollout
     engine = start(directory, switch, model, router_replay=replay, whole_experts=ep > 1)
-    engine.update_weights(switch.plan, dict(model.named_parameters()))
+    moves_of(switch).switch(dict(model.named_parameters()), engine.load)
     requests = [
         Request(i, prompt_of(5 + 20 * (i // 2), i // 2), SamplingParams(9 + i), i, prefix=i // 2)
         for i in range(6)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from hybridrl.engines.rollout.interface import Request, SamplingParams
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.layout.grouping import TrainAxes
+from hybridrl.layout.layerwise import LayerwiseSwitch
 from hybridrl.layout.switching import plan_switch
 from hybridrl.models.parallel import model_parameters
 
@@ -87,12 +88,15 @@ def _work(_, folder):
     model.to(device)
     weights = sum(p.nbytes for p in model.parameters())
     cache = engine.stats().kv_blocks_total * 32 * engine.stats().kv_bytes_per_token
-    addresses = None
+    addresses = asleep = None
+    moves = LayerwiseSwitch(switch.plan, dist.get_rank(), torch.bfloat16)
     for _ in range(3):
         for parameter in model.parameters():
             parameter.mul_(1 + 0.2 * torch.rand_like(parameter))
         begun = time.perf_counter()
-        stats = engine.update_weights(switch.plan, dict(model.named_parameters()))
+        stats = moves.switch(dict(model.named_parameters()), engine.load)
+        if asleep is not None:
+            assert _used(device) - asleep < 1.2 * weights + 2**28, "the cache waits for work"
         print(f"switch {time.perf_counter() - begun:.4f} s, scratch {stats.scratch_bytes}")
         assert not engine._weights.repacks
         _check(engine, model)
@@ -111,8 +115,6 @@ def _work(_, folder):
         asleep = _used(device)
         assert awake - asleep > 0.9 * (cache + weights)
         print(f"awake {awake}, scoring {scoring}, asleep {asleep} bytes")
-        engine.wake()
-        assert _used(device) - asleep < 1.2 * weights + 2**28, "the cache waits for work"
     engine.close()
 
 
@@ -128,7 +130,8 @@ def test_updates_sleep_and_wake(tmp_path: Path) -> None:
 def _draw(_, folder, own):
     """Tokens of samples, of which some are parked; a draw that waits for the device raises."""
     engine, model, switch, device = _start(folder, **own)
-    engine.update_weights(switch.plan, dict(model.to(device).named_parameters()))
+    moves = LayerwiseSwitch(switch.plan, dist.get_rank(), torch.bfloat16)
+    moves.switch(dict(model.to(device).named_parameters()), engine.load)
     assert engine._queue._is_asynchronous is (not own)
     sampler, counts = engine._queue._sampler, [0]
     draw = sampler._draw

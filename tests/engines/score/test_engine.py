@@ -192,7 +192,6 @@ def test_old_policy_equals_what_was_sampled(tiny: Tiny, family: str) -> None:
     rollout.sleep()
     with pytest.raises(AssertionError, match="sleep"):
         engine.log_probs(scored)
-    rollout.wake()
     weights = AutoModelForCausalLM.from_pretrained(tiny(family)).state_dict()
     rollout.load_weights((name, weight * 1.3) for name, weight in weights.items())
     (changed,) = generate(rollout, requests_of(0.8)[:1]).values()

@@ -7,7 +7,7 @@ decides alike. The ranks communicate in the collectives of the forward pass. vLL
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Self
@@ -44,12 +44,11 @@ from hybridrl.engines.rollout.vllm.start import (
     start_engine,
 )
 from hybridrl.engines.rollout.vllm.steps import StepQueue, reads_tokens
-from hybridrl.layout.layerwise import LayerwiseSwitch, by_layer
+from hybridrl.layout.layerwise import Fill, by_layer
 from hybridrl.layout.layout import Layout, stages_of_layers
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.mesh import Mesh
-from hybridrl.layout.plan import Plan
-from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
+from hybridrl.layout.weight_switch import Tensors
 from hybridrl.models.local_weights import stored_buffers
 from hybridrl.models.router_replay import ExpertShape
 
@@ -85,7 +84,7 @@ class VLLMEngine:
     All ranks of `layout.mesh` (axes instance, pp, tp) create one together, in processes whose
     default group exists; afterwards instances are independent. `layout` says which weights this
     rank holds (see `plan_switch`, with `VOCAB_MULTIPLE` and `ascending`). The weights are random
-    until `update_weights`. Raises ValueError if `max_sequence` exceeds the model's positions.
+    until `load`. Raises ValueError if `max_sequence` exceeds the model's positions.
 
     Tokens are sampled by the request's own stream, as in `NativeEngine`: same weights, same seeds,
     same tokens, up to the order of float operations (`vllm.sampling`). A parked request is
@@ -100,7 +99,7 @@ class VLLMEngine:
 
     `kv_cache_tokens` 0 sizes the cache on a CPU for `max_running` sequences at full length; on a
     GPU it is the remaining `gpu_memory_utilization`. On a GPU sleep frees weights and cache
-    (level 2); CUDA graphs stay. The first work after `wake` allocates the cache, so that
+    (level 2); CUDA graphs stay. The first work after `load` allocates the cache, so that
     computations in between have its memory. On a CPU sleep frees the cache alone: the backend keeps
     packed weights.
     """
@@ -118,15 +117,13 @@ class VLLMEngine:
         kv_cache_tokens: int,
         max_sequence: int,
         stops: StopStrings | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
         gpu_memory_utilization: float = _GPU_SHARE,
         router_replay: RouterReplay = RouterReplay.off,
         whole_experts: bool = False,
         own_arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         check_positions(max_sequence, model_config.max_position_embeddings)
-        self._rank, self._dtype = dist.get_rank(), dtype
-        self._stops, self._bucket_bytes = stops, bucket_bytes
+        self._rank, self._dtype, self._stops = dist.get_rank(), dtype, stops
         self._experts: ExpertShape | None = None
         if router_replay is RouterReplay.rollout:
             self._experts = ExpertShape.of(model_config)
@@ -188,9 +185,9 @@ class VLLMEngine:
         self._core.step_fn = self._queue.step
 
     def _reach_weights(self, layout: Layout, device: torch.device, constants: Tensors) -> None:
-        """Find the weights that a switch fills, and the memory that sleep frees.
+        """Find the weights that `load` fills, and the memory that sleep frees.
 
-        `constants` are tensors that no switch brings, see `VLLMWeights`.
+        `constants` are tensors that no load brings, see `VLLMWeights`.
         """
         from hybridrl.engines.rollout.vllm.weights import VLLMWeights
 
@@ -201,7 +198,6 @@ class VLLMEngine:
         self._memory: DeviceMemory | HostMemory = (
             DeviceMemory(self._worker) if device.type == "cuda" else HostMemory(caches)
         )
-        self._switch: tuple[Plan, WeightSwitch | LayerwiseSwitch] | None = None
         self._asleep, self._has_cache = False, True
 
     def _open_queue(self, vocab_size: int, max_sequence: int, block_size: int) -> None:
@@ -226,7 +222,7 @@ class VLLMEngine:
         return cls(
             parts.model_path,
             parts.model_config,
-            parts.switch.plan.dst,
+            parts.layout,
             dtype=parts.dtype,
             device=parts.device,
             max_running=parts.rollout.max_running,
@@ -234,7 +230,6 @@ class VLLMEngine:
             kv_cache_tokens=parts.rollout.kv_cache_tokens,
             max_sequence=parts.max_sequence,
             stops=parts.stops,
-            bucket_bytes=parts.bucket_bytes,
             gpu_memory_utilization=share,
             router_replay=parts.router_replay,
             whole_experts=parts.parallel.ep > 1,
@@ -448,39 +443,19 @@ class VLLMEngine:
     # Weights
 
     @torch.no_grad()
-    def update_weights(self, plan: Plan, source: Tensors) -> SwitchStats:
-        """See `RolloutEngine`. Cached prompts are dropped: the old weights computed them."""
+    def load(self, fill: Fill) -> None:
+        """See `RolloutEngine`. It is filled layer by layer if vLLM repacks."""
         self._check_parked("its weights cannot change")
-        assert not self._asleep, "the engine sleeps"
-        if self._switch is None or self._switch[0] is not plan:
-            settings = plan, self._rank, self._dtype
-            self._switch = (
-                plan,
-                LayerwiseSwitch(*settings, by_layer(plan.dst.rules), self._bucket_bytes)
-                if self._weights.repacks
-                else WeightSwitch(*settings, self._bucket_bytes),
-            )
-        switch = self._switch[1]
-        if isinstance(switch, LayerwiseSwitch):
-            stats = switch.switch(source, self._weights.layer)
-        else:
-            stats = switch.switch(source, self._weights.tensors())
-            self._weights.process()
-        self._weights.fill_constants()
-        self._forget_prompts()
-        return stats
-
-    @torch.no_grad()
-    def write_weights(self, write: Callable[[Tensors], None]) -> None:
-        """See `RolloutEngine`. It is called layer by layer if vLLM repacks; prompts are dropped."""
-        self._check_parked("its weights cannot change")
-        assert not self._asleep, "the engine sleeps"
+        if self._asleep:
+            self._memory.wake()
+            self._asleep = False
+            logger.debug("awake, with weights to be filled")
         if self._weights.repacks:
             for names in by_layer(self._names):
                 with self._weights.layer(names) as tensors:
-                    write(tensors)
+                    fill(tensors, names)
         else:
-            write(self._weights.tensors())
+            fill(self._weights.tensors())
             self._weights.process()
         self._weights.fill_constants()
         self._forget_prompts()
@@ -519,13 +494,6 @@ class VLLMEngine:
             logger.debug("falling asleep")
             self._memory.sleep()
             self._asleep, self._has_cache = True, False
-
-    def wake(self) -> None:
-        """See `RolloutEngine`."""
-        if self._asleep:
-            self._memory.wake()
-            self._asleep = False
-            logger.debug("awake, with weights to be filled")
 
     def stats(self) -> Stats:
         """Counters and load."""

@@ -1,0 +1,411 @@
+"""What generates on one rank: a rollout engine, and the samples on their way through it."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from hybridrl.config import Config
+from hybridrl.data import Item
+from hybridrl.engines.rollout.interface import (
+    EngineParts,
+    HeldTurn,
+    Output,
+    Request,
+    RolloutEngine,
+    engine_class,
+)
+from hybridrl.engines.rollout.random import stream_key
+from hybridrl.engines.rollout.stops import StopStrings
+from hybridrl.flow.executor import (
+    ENOUGH_TURNS,
+    Answer,
+    Command,
+    EpisodeReply,
+    Finished,
+    Park,
+    Parked,
+    Resume,
+    Sampling,
+    Submit,
+    TurnEnded,
+    Work,
+)
+from hybridrl.flow.sample import NO_RANK, NO_VERSION, SampleId, TokenSpan
+from hybridrl.layout.layerwise import Fill
+from hybridrl.layout.layout import Layout
+from hybridrl.models.context import context_tokens
+from hybridrl.models.parallel import model_parameters
+from hybridrl.models.response_text import ResponseText
+from hybridrl.models.shard import GenParallel
+from hybridrl.system.memory import free_cached_memory
+from hybridrl.workers.data_plane import DataPlane
+from hybridrl.workers.sampling import SamplingTexts, stop_strings
+from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
+from hybridrl.workers.turns import (
+    CONVERSATION_TENSORS,
+    answered,
+    conversation_tensors,
+    grown,
+)
+from hybridrl.workers.wide import WideShare, cut_samples, wide_shares
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedSample:
+    """All that another instance needs to continue a sample and to score it.
+
+    `spans` are the policy versions of its tokens so far, `rank` parked it.
+    """
+
+    request: Request
+    item: Item
+    spans: tuple[TokenSpan, ...]
+    rank: int = NO_RANK
+
+
+class Generator:
+    """This rank's place in a rollout instance. It knows of no trainer, and of no other role.
+
+    States: made (random weights) -> `load` -> `advance`, any number of times; the engine's own are
+    in `RolloutEngine`. `version` is that of its weights, as whoever brings them names it. A sample
+    is here from its `Submit` or `Resume` until it is finished, and in the store, or parked.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model_path: str,
+        model_config: PretrainedConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: SamplingTexts,
+        store: SampleStore,
+        device: torch.device,
+        layout: Layout,
+        reserved_bytes: int = 0,
+    ) -> None:
+        """`layout` says which weights this rank has; its mesh is of all ranks. Collective.
+
+        Others will take `reserved_bytes` of the device while it generates.
+        """
+        self.config, self.store, self.sampling = config, store, sampling
+        rollout, mesh = config.rollout, layout.mesh
+        self._model_config = model_config
+        # this rank's place in generation
+        self.instance = mesh.coordinates(dist.get_rank())["instance"]
+        # The ranks of this instance, of which each keeps a share of the finished samples.
+        self.own_peers: list[int] = mesh.grid()[self.instance].ravel().tolist()
+        self.parallel = GenParallel.make(mesh, device.type, rollout.layout.ep)
+        self.wide = wide_shares(model_config, rollout, mesh, device)
+        self._joined: WideShare | None = None
+        # the rollout engine, which takes what is left of the device
+        self.rollout = make_rollout_engine(
+            config,
+            model_path,
+            model_config,
+            layout,
+            self.parallel,
+            device,
+            stop_strings(tokenizer, config.stop_texts),
+            reserved_bytes,
+        )
+        self.text_of = ResponseText(tokenizer, rollout.skip_special_tokens)
+        self.version = NO_VERSION
+        self._items: dict[SampleId, tuple[Item, tuple[TokenSpan, ...]]] = {}
+
+    def load(self, fill: Fill, version: int) -> None:
+        """Let `fill` write the weights of a `version`; see `RolloutEngine.load`."""
+        self.rollout.load(fill)
+        self.version = version
+
+    def close(self) -> None:
+        """End the rollout engine."""
+        self.rollout.close()
+
+    @property
+    def unfinished(self) -> int:
+        """Samples that decode or wait for room: neither finished, nor parked, nor at a reply."""
+        stats = self.engine.stats()
+        return stats.running + stats.waiting
+
+    # -- wide instances ------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The engine that decodes: the rank's own, or that of a wide instance."""
+        if self._joined is None:
+            return self.rollout
+        assert self._joined.engine is not None
+        return self._joined.engine
+
+    @property
+    def instance_rank(self) -> int:
+        """This rank's number in the instance that decodes."""
+        return (self._joined or self).parallel.instance_rank
+
+    @property
+    def _peers(self) -> list[int]:
+        """The ranks of the instance that decodes, of which each keeps some finished samples."""
+        return self.own_peers if self._joined is None else self._joined.peers
+
+    def join(self, instance: int) -> None:
+        """Decode as a rank of `instance`, which is its own or a wide one."""
+        share = None if instance == self.instance else self.wide[instance]
+        if share is not self._joined:
+            assert self._joined is None, "two instances at a time"
+            self._joined = share
+            if share is not None:
+                share.join(self.rollout, model_parameters(self._model_config))
+
+    def leave(self) -> None:
+        """Leave a wide instance that has no samples left, and decode alone again."""
+        if self._joined is not None and not self.unfinished + self.engine.stats().held:
+            assert self._joined.engine is not None
+            self._joined.engine.leave()
+            self._joined = None
+
+    # -- generation --------------------------------------------------------------------------
+
+    def advance(
+        self,
+        commands: Sequence[Command],
+        num_decode_steps: int,
+        enough_turns: int = ENOUGH_TURNS,
+    ) -> tuple[list[Finished], list[Parked], list[TurnEnded], Work]:
+        """Obey commands, then decode.
+
+        Returns finished samples, parked ones, turns that have ended, and the work done. The state
+        of `Parked` and of `Resume` is a dict of `ParkedSample` by id. Unless
+        calls must be equal, one ends early where a turn has ended for one in `enough_turns` of the
+        samples that are left. So their environments need not wait for it. That follows from tokens
+        alone, so all ranks of an instance agree.
+        """
+        start, before, kv_seconds, kv_tokens = time.perf_counter(), self.engine.stats(), 0.0, 0
+        # commands
+        parked: list[Parked] = []
+        outputs: list[tuple[Output, EpisodeReply | None]] = []
+        for command in commands:
+            match command:
+                case Submit():
+                    self.engine.submit(self._requests(command))
+                case Park():
+                    begin = time.perf_counter()
+                    parked.append(self._park(command))
+                    if command.with_kv:
+                        kv_seconds += time.perf_counter() - begin
+                        kv_tokens += sum(parked[-1].tokens)
+                case Resume():
+                    self._resume(command)
+                case Answer():
+                    outputs += self._answer(command)
+        ended = self.engine.take_turns()
+        # decoding: with drafts a step may make several tokens of a sample, and what conversations
+        # make follows from turns, whatever the calls are
+        steps = 0
+        converses = self.config.environment.is_on
+        equal = self.config.schedule.entry.counts_tokens and not converses
+        self.engine.begin_call(num_decode_steps if equal else None)
+        while steps < num_decode_steps and self.unfinished and not self.engine.call_is_done:
+            outputs += [(output, None) for output in self.engine.step()]
+            ended += self.engine.take_turns()
+            steps += 1
+            if ended and not equal and enough_turns * len(ended) >= self.unfinished:
+                break
+        # results, and what they have cost
+        after = self.engine.stats()
+        finished = [sample for o, reply in outputs if (sample := self._finish(o, reply))]
+        turns = [told for turn in ended if (told := self._turn_ended(turn))]
+        work = Work(
+            seconds=time.perf_counter() - start,
+            decode_steps=after.decode_steps - before.decode_steps,
+            rows=after.decode_tokens - before.decode_tokens,
+            cached=after.cached_tokens - before.cached_tokens,
+            prefill_tokens=(after.prefill_tokens + after.replayed_tokens)
+            - (before.prefill_tokens + before.replayed_tokens),
+            admitted=sum(map(_num_admitted, commands)),
+            kv_tokens=kv_tokens,
+            kv_seconds=kv_seconds,
+            preempted=after.num_preempted - before.num_preempted,
+            drafted=after.drafted_tokens - before.drafted_tokens,
+            accepted=after.accepted_tokens - before.accepted_tokens,
+            refused=after.refused_drafts - before.refused_drafts,
+            kept_tokens=after.kept_tokens - before.kept_tokens,
+            moved_tokens=after.moved_tokens - before.moved_tokens,
+            recomputed_tokens=after.recomputed_tokens - before.recomputed_tokens,
+        )
+        return finished, parked, turns, work
+
+    def _park(self, command: Park) -> Parked:
+        samples: dict[SampleId, ParkedSample] = {}
+        tokens = []
+        for request in self.engine.park(command.ids, command.with_kv):
+            id = cast(SampleId, request.id)
+            item, spans = self._items.pop(id)
+            spans = grown(spans, len(request.response_ids), self.version)
+            samples[id] = ParkedSample(request, item, spans, dist.get_rank())
+            tokens.append(len(request.prompt_ids) + len(request.response_ids))
+        version, width = self.version, command.width
+        return Parked(tuple(samples), tuple(tokens), version, samples, width)
+
+    def _resume(self, command: Resume) -> None:
+        same = command.parked.version == self.version
+        samples: Mapping[SampleId, ParkedSample] = command.parked.state
+        requests = []
+        for id in command.ids:
+            request = samples[id].request
+            if not (same or command.stale_kv):
+                request = replace(request, kv=None)
+            self._items[id] = (samples[id].item, samples[id].spans)
+            requests.append(request)
+        self.engine.submit(requests)
+
+    def _answer(self, command: Answer) -> list[tuple[Output, EpisodeReply]]:
+        """Continue or end samples whose reply has come; gives the outputs of those that end.
+
+        Replies to samples of other instances are left out.
+        """
+        ended = []
+        for reply in command.replies:
+            if reply.id not in self._items:
+                continue
+            if reply.tokens is None:
+                ended.append((self.engine.finish(reply.id, reply.finish), reply))
+                continue
+            self.engine.append(reply.id, reply.tokens)
+            item, spans = self._items[reply.id]
+            spans = answered(spans, len(reply.tokens), self.version)
+            self._items[reply.id] = item, spans
+        return ended
+
+    def _turn_ended(self, turn: HeldTurn) -> TurnEnded | None:
+        """A sample waits for a reply from now on; one rank of the instance says so."""
+        id = cast(SampleId, turn.id)
+        if id in self._items:  # else it was parked in the same call
+            item, spans = self._items[id]
+            self._items[id] = item, grown(spans, turn.response_tokens, self.version)
+        if not self._tells(id):
+            return None
+        text = self.text_of(turn.token_ids)
+        return TurnEnded(id, tuple(turn.token_ids), text, turn.finish, turn.response_tokens)
+
+    def _tells(self, id: SampleId) -> bool:
+        """Whether this rank, of those that have a sample, stores it and speaks of it."""
+        return self._peers[(id.prompt + id.k) % len(self._peers)] == dist.get_rank()
+
+    def _requests(self, command: Submit) -> list[Request]:
+        item: Item = command.prompt
+        for id in command.ids:
+            self._items[id] = (item, ())
+        shares = len(command.ids) > 1
+        return [self.request(id, item, command.sampling, shares) for id in command.ids]
+
+    def request(self, id: SampleId, item: Item, sampling: Sampling, shares: bool) -> Request:
+        """The request of a new response; with `shares` it reads its prompt's cached prefix."""
+        return Request(
+            id=id,
+            prompt_ids=item.prompt_ids,
+            sampling=self.sampling.params(sampling),
+            stream=stream_key(self.config.run.seed, *id),
+            prefix=(id.prompt, id.branch) if shares else None,
+            task=item.source,
+        )
+
+    def _finish(self, output: Output, reply: EpisodeReply | None) -> Finished | None:
+        """Store a finished sample, or leave it to another rank: all of the instance have it.
+
+        A conversation is finished by the last `reply` of its environment.
+        """
+        id = cast(SampleId, output.id)
+        item, spans = self._items.pop(id)
+        if not self._tells(id):
+            return None
+        tensors = {
+            "tokens": torch.tensor([*item.prompt_ids, *output.token_ids]),
+            "log_probs": torch.tensor(output.log_probs, dtype=torch.float32),
+        }
+        # fields that only some samples have
+        more: tuple[str, ...] = ()
+        scalars: Mapping[str, float | int | str] = {}
+        if output.routed_experts is not None:
+            tensors[ROUTED_EXPERTS] = torch.from_numpy(output.routed_experts.whole())
+            more = (ROUTED_EXPERTS,)
+        if reply is not None:
+            texts = item.prompt_ids, output.token_ids
+            tensors |= conversation_tensors(output.turns, *texts, reply.turn_rewards)
+            more += CONVERSATION_TENSORS
+            scalars = {"num_turns": len(output.turns), **reply.scalars}
+        self.store.add(id, StoredSample(len(output.token_ids), item, tensors))
+        return Finished(
+            id=id,
+            rank=dist.get_rank(),
+            prompt_tokens=len(item.prompt_ids),
+            response_tokens=len(output.token_ids),
+            finish=output.finish,
+            spans=grown(spans, len(output.token_ids), self.version),
+            more_tensors=more,
+            scalars=scalars,
+        )
+
+    # -- parked samples on their way -----------------------------------------------------------
+
+    def export_parked(
+        self, parked: Parked, data_plane: DataPlane
+    ) -> dict[int, dict[SampleId, Any]]:
+        """References by instance rank and sample: one for each sample that has its KV cache."""
+        samples: dict[SampleId, ParkedSample] = parked.state
+        shares = {self.instance_rank: samples}
+        if parked.width > 1:
+            shares = cut_samples(samples, self.parallel, self._model_config, parked.width)
+        if any(sample.request.kv is not None for sample in samples.values()):
+            return {
+                rank: {id: data_plane.put({id: s}) for id, s in share.items()}
+                for rank, share in shares.items()
+            }
+        references = dict.fromkeys(samples, data_plane.put(samples)) if samples else {}
+        return dict.fromkeys(shares, references)
+
+
+def make_rollout_engine(
+    config: Config,
+    model_path: str,
+    model_config: PretrainedConfig,
+    layout: Layout,
+    parallel: GenParallel,
+    device: torch.device,
+    stops: StopStrings | None,
+    reserved_bytes: int = 0,
+) -> RolloutEngine:
+    """The engine that the config asks for, with this rank's weights of `layout`. Collective.
+
+    Training's weights must have left the device, unless they stay there. Roles that stay will take
+    `reserved_bytes` more. The engine is awake, its weights are random.
+    """
+    longest = config.longest_generated
+    free_cached_memory(device)  # an engine may take what the device has left
+    return engine_class(config.rollout).build(
+        EngineParts(
+            rollout=config.rollout,
+            model_path=model_path,
+            model_config=model_config,
+            layout=layout,
+            parallel=parallel,
+            device=device,
+            stops=stops,
+            # Prompts that would not leave room for a response are not in the data.
+            max_sequence=min(longest, context_tokens(model_config)),
+            deterministic=config.strict,
+            router_replay=config.trainer.router_replay,
+            reserved_bytes=reserved_bytes,
+        )
+    )
+
+
+def _num_admitted(command: Command) -> int:
+    """The samples that a command begins or continues."""
+    if isinstance(command, Answer):
+        return sum(reply.tokens is not None for reply in command.replies)
+    return 0 if isinstance(command, Park) else len(command.ids)
