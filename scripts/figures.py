@@ -69,14 +69,28 @@ def commit() -> str:
 
 
 def tables(folder: Path) -> str:
-    """Return a table of the kept benches and one of their figures, for docs/benchmarks.md."""
+    """Return tables of the kept benches and of their figures, for docs/benchmarks.md.
+
+    What is emulated or planned has a table apart from what was measured.
+    """
     benches = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
-    rows = ["| bench | date | commit | machine |", "|---|---|---|---|"]
+    machines = list(dict.fromkeys(bench["machine"] for bench in benches))
+    lines = [f"{i}. {machine}" for i, machine in enumerate(machines, 1)]
+    lines += ["", "| bench | date | commit | machine |", "|---|---|---|---|"]
     for bench in benches:
-        about = (f"`{bench['command']}`", bench["date"], bench["commit"], bench["machine"])
-        rows.append(f"| {' | '.join(about)} |")
-    rows += ["", "| figure | ours | over the baseline |", "|---|---|---|"]
-    return "\n".join([*rows, *(row for bench in benches for row in _figures(bench["figures"]))])
+        machine = machines.index(bench["machine"]) + 1
+        lines.append(f"| `{bench['command']}` | {bench['date']} | {bench['commit']} | {machine} |")
+    records = [record for bench in benches for record in bench["figures"]]
+    measured = [record for record in records if record.get("emulated") is None]
+    emulated = [record for record in records if record.get("emulated") is not None]
+    lines += _table("figure", measured) + _table("emulated or planned figure", emulated)
+    return "\n".join(lines)
+
+
+def _table(heading: str, records: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of a table of figures; none where no record is a figure."""
+    rows = list(_figures(records))
+    return ["", f"| {heading} | ours | over the baseline |", "|---|---|---|", *rows] if rows else []
 
 
 def _figures(records: list[dict[str, Any]]) -> Iterator[str]:

@@ -13,6 +13,7 @@ BENCH = """
 import json, sys
 print("so far so good")
 print(json.dumps({"name": "a_vs_b", "value": 12345.6, "unit": "s", "ratio": 0.5, "emulated": True}))
+print(json.dumps({"name": "c_vs_d", "value": 2, "unit": "s", "ratio": 0.25}))
 print(json.dumps({"name": "took", "s": 3}))
 sys.exit(int(sys.argv[1]))
 """
@@ -44,11 +45,15 @@ def test_a_bench_is_kept_and_shown(
     assert kept["command"] == "make bench-mine ARGS=0"
     assert re.fullmatch(r"\d+ CPUs \(.*\), \d+ GB, .*, torch [\d.]+\S*", kept["machine"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", kept["date"])
-    assert [record["name"] for record in kept["figures"]] == ["a_vs_b", "took"]
+    assert [record["name"] for record in kept["figures"]] == ["a_vs_b", "c_vs_d", "took"]
     page = (tmp_path / "page.md").read_text()
     assert page.startswith("before\n")
-    assert "| `a_vs_b` | 12,346 s (emulated) | 0.5 |\n\n" in page
-    assert "| `make bench-mine ARGS=0` | 20" in page
+    measured, _, emulated = page.partition("| emulated or planned figure |")
+    assert f"\n1. {kept['machine']}\n" in measured
+    assert re.search(r"\| `make bench-mine ARGS=0` \| 20.* \| 1 \|\n", measured)
+    assert "| `c_vs_d` | 2 s | 0.25 |\n\n" in measured
+    assert "a_vs_b" not in measured
+    assert "| `a_vs_b` | 12,346 s (emulated) | 0.5 |\n\n" in emulated
     assert "took" not in page
     assert "old" not in page
 
