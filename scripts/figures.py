@@ -74,11 +74,11 @@ def tables(folder: Path) -> str:
     What is emulated or planned has a table apart from what was measured.
     """
     benches = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
-    machines = list(dict.fromkeys(bench["machine"] for bench in benches))
-    lines = [f"{i}. {machine}" for i, machine in enumerate(machines, 1)]
+    distinct = list(dict.fromkeys(bench["machine"] for bench in benches))
+    lines = [f"{i}. {machine}" for i, machine in enumerate(distinct, 1)]
     lines += ["", "| bench | date | commit | machine |", "|---|---|---|---|"]
     for bench in benches:
-        machine = machines.index(bench["machine"]) + 1
+        machine = distinct.index(bench["machine"]) + 1
         lines.append(f"| `{bench['command']}` | {bench['date']} | {bench['commit']} | {machine} |")
     records = [record for bench in benches for record in bench["figures"]]
     measured = [record for record in records if record.get("emulated") is None]
