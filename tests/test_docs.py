@@ -81,6 +81,12 @@ def test_links_to_headings_lead_to_one(page: Path) -> None:
     ]
 
 
+def test_a_reward_is_followed_through_few_files() -> None:
+    """From the key to the value and its metric: the table's files, the yaml and the recipe."""
+    table = ARCHITECTURE.partition("## The life of a reward")[2].partition("\n## ")[0]
+    assert 15 < len({file for file, _ in STEP.findall(table)}) + 2 <= 21
+
+
 def test_functions_that_the_architecture_names_exist() -> None:
     steps = STEP.findall(ARCHITECTURE)
     assert len(steps) > 35

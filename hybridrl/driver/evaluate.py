@@ -14,11 +14,10 @@ from hybridrl.driver.accuracy import JudgedPrompt, accuracy_metrics
 from hybridrl.driver.ray_executor import RayExecutor
 from hybridrl.driver.schedule_factory import make_schedule, sampling_of
 from hybridrl.flow import Flow, Graph
-from hybridrl.flow.judgements import check_failed_share
+from hybridrl.flow.judgements import check_failed_share, with_parts
 from hybridrl.flow.ledger import DropReason
 from hybridrl.flow.roles import Judge
 from hybridrl.flow.sample import Sample
-from hybridrl.preflight.composite_reward import with_parts
 from hybridrl.telemetry.run import Telemetry
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,7 @@ from hybridrl.driver.async_calls import (
 from hybridrl.driver.counted_costs import counted_costs, counted_device
 from hybridrl.driver.episodes import Episodes
 from hybridrl.driver.event_lines import described
-from hybridrl.driver.judge_failures import JudgeFailures
-from hybridrl.driver.judges import DriverJudges, read_together
+from hybridrl.driver.judges import DriverJudges, JudgeFailures, read_together
 from hybridrl.driver.load_balance import (
     UNKNOWN_WORK,
     RankWork,

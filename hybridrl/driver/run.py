@@ -24,7 +24,7 @@ from hybridrl.driver.emulated_executor import EmulatedExecutor
 from hybridrl.driver.episodes import EnvironmentFailed, Episodes
 from hybridrl.driver.evaluate import HeldOutEvaluation, evaluation_graphs, failed_shares
 from hybridrl.driver.inputs import inputs_of
-from hybridrl.driver.judge_failures import JudgeFailures
+from hybridrl.driver.judges import JudgeFailures
 from hybridrl.driver.load_balance import work_of_roles
 from hybridrl.driver.ray_executor import Abandoned, OnSwitch, RayExecutor
 from hybridrl.driver.run_phases import RunPhase, recipe_phase, training_of, warm_start_phase

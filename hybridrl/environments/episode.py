@@ -21,7 +21,7 @@ from hybridrl.environments.task import (
     failed,
 )
 from hybridrl.environments.time_limit import TimeLimit
-from hybridrl.sandbox.mark import start_marked
+from hybridrl.sandbox.worker import start_marked
 
 CLOSE_S = 5.0
 """Seconds for a program that is no longer needed to come to its end."""

@@ -2,18 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from hybridrl.config import ConfigError, EnvironmentConfig, JailKind, JailLimits, SourceConfig
 from hybridrl.environments.pool import EpisodePool
 from hybridrl.environments.task import ChatMessage, EpisodeStart, EpisodeTask
-from hybridrl.sandbox.closing import Closing
 
 TWICE = 32
 """Tasks of each call that are started a second time, in another process."""
 
 
-class Openings(Closing):
+class Openings:
     """Starts the program of each task, and gives what it says first.
 
     Every episode of a prompt has to begin with it. So some tasks are started twice, as other
@@ -72,6 +71,12 @@ class Openings(Closing):
                 names = [tool.get("function", {}).get("name") for tool in start.tools]
                 raise self._refusal(f"a program whose first request has the same tools ({names})")
             self.tools = self.tools or start.tools
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End its processes."""

@@ -12,7 +12,7 @@ from hybridrl.environments.arguments import PARAMS, read_params
 from hybridrl.environments.program import Environment, Model
 from hybridrl.environments.task import EpisodeTask
 from hybridrl.rewards.results import RewardInput
-from hybridrl.rewards.verifiers import make_verifier
+from hybridrl.rewards.worker import make_verifier
 
 DEFAULTS: dict[str, Any] = {
     "judge": {"kind": "dataset"},

@@ -100,7 +100,7 @@ def _own_answers(
 
 def _warn_of_extract(config: Config, role: str, judge: JudgeConfig, items: Sequence[Item]) -> None:
     """Say where `extract` finds nothing in rows' own answers: no judge is asked of them then."""
-    from hybridrl.rewards.verifiers import make_selector
+    from hybridrl.rewards.worker import make_selector
 
     select = make_selector(judge, role)
     own = [(item, _target_of(config, item)) for item in items if any(item.answers)][:_TRIED_ROWS]
@@ -132,7 +132,7 @@ def _check_trial(
     or can tell nothing apart. Where nothing `generates`, a function may judge the row alone.
     """
     from hybridrl.rewards.results import WRONG_RETURNS
-    from hybridrl.rewards.verifiers import make_selector
+    from hybridrl.rewards.worker import make_selector
 
     own: list[float] = []
     empty: list[float] = []

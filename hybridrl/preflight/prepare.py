@@ -43,8 +43,8 @@ from hybridrl.flow.graph import (
     UpdateStage,
     with_temperatures,
 )
+from hybridrl.flow.judgements import with_parts
 from hybridrl.preflight.activation_choice import decide_activations
-from hybridrl.preflight.composite_reward import with_parts
 from hybridrl.preflight.environment import check_environment, openings, turn_template
 from hybridrl.preflight.first_samples import FirstSamples
 from hybridrl.preflight.fused_updates import decide_fused_updates

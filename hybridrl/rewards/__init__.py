@@ -1,8 +1,8 @@
 """Judges of responses, in sandboxes, and reward models.
 
 Start from `judge.py` (`JudgePool`: responses in, results out), `worker.py` (the judge inside a
-sandbox), `verifiers.py` and `code.py` (the kinds that ship) and `model.py` (what a reward model
-must be).
+sandbox, and the verifiers that ship), `functions.py` (a user's function) and `model.py` (what a
+reward model must be).
 """
 
 from hybridrl.rewards.judge import JudgePool, validate_reward

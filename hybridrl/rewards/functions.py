@@ -5,21 +5,14 @@ Functions for verl and TRL are called as they are there, so that one may bring t
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
-from numbers import Real
 from typing import Any
 
 from hybridrl.config import ConfigError, JudgeConfig, RewardCall
 from hybridrl.config.dotted import load_function
-from hybridrl.rewards.results import JudgeAnswer, RewardInput, failure
-
-MAX_TEXT = 4096
-"""Characters of a judged text in a result; longer ones are cut."""
-LARGEST_REWARD = 1e18
-"""Rewards are squared in float32 where groups are compared: a larger one would overflow."""
+from hybridrl.rewards.results import JudgeAnswer, RewardInput, answer_of
 
 
 class Signature(Enum):
@@ -220,37 +213,3 @@ _ARGUMENTS: dict[
     Signature.verl_batch: _verl_batch,
     Signature.trl: _trl,
 }
-
-
-def answer_of(value: Any, text: str | None) -> JudgeAnswer:
-    """The answer to a response from the value of its judge."""
-    if text is None:
-        return [0.0, None, ""]
-    try:
-        return [as_reward(value), None, text[:MAX_TEXT]]
-    except (TypeError, ValueError) as error:
-        return failure(error)
-
-
-def as_reward(value: object) -> float:
-    """`value` as a finite float; raises TypeError or ValueError if it is none.
-
-    Scalars of numpy and torch are numbers, arrays of one element are not.
-    """
-    scalar = getattr(value, "item", None)
-    if callable(scalar) and getattr(value, "ndim", None) == 0:
-        value = scalar()
-    if not isinstance(value, Real):
-        kind = type(value).__name__
-        if isinstance(value, Mapping):
-            kind += f" with {', '.join(map(str, value)) or 'no field'}"
-        raise TypeError(f"the reward is {kind}, wanted a number")
-    try:
-        reward = float(value)
-    except OverflowError:
-        raise ValueError("the reward is too large for a number") from None
-    if not math.isfinite(reward):
-        raise ValueError(f"the reward is {reward}, wanted a finite number")
-    if abs(reward) > LARGEST_REWARD:
-        raise ValueError(f"the reward is {reward:g}, wanted at most {LARGEST_REWARD:g}")
-    return reward

@@ -26,7 +26,7 @@ from hybridrl.rewards.results import (
     failure,
     result_of,
 )
-from hybridrl.rewards.verifiers import make_verifier
+from hybridrl.rewards.worker import make_verifier
 from hybridrl.sandbox import SandboxPool, SandboxProcess, SandboxTask, Settings
 
 logger = logging.getLogger(__name__)

@@ -3,12 +3,17 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal
 
 JudgeAnswer = list[Any]
 """`[reward, message, text]`, as JSON; the message is null where all is well, and else the reward is
 0. A message that begins with TIMEOUT says that the judge took too long."""
 TIMEOUT = "timeout: "
+MAX_TEXT = 4096
+"""Characters of a judged text in a result; longer ones are cut."""
+LARGEST_REWARD = 1e18
+"""Rewards are squared in float32 where groups are compared: a larger one would overflow."""
 BUDGET_SPENT = "budget"
 """Begins the answer to a unit that the budget does not allow."""
 WRONG_RETURNS = ("Error: the reward is ", "Error: the function returned ")
@@ -89,6 +94,40 @@ def failure(error: BaseException | str) -> JudgeAnswer:
     """The answer where a judge fails with `error`, or a message."""
     message = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     return [0.0, message[:500], ""]
+
+
+def answer_of(value: Any, text: str | None) -> JudgeAnswer:
+    """The answer to a response from the value of its judge."""
+    if text is None:
+        return [0.0, None, ""]
+    try:
+        return [as_reward(value), None, text[:MAX_TEXT]]
+    except (TypeError, ValueError) as error:
+        return failure(error)
+
+
+def as_reward(value: object) -> float:
+    """`value` as a finite float; raises TypeError or ValueError if it is none.
+
+    Scalars of numpy and torch are numbers, arrays of one element are not.
+    """
+    scalar = getattr(value, "item", None)
+    if callable(scalar) and getattr(value, "ndim", None) == 0:
+        value = scalar()
+    if not isinstance(value, Real):
+        kind = type(value).__name__
+        if isinstance(value, Mapping):
+            kind += f" with {', '.join(map(str, value)) or 'no field'}"
+        raise TypeError(f"the reward is {kind}, wanted a number")
+    try:
+        reward = float(value)
+    except OverflowError:
+        raise ValueError("the reward is too large for a number") from None
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}, wanted a finite number")
+    if abs(reward) > LARGEST_REWARD:
+        raise ValueError(f"the reward is {reward:g}, wanted at most {LARGEST_REWARD:g}")
+    return reward
 
 
 def result_of(answer: JudgeAnswer) -> RewardResult:

@@ -20,10 +20,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from hybridrl.config import ConfigError, JailKind, JailLimits
-from hybridrl.sandbox.closing import Closing
 
 START_TIMEOUT_S = 20.0
 """Seconds for a jail to stand, and beyond a limit of time for it to answer."""
@@ -106,7 +105,7 @@ def configured() -> Mechanism:
     return choose(_defaults.kind)
 
 
-class Jail(Closing):
+class Jail:
     """A process, confined, that runs one program as often as asked, each time anew.
 
     Files in /tmp stay from one run of the program to the next; processes do not. It ends with the
@@ -178,6 +177,12 @@ class Jail(Closing):
             except (ValueError, TypeError):
                 status = "error"
         return JailResult(status, answer["stdout"], answer["stderr"], value)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the jail and wait for it. May be called twice."""

@@ -5,15 +5,14 @@ import math
 import signal
 import threading
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import Pipe
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-from hybridrl.sandbox.closing import Closing
 from hybridrl.sandbox.process import SandboxProcess, SandboxTask, settle, wait_for
 from hybridrl.sandbox.worker import Settings
 
@@ -42,7 +41,7 @@ class BusySpan:
     answers: int
 
 
-class SandboxPool(Closing, Generic[AnyTask]):
+class SandboxPool(ABC, Generic[AnyTask]):
     """Serves tasks in processes, which a thread owns; they end with it.
 
     States of a task: queued, served (its process has its request), answered. A task may keep its
@@ -105,6 +104,12 @@ class SandboxPool(Closing, Generic[AnyTask]):
         (self._all_ready if every else self._ready).wait()
         if self._error is not None:
             raise self._error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the processes; what is due is cancelled. May be called twice."""

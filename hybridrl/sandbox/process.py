@@ -23,8 +23,7 @@ from typing import Any
 
 from hybridrl.config import ConfigError
 from hybridrl.config.surrogates import without_surrogates
-from hybridrl.sandbox.mark import Mark
-from hybridrl.sandbox.worker import Settings
+from hybridrl.sandbox.worker import Mark, Settings
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,8 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import AnswersStage, Graph, MapStage, Stage, UpdateStage
 from hybridrl.flow.sample import LOSS_MASK, NO_VERSION, SampleId, TokenSpan
-from hybridrl.rewards import RewardInput
+from hybridrl.rewards import JudgePool, RewardInput
+from hybridrl.rewards.results import scalars_of
 from hybridrl.telemetry.digests import ShardDigest
 from hybridrl.telemetry.trace import TimeSpan
 from hybridrl.workers.answers import EnteredPhase, RankDescription
@@ -42,7 +43,7 @@ from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.generator import Generator, ParkedSample
 from hybridrl.workers.pending_samples import PendingRecord, load_pending, save_pending
 from hybridrl.workers.role_factory import ActorRoleFactory
-from hybridrl.workers.roles import Verifier, reward_inputs, run_map
+from hybridrl.workers.roles import reward_inputs, run_map
 from hybridrl.workers.sample_writer import SampleFacts, SampleWriter
 from hybridrl.workers.scorers import ReferenceScorer
 from hybridrl.workers.store import StoredSample
@@ -70,7 +71,7 @@ class ActorWorker(BaseWorker):
         self, rank: int, size: int, config: Config, model_path: str, data_plane: DataPlane
     ) -> None:
         super().__init__(rank, size, config, model_path, data_plane)
-        self.verifiers: dict[str, Verifier] = {}
+        self.verifiers: dict[str, JudgePool] = {}
         self.writer: SampleWriter | None = None
 
     # -- life --------------------------------------------------------------------------------
@@ -111,7 +112,9 @@ class ActorWorker(BaseWorker):
             return
         home = self.config.home_of(name)
         if home is JudgeHome.rank:
-            self.verifiers[name] = self.build.verifier(name)
+            self.verifiers[name] = JudgePool(
+                self.config.judge_of(name), self.config.sources_of(name), key=name
+            )
             logger.debug("verifier %s made", name)
         elif home is JudgeHome.instance:
             self.scorers[name] = self.build.neural_judge(name, self.generator.parallel)
@@ -281,7 +284,9 @@ class ActorWorker(BaseWorker):
             new_scalars, tensors = run_map(stage, self.store, ids, scalars)
         else:
             assert stage.role is not None
-            new_scalars, tensors = self.verifiers[stage.role].compute(stage, ids)
+            inputs = reward_inputs(self.store, self.text_of, ids)
+            results = self.verifiers[stage.role].score(inputs)
+            new_scalars, tensors = scalars_of(stage.scalars, results), ()
         stop = time.time()
         value = Computed(stage.name, ids, new_scalars, tensors, seconds=stop - start)
         return Reply(value, (TimeSpan(stage.name, start, stop),), concurrent=True)

@@ -9,12 +9,10 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.config import Config
 from hybridrl.flow.graph import Graph
 from hybridrl.models.load import load_config
-from hybridrl.models.response_text import ResponseText
 from hybridrl.models.shard import GenParallel
 from hybridrl.system.memory import free_cached_memory
 from hybridrl.workers.colocated import ColocatedActor
 from hybridrl.workers.ema import MovingAverage
-from hybridrl.workers.roles import Verifier
 from hybridrl.workers.scorers import (
     InstanceScorer,
     NeuralReward,
@@ -59,12 +57,6 @@ class RoleFactory:
         model.train_engine.offload()
         free_cached_memory(self.device)  # the rollout engine may be awake
         return model
-
-    def verifier(self, name: str) -> Verifier:
-        """A judge that runs in processes."""
-        judge = self.config.judge_of(name)
-        text_of = ResponseText(self.tokenizer, self.config.rollout.skip_special_tokens)
-        return Verifier(judge, self.config.sources_of(name), text_of, self.store)
 
     def neural_judge(self, name: str, parallel: GenParallel) -> NeuralReward:
         """A sequence classifier whose score is the reward, or the cost."""

@@ -1,42 +1,16 @@
-"""Stages that one rank runs on its own samples: verifiers, and a recipe's `map`."""
+"""What one rank makes of its own samples: the inputs of judges, and a recipe's `map`."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from hybridrl.config import JudgeConfig, SourceConfig
-from hybridrl.flow.graph import MapStage, Stage
+from hybridrl.flow.graph import MapStage
 from hybridrl.flow.sample import TRAINED, TURN, TURN_REWARDS, SampleId, Scalar
 from hybridrl.models.response_text import ResponseText
-from hybridrl.rewards import JudgePool, RewardInput
-from hybridrl.rewards.results import scalars_of
+from hybridrl.rewards import RewardInput
 from hybridrl.workers.store import SampleStore, StoredSample
 
 Scalars = dict[str, tuple[Scalar, ...]]
-
-
-class Verifier:
-    """A function that scores responses, in sandboxed processes."""
-
-    def __init__(
-        self,
-        config: JudgeConfig,
-        sources: Mapping[str, SourceConfig],
-        text_of: ResponseText,
-        store: SampleStore,
-    ) -> None:
-        """`sources` are those of the rows, which kind=dataset has its scorers from."""
-        self.text_of, self.store = text_of, store
-        self.judge = JudgePool(config, sources)
-
-    def compute(self, stage: Stage, ids: Sequence[SampleId]) -> tuple[Scalars, tuple[str, ...]]:
-        """Decode and score; a judge that fails marks its sample."""
-        results = self.judge.score(reward_inputs(self.store, self.text_of, ids))
-        return scalars_of(stage.scalars, results), ()
-
-    def close(self) -> None:
-        """End the verifier processes."""
-        self.judge.close()
 
 
 def reward_inputs(

@@ -11,7 +11,7 @@ from hybridrl.config import ConfigError, DataConfig, EvalSetConfig, SourceConfig
 from hybridrl.config.compose import check, register
 from hybridrl.data import Data, Item, load_eval_set, mixture_parts
 from hybridrl.rewards.results import RewardInput
-from hybridrl.rewards.verifiers import make_verifier
+from hybridrl.rewards.worker import make_verifier
 
 ROOT = Path(__file__).parents[2]
 PAPERS: dict[str, tuple[dict[str, Any], str, str]] = {

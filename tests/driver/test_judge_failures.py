@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybridrl.driver.evaluate import evaluation_graphs
-from hybridrl.driver.judge_failures import JudgeFailures
+from hybridrl.driver.judges import JudgeFailures
 from hybridrl.driver.run import _judge_failures
 from hybridrl.flow.executor import Computed
 from hybridrl.flow.graph import CollectStage, JudgedStage

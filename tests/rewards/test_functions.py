@@ -9,7 +9,8 @@ import torch
 
 from hybridrl.config import ConfigError, RewardCall, RewardConfig, RewardKind
 from hybridrl.rewards import JudgePool, RewardInput, validate_reward
-from hybridrl.rewards.functions import as_reward, user_function
+from hybridrl.rewards.functions import user_function
+from hybridrl.rewards.results import as_reward
 
 FUNCTIONS = """
 def ours(prompt, response, answer, item):

@@ -4,7 +4,7 @@ import pytest
 
 from hybridrl.config import RewardConfig, RewardKind
 from hybridrl.rewards.results import RewardInput
-from hybridrl.rewards.verifiers import make_verifier
+from hybridrl.rewards.worker import make_verifier
 
 ANSWERS = [
     "(1,2)", "[0,1)", "3, 5, 7", "x^2+1", "6 - 5i", "2^{10}", r"\$5", "A", r"\frac{1}{2}", "72",

@@ -7,8 +7,8 @@ import pytest
 
 from hybridrl.config import ConfigError, RewardConfig, RewardKind, SourceConfig, SourceKind
 from hybridrl.rewards import RewardInput
-from hybridrl.rewards.functions import as_reward
-from hybridrl.rewards.verifiers import make_verifier
+from hybridrl.rewards.results import as_reward
+from hybridrl.rewards.worker import make_verifier
 
 
 def judge(config: RewardConfig, response: str, answer: str) -> float:

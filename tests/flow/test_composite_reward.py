@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hybridrl.config import ConfigError
-from hybridrl.preflight.composite_reward import WeightedSum
+from hybridrl.flow.judgements import WeightedSum
 from hybridrl.preflight.prepare import prepare
 from hybridrl.telemetry.records import read_lines
 
