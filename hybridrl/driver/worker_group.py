@@ -131,21 +131,12 @@ class WorkerGroup:
             self.on_memory(rank, memory)
         return reply.value
 
-    def gather(
-        self,
-        references: Sequence[Reference[Answer]],
-        first: int = 0,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> list[Answer]:
-        """Values of one call per rank from `first` on; the first failure is raised at once.
-
-        `meanwhile` is called again and again, and may raise.
-        """
+    def gather(self, references: Sequence[Reference[Answer]], first: int = 0) -> list[Answer]:
+        """Values of one call per rank from `first` on; the first failure is raised at once."""
         pending = {reference: rank for rank, reference in enumerate(references, first)}
         logger.debug("waiting for ranks %d to %d", first, first + len(references) - 1)
         values: dict[int, Answer] = {}
         while pending:
-            meanwhile()
             for reference in self.launcher.wait(list(pending)):
                 rank = pending.pop(reference)
                 values[rank] = self.value_of(rank, reference)
@@ -256,10 +247,6 @@ class WorkerGroup:
             descriptions |= self.gather(calls, pool.ranks[0])[0]
         return descriptions
 
-    def enter(self, phase: Phase, meanwhile: Callable[[], None]) -> list[EnteredPhase]:
-        """Change phase where samples live; answers with each rank's cost of the weight switch."""
-        return self.gather(self.home.calls.same(ActorWorker.enter, phase), meanwhile=meanwhile)
-
     def start_profile(self, ranks: Sequence[int]) -> None:
         """Let these ranks record torch's operations."""
         for rank in ranks:
@@ -303,7 +290,7 @@ class WorkerGroup:
 
     def load_weights(self, path: str) -> None:
         """Have the actor take the weights of another checkpoint of its model."""
-        self.enter(Phase.TRAIN, meanwhile=lambda: None)
+        self.gather(self.home.calls.same(ActorWorker.enter, Phase.TRAIN))
         self.gather(self.home.calls.same(ActorWorker.load_weights, path))
 
     def save_pending(self, path: str, shares: list[tuple[PendingRecord, ...]]) -> None:
@@ -479,7 +466,14 @@ class WorkerGroup:
         call = self._ranks[rank].same
         return call(ActorWorker.train_early, stage, instance, share, tuple(arriving))[0]
 
-    # -- all ranks of a pool, not blocking -----------------------------------------------------
+    # -- many ranks, not blocking --------------------------------------------------------------
+
+    def call_enter(
+        self, instances: Sequence[int], phase: Phase
+    ) -> dict[Reference[EnteredPhase], int]:
+        """Start a change of phase on every rank of these instances."""
+        ranks = sorted(rank for instance in instances for rank in self.instances[instance])
+        return {self._ranks[rank].same(ActorWorker.enter, phase)[0]: rank for rank in ranks}
 
     def call_update(
         self, pool: Pool, stages: tuple[UpdateStage, ...], shares: list[tuple[UpdateShare, ...]]
