@@ -20,6 +20,7 @@ from hybridrl.driver.async_calls import (
     as_one,
     result_of,
     single,
+    without_event,
 )
 from hybridrl.driver.counted_costs import counted_costs, counted_device
 from hybridrl.driver.episodes import Episodes
@@ -71,6 +72,7 @@ from hybridrl.rewards.results import scalars_of
 from hybridrl.schedule.base import PendingSample
 from hybridrl.system import signals
 from hybridrl.system.node_info import NodeInfo
+from hybridrl.workers.sample_writer import SampleFacts
 from hybridrl.workers.training import UpdateShare
 
 logger = logging.getLogger(__name__)
@@ -539,4 +541,11 @@ class RayExecutor:
         self._moves.forget(ids)
         if self.episodes is not None:
             self.episodes.end(ids)
-        self.group.release(tuple(ids))
+        self._rounds.begin(without_event(self.group.call_release(tuple(ids))))
+
+    def record_samples(self, step: int, phase: str, facts: Mapping[int, list[SampleFacts]]) -> None:
+        """Have the ranks that hold samples write them to files, which may leave at once.
+
+        Raises OSError, here or in a later call, where a rank cannot.
+        """
+        self._rounds.begin(without_event(self.group.call_record_samples(step, phase, facts)))

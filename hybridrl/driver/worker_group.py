@@ -314,17 +314,6 @@ class WorkerGroup:
             texts |= self.value_of(rank, reference)
         return texts
 
-    def record_samples(
-        self, step: int, phase: str, by_rank: Mapping[int, Iterable[SampleFacts]]
-    ) -> None:
-        """Have the ranks that hold samples write them to files, later: they may be released."""
-        references = {
-            rank: self._ranks[rank].same(ActorWorker.record_samples, step, phase, tuple(samples))[0]
-            for rank, samples in by_rank.items()
-        }
-        for rank, reference in references.items():
-            self.value_of(rank, reference)
-
     def finish_records(self) -> None:
         """Wait until the ranks have written the samples of all steps; raises OSError."""
         self.gather(self.home.calls.same(ActorWorker.finish_records))
@@ -359,10 +348,6 @@ class WorkerGroup:
         }
         for rank, call in calls.items():
             self.value_of(rank, call)
-
-    def release(self, ids: tuple[SampleId, ...]) -> None:
-        """Forget samples on every rank."""
-        self.gather(self._all.same(BaseWorker.release, SharedIds(ids)))
 
     def close(self) -> None:
         """End child processes and the ranks."""
@@ -484,6 +469,21 @@ class WorkerGroup:
         """
         calls = pool.calls.per_rank(BaseWorker.update, [stages] * len(shares), shares)
         return _by_rank(pool, calls)
+
+    def call_record_samples(
+        self, step: int, phase: str, by_rank: Mapping[int, Iterable[SampleFacts]]
+    ) -> dict[Reference[None], int]:
+        """Start to have the ranks that hold samples write them to files."""
+        record = ActorWorker.record_samples
+        return {
+            self._ranks[rank].same(record, step, phase, tuple(samples))[0]: rank
+            for rank, samples in by_rank.items()
+        }
+
+    def call_release(self, ids: tuple[SampleId, ...]) -> dict[Reference[int], int]:
+        """Start to have every rank forget samples."""
+        calls = self._all.same(BaseWorker.release, SharedIds(ids))
+        return {call: rank for rank, call in enumerate(calls)}
 
 
 def _by_rank(pool: Pool, references: Sequence[Reference[Answer]]) -> dict[Reference[Answer], int]:

@@ -516,5 +516,8 @@ class Executor(Protocol):
         ...
 
     def release(self, ids: Sequence[SampleId]) -> None:
-        """These samples have left, trained or dropped: the ranks may forget their tensors."""
+        """These samples have left, trained or dropped: the ranks may forget their tensors.
+
+        Nobody waits for it, and it ends with no event.
+        """
         ...
