@@ -121,7 +121,7 @@ class FusedSchedule(StreamingSchedule):
 
     def _begin_step(self, step: int) -> None:
         super()._begin_step(step)
-        self._trackers, self._taken = {}, None
+        self._taken = None
         self._groups.clear()
         if any(update.stage for update in self._early_updates.values()):
             self._metrics["samples/trained_early"] = 0.0
@@ -149,11 +149,7 @@ class FusedSchedule(StreamingSchedule):
     def _run_round(self, makers: Sequence[SourceStage], batch: Batch) -> Batch:
         """Make all samples of the pulled prompts."""
         tracker, earlier = self._tracker_of(makers[0]), tasks_of(self._groups.taken)
-        tasks = [
-            task
-            for stage in makers
-            for task in self._new_tasks(stage, tracker, self._pulled, batch)
-        ]
+        tasks = [task for stage in makers for task in self._new_tasks(stage, self._pulled, batch)]
         if not tasks:
             return self._streamed(tracker, [])
         self._enter_for([*makers, *tracker.computes])

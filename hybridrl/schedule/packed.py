@@ -173,7 +173,6 @@ class PackedSchedule(StreamingSchedule):
 
     def _begin_step(self, step: int) -> None:
         super()._begin_step(step)
-        self._trackers = {}
         self._groups.clear()
         for name in ("put_off", "discarded_tokens", "limit_tokens"):
             self._metrics[f"samples/{name}"] = 0.0
@@ -200,7 +199,7 @@ class PackedSchedule(StreamingSchedule):
         packing = self._new_packing()
 
         def begin(positions: Sequence[int], limit: int | None) -> list[GenerationTask]:
-            return self._begin(positions, limit, makers, tracker, batch)
+            return self._begin(positions, limit, makers, batch)
 
         generation_round = self._pack(packing, tracker, begin)
         tasks = packing.tasks(taken=True)
@@ -262,14 +261,11 @@ class PackedSchedule(StreamingSchedule):
         positions: Sequence[int],
         limit: int | None,
         makers: Sequence[SourceStage],
-        tracker: ReadyTracker,
         batch: Batch,
     ) -> list[GenerationTask]:
         """Dispatch all samples of these prompts, none of which grows longer than `limit`."""
         pulled = [(position, self._waiting[position].prompt) for position in positions]
-        tasks = [
-            task for stage in makers for task in self._new_tasks(stage, tracker, pulled, batch)
-        ]
+        tasks = [task for stage in makers for task in self._new_tasks(stage, pulled, batch)]
         if limit is not None:
             tasks = [_limited(task, limit) for task in tasks]
             self._groups.update(tasks)

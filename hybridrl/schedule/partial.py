@@ -21,7 +21,6 @@ from hybridrl.flow.turns import RecordDiffers, RoundOrder
 from hybridrl.schedule.base import Batch, PendingSample, Prompt, ScheduleParts, StepSettings
 from hybridrl.schedule.generation_task import GenerationTask, RoundLimits
 from hybridrl.schedule.groups import tasks_of
-from hybridrl.schedule.readiness import ReadyTracker
 from hybridrl.schedule.streaming import StreamingSchedule, check_generates_once
 
 _WINDOW_TURNS = 2  # of conversations, before it is looked whether enough has finished
@@ -115,17 +114,8 @@ class PartialSchedule(StreamingSchedule):
         super().load_state_dict(state, prompt_at=prompt_at, num_ranks=num_ranks)
         self._groups.load(state["open"], prompt_at, num_ranks, self._sampling)
         for position, group in self._groups.open.items():
-            self._expect(position, [*group.tasks.values()])
-
-    def _expect(self, position: int, tasks: Sequence[GenerationTask]) -> None:
-        """Let the trackers know a restored prompt's samples, as when they were dispatched."""
-        groups: dict[str, list[GenerationTask]] = {}
-        for task in tasks:
-            groups.setdefault(task.stage.name, []).append(task)
-        for same in groups.values():
-            tracker = self._tracker_of(same[0].stage)
-            tracker.expect(same[0].stage, [task.sample for task in same])
-        tracker.choose(position)
+            for stage in dict.fromkeys(task.stage for task in group.tasks.values()):
+                self._tracker_of(stage).choose(position)
 
     def pending(self) -> tuple[PendingSample, ...]:
         """Return the samples of pending prompts that are parked or finished."""
@@ -152,8 +142,6 @@ class PartialSchedule(StreamingSchedule):
         super()._begin_step(step)
         for name in ("resumed", "parked", "off_policy_tokens", "trained_tokens", "staleness"):
             self._metrics[f"samples/{name}"] = 0.0
-        for tracker in self._trackers.values():
-            tracker.forget(self._groups.taken)
         self._groups.end_step()
 
     def _pull(self, num: int) -> Batch:
@@ -165,7 +153,7 @@ class PartialSchedule(StreamingSchedule):
         """Generate until enough groups are complete, park the rest, run the early stages."""
         # Pending samples continue, and new prompts join them.
         tracker = self._tracker_of(makers[0])
-        self._top_up(makers, tracker, batch)
+        self._top_up(makers, batch)
         pending = tasks_of(self._groups.open)
         tasks = [task for task in pending if not self._ledger.is_finished(task.sample.id)]
         converse = any(task.converses for task in tasks)
@@ -231,7 +219,7 @@ class PartialSchedule(StreamingSchedule):
         done -= len(self.length_model.key_of(task.prompt).prompt_ids)
         return replace(task, tokens=max(1.0, task.total - done))
 
-    def _top_up(self, makers: Sequence[SourceStage], tracker: ReadyTracker, batch: Batch) -> None:
+    def _top_up(self, makers: Sequence[SourceStage], batch: Batch) -> None:
         """Begin as many prompts as are missing; those that are pending are the oldest."""
         num = math.ceil(self._wanted * self.over_provision) - len(self._groups.open)
         pulled = list(islice(self.prompts, max(0, num)))
@@ -241,7 +229,7 @@ class PartialSchedule(StreamingSchedule):
                 f"wanted {self._wanted}"
             )
         for stage in makers:
-            self._new_tasks(stage, tracker, pulled, batch)
+            self._new_tasks(stage, pulled, batch)
 
     def _enough(self) -> bool:
         """Enough groups are complete, and those that stay can be trained before they are too old.

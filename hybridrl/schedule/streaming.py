@@ -101,7 +101,7 @@ class StreamingSchedule(Schedule):
         if first not in self._trackers:
             makers = [stage for stage in section if isinstance(stage, SourceStage)]
             early = self._early_stages(section)
-            self._trackers[first] = ReadyTracker(self.graph, makers, early, self._ledger)
+            self._trackers[first] = ReadyTracker(self.graph, makers, early, self._groups)
         return self._trackers[first]
 
     def _early_stages(self, section: Sequence[Stage]) -> list[Stage]:
@@ -114,7 +114,7 @@ class StreamingSchedule(Schedule):
             self._enter(Phase.GENERATE)
 
     def _new_tasks(
-        self, stage: SourceStage, tracker: ReadyTracker, pulled: Sequence[Prompt], batch: Batch
+        self, stage: SourceStage, pulled: Sequence[Prompt], batch: Batch
     ) -> list[GenerationTask]:
         """Dispatch the samples of a maker for `pulled` prompts."""
         sampling = self._sampling(stage)
@@ -127,7 +127,6 @@ class StreamingSchedule(Schedule):
             predicted = [min(tokens, most) for tokens in lengths]
         tasks = []
         for ((_, prompt), group), tokens in zip(dispatched, predicted, strict=True):
-            tracker.expect(stage, group)
             tasks += [
                 GenerationTask(sample, stage, prompt, sampling, tokens, tokens) for sample in group
             ]
