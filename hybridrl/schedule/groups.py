@@ -63,6 +63,15 @@ class BegunPrompts:
     def __getitem__(self, position: int) -> BegunPrompt:
         return self._groups[position]
 
+    def task(self, id: SampleId) -> GenerationTask:
+        """Return a sample's task."""
+        return self._groups[id.prompt].tasks[id]
+
+    @property
+    def tasks(self) -> list[GenerationTask]:
+        """All samples of prompts that have begun."""
+        return tasks_of(self._groups)
+
     @property
     def open(self) -> dict[int, BegunPrompt]:
         """The open groups in the order in which they began."""
