@@ -21,11 +21,13 @@ from hybridrl.flow.executor import (
     Executor,
     Parked,
     Phase,
+    Prepared,
     Replied,
     SamplesRead,
     Sampling,
     Scope,
     UpdateDone,
+    WeightsReady,
     WorkerDied,
 )
 from hybridrl.flow.graph import (
@@ -381,7 +383,13 @@ class Schedule(ABC):
         if phase is not self._phase:
             start = self.executor.clock.now()
             with self._span(f"to_{phase.value}"):
-                self.executor.enter(phase)
+                if phase is Phase.GENERATE:
+                    self.executor.sync_weights()
+                else:
+                    self.executor.prepare(self.executor.instances, phase)
+                while not (ended := self._wait()):  # replies alone
+                    pass
+                assert all(isinstance(event, WeightsReady | Prepared) for event in ended), ended
             saw = self.meter.saw_switch if phase is Phase.GENERATE else self.meter.saw_train_switch
             saw(self.executor.clock.now() - start)
             self._phase = phase
