@@ -37,6 +37,7 @@ from hybridrl.flow.graph import (
     SourceStage,
     Stage,
     UpdateStage,
+    gate_of,
 )
 from hybridrl.flow.ledger import (
     Drop,
@@ -55,7 +56,6 @@ from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.sample import ENVIRONMENT_FAILURE, Sample, SampleId
 from hybridrl.flow.turns import OpenTurns, RoundOrder
 from hybridrl.schedule import StageSpan, StepResult
-from hybridrl.schedule.readiness import gate_of
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.layout.grouping import TrainAxes, gen_positions
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.schedule import fused
-from hybridrl.schedule.streamed_update import StreamedUpdate
+from hybridrl.schedule.tail.early import StreamedUpdate
 from hybridrl.system import signals
 
 EARLY = ["schedule=fused", "schedule.early_backward=auto"]
