@@ -6,7 +6,7 @@ errors do not add up, and freed device weights can be restored.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -58,19 +58,17 @@ class AdapterSwitch:
     def load(self, source: Tensors, device: torch.device) -> None:
         """Bring the base weights, layer by layer over `device`; `source` may hold more names."""
 
-        def take_layer(fill: Fill, names: Sequence[str]) -> None:
-            tensors = {
-                name: torch.zeros(self._shapes[name], dtype=self.dtype, device=device)
-                for name in names
-                if name in self._shapes
-            }
-            fill(tensors, names)
-            for name, tensor in tensors.items():
-                self.base[name] = tensor if device.type == "cpu" else tensor.cpu().pin_memory()
-
         def take(fill: Fill) -> None:
             for names in by_layer(self._base_plan.dst.rules):
-                take_layer(fill, names)  # whose tensors are gone before the next layer's are made
+                tensors = {
+                    name: torch.zeros(self._shapes[name], dtype=self.dtype, device=device)
+                    for name in names
+                    if name in self._shapes
+                }
+                fill(tensors, names)
+                on_cpu = device.type == "cpu"
+                # Not in a loop, whose variable would hold a tensor while the next layer is filled.
+                self.base |= {n: x if on_cpu else x.cpu().pin_memory() for n, x in tensors.items()}
 
         settings = self._rank, self.dtype, self._bucket_bytes
         self._loaded = LayerwiseSwitch(self._base_plan, *settings).switch(source, take)
