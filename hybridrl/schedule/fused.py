@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from hybridrl.config import FusedScheduleConfig, Migration, ScheduleConfig
 from hybridrl.costs.instance import Costs
+from hybridrl.costs.tail import StepModel, training_arrivals
 from hybridrl.flow.early_updates import EarlySettings, EarlyUpdate, early_update
 from hybridrl.flow.executor import Executor, Scope
 from hybridrl.flow.graph import Graph, SourceStage, Stage, UpdateStage
@@ -19,11 +20,9 @@ from hybridrl.flow.lengths import RANKERS, LengthModel
 from hybridrl.flow.migration import (
     NO_MIGRATION,
     MigrationPlan,
-    StepModel,
     TailPlan,
     best_plan,
     tail_plans,
-    training_arrivals,
 )
 from hybridrl.flow.plan_errors import PlanErrors
 from hybridrl.schedule.base import Batch, Prompt, ScheduleParts, StepSettings
