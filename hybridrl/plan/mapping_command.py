@@ -37,6 +37,7 @@ from hybridrl.costs.memory import GIB, MemoryPlan
 from hybridrl.costs.model import UNSCALED, CostModel
 from hybridrl.costs.scales import CostScales
 from hybridrl.flow import Graph
+from hybridrl.flow.judgements import with_parts
 from hybridrl.flow.workload import LENGTHS, Shape, Workload, read_workload
 from hybridrl.plan.fitting_layouts import DoesNotFit, check_fits
 from hybridrl.plan.mapping_checks import (
@@ -52,7 +53,6 @@ from hybridrl.plan.options import option_name, read_number
 from hybridrl.plan.search_space import SearchSpace, micro_batch_choices
 from hybridrl.preflight import memory_plan
 from hybridrl.preflight.activation_choice import decide_activations
-from hybridrl.preflight.composite_reward import with_parts
 from hybridrl.preflight.environment import check_environment
 from hybridrl.preflight.fused_updates import decide_fused_updates
 from hybridrl.preflight.placement import HOME, check_apart, check_placement, graphs_of
