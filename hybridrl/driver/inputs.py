@@ -183,15 +183,15 @@ def _file_of(target: str) -> list[Path]:
 
 def _modules_of(files: Sequence[Path]) -> list[Path]:
     """The modules below the folder of a file that it imports, and those that they import."""
-    found, left = set(files), list(files)
+    modules, left = set(files), list(files)
     while left:
         file = left.pop()
         for folder, name in itertools.product(file.parents, set(_imports(file))):
-            ways = {folder / f"{name}.py", folder / name / "__init__.py"} - found
+            ways = {folder / f"{name}.py", folder / name / "__init__.py"} - modules
             own = [x for x in ways if x.is_relative_to(files[0].parent) and x.is_file()]
-            found.update(own)
+            modules.update(own)
             left += own
-    return sorted(found - set(files))
+    return sorted(modules - set(files))
 
 
 def _imports(file: Path) -> Iterator[str]:
