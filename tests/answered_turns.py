@@ -57,7 +57,7 @@ def converse_in_lockstep(
         while engine.stats().running + engine.stats().waiting:
             assert not engine.step()
             turns += engine.take_turns()
-        engine.release_cache()
+        engine.sleep(keep_weights=True)
         assert not engine.stats().has_cache
         for turn in turns:
             answer(engine, turn, vocab, most, outputs)
@@ -142,8 +142,6 @@ def answer(
     outputs: dict[object, Output],
 ) -> None:
     """Continue a held request, or finish it."""
-    reply = reply_of(turn, vocab, most[turn.id])
-    if reply is None:
-        outputs[turn.id] = engine.finish(turn.id)
-    else:
-        engine.append(turn.id, reply)
+    output = engine.answer(turn.id, reply_of(turn, vocab, most[turn.id]))
+    if output is not None:
+        outputs[turn.id] = output

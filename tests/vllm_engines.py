@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -73,9 +74,9 @@ def prompt_of(length: int, salt: int = 0) -> list[int]:
     return [(salt * 7 + i * i * 5 + i) % 50 + 2 for i in range(length)]
 
 
-def moves_of(switch: Switch) -> LayerwiseSwitch:
+def moves_of(switch: Switch, dtype: torch.dtype = torch.float32) -> LayerwiseSwitch:
     """What brings the weights of a switch to an engine's `load`."""
-    return LayerwiseSwitch(switch.plan, dist.get_rank(), torch.float32)
+    return LayerwiseSwitch(switch.plan, dist.get_rank(), dtype)
 
 
 def change(model: PreTrainedModel, only: str = "") -> None:
@@ -161,7 +162,8 @@ def through_sleep(
     caches = [storage for storage, _ in engine._memory._storages]
     before = [storage.nbytes() for storage in caches]
     engine.submit(copy.deepcopy(requests[::-2]))
-    for free in (engine.release_cache, engine.sleep):
+    free_cache = partial(engine.sleep, keep_weights=True)
+    for free in (free_cache, engine.sleep):
         free()
         free()
         assert [storage.nbytes() for storage in caches] == [0] * len(caches)
@@ -169,7 +171,7 @@ def through_sleep(
         update()
     outputs = {output.id: output for _ in range(7) for output in engine.step()}
     assert [storage.nbytes() for storage in caches] == before
-    for refuses in (engine.release_cache, engine.sleep, update):
+    for refuses in (free_cache, engine.sleep, update):
         with pytest.raises(AssertionError, match="while requests run"):
             refuses()
     return outputs | finish(engine, requests[1::2])

@@ -39,20 +39,20 @@ class HostStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFeatures:
-    """Abilities of a rollout engine, and its class: callers ask for these, not for its name."""
+    """Abilities of a rollout engine, and its maker: callers ask for these, not for its name."""
 
-    engine: str
-    """Dotted path of the class, which builds itself from `EngineParts`."""
+    build: str
+    """Dotted path of what makes it, a function of `EngineParts`."""
     checks: str = "hybridrl.engines.rollout.available:EngineChecks"
     """Dotted path of its checks before a run starts; this one passes whatever it is asked."""
     host: HostStep
     """The host's part of a decode step, by which plans count its seconds."""
-    exports_kv: bool
+    exports_kv: bool = False
     """Whether it hands out the keys and values of a sample."""
-    deterministic: bool
+    deterministic: bool = False
     """Whether it can compute every sample alone, so that runs agree bit for bit."""
-    shares_weights: bool
-    """Whether a module has its weights, which others may compute with."""
+    shares_weights: bool = False
+    """Whether a module has its weights, which others may compute with (`SharesWeights`)."""
     caches_last_token: bool
     """Whether its KV cache needs room for a response's last token."""
     block_multiple: int = 1
@@ -67,17 +67,20 @@ class EngineFeatures:
     """Whether it takes all memory that training leaves on a GPU, and divides it itself."""
     sleeps_alone: bool = False
     """Whether an instance may give its memory up while others generate: tested of this engine."""
-    widens: bool = False
-    """Whether several instances can decode the last samples as one (`rollout.tail_tp`)."""
+    wide: str = ""
+    """Dotted path of what makes several instances one, which decodes the last samples
+    (`rollout.tail_tp`): a `JoinedEngine`; empty where they cannot."""
     speculates: bool = False
     """Whether it verifies guessed tokens by each sample's own random numbers."""
+    bounds_calls: bool = False
+    """Whether it must know a call's steps: it makes tokens ahead of them (`BoundsCalls`)."""
     ascending: bool = False
     """Whether an instance's ranks must be in ascending order."""
 
 
 ENGINES = {
     Engine.native: EngineFeatures(
-        engine="hybridrl.engines.rollout.native:NativeEngine",
+        build="hybridrl.engines.rollout.native:NativeEngine.build",
         # tests/gpu_dry/counts.json: 741 kernels of a decode step of 36 layers, 19 a layer
         host=HostStep(19, 57, 0.0),
         exports_kv=True,
@@ -87,17 +90,17 @@ ENGINES = {
         records_experts=True,
         sleeps_alone=True,
         speculates=True,
-        widens=True,
+        bounds_calls=True,
+        wide="hybridrl.engines.rollout.wide:WideEngine",
     ),
     Engine.vllm: EngineFeatures(
-        engine="hybridrl.engines.rollout.vllm.engine:VLLMEngine",
+        build="hybridrl.engines.rollout.vllm.engine:VLLMEngine.build",
         checks="hybridrl.engines.rollout.available:VLLMChecks",
         # CUDA graphs: a replay, and the scheduler's Python, which vLLM reports as 1 to 2 ms
         host=HostStep(0, 0, 1.5e-3),
-        exports_kv=False,
-        deterministic=False,  # the other samples of a batch change a sample's last bits
-        shares_weights=False,  # they are packed for itself
+        # Not deterministic: the other samples of a batch change a sample's last bits.
         caches_last_token=True,
+        bounds_calls=True,
         takes_share=True,
         ascending=True,
         records_experts=True,
@@ -196,7 +199,7 @@ class RolloutConfig(SamplingConfig):
         """Raise ConfigError for a width of the tail that is none, or none of the engine's."""
         if self.tail_tp == "off":
             return
-        if not self.features.widens:
+        if not self.features.wide:
             allowed = f"off with rollout.engine={self.engine.value}, whose weights have one layout"
             raise ConfigError("rollout.tail_tp", self.tail_tp, allowed)
         number = int(self.tail_tp) if self.tail_tp.isascii() and self.tail_tp.isdigit() else 0

@@ -196,8 +196,8 @@ class ColocatedActor:
             stats = self._switch.switch(shards, load)
         else:
             stats = self.adapters.switch(shards, load, self.device)
-        if self.generator.rollout.model is not None:
-            self.copy_biases(self.generator.rollout.model)
+        if (model := self.generator.shared_model) is not None:
+            self.copy_biases(model)
         return stats
 
     # -- copies of the actor -------------------------------------------------------------------

@@ -68,7 +68,7 @@ class DeviceResidency:
                 |                             |            | actor.onload_weights
     SWITCHING   | the end of that `with` body | GENERATING | actor.offload, cached memory freed
     GENERATING  | activate(role or None)      | GENERATING | active.offload, role.onload
-    GENERATING  | release_idle_cache          | GENERATING | release_cache, if no sample uses it
+    GENERATING  | release_idle_cache          | GENERATING | the KV cache, if no sample uses it
     GENERATING  | entering_generation(actor)  | GENERATING | active.offload
     GENERATING  | enter_training              | TRAINING   | active.offload, sleep, cached memory
                 |                             |            | freed
@@ -161,7 +161,7 @@ class DeviceResidency:
             return
         stats = self.rollout.stats()
         if not (stats.running or stats.waiting) and stats.has_cache:
-            self.rollout.release_cache()
+            self.rollout.sleep(keep_weights=True)
 
     @contextmanager
     def _measured(self) -> Iterator[None]:

@@ -7,17 +7,19 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridrl.config import Config
 from hybridrl.data import Item
 from hybridrl.engines.rollout.interface import (
+    BoundsCalls,
     EngineParts,
     HeldTurn,
     Output,
     Request,
     RolloutEngine,
-    engine_class,
+    SharesWeights,
+    build_engine,
 )
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.engines.rollout.stops import StopStrings
@@ -127,6 +129,13 @@ class Generator:
         self.rollout.close()
 
     @property
+    def shared_model(self) -> PreTrainedModel | None:
+        """The module with the engine's weights, which others may compute with, if there is one."""
+        if not self.config.rollout.features.shares_weights:
+            return None
+        return cast(SharesWeights, self.rollout).model
+
+    @property
     def unfinished(self) -> int:
         """Samples that decode or wait for room: neither finished, nor parked, nor at a reply."""
         stats = self.engine.stats()
@@ -208,8 +217,8 @@ class Generator:
         steps = 0
         converses = self.config.environment.is_on
         equal = self.config.schedule.entry.counts_tokens and not converses
-        self.engine.begin_call(num_decode_steps if equal else None)
-        while steps < num_decode_steps and self.unfinished and not self.engine.call_is_done:
+        call = self._bounded_call(num_decode_steps if equal else None)
+        while steps < num_decode_steps and self.unfinished and not (call and call.call_is_done):
             outputs += [(output, None) for output in self.engine.step()]
             ended += self.engine.take_turns()
             steps += 1
@@ -238,6 +247,14 @@ class Generator:
             recomputed_tokens=after.recomputed_tokens - before.recomputed_tokens,
         )
         return finished, parked, turns, work
+
+    def _bounded_call(self, limit: int | None) -> BoundsCalls | None:
+        """Begin a call of so many steps, in an engine that must know them."""
+        if not self.config.rollout.features.bounds_calls:
+            return None
+        engine = cast(BoundsCalls, self.engine)
+        engine.begin_call(limit)
+        return engine
 
     def _park(self, command: Park) -> Parked:
         samples: dict[SampleId, ParkedSample] = {}
@@ -272,10 +289,11 @@ class Generator:
         for reply in command.replies:
             if reply.id not in self._items:
                 continue
+            output = self.engine.answer(reply.id, reply.tokens, reply.finish)
             if reply.tokens is None:
-                ended.append((self.engine.finish(reply.id, reply.finish), reply))
+                assert output is not None
+                ended.append((output, reply))
                 continue
-            self.engine.append(reply.id, reply.tokens)
             item, spans = self._items[reply.id]
             spans = answered(spans, len(reply.tokens), self.version)
             self._items[reply.id] = item, spans
@@ -386,7 +404,7 @@ def make_rollout_engine(
     """
     longest = config.longest_generated
     free_cached_memory(device)  # an engine may take what the device has left
-    return engine_class(config.rollout).build(
+    return build_engine(
         EngineParts(
             rollout=config.rollout,
             model_path=model_path,

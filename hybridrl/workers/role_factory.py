@@ -148,7 +148,7 @@ class ActorRoleFactory(RoleFactory):
     def old_policy(self) -> OldPolicyScorer | None:
         """A scorer over the generation weights, where the engine shares them."""
         generator = self.actor.generator
-        model = generator.rollout.model
+        model = generator.shared_model
         if model is None:
             return None
         return OldPolicyScorer(self.config, model, generator.parallel, self.device, self.store)

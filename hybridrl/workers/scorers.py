@@ -208,7 +208,7 @@ class TeachersBySource(ReferenceScorer):
 
 
 class OldPolicyScorer(InstanceScorer):
-    """The generation weights, shared with the rollout engine: `model` is `NativeEngine.model`."""
+    """The generation weights, shared with the rollout engine: `model` is `SharesWeights.model`."""
 
     def __init__(
         self,

@@ -2,16 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from hybridrl.config import RolloutConfig
-from hybridrl.engines.rollout.interface import KV, RolloutEngine
-from hybridrl.engines.rollout.native import NativeEngine
-from hybridrl.engines.rollout.wide import WideEngine
+from hybridrl.engines.rollout.interface import KV, JoinedEngine, RolloutEngine, join_engine
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.parameters import Parameter
 from hybridrl.layout.wide import wide_heads, wide_instances, wide_mesh
@@ -26,16 +24,17 @@ class WideShare:
     The engine is made when the instance first decodes. It is joined as long as it has samples.
     """
 
+    rollout: RolloutConfig
     width: int
     parallel: GenParallel
     peers: list[int]
-    engine: WideEngine | None = None
+    engine: JoinedEngine | None = None
 
-    def join(self, own: RolloutEngine, parameters: Iterable[Parameter]) -> WideEngine:
+    def join(self, own: RolloutEngine, parameters: Iterable[Parameter]) -> JoinedEngine:
         """The engine, on the weights of the rank's `own`."""
         if self.engine is None:
             by_name = {parameter.name: parameter for parameter in parameters}
-            self.engine = WideEngine(cast(NativeEngine, own), by_name, self.parallel)
+            self.engine = join_engine(self.rollout, own, by_name, self.parallel)
         if not self.engine.joined:
             stats = own.stats()
             unfinished = stats.running + stats.waiting + stats.held
@@ -56,7 +55,7 @@ def wide_shares(
         if dist.get_rank() in mesh.ranks:
             ep = wide_ep(model_config, layout.tp, width, layout.ep)
             parallel = GenParallel.make(mesh, device.type, ep)
-            shares[number] = WideShare(width, parallel, list(mesh.ranks))
+            shares[number] = WideShare(rollout, width, parallel, list(mesh.ranks))
     return shares
 
 

@@ -127,13 +127,13 @@ class Conversations:
     def _answer(self, turn: HeldTurn, numbers: dict[object, int], keep: bool) -> None:
         number = numbers[turn.id]
         if number + 1 == self.plan.turns:
-            self.engine.finish(turn.id)
+            self.engine.answer(turn.id, None)
             del numbers[turn.id]
             return
         numbers[turn.id] += 1
         if not keep:
             self.engine.submit(self.engine.park([turn.id]))
-        self.engine.append(turn.id, self.plan.reply_to(turn.id, number))
+        self.engine.answer(turn.id, self.plan.reply_to(turn.id, number))
 
     def slowest(self, mean: float) -> float:
         """Wall time of the conversation that waits longest, alone."""
@@ -196,7 +196,7 @@ def step_all(engine: NativeEngine, held: list[HeldTurn], rows: int, steps: int) 
         stats = engine.stats()
         free = rows - stats.running - stats.waiting
         for turn in held[:free]:
-            engine.append(turn.id, [1])
+            engine.answer(turn.id, [1])
         del held[:free]
 
 

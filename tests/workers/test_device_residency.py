@@ -46,11 +46,8 @@ class Rollout:
         self.log = log
         self.running, self.waiting, self.has_cache = 0, 0, True
 
-    def sleep(self) -> None:
-        self.log.append("sleep")
-
-    def release_cache(self) -> None:
-        self.log.append("release_cache")
+    def sleep(self, keep_weights: bool = False) -> None:
+        self.log.append("free cache" if keep_weights else "sleep")
         self.has_cache = False
 
     def stats(self) -> Stats:
@@ -216,7 +213,7 @@ def test_only_a_cache_that_no_sample_uses_is_released(
     rank.rollout.running, rank.rollout.waiting = running, waiting
     rank.residency.release_idle_cache()
     rank.residency.release_idle_cache()
-    assert rank.happened() == (["release_cache"] if released else [], 0)
+    assert rank.happened() == (["free cache"] if released else [], 0)
     assert rank.residency.status is DeviceStatus.GENERATING
 
 

@@ -2,9 +2,9 @@
 
 import pkgutil
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.layout.layerwise import Fill
 from hybridrl.layout.layout import Layout
+from hybridrl.layout.parameters import Parameter
 from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.models.shard import GenParallel
 
@@ -173,7 +174,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class HeldTurn:
-    """The turn of a conversation has ended with `token_ids`: it is held until `append`.
+    """The turn of a conversation has ended with `token_ids`: it is held until `answer`.
 
     `finish` is `stop` or `length`; `response_tokens` are those of all turns and replies so far.
     """
@@ -195,7 +196,7 @@ class Stats:
     which `accepted_tokens` were drawn; `refused_drafts` had one that was not. `prefill_tokens` were
     computed in `prefill_calls` forward passes, `replayed_tokens` by decode passes without sampling
     (deterministic engines only), `restored_tokens` were copied from a `Request.kv`;
-    `kv_bytes_per_token` is this rank's. `has_cache` is False asleep and after `release_cache`.
+    `kv_bytes_per_token` is this rank's. `has_cache` is False from `sleep` until work.
     Of the tokens that held requests had cached when they continued, `kept_tokens` still were.
     `recomputed_tokens` had given way to others, or filled no block of vLLM's. `moved_tokens` gave
     way to host memory.
@@ -260,25 +261,14 @@ class EngineParts:
 
 
 class RolloutEngine(Protocol):
-    """Continuous batching over a paged KV cache.
+    """Continuous batching over a paged KV cache: these nine methods are what a new engine writes.
 
-    States: asleep (no weights, no cache) -> `load` -> ready -> `sleep`. A ready engine may free its
-    cache (`release_cache`) and allocates a new one when there is work. Weights may be loaded only
-    while nothing runs.
+    `build_engine` makes one: awake, with random weights. Asleep it has no weights and no cache;
+    `load` wakes it. A ready engine may free its cache alone, and allocates a new one when there is
+    work. Weights may be loaded only while nothing runs.
+
+    What some engines can do beyond this is a line of `EngineFeatures`, and a protocol below.
     """
-
-    @classmethod
-    def build(cls, parts: EngineParts) -> Self:
-        """The engine at this rank's position of the generation mesh: awake, with random weights.
-
-        Collective. Training's weights must have left the device, unless they stay there.
-        """
-        ...
-
-    @property
-    def model(self) -> PreTrainedModel | None:
-        """The module with the weights, which others may compute with; None where none has them."""
-        ...
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, first come first served; a parked request continues from its last token.
@@ -294,6 +284,68 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def take_turns(self) -> list[HeldTurn]:
+        """The turns that have ended since the last call; their requests are held.
+
+        A held request has no row of the batch, and keeps its KV cache while there is room.
+        """
+        ...
+
+    def answer(
+        self, id: object, tokens: Sequence[int] | None, finish: str = "stop"
+    ) -> Output | None:
+        """Continue a held request behind the `tokens` of a reply, which may be none.
+
+        New tokens alone are computed. None: the response is complete; its output, of that `finish`,
+        is returned. Raises ValueError for a request that is not held, and for tokens that leave no
+        room for one that is drawn.
+        """
+        ...
+
+    def park(self, ids: Iterable[object], with_kv: bool = False) -> list[Request]:
+        """Remove unfinished requests, with their tokens so far; `submit` resumes them.
+
+        `with_kv`, where `EngineFeatures.exports_kv`, fills `Request.kv` of those with a cache; a
+        waiting one keeps its `kv`. A held one is held again where it is submitted.
+        """
+        ...
+
+    def load(self, fill: Fill) -> None:
+        """Take other weights: let `fill` write this rank's shards, all at once or layer by layer.
+
+        An engine that sleeps wakes. Cached prompts are dropped: the old weights computed them.
+        """
+        ...
+
+    def sleep(self, keep_weights: bool = False) -> None:
+        """Free weights and KV cache, or the cache alone. Waiting requests stay.
+
+        Nothing may run. With `keep_weights` requests may be held, and work allocates the cache
+        again.
+        """
+        ...
+
+    def stats(self) -> Stats:
+        """Counters and load."""
+        ...
+
+    def close(self) -> None:
+        """Release processes and groups that the engine started."""
+        ...
+
+
+class SharesWeights(Protocol):
+    """What an engine of `EngineFeatures.shares_weights` has besides."""
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The module with the weights, which others may compute with."""
+        ...
+
+
+class BoundsCalls(Protocol):
+    """What an engine of `EngineFeatures.bounds_calls` has besides."""
+
     def begin_call(self, limit: int | None) -> None:
         """Until the next call no request makes more than `limit` tokens, whatever a step makes.
 
@@ -306,58 +358,44 @@ class RolloutEngine(Protocol):
         """Whether every request has made the tokens that the call may add: no step makes more."""
         ...
 
-    def take_turns(self) -> list[HeldTurn]:
-        """The turns that have ended since the last call; their requests are held.
 
-        A held request has no row of the batch, and keeps its KV cache while there is room.
-        """
+class JoinedEngine(RolloutEngine, Protocol):
+    """A rank of several instances that decode as one, made by what `EngineFeatures.wide` names."""
+
+    @property
+    def joined(self) -> bool:
+        """Whether the engine has weights and a cache."""
         ...
 
-    def append(self, id: object, tokens: Sequence[int]) -> None:
-        """Continue a held request behind the `tokens` of a reply, which may be none.
-
-        New tokens alone are computed. Raises ValueError for a request that is not held, and for
-        tokens that leave no room for one that is drawn.
-        """
+    def join(self) -> None:
+        """Take the rank's own engine's weights and cache, which runs nothing meanwhile."""
         ...
 
-    def finish(self, id: object, reason: str = "stop") -> Output:
-        """End a held request, whose response is complete. Raises ValueError if it is not held."""
-        ...
-
-    def park(self, ids: Iterable[object], with_kv: bool = False) -> list[Request]:
-        """Remove unfinished requests, with their tokens so far; `submit` resumes them.
-
-        `with_kv` fills `Request.kv` of those with a cache; a waiting one keeps its `kv`. A held one
-        is held again where it is submitted.
-        """
-        ...
-
-    def load(self, fill: Fill) -> None:
-        """Take other weights: let `fill` write this rank's shards, all at once or layer by layer.
-
-        An engine that sleeps wakes. Cached prompts are dropped: the old weights computed them.
-        """
-        ...
-
-    def release_cache(self) -> None:
-        """Free the KV cache, keep the weights; nothing may run. Work allocates it again."""
-        ...
-
-    def sleep(self) -> None:
-        """Free weights and KV cache."""
-        ...
-
-    def stats(self) -> Stats:
-        """Counters and load."""
-        ...
-
-    def close(self) -> None:
-        """Release processes and groups that the engine started."""
+    def leave(self) -> None:
+        """Let go of weights and cache; nothing may run."""
         ...
 
 
-def engine_class(rollout: RolloutConfig) -> type[RolloutEngine]:
-    """The engine that is configured."""
-    engine: type[RolloutEngine] = pkgutil.resolve_name(rollout.features.engine)
-    return engine
+def build_engine(parts: EngineParts) -> RolloutEngine:
+    """The configured engine at this rank's position of the generation mesh. Collective.
+
+    Training's weights must have left the device, unless they stay there.
+    """
+    build: Callable[[EngineParts], RolloutEngine]
+    build = pkgutil.resolve_name(parts.rollout.features.build)
+    return build(parts)
+
+
+def join_engine(
+    rollout: RolloutConfig,
+    own: RolloutEngine,
+    parameters: Mapping[str, Parameter],
+    parallel: GenParallel,
+) -> JoinedEngine:
+    """An engine on the weights of a rank's `own`, at another place: it has not joined yet.
+
+    `parameters` are the model's by name.
+    """
+    build: Callable[[RolloutEngine, Mapping[str, Parameter], GenParallel], JoinedEngine]
+    build = pkgutil.resolve_name(rollout.features.wide)
+    return build(own, parameters, parallel)

@@ -179,7 +179,7 @@ class NativeEngine:
 
     @classmethod
     def build(cls, parts: EngineParts) -> Self:
-        """See `RolloutEngine`; on a GPU its cache takes the memory that training leaves."""
+        """See `build_engine`; on a GPU its cache takes the memory that training leaves."""
         tokens = parts.rollout.kv_cache_tokens
         if parts.device.type == "cuda":
             tokens = native_cache(parts)
@@ -205,7 +205,7 @@ class NativeEngine:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The rank's shard of the Hugging Face module, with the engine's own weights.
+        """See `SharesWeights`: the rank's shard of the Hugging Face module.
 
         Its attention is paged (keyword argument `paged`); a caller that scores with it selects
         another attention function during the call. Without weights while asleep.
@@ -278,17 +278,18 @@ class NativeEngine:
         turns, self._turns = self._turns, []
         return turns
 
-    def append(self, id: object, tokens: Sequence[int]) -> None:
-        """See `RolloutEngine`."""
-        append_reply(self._admission.held(id), tokens, self._vocab_size)
-        self._admission.answer(id)
-
-    def finish(self, id: object, reason: str = "stop") -> Output:
-        """See `RolloutEngine`. All ranks of an instance call it together."""
+    def answer(
+        self, id: object, tokens: Sequence[int] | None, finish: str = "stop"
+    ) -> Output | None:
+        """See `RolloutEngine`. All ranks of an instance end a response together."""
         request = self._admission.held(id)
-        self._admission.remove(id)
-        self._filler.join_records([request.routed_experts])
-        return output_of(request, reason)
+        if tokens is None:
+            self._admission.remove(id)
+            self._filler.join_records([request.routed_experts])
+            return output_of(request, finish)
+        append_reply(request, tokens, self._vocab_size)
+        self._admission.answer(id)
+        return None
 
     def _end(self, ended: Sequence[tuple[Request, str]]) -> None:
         """Responses of a lane have ended, or turns of conversations, which are held then."""
@@ -308,13 +309,13 @@ class NativeEngine:
     # One step
 
     def begin_call(self, limit: int | None) -> None:
-        """See `RolloutEngine`."""
+        """See `BoundsCalls`."""
         if self._speculation is not None:
             self._speculation.begin_call(limit)
 
     @property
     def call_is_done(self) -> bool:
-        """See `RolloutEngine`."""
+        """See `BoundsCalls`."""
         speculation = self._speculation
         return speculation is not None and speculation.call_is_done(self._admission)
 
@@ -508,27 +509,25 @@ class NativeEngine:
         assert not busy, f"{what} while requests run or are held: park them first"
         self._admission.forget()
 
-    def release_cache(self) -> None:
-        """See `RolloutEngine`. Waiting and held requests stay."""
-        assert not self._admission.num_running, (
-            "the engine cannot free its cache while requests run: park them first"
-        )
-        self._admission.give_up()
-        self._free_cache()
-        logger.debug("the KV cache is free")
-
     def _free_cache(self) -> None:
         for lane in self._admission.lanes:
             lane.kept = None
         self._cache = None
 
-    def sleep(self) -> None:
-        """Free weights and KV cache. Waiting requests stay; others must be parked before."""
-        self._drop_cached("it cannot sleep")
-        self.release_cache()
-        self._stage.free()
-        self._asleep = True
-        logger.debug("asleep, without weights")
+    def sleep(self, keep_weights: bool = False) -> None:
+        """See `RolloutEngine`. Requests that run or are held must be parked before weights go."""
+        if keep_weights:
+            assert not self._admission.num_running, (
+                "the engine cannot free its cache while requests run: park them first"
+            )
+        else:
+            self._drop_cached("it cannot sleep")
+        self._admission.give_up()
+        self._free_cache()
+        if not keep_weights:
+            self._stage.free()
+            self._asleep = True
+        logger.debug("asleep, %s weights", "with" if keep_weights else "without")
 
     def close(self) -> None:
         """Nothing to end."""

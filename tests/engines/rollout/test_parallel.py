@@ -282,7 +282,7 @@ def move(
     moved = source.park([request.id for request in requests], with_kv=with_kv)
     # What the last step finished: `park` looked at it, the next step hands it out.
     outputs += source.step()
-    source.release_cache()
+    source.sleep(keep_weights=True)
     target.submit(moved)
     while (stats := target.stats()).running or stats.waiting:
         outputs += target.step()

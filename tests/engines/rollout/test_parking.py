@@ -185,7 +185,7 @@ def test_pickles_without_a_copy(dtype: torch.dtype) -> None:
     assert torch.equal(pickle.loads(pickle.dumps(kv)).blocks, kv.blocks)
 
 
-def test_release_cache(
+def test_the_cache_alone_is_freed(
     model: PreTrainedModel, make_engine: Make, finish: Finish, requests_of: RequestsOf, same: Same
 ) -> None:
     """The memory goes, weights stay; work brings it back."""
@@ -196,13 +196,13 @@ def test_release_cache(
     assert engine._cache is not None
     memory = weakref.ref(engine._cache.blocks)
     engine.submit(requests)
-    engine.release_cache()
+    engine.sleep(keep_weights=True)
     assert memory() is None
     assert not engine.stats().has_cache
     assert engine.stats().waiting == 8
     same(finish(engine), wanted)
     assert engine.stats().has_cache
-    engine.release_cache()
+    engine.sleep(keep_weights=True)
     assert engine.step() == []
     assert not engine.stats().has_cache
     engine.load_weights(model.state_dict().items())
@@ -210,9 +210,9 @@ def test_release_cache(
     engine.step()
     assert engine.stats().has_cache
     with pytest.raises(AssertionError, match="while requests run"):
-        engine.release_cache()
+        engine.sleep(keep_weights=True)
     engine.park(range(8))
-    engine.release_cache()
+    engine.sleep(keep_weights=True)
     engine.sleep()
     with pytest.raises(AssertionError, match="sleeps"):
         engine.step()
@@ -227,7 +227,7 @@ def test_the_module_scores_with_the_engines_weights(
     engine = make_engine(model)
     request = Request(0, [4, 8, 15], SamplingParams(12), 5)
     output = finish(engine, [request])[0]
-    engine.release_cache()
+    engine.sleep(keep_weights=True)
     own = engine.parameters()
     assert all(p.data_ptr() == own[n].data_ptr() for n, p in engine.model.named_parameters())
     before = engine.model.config._attn_implementation

@@ -213,7 +213,7 @@ def test_a_stop_text_is_of_one_turn(model: PreTrainedModel, make_engine: Make) -
     turn = next_turn(engine, request, [])
     assert (turn.token_ids, turn.finish) == (first.token_ids[:5], "stop")
     half, rest = first.token_ids[3], first.token_ids[4]
-    engine.append(0, [half, rest, 1, half])
+    engine.answer(0, [half, rest, 1, half])
     while not (turns := engine.take_turns()):
         engine.step()
     assert len(turns[0].token_ids) > 1 or turns[0].token_ids == [rest]
@@ -234,10 +234,10 @@ def test_a_turn_may_use_up_the_response(model: PreTrainedModel, make_engine: Mak
     turn = next_turn(engine, request, [])
     assert (turn.finish, turn.response_tokens) == ("length", 5)
     with pytest.raises(ValueError, match=r"would have 6 response tokens .*max_new_tokens=5"):
-        engine.append(0, [1])
+        engine.answer(0, [1])
     other = make_engine(model)
     other.submit(engine.park([0]))
-    output = other.finish(0, "length")
+    output = other.answer(0, None, "length")
     assert (output.token_ids, output.finish) == (turn.token_ids, "length")
 
 
@@ -248,14 +248,14 @@ def test_bad_answers_change_nothing(model: PreTrainedModel, make_engine: Make) -
     engine.step()
     for id, status in ((0, "running"), (1, "waiting"), (9, "unknown")):
         with pytest.raises(ValueError, match=f"request {id} is {status}; only a held one"):
-            engine.append(id, [1])
+            engine.answer(id, [1])
     while not (turns := engine.take_turns()):
         engine.step()
     with pytest.raises(ValueError, match="token ids 4 to 52"):
-        engine.append(turns[0].id, [4, VOCAB])
-    engine.append(turns[0].id, [4])
+        engine.answer(turns[0].id, [4, VOCAB])
+    engine.answer(turns[0].id, [4])
     with pytest.raises(ValueError, match="only a held one"):
-        engine.finish(turns[0].id)
+        engine.answer(turns[0].id, None)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -271,11 +271,11 @@ def test_an_empty_reply(deterministic: bool, model: PreTrainedModel, make_engine
         while not here.take_turns():
             here.step()
         if number < 2:
-            here.append(0, [])
+            here.answer(0, [])
             (parked,) = here.park([0])
             assert not parked.is_held
             there.submit([parked])
-    output = engines[0].finish(0)
+    output = engines[0].answer(0, None)
     assert output.token_ids == wanted.token_ids
     assert [turn.start for turn in output.turns] == [0, 4, 8]
     assert output.log_probs == pytest.approx(wanted.log_probs, abs=0 if deterministic else 1e-5)

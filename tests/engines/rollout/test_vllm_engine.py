@@ -1,7 +1,7 @@
 """vLLM in worker processes against transformers and the native engine. Real gloo, real vLLM."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ from hybridrl.layout.layerwise import by_layer
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.parameters import fsdp_dim
+from hybridrl.layout.weight_switch import Tensors
 from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.parallel import model_parameters
 from hybridrl.models.router_replay import ExpertShape, Routing, enable_replay
@@ -174,7 +175,12 @@ def five_updates(
     }
 
 
-def fill(model: PreTrainedModel, layout: Layout, tensors: dict[str, torch.Tensor]) -> None:
+def fill(
+    model: PreTrainedModel,
+    layout: Layout,
+    tensors: Tensors,
+    names: Sequence[str] | None = None,
+) -> None:
     """Writes this rank's part of the weights of `model`; padding stays as it is."""
     for name, tensor in tensors.items():
         held = LocalTensor(layout.local(name, dist.get_rank()))
@@ -248,7 +254,8 @@ def started(directory: str, pp: int, tp: int, **options: Any) -> tuple[VLLMEngin
     model = load(directory)
     switch = plan_of(model, TrainAxes(replicas=dist.get_world_size()), pp, tp)
     source = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    engine, moves = start(directory, switch, model, **options), moves_of(switch)
+    engine = start(directory, switch, model, **options)
+    moves = moves_of(switch, options.get("dtype", torch.float32))
 
     def update() -> None:
         moves.switch(source, engine.load)
@@ -315,7 +322,7 @@ def check_held(engine: VLLMEngine, update: Callable[[], None]) -> None:
     request = conversations()[0]
     engine.submit([request])
     with pytest.raises(ValueError, match="request 0 is in a turn; only a held one"):
-        engine.append(0, [1])
+        engine.answer(0, [1])
     while not (turns := engine.take_turns()):
         engine.step()
     for refuses in (engine.sleep, update):
@@ -323,12 +330,14 @@ def check_held(engine: VLLMEngine, update: Callable[[], None]) -> None:
             refuses()
     for tokens, error in (([4, VOCAB], "token ids 4 to 53"), ([1] * 50, "must leave room")):
         with pytest.raises(ValueError, match=error):
-            engine.append(0, tokens)
+            engine.answer(0, tokens)
     with pytest.raises(ValueError, match="request 0 is already in the engine"):
         engine.submit([request])
-    assert engine.finish(0, "length").token_ids == turns[0].token_ids
+    output = engine.answer(0, None, "length")
+    assert output is not None
+    assert output.token_ids == turns[0].token_ids
     with pytest.raises(ValueError, match="request 0 is unknown"):
-        engine.finish(0)
+        engine.answer(0, None)
 
 
 def limits(directory: str) -> dict[str, Any]:

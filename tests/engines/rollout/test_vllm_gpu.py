@@ -105,7 +105,7 @@ def _work(_, folder):
         assert addresses in (None, held), "in place"
         addresses = held
         awake = _used(device)
-        engine.release_cache()
+        engine.sleep(keep_weights=True)
         scoring = _used(device)
         assert awake - scoring > 0.9 * cache
         assert {i: o.token_ids for i, o in _generate(engine, 1.0).items()} == {

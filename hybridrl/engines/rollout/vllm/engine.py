@@ -217,7 +217,7 @@ class VLLMEngine:
 
     @classmethod
     def build(cls, parts: EngineParts) -> Self:
-        """See `RolloutEngine`; on a GPU it takes the memory that training leaves."""
+        """See `build_engine`; on a GPU it takes the memory that training leaves."""
         share = device_share(parts) if parts.device.type == "cuda" else _GPU_SHARE
         return cls(
             parts.model_path,
@@ -237,11 +237,6 @@ class VLLMEngine:
         )
 
     # Requests
-
-    @property
-    def model(self) -> None:
-        """vLLM packs the weights for itself."""
-        return None
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See `RolloutEngine`.
@@ -348,17 +343,17 @@ class VLLMEngine:
         turns, self._turns = self._turns, []
         return turns
 
-    def append(self, id: object, tokens: Sequence[int]) -> None:
+    def answer(
+        self, id: object, tokens: Sequence[int] | None, finish: str = "stop"
+    ) -> Output | None:
         """See `RolloutEngine`. What is cached in full blocks is not computed again."""
         entry = self._held(id)
+        if tokens is None:
+            del self._entries[id]
+            return output_of(entry.request, finish)
         append_reply(entry.request, tokens, self._limits.vocab_size)
         self._add(entry)
-
-    def finish(self, id: object, reason: str = "stop") -> Output:
-        """See `RolloutEngine`."""
-        request = self._held(id).request
-        del self._entries[id]
-        return output_of(request, reason)
+        return None
 
     def _held(self, id: object) -> _Entry:
         """A held request; raises ValueError for another."""
@@ -371,7 +366,7 @@ class VLLMEngine:
     # One step
 
     def begin_call(self, limit: int | None) -> None:
-        """See `RolloutEngine`: a step makes one token of each request.
+        """See `BoundsCalls`: a step makes one token of each request.
 
         With a limit the call's last step begins none that the call would not read.
         """
@@ -472,8 +467,20 @@ class VLLMEngine:
 
     # Memory
 
-    def release_cache(self) -> None:
-        """See `RolloutEngine`. Waiting and held requests stay."""
+    def sleep(self, keep_weights: bool = False) -> None:
+        """See `RolloutEngine`. Requests that run or are held must be parked before weights go."""
+        if keep_weights:
+            self._free_cache()
+            return
+        self._check_parked("it cannot sleep")
+        if not self._asleep:
+            self._forget_prompts()
+            logger.debug("falling asleep")
+            self._memory.sleep()
+            self._asleep, self._has_cache = True, False
+
+    def _free_cache(self) -> None:
+        """Free the cache alone."""
         assert not self.stats().running, "the engine cannot free its cache while requests run"
         if not self._has_cache:
             return
@@ -482,18 +489,6 @@ class VLLMEngine:
         self._memory.free_cache()
         self._has_cache = False
         logger.debug("the KV cache is free")
-
-    def sleep(self) -> None:
-        """Free the KV cache and, on a GPU, the weights.
-
-        Waiting requests stay; others must be parked before.
-        """
-        self._check_parked("it cannot sleep")
-        if not self._asleep:
-            self._forget_prompts()
-            logger.debug("falling asleep")
-            self._memory.sleep()
-            self._asleep, self._has_cache = True, False
 
     def stats(self) -> Stats:
         """Counters and load."""
