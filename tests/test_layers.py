@@ -27,7 +27,7 @@ jobs          driver runtime telemetry config
 doctor        runtime compat sandbox costs models telemetry system config
 plan          preflight schedule flow costs models layout telemetry system config
 replay        driver preflight checkpoint data schedule telemetry config
-driver        preflight runtime workers checkpoint data environments rewards
+driver        preflight runtime workers checkpoint data environments rewards sandbox
               schedule flow costs models layout pipelines telemetry system config
 preflight     runtime workers checkpoint data environments rewards engines
               schedule flow costs models layout pipelines telemetry system config

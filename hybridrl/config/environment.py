@@ -72,7 +72,8 @@ class EnvironmentConfig:
     episode_timeout_s: float = bounded(600.0, above=0, allowed="seconds above 0")
     """Seconds for all answers of an episode; the model's time does not count."""
     num_processes: int = bounded(1, least=1)
-    """Processes on the driver's node, each with many episodes on one event loop."""
+    """Processes in the run, each with many episodes on one event loop. Nodes of a Ray cluster share
+    them by their CPUs, and have one at least; with a `port` all are on the driver's node."""
     memory_mb: int = bounded(4096, least=64)
     """Memory of a process."""
     on_failure: OnFailure = OnFailure.drop

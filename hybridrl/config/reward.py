@@ -52,7 +52,7 @@ class JudgeHome(Enum):
     rank = "rank"  # in sandboxes of each sample's rank
     instance = "instance"  # a model beside the actor, on its generation instances
     pool = "pool"  # a model on ranks of another pool
-    driver = "driver"  # in sandboxes of the driver's node
+    driver = "driver"  # in sandboxes that the driver calls, on every node
 
 
 class JailKind(Enum):
@@ -96,8 +96,8 @@ class JudgeConfig:
     call: RewardCall = RewardCall.sample
     """kind=function, http, chat: the responses that one call is about. No batch for http, chat."""
     waits: bool | None = None
-    """kind=function: whether it waits for something else than a core of this machine. Then the
-    driver's node judges up to `max_in_flight` samples at a time, a plain function in threads.
+    """kind=function: whether it waits for something else than a core of this machine. Then up
+    to `max_in_flight` samples are judged at a time, on every node, a plain function in threads.
     Null: where the function is `async def`."""
     max_in_flight: int = bounded(32, least=1)
     """Calls of a function that waits, or requests of kind=http and chat, at a time in the run."""
@@ -116,7 +116,7 @@ class JudgeConfig:
     kind=http and chat there is `endpoint.timeout_s`; this bounds what `extract` and
     `endpoint.score` compute."""
     num_processes: int = bounded(1, least=1)
-    """Verifier processes per rank; with call=group in the run."""
+    """Verifier processes per rank; with call=group in the run, one on each node at least."""
     partial_credit: bool = False
     """kind=code: the share of tests that pass is the reward; else 1 where all do, and 0."""
     jail: JailKind = JailKind.auto
@@ -126,7 +126,7 @@ class JudgeConfig:
 
     @property
     def is_central(self) -> bool:
-        """Whether it judges on the driver's node: since it waits, or sees samples of many ranks."""
+        """Whether the driver calls it: since it waits, or sees samples of many ranks."""
         return self.kind.asks or bool(self.waits) or self.call is RewardCall.group
 
     def check(self, key: str) -> None:

@@ -74,10 +74,10 @@ class EmulatedEpisodes(Episodes):
     """
 
     def __init__(self, config: Config, graph: Graph, launcher: EmulatedLauncher) -> None:
-        super().__init__(config, None)
+        super().__init__(config, None, launcher)
         conversations = emulated_conversations(config)
         assert conversations is not None, "cluster.turns"
-        self._conversations, self._launcher = conversations, launcher
+        self._conversations, self._sleeping = conversations, launcher
         self._workload = emulated_workload(config, graph.group_size)
         self._turns: dict[SampleId, tuple[tuple[ModeledTurn, ...], str]] = {}
         self._num_turns: dict[SampleId, int] = {}
@@ -101,7 +101,7 @@ class EmulatedEpisodes(Episodes):
         self._num_turns[ended.id] += 1
         counts.turns += 1
         reply = reply_to(ended, turn, self._num_turns[ended.id], finish)
-        rings: Reference[None] = self._launcher.after(turn.wait_s)
+        rings: Reference[None] = self._sleeping.after(turn.wait_s)
         yield from answers_of({rings: _DRIVER})
         if self._turns.get(ended.id) is not modeled:  # the sample has left meanwhile
             return None

@@ -1,10 +1,11 @@
 """The driver's side of conversations: episodes of samples, and replies as tokens."""
 
+import functools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Protocol, cast, get_args
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from hybridrl.config import Config, OnFailure
 from hybridrl.data import Item
 from hybridrl.driver.async_calls import Calling, EventCalls, result_of
+from hybridrl.driver.node_pools import LOST, Lost, NodePool, NodePools
 from hybridrl.environments import (
     BusySpan,
     EpisodePool,
@@ -29,6 +31,7 @@ from hybridrl.flow.executor import EpisodeReply, Replied, TurnEnded, Work
 from hybridrl.flow.sample import ENVIRONMENT_FAILURE, NOTE, OUT_OF_TOKENS, SampleId
 from hybridrl.flow.turns import failed_turns
 from hybridrl.preflight.turn_orders import recorded_orders
+from hybridrl.runtime.launcher import Launcher
 from hybridrl.schedule.base import PendingSample
 
 logger = logging.getLogger(__name__)
@@ -55,15 +58,17 @@ class Composer(Protocol):
 class _Conversation:
     """A sample's episode so far; `most` tokens fit into its response.
 
-    `past` are its turns, the last of them perhaps not answered yet, and `ended` is that one as its
-    rank has told it. In a resumed run one that `recurs` comes a second time, and `known` is what it
-    was answered before. The replies to the turns `cut`, from 1 on, were too long. One that
-    `is_over` is not with the pool any more.
+    `start` is due at its `home`, a node's pool; an episode that is over has neither. `past` are its
+    turns, the last of them perhaps not answered yet, and `ended` is that one as its rank has told
+    it. In a resumed run one that `recurs` comes a second time, and `known` is what it was answered
+    before. The replies to the turns `cut`, from 1 on, were too long. One that `is_over` is not with
+    the pool any more.
     """
 
     item: Item
     most: int
-    start: "Future[EpisodeStart] | None"
+    home: NodePool | None = None
+    start: "Future[EpisodeStart | Lost] | None" = None
     past: list[PastTurn] = field(default_factory=list)
     ended: TurnEnded | None = None
     known: EpisodeStep | None = None
@@ -83,6 +88,7 @@ class _StepCounts:
     kept_tokens: int = 0
     moved_tokens: int = 0
     recomputed_tokens: int = 0
+    replays: int = 0
     waits: list[float] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     first_failure: str = ""
@@ -98,30 +104,47 @@ class Episodes:
     The processes start with the first episode.
     """
 
-    def __init__(self, config: Config, composer: Composer | None) -> None:
-        self.config, self._composer = config, composer
+    def __init__(self, config: Config, composer: Composer | None, launcher: Launcher) -> None:
+        self.config, self._composer, self._launcher = config, composer, launcher
         self.clock: Clock = WallClock()
-        self._pool: EpisodePool | None = None
+        self._pool: NodePools | None = None
         self._there: dict[SampleId, _Conversation] = {}
         self._counts, self._checked = _StepCounts(), (0, 0)
         self._recorded: Counter[str] = Counter()
         self._fails = failed_turns(recorded_orders(config) or {})
 
     @property
-    def pool(self) -> EpisodePool:
-        """The processes; they start at the first use."""
+    def pool(self) -> NodePools:
+        """The processes, on every node; they start at the first use.
+
+        At ports of their own, which others may call, they are on the driver's.
+        """
         if self._pool is None:
-            config = self.config
-            self._pool = EpisodePool(
-                config.environment,
-                config.data.sources,
-                seed=config.run.seed,
-                jail=config.reward.jail,
-                limits=config.reward.limits,
-                call_form=self._composer.call_form if self._composer else None,
-            )
-            logger.info("environment %s starts", config.environment.kind.value)
+            config, settings = self.config, self.config.environment
+
+            def make(share: int) -> Callable[[], EpisodePool]:
+                return functools.partial(
+                    EpisodePool,
+                    replace(settings, num_processes=share),
+                    config.data.sources,
+                    seed=config.run.seed,
+                    jail=config.reward.jail,
+                    limits=config.reward.limits,
+                    call_form=self._composer.call_form if self._composer else None,
+                )
+
+            nodes = [] if settings.port else self._launcher.other_nodes()
+            self._pool = NodePools(make, settings.num_processes, nodes, least=1)
+            logger.info("environment %s starts", settings.kind.value)
         return self._pool
+
+    def _start(
+        self, id: SampleId, conversation: _Conversation, past: Sequence[PastTurn] = (), *rest: Any
+    ) -> None:
+        """Start an episode on the freest node, or take it up there after its `past`."""
+        conversation.home = self.pool.freest()
+        task = conversation.item.task
+        conversation.start = conversation.home.call("start", id, task, list(past), *rest)
 
     def start(self, ids: Iterable[SampleId], item: Item, max_new_tokens: int) -> None:
         """Start episodes of a prompt's samples, whose responses have at most so many tokens.
@@ -131,8 +154,8 @@ class Episodes:
         assert item.task is not None, "a prompt without a task"
         for id in ids:
             self.end([id])
-            start = self.pool.start(id, item.task)
-            self._there[id] = _Conversation(item, max_new_tokens, start)
+            self._there[id] = _Conversation(item, max_new_tokens)
+            self._start(id, self._there[id])
 
     def state(self, pending: Iterable[PendingSample]) -> list[dict[str, Any]]:
         """The conversations of pending samples that are not finished, in plain JSON types."""
@@ -165,12 +188,13 @@ class Episodes:
             ]
             known = past.pop().step if record["ended"] else None
             over = known is not None and known.messages is None
-            start = None if over else self.pool.start(sample.id, item.task, past)
             most = sampling.max_new_tokens
             recurs = record["ended"] is not None
             cut = set(record.get("cut", ()))
-            taken = _Conversation(item, most, start, past, known=known, cut=cut, recurs=recurs)
+            taken = _Conversation(item, most, past=past, known=known, cut=cut, recurs=recurs)
             self._there[sample.id] = taken
+            if not over:
+                self._start(sample.id, taken, past)
             if record["ended"]:
                 _, tokens, *rest = record["ended"]
                 yield TurnEnded(sample.id, tuple(tokens), *rest)
@@ -212,19 +236,36 @@ class Episodes:
         if place == len(conversation.past):
             step = failed(cast(FailureKind, kind), "it has failed in the recorded run")
         else:
-            started = yield from result_of(conversation.start)
-            if not self._is_there(ended.id, conversation):
+            answer = yield from self._step(ended.id, conversation, turn)
+            if answer is None or not self._is_there(ended.id, conversation):
                 return None
-            if started.failure is not None:
-                step = EpisodeStep(None, failure=started.failure, error=started.error)
-            else:
-                answer = yield from result_of(self.pool.turn(ended.id, turn))
-                if not self._is_there(ended.id, conversation):
-                    return None
-                step = as_before(answer, known, len(conversation.past))
+            step = as_before(answer, known, len(conversation.past))
         conversation.past[-1] = PastTurn(turn, step)
         conversation.known = None
         return self._reply(ended, conversation, step, self._counts if step.failure else counts)
+
+    def _step(
+        self, id: SampleId, conversation: _Conversation, turn: ModelTurn
+    ) -> Calling[EpisodeStep | None]:
+        """What an episode answers; where its node dies, it is replayed on another one."""
+        opening = None
+        while True:
+            assert conversation.start is not None
+            assert conversation.home is not None
+            started = yield from result_of(conversation.start)
+            if not self._is_there(id, conversation):
+                return None
+            if started is not LOST:
+                if started.failure is not None:
+                    return EpisodeStep(None, failure=started.failure, error=started.error)
+                answer = yield from result_of(conversation.home.call("turn", id, turn))
+                if answer is not LOST or not self._is_there(id, conversation):
+                    return cast(EpisodeStep | None, answer)
+                if not self.config.environment.replay:
+                    return failed("crash", "its node has died, and environment.replay=false")
+                opening = started.messages
+            self._counts.replays += 1
+            self._start(id, conversation, conversation.past[:-1], opening)
 
     def _is_there(self, id: SampleId, conversation: _Conversation) -> bool:
         """Whether it is a sample's present one: a sample that left may have begun anew."""
@@ -270,8 +311,8 @@ class Episodes:
         """Give up episodes whose samples have left; those that have ended are passed over."""
         for id in ids:
             conversation = self._there.pop(id, None)
-            if conversation is not None and not conversation.is_over:
-                self.pool.end(id)
+            if conversation and conversation.home and not conversation.is_over:
+                conversation.home.call("end", id)
 
     def check(self, which: str) -> None:
         """Raise EnvironmentFailed where too many episodes have failed since the last call.
@@ -292,8 +333,7 @@ class Episodes:
 
     def spans(self) -> Iterator[BusySpan]:
         """What the processes did since the last call."""
-        while self._pool is not None and self._pool.spans:
-            yield self._pool.spans.popleft()
+        yield from self._pool.spans() if self._pool is not None else ()
 
     def metrics(self) -> dict[str, float]:
         """`environment/...` since the last call."""
@@ -314,6 +354,7 @@ class Episodes:
         of_pool = Counter(self._pool.counts if self._pool is not None else {})
         for name in ("replays", "replaced_surrogates"):
             metrics[name] = float(of_pool[name] - self._recorded[name])
+        metrics["replays"] += counts.replays
         self._recorded = of_pool
         if counts.waits:
             metrics["wait_p50_s"], metrics["wait_p99_s"] = (
@@ -340,8 +381,8 @@ class Episodes:
         It is known until that has left.
         """
         conversation.is_over = True
-        if conversation.start is not None:
-            self.pool.end(id)  # passed over where the program has ended by itself
+        if conversation.home is not None:
+            conversation.home.call("end", id)  # passed over where the program has ended by itself
         counts.ended += 1
         rewards = _padded(step.rewards, len(conversation.past))
         scalars = {

@@ -1,8 +1,10 @@
 """What a run depends on besides its settings: data, code, packages; and what has changed since."""
 
+import ast
 import contextlib
 import hashlib
 import importlib.util
+import itertools
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
@@ -138,6 +140,8 @@ def _own_code(config: Config) -> Iterator[tuple[str, list[Path]]]:
         function = judge.function
         if judge.kind is RewardKind.function and function:
             yield f"{role} {function}", _file_of(function)
+            if modules := _modules_of(_file_of(function)):
+                yield f"{role} {function}'s modules", modules
 
 
 def _judges(config: Config) -> list[str]:
@@ -175,6 +179,34 @@ def _file_of(target: str) -> list[Path]:
             spec = PathFinder.find_spec(name, folders) if folders is not None else None
         file = Path((spec and spec.origin) or "")
     return [file] if file.is_file() else []
+
+
+def _modules_of(files: Sequence[Path]) -> list[Path]:
+    """The modules below the folder of a file that it imports, and those that they import."""
+    modules, left = set(files), list(files)
+    while left:
+        file = left.pop()
+        for folder, name in itertools.product(file.parents, set(_imports(file))):
+            ways = {folder / f"{name}.py", folder / name / "__init__.py"} - modules
+            own = [x for x in ways if x.is_relative_to(files[0].parent) and x.is_file()]
+            modules.update(own)
+            left += own
+    return sorted(modules - set(files))
+
+
+def _imports(file: Path) -> Iterator[str]:
+    """What a file imports, as paths; a name may be a module's, or of something in one."""
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except (SyntaxError, ValueError):  # the judge's trial says so
+        return
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.replace(".", "/") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = (node.module or "").replace(".", "/")
+            yield module
+            yield from (f"{module}/{alias.name}".lstrip("/") for alias in node.names)
 
 
 def _folder_of(target: str) -> list[Path]:

@@ -1,24 +1,27 @@
-"""The driver's part of judging: judges on its node, and the judgements that have failed.
+"""The driver's part of judging: judges that it calls, and the judgements that have failed.
 
-On the driver's node are judges that wait, and those that see samples of many ranks.
+The driver calls judges that wait, and those that see samples of many ranks.
 """
 
+import functools
 import json
 import logging
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hybridrl.config import Config
+from hybridrl.driver.async_calls import Calling, result_of
+from hybridrl.driver.node_pools import LOST, NodePools
 from hybridrl.driver.sample_moves import by_rank
 from hybridrl.flow.executor import Computed, Event
 from hybridrl.flow.graph import ComputeStage, Stage
 from hybridrl.flow.judgements import OK
 from hybridrl.flow.sample import Sample
 from hybridrl.rewards import JudgePool, RewardInput, RewardResult
+from hybridrl.runtime.launcher import Launcher
 from hybridrl.telemetry.records import read_lines
 
 logger = logging.getLogger(__name__)
@@ -30,42 +33,59 @@ STATUS = "_status"
 
 
 class DriverJudges:
-    """The judges of a run that work on the driver's node, by role; each starts at its first use."""
+    """The judges that the driver calls, by role; each starts at its first use, on every node.
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self._judges: dict[str, JudgePool] = {}
-        self._recorded: dict[str, dict[str, int]] = {}
+    Requests to an endpoint all leave from the driver's, which bounds and keeps them.
+    """
 
-    def submit(self, role: str, items: Sequence[RewardInput]) -> "Future[list[RewardResult]]":
-        """Have responses judged together; see `JudgePool.submit`."""
-        if role not in self._judges:
-            judge = self.config.judge_of(role)
-            replies = Path(self.config.run.dir) / FOLDER / f"{role}.jsonl"
-            sources = self.config.sources_of(role)
-            self._judges[role] = JudgePool(judge, sources, replies, role)
-            logger.info("judge %s starts on the driver's node", role)
-        return self._judges[role].submit(items)
+    def __init__(self, config: Config, launcher: Launcher) -> None:
+        self.config, self.launcher = config, launcher
+        self._pools: dict[str, NodePools] = {}
+        self._recorded: dict[str, Counter[str]] = {}
+
+    def judge(self, role: str, items: Sequence[RewardInput]) -> Calling[list[RewardResult]]:
+        """Have responses judged together; where their node dies, on another; see `JudgePool`."""
+        if role not in self._pools:
+            self._pools[role] = self._start(role)
+            logger.info("judge %s starts", role)
+        results: Any = LOST
+        while results is LOST:
+            results = yield from result_of(self._pools[role].freest().call("submit", items))
+        return cast(list[RewardResult], results)
+
+    def _start(self, role: str) -> NodePools:
+        judge, sources = self.config.judge_of(role), self.config.sources_of(role)
+        replies = Path(self.config.run.dir) / FOLDER / f"{role}.jsonl"
+        at_once = judge.kind.asks or judge.waits  # the share is of calls, else of processes
+
+        def make(share: int) -> Callable[[], JudgePool]:
+            own = replace(judge, num_processes=share, max_in_flight=share)
+            return functools.partial(JudgePool, own, sources, replies, role)
+
+        if at_once:
+            nodes = [] if judge.kind.asks else self.launcher.other_nodes()
+            return NodePools(make, judge.max_in_flight, nodes)
+        return NodePools(make, judge.num_processes, self.launcher.other_nodes(), least=1)
 
     def is_full(self, role: str) -> bool:
-        """Whether what is submitted now waits until other responses are judged."""
-        return role in self._judges and self._judges[role].is_full
+        """Whether what is judged now waits until other responses are."""
+        return role in self._pools and self._pools[role].is_full
 
     def metrics(self) -> dict[str, float]:
         """`judge/requests`, `/retries` and `/cached` of endpoints, since the last call."""
         total: dict[str, float] = {}
-        for role, judge in self._judges.items():
-            before, counts = self._recorded.get(role, {}), judge.asked
+        for role, pools in self._pools.items():
+            before, counts = self._recorded.get(role, Counter()), pools.counts
             self._recorded[role] = counts
             for name, count in counts.items():
                 key = f"judge/{name}"
-                total[key] = total.get(key, 0.0) + count - before.get(name, 0)
+                total[key] = total.get(key, 0.0) + count - before[name]
         return total
 
     def close(self) -> None:
         """End their processes."""
-        for judge in self._judges.values():
-            judge.close()
+        for pools in self._pools.values():
+            pools.close()
 
 
 def read_together(stage: Stage, samples: Sequence[Sample]) -> list[list[Sample]]:

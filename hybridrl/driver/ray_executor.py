@@ -3,7 +3,6 @@
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MappingProxyType
@@ -14,11 +13,11 @@ from hybridrl.costs.instance import Costs
 from hybridrl.data import Item
 from hybridrl.data.prompts import with_next_targets
 from hybridrl.driver.async_calls import (
+    Calling,
     EventCalls,
     Rounds,
     answers_of,
     as_one,
-    result_of,
     single,
     without_event,
 )
@@ -110,7 +109,7 @@ class RayExecutor:
         episodes: Episodes | None = None,
         together: Sequence[Sequence[str]] = (),
     ) -> None:
-        self.judges = DriverJudges(config)
+        self.judges = DriverJudges(config, group.launcher)
         self.group, self.config, self.on_switch = group, config, on_switch
         self._works, self.episodes = works, episodes
         self._together = together
@@ -358,7 +357,7 @@ class RayExecutor:
         return [event for answer in answers for event in answer]
 
     def _judge(self, stage: Stage, samples: Sequence[Sample]) -> EventCalls:
-        """Read samples for a judge on the driver's node, and begin to have them judged."""
+        """Read samples for a judge that the driver calls, and begin to have them judged."""
         assert stage.role is not None
         ids_of = {rank: [s.id for s in mine] for rank, mine in by_rank(samples).items()}
         calls = {self.group.call_reward_inputs(rank, ids): rank for rank, ids in ids_of.items()}
@@ -370,15 +369,15 @@ class RayExecutor:
         units = [[id] for id in ids] if call is RewardCall.sample else [ids]
         for unit in units:
             queued = self.judges.is_full(stage.role)
-            results = self.judges.submit(stage.role, [inputs[id] for id in unit])
-            self._rounds.begin(self._results(stage, unit, results, queued))
+            judging = self.judges.judge(stage.role, [inputs[id] for id in unit])
+            self._rounds.begin(self._results(stage, unit, judging, queued))
         return [SamplesRead(stage.name, tuple(ids))]
 
     def _results(
         self,
         stage: Stage,
         ids: Sequence[SampleId],
-        results: "Future[list[RewardResult]]",
+        judging: Calling[list[RewardResult]],
         queued: bool,
     ) -> EventCalls:
         """One event for responses that are judged together.
@@ -386,7 +385,7 @@ class RayExecutor:
         Only those that were not `queued` behind others say what judging takes.
         """
         start = self.clock.now()
-        judged = yield from result_of(results)
+        judged = yield from judging
         seconds = None if queued else self.clock.now() - start
         scalars = scalars_of(stage.scalars, judged)
         return [Computed(stage.name, tuple(ids), scalars, (), seconds=seconds)]

@@ -531,6 +531,7 @@ def _executor(
     works = work_of_roles(config, graph, model_path)
     if isinstance(config.cluster, EmulatedClusterConfig):
         return EmulatedExecutor(group, config, on_switch, works, graph)
-    episodes = Episodes(config, prepared.turns) if prepared.turns is not None else None
+    turns, launcher = prepared.turns, group.launcher
+    episodes = Episodes(config, turns, launcher) if turns is not None else None
     together = roles_together(config, graph, HOME) if config.trainer.fuses else ()
     return RayExecutor(group, config, on_switch, works, episodes, together)

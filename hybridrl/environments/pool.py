@@ -2,7 +2,6 @@
 
 import functools
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -55,6 +54,9 @@ class EpisodePool(SandboxPool[ServedEpisode]):
     See `SandboxPool` for who has failed where a process hangs or dies. The others are rebuilt by
     replay, when their next turn comes: their programs run again on the turns already made, and must
     answer the same. An episode that fails is replayed once at that turn.
+
+    `counts` has `episodes`, `turns`, `replays`, `failed/KIND`, `close_errors`, and
+    `replaced_surrogates`. Each replaced surrogate is a question mark in a program's text.
     """
 
     def __init__(
@@ -72,12 +74,6 @@ class EpisodePool(SandboxPool[ServedEpisode]):
         `call_form` is how the model writes calls of tools; None: in any form.
         """
         self.config, self.seed, self.tries_again = config, seed, config.replay
-        self.counts: Counter[str] = Counter()
-        """Counts of this pool so far, by name.
-
-        The names are `episodes`, `turns`, `replays`, `failed/KIND`, `close_errors`, and
-        `replaced_surrogates`. Each replaced surrogate is a question mark in a program's text.
-        """
         self.tools: tuple[dict[str, Any], ...] = ()
         """Schemas of the tools that the model may call, once a process is ready."""
         self._episodes: dict[EpisodeId, ServedEpisode] = {}

@@ -58,8 +58,8 @@ class JudgePool(SandboxPool[_Unit]):
     which bounds its requests itself. `SandboxPool` says what becomes of calls that hang or die. A
     call that fails by an error is made once more, for the responses that have failed.
 
-    kind=exact without `extract`, and kind=environment, cannot hang and are judged in this process,
-    without a message a sample.
+    `counts` are what an endpoint was asked (`Endpoint`). kind=exact without `extract`, and
+    kind=environment, cannot hang and are judged in this process, without a message a sample.
     """
 
     def __init__(
@@ -77,14 +77,9 @@ class JudgePool(SandboxPool[_Unit]):
         self.config, self.key = config, key
         self.ended = f"the {_NAMES[config.is_central]} process ended"
         self.waits = bool(config.waits)
-        self.asked: dict[str, int] = {}
-        """What an endpoint was asked so far: see `Endpoint`."""
         self._jail_is_logged = False
-        self._unresolved: set[Future[list[RewardResult]]] = set()
         self._inline = None
-        computes = not (config.kind.asks or self.waits)
-        number = config.num_processes if computes else 1
-        self._num_at_once = number if computes else config.max_in_flight
+        number = 1 if config.kind.asks or self.waits else config.num_processes
         if config.kind is RewardKind.environment or (
             config.kind is RewardKind.exact and config.extract is None
         ):
@@ -126,15 +121,8 @@ class JudgePool(SandboxPool[_Unit]):
             judged = [self._inline(item) for item in items]
             unit.settle([RewardResult(reward, text=text) for reward, text in judged])
             return unit.future
-        self._unresolved.add(unit.future)
-        unit.future.add_done_callback(self._unresolved.discard)
         self._do(functools.partial(self._queue.append, unit), unit.future)
         return unit.future
-
-    @property
-    def is_full(self) -> bool:
-        """Whether a unit that is submitted now waits until others are judged."""
-        return len(self._unresolved) >= self._num_at_once
 
     # -- in the thread -------------------------------------------------------------------------
 
@@ -170,8 +158,7 @@ class JudgePool(SandboxPool[_Unit]):
 
     def _read(self, task: _Unit, answer: list[Any]) -> list[RewardResult] | BudgetSpent:
         answers, counts = answer
-        new = {str(name): int(count) for name, count in counts.items()}
-        self.asked = {name: self.asked.get(name, 0) + count for name, count in new.items()}
+        self.counts.update({str(name): int(count) for name, count in counts.items()})
         if answers[:1] == [BUDGET_SPENT]:
             return BudgetSpent(f"{self.key}.endpoint.{answers[1]}")
         if len(answers) != len(task.left):

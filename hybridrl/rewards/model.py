@@ -89,8 +89,8 @@ def check_reads_text(config: Config, path: str, key: str, difference: str) -> No
 class TextReader:
     """Reads prompt and response by their text: with the model's own tokenizer and chat template.
 
-    In the template a text that spells one of its control tokens stays text, but for the markers of
-    thoughts and calls in a response. So no response can end its turn and praise itself.
+    A text that spells one of its control tokens stays text, but for the markers of thoughts and
+    calls in a response. So no response can end its turn and praise itself.
     """
 
     def __init__(self, path: str) -> None:
@@ -110,7 +110,7 @@ class TextReader:
         if self.tokenizer.chat_template is None:
             if messages:
                 raise ValueError("its tokenizer has no chat template, for data.chat=true")
-            ids = self.tokenizer(prompt + response, verbose=False)["input_ids"]
+            ids = self._plain(self.control.guard(prompt + response, self._structure))
         else:
             asked = self.control.guard(messages or [{"role": "user", "content": prompt}])
             content = self.control.guard(response, self._structure)
@@ -130,6 +130,17 @@ class TextReader:
             raise ValueError(f"token {max(ids)}, and its vocabulary has {self.vocab_size}")
         return list(ids)
 
+    def _plain(self, text: str) -> list[int]:
+        """The tokens of a text, between those that the tokenizer adds of its own."""
+        options = {"add_special_tokens": False, "verbose": False}
+        bare = self.control.plain(text)
+        whole = self.tokenizer(bare, verbose=False)["input_ids"]
+        within = self.tokenizer(bare, **options)["input_ids"]
+        (ids,) = self.control.ids([text], lambda x: self.tokenizer(x, **options)["input_ids"])
+        added = range(len(whole) - len(within) + 1)
+        first = next(i for i in added if whole[i : i + len(within)] == within)
+        return [*whole[:first], *ids, *whole[first + len(within) :]]
+
 
 def check_reads_samples(
     config: Config,
@@ -144,6 +155,11 @@ def check_reads_samples(
     if model.vocab_size < actor.vocab_size:
         sizes = f"{model.vocab_size}, the actor {actor.vocab_size}"
         raise ConfigError(key, path, f"the actor's vocabulary (it has {sizes} tokens)")
+    if not _has_tokenizer(path):
+        if model.vocab_size != actor.vocab_size:
+            sizes = f"it has {model.vocab_size} tokens, the actor {actor.vocab_size}"
+            raise ConfigError(key, path, f"a directory with a tokenizer ({sizes})")
+        logger.warning("%s=%s has no tokenizer: it is given the actor's tokens", key, path)
     longest = config.longest_generated
     if context_tokens(model) < longest:
         room = f"its context is {context_tokens(model)}"
@@ -163,11 +179,11 @@ def other_token(path: str, tokenizer: PreTrainedTokenizerBase, key: str) -> str:
     Raises ConfigError, which names `key`, for a tokenizer that cannot be read. A directory without
     one is taken to have the same.
     """
-    directory = Path(path)
-    if directory.is_dir() and not any((directory / name).exists() for name in _TOKENIZER_FILES):
+    if not _has_tokenizer(path):
         return ""
     try:
-        other = AutoTokenizer.from_pretrained(path, local_files_only=directory.exists()).get_vocab()
+        here = Path(path).exists()
+        other = AutoTokenizer.from_pretrained(path, local_files_only=here).get_vocab()
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(key, path, f"a tokenizer that can be read ({reason})") from None
@@ -175,6 +191,12 @@ def other_token(path: str, tokenizer: PreTrainedTokenizerBase, key: str) -> str:
         if other.get(token) != id:
             return f"{token!r} is {id} for the actor, {other.get(token, 'unknown')} here"
     return ""
+
+
+def _has_tokenizer(path: str) -> bool:
+    """Whether a directory has a tokenizer's files; those of a hub's model are not looked for."""
+    directory = Path(path)
+    return not directory.is_dir() or any((directory / x).exists() for x in _TOKENIZER_FILES)
 
 
 def make_reward_model(path: str | Path, actor_path: str, seed: int) -> None:

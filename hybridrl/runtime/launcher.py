@@ -4,6 +4,7 @@ Calls never block; each returns a reference, to be waited for and read.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +40,36 @@ class CallFailed(RuntimeError):
     ) -> None:
         super().__init__(" ".join(message.split()))
         self.cause, self.died, self.trace = cause, died, trace
+
+
+class RemoteObject(Protocol):
+    """An object on another node."""
+
+    def call(self, *args: Any) -> "Future[Any]":
+        """Begin its coroutine `call`; the future may raise `CallFailed`."""
+        ...
+
+    def kill(self) -> None:
+        """End its process now."""
+        ...
+
+
+class OtherNode(Protocol):
+    """A node of the cluster that is not the driver's."""
+
+    @property
+    def name(self) -> str:
+        """As the cluster calls it."""
+        ...
+
+    @property
+    def share(self) -> float:
+        """Its part of the CPUs of all nodes."""
+        ...
+
+    def start(self, kind: type, *args: Any) -> RemoteObject:
+        """Start a process there, which makes the object `kind(*args)`."""
+        ...
 
 
 class Launcher(Protocol):
@@ -77,4 +108,8 @@ class Launcher(Protocol):
 
     def log(self, file: str, logs: Path) -> str:
         """The path of a rank's log `file` after the run, whose directory of logs is `logs`."""
+        ...
+
+    def other_nodes(self) -> Sequence[OtherNode]:
+        """The nodes of a Ray cluster but the driver's; none of another kind of cluster."""
         ...

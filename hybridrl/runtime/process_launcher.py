@@ -191,6 +191,10 @@ class ProcessLauncher:
         """All ranks print to this terminal."""
         return file or "standard error"
 
+    def other_nodes(self) -> tuple[()]:
+        """See `Launcher`."""
+        return ()
+
 
 class _DriverRank:
     """A rank in this process. Its calls run one after the other, within `wait`."""

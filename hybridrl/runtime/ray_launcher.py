@@ -3,6 +3,8 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ from hybridrl.runtime.ray_data_plane import RayDataPlane
 from hybridrl.workers.data_plane import DataPlane
 
 logger = logging.getLogger(__name__)
+
+MOST_CALLS = 100_000
+"""Calls at a time of an object on another node; its pool bounds what it does."""
 
 
 class RayLauncher:
@@ -59,6 +64,19 @@ class RayLauncher:
             died = isinstance(error, self.ray.exceptions.RayActorError)
             raise CallFailed(str(error), getattr(error, "cause", None), died) from error
 
+    def other_nodes(self) -> list["RayNode"]:
+        """See `Launcher`; a node without CPUs is left out."""
+        here = self.ray.get_runtime_context().get_node_id()
+        nodes = {node["NodeID"]: node for node in self.ray.nodes() if node["Alive"]}
+        cpus = {id: node["Resources"].get("CPU", 0.0) for id, node in nodes.items()}
+        cpus[here] = max(1.0, cpus.get(here, 0.0))
+        total = sum(cpus.values())
+        return [
+            RayNode(self.ray, id, nodes[id]["NodeManagerHostname"], number / total)
+            for id, number in sorted(cpus.items())
+            if number and id != here
+        ]
+
     def first_dead(self, group: Any) -> tuple[int, CallFailed] | None:
         """See `Launcher`."""
         pending = {handle.__ray_ready__.remote(): i for i, handle in enumerate(group.workers)}
@@ -82,3 +100,47 @@ class RayLauncher:
     def log(self, file: str, logs: Path) -> str:
         """A cluster started for the run ends with it; the run keeps its workers' logs."""
         return str(logs / Path(file).name) if file and self.config.address is None else file
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """See `OtherNode`."""
+
+    ray: Any
+    id: str
+    name: str
+    share: float
+
+    def start(self, kind: type, *args: Any) -> "RayObject":
+        """See `OtherNode`: an actor without CPUs of its own, which Ray would keep for it."""
+        affinity = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        options = {"num_cpus": 0, "max_concurrency": MOST_CALLS}
+        actor = self.ray.remote(**options, scheduling_strategy=affinity(self.id, soft=False))(kind)
+        return RayObject(self.ray, actor.remote(*args))
+
+
+@dataclass(frozen=True)
+class RayObject:
+    """See `RemoteObject`."""
+
+    ray: Any
+    actor: Any
+
+    def call(self, *args: Any) -> "Future[Any]":
+        """See `RemoteObject`. All but an error of the object's own says that it is gone."""
+        future: Future[Any] = Future()
+
+        def ended(of_ray: "Future[Any]") -> None:
+            error = of_ray.exception()
+            if error is None:
+                future.set_result(of_ray.result())
+            else:
+                cause = getattr(error, "cause", None)
+                future.set_exception(CallFailed(str(error), cause, cause is None))
+
+        self.actor.call.remote(*args).future().add_done_callback(ended)
+        return future
+
+    def kill(self) -> None:
+        """See `RemoteObject`."""
+        self.ray.kill(self.actor)

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -84,6 +84,8 @@ class SandboxPool(ABC, Generic[AnyTask]):
         self.step_s, self.window, self.closes_s = step_s, window, closes_s
         self.spans: deque[BusySpan] = deque(maxlen=MOST_SPANS)
         """What the processes did; for the driver to take."""
+        self.counts: Counter[str] = Counter()
+        """Counts so far, by name; a subclass says which."""
         self._ready, self._all_ready = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._commands: deque[tuple[Callable[[], None], Future[Any] | None]] = deque()

@@ -21,6 +21,7 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.flow.turns import TurnsTaken, order_to_json
 from hybridrl.preflight.prepare import build_recipe
 from hybridrl.runtime.emulated_launcher import EmulatedLauncher
+from hybridrl.runtime.process_launcher import ProcessLauncher
 from hybridrl.schedule.base import PendingSample
 
 PROGRAMS = """
@@ -79,7 +80,9 @@ def make(make_config: Callable[..., Config], tmp_path: Path) -> Iterator[Make]:
         def make(program: str, *overrides: str) -> Episodes:
             settings = ["environment=function", f"environment.path={file}:{program}"]
             config = make_config(*settings, "rollout.max_new_tokens=64", *overrides, "run.dir=out")
-            return stack.enter_context(closing(Episodes(config, Words())))
+            return stack.enter_context(
+                closing(Episodes(config, Words(), ProcessLauncher(config.cluster)))
+            )
 
         yield make
 

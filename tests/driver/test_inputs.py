@@ -55,6 +55,31 @@ def test_a_function_counts_where_it_judges(
         assert judges(make_config("reward=exact", f"reward.function={gone}", run_dir)) == []
 
 
+def test_the_modules_that_a_function_imports_count(
+    make_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Those below its file's folder, also what these import; not others."""
+    folder = tmp_path / "mine"
+    (folder / "parts").mkdir(parents=True)
+    (folder / "judge.py").write_text("import json\nimport outside\nfrom parts import words")
+    (folder / "parts" / "__init__.py").write_text("")
+    (folder / "parts" / "words.py").write_text("from .letters import LETTERS")
+    for file in (folder / "parts" / "letters.py", folder / "other.py", tmp_path / "outside.py"):
+        file.write_text("LETTERS = 'ab'")
+    function = f"reward.function={folder}/judge.py:score"
+    config = make_config("reward=function", function, f"run.dir={tmp_path}")
+
+    def digest() -> str:
+        return inputs_of(config, NO_DATA)["code"][f"reward {folder}/judge.py:score's modules"]
+
+    before = digest()
+    for file in (tmp_path / "outside.py", folder / "other.py"):
+        file.write_text("LETTERS = 'c'")
+        assert digest() == before
+    (folder / "parts" / "letters.py").write_text("LETTERS = 'c'")
+    assert digest() != before
+
+
 def test_a_file_of_an_environments_calls_counts(
     make_config: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -184,13 +184,13 @@ def test_replies_are_kept_and_shared(tmp_path: Path) -> None:
             for _ in range(2):
                 futures = [judge.submit([RewardInput("", "same", "")]) for _ in range(5)]
                 assert {f.result(60)[0].reward for f in futures} == {grade("same") / 10}
-            assert judge.asked == {"requests": 1, "retries": 0, "cached": 9}
+            assert judge.counts == {"requests": 1, "retries": 0, "cached": 9}
             (process,) = judge._processes
             process.popen.kill()
             while judge._processes == [process]:
                 time.sleep(0.01)  # the next one counts on
             assert judge.submit([RewardInput("", "same", "")]).result(60)[0].status == "ok"
-            assert judge.asked == {"requests": 1, "retries": 0, "cached": 10}
+            assert judge.counts == {"requests": 1, "retries": 0, "cached": 10}
         with file.open("a") as open_file:
             open_file.write('{"key": "cut o')  # a run that was killed
         assert rewards(config, ["same", "new"], replies=file) == [

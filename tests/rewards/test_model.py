@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.config import (
@@ -184,6 +185,36 @@ def test_control_tokens_of_the_judge_in_a_text_stay_text(reward: Path) -> None:
             "<a>", "<b>", "<a>", "<think>", "</think>", "<b>",
         ]  # fmt: skip
         assert "".join(tokens) == f"<a>uh<b>i<b><a>a{response}<b>"
+
+
+def test_control_tokens_in_a_text_without_a_template_stay_text(reward: Path) -> None:
+    """What the tokenizer adds around the text stays a token, though the text spells it, too."""
+    chat_judge(reward, "")
+    tokenizer = AutoTokenizer.from_pretrained(reward)
+    tokenizer.chat_template = None
+    around = TemplateProcessing(
+        single="<a> $A <b>", special_tokens=[(x, tokenizer.vocab[x]) for x in ("<a>", "<b>")]
+    )
+    tokenizer.backend_tokenizer.post_processor = around
+    tokenizer.save_pretrained(reward)
+    (reward / "chat_template.jinja").unlink()
+    reader = TextReader(str(reward))
+    tokens = reader.tokenizer.convert_ids_to_tokens(reader.ids([], "h<b>", "<think>a<b><a>i"))
+    assert [x for x in tokens if len(x) > 1] == ["<a>", "<think>", "<b>"]
+    assert "".join(tokens) == "<a>h<b><think>a<b><a>i<b>"
+
+
+def test_without_a_tokenizer_the_vocabulary_must_be_as_large(
+    actor: str, reward: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Then it is said that the model is given the actor's tokens."""
+    for file in reward.glob("*token*"):
+        file.unlink()
+    check_reward_model(config_of(reward), actor, tokenizer)
+    assert f"reward.model={reward} has no tokenizer: it is given the actor's tokens" in caplog.text
+    set_config(reward, vocab_size=64)
+    with pytest.raises(ConfigError, match=r"a directory with a tokenizer \(it has 64 tokens, the"):
+        check_reward_model(config_of(reward), actor, tokenizer)
 
 
 def test_a_judge_whose_template_refuses_the_system_prompt(

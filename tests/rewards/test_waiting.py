@@ -100,18 +100,6 @@ def test_many_wait_at_a_time_and_never_more(make: Make) -> None:
     assert results[-1][0].reward == 7
 
 
-def test_it_is_full_while_so_many_are_judged(make: Make) -> None:
-    """So a further one would have to wait."""
-    with closing(JudgePool(make("blocking", waits=True, max_in_flight=2))) as judge:
-        full, futures = [], []
-        for _ in range(3):
-            full.append(judge.is_full)
-            futures.append(judge.submit(unit("a")))
-        assert full == [False, False, True]
-        assert [future.result(60)[0].reward for future in futures] == [1.0] * 3
-        assert not judge.is_full
-
-
 def test_who_is_guilty_is_marked_and_the_others_get_their_reward(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
