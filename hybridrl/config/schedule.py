@@ -7,6 +7,8 @@ from enum import Enum
 from hybridrl.config.bounds import bounded
 from hybridrl.config.errors import ConfigError
 
+_ALL_LENGTHS = "the lengths of all responses"
+
 
 class ScheduleKind(Enum):
     """When and where each sample's next subtask runs."""
@@ -70,10 +72,12 @@ class ScheduleConfig:
         `allowed` says which engine that is.
         """
 
-    def check_lengths(self, least: int, most: int) -> None:
+    def check_lengths(
+        self, least: int, most: int, of: str = "the lengths of all responses"
+    ) -> None:
         """Raise ConfigError for a limit in tokens that responses of `least` to `most` never meet.
 
-        Or never pass: then it has no effect.
+        Or never pass: then it has no effect. The error says whose lengths these are.
         """
 
     @property
@@ -85,6 +89,15 @@ class ScheduleConfig:
     def trains_early(self) -> bool:
         """Whether training may begin while samples are generated."""
         return False
+
+    @property
+    def in_progress(self) -> float:
+        """So many times the prompts that a step trains on are generated at a time."""
+        return 1.0
+
+    def with_early_backward(self) -> "ScheduleConfig | None":
+        """Return this schedule with training while samples are generated, if it has that."""
+        return None
 
     def at_thresholds(self, thresholds: Iterable[int]) -> "Sequence[ScheduleConfig]":
         """Return this schedule at each migration threshold; none without `migrates_tail`."""
@@ -137,6 +150,10 @@ class FusedScheduleConfig(OverlappedScheduleConfig):
         """Whether training may begin while samples are generated."""
         return self.early_backward is EarlyBackward.auto
 
+    def with_early_backward(self) -> "ScheduleConfig | None":
+        """Return this schedule with training while samples are generated."""
+        return replace(self, early_backward=EarlyBackward.auto)
+
     def at_thresholds(self, thresholds: Iterable[int]) -> "Sequence[ScheduleConfig]":
         """Return this schedule at each migration threshold."""
         return [replace(self, migration_threshold=threshold) for threshold in thresholds]
@@ -154,6 +171,11 @@ class PartialScheduleConfig(OverlappedScheduleConfig):
     """The most steps between a sample's first token and its training."""
     parked_kv: ParkedKV = ParkedKV.recompute
     """The KV cache of parked samples, once the weights have changed."""
+
+    @property
+    def in_progress(self) -> float:
+        """So many times the prompts that a step trains on are generated at a time."""
+        return self.over_provision
 
     def check(self) -> None:
         """Raise ConfigError for more prompts in progress than `max_staleness` leaves steps for."""
@@ -180,12 +202,14 @@ class PackedScheduleConfig(OverlappedScheduleConfig):
     """A prompt whose response is longer is put off. Null takes the length that the share
     `max_wait_steps` / (`max_wait_steps` + 1) of the last prompts have kept to, and a margin."""
 
-    def check_lengths(self, least: int, most: int) -> None:
+    def check_lengths(
+        self, least: int, most: int, of: str = "the lengths of all responses"
+    ) -> None:
         """Raise ConfigError for a limit that no response keeps to, or every one."""
         limit = self.limit_tokens
         if limit is None or least < limit < most:
             return
-        allowed = f"null, or above {least} and below {most}, the lengths of all responses"
+        allowed = f"null, or above {least} and below {most}, {of}"
         if least + 1 >= most:
             allowed = f"null: every response has {most} tokens"
         raise ConfigError("schedule.limit_tokens", limit, allowed)
@@ -199,6 +223,8 @@ class ScheduleEntry:
     """The dataclass of `schedule.*`."""
     schedule: str
     """Dotted path of the class in `hybridrl.schedule`, which builds itself from `settings`."""
+    overlaps: bool = True
+    """Whether a stage may begin while samples are missing that another one makes."""
     moves_samples: bool = False
     """Whether a sample may change instance before the step's last one is finished."""
     migrates_tail: bool = False
@@ -217,6 +243,7 @@ SCHEDULES = {
     ScheduleKind.serial: ScheduleEntry(
         settings=SerialScheduleConfig,
         schedule="hybridrl.schedule.serial:SerialSchedule",
+        overlaps=False,
     ),
     ScheduleKind.fused: ScheduleEntry(
         settings=FusedScheduleConfig,

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from hybridrl.config import ScheduleKind
 from hybridrl.costs.mapping import (
     ACTOR,
     ClusterShape,
@@ -174,7 +173,7 @@ class MappingPrices:
             else:
                 shared += seconds
         decoding = f"decoding on {mapping.instances} instances"
-        if mapping.schedule.kind is ScheduleKind.serial:  # one stage after the other
+        if not mapping.schedule.entry.overlaps:  # one stage after the other
             rest = sum(infer.values())
             bounds = {decoding: decode + rest, "the longest sample": alone + rest}
         else:

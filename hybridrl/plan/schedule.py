@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, NoReturn
 
-from hybridrl.config import EarlyBackward, FusedScheduleConfig, ScheduleConfig
+from hybridrl.config import ScheduleConfig
 from hybridrl.config.loss import Loss
 from hybridrl.config.schedule import SCHEDULES
 from hybridrl.costs.instance import LONGEST_DRAFT, UNLIMITED, Costs, Drafting
@@ -167,8 +167,7 @@ def variants(setting: Setting) -> list[Variant]:
             costs = replace(plain.costs, train_token_s=fused_s)
             lines.append(Variant("fused updates", replace(plain, costs=costs), config))
             every, names = replace(every, setting=lines[-1].setting), names + 1
-        elif isinstance(config, FusedScheduleConfig):  # which needs an actor without a pipeline
-            early = replace(config, early_backward=EarlyBackward.auto)
+        elif early := config.with_early_backward():  # which needs an actor without a pipeline
             lines.append(Variant("early backward", plain, early))
             every, names = replace(every, config=early), names + 1
         if config.entry.migrates_tail and setting.widths:

@@ -6,7 +6,7 @@ from math import ceil
 
 from transformers import PretrainedConfig
 
-from hybridrl.config import Config, Device, PartialScheduleConfig
+from hybridrl.config import Config, Device
 from hybridrl.costs.generation_memory import GenerationSizes, NativeSizes, VLLMSizes
 from hybridrl.costs.memory import ScoringSizes
 from hybridrl.engines.rollout.memory import (
@@ -105,9 +105,7 @@ def conversations_held(config: Config, graph: Graph) -> int:
     """
     if not config.environment.is_on:
         return 0
-    prompts: float = config.trainer.prompts_per_step
-    if isinstance(config.schedule, PartialScheduleConfig):
-        prompts *= config.schedule.over_provision
+    prompts = config.trainer.prompts_per_step * config.schedule.in_progress
     sets = config.eval.sets.values()
     held_out = [(own.num_prompts or config.data.eval_size) * own.num_samples for own in sets]
     most = max([ceil(prompts) * graph.group_size, *held_out])

@@ -10,7 +10,6 @@ from hybridrl.config import (
     Config,
     ConfigError,
     EmulatedClusterConfig,
-    PackedScheduleConfig,
 )
 from hybridrl.costs.instance import Costs, Drafting
 from hybridrl.costs.model_shape import ModelShape
@@ -144,7 +143,10 @@ def emulated_conversations(config: Config) -> ConversationModel | None:
 def check_emulation(config: Config, cluster: EmulatedClusterConfig, graph: Graph) -> None:
     """Raise `ConfigError` for texts that cannot be read, or a stage without costs."""
     costs = emulated_costs(config)
-    _check_limit(config, emulated_workload(config, graph.group_size))
+    workload = emulated_workload(config, graph.group_size).cut_at(config.rollout.max_new_tokens)
+    longest = [max(group.lengths) for group in workload.groups]  # of each prompt
+    of = "the longest responses of prompts of cluster.lengths"
+    config.schedule.check_lengths(min(longest) - 1, max(longest), of)
     emulated_conversations(config)
     for stage in graph.stages.values():
         if is_pass(stage, config) and cost_name(costs, stage) is None:
@@ -167,22 +169,6 @@ def llama_config(sizes: ModelShape, tokens: int) -> dict[str, Any]:
         "tie_word_embeddings": sizes.tied,
         "max_position_embeddings": tokens,
     }
-
-
-def _check_limit(config: Config, workload: Workload) -> None:
-    """Raise `ConfigError` for a limit of packed that no prompt keeps to, or every one."""
-    schedule = config.schedule
-    if not isinstance(schedule, PackedScheduleConfig) or schedule.limit_tokens is None:
-        return
-    whole = workload.cut_at(config.rollout.max_new_tokens)
-    longest = [max(group.lengths) for group in whole.groups]  # of each prompt
-    least, most = min(longest), max(longest)
-    if not least <= schedule.limit_tokens < most:
-        of = "the longest responses of prompts of cluster.lengths"
-        allowed = f"null, or {least} or more and below {most}, {of}"
-        if least == most:
-            allowed = f"null: the longest response of every prompt of cluster.lengths has {most}"
-        raise ConfigError("schedule.limit_tokens", schedule.limit_tokens, allowed)
 
 
 def is_pass(stage: Stage, config: Config) -> bool:
