@@ -66,6 +66,7 @@ from hybridrl.preflight.nothing_to_learn import (
 )
 from hybridrl.preflight.packages import check_packages, check_ray
 from hybridrl.preflight.placement import check_placement
+from hybridrl.preflight.schedule_choice import resolve_schedule
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
 from hybridrl.schedule.base import schedule_class
@@ -142,6 +143,7 @@ def prepare(
     if config.cluster.holds_models:
         trials = try_judges(config, graph, items, is_recorded)
         warn_of_long_answers(config, trials, tokenizer)
+    resolve_schedule(config, graph, model_path)
     check_schedule(config.schedule, graph)
     shape = load_config(model_path)
     activations = decide_activations(config, graph, shape, gpu_memory)

@@ -1,0 +1,50 @@
+"""What `schedule=auto` is in a run: what acts there, or serial."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config import Config
+from hybridrl.config.schedule import EarlyBackward, FusedScheduleConfig, SerialScheduleConfig
+from hybridrl.preflight.prepare import prepare
+
+SHORT = ["schedule=auto", "trainer.steps=1", "warm_start.steps=0", "cluster=processes"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["cluster.ranks=2"], "fused: the last samples move between 2 instances; no early backward"),
+        (["cluster.ranks=2", "trainer.layout.replicas=2"], "2 instances; early backward where it"),
+        (["cluster.ranks=1"], "serial: nothing can begin before the whole batch is there"),
+        (["cluster.ranks=2", "rollout.layout.tp=2"], "serial: nothing can begin before"),
+        (["cluster.ranks=2", "rollout.ignore_eos=true"], "serial: nothing can begin before"),
+        (["cluster.ranks=1", "recipe=sft"], "serial: nothing can begin before"),
+        (["cluster.ranks=1", "reward=code"], "fused: reward beside generation; no early backward"),
+        (
+            ["cluster.ranks=2", "deterministic=strict"],
+            "no early backward: deterministic=strict sums gradients in the order of",
+        ),
+    ],
+    ids=str,
+)
+def test_what_acts_is_chosen_and_said(
+    make_config: Callable[..., Config],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    overrides: list[str],
+    said: str,
+) -> None:
+    config = make_config(*SHORT, *overrides, f"run.dir={tmp_path / 'run'}")
+    with caplog.at_level(logging.INFO):
+        prepare(config)
+    (line,) = [text for text in caplog.messages if text.startswith("schedule=auto is ")]
+    assert said in line
+    if "fused" in line:
+        assert isinstance(config.schedule, FusedScheduleConfig)
+        early = config.schedule.early_backward is EarlyBackward.auto
+        assert early == ("early backward where" in line)
+    else:
+        assert isinstance(config.schedule, SerialScheduleConfig)
