@@ -23,6 +23,7 @@ from hybridrl.flow.executor import (
     Park,
     Parked,
     Phase,
+    Prepared,
     Replied,
     Resume,
     SamplesRead,
@@ -31,6 +32,7 @@ from hybridrl.flow.executor import (
     TargetsLoaded,
     TurnEnded,
     UpdateDone,
+    WeightsReady,
     WorkerDied,
 )
 from hybridrl.flow.graph import ComputeStage, MapStage, Stage, StageMethod, UpdateStage
@@ -163,14 +165,22 @@ class VirtualExecutor:
     def pool(self, stage: Stage) -> str:
         return "critic" if self.scopes.get(stage.role) is Scope.POOL else "actor"
 
-    def enter(self, phase: Phase) -> None:
+    def sync_weights(self) -> None:
+        self.early.clear()
+        self._change(Phase.GENERATE, WeightsReady(self.version))
+
+    def prepare(self, places: Sequence[int], phase: Phase) -> None:
+        assert set(places) == self.alive
+        assert phase is Phase.TRAIN
+        self._change(phase, Prepared(tuple(places), phase))
+
+    def _change(self, phase: Phase, event: Event) -> None:
         assert not self._working(), "a phase change while calls are in flight"
         assert not any(self._left.values()), "a phase change while samples are unfinished"
         self.entered.append(phase)
         self.gone_training.clear()
-        if phase is Phase.GENERATE:
-            self.early.clear()
-        self.clock.advance_to(self.clock.now() + 1.0)
+        self._num_calls += 1
+        heapq.heappush(self._pending, (self.clock.now() + 1.0, self._num_calls, event))
 
     def advance(
         self,
@@ -403,8 +413,9 @@ class VirtualExecutor:
         self._push(SamplesRead(stage.name, ids))
 
     def wait(self) -> list[Event]:
-        trains = any(isinstance(event, UpdateDone) for _, _, event in self._pending)
-        self._num_waits += not trains  # nobody dies in training
+        steady = UpdateDone | WeightsReady | Prepared
+        trains = any(isinstance(event, steady) for _, _, event in self._pending)
+        self._num_waits += not trains  # nobody dies in training, or while phases change
         dying = self.deaths.get(self._num_waits)
         if dying in self.alive and not trains:
             return self._die(dying)

@@ -149,6 +149,12 @@ def single(call: Reference[Event], rank: int) -> EventCalls:
     return (yield from answers_of({call: rank}))
 
 
+def without_event(calls: Mapping[Reference[Any], int]) -> EventCalls:
+    """Calls whose answers nobody waits for; a failure of one is raised by a later `Rounds.wait`."""
+    yield from answers_of(calls)
+    return []
+
+
 def as_one(answers: Sequence[Computed]) -> Computed:
     """One event for the results of several ranks."""
     some = [a for a in answers if a.ids]

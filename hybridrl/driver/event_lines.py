@@ -5,10 +5,12 @@ from hybridrl.flow.executor import (
     Computed,
     EarlyTrained,
     Event,
+    Prepared,
     Replied,
     SamplesRead,
     TargetsLoaded,
     UpdateDone,
+    WeightsReady,
     WorkerDied,
 )
 
@@ -30,5 +32,9 @@ def described(event: Event) -> str:
             return "targets were loaded"
         case EarlyTrained():
             return f"{len(event.ids)} samples of stage {event.stage} on instance {event.instance}"
+        case WeightsReady():
+            return f"all instances have weights {event.version}"
+        case Prepared():
+            return f"{len(event.places)} instances have changed to {event.phase.value}"
         case WorkerDied():
             return f"generation instance {event.instance}, whose ranks died"

@@ -20,6 +20,7 @@ from hybridrl.driver.async_calls import (
     as_one,
     result_of,
     single,
+    without_event,
 )
 from hybridrl.driver.counted_costs import counted_costs, counted_device
 from hybridrl.driver.episodes import Episodes
@@ -44,11 +45,13 @@ from hybridrl.flow.executor import (
     EarlyTrained,
     Event,
     Phase,
+    Prepared,
     Replied,
     SamplesRead,
     Scope,
     Submit,
     UpdateDone,
+    WeightsReady,
     generated_tensors,
 )
 from hybridrl.flow.graph import (
@@ -69,6 +72,7 @@ from hybridrl.rewards.results import scalars_of
 from hybridrl.schedule.base import PendingSample
 from hybridrl.system import signals
 from hybridrl.system.node_info import NodeInfo
+from hybridrl.workers.sample_writer import SampleFacts
 from hybridrl.workers.training import UpdateShare
 
 logger = logging.getLogger(__name__)
@@ -183,17 +187,34 @@ class RayExecutor:
         stages = [stage for stage in graph.stages.values() if isinstance(stage, ComputeStage)]
         return any(self.scope(stage) is Scope.POOL for stage in stages)
 
-    def enter(self, phase: Phase) -> None:
-        """Bring every rank where samples live into `phase`; may raise `Abandoned`."""
-        logger.debug("phase %s: all ranks change", phase.value)
-        if phase is Phase.GENERATE and self._early:  # a step has failed before its update
-            self.group.enter(Phase.TRAIN, self._check_stop_requested)  # so that all ranks switch
+    def sync_weights(self) -> None:
+        """Begin the weight switch of all ranks where samples live."""
+        logger.debug("the weight switch begins")
+        self._rounds.begin(self._sync_weights())
+
+    def _sync_weights(self) -> EventCalls:
+        """One event for all ranks; what the switch cost is reported."""
+        instances = self.instances
+        if self._early:  # a step has failed before its update
+            yield from answers_of(self.group.call_enter(instances, Phase.TRAIN))  # so all switch
             self._early.clear()
-        answers = self.group.enter(phase, self._check_stop_requested)
-        logger.debug("phase %s: all ranks have changed", phase.value)
+        answers = yield from answers_of(self.group.call_enter(instances, Phase.GENERATE))
         self.version = answers[0].version
         if switches := [answer.switch for answer in answers if answer.switch is not None]:
             self.on_switch(switches)
+        return [WeightsReady(self.version)]
+
+    def prepare(self, places: Sequence[int], phase: Phase) -> None:
+        """Begin to bring the ranks of these instances into `phase`."""
+        assert phase is Phase.TRAIN, "instances generate after `sync_weights` alone"
+        logger.debug("%d instances change to %s", len(places), phase.value)
+        self._rounds.begin(self._prepare(tuple(places), phase))
+
+    def _prepare(self, places: tuple[int, ...], phase: Phase) -> EventCalls:
+        """One event for all ranks of the instances."""
+        answers = yield from answers_of(self.group.call_enter(places, phase))
+        self.version = answers[0].version
+        return [Prepared(places, phase)]
 
     def advance(
         self,
@@ -520,4 +541,11 @@ class RayExecutor:
         self._moves.forget(ids)
         if self.episodes is not None:
             self.episodes.end(ids)
-        self.group.release(tuple(ids))
+        self._rounds.begin(without_event(self.group.call_release(tuple(ids))))
+
+    def record_samples(self, step: int, phase: str, facts: Mapping[int, list[SampleFacts]]) -> None:
+        """Have the ranks that hold samples write them to files, which may leave at once.
+
+        Raises OSError, here or in a later call, where a rank cannot.
+        """
+        self._rounds.begin(without_event(self.group.call_record_samples(step, phase, facts)))

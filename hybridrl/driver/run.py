@@ -300,7 +300,7 @@ class Run:
             if self.config.telemetry.samples is KeptSamples.all:
                 # Before the step's record, with which a curriculum forgets its prompts.
                 facts = sample_facts(result, self._origin_of)
-                self.group.record_samples(self.step, phase.name, facts)
+                self.executor.record_samples(self.step, phase.name, facts)
             metrics = self.records.record_step(result, seconds, self.group.texts)
             self.failures.record(self.step, result.dispatched)
             if self.config.records_digests:

@@ -131,21 +131,12 @@ class WorkerGroup:
             self.on_memory(rank, memory)
         return reply.value
 
-    def gather(
-        self,
-        references: Sequence[Reference[Answer]],
-        first: int = 0,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> list[Answer]:
-        """Values of one call per rank from `first` on; the first failure is raised at once.
-
-        `meanwhile` is called again and again, and may raise.
-        """
+    def gather(self, references: Sequence[Reference[Answer]], first: int = 0) -> list[Answer]:
+        """Values of one call per rank from `first` on; the first failure is raised at once."""
         pending = {reference: rank for rank, reference in enumerate(references, first)}
         logger.debug("waiting for ranks %d to %d", first, first + len(references) - 1)
         values: dict[int, Answer] = {}
         while pending:
-            meanwhile()
             for reference in self.launcher.wait(list(pending)):
                 rank = pending.pop(reference)
                 values[rank] = self.value_of(rank, reference)
@@ -256,10 +247,6 @@ class WorkerGroup:
             descriptions |= self.gather(calls, pool.ranks[0])[0]
         return descriptions
 
-    def enter(self, phase: Phase, meanwhile: Callable[[], None]) -> list[EnteredPhase]:
-        """Change phase where samples live; answers with each rank's cost of the weight switch."""
-        return self.gather(self.home.calls.same(ActorWorker.enter, phase), meanwhile=meanwhile)
-
     def start_profile(self, ranks: Sequence[int]) -> None:
         """Let these ranks record torch's operations."""
         for rank in ranks:
@@ -303,7 +290,7 @@ class WorkerGroup:
 
     def load_weights(self, path: str) -> None:
         """Have the actor take the weights of another checkpoint of its model."""
-        self.enter(Phase.TRAIN, meanwhile=lambda: None)
+        self.gather(self.home.calls.same(ActorWorker.enter, Phase.TRAIN))
         self.gather(self.home.calls.same(ActorWorker.load_weights, path))
 
     def save_pending(self, path: str, shares: list[tuple[PendingRecord, ...]]) -> None:
@@ -326,17 +313,6 @@ class WorkerGroup:
         for rank, reference in references.items():
             texts |= self.value_of(rank, reference)
         return texts
-
-    def record_samples(
-        self, step: int, phase: str, by_rank: Mapping[int, Iterable[SampleFacts]]
-    ) -> None:
-        """Have the ranks that hold samples write them to files, later: they may be released."""
-        references = {
-            rank: self._ranks[rank].same(ActorWorker.record_samples, step, phase, tuple(samples))[0]
-            for rank, samples in by_rank.items()
-        }
-        for rank, reference in references.items():
-            self.value_of(rank, reference)
 
     def finish_records(self) -> None:
         """Wait until the ranks have written the samples of all steps; raises OSError."""
@@ -372,10 +348,6 @@ class WorkerGroup:
         }
         for rank, call in calls.items():
             self.value_of(rank, call)
-
-    def release(self, ids: tuple[SampleId, ...]) -> None:
-        """Forget samples on every rank."""
-        self.gather(self._all.same(BaseWorker.release, SharedIds(ids)))
 
     def close(self) -> None:
         """End child processes and the ranks."""
@@ -479,7 +451,14 @@ class WorkerGroup:
         call = self._ranks[rank].same
         return call(ActorWorker.train_early, stage, instance, share, tuple(arriving))[0]
 
-    # -- all ranks of a pool, not blocking -----------------------------------------------------
+    # -- many ranks, not blocking --------------------------------------------------------------
+
+    def call_enter(
+        self, instances: Sequence[int], phase: Phase
+    ) -> dict[Reference[EnteredPhase], int]:
+        """Start a change of phase on every rank of these instances."""
+        ranks = sorted(rank for instance in instances for rank in self.instances[instance])
+        return {self._ranks[rank].same(ActorWorker.enter, phase)[0]: rank for rank in ranks}
 
     def call_update(
         self, pool: Pool, stages: tuple[UpdateStage, ...], shares: list[tuple[UpdateShare, ...]]
@@ -490,6 +469,21 @@ class WorkerGroup:
         """
         calls = pool.calls.per_rank(BaseWorker.update, [stages] * len(shares), shares)
         return _by_rank(pool, calls)
+
+    def call_record_samples(
+        self, step: int, phase: str, by_rank: Mapping[int, Iterable[SampleFacts]]
+    ) -> dict[Reference[None], int]:
+        """Start to have the ranks that hold samples write them to files."""
+        record = ActorWorker.record_samples
+        return {
+            self._ranks[rank].same(record, step, phase, tuple(samples))[0]: rank
+            for rank, samples in by_rank.items()
+        }
+
+    def call_release(self, ids: tuple[SampleId, ...]) -> dict[Reference[int], int]:
+        """Start to have every rank forget samples."""
+        calls = self._all.same(BaseWorker.release, SharedIds(ids))
+        return {call: rank for rank, call in enumerate(calls)}
 
 
 def _by_rank(pool: Pool, references: Sequence[Reference[Answer]]) -> dict[Reference[Answer], int]:

@@ -340,6 +340,21 @@ class UpdateDone:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsReady:
+    """Every generation instance has the weights of `version` (`Executor.sync_weights`)."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The ranks of these instances are laid out for `phase` (`Executor.prepare`)."""
+
+    places: tuple[int, ...]
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerDied:
     """An instance is gone, with its calls in flight, the samples it held and the tensors there.
 
@@ -357,6 +372,8 @@ Event = (
     | TargetsLoaded
     | EarlyTrained
     | UpdateDone
+    | WeightsReady
+    | Prepared
     | WorkerDied
 )
 
@@ -364,13 +381,13 @@ Event = (
 class Executor(Protocol):
     """The seam between a schedule and its backend.
 
-    `advance`, `compute`, `infer`, `load_targets`, `train_early` and `update` start work and return
-    at once; `wait` blocks until at least one piece has ended. `enter` and `release` are whole-group
-    and block. At most one `advance`, `infer` or `train_early` is in flight per instance, and one
-    `update` per pool, whose ranks get no other call meanwhile. Events of one call keep their order;
-    schedules must not depend on the order of different calls for anything that reaches the training
-    batch. Between `enter(GENERATE)` and the next `enter` no call needs two instances. A wide one
-    counts as one (`wide`).
+    What starts work returns at once, and `wait` blocks until at least one piece has ended.
+    `sync_weights` and `prepare` begin when no other call is in flight, and no other call begins
+    before they have ended. At most one `advance`, `infer` or `train_early` is in flight per
+    instance, and one `update` per pool, whose ranks get no other call meanwhile. Events of one call
+    keep their order; schedules must not depend on the order of different calls for anything that
+    reaches the training batch. Between `WeightsReady` and the next `prepare` no call needs two
+    instances. A wide one counts as one (`wide`).
     """
 
     clock: Clock
@@ -392,7 +409,7 @@ class Executor(Protocol):
 
     @property
     def version(self) -> int:
-        """Optimizer steps of the weights that generate, since the last `enter(GENERATE)`."""
+        """Optimizer steps of the weights that generate: those of the last `WeightsReady`."""
         ...
 
     def instance_of(self, rank: int) -> int:
@@ -407,8 +424,18 @@ class Executor(Protocol):
         """The name of the ranks that a stage's role is on; different pools share none."""
         ...
 
-    def enter(self, phase: Phase) -> None:
-        """Bring every rank where samples live into `phase`; GENERATE is the weight switch."""
+    def sync_weights(self) -> None:
+        """Have every instance generate with the newest weights; ends with `WeightsReady`.
+
+        Where the ranks train too, they enter GENERATE: this is the weight switch.
+        """
+        ...
+
+    def prepare(self, places: Sequence[int], phase: Phase) -> None:
+        """Bring the ranks of these instances into `phase`; ends with `Prepared`.
+
+        They enter GENERATE with their weights alone (`sync_weights`).
+        """
         ...
 
     def advance(
@@ -470,9 +497,9 @@ class Executor(Protocol):
 
         Those of other instances move to `instance` for good, as for `infer`. The instance holds no
         unfinished sample. It gives up its generation weights and takes up its training shards. So
-        until the next `enter` it decodes no more, and no pass of the actor's runs there. Each
-        sample is trained once. Ends with `EarlyTrained`. The gradients are thrown away where
-        `enter(GENERATE)` comes before the update.
+        until the next `sync_weights` it decodes no more, and no pass of the actor's runs there.
+        Each sample is trained once. Ends with `EarlyTrained`. The gradients are thrown away where
+        `sync_weights` comes before the update.
         """
         ...
 
@@ -489,5 +516,8 @@ class Executor(Protocol):
         ...
 
     def release(self, ids: Sequence[SampleId]) -> None:
-        """These samples have left, trained or dropped: the ranks may forget their tensors."""
+        """These samples have left, trained or dropped: the ranks may forget their tensors.
+
+        Nobody waits for it, and it ends with no event.
+        """
         ...

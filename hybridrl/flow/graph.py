@@ -362,3 +362,14 @@ def with_temperatures(graph: Graph, temperature: float) -> Graph:
         drawn_with[name] = own
         stages[name] = replace(stage, temperature=next(iter(own))) if len(own) == 1 else stage
     return Graph(stages, graph.copies, graph.states)
+
+
+CHOOSERS = (FilterStage, JudgedStage, JoinStage, PairStage, MergeStage)
+"""They take groups of one prompt and may leave some out."""
+
+
+def gate_of(graph: Graph, stage: Stage) -> str:
+    """The last maker, filter, join or take up to `stage`, itself included."""
+    while not isinstance(stage, (SourceStage, *CHOOSERS, TakeStage)):
+        stage = graph.stages[stage.upstream[0]]
+    return stage.name

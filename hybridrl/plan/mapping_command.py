@@ -116,7 +116,6 @@ class _Problem:
 
     config: Config
     graph: Graph
-    shape: Any  # a PretrainedConfig, here without transformers
     shapes: "Shapes"
     roles: Sequence[PlannedRole]
     prices: MappingPrices
@@ -297,7 +296,7 @@ def _problem(
         epochs=config.trainer.epochs,
         mini_batches=config.trainer.mini_batches,
     )
-    return _Problem(config, graph, shape, shapes, roles, prices, memory, room, user_args)
+    return _Problem(config, graph, shapes, roles, prices, memory, room, user_args)
 
 
 def _workload(config: Config, graph: Graph, options: Mapping[str, Any]) -> Workload:
@@ -481,13 +480,14 @@ def checked(problem: _Problem, args: Sequence[str]) -> tuple[Config, Mapping[str
             own = config.trainer if is_actor else config.value_model_of(role.name)
             key = layout_key(role.name)
             check_train_layout(problem.shapes[role.name], own.layout, key)
-    check_model_settings(config, problem.shape)
+    shape = problem.shapes[ACTOR]
+    check_model_settings(config, shape)
     check_schedule(config.schedule, problem.graph)
-    config = memory_plan.with_flash(config, problem.shape)
+    config = memory_plan.with_flash(config, shape)
     of_gpu = problem.room.capacity if config.cluster.device is Device.cuda else None
-    decide_activations(config, problem.graph, problem.shape, of_gpu)
-    decide_fused_updates(config, problem.graph, problem.shape, of_gpu)
-    plan = memory_plan.plan_run(config, problem.graph, problem.shape, problem.room)
+    decide_activations(config, problem.graph, shape, of_gpu)
+    decide_fused_updates(config, problem.graph, shape, of_gpu)
+    plan = memory_plan.plan_run(config, problem.graph, shape, problem.room)
     try:
         check_fits(plan.pools)
     except DoesNotFit as error:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hybridrl.config import ActivationMode, ClusterKind, Config, ConfigError, Device
 from hybridrl.plan.options import read_number
@@ -119,10 +119,11 @@ def _plan_layout(config: Config, gpus_per_node: int) -> "tuple[LayoutReport, lis
     from hybridrl.layout.switching import plan_switch
     from hybridrl.models.parallel import model_parameters
     from hybridrl.plan.layout import report
+    from hybridrl.preflight.memory_inputs import checked_shape
 
     train, gen = config.trainer.layout, config.rollout.layout
     train.place_experts(config.ranks_of("actor"), gpus_per_node)
-    shape = _checked_shape(config)
+    shape = checked_shape(config)
     parameters = model_parameters(shape)
     per_rank = train.num_chunks // train.pp
     workers = config.cluster.worker_of_rank[: config.ranks_of("actor")]
@@ -156,9 +157,10 @@ def _plan_memory(config: Config, gpu_gib: float) -> "RunPlan":
 
     0 takes the memory of the GPUs here, else 80 GiB.
     """
+    from hybridrl.preflight.memory_inputs import checked_shape
     from hybridrl.system.devices import local_gpus
 
-    graph, shape = build_recipe(config.recipe), _checked_shape(config)
+    graph, shape = build_recipe(config.recipe), checked_shape(config)
     check_placement(config, graph)
     check_attention(config, shape)
     on_gpus = config.cluster.device is Device.cuda
@@ -177,19 +179,6 @@ def _plan_memory(config: Config, gpu_gib: float) -> "RunPlan":
     config.trainer.activations = mode
     plan = memory_plan.plan_run(config, graph, shape, room)
     return replace(plan, activations=line_of(mode, reason))
-
-
-def _checked_shape(config: Config) -> Any:
-    """The model's `PretrainedConfig`, which the layouts can take."""
-    from hybridrl.models.config_json import check_expert_settings
-    from hybridrl.models.parallel import check_gen_layout, check_train_layout
-    from hybridrl.models.shape import model_shape
-
-    shape, gen = model_shape(config.model), config.rollout.layout
-    check_expert_settings(shape.to_dict(), config.trainer)
-    check_train_layout(shape, config.trainer.layout)
-    check_gen_layout(shape, gen.pp, gen.tp, ep=gen.ep)
-    return shape
 
 
 def _number_option(args: list[str], name: str, whole: bool = False) -> tuple[float, list[str]]:

@@ -21,12 +21,14 @@ from hybridrl.flow.executor import (
     Event,
     Finished,
     Phase,
+    Prepared,
     Replied,
     SamplesRead,
     Scope,
     TargetsLoaded,
     TurnEnded,
     UpdateDone,
+    WeightsReady,
 )
 from hybridrl.flow.graph import AnswersStage, Stage, StageMethod, UpdateStage
 from hybridrl.flow.mapped_work import MappedWork
@@ -161,18 +163,22 @@ class SimulatedExecutor:
         tokens = sum(sample.tokens for sample in samples)
         return self.costs.compute(stage.name, tokens / instances)
 
-    def enter(self, phase: Phase) -> None:
-        """The weight switch takes `switch_s`, the switch to training `train_switch_s`."""
+    def sync_weights(self) -> None:
+        """The weight switch takes `switch_s`."""
+        self._early.clear()
+        self.version = self._num_updates
+        self._change(Phase.GENERATE, self.costs.switch_s, WeightsReady(self.version))
+
+    def prepare(self, places: Sequence[int], phase: Phase) -> None:
+        """The switch to training takes `train_switch_s`."""
+        self._change(phase, self.costs.train_switch_s, Prepared(tuple(places), phase))
+
+    def _change(self, phase: Phase, seconds: float, event: Event) -> None:
         calls = [event for _, _, event in self._pending if not isinstance(event, Replied)]
         assert not calls, "a phase change while calls are in flight"
         self._training.clear()
-        if phase is Phase.GENERATE:
-            self._early.clear()
-            self._pass(self.costs.switch_s)
-            self.version = self._num_updates
-        else:
-            self._pass(self.costs.train_switch_s)
         self.phase = phase
+        self._push(self.clock.now() + seconds, event)
 
     def advance(
         self,
@@ -398,6 +404,3 @@ class SimulatedExecutor:
     def _push(self, when: float, event: Event) -> None:
         self._num_calls += 1
         heapq.heappush(self._pending, (when, self._num_calls, event))
-
-    def _pass(self, seconds: float) -> None:
-        self._clock.advance_to(self.clock.now() + seconds)

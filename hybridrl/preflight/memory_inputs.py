@@ -144,3 +144,16 @@ def attention_of(config: Config, shape: PretrainedConfig) -> Attention:
 def has_triton(config: Config) -> bool:
     """Whether the head's kernels are Triton's."""
     return config.cluster.device is Device.cuda and itemsize_of(config) == 2
+
+
+def checked_shape(config: Config) -> PretrainedConfig:
+    """The model's config, which the layouts can take."""
+    from hybridrl.models.config_json import check_expert_settings
+    from hybridrl.models.parallel import check_gen_layout, check_train_layout
+    from hybridrl.models.shape import model_shape
+
+    shape, gen = model_shape(config.model), config.rollout.layout
+    check_expert_settings(shape.to_dict(), config.trainer)
+    check_train_layout(shape, config.trainer.layout)
+    check_gen_layout(shape, gen.pp, gen.tp, ep=gen.ep)
+    return shape

@@ -21,11 +21,13 @@ from hybridrl.flow.executor import (
     Executor,
     Parked,
     Phase,
+    Prepared,
     Replied,
     SamplesRead,
     Sampling,
     Scope,
     UpdateDone,
+    WeightsReady,
     WorkerDied,
 )
 from hybridrl.flow.graph import (
@@ -35,6 +37,7 @@ from hybridrl.flow.graph import (
     SourceStage,
     Stage,
     UpdateStage,
+    gate_of,
 )
 from hybridrl.flow.ledger import (
     Drop,
@@ -53,7 +56,6 @@ from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.sample import ENVIRONMENT_FAILURE, Sample, SampleId
 from hybridrl.flow.turns import OpenTurns, RoundOrder
 from hybridrl.schedule import StageSpan, StepResult
-from hybridrl.schedule.readiness import gate_of
 
 logger = logging.getLogger(__name__)
 
@@ -381,7 +383,13 @@ class Schedule(ABC):
         if phase is not self._phase:
             start = self.executor.clock.now()
             with self._span(f"to_{phase.value}"):
-                self.executor.enter(phase)
+                if phase is Phase.GENERATE:
+                    self.executor.sync_weights()
+                else:
+                    self.executor.prepare(self.executor.instances, phase)
+                while not (ended := self._wait()):  # replies alone
+                    pass
+                assert all(isinstance(event, WeightsReady | Prepared) for event in ended), ended
             saw = self.meter.saw_switch if phase is Phase.GENERATE else self.meter.saw_train_switch
             saw(self.executor.clock.now() - start)
             self._phase = phase

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from hybridrl.config import FusedScheduleConfig, Migration, ScheduleConfig
 from hybridrl.costs.instance import Costs
+from hybridrl.costs.tail import StepModel, training_arrivals
 from hybridrl.flow.early_updates import EarlySettings, EarlyUpdate, early_update
 from hybridrl.flow.executor import Executor, Scope
 from hybridrl.flow.graph import Graph, SourceStage, Stage, UpdateStage
@@ -19,19 +20,19 @@ from hybridrl.flow.lengths import RANKERS, LengthModel
 from hybridrl.flow.migration import (
     NO_MIGRATION,
     MigrationPlan,
-    StepModel,
     TailPlan,
     best_plan,
     tail_plans,
-    training_arrivals,
 )
 from hybridrl.flow.plan_errors import PlanErrors
 from hybridrl.schedule.base import Batch, Prompt, ScheduleParts, StepSettings
 from hybridrl.schedule.generation_task import RoundLimits
-from hybridrl.schedule.groups import tasks_of
 from hybridrl.schedule.readiness import ReadyTracker, early_stages
-from hybridrl.schedule.stoppable_round import StoppableRound
+from hybridrl.schedule.streamed_stages import StreamedStages
 from hybridrl.schedule.streaming import StreamingSchedule
+from hybridrl.schedule.tail import NoTail
+from hybridrl.schedule.tail.early import StreamedUpdate
+from hybridrl.schedule.tail.moving import MovingTail
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class FusedSchedule(StreamingSchedule):
 
     def _begin_step(self, step: int) -> None:
         super()._begin_step(step)
-        self._trackers, self._taken = {}, None
+        self._taken = None
         self._groups.clear()
         if any(update.stage for update in self._early_updates.values()):
             self._metrics["samples/trained_early"] = 0.0
@@ -148,48 +149,65 @@ class FusedSchedule(StreamingSchedule):
 
     def _run_round(self, makers: Sequence[SourceStage], batch: Batch) -> Batch:
         """Make all samples of the pulled prompts."""
-        tracker, earlier = self._tracker_of(makers[0]), tasks_of(self._groups.taken)
-        tasks = [
-            task
-            for stage in makers
-            for task in self._new_tasks(stage, tracker, self._pulled, batch)
-        ]
+        stages = self._stages_of(makers[0])
+        tracker = stages.tracker
+        tasks = [task for stage in makers for task in self._new_tasks(stage, self._pulled, batch)]
         if not tasks:
             return self._streamed(tracker, [])
         self._enter_for([*makers, *tracker.computes])
         early = self._update_of(makers[0])
         plan = self._tail_plan(tracker, len(tasks), early)
         taken = self._taken = _TakenPlan(plan, self.executor.clock.now(), tracker, early)
-        early = early if plan.trains_early else None
         # Conversations leave instances time between their calls, whatever the plan is.
-        overlaps = plan.overlaps or any(task.converses for task in tasks)
-        generation_round = self._new_round(tracker, plan.migration, early=early, overlaps=overlaps)
-        generation_round.adopt(earlier)
-        self._submit(generation_round, tasks)
-        generation_round.run()
-        generation_round.check_restored()
-        self._record_plan(plan, generation_round)
+        converses = any(task.converses for task in tasks)
+        tail = self._tail_of(plan, early, stages, converses)
+        self._begin_round(stages, tail, overlaps=plan.overlaps or converses)
+        self._loop.make(tasks)
+        self._loop.finish()
+        self._record_plan(plan)
         positions = list(dict.fromkeys(task.sample.id.prompt for task in tasks))
-        streamed = self._end_round(generation_round, tracker, tasks, positions)
+        streamed = self._end_round(tasks, positions)
         if taken.early is None:  # its plan says nothing of the update
             self._judge_plan(taken)
         return streamed
+
+    def _tail_of(
+        self, plan: TailPlan, early: UpdateStage | None, stages: StreamedStages, converses: bool
+    ) -> NoTail:
+        """The tail that a plan says; `early` is the update that it may begin."""
+        trains = None
+        if early is not None and plan.trains_early:
+            # A call that outlasts the decoding is waited for by all. So the shortest step counts.
+            steps = self.length_model.forecast.steps(self._ledger.num_unfinished)
+            longest = min((step[-1] for step in steps), default=0)
+            trains = StreamedUpdate(early, stages, self.limits.chunk_tokens, longest)
+        if trains is None and not plan.migration.moves:
+            return NoTail()
+        return MovingTail(
+            plan.migration,
+            self.limits.max_held,
+            self._loop.instances,
+            stages,
+            self._turns,
+            trains,
+            converses,
+        )
 
     def _update(self, stages: Sequence[UpdateStage], batch: Batch) -> None:
         super()._update(stages, batch)
         if self._taken is not None:
             self._judge_plan(self._taken)
 
-    def _record_plan(self, plan: TailPlan, generation_round: StoppableRound) -> None:
+    def _record_plan(self, plan: TailPlan) -> None:
         """Record which choice the round came to: its tail may end before it is known to be one."""
         if f"{_key(_name_of(plan))}_chosen" not in self._metrics:  # nothing to choose by yet
             return
-        early = generation_round.early
+        tail = self._loop.tail
         happened = _what_happened(
-            widened_to=plan.migration.width if generation_round.num_widened else 1,
-            migrated=generation_round.num_migrated > 0,
-            trained_early=early is not None and early.num_trained > 0,
-            overlapped=generation_round.num_overlapped > 0,
+            widened_to=plan.migration.width if tail.num_widened else 1,
+            migrated=tail.num_migrated > 0,
+            trained_early=tail.num_trained > 0,
+            overlapped=self._loop.num_overlapped > 0,
         )
         if happened != _name_of(plan):
             logger.debug("the tail: %s was chosen, %s happened", _name_of(plan), happened)

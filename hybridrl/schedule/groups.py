@@ -23,12 +23,22 @@ class GroupStatus(Enum):
 
 @dataclass(slots=True)
 class BegunPrompt:
-    """A prompt with its samples; `step` is the one in which they began."""
+    """A prompt with its samples; `step` is the one in which they began.
+
+    `chosen` are the samples that have left each filter or join, and `compared` the stages across
+    the group that have run (`ReadyTracker`).
+    """
 
     prompt: Any
     step: int
     tasks: dict[SampleId, GenerationTask] = field(default_factory=dict)
     status: GroupStatus = GroupStatus.OPEN
+    chosen: dict[str, list[Sample]] = field(default_factory=dict)
+    compared: set[str] = field(default_factory=set)
+
+    def samples(self, maker: str) -> list[Sample]:
+        """Return its samples that this stage makes, in training order."""
+        return [task.sample for task in self.tasks.values() if task.stage.name == maker]
 
 
 class BegunPrompts:
@@ -49,6 +59,18 @@ class BegunPrompts:
     def __init__(self, graph: Graph, ledger: Ledger, turns: OpenTurns) -> None:
         self.graph, self.ledger, self.turns = graph, ledger, turns
         self._groups: dict[int, BegunPrompt] = {}
+
+    def __getitem__(self, position: int) -> BegunPrompt:
+        return self._groups[position]
+
+    def task(self, id: SampleId) -> GenerationTask:
+        """Return a sample's task."""
+        return self._groups[id.prompt].tasks[id]
+
+    @property
+    def tasks(self) -> list[GenerationTask]:
+        """All samples of prompts that have begun."""
+        return tasks_of(self._groups)
 
     @property
     def open(self) -> dict[int, BegunPrompt]:

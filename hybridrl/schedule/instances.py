@@ -1,6 +1,6 @@
-"""Rollout instances during a round: the status of each, what it holds, its call in flight."""
+"""Rollout instances: the status of each, what it holds, its call in flight."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -9,7 +9,7 @@ from hybridrl.flow.sample import SampleId
 
 
 class InstanceStatus(Enum):
-    """Status of an instance in a round; `Instance` has the table of transitions."""
+    """Status of an instance; `Instance` has the table of transitions."""
 
     FREE = "free"  # holds no sample: it may be given some, run a forward pass, or train
     DECODING = "decoding"  # holds samples, which may all wait for replies
@@ -27,14 +27,14 @@ _NEXT: dict[InstanceStatus, tuple[InstanceStatus, ...]] = {
     _LEAVING: (_FREE, _JOINED, _DEAD),
     _JOINED: (_FREE, _DEAD),
     _SCORING: (_FREE, _DECODING, _LEAVING, _JOINED, _DEAD),
-    _TRAINING: (_DEAD,),
+    _TRAINING: (_FREE, _DEAD),
     _DEAD: (),
 }
 
 
 @dataclass(slots=True)
 class Instance:
-    """An instance during a round. One with `members` is a wide one (`Executor.wide`).
+    """A rollout instance. One with `members` is a wide one (`Executor.wide`).
 
     | from     | to       | when                                                           |
     |----------|----------|----------------------------------------------------------------|
@@ -51,9 +51,10 @@ class Instance:
     | scoring  | leaving  | the samples that have come meanwhile migrate                   |
     | scoring  | joined   | its pass has ended, and it is to be a member                   |
     | joined   | free     | its wide instance has no sample left, or has lost a member     |
+    | training | free     | all ranks have generation weights again                        |
     | any      | dead     | its process is gone, or that of a member                       |
 
-    One that trains does so until the round ends: its generation weights are gone.
+    One that trains does so until the ranks generate again: its generation weights are gone.
 
     Invariants: it has one call in flight, if any. It holds samples if and only if it decodes or
     leaves, or scores and got them meanwhile. A wide one has a call in flight only while all of its
@@ -87,6 +88,25 @@ class Instance:
         """The number of instances that it consists of."""
         return len(self.members) or 1
 
+    def begin(self) -> None:
+        """All ranks have generation weights again, and it holds nothing."""
+        assert not self.held, f"instance {self.number} has samples of the round before"
+        self.become(_FREE)
+        self.progress, self.keeps, self.joins = 0.0, False, None
+
+    def send(self, now: float) -> None:
+        """A call of it begins."""
+        assert self.sent is None, f"instance {self.number} has a call in flight"
+        self.sent = now
+
+    def returned(self, now: float) -> float:
+        """Its call has ended; gives the seconds that it was in flight."""
+        assert self.sent is not None, f"instance {self.number} has no call in flight"
+        seconds = now - self.sent
+        self.sent = None
+        self.settle()
+        return seconds
+
     def become(self, status: InstanceStatus) -> None:
         """Change its status; a change that the table lacks is a bug."""
         if status is not self.status:
@@ -97,6 +117,8 @@ class Instance:
 
     def hold(self, id: SampleId) -> None:
         """It is given a sample."""
+        assert id not in self.held, f"instance {self.number} has sample {id}"
+        assert self.status is not _TRAINING, f"instance {self.number} trains"
         self.held[id] = None
         self.settle()
 
@@ -132,24 +154,57 @@ class Instance:
         return lost
 
 
-def choose_wide(
-    table: Mapping[int, tuple[int, ...]],
-    width: int,
-    held: Mapping[int, int],
-    able: Collection[int],
-    most: int,
-) -> list[Instance]:
-    """The fewest wide instances of `width`, of a `table`, that take the `held` samples.
+class Instances:
+    """The instances of a run, by number. The dead stay; wide ones are there while they decode."""
 
-    Each takes `most`. None where too few have members that are all `able`. Those whose members hold
-    most samples are taken, so that few move; of equal ones the first.
-    """
-    whole = {
-        number: members
-        for number, members in table.items()
-        if len(members) == width and set(members) <= set(able)
-    }
-    order = sorted(whole, key=lambda n: (-sum(held.get(i, 0) for i in whole[n]), n))
-    needed = -(-sum(held.values()) // most)
-    chosen = order[:needed] if needed <= len(order) else []
-    return [Instance(number, whole[number]) for number in sorted(chosen)]
+    def __init__(self) -> None:
+        self._of: dict[int, Instance] = {}
+
+    def begin(self, numbers: Iterable[int]) -> None:
+        """All ranks have generation weights again: these instances are free."""
+        assert not self.in_flight, "weights change while a call is in flight"
+        for wide in self.wide:
+            self.remove(wide)
+        for number in numbers:
+            self._of.setdefault(number, Instance(number)).begin()
+
+    def __getitem__(self, number: int) -> Instance:
+        return self._of[number]
+
+    def __iter__(self) -> Iterator[Instance]:
+        """Yield those that live, wide ones last."""
+        yield from self.alive
+        yield from self.wide
+
+    @property
+    def alive(self) -> list[Instance]:
+        """The instances that live, without wide ones."""
+        return [i for i in self._of.values() if not i.members and i.status is not _DEAD]
+
+    @property
+    def wide(self) -> list[Instance]:
+        """The wide instances."""
+        return [i for i in self._of.values() if i.members]
+
+    def add(self, wide: Instance) -> None:
+        """A wide instance is to decode."""
+        self._of[wide.number] = wide
+
+    def remove(self, wide: Instance) -> None:
+        """A wide instance is none any more."""
+        del self._of[wide.number]
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether some instance has a call in flight."""
+        return any(i.sent is not None for i in self._of.values())
+
+    @property
+    def migrating(self) -> bool:
+        """Whether samples are to leave, or on their way to, other instances."""
+        return any(i.status is _LEAVING and not i.puts_by for i in self._of.values())
+
+    @property
+    def hold_some(self) -> bool:
+        """Whether some instance holds a sample."""
+        return any(i.held for i in self._of.values())

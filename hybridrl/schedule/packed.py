@@ -14,15 +14,14 @@ from hybridrl.flow.executor import Executor
 from hybridrl.flow.graph import AnswersStage, GenerateStage, Graph, SourceStage, TakeStage
 from hybridrl.flow.ledger import Drop, DropReason, new_samples, wanted
 from hybridrl.flow.lengths import RANKERS, LengthModel
-from hybridrl.flow.migration import NO_MIGRATION
 from hybridrl.flow.packing import Choice, choose, limit_of
 from hybridrl.flow.sample import OUT_OF_TOKENS, Sample, SampleId
 from hybridrl.schedule.base import Batch, Prompt, ScheduleParts, StepSettings
 from hybridrl.schedule.generation_task import GenerationTask, RoundLimits
 from hybridrl.schedule.groups import BegunPrompts
-from hybridrl.schedule.readiness import ReadyTracker
-from hybridrl.schedule.stoppable_round import StoppableRound
+from hybridrl.schedule.streamed_stages import StreamedStages
 from hybridrl.schedule.streaming import StreamingSchedule, check_generates_once
+from hybridrl.schedule.tail import NoTail
 
 ENDED = Drop(DropReason.RUN_ENDED, "its prompt waited for a later step when the run ended")
 
@@ -173,7 +172,6 @@ class PackedSchedule(StreamingSchedule):
 
     def _begin_step(self, step: int) -> None:
         super()._begin_step(step)
-        self._trackers = {}
         self._groups.clear()
         for name in ("put_off", "discarded_tokens", "limit_tokens"):
             self._metrics[f"samples/{name}"] = 0.0
@@ -195,23 +193,22 @@ class PackedSchedule(StreamingSchedule):
 
     def _run_round(self, makers: Sequence[SourceStage], batch: Batch) -> Batch:
         """Generate until it is known which prompts the step takes; the others begin again."""
-        tracker = self._tracker_of(makers[0])
-        self._enter_for([*makers, *tracker.computes])
+        stages = self._stages_of(makers[0])
+        self._enter_for([*makers, *stages.tracker.computes])
         packing = self._new_packing()
 
         def begin(positions: Sequence[int], limit: int | None) -> list[GenerationTask]:
-            return self._begin(positions, limit, makers, tracker, batch)
+            return self._begin(positions, limit, makers, batch)
 
-        generation_round = self._pack(packing, tracker, begin)
+        self._pack(packing, stages, begin)
         tasks = packing.tasks(taken=True)
         if packing.too_long:  # they begin again, without the limit
-            self._record_round(generation_round)
+            self._record_round()
             self._put_off(packing.too_long, packing.limit)
-            generation_round = self._new_round(tracker, NO_MIGRATION)
-            generation_round.adopt(tasks)
+            self._begin_round(stages, NoTail())
             again = begin(packing.too_long, None)
-            generation_round.make(again)
-            generation_round.run()
+            self._loop.make(again)
+            self._loop.finish()
             tasks = sorted([*tasks, *again], key=lambda task: task.sample.id)
         self._put_off(packing.choice.put_off, packing.limit)
         self._metrics["samples/put_off"] = float(len(packing.choice.put_off))
@@ -219,21 +216,22 @@ class PackedSchedule(StreamingSchedule):
         positions = sorted(packing.choice.taken)  # training has the stream's order
         self._pulled = [(position, self._waiting.pop(position).prompt) for position in positions]
         self._longest.append(_longest([task.sample for task in tasks]))
-        return self._end_round(generation_round, tracker, tasks, positions)
+        return self._end_round(tasks, positions)
 
     def _pack(
         self,
         packing: _Packing,
-        tracker: ReadyTracker,
+        stages: StreamedStages,
         begin: Callable[[Sequence[int], int | None], list[GenerationTask]],
-    ) -> StoppableRound:
+    ) -> None:
         """Decode until the choice is final, stop the others, and let the stages end."""
-        generation_round = self._new_round(tracker, NO_MIGRATION, packing.sure.__contains__)
+        loop = self._loop
+        self._begin_round(stages, NoTail(), packing.sure.__contains__)
 
         def decided() -> bool:
             self._learn_fits(packing)
             sure = [p for p in packing.choice.taken if self._is_sure(packing, p)]
-            generation_round.stages.start(p for p in sure if p not in packing.sure)
+            stages.start(p for p in sure if p not in packing.sure)
             packing.sure.update(sure)
             choice = packing.choice
             return choice.is_final and all(p in sure or not packing.fits[p] for p in choice.taken)
@@ -244,32 +242,29 @@ class PackedSchedule(StreamingSchedule):
         missing = unknown[: self._wanted + ahead]
         while True:
             tasks = begin(missing, packing.limit)
-            generation_round.make(tasks)
+            loop.make(tasks)
             if any(task.converses for task in tasks):  # the choice does not depend on the order
-                generation_round.run_freely(lambda: decided() or bool(packing.missing))
+                loop.run(lambda: decided() or bool(packing.missing))
+                loop.end_calls()
             else:
-                generation_round.run_until(lambda: decided() or bool(packing.missing))
+                loop.run(lambda: decided() or bool(packing.missing), equal=True)
             if decided():
                 break
             missing = packing.missing
-        stopped = {task.sample.id: task for task in generation_round.park(with_kv=False)}
-        generation_round.run()
+        stopped = {task.sample.id: task for task in loop.park(with_kv=False)}
+        loop.finish()
         self._withdraw([stopped.get(t.sample.id, t) for t in packing.tasks(taken=False)])
-        return generation_round
 
     def _begin(
         self,
         positions: Sequence[int],
         limit: int | None,
         makers: Sequence[SourceStage],
-        tracker: ReadyTracker,
         batch: Batch,
     ) -> list[GenerationTask]:
         """Dispatch all samples of these prompts, none of which grows longer than `limit`."""
         pulled = [(position, self._waiting[position].prompt) for position in positions]
-        tasks = [
-            task for stage in makers for task in self._new_tasks(stage, tracker, pulled, batch)
-        ]
+        tasks = [task for stage in makers for task in self._new_tasks(stage, pulled, batch)]
         if limit is not None:
             tasks = [_limited(task, limit) for task in tasks]
             self._groups.update(tasks)

@@ -15,14 +15,14 @@ from hybridrl.flow.executor import Executor
 from hybridrl.flow.graph import Graph, SourceStage, StageMethod, UpdateStage
 from hybridrl.flow.ledger import Drop, DropReason
 from hybridrl.flow.lengths import RANKERS, LengthModel
-from hybridrl.flow.migration import NO_MIGRATION
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.turns import RecordDiffers, RoundOrder
 from hybridrl.schedule.base import Batch, PendingSample, Prompt, ScheduleParts, StepSettings
 from hybridrl.schedule.generation_task import GenerationTask, RoundLimits
 from hybridrl.schedule.groups import tasks_of
-from hybridrl.schedule.readiness import ReadyTracker
+from hybridrl.schedule.record import run_order, run_timed, run_windows
 from hybridrl.schedule.streaming import StreamingSchedule, check_generates_once
+from hybridrl.schedule.tail import NoTail
 
 _WINDOW_TURNS = 2  # of conversations, before it is looked whether enough has finished
 ENDED = Drop(DropReason.RUN_ENDED, "unfinished when the run ended")
@@ -115,17 +115,8 @@ class PartialSchedule(StreamingSchedule):
         super().load_state_dict(state, prompt_at=prompt_at, num_ranks=num_ranks)
         self._groups.load(state["open"], prompt_at, num_ranks, self._sampling)
         for position, group in self._groups.open.items():
-            self._expect(position, [*group.tasks.values()])
-
-    def _expect(self, position: int, tasks: Sequence[GenerationTask]) -> None:
-        """Let the trackers know a restored prompt's samples, as when they were dispatched."""
-        groups: dict[str, list[GenerationTask]] = {}
-        for task in tasks:
-            groups.setdefault(task.stage.name, []).append(task)
-        for same in groups.values():
-            tracker = self._tracker_of(same[0].stage)
-            tracker.expect(same[0].stage, [task.sample for task in same])
-        tracker.choose(position)
+            for stage in dict.fromkeys(task.stage for task in group.tasks.values()):
+                self._stages_of(stage).tracker.choose(position)
 
     def pending(self) -> tuple[PendingSample, ...]:
         """Return the samples of pending prompts that are parked or finished."""
@@ -152,8 +143,6 @@ class PartialSchedule(StreamingSchedule):
         super()._begin_step(step)
         for name in ("resumed", "parked", "off_policy_tokens", "trained_tokens", "staleness"):
             self._metrics[f"samples/{name}"] = 0.0
-        for tracker in self._trackers.values():
-            tracker.forget(self._groups.taken)
         self._groups.end_step()
 
     def _pull(self, num: int) -> Batch:
@@ -164,8 +153,8 @@ class PartialSchedule(StreamingSchedule):
     def _run_round(self, makers: Sequence[SourceStage], batch: Batch) -> Batch:
         """Generate until enough groups are complete, park the rest, run the early stages."""
         # Pending samples continue, and new prompts join them.
-        tracker = self._tracker_of(makers[0])
-        self._top_up(makers, tracker, batch)
+        stages, loop = self._stages_of(makers[0]), self._loop
+        self._top_up(makers, batch)
         pending = tasks_of(self._groups.open)
         tasks = [task for task in pending if not self._ledger.is_finished(task.sample.id)]
         converse = any(task.converses for task in tasks)
@@ -173,32 +162,30 @@ class PartialSchedule(StreamingSchedule):
         if order is not None:
             tasks = [task for task in tasks if not task.converses or task.sample.id in order]
         self._metrics["samples/resumed"] += self._num_parked(tasks)
-        self._enter_for([*makers, *tracker.computes])
+        self._enter_for([*makers, *stages.tracker.computes])
         self._version = self.executor.version
-        generation_round = self._new_round(tracker, NO_MIGRATION)
-        generation_round.adopt([*pending, *tasks_of(self._groups.taken)])
-        self._submit(generation_round, tasks)
+        self._begin_round(stages, NoTail())
+        loop.make(tasks)
         # Decode until enough is complete, then stop; forward passes run with all ranks free.
         if not converse:
-            generation_round.run_until(self._enough)
+            loop.run(self._enough, equal=True)
         elif order is not None:
-            generation_round.run_order(order)
+            run_order(loop, order)
         elif self.timed:
-            order = generation_round.run_timed(self._enough)
+            order = run_timed(loop, self._enough)
         else:
-            generation_round.run_windows(self._enough, self._windows())
+            run_windows(loop, self._enough, self._windows())
         if order is not None:
             self._turn_orders.append(order)
-        stopped = generation_round.park(with_kv=self.limits.stale_kv)
+        stopped = loop.park(with_kv=self.limits.stale_kv)
         self._metrics["samples/parked"] += self._num_parked(stopped)
-        generation_round.run()
+        loop.finish()
         self._groups.update(map(self._expected, stopped))
         # The oldest complete groups are trained on.
         positions, begun = self._groups.complete()[: self._wanted], self._groups.open
         groups = {position: begun[position] for position in positions}
         self._pulled = [(position, group.prompt) for position, group in groups.items()]
-        tasks = tasks_of(groups)
-        return self._end_round(generation_round, tracker, tasks, positions)
+        return self._end_round(tasks_of(groups), positions)
 
     def _recorded_order(self) -> RoundOrder | None:
         """Return the order of the step's next round, where a record is followed."""
@@ -231,7 +218,7 @@ class PartialSchedule(StreamingSchedule):
         done -= len(self.length_model.key_of(task.prompt).prompt_ids)
         return replace(task, tokens=max(1.0, task.total - done))
 
-    def _top_up(self, makers: Sequence[SourceStage], tracker: ReadyTracker, batch: Batch) -> None:
+    def _top_up(self, makers: Sequence[SourceStage], batch: Batch) -> None:
         """Begin as many prompts as are missing; those that are pending are the oldest."""
         num = math.ceil(self._wanted * self.over_provision) - len(self._groups.open)
         pulled = list(islice(self.prompts, max(0, num)))
@@ -241,7 +228,7 @@ class PartialSchedule(StreamingSchedule):
                 f"wanted {self._wanted}"
             )
         for stage in makers:
-            self._new_tasks(stage, tracker, pulled, batch)
+            self._new_tasks(stage, pulled, batch)
 
     def _enough(self) -> bool:
         """Enough groups are complete, and those that stay can be trained before they are too old.

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from hybridrl.flow.barriers import run_barrier
 from hybridrl.flow.executor import Executor, Phase
 from hybridrl.flow.graph import (
+    CHOOSERS,
     ByBatchStage,
     ByGroupStage,
     ComputeStage,
@@ -12,23 +13,14 @@ from hybridrl.flow.graph import (
     Graph,
     JoinStage,
     JudgedStage,
-    MergeStage,
-    PairStage,
     PromptsStage,
     SourceStage,
     Stage,
-    TakeStage,
+    gate_of,
 )
-from hybridrl.flow.ledger import Ledger, phase_of, ready
+from hybridrl.flow.ledger import phase_of, ready
 from hybridrl.flow.sample import Sample
-
-_CHOOSERS = (
-    FilterStage,
-    JudgedStage,
-    JoinStage,
-    PairStage,
-    MergeStage,
-)  # they take groups of one prompt and may leave some out
+from hybridrl.schedule.groups import BegunPrompts
 
 
 class ReadyTracker:
@@ -41,33 +33,26 @@ class ReadyTracker:
 
     Invariants: a chooser runs once for a prompt, on samples in training order, so it chooses the
     same as from the whole batch. A per-sample stage runs once on each sample that comes to it
-    (again if the sample is made anew).
+    (again if the sample is made anew). What choosers and `by_group` have done for a prompt is noted
+    there (`BegunPrompt`), so that it ends with it.
 
     Example of generate, score, filter, reference: sample 3.0 is scored when it is finished. When
     3.1 is scored too, the filter keeps both. Then both wait for the reference.
     """
 
     def __init__(
-        self, graph: Graph, makers: Sequence[Stage], early: Sequence[Stage], ledger: Ledger
+        self, graph: Graph, makers: Sequence[Stage], early: Sequence[Stage], groups: BegunPrompts
     ) -> None:
-        self.graph, self.ledger = graph, ledger
+        self.graph, self.groups, self.ledger = graph, groups, groups.ledger
         self.computes = [stage for stage in early if isinstance(stage, ComputeStage)]
-        self._choosers = [stage for stage in early if isinstance(stage, _CHOOSERS)]
+        self._choosers = [stage for stage in early if isinstance(stage, CHOOSERS)]
         self._by_group = [stage for stage in early if isinstance(stage, ByGroupStage)]
-        self._makers = list(makers)
-        self._order = list(early)
-        self._expected: dict[str, dict[int, list[Sample]]] = {stage.name: {} for stage in makers}
-        self._chosen: dict[str, dict[int, list[Sample]]] = {s.name: {} for s in self._choosers}
-        self._grouped: dict[str, set[int]] = {stage.name: set() for stage in self._by_group}
+        self._makers, self._order = {stage.name: stage for stage in makers}, list(early)
         self._gates = {
             name: gate_of(graph, stage)
             for name, stage in graph.stages.items()
             if not isinstance(stage, PromptsStage)
         }
-
-    def expect(self, maker: Stage, group: list[Sample]) -> None:
-        """`maker` makes these samples, all of one prompt, in training order."""
-        self._expected[maker.name][group[0].id.prompt] = group
 
     def choose(self, prompt: int) -> None:
         """Run every chooser and `by_group` that can run for `prompt` now; in the recipe's order.
@@ -78,7 +63,7 @@ class ReadyTracker:
             if isinstance(stage, ByGroupStage):
                 self._compare(stage, prompt)
                 continue
-            if not isinstance(stage, _CHOOSERS) or prompt in self._chosen[stage.name]:
+            if not isinstance(stage, CHOOSERS) or stage.name in self.groups[prompt].chosen:
                 continue
             sides = [self.left(name, prompt) for name in stage.upstream]
             if any(side is None for side in sides):
@@ -89,17 +74,17 @@ class ReadyTracker:
                 not s.has(x) for other in others for s in other for x in scalars_of_partner(stage)
             ):
                 return
-            self._chosen[stage.name][prompt] = run_barrier(
-                stage, samples, others[0] if others else [], self.ledger
-            )
+            partners = others[0] if others else []
+            chosen = run_barrier(stage, samples, partners, self.ledger)
+            self.groups[prompt].chosen[stage.name] = chosen
 
     def _compare(self, stage: ByGroupStage, prompt: int) -> None:
         """Run a `by_group` on the samples of `prompt`, once all that come to it have its inputs."""
-        samples = self.left(stage.name, prompt)
-        if prompt in self._grouped[stage.name] or samples is None:
+        samples, compared = self.left(stage.name, prompt), self.groups[prompt].compared
+        if stage.name in compared or samples is None:
             return
         if all(ready(stage, sample) for sample in samples):
-            self._grouped[stage.name].add(prompt)
+            compared.add(stage.name)
             run_barrier(stage, samples, [], self.ledger)
 
     def startable(self, prompt: int) -> Iterator[tuple[Stage, list[Sample]]]:
@@ -108,11 +93,8 @@ class ReadyTracker:
         One of whole groups is given all of the prompt's samples, or none.
         """
         for stage in self.computes:
-            gate = self._gates[stage.name]
-            if gate in self._expected:
-                came = [s for s in self._expected[gate].get(prompt, ()) if self._entered(s)]
-            else:
-                came = self._chosen[gate].get(prompt, [])
+            gate, group = self._gates[stage.name], self.groups[prompt]
+            came = group.samples(gate) if gate in self._makers else group.chosen.get(gate, [])
             able = [s for s in came if self._entered(s) and ready(stage, s)]
             todo = [s for s in able if not done(stage, s)]
             if stage.whole_groups and todo:
@@ -123,8 +105,9 @@ class ReadyTracker:
     def open_stages(self, prompts: Iterable[int]) -> list[str]:
         """Stages that have not had all that comes to them; for the check at the end."""
         prompts = list(prompts)
-        waiting = [s.name for s in self._choosers if not self._chosen[s.name].keys() >= {*prompts}]
-        waiting += [s.name for s in self._by_group if not self._grouped[s.name] >= {*prompts}]
+        groups = [self.groups[prompt] for prompt in prompts]
+        waiting = [s.name for s in self._choosers if any(s.name not in g.chosen for g in groups)]
+        waiting += [s.name for s in self._by_group if any(s.name not in g.compared for g in groups)]
         for stage in self.computes:
             left = [self.left(stage.name, prompt) for prompt in prompts]
             if any(one is None or not all(done(stage, s) for s in one) for one in left):
@@ -137,7 +120,7 @@ class ReadyTracker:
         All of it must be there.
         """
         taken: dict[str, list[Sample]] = {}
-        for stage in (*self._makers, *self._order):
+        for stage in (*self._makers.values(), *self._order):
             taken[stage.name] = []
             for prompt in prompts:
                 left = self.left(stage.name, prompt)
@@ -145,20 +128,12 @@ class ReadyTracker:
                 taken[stage.name] += left
         return taken
 
-    def forget(self, prompts: Iterable[int]) -> None:
-        """These prompts' samples have left."""
-        for prompt in prompts:
-            for by_prompt in (*self._expected.values(), *self._chosen.values()):
-                by_prompt.pop(prompt, None)
-            for grouped in self._grouped.values():
-                grouped.discard(prompt)
-
     def left(self, name: str, prompt: int) -> list[Sample] | None:
         """The samples that have left the gate of stage `name`; None if they are not known yet."""
         gate = self._gates[name]
-        if gate not in self._expected:
-            return self._chosen[gate].get(prompt)
-        group = self._expected[gate].get(prompt, [])
+        if gate not in self._makers:
+            return self.groups[prompt].chosen.get(gate)
+        group = self.groups[prompt].samples(gate)
         if not all(self.ledger.is_finished(sample.id) for sample in group):
             return None
         return [sample for sample in group if self._entered(sample)]
@@ -190,14 +165,14 @@ def early_stages(
             continue
         upstream = [known.get(name) for name in stage.upstream]
         if isinstance(stage, PromptsStage) or any(fields is None for fields in upstream):
-            late_chooser |= isinstance(stage, _CHOOSERS)
+            late_chooser |= isinstance(stage, CHOOSERS)
             continue
         fields, *others = (set(names or ()) for names in upstream)
         known[stage.name] = fields
         if isinstance(stage, ComputeStage):
             phase = phase_of(stage, executor.scope(stage))
             able = phase in (None, Phase.GENERATE) and fields.issuperset(stage.inputs)
-        elif isinstance(stage, _CHOOSERS):
+        elif isinstance(stage, CHOOSERS):
             able = fields.issuperset(_read(stage)) and all(
                 o.issuperset(scalars_of_partner(stage)) for o in others
             )
@@ -211,17 +186,10 @@ def early_stages(
         if able:
             early.append(stage)
             known[stage.name] |= set(stage.outputs)
-        elif isinstance(stage, _CHOOSERS):
+        elif isinstance(stage, CHOOSERS):
             late_chooser = True
             del known[stage.name]
     return early
-
-
-def gate_of(graph: Graph, stage: Stage) -> str:
-    """The last maker, filter, join or take up to `stage`, itself included."""
-    while not isinstance(stage, (SourceStage, *_CHOOSERS, TakeStage)):
-        stage = graph.stages[stage.upstream[0]]
-    return stage.name
 
 
 def scalars_of_partner(stage: Stage) -> list[str]:

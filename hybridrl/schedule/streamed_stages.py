@@ -1,6 +1,6 @@
 """Stages that run on finished samples while others are generated."""
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from hybridrl.costs.instance import Costs
@@ -16,7 +16,7 @@ from hybridrl.schedule.waiting_samples import WaitingSamples
 
 
 class StreamedStages:
-    """The early stages (`ReadyTracker`) of a round.
+    """The early stages (`ReadyTracker`) of a section, in all of its rounds.
 
     Stages of scope RANK start at once, on the sample's rank. So do those of scope DRIVER, which
     keep a sample in place only until they have read it. Forward passes wait until an instance holds
@@ -37,25 +37,31 @@ class StreamedStages:
         tracker: ReadyTracker,
         meter: CostMeter,
         chunk_tokens: int,
-        overlaps: bool = True,
     ) -> None:
         self.executor, self.tracker, self.meter = executor, tracker, meter
-        self.chunk_tokens, self.overlaps = chunk_tokens, overlaps
+        self.chunk_tokens = chunk_tokens
         self._spare: dict[str, WaitingSamples] = {}  # for an instance
         self._pooled: dict[str, dict[SampleId, Sample]] = {}  # waits for the role's own pool
         self._running: dict[str, dict[SampleId, Sample]] = {}
-        self._busy: dict[SampleId, int] = defaultdict(int)  # stages that keep a sample in place
+        self._busy = Counter[SampleId]()  # stages that keep a sample in place
         self._kept_on: dict[SampleId, int] = {}  # where they do
         self._read: set[tuple[str, SampleId]] = set()  # stages that run, and let it move
         self._moving: set[SampleId] = set()  # on its way to a forward pass elsewhere
-        self._last_stage: dict[int, str] = {}
-        self._times: dict[str, list[float]] = {}
         for stage in tracker.computes:
             if executor.scope(stage) is Scope.POOL:
                 self._pooled[stage.name] = {}
             else:
                 self._spare[stage.name] = WaitingSamples(self._instance_of)
             self._running[stage.name] = {}
+
+        self.begin(overlaps=True)
+
+    def begin(self, overlaps: bool) -> None:
+        """A round begins."""
+        assert not self.running, "stages run beyond the end of a round"
+        self.overlaps = overlaps
+        self._last_stage: dict[int, str] = {}
+        self._times: dict[str, list[float]] = {}
 
     @property
     def spans(self) -> list[StageSpan]:
@@ -273,7 +279,7 @@ class StreamedStages:
         """One stage less keeps a sample in place."""
         self._busy[id] -= 1
         if not self._busy[id]:
-            del self._kept_on[id]
+            del self._busy[id], self._kept_on[id]
             for waiting in self._spare.values():
                 waiting.keep(id, None)
 

@@ -9,15 +9,14 @@ from hybridrl.flow.executor import Executor, Phase, Sampling
 from hybridrl.flow.graph import GenerateStage, Graph, SourceStage, Stage, UpdateStage
 from hybridrl.flow.ledger import phase_of, sampling_of, sections, with_updates_together
 from hybridrl.flow.lengths import LengthModel
-from hybridrl.flow.migration import MigrationPlan
 from hybridrl.flow.sample import Sample
 from hybridrl.schedule.base import Batch, Prompt, Schedule, StepSettings
 from hybridrl.schedule.generation_task import GenerationTask, RoundLimits
 from hybridrl.schedule.groups import BegunPrompts
+from hybridrl.schedule.loop import Loop
 from hybridrl.schedule.readiness import ReadyTracker, early_stages
-from hybridrl.schedule.stoppable_round import StoppableRound
 from hybridrl.schedule.streamed_stages import StreamedStages
-from hybridrl.schedule.streamed_update import StreamedUpdate
+from hybridrl.schedule.tail import NoTail
 
 
 class StreamingSchedule(Schedule):
@@ -42,8 +41,9 @@ class StreamingSchedule(Schedule):
     ) -> None:
         super().__init__(graph, executor, prompts, settings)
         self.limits, self.length_model = limits, length_model
-        self._trackers: dict[str, ReadyTracker] = {}  # by the first stage of a section
+        self._sections: dict[str, StreamedStages] = {}  # by their first stage
         self._groups = BegunPrompts(graph, self._ledger, self._turns)
+        self._loop = Loop(executor, self._groups, self.meter, limits, settings.decode_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """With the lengths learned."""
@@ -94,15 +94,18 @@ class StreamingSchedule(Schedule):
 
     # -- parts of a round ----------------------------------------------------------------------
 
-    def _tracker_of(self, maker: Stage) -> ReadyTracker:
-        """The early stages of a maker's section; one for all rounds."""
+    def _stages_of(self, maker: Stage) -> StreamedStages:
+        """The early stages of a maker's section; one for the run."""
         section = next(section for section in sections(self._order) if maker in section)
         first = section[0].name
-        if first not in self._trackers:
+        if first not in self._sections:
             makers = [stage for stage in section if isinstance(stage, SourceStage)]
             early = self._early_stages(section)
-            self._trackers[first] = ReadyTracker(self.graph, makers, early, self._ledger)
-        return self._trackers[first]
+            tracker = ReadyTracker(self.graph, makers, early, self._groups)
+            chunk_tokens = self.limits.chunk_tokens
+            stages = StreamedStages(self.executor, tracker, self.meter, chunk_tokens)
+            self._sections[first] = stages
+        return self._sections[first]
 
     def _early_stages(self, section: Sequence[Stage]) -> list[Stage]:
         """The stages of a section that run prompt by prompt."""
@@ -114,7 +117,7 @@ class StreamingSchedule(Schedule):
             self._enter(Phase.GENERATE)
 
     def _new_tasks(
-        self, stage: SourceStage, tracker: ReadyTracker, pulled: Sequence[Prompt], batch: Batch
+        self, stage: SourceStage, pulled: Sequence[Prompt], batch: Batch
     ) -> list[GenerationTask]:
         """Dispatch the samples of a maker for `pulled` prompts."""
         sampling = self._sampling(stage)
@@ -127,7 +130,6 @@ class StreamingSchedule(Schedule):
             predicted = [min(tokens, most) for tokens in lengths]
         tasks = []
         for ((_, prompt), group), tokens in zip(dispatched, predicted, strict=True):
-            tracker.expect(stage, group)
             tasks += [
                 GenerationTask(sample, stage, prompt, sampling, tokens, tokens) for sample in group
             ]
@@ -140,69 +142,43 @@ class StreamingSchedule(Schedule):
             return None
         return sampling_of(stage, self.settings.sampling)
 
-    def _new_round(
+    def _begin_round(
         self,
-        tracker: ReadyTracker,
-        migration_plan: MigrationPlan,
+        stages: StreamedStages,
+        tail: NoTail,
         may_start: Callable[[int], bool] = lambda prompt: True,
-        early: UpdateStage | None = None,
         overlaps: bool = True,
-    ) -> StoppableRound:
-        """A round; with `early` it may begin that update. See `StreamedStages` for `overlaps`."""
-        stages = StreamedStages(
-            self.executor, tracker, self.meter, self.limits.chunk_tokens, overlaps
-        )
-        decode_steps = self.settings.decode_steps
-        trains = None
-        if early is not None:
-            # A call that outlasts the decoding is waited for by all. So the shortest step counts.
-            steps = self.length_model.forecast.steps(self._ledger.num_unfinished)
-            longest = min((step[-1] for step in steps), default=0)
-            trains = StreamedUpdate(early, stages, self.limits.chunk_tokens, longest)
+    ) -> None:
+        """The loop begins a round; see `StreamedStages` for `overlaps`."""
+        stages.begin(overlaps)
         turns = self.length_model.turns_of_prompt.sample(len(self._pulled))
         self._turns.expected = sum(turns) / len(turns) if turns else 0.0
-        return StoppableRound(
-            stages, self.limits, decode_steps, migration_plan, self._turns, may_start, trains
-        )
+        self._loop.begin(stages, tail, may_start)
 
-    def _submit(self, generation_round: StoppableRound, tasks: Sequence[GenerationTask]) -> None:
-        generation_round.make([task for task in tasks if task.sampling is not None])
-        targets: dict[str, list[GenerationTask]] = {}
-        for task in tasks:
-            if task.sampling is None:
-                targets.setdefault(task.stage.name, []).append(task)
-        for of_stage in targets.values():
-            generation_round.submit_targets(of_stage)
-
-    def _end_round(
-        self,
-        generation_round: StoppableRound,
-        tracker: ReadyTracker,
-        tasks: Sequence[GenerationTask],
-        positions: Sequence[int],
-    ) -> Batch:
+    def _end_round(self, tasks: Sequence[GenerationTask], positions: Sequence[int]) -> Batch:
         """Learn from a round and record it; gives the samples that have left its stages.
 
         `tasks` are those of the prompts at `positions`.
         """
+        tracker = self._loop.stages.tracker
         waiting = tracker.open_stages(positions)
         assert not waiting, f"{waiting} still wait"
         self._groups.take(positions)
-        self._record_round(generation_round)
+        self._record_round()
         self._learn_lengths([task.sample for task in tasks])
         return self._streamed(tracker, positions)
 
-    def _record_round(self, generation_round: StoppableRound) -> None:
-        self._spans += generation_round.stages.spans
-        self._metrics["samples/migrated"] += generation_round.num_migrated
-        self._metrics["samples/restarted"] += generation_round.num_restarted
+    def _record_round(self) -> None:
+        loop, tail = self._loop, self._loop.tail
+        self._spans += [*loop.stages.spans, *tail.spans]
+        self._metrics["samples/migrated"] += tail.num_migrated
+        self._metrics["samples/restarted"] += loop.num_restarted
         if self.executor.wide:
-            self._metrics["samples/widened"] += generation_round.num_widened
-            self._metrics["samples/moved_kv_bytes"] += generation_round.kv_bytes
-        if (early := generation_round.early) is not None:
-            self._spans += early.spans
-            self._metrics["samples/trained_early"] += early.num_trained
-            self._early_train_s += early.seconds / len(self.executor.instances)
+            self._metrics["samples/widened"] += tail.num_widened
+            self._metrics["samples/moved_kv_bytes"] += loop.kv_bytes
+        if "samples/trained_early" in self._metrics:
+            self._metrics["samples/trained_early"] += tail.num_trained
+            self._early_train_s += tail.train_seconds / len(self.executor.instances)
 
     def _learn_lengths(self, samples: Sequence[Sample]) -> None:
         by_prompt: dict[int, list[tuple[int, float]]] = {}  # tokens, seconds of waits

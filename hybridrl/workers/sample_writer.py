@@ -65,7 +65,8 @@ class SampleWriter:
     ) -> None:
         """Have the samples of a step written soon; raises what went wrong in an earlier step."""
         while len(self._waiting) >= _MOST_WAITING:
-            self._waiting.popleft().result()
+            self._waiting[0].result()  # one that has failed stays, so that `flush` raises, too
+            self._waiting.popleft()
         # The store adds tensors to a sample's dict: this is what there is now.
         now = [(facts, sample.response_tokens, dict(sample.tensors)) for facts, sample in samples]
         self._waiting.append(self._thread.submit(self._write, step, phase, now))

@@ -4,7 +4,7 @@ import functools
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from hybridrl.config import Config, TinyModelConfig
 from hybridrl.driver.ray_executor import RayExecutor
 from hybridrl.driver.run import Interrupted
-from hybridrl.flow.executor import Phase
+from hybridrl.flow.executor import Phase, WeightsReady
 from hybridrl.flow.sample import SampleId
 from hybridrl.layout.grouping import TrainAxes, gen_positions
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.preflight.schedule_choice import early_settings, layout_obstacle
 from hybridrl.schedule import fused
-from hybridrl.schedule.streamed_update import StreamedUpdate
+from hybridrl.schedule.tail.early import StreamedUpdate
 from hybridrl.system import signals
 
 EARLY = ["schedule=fused", "schedule.early_backward=auto"]
@@ -197,15 +197,21 @@ def test_a_step_that_fails_leaves_no_rank_behind() -> None:
     """Its early instances train, the others generate: all leave, so that all switch together."""
     entered: list[Phase] = []
 
-    def enter(phase: Phase, meanwhile: Callable[[], None]) -> list[Any]:
+    def call_enter(instances: Sequence[int], phase: Phase) -> dict[object, int]:
         entered.append(phase)
-        return [SimpleNamespace(version=3, switch=None)]
+        return {object(): 0}
 
-    executor = object.__new__(RayExecutor)
-    executor.group = cast(Any, SimpleNamespace(enter=enter))
+    group = SimpleNamespace(
+        instances=[[0]],
+        call_enter=call_enter,
+        launcher=SimpleNamespace(wait=lambda calls, timeout: calls),
+        value_of=lambda rank, call: SimpleNamespace(version=3, switch=None),
+    )
+    executor = RayExecutor(cast(Any, group), Config(), lambda _: None)
     executor._early = defaultdict(set, {"update_actor": {SampleId(0)}})
     for _ in range(2):
-        executor.enter(Phase.GENERATE)
+        executor.sync_weights()
+        assert executor.wait() == [WeightsReady(3)]
     assert entered == [Phase.TRAIN, Phase.GENERATE, Phase.GENERATE]
 
 

@@ -16,7 +16,7 @@ from resumed_runs import check_same, ended, lines, state
 from hybridrl.config import ConfigError
 from hybridrl.driver.episodes import EnvironmentFailed
 from hybridrl.environments import EpisodePool
-from hybridrl.schedule import generation_round
+from hybridrl.schedule import loop as schedule_loop
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.trace import read_timeline
 
@@ -50,7 +50,7 @@ def test_every_schedule_trains_on_the_conversations_of_serial(
     The other run's environments sleep, and their processes are killed at random. Its instances park
     what waits whenever they have passes to run.
     """
-    monkeypatch.setattr(generation_round, "worth_parking", lambda *_: True)
+    monkeypatch.setattr(schedule_loop, "worth_parking", lambda *_: True)
     settings = [
         *settings,
         "trainer.steps=3",

@@ -317,7 +317,7 @@ def test_at_debug_the_log_says_what_driver_and_ranks_do(runs: dict[str, Path]) -
     for who, line in [
         ("driver", r"schedule\.base: step 3 begins with 0 pending samples\n"),
         ("driver", r"schedule\.base: to_generate ended\n"),
-        ("driver", r"schedule\.generation_round: the round ended: \d+ samples migrated"),
+        ("driver", r"schedule\.loop: the round ended: \d+ samples migrated"),
         ("rank 0", r"layout\.weight_switch: weights have moved: \d+ bytes received"),
         ("rank 0", r"engines\.rollout\.native: asleep, without weights\n"),
         ("rank 0", r"engines\.train\.engine: update ended, version 4\n"),

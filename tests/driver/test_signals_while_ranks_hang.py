@@ -11,7 +11,6 @@ import pytest
 from hybridrl.config import Config
 from hybridrl.driver.ray_executor import Abandoned, RayExecutor
 from hybridrl.driver.worker_group import WorkerGroup
-from hybridrl.flow.executor import Phase
 from hybridrl.system import signals
 
 
@@ -24,12 +23,12 @@ class HangingLauncher:
         self.waits = 0
 
     def start(self, *_: Any) -> Any:
-        return SimpleNamespace(enter=lambda phase: ["rank 0", "rank 1"])
+        return SimpleNamespace(enter=lambda phase: [object()])
 
     def subgroup(self, group: Any, ranks: Any) -> Any:
         return group
 
-    def wait(self, references: Any) -> list[Any]:
+    def wait(self, references: Any, timeout: float) -> list[Any]:
         self.waits += 1
         if self.waits == 2:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -41,12 +40,15 @@ class HangingLauncher:
 @pytest.mark.parametrize(("can_resume", "raised"), [(True, Abandoned), (False, KeyboardInterrupt)])
 def test_a_hanging_switch_is_abandoned(can_resume: bool, raised: type[BaseException]) -> None:
     config, launcher = Config(), HangingLauncher()
+    config.cluster.ranks = 1
     group = WorkerGroup(launcher, config, "", lambda *_: None, lambda *_: None)  # type: ignore[arg-type]
+    group.instances = [[0]]
     executor = RayExecutor(group, config, lambda _: None)
     executor.may_abandon = can_resume
     with ExitStack() as stack:
         if can_resume:
             stack.enter_context(signals.graceful_stop())
+        executor.sync_weights()
         with pytest.raises(raised):
-            executor.enter(Phase.GENERATE)
+            executor.wait()
     assert launcher.waits == 2

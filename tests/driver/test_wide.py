@@ -14,7 +14,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 from hybridrl.config import ConfigError, RolloutConfig, RolloutLayoutConfig, compose
 from hybridrl.driver import train as runs
 from hybridrl.models.parallel import check_tail_tp, wide_widths
-from hybridrl.schedule.streamed_update import StreamedUpdate
+from hybridrl.schedule.tail.early import StreamedUpdate
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.rundata import load
 from hybridrl.telemetry.tables import timelines

@@ -10,14 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hybridrl.costs.instance import Costs, Drafting
+from hybridrl.costs.tail import StepModel, training_arrivals
 from hybridrl.flow.migration import (
     MigrationPlan,
-    StepModel,
     TailPlan,
     best_plan,
     best_threshold,
     tail_plans,
-    training_arrivals,
 )
 
 
@@ -110,7 +109,7 @@ cases = {
 }
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(**cases)
 def test_seconds_and_choice_are_those_of_the_simulation(
     lengths: list[int],
@@ -146,7 +145,7 @@ def test_seconds_and_choice_are_those_of_the_simulation(
     assert not plans["stay"].overlaps
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(width=st.sampled_from([2, 3]), must_move=st.booleans(), **cases)
 def test_a_width_is_chosen_by_the_simulation(
     width: int, must_move: bool, lengths: list[int], num_instances: int, costs: Costs,
@@ -429,7 +428,7 @@ def simulate_waiting(
     return now + waiting / num_instances
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
     samples=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 200)), min_size=2, max_size=24),
     num_instances=st.integers(2, 6),

@@ -269,7 +269,7 @@ def run_depth(
         path = write_model(Path(folder), case.model, layers)
         run = _run(case, path, device, measured)
         shape = AutoConfig.from_pretrained(path)
-        gen_stage = run.actor.parallel.pp_rank
+        gen_stage = run.actor.generator.parallel.pp_rank
         sizes = planned(case, run.config, shape, gen_stage) if measured else {}
     phases = {name: counts.summary() for name, counts in run.counts.items()}
     peaks = {name: counts.peak for name, counts in run.counts.items()} | run.loads

@@ -31,12 +31,14 @@ from hybridrl.flow.executor import (
     EarlyTrained,
     Park,
     Phase,
+    Prepared,
     Resume,
     SamplesRead,
     Sampling,
     Scope,
     Submit,
     UpdateDone,
+    WeightsReady,
 )
 from hybridrl.flow.graph import ComputeStage, StageMethod, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId, TokenSpan
@@ -78,7 +80,8 @@ def executor(costs: Costs, num_instances: int = 2, **options: Any) -> SimulatedE
         lambda position: 10,
         **{"max_running": 8, "scopes": scopes, **options},
     )
-    simulated.enter(Phase.GENERATE)
+    simulated.sync_weights()
+    assert simulated.wait() == [WeightsReady(0)]
     return simulated
 
 
@@ -197,11 +200,13 @@ def test_keys_and_values_of_other_weights_are_computed_again() -> None:
     simulated.wait()
     simulated.advance(0, [Park((C,), True)], 0)
     (parked,) = advanced(simulated).parked
-    simulated.enter(Phase.TRAIN)
+    simulated.prepare(simulated.instances, Phase.TRAIN)
+    assert simulated.wait() == [Prepared((0, 1), Phase.TRAIN)]
     stage = simulated_graph(Costs(step_s=1.0), 1).stages["update_actor"]
     simulated.update([(stage, [])])
     assert simulated.wait() == [UpdateDone("update_actor", {})]
-    simulated.enter(Phase.GENERATE)
+    simulated.sync_weights()
+    assert simulated.wait() == [WeightsReady(1)]
     simulated.advance(0, [Resume((C,), parked)], 3)
     work = advanced(simulated).work
     assert (work.prefill_tokens, work.kv_tokens) == (12, 0)
@@ -279,7 +284,8 @@ def test_an_early_part_of_an_update_is_not_trained_again() -> None:
     assert event == EarlyTrained(stage.name, 1, (A, B), pytest.approx(5.6))
     assert simulated.clock.now() == pytest.approx(2 + 5.6)
     advanced(simulated)
-    simulated.enter(Phase.TRAIN)
+    simulated.prepare(simulated.instances, Phase.TRAIN)
+    assert simulated.wait() == [Prepared((0, 1), Phase.TRAIN)]
     simulated.update([(stage, samples)])
     simulated.wait()
     assert simulated.clock.now() == pytest.approx(9 + 2 + 1.9)

@@ -16,13 +16,13 @@ SHORT = ["schedule=auto", "trainer.steps=1", "warm_start.steps=0", "cluster=proc
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["cluster.ranks=2"], "fused: the last samples move between 2 instances; no early backward"),
-        (["cluster.ranks=2", "trainer.layout.replicas=2"], "2 instances; early backward where it"),
+        (["cluster.ranks=2"], "fused: the last samples move between 2 instances; no early"),
+        (["cluster.ranks=2", "trainer.layout.replicas=2"], "2 instances; early backward"),
         (["cluster.ranks=1"], "serial: nothing can begin before the whole batch is there"),
         (["cluster.ranks=2", "rollout.layout.tp=2"], "serial: nothing can begin before"),
         (["cluster.ranks=2", "rollout.ignore_eos=true"], "serial: nothing can begin before"),
         (["cluster.ranks=1", "recipe=sft"], "serial: nothing can begin before"),
-        (["cluster.ranks=1", "reward=code"], "fused: reward beside generation; no early backward"),
+        (["cluster.ranks=1", "reward=function"], "fused: reward beside generation; no early"),
         (
             ["cluster.ranks=2", "deterministic=strict"],
             "no early backward: deterministic=strict sums gradients in the order of",
@@ -37,6 +37,10 @@ def test_what_acts_is_chosen_and_said(
     overrides: list[str],
     said: str,
 ) -> None:
+    if "reward=function" in overrides:
+        judge = tmp_path / "judge.py"
+        judge.write_text("def score(response, **_):\n    return float(len(response) % 2)\n")
+        overrides = [*overrides, f"reward.function={judge}:score"]
     config = make_config(*SHORT, *overrides, f"run.dir={tmp_path / 'run'}")
     with caplog.at_level(logging.INFO):
         prepare(config)

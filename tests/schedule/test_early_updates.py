@@ -27,7 +27,7 @@ from hybridrl.schedule.fused import FusedSchedule
 from hybridrl.schedule.generation_task import RoundLimits
 from hybridrl.schedule.readiness import early_stages
 from hybridrl.schedule.serial import SerialSchedule
-from hybridrl.schedule.streamed_update import seconds_left
+from hybridrl.schedule.tail.early import seconds_left
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -6,7 +6,8 @@ from itertools import product
 import pytest
 
 from hybridrl.flow.sample import SampleId
-from hybridrl.schedule.instances import Instance, InstanceStatus, choose_wide
+from hybridrl.schedule.instances import Instance, InstanceStatus
+from hybridrl.schedule.tail.moving import choose_wide
 
 FREE, DECODING, LEAVING, JOINED, SCORING, TRAINING, DEAD = InstanceStatus
 PATHS = {

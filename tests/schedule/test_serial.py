@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hybridrl.config.loss import Loss
 from hybridrl.flow import Flow, SampleId, TokenSpan, recipe
-from hybridrl.flow.executor import Phase, Sampling, Scope
+from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.ledger import Ledger
 from hybridrl.schedule.base import StepSettings
 from hybridrl.schedule.serial import SerialSchedule
@@ -202,18 +202,16 @@ def test_a_sample_that_the_ledger_loses_is_caught(virtual_executor, monkeypatch)
 
 def test_samples_of_a_failed_step_are_counted(virtual_executor):
     executor = virtual_executor(reward_of=lambda id: (float(id.k), "ok"))
-    schedule, enter = make(executor, {}), executor.enter
+    schedule, prepare = make(executor, {}), executor.prepare
 
-    def fail(phase):
-        if phase is Phase.TRAIN:
-            raise RuntimeError("no memory")
-        enter(phase)
+    def fail(places, phase):
+        raise RuntimeError("no memory")
 
     assert schedule.run_step(0).metrics["samples/step_failed"] == 0
-    executor.enter = fail
+    executor.prepare = fail
     with pytest.raises(RuntimeError, match="no memory"):
         schedule.run_step(1)
-    executor.enter = enter
+    executor.prepare = prepare
     result = schedule.run_step(2)
     assert result.metrics["samples/step_failed"] == 8
     assert (len(result.samples), len(result.dropped)) == (8, 0)
