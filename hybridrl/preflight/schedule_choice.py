@@ -1,6 +1,5 @@
 """What `schedule=auto` is in a run, and whether its instances can train alone."""
 
-import logging
 from collections.abc import Sequence
 from math import gcd
 
@@ -17,32 +16,32 @@ from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.graph import ComputeStage
 from hybridrl.layout.grouping import TrainAxes
 
-logger = logging.getLogger(__name__)
-
 _RUN_PROGRAMS = (RewardKind.code, RewardKind.function)
 """Judges on a sample's rank that may take long enough to be worth an earlier start."""
 
 
-def resolve_schedule(config: Config, graph: Graph, model_path: str) -> None:
+def decide_schedule(config: Config, graph: Graph, model_path: str) -> str:
     """Put the schedule whose mechanisms act in this run in the place of `schedule=auto`.
 
-    The batch is that of `serial` in every case. One line of the log says what acts, and why.
+    The batch is that of `serial` in every case. Returns a line that says what acts, and why; it is
+    empty where the config names a schedule.
     """
     if not isinstance(config.schedule, AutoScheduleConfig):
-        return
+        return ""
     acting = _acting(config, graph)
     if not acting:
         config.schedule = SerialScheduleConfig()
-        logger.info("schedule=auto is serial: nothing can begin before the whole batch is there")
-        return
-    obstacle = _obstacle(config, model_path)
-    if obstacle is None and config.trainer.layout.replicas != _num_instances(config):
-        obstacle = "an instance is no training replica (trainer.layout.replicas)"
+        return "schedule=auto is serial: nothing can begin before the whole batch is there"
+    obstacle, num = _obstacle(config, model_path), _num_instances(config)
+    if num < 2:
+        obstacle = "one generation instance"
+    elif obstacle is None and config.trainer.layout.replicas != num:
+        obstacle = f"an instance is no training replica (trainer.layout.replicas={num} makes it)"
     early = EarlyBackward.never if obstacle else EarlyBackward.auto
     config.schedule = FusedScheduleConfig(early_backward=early)
     told = "; ".join(acting)
     trains = f"no early backward: {obstacle}" if obstacle else "early backward where it is sooner"
-    logger.info("schedule=auto is fused: %s; %s", told, trains)
+    return f"schedule=auto is fused: {told}; {trains}"
 
 
 def _acting(config: Config, graph: Graph) -> list[str]:

@@ -1,6 +1,5 @@
 """What `schedule=auto` is in a run: what acts there, or serial."""
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,7 +32,6 @@ SHORT = ["schedule=auto", "trainer.steps=1", "warm_start.steps=0", "cluster=proc
 def test_what_acts_is_chosen_and_said(
     make_config: Callable[..., Config],
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
     overrides: list[str],
     said: str,
 ) -> None:
@@ -42,9 +40,8 @@ def test_what_acts_is_chosen_and_said(
         judge.write_text("def score(response, **_):\n    return float(len(response) % 2)\n")
         overrides = [*overrides, f"reward.function={judge}:score"]
     config = make_config(*SHORT, *overrides, f"run.dir={tmp_path / 'run'}")
-    with caplog.at_level(logging.INFO):
-        prepare(config)
-    (line,) = [text for text in caplog.messages if text.startswith("schedule=auto is ")]
+    line = prepare(config).schedule
+    assert line.startswith("schedule=auto is ")
     assert said in line
     if "fused" in line:
         assert isinstance(config.schedule, FusedScheduleConfig)
@@ -52,3 +49,9 @@ def test_what_acts_is_chosen_and_said(
         assert early == ("early backward where" in line)
     else:
         assert isinstance(config.schedule, SerialScheduleConfig)
+
+
+def test_a_schedule_that_is_named_stays(make_config: Callable[..., Config], tmp_path: Path) -> None:
+    config = make_config(*SHORT, "schedule=serial", "cluster.ranks=2", f"run.dir={tmp_path}")
+    assert prepare(config).schedule == ""
+    assert isinstance(config.schedule, SerialScheduleConfig)
