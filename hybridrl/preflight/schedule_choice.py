@@ -55,8 +55,8 @@ def _acting(config: Config, graph: Graph) -> list[str]:
         acting.append(f"the last samples move between {num} instances")
     computes = [stage for stage in graph.stages.values() if isinstance(stage, ComputeStage)]
     roles = dict.fromkeys(str(stage.role) for stage in computes if stage.role)
-    if beside := [role for role in roles if _works_beside(config, graph, role)]:
-        acting.append(f"{' and '.join(beside)} beside generation")
+    if apart := [role for role in roles if _works_beside(config, graph, role)]:
+        acting.append(f"{' and '.join(apart)} beside generation")
     return acting
 
 
