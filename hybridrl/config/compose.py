@@ -37,10 +37,16 @@ from hybridrl.config.renamed_keys import (
     RENAMED_GROUPS,
     new_name,
 )
-from hybridrl.config.schedule import SCHEDULES, ScheduleConfig
+from hybridrl.config.schedule import (
+    SCHEDULES,
+    AutoScheduleConfig,
+    ScheduleConfig,
+    ScheduleKind,
+)
 
 KINDS: dict[str, dict[str, Any]] = {
-    "schedule": {kind.value: entry.settings for kind, entry in SCHEDULES.items()},
+    "schedule": {ScheduleKind.auto.value: AutoScheduleConfig}
+    | {kind.value: entry.settings for kind, entry in SCHEDULES.items()},
     "cluster": {kind.value: settings for kind, settings in CLUSTERS.items()},
 }
 """The settings of each kind of a group, whose keys are accepted with that kind alone."""

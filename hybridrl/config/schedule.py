@@ -13,6 +13,7 @@ _ALL_LENGTHS = "the lengths of all responses"
 class ScheduleKind(Enum):
     """When and where each sample's next subtask runs."""
 
+    auto = "auto"  # serial or fused: what acts in the run
     serial = "serial"  # every stage waits for the whole batch
     fused = "fused"  # per-sample stages start as samples finish; the long tail is gathered
     partial = "partial"  # more prompts than a step needs; unfinished samples continue in the next
@@ -50,7 +51,7 @@ class ParkedKV(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class ScheduleConfig:
-    """Settings of every schedule; chosen by `schedule=serial`, `fused`, `partial` or `packed`."""
+    """Settings of every schedule; `schedule=NAME` chooses one."""
 
     kind: ScheduleKind
     """Which schedule; choose it by `schedule=NAME`, which brings its settings along."""
@@ -102,6 +103,25 @@ class ScheduleConfig:
     def at_thresholds(self, thresholds: Iterable[int]) -> "Sequence[ScheduleConfig]":
         """Return this schedule at each migration threshold; none without `migrates_tail`."""
         return ()
+
+
+@dataclass(kw_only=True, slots=True)
+class AutoScheduleConfig(ScheduleConfig):
+    """`fused` with what acts in the run, or `serial`; nothing to set.
+
+    It is replaced before the start of a run (`preflight/schedule_choice.py`).
+    """
+
+    kind: ScheduleKind = ScheduleKind.auto
+    """This schedule."""
+
+    @property
+    def entry(self) -> "ScheduleEntry":
+        """The properties that both have, or that `fused` has."""
+        return SCHEDULES[ScheduleKind.fused]
+
+    def check(self) -> None:
+        """Nothing can be wrong."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -29,7 +29,8 @@ def check_runs(
 
     Nothing is written into `run_dirs`. Runs that differ in their directory alone are checked once.
     With `reads` the bytes of checkpoints are compared with their checksums. `show` is given the
-    first samples of each run that is checked, as text, and what `trainer.activations=auto` is.
+    first samples of each run that is checked, as text, and what `schedule=auto` and
+    `trainer.activations=auto` are.
     Answers with the configs as the checks have completed them: device, ranks, pools, layouts.
     Raises `ConfigError`.
     """
@@ -48,8 +49,8 @@ def check_runs(
                 prepared = prepare(known, known=rows)
                 check_inputs(known, origin, rows, prepared)
                 show(prepared.first_samples)
-                if prepared.activations:
-                    show(f"{prepared.activations}\n")
+                for line in filter(None, (prepared.schedule, prepared.activations)):
+                    show(f"{line}\n")
             seen.append((alike, known))
         completed.append(known)
     return completed

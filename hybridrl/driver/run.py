@@ -29,12 +29,7 @@ from hybridrl.driver.load_balance import work_of_roles
 from hybridrl.driver.ray_executor import Abandoned, OnSwitch, RayExecutor
 from hybridrl.driver.run_phases import RunPhase, recipe_phase, training_of, warm_start_phase
 from hybridrl.driver.run_records import RunRecords, sample_facts
-from hybridrl.driver.schedule_factory import (
-    early_settings,
-    make_schedule,
-    replay_setting,
-    sampling_of,
-)
+from hybridrl.driver.schedule_factory import make_schedule, replay_setting, sampling_of
 from hybridrl.driver.step_digests import step_digests
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.graph import GenerateStage, Graph
@@ -44,6 +39,7 @@ from hybridrl.preflight.memory_plan import sizes_of_run
 from hybridrl.preflight.placement import HOME, graphs_of
 from hybridrl.preflight.prepare import PreparedRun
 from hybridrl.preflight.roles_together import roles_together
+from hybridrl.preflight.schedule_choice import early_settings
 from hybridrl.rewards.results import BudgetSpent
 from hybridrl.runtime.launcher import Launcher
 from hybridrl.schedule import StepResult

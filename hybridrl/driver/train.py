@@ -164,9 +164,9 @@ def running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator[R
         ranks, engine = config.cluster.ranks, config.rollout.engine.value
         telemetry.stage(f"starting {ranks} ranks, rollout engine {engine}")
         logger.info("starting %d ranks, rollout engine %s", ranks, engine)
-        if launcher.note:
-            telemetry.note(launcher.note)
-            logger.info("%s", launcher.note)
+        for note in filter(None, (launcher.note, prepared.schedule)):
+            telemetry.note(note)
+            logger.info("%s", note)
         run = Run(config, prepared, telemetry, launcher, origin)
         try:
             yield run

@@ -66,9 +66,9 @@ class AdapterSwitch:
                     if name in self._shapes
                 }
                 fill(tensors, names)
-                for name, tensor in tensors.items():
-                    on_cpu = device.type == "cpu"
-                    self.base[name] = tensor if on_cpu else tensor.cpu().pin_memory()
+                on_cpu = device.type == "cpu"
+                # Not in a loop, whose variable would hold a tensor while the next layer is filled.
+                self.base |= {n: x if on_cpu else x.cpu().pin_memory() for n, x in tensors.items()}
 
         settings = self._rank, self.dtype, self._bucket_bytes
         self._loaded = LayerwiseSwitch(self._base_plan, *settings).switch(source, take)

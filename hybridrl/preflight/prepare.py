@@ -66,6 +66,7 @@ from hybridrl.preflight.nothing_to_learn import (
 )
 from hybridrl.preflight.packages import check_packages, check_ray
 from hybridrl.preflight.placement import check_placement
+from hybridrl.preflight.schedule_choice import decide_schedule
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
 from hybridrl.schedule.base import schedule_class
@@ -89,6 +90,8 @@ class PreparedRun:
     """What stands between the turns of conversations; None without an environment."""
     first_samples: str = ""
     """Some of its rows as text: see `hybridrl.preflight.first_samples`."""
+    schedule: str = ""
+    """What `schedule=auto` is, and why; empty where the key has another value."""
     activations: str = ""
     """What `trainer.activations=auto` is, and why; empty where the key has another value."""
 
@@ -142,6 +145,7 @@ def prepare(
     if config.cluster.holds_models:
         trials = try_judges(config, graph, items, is_recorded)
         warn_of_long_answers(config, trials, tokenizer)
+    schedule = decide_schedule(config, graph, model_path)
     check_schedule(config.schedule, graph)
     shape = load_config(model_path)
     activations = decide_activations(config, graph, shape, gpu_memory)
@@ -149,7 +153,8 @@ def prepare(
     check_memory(config, graph, model_path, gpu_memory)
     ends = SamplingTexts(tokenizer, config.data.chat, (), end_token_ids(model_path, shape)).end_ids
     shown = FirstSamples(config, graph, tokenizer, sorted(ends), trials, turns).text(data.train)
-    return PreparedRun(model_path, data, eval_items, graph, warm_start, turns, shown, activations)
+    chosen = {"schedule": schedule, "activations": activations}
+    return PreparedRun(model_path, data, eval_items, graph, warm_start, turns, shown, **chosen)
 
 
 def _with_temperatures(graph: Graph, config: Config) -> Graph:

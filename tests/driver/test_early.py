@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from hybridrl.config import Config, TinyModelConfig
 from hybridrl.driver.ray_executor import RayExecutor
 from hybridrl.driver.run import Interrupted
-from hybridrl.driver.schedule_factory import early_settings, layout_obstacle
 from hybridrl.flow.executor import Phase, WeightsReady
 from hybridrl.flow.sample import SampleId
 from hybridrl.layout.grouping import TrainAxes, gen_positions
 from hybridrl.models.tiny import make_tiny_model
+from hybridrl.preflight.schedule_choice import early_settings, layout_obstacle
 from hybridrl.schedule import fused
 from hybridrl.schedule.tail.early import StreamedUpdate
 from hybridrl.system import signals
