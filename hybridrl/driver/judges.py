@@ -47,7 +47,7 @@ class DriverJudges:
         """Have responses judged together; where their node dies, on another; see `JudgePool`."""
         if role not in self._pools:
             self._pools[role] = self._start(role)
-            logger.info("judge %s starts", role)
+            logger.info("judge %s starts, called by the driver", role)
         results: Any = LOST
         while results is LOST:
             results = yield from result_of(self._pools[role].freest().call("submit", items))

@@ -58,7 +58,7 @@ def test_a_function_counts_where_it_judges(
 def test_the_modules_that_a_function_imports_count(
     make_config: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Modules below its file's folder count, also what these import; others do not."""
+    """Modules below its file's folder count, also those that these import; no others do."""
     folder = tmp_path / "mine"
     (folder / "parts").mkdir(parents=True)
     (folder / "judge.py").write_text("import json\nimport outside\nfrom parts import words")

@@ -131,7 +131,7 @@ def test_an_async_function_is_known_without_a_setting(
     for line in samples(run):
         assert line["reward"] == (sum(map(ord, line["response"])) % 7) / 6
     log = (tmp_path / "run" / "logs" / "driver.log").read_text()
-    assert "judge reward starts on the driver's node" in log
+    assert "judge reward starts, called by the driver" in log
 
 
 @pytest.mark.layouts
