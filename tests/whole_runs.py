@@ -38,6 +38,7 @@ from hybridrl.system import signals
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.trace import TraceSpan, read_timeline
 from hybridrl.workers.base_worker import BaseWorker
+from hybridrl.workers.rank_calls import Reference, SharedIds
 
 TINY = [
     "model.tiny.hidden_size=32",
@@ -375,12 +376,16 @@ def _train(run_dir: Path, config: Config) -> FinishedRun:
         results.append(result)
         return record(self, result, seconds, fetch_texts)
 
-    def count(self: WorkerGroup, ids: tuple[SampleId, ...]) -> None:
-        stored.append(self.gather(self._all.same(BaseWorker.release, ids)))
+    release = WorkerGroup.call_release
+
+    def count(self: WorkerGroup, ids: tuple[SampleId, ...]) -> dict[Reference[int], int]:
+        """The ranks answer at once, which a run does not wait for."""
+        stored.append(self.gather(self._all.same(BaseWorker.release, SharedIds(ids))))
+        return release(self, ids)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunRecords, "record_step", spy)
-        patch.setattr(WorkerGroup, "release", count)
+        patch.setattr(WorkerGroup, "call_release", count)
         controller_train.train(config)
     return FinishedRun(run_dir, results, stored[-1])
 
