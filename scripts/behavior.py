@@ -102,9 +102,12 @@ def same(old: Any, new: Any, run: str) -> bool:
 
 
 def compare(before: Path, after: Path) -> int:
-    """Print what differs; gives the number of differences."""
-    differences = 0
-    for run in sorted(path.name for path in before.iterdir()):
+    """Print what differs; gives the number of differences. A run that one of them lacks is one."""
+    runs, others = ({path.name for path in side.iterdir()} for side in (before, after))
+    differences = len(runs ^ others)
+    for run in sorted(runs ^ others):
+        print(f"{run}: only in {before if run in runs else after}")
+    for run in sorted(runs & others):
         old, new = outcome(before / run), outcome(after / run)
         keys = [key for key in {**old, **new} if not same(old.get(key), new.get(key), run)]
         for key in keys:
