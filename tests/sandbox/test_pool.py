@@ -47,7 +47,7 @@ def test_only_the_guilty_fail(make: Make) -> None:
 
 def test_who_is_told_from_the_others_by_being_alone(make: Make) -> None:
     """A death in a thread, of which no mark tells: the suspects are served one by one."""
-    results = make().all("pause", "die in a thread", "pause")
+    results = make(seconds=5).all("pause", "die in a thread", "pause")
     assert results[1] == DIED
     assert [told for _, told in (results[0], results[2])] == [["pause"], ["pause"]]
 

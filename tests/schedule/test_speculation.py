@@ -174,7 +174,7 @@ def schedule_of(kind: ScheduleKind, executor):
             return PackedSchedule(*step, **overlapped, max_wait_steps=3, limit_tokens=10)
 
 
-@pytest.mark.parametrize("kind", ScheduleKind, ids=lambda kind: kind.value)
+@pytest.mark.parametrize("kind", SCHEDULES, ids=lambda kind: kind.value)
 def test_the_batch_is_that_without_drafts(virtual_executor, model, kind) -> None:
     def run(seed: int, speculates: bool, tokens: dict[Any, list[int]]):
         counts = SCHEDULES[kind].counts_tokens
