@@ -366,20 +366,21 @@ def begin(path: str, folder: str, train: dict[str, int], gen: dict[str, int]) ->
 
 def hand_over(worker: ActorWorker) -> None:
     """The first instance generates, parks with its KV cache; the last one resumes and scores."""
-    actor, last = worker.actor, worker.size // (worker.actor.parallel.pp * worker.actor.parallel.tp)
+    generator = worker.actor.generator
+    last = worker.size // (generator.parallel.pp * generator.parallel.tp)
     events: tuple[Parked, ...] = ()
 
     def advance(commands: list[Command], steps: int) -> Any:
-        return worker.advance(actor.instance, commands, steps).value.event
+        return worker.advance(generator.instance, commands, steps).value.event
 
-    if actor.instance == 0:
+    if generator.instance == 0:
         advance([Submit(IDS, PROMPT, Sampling(12))], 4)
         events = advance([Park(IDS, True)], 1).parked
     gathered: list[Any] = [None] * worker.size
     dist.all_gather_object(gathered, events)
     parked = [event for events_of_rank in gathered for event in events_of_rank]
     state = {place: share for event in parked for place, share in event.state.items()}
-    if actor.instance == last - 1:
+    if generator.instance == last - 1:
         first = parked[0]
         resumed = Parked(first.ids, first.tokens, first.version, state)
         advance([Resume(resumed.ids, resumed)], 100)
@@ -394,7 +395,7 @@ def live(path: str, folder: str, train: dict[str, int], gen: dict[str, int]) -> 
     hand_over(worker)
     worker.release(IDS)
     worker.enter(Phase.TRAIN)
-    engine = worker.actor.train_engine
+    engine = worker.actor.trainer.train_engine
     worker.residency.activate(engine)
     engine.log_probs(own_sequences())
     engine.update(own_sequences(), CrossEntropyLoss())

@@ -59,7 +59,7 @@ class ScheduleConfig:
     @property
     def entry(self) -> "ScheduleEntry":
         """The properties of this schedule."""
-        return SCHEDULES[self.kind]
+        return entry_of(self.kind)
 
     def check(self) -> None:
         """Raise ConfigError for settings of another schedule, or that do not fit each other."""
@@ -114,11 +114,6 @@ class AutoScheduleConfig(ScheduleConfig):
 
     kind: ScheduleKind = ScheduleKind.auto
     """This schedule."""
-
-    @property
-    def entry(self) -> "ScheduleEntry":
-        """The properties that both have, or that `fused` has."""
-        return SCHEDULES[ScheduleKind.fused]
 
     def check(self) -> None:
         """Nothing can be wrong."""
@@ -289,6 +284,11 @@ SCHEDULES = {
     ),
 }
 """Every schedule: its line here, its dataclass above, `conf/schedule/NAME.yaml`, its class."""
+
+
+def entry_of(kind: ScheduleKind) -> ScheduleEntry:
+    """The properties of a schedule; `auto` has those of `fused` until it is decided."""
+    return SCHEDULES[ScheduleKind.fused if kind is ScheduleKind.auto else kind]
 
 
 def on_policy_names() -> str:

@@ -47,6 +47,7 @@ class Rounds:
         # Calls in flight, with their rank; work on the driver's node apart.
         self._pending: dict[Reference[Any], tuple[int, _Round]] = {}
         self._here: dict[Future[Any], tuple[int, _Round]] = {}
+        self._unawaited: dict[Reference[Any], int] = {}
         self._ready: list[Event] = []  # events for the next `wait`
         self._is_later: Callable[[Event], bool] = lambda event: False
         self._later: list[Event] = []
@@ -68,7 +69,9 @@ class Rounds:
         events, self._ready = self._now(self._ready), []
         while not events:
             meanwhile()
+            self._read_unawaited(0.0)
             if not (self._pending or self._here):
+                self.drain()  # its failure comes first
                 raise RuntimeError("nothing is in flight")
             for call in self._ended():
                 if isinstance(call, Future):
@@ -84,6 +87,23 @@ class Rounds:
                     answers = [calls.answers[call] for call in calls.calls]
                     events += self._now(self._start_next(calls.work, answers))
         return events
+
+    def begin_unawaited(self, calls: Mapping[Reference[Any], int]) -> None:
+        """Calls whose answers nobody waits for, each with its rank.
+
+        A failure of one is raised by a later `wait`, or by `drain`.
+        """
+        self._unawaited.update(calls)
+
+    def drain(self) -> None:
+        """Wait for the answers that nobody has waited for; raises the failure of one."""
+        while self._unawaited:
+            self._read_unawaited(POLL_S)
+
+    def _read_unawaited(self, timeout: float) -> None:
+        if self._unawaited:
+            for call in self.group.launcher.wait(list(self._unawaited), timeout):
+                self.group.value_of(self._unawaited.pop(call), call)
 
     @contextmanager
     def apart(self, is_later: Callable[[Event], bool]) -> Iterator[None]:
@@ -147,12 +167,6 @@ def result_of(work: "Future[Answer]") -> Calling[Answer]:
 def single(call: Reference[Event], rank: int) -> EventCalls:
     """One call, whose answer is an event."""
     return (yield from answers_of({call: rank}))
-
-
-def without_event(calls: Mapping[Reference[Any], int]) -> EventCalls:
-    """Calls whose answers nobody waits for; a failure of one is raised by a later `Rounds.wait`."""
-    yield from answers_of(calls)
-    return []
 
 
 def as_one(answers: Sequence[Computed]) -> Computed:

@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from hybridrl.checkpoint.folder import Point, to_keep
 from hybridrl.config import VALUE_MODELS, Config, ConfigError, OptimName, ScheduleKind
 from hybridrl.config.environment import COUNTED
 from hybridrl.config.renamed_keys import REMOVED_KEYS, with_new_names
-from hybridrl.config.schedule import SCHEDULES
+from hybridrl.config.schedule import entry_of
 from hybridrl.driver.inputs import basis_of
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.schedule.base import PendingSample, Schedule
@@ -198,7 +198,7 @@ def stored_settings(point: Point, now: Mapping[str, Any]) -> dict[str, Any]:
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The settings that differ, of those that a resumed run must not change."""
     kinds = [ScheduleKind(settings["schedule.kind"]) for settings in (before, now)]
-    same_batches = all(SCHEDULES[kind].serial_batches for kind in kinds)
+    same_batches = all(entry_of(kind).serial_batches for kind in kinds)
     may_change = (*MAY_CHANGE, "schedule.kind") if same_batches else MAY_CHANGE
     key = "environment.partial"
     if COUNTED not in (before.get(key), now.get(key)):  # by the times of a run, or by its record
@@ -242,10 +242,16 @@ class Checkpoints:
     """
 
     def __init__(
-        self, config: Config, origin: Origin, group: WorkerGroup, telemetry: Telemetry
+        self,
+        config: Config,
+        origin: Origin,
+        group: WorkerGroup,
+        telemetry: Telemetry,
+        drain: Callable[[], None] = lambda: None,
     ) -> None:
+        """`drain` waits for what ranks do unawaited: a checkpoint comes after it."""
         self.config, self.settings = config, origin.settings
-        self.group, self.telemetry = group, telemetry
+        self.group, self.telemetry, self._drain = group, telemetry, drain
         self.run_dir = Path(config.run.dir)
         self.inputs = basis_of(config)
         self.scores: dict[int, float | None] = {}
@@ -270,6 +276,7 @@ class Checkpoints:
         """
         self.telemetry.stage("saving")
         logger.debug("writing %s after step %d", path, step)
+        self._drain()
         folder.clear(path)
         hidden = folder.hidden(path)
         try:

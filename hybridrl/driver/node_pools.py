@@ -31,7 +31,7 @@ class Lost(Enum):
 
 
 LOST: Final = Lost.LOST
-"""The node has died: the call must be made again."""
+"""What a call gives whose node has died: it must be made again."""
 
 
 class PoolServer:
@@ -42,7 +42,7 @@ class PoolServer:
         self._next, self._order = 0, asyncio.Condition()
 
     def open(self, make: Callable[[], SandboxPool[Any]], variables: Mapping[str, str]) -> None:
-        """Make the pool; its code finds the driver's variables that the node lacks, keys say."""
+        """Make the pool, whose code finds the driver's variables that the node lacks."""
         for name, value in variables.items():
             os.environ.setdefault(name, value)
         self.pool = make()
@@ -115,7 +115,7 @@ class _There(NodePool):
         self.node, self.name = node, name
         self.is_up, self.is_lost, self._num_calls = False, False, 0
         self.counts, self.spans = Counter[str](), deque[BusySpan]()
-        """As of the last answer."""
+        """They are those of the last answer."""
         self.remote = node.start(PoolServer)
         # A call goes from process to process: no server of the cluster's keeps what is a secret.
         self.ready = self.call("open", make, dict(os.environ))
@@ -215,7 +215,11 @@ class NodePools:
     def close(self) -> None:
         """End all processes."""
         ended = [place.call("close") for place in self._there if place.is_up]
-        self.local.close()
-        concurrent.futures.wait(ended, CLOSE_S)
-        for place in self._there:
-            place.remote.kill()
+        for place in self._there:  # what they still answer is no loss
+            place.is_up, place.is_lost = False, True
+        try:
+            self.local.close()
+            concurrent.futures.wait(ended, CLOSE_S)
+        finally:
+            for place in self._there:
+                place.remote.kill()

@@ -19,7 +19,6 @@ from hybridrl.driver.async_calls import (
     answers_of,
     as_one,
     single,
-    without_event,
 )
 from hybridrl.driver.counted_costs import counted_costs, counted_device
 from hybridrl.driver.episodes import Episodes
@@ -540,11 +539,15 @@ class RayExecutor:
         self._moves.forget(ids)
         if self.episodes is not None:
             self.episodes.end(ids)
-        self._rounds.begin(without_event(self.group.call_release(tuple(ids))))
+        self._rounds.begin_unawaited(self.group.call_release(tuple(ids)))
 
     def record_samples(self, step: int, phase: str, facts: Mapping[int, list[SampleFacts]]) -> None:
         """Have the ranks that hold samples write them to files, which may leave at once.
 
         Raises OSError, here or in a later call, where a rank cannot.
         """
-        self._rounds.begin(without_event(self.group.call_record_samples(step, phase, facts)))
+        self._rounds.begin_unawaited(self.group.call_record_samples(step, phase, facts))
+
+    def drain(self) -> None:
+        """Wait for what ranks do without anyone waiting for it; raises the failure of one."""
+        self._rounds.drain()

@@ -128,7 +128,7 @@ class Run:
         self.schedule: Schedule | None = None  # of the recipe's steps, where they are replayed
         # checkpoints
         self.origin, self.run_dir = origin, Path(config.run.dir)
-        self.checkpoints = Checkpoints(config, origin, self.group, telemetry)
+        self.checkpoints = Checkpoints(config, origin, self.group, telemetry, self.executor.drain)
         if origin.point is not None:
             self._resume_driver(origin.point, origin.damaged)
 

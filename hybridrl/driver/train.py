@@ -170,6 +170,7 @@ def running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator[R
         run = Run(config, prepared, telemetry, launcher, origin)
         try:
             yield run
+            run.executor.drain()
             run.group.close()
         finally:
             try:

@@ -76,19 +76,8 @@ def early_update(
     others = [s.name for s in updates if s is not stage and executor.pool(s) == pool]
     if more or others:
         return late(f"{stage.name} shares its ranks with the update {others[0]}")
-    if settings.obstacle is not None:
-        return late(settings.obstacle)
-    num_steps = (stage.epochs or settings.epochs) * (stage.mini_batches or settings.mini_batches)
-    if num_steps > 1:
-        return late(f"{stage.name} has {num_steps} optimizer steps (epochs x mini-batches)")
-    if stage.samples_per_row > 1:
-        return late(f"the loss of {stage.name} compares {stage.samples_per_row} samples")
-    if not stage.loss.totals_are_factor:
-        return late(f"the normalization {stage.loss.normalize} of {stage.name} is the user's own")
-    if takes := [s.name for s in graph.stages.values() if isinstance(s, TakeStage)]:
-        return late(f"{takes[0]} may ask for another round, which every rank generates")
-    if graph.states:
-        return late(f"the recipe's numbers {sorted(graph.states)} change within a step")
+    if reason := _obstacle(graph, stage, settings):
+        return late(reason)
     before = graph.ancestors(stage.name)
     for name, ancestor in graph.stages.items():
         if name in before and name not in streamed and not isinstance(ancestor, PromptsStage):
@@ -96,6 +85,37 @@ def early_update(
                 continue
             return late(_why_late(ancestor, executor))
     return EarlyUpdate(stage)
+
+
+def early_obstacle(graph: Graph, settings: EarlySettings) -> str | None:
+    """Why no update of a recipe begins early, as far as it is known without ranks; else None."""
+    updates = [stage for stage in graph.stages.values() if isinstance(stage, UpdateStage)]
+    actors = [stage for stage in updates if stage.role == "actor"]
+    if len(updates) != 1 or not actors:
+        return "the update of the actor is not the only one"
+    before = graph.ancestors(actors[0].name)
+    for name, stage in graph.stages.items():
+        if name in before and isinstance(stage, ByBatchStage):
+            return f"{name} reads the whole batch"
+    return _obstacle(graph, actors[0], settings)
+
+
+def _obstacle(graph: Graph, stage: UpdateStage, settings: EarlySettings) -> str | None:
+    """Why an update that is alone on its ranks is late, whatever comes before it; else None."""
+    if settings.obstacle is not None:
+        return settings.obstacle
+    num_steps = (stage.epochs or settings.epochs) * (stage.mini_batches or settings.mini_batches)
+    if num_steps > 1:
+        return f"{stage.name} has {num_steps} optimizer steps (epochs x mini-batches)"
+    if stage.samples_per_row > 1:
+        return f"the loss of {stage.name} compares {stage.samples_per_row} samples"
+    if not stage.loss.totals_are_factor:
+        return f"the normalization {stage.loss.normalize} of {stage.name} is the user's own"
+    if takes := [s.name for s in graph.stages.values() if isinstance(s, TakeStage)]:
+        return f"{takes[0]} may ask for another round, which every rank generates"
+    if graph.states:
+        return f"the recipe's numbers {sorted(graph.states)} change within a step"
+    return None
 
 
 def _why_late(stage: Stage, executor: Executor) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import ActivationMode, ClusterKind, Config, ConfigError, Device, FuseUpdates
 from hybridrl.config.cluster import PoolName
-from hybridrl.config.schedule import SCHEDULES, ScheduleConfig
+from hybridrl.config.schedule import SCHEDULES, ScheduleConfig, ScheduleKind
 from hybridrl.costs.devices import ACCELERATORS
 from hybridrl.costs.layers import LayerCosts
 from hybridrl.costs.links import LinkTable
@@ -150,6 +150,9 @@ def run(
         raise ConfigError(
             "cluster", "emulated", "local or slurm: a mapping is of ranks with models"
         )
+    if config.schedule.kind is ScheduleKind.auto:
+        allowed = " or ".join(kind.value for kind in SCHEDULES)
+        raise ConfigError("schedule", "auto", f"{allowed}: which one acts depends on the mapping")
     with command_log(config.log.level):
         problem = _problem(config, cluster, options, user_args)
         if prices_one:

@@ -12,7 +12,7 @@ from hybridrl.config.schedule import (
     SerialScheduleConfig,
 )
 from hybridrl.flow import Graph
-from hybridrl.flow.early_updates import EarlySettings
+from hybridrl.flow.early_updates import EarlySettings, early_obstacle
 from hybridrl.flow.graph import ComputeStage
 from hybridrl.layout.grouping import TrainAxes
 
@@ -31,8 +31,15 @@ def decide_schedule(config: Config, graph: Graph, model_path: str) -> str:
     acting = _acting(config, graph)
     if not acting:
         config.schedule = SerialScheduleConfig()
-        return "schedule=auto is serial: nothing can begin before the whole batch is there"
-    obstacle, num = _obstacle(config, model_path), _num_instances(config)
+        config.check_schedule()  # what is only refused without a tail
+        return "schedule=auto is serial: nothing can begin before the batch is complete"
+    num, trainer = _num_instances(config), config.trainer
+    of_run = EarlySettings(
+        obstacle=_obstacle(config, model_path),
+        epochs=trainer.epochs,
+        mini_batches=trainer.mini_batches,
+    )
+    obstacle = early_obstacle(graph, of_run)
     if num < 2:
         obstacle = "one generation instance"
     elif obstacle is None and config.trainer.layout.replicas != num:
@@ -56,7 +63,7 @@ def _acting(config: Config, graph: Graph) -> list[str]:
     computes = [stage for stage in graph.stages.values() if isinstance(stage, ComputeStage)]
     roles = dict.fromkeys(str(stage.role) for stage in computes if stage.role)
     if apart := [role for role in roles if _works_beside(config, graph, role)]:
-        acting.append(f"{' and '.join(apart)} beside generation")
+        acting.append(f"{' and '.join(apart)} during generation")
     return acting
 
 

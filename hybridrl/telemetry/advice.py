@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from hybridrl.config import ScheduleKind
-from hybridrl.config.schedule import SCHEDULES
+from hybridrl.config.schedule import entry_of
 from hybridrl.telemetry.rundata import RunData
 
 _WINDOW = 20
@@ -167,7 +167,7 @@ def _waiting(run: _History) -> Advice | None:
         return None
     kind = run.setting("schedule.kind")
     known = kind in ScheduleKind.__members__
-    waits = known and not SCHEDULES[ScheduleKind[kind]].moves_samples
+    waits = known and not entry_of(ScheduleKind[kind]).moves_samples
     why = "the longest responses hold all others up" if waits else "the timeline shows where"
     return Advice(f"ranks wait for {fmean(idle):.0%} of a step: {why}",
                   "schedule" if waits else "rollout.max_running")  # fmt: skip

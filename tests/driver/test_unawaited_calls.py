@@ -138,3 +138,13 @@ def test_a_rank_that_could_not_write_samples_is_heard_of(
     worker.held.set()
     with pytest.raises(OSError, match="no space left"):
         executor.wait()
+
+
+def test_a_run_reads_at_its_end_what_nobody_waited_for(
+    executor: RayExecutor, worker: Worker
+) -> None:
+    worker.held.set()
+    executor.record_samples(1, "rl", {1: []})
+    with pytest.raises(OSError, match="no space left"):
+        executor.drain()
+    executor.drain()  # once

@@ -238,6 +238,7 @@ DRIVER = """
 import sys
 import time
 
+import ray  # whole: a signal that cuts its import has Ray's own exit say so
 from hybridrl.system import signals
 from hybridrl.config import ProcessesClusterConfig
 from hybridrl.runtime.process_launcher import ProcessLauncher

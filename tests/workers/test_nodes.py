@@ -27,7 +27,7 @@ def described(model: str, folder: Path, nodes: str) -> tuple[str, list[int], flo
     actor = worker.actor.describe()
     scorer: Any = worker.scorers["actor"]
     generated = scorer.engine.log_probs(SEQUENCES)
-    trained = worker.actor.train_engine.log_probs(SEQUENCES)
+    trained = worker.actor.trainer.train_engine.log_probs(SEQUENCES)
     gap = max((a - b).abs().max().item() for a, b in zip(generated, trained, strict=True))
     assert shared(actor.gen_grouping) == [actor.gen_grouping] * len(nodes), "ranks disagree"
     return actor.gen_grouping, actor.peers, gap
