@@ -73,9 +73,7 @@ class ScheduleConfig:
         `allowed` says which engine that is.
         """
 
-    def check_lengths(
-        self, least: int, most: int, of: str = "the lengths of all responses"
-    ) -> None:
+    def check_lengths(self, least: int, most: int, of: str = _ALL_LENGTHS) -> None:
         """Raise ConfigError for a limit in tokens that responses of `least` to `most` never meet.
 
         Or never pass: then it has no effect. The error says whose lengths these are.
@@ -217,9 +215,7 @@ class PackedScheduleConfig(OverlappedScheduleConfig):
     """A prompt whose response is longer is put off. Null takes the length that the share
     `max_wait_steps` / (`max_wait_steps` + 1) of the last prompts have kept to, and a margin."""
 
-    def check_lengths(
-        self, least: int, most: int, of: str = "the lengths of all responses"
-    ) -> None:
+    def check_lengths(self, least: int, most: int, of: str = _ALL_LENGTHS) -> None:
         """Raise ConfigError for a limit that no response keeps to, or every one."""
         limit = self.limit_tokens
         if limit is None or least < limit < most:

@@ -12,14 +12,14 @@ from hybridrl.flow.executor import Computed, Event
 from hybridrl.runtime.launcher import POLL_S
 from hybridrl.workers.rank_calls import Reference
 
-_NO_RANK = -1  # of work on the driver's node
+_NO_RANK = -1  # of work that no rank does
 MIXED_POLL_S = 0.02
-"""Seconds between two looks where ranks and work on the driver's node are waited for."""
+"""Seconds between two looks where ranks and other work are waited for."""
 
 Answer = TypeVar("Answer")
 Result = TypeVar("Result")
 AnyCall = Reference[Answer] | Future[Answer]
-"""A call to a rank, or work on the driver's node."""
+"""A call to a rank, or work of a judge or an environment."""
 Calling = Generator[Mapping[AnyCall[Any], int], list[Any], Result]
 EventCalls = Calling[list[Event]]
 """Yields the calls of a round, each with its rank; is sent their answers in that order, once all
@@ -44,7 +44,7 @@ class Rounds:
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
-        # Calls in flight, with their rank; work on the driver's node apart.
+        # Calls in flight, with their rank; other work apart.
         self._pending: dict[Reference[Any], tuple[int, _Round]] = {}
         self._here: dict[Future[Any], tuple[int, _Round]] = {}
         self._unawaited: dict[Reference[Any], int] = {}
@@ -157,7 +157,7 @@ def answers_of(calls: Mapping[Reference[Answer], int]) -> Calling[list[Answer]]:
 
 
 def result_of(work: "Future[Answer]") -> Calling[Answer]:
-    """A round of work on the driver's node; gives its result, at once where it is there."""
+    """A round of work that no rank does; gives its result, at once where it has ended."""
     if work.done():
         return work.result()
     (result,) = yield {work: _NO_RANK}

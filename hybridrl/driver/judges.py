@@ -3,6 +3,7 @@
 The driver calls judges that wait, and those that see samples of many ranks.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -83,9 +84,10 @@ class DriverJudges:
         return total
 
     def close(self) -> None:
-        """End their processes."""
-        for pools in self._pools.values():
-            pools.close()
+        """End their processes, of all even where closing one fails."""
+        with contextlib.ExitStack() as stack:
+            for pools in self._pools.values():
+                stack.callback(pools.close)
 
 
 def read_together(stage: Stage, samples: Sequence[Sample]) -> list[list[Sample]]:

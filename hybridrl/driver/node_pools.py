@@ -150,7 +150,7 @@ class NodePools:
     """A pool on each node: the driver's own, and others, each with its share of the work.
 
     States of another node's pool: starting; up, when it takes calls; lost, when its calls give
-    `LOST`. The driver's own is there at once, so no call waits for a node that starts.
+    `LOST`. The driver's own is up from the start, so no call waits for a node that starts.
     """
 
     def __init__(
@@ -162,8 +162,8 @@ class NodePools:
     ) -> None:
         """`number` processes, or calls at a time, are shared by the nodes' CPUs.
 
-        `make(share)` makes the pool of a node, whose share is `least` or more; none is there
-        without a share.
+        `make(share)` makes the pool of a node, whose share is `least` or more. A node without a
+        share has none.
         """
         shares = [max(least, int(number * node.share)) for node in nodes]
         share = max(1, number - sum(shares))
@@ -178,11 +178,11 @@ class NodePools:
 
     @property
     def _up(self) -> list[NodePool]:
-        return [self._here, *(place for place in self._there if place.is_up)]
+        return [self._here, *(node_pool for node_pool in self._there if node_pool.is_up)]
 
     def freest(self) -> NodePool:
         """The pool with the fewest calls in flight for its share."""
-        return min(self._up, key=lambda place: place.load)
+        return min(self._up, key=lambda node_pool: node_pool.load)
 
     @property
     def is_full(self) -> bool:
@@ -192,20 +192,20 @@ class NodePools:
     def wait_ready(self) -> None:
         """Wait until the pools of all nodes are up, or lost."""
         self.local.wait_ready()
-        concurrent.futures.wait([place.ready for place in self._there])
+        concurrent.futures.wait([node_pool.ready for node_pool in self._there])
 
     @property
     def counts(self) -> Counter[str]:
         """Counts so far of all nodes, by name."""
         total = Counter(self.local.counts)
-        for place in self._there:
-            total.update(place.counts)
+        for node_pool in self._there:
+            total.update(node_pool.counts)
         return total
 
     def spans(self) -> Iterator[BusySpan]:
         """What the processes did since the last call, numbered through all nodes."""
         first = 0
-        deques = [self.local.spans, *(place.spans for place in self._there)]
+        deques = [self.local.spans, *(node_pool.spans for node_pool in self._there)]
         for spans, share in zip(deques, self._shares, strict=True):
             while spans:
                 span = spans.popleft()
@@ -214,12 +214,12 @@ class NodePools:
 
     def close(self) -> None:
         """End all processes."""
-        ended = [place.call("close") for place in self._there if place.is_up]
-        for place in self._there:  # what they still answer is no loss
-            place.is_up, place.is_lost = False, True
+        ended = [node_pool.call("close") for node_pool in self._there if node_pool.is_up]
+        for node_pool in self._there:  # what they still answer is no loss
+            node_pool.is_up, node_pool.is_lost = False, True
         try:
             self.local.close()
             concurrent.futures.wait(ended, CLOSE_S)
         finally:
-            for place in self._there:
-                place.remote.kill()
+            for node_pool in self._there:
+                node_pool.remote.kill()

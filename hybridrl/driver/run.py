@@ -133,7 +133,7 @@ class Run:
             self._resume_driver(origin.point, origin.damaged)
 
     def end_processes(self) -> None:
-        """End those of judges and environments on the driver's node. May be called twice."""
+        """End those of judges and environments that the driver calls. May be called twice."""
         try:
             self.executor.judges.close()
         finally:
@@ -141,7 +141,7 @@ class Run:
                 self.episodes.close()
 
     def _driver_metrics(self) -> dict[str, float]:
-        """Return metrics of judges and environments on the driver's node, since the last call."""
+        """Return metrics of judges and environments that the driver calls, since the last call."""
         self._trace_environments()
         of_episodes = self.episodes.metrics() if self.episodes is not None else {}
         return self.executor.judges.metrics() | of_episodes

@@ -38,7 +38,7 @@ class RunRecords:
     texts of the first `samples_per_step` samples are kept. `kinds_of` a prompt's position in the
     run are the parts of the mixture that it belongs to. Each has separate metrics. `origin_of`
     a position are its prompt's source and task. `observe` is called with the results of each step.
-    `driver_metrics` gives those of judges and environments on the driver's node, since its last
+    `driver_metrics` gives those of judges and environments that the driver calls, since its last
     call.
     """
 

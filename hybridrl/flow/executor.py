@@ -35,7 +35,7 @@ class Scope(Enum):
     INSTANCE = "instance"  # one generation instance, which holds the role's whole weights
     WORLD = "world"  # all ranks together in TRAIN, since the role's weights are sharded over them
     POOL = "pool"  # the role's own pool of ranks, in any phase: no sample lives there
-    DRIVER = "driver"  # none: the driver's node, in any phase (judges that wait)
+    DRIVER = "driver"  # none: the driver calls it, in any phase (judges that wait)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,12 +62,12 @@ def _acting(config: Config, graph: Graph) -> list[str]:
         acting.append(f"the last samples move between {num} instances")
     computes = [stage for stage in graph.stages.values() if isinstance(stage, ComputeStage)]
     roles = dict.fromkeys(str(stage.role) for stage in computes if stage.role)
-    if apart := [role for role in roles if _works_beside(config, graph, role)]:
+    if apart := [role for role in roles if _works_apart(config, graph, role)]:
         acting.append(f"{' and '.join(apart)} during generation")
     return acting
 
 
-def _works_beside(config: Config, graph: Graph, role: str) -> bool:
+def _works_apart(config: Config, graph: Graph, role: str) -> bool:
     """Whether a role computes elsewhere than on the ranks' devices, while these generate."""
     if role not in graph.judges or config.is_neural(role):
         return config.pool_of(role) != "actor"

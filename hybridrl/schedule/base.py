@@ -389,7 +389,11 @@ class Schedule(ABC):
                     self.executor.prepare(self.executor.instances, phase)
                 while not (ended := self._wait()):  # replies alone
                     pass
-                assert all(isinstance(event, WeightsReady | Prepared) for event in ended), ended
+                for event in ended:
+                    if isinstance(event, WorkerDied):
+                        number = event.instance
+                        raise RuntimeError(f"generation instance {number} died between phases")
+                    assert isinstance(event, WeightsReady | Prepared), event
             saw = self.meter.saw_switch if phase is Phase.GENERATE else self.meter.saw_train_switch
             saw(self.executor.clock.now() - start)
             self._phase = phase

@@ -293,7 +293,7 @@ class ActorWorker(BaseWorker):
 
     @dispatch(Dispatch.SAME, concurrent=True)
     def reward_inputs(self, ids: tuple[SampleId, ...]) -> Reply[tuple[RewardInput, ...]]:
-        """What a judge on the driver's node sees of samples that live here."""
+        """What a judge that the driver calls sees of samples that live here."""
         return Reply(tuple(reward_inputs(self.store, self.text_of, ids)), (), concurrent=True)
 
     @dispatch(Dispatch.SAME)

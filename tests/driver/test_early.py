@@ -165,7 +165,6 @@ def test_instances_of_two_ranks(run_of: Callable[..., Any], layout: list[str]) -
     assert sum(line["samples/trained_early"] for line in early.metrics) > 0
 
 
-@pytest.mark.slow
 @pytest.mark.layouts
 def test_instances_of_two_stages(run_of: Callable[..., Any]) -> None:
     """Each is one replica of a pipeline, in training as in generation."""
