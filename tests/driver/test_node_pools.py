@@ -148,26 +148,35 @@ class Pool:
 
     name, counts = "words", Counter[str]()
 
+    def close(self) -> None:
+        """Nothing is left."""
+
     def submit(self) -> "Future[str]":
         return Future()
 
 
 class Node:
-    """Another node, whose pool is up at once and answers when the test says so."""
+    """Another node, whose pool is up and answers when the test says so."""
 
     def __init__(self, share: float) -> None:
         self.name, self.share = "other", share
         self.calls: list[Future[Any]] = []
+        self.opening: Future[Any] = Future()
+        self.killed = 0
 
     def start(self, *_: Any) -> "Node":
         return self
 
     def kill(self) -> None:
-        raise AssertionError("not closed here")
+        self.killed += 1
+        if not self.opening.done():
+            self.opening.set_exception(CallFailed("killed", died=True))
 
     def call(self, number: int, name: str, *args: Any) -> "Future[Any]":
-        future: Future[Any] = Future()
         if name == "open":
+            return self.opening
+        future: Future[Any] = Future()
+        if name == "close":
             future.set_result((None, Counter(), []))
         else:
             assert number == len(self.calls) + 1
@@ -185,6 +194,7 @@ def test_calls_go_to_the_freest_node_until_it_dies(caplog: pytest.LogCaptureFixt
 
     pools = NodePools(make, 3, [node, Node(0.1)])  # the latter has no share
     assert shares == [1, 2]
+    node.opening.set_result((None, Counter(), []))
     full, futures = [], []
     for _ in range(4):
         full.append(pools.is_full)
@@ -198,3 +208,20 @@ def test_calls_go_to_the_freest_node_until_it_dies(caplog: pytest.LogCaptureFixt
     assert "node other is lost, and others do its work: no such node" in caplog.text
     pools.freest().call("submit")
     assert len(node.calls) == 2
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+def test_the_end_of_a_run_is_no_loss(is_up: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A node that still starts is ended, too, and closing twice is as closing once."""
+    node = Node(0.5)
+
+    def make(_: int) -> Any:
+        return Pool
+
+    pools = NodePools(make, 2, [node])
+    if is_up:
+        node.opening.set_result((None, Counter(), []))
+    pools.close()
+    pools.close()
+    assert node.killed == 2
+    assert not caplog.records

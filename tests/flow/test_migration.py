@@ -109,7 +109,7 @@ cases = {
 }
 
 
-@settings(max_examples=40)
+@settings(max_examples=80)
 @given(**cases)
 def test_seconds_and_choice_are_those_of_the_simulation(
     lengths: list[int],
@@ -145,7 +145,7 @@ def test_seconds_and_choice_are_those_of_the_simulation(
     assert not plans["stay"].overlaps
 
 
-@settings(max_examples=40)
+@settings(max_examples=80)
 @given(width=st.sampled_from([2, 3]), must_move=st.booleans(), **cases)
 def test_a_width_is_chosen_by_the_simulation(
     width: int, must_move: bool, lengths: list[int], num_instances: int, costs: Costs,
@@ -428,7 +428,7 @@ def simulate_waiting(
     return now + waiting / num_instances
 
 
-@settings(max_examples=40)
+@settings(max_examples=80)
 @given(
     samples=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 200)), min_size=2, max_size=24),
     num_instances=st.integers(2, 6),

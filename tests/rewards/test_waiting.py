@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from hybridrl.config import ConfigError, RewardCall, RewardConfig, RewardKind
+from hybridrl.driver.node_pools import NodePools
 from hybridrl.rewards import JudgePool, RewardInput, RewardResult, validate_reward
 from hybridrl.rewards.worker import waits
 from hybridrl.sandbox import pool as sandboxes
@@ -98,6 +100,19 @@ def test_many_wait_at_a_time_and_never_more(make: Make) -> None:
     results = judged(config, *(unit(response) for response in responses))
     assert [r.reward for (r,) in results[:-1]] == [float(i % 5) for i in range(60)]
     assert results[-1][0].reward == 7
+
+
+def test_it_is_full_while_so_many_are_judged(make: Make) -> None:
+    """So a further one would have to wait."""
+    config = make("blocking", waits=True, max_in_flight=2)
+    with closing(NodePools(lambda share: partial(JudgePool, config), 2, [])) as pools:
+        full, futures = [], []
+        for _ in range(3):
+            full.append(pools.is_full)
+            futures.append(pools.freest().call("submit", unit("a")))
+        assert full == [False, False, True]
+        assert [future.result(60)[0].reward for future in futures] == [1.0] * 3
+        assert not pools.is_full
 
 
 def test_who_is_guilty_is_marked_and_the_others_get_their_reward(
