@@ -232,8 +232,6 @@ class ScheduleEntry:
 
     settings: type[ScheduleConfig]
     """The dataclass of `schedule.*`."""
-    schedule: str
-    """Dotted path of the class in `hybridrl.schedule`, which builds itself from `settings`."""
     overlaps: bool = True
     """Whether a stage may begin while samples are missing that another one makes."""
     moves_samples: bool = False
@@ -253,18 +251,15 @@ class ScheduleEntry:
 SCHEDULES = {
     ScheduleKind.serial: ScheduleEntry(
         settings=SerialScheduleConfig,
-        schedule="hybridrl.schedule.serial:SerialSchedule",
         overlaps=False,
     ),
     ScheduleKind.fused: ScheduleEntry(
         settings=FusedScheduleConfig,
-        schedule="hybridrl.schedule.fused:FusedSchedule",
         moves_samples=True,
         migrates_tail=True,
     ),
     ScheduleKind.partial: ScheduleEntry(
         settings=PartialScheduleConfig,
-        schedule="hybridrl.schedule.partial:PartialSchedule",
         moves_samples=True,
         may_be_stale=True,
         parks_episodes=True,
@@ -273,7 +268,6 @@ SCHEDULES = {
     ),
     ScheduleKind.packed: ScheduleEntry(
         settings=PackedScheduleConfig,
-        schedule="hybridrl.schedule.packed:PackedSchedule",
         moves_samples=True,
         serial_batches=False,
         counts_tokens=True,

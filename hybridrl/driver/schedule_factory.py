@@ -17,10 +17,9 @@ from hybridrl.preflight.turn_orders import recorded_orders
 from hybridrl.schedule.base import (
     Prompt,
     Schedule,
-    ScheduleParts,
     StepSettings,
-    schedule_class,
 )
+from hybridrl.schedule.build import ScheduleParts, build
 
 
 def sampling_of(
@@ -75,7 +74,7 @@ def make_schedule(
         timed=config.environment.partial == TIMED,
         turn_orders=recorded_orders(config) if schedule.entry.parks_episodes else None,
     )
-    return schedule_class(schedule).build(parts, schedule)
+    return build(parts, schedule)
 
 
 def replay_setting(config: Config, executor: RayExecutor, graph: Graph) -> dict[str, Any]:

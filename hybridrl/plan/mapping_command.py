@@ -64,7 +64,7 @@ from hybridrl.preflight.prepare import (
     check_schedule,
 )
 from hybridrl.preflight.roles_together import roles_together
-from hybridrl.schedule.base import schedule_class
+from hybridrl.schedule.build import check_graph
 from hybridrl.telemetry.log import command_log
 from hybridrl.telemetry.rundata import COSTS
 
@@ -387,7 +387,7 @@ def _schedules(problem: _Problem) -> list[ScheduleConfig]:
         if entry.may_be_stale or not entry.serial_batches:
             continue
         try:
-            schedule_class(settings).check_graph(problem.graph)
+            check_graph(settings, problem.graph)
         except ValueError:
             continue
         schedules.append(settings)

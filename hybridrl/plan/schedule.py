@@ -28,7 +28,8 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.flow.workload import Workload
 from hybridrl.plan.simulate import EARLY_BACKWARD, SimulatedExecutor
 from hybridrl.schedule import StepResult
-from hybridrl.schedule.base import ScheduleParts, StepSettings, schedule_class
+from hybridrl.schedule.base import StepSettings
+from hybridrl.schedule.build import ScheduleParts, build
 
 logger = logging.getLogger(__name__)
 
@@ -345,7 +346,7 @@ def replay_steps(
         mapped=setting.mapped,
         conversations=setting.conversations,
     )
-    schedule = schedule_class(config).build(_parts(setting, executor), config)
+    schedule = build(_parts(setting, executor), config)
     steps = list[tuple[dict[str, float], Mapping[str, float]]]()
     for step in range(1, setting.workload.num_steps + 1):
         start = executor.clock.now()

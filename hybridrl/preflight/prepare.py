@@ -69,7 +69,7 @@ from hybridrl.preflight.placement import check_placement
 from hybridrl.preflight.schedule_choice import decide_schedule
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
-from hybridrl.schedule.base import schedule_class
+from hybridrl.schedule.build import check_graph
 from hybridrl.system.compiler import compiler_fault
 from hybridrl.system.short_tmpdir import shorten_tmpdir
 from hybridrl.workers.emulation import check_emulation, emulated_gpu_memory
@@ -245,7 +245,7 @@ def _check_privileged(config: Config, graph: Graph) -> None:
 def check_schedule(schedule: ScheduleConfig, graph: Graph) -> None:
     """Raise for a schedule that cannot run the recipe."""
     try:
-        schedule_class(schedule).check_graph(graph)
+        check_graph(schedule, graph)
     except ValueError as error:
         raise ConfigError("schedule", schedule.kind.value, str(error)) from None
 

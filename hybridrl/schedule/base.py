@@ -1,19 +1,16 @@
 """The base of every schedule: a step's prompts, its rounds, its barriers, its record."""
 
 import logging
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Self, final
+from typing import Any, final
 
-from hybridrl.config import ScheduleConfig
 from hybridrl.costs.instance import UNLIMITED, Costs
 from hybridrl.costs.meter import CostMeter
 from hybridrl.flow.barriers import run_barrier
-from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import (
     Advanced,
     Computed,
@@ -52,7 +49,6 @@ from hybridrl.flow.ledger import (
     record_computed,
     wanted,
 )
-from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.sample import ENVIRONMENT_FAILURE, Sample, SampleId
 from hybridrl.flow.turns import OpenTurns, RoundOrder
 from hybridrl.schedule import StageSpan, StepResult
@@ -80,39 +76,6 @@ class StepSettings:
     draft_tokens: int | None = 0
     pass_tokens: int = UNLIMITED
     counted: Costs | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleParts:
-    """The arguments of every schedule, besides its own settings.
-
-    An instance is given at most `max_held` samples at a time, and one call of a forward pass
-    `chunk_tokens`. `key_of` gives the key by which a length ranker knows a prompt. Samples travel
-    without their keys and values where the engine does not hand them out (`exports_kv`).
-    `num_steps` is the number of steps that the run is to have, where that is known. `early` says
-    whether instances can train alone. With `must_widen` the tail goes to wide instances in any
-    case, else where it ends sooner there. With `timed`, and with the recorded `turn_orders` of such
-    a run by step, a schedule that stops conversations does so as `PartialSchedule` says.
-    """
-
-    graph: Graph
-    executor: Executor
-    prompts: Iterator[Prompt]
-    settings: StepSettings
-    max_held: int
-    chunk_tokens: int
-    key_of: Callable[[Any], PromptKey]
-    exports_kv: bool = True
-    num_steps: int | None = None
-    early: EarlySettings = field(default_factory=EarlySettings)
-    must_widen: bool = False
-    timed: bool = False
-    turn_orders: Mapping[int, Sequence[RoundOrder]] | None = None
-
-    @property
-    def step(self) -> tuple[Graph, Executor, Iterator[Prompt], StepSettings]:
-        """The arguments that every schedule's constructor takes first."""
-        return self.graph, self.executor, self.prompts, self.settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,18 +117,8 @@ class Schedule(ABC):
         self._order = generation_first(list(graph.stages.values()))
         self._take, self._in_rounds = before_take(graph)
         self._ledger, self._turns = Ledger(), OpenTurns()
-        self._steps_done = 0
+        self.steps_done = 0
         self._clear(0)
-
-    @classmethod
-    @abstractmethod
-    def build(cls, parts: ScheduleParts, config: ScheduleConfig) -> Self:
-        """The schedule with its settings, `config`, which are of the schedule's dataclass."""
-
-    @classmethod
-    def check_graph(cls, graph: Graph) -> None:
-        """Raise `ValueError`, with what is allowed, for a recipe that the schedule cannot run."""
-        graph.check()
 
     def run_step(self, step: int) -> StepResult:
         """One iteration. `step` is for the record. Its samples stay on the ranks until `release`.
@@ -179,7 +132,9 @@ class Schedule(ABC):
         dispatched_before = self._ledger.num_dispatched
         logger.debug("step %d begins with %d pending samples", step, num_before)
         self._begin_step(step)
-        batch = self._run_rounds() if self._take else self._pull(self.settings.prompts_per_step)
+        batch = (
+            self._run_rounds() if self._take else self._begin_round(self.settings.prompts_per_step)
+        )
         self._run_stages([s for s in self._order if s.name not in batch], batch)
         pending = self._pending_ids()
         used, dropped = self._ledger.settle(pending)
@@ -195,7 +150,7 @@ class Schedule(ABC):
             len(dropped),
             len(pending),
         )
-        self._steps_done += 1
+        self.steps_done += 1
         if self._train_costs:  # of every role that the step trains
             seconds, tokens = zip(*self._train_costs, strict=True)
             self.meter.saw_train(sum(seconds), max(tokens))
@@ -206,7 +161,7 @@ class Schedule(ABC):
             dropped,
             self._summary(used, len(dropped)),
             tuple(self._spans),
-            tuple(self._turn_orders),
+            tuple(self.turn_orders),
         )
 
     def release(self) -> None:
@@ -229,7 +184,7 @@ class Schedule(ABC):
         """The state that the next step continues with, in plain JSON types; between steps."""
         waits = self._turns.waits_seen.state_dict()
         return {
-            "steps_done": self._steps_done,
+            "steps_done": self.steps_done,
             "meter": self.meter.state_dict(),
             "waits": waits,
         }
@@ -242,7 +197,7 @@ class Schedule(ABC):
         `prompt_at` gives the prompt at a position. The tensors of the samples that are `pending`
         then must be on their ranks, `num_ranks` in all, or where `restore_parked` says.
         """
-        self._steps_done = state["steps_done"]
+        self.steps_done = state["steps_done"]
         self.meter.load_state_dict(state["meter"])
         if "waits" in state:  # an older checkpoint has none
             self._turns.waits_seen.load_state_dict(state["waits"])
@@ -264,15 +219,15 @@ class Schedule(ABC):
     @final
     def _clear(self, step: int) -> None:
         """Nothing of `step` has run yet. The constructor calls it, so no subclass overrides it."""
-        self._step = step
+        self.step = step
         self._spans: list[StageSpan] = []
-        self._metrics: dict[str, float] = {}
-        self._turn_orders: list[RoundOrder] = []
+        self.metrics: dict[str, float] = {}
+        self.turn_orders: list[RoundOrder] = []
         self._num_preempted = self.meter.num_preempted
         self._drafts = self.meter.num_drafted, self.meter.num_accepted
         self._phase: Phase | None = None
         self._has_run: set[str] = set()  # stages that an earlier one has taken along
-        self._pulled: list[Prompt] = []
+        self.pulled: list[Prompt] = []
         self._train_costs: list[tuple[float, int]] = []  # seconds, tokens of the step's updates
         self._early_train_s = 0.0  # of an update that is to come, as if all instances had shared it
 
@@ -280,12 +235,21 @@ class Schedule(ABC):
         """A step begins; a subclass resets here its counts and state of one step."""
         self._clear(step)
 
-    def _pull(self, num: int) -> Batch:
-        """The next prompts; a round's batch begins with none but them."""
-        self._pulled = list(islice(self.prompts, num))
-        if len(self._pulled) < num:
-            raise ValueError(f"the prompts have ended: got {len(self._pulled)}, wanted {num}")
+    def _begin_round(self, num: int) -> Batch:
+        """A round of `num` prompts begins; its batch has none but them."""
+        self.pulled = self._pull(num)
         return {"prompts": []}
+
+    def _pull(self, num: int) -> list[Prompt]:
+        """The prompts of a round, in so far as they are known before it."""
+        return self.next_prompts(num)
+
+    def next_prompts(self, num: int) -> list[Prompt]:
+        """The next prompts; raises ValueError where there are fewer."""
+        pulled = list(islice(self.prompts, num))
+        if len(pulled) < num:
+            raise ValueError(f"the prompts have ended: got {len(pulled)}, wanted {num}")
+        return pulled
 
     def _run_rounds(self) -> Batch:
         """Pull and run rounds of prompts until the take has its groups; then merge the rounds."""
@@ -297,10 +261,10 @@ class Schedule(ABC):
         all_pulled: list[Prompt] = []
         passed: list[list[Sample]] = []
         for _ in range(take.max_rounds):
-            batch = self._pull(num_prompts)
+            batch = self._begin_round(num_prompts)
             before = [s for s in self._order if s.name in self._in_rounds]
             self._run_stages([s for s in before if s.name not in batch], batch)
-            all_pulled += self._pulled
+            all_pulled += self.pulled
             for name, samples in batch.items():
                 merged.setdefault(name, []).extend(samples)
             passed = groups(merged[take.upstream[0]])
@@ -317,7 +281,7 @@ class Schedule(ABC):
         for group in passed[wanted:]:
             self._ledger.leave(group, DropReason.TAKE, past)
         merged[take.name] = [sample for group in passed[:wanted] for sample in group]
-        self._pulled = all_pulled
+        self.pulled = all_pulled
         return merged
 
     # -- stages --------------------------------------------------------------------------------
@@ -459,7 +423,7 @@ class Schedule(ABC):
         """
         for stage in stages:
             batch[stage.name] = batch[stage.upstream[0]]
-        due = [s for s in stages if batch[s.name] and self._steps_done >= s.after]
+        due = [s for s in stages if batch[s.name] and self.steps_done >= s.after]
         if not due:
             return
         self._enter(Phase.TRAIN)
@@ -504,7 +468,7 @@ class Schedule(ABC):
             stage, start = self.graph.stages[event.stage], running.pop(event.stage)
             self._spans.append(StageSpan(stage.name, start, self.executor.clock.now()))
             for name, value in event.metrics.items():
-                self._metrics[f"{stage.role}/{name}"] = value
+                self.metrics[f"{stage.role}/{name}"] = value
 
     def _wait(self) -> list[Event]:
         """Events other than replies, which may come at any time."""
@@ -530,11 +494,11 @@ class Schedule(ABC):
 
     def _summary(self, used: Sequence[Sample], num_dropped: int) -> dict[str, float]:
         summary = {
-            **self._metrics,
+            **self.metrics,
             "samples/used": float(len(used)),
             "samples/dropped": float(num_dropped),
             "samples/step_failed": float(self._ledger.num_step_failed),
-            "samples/prompts": float(len(self._pulled)),
+            "samples/prompts": float(len(self.pulled)),
             "samples/preempted": float(self.meter.num_preempted - self._num_preempted),
             "samples/tokens": float(sum(sample.tokens for sample in used)),
         }
@@ -545,12 +509,6 @@ class Schedule(ABC):
             summary["samples/accepted_tokens"] = float(accepted)
             summary["samples/draft_acceptance"] = accepted / drafted if drafted else 0.0
         return summary | {f"state/{name}": value for name, value in self.graph.states.items()}
-
-
-def schedule_class(config: ScheduleConfig) -> type[Schedule]:
-    """The schedule that these settings are of."""
-    schedule: type[Schedule] = pkgutil.resolve_name(config.entry.schedule)
-    return schedule
 
 
 def learn(

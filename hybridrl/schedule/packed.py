@@ -4,23 +4,19 @@ Tail batching (RollPacker, arXiv 2509.21009, section 3), made deterministic.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
-from typing import Any, Self
+from itertools import chain
+from typing import Any
 
-from hybridrl.config import PackedScheduleConfig, ScheduleConfig
-from hybridrl.flow.executor import Executor
-from hybridrl.flow.graph import AnswersStage, GenerateStage, Graph, SourceStage, TakeStage
+from hybridrl.flow.graph import AnswersStage, GenerateStage, Graph, TakeStage
 from hybridrl.flow.ledger import Drop, DropReason, new_samples, wanted
-from hybridrl.flow.lengths import RANKERS, LengthModel
 from hybridrl.flow.packing import Choice, choose, limit_of
 from hybridrl.flow.sample import OUT_OF_TOKENS, Sample, SampleId
-from hybridrl.schedule.base import Batch, Prompt, ScheduleParts, StepSettings
-from hybridrl.schedule.generation_task import GenerationTask, RoundLimits
+from hybridrl.schedule.base import Prompt
+from hybridrl.schedule.generation_task import GenerationTask
 from hybridrl.schedule.groups import BegunPrompts
-from hybridrl.schedule.streamed_stages import StreamedStages
-from hybridrl.schedule.streaming import StreamingSchedule, check_generates_once
+from hybridrl.schedule.loop_schedule import Policy, check_generates_once
 from hybridrl.schedule.tail import NoTail
 
 ENDED = Drop(DropReason.RUN_ENDED, "its prompt waited for a later step when the run ended")
@@ -73,7 +69,8 @@ class _Packing:
         ]
 
 
-class PackedSchedule(StreamingSchedule):
+@dataclass(kw_only=True, eq=False)
+class Packed(Policy):
     """Trains on the prompts of each cycle of `max_wait_steps` + 1 steps, the short ones first.
 
     A cycle pulls the prompts of all its steps. A step orders those that wait by their expected
@@ -92,182 +89,127 @@ class PackedSchedule(StreamingSchedule):
     `limit_tokens` None is `limit_of` the prompts trained in as many steps as a cycle has. The run's
     first step has no limit.
 
-    Raises `ValueError` for a recipe that generates in several stages of a step. Likewise where it
+    `check_graph` refuses a recipe that generates in several stages of a step. Likewise where it
     asks for prompts as it needs them (`take`), or trains on the dataset's own responses.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        executor: Executor,
-        prompts: Iterator[Prompt],
-        settings: StepSettings,
-        *,
-        limits: RoundLimits,
-        length_model: LengthModel,
-        max_wait_steps: int,
-        limit_tokens: int | None = None,
-        num_steps: int | None = None,
-    ) -> None:
-        check_packed(graph)
-        assert max_wait_steps >= 1
-        step = (graph, executor, prompts, settings)
-        super().__init__(*step, limits=limits, length_model=length_model)
-        self.cycle_steps, self.num_steps = max_wait_steps + 1, num_steps
-        self.limit_tokens = limit_tokens
+    max_wait_steps: int
+    limit_tokens: int | None = None
+    num_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.max_wait_steps >= 1
+        self.cycle_steps = self.max_wait_steps + 1
         self._wanted = 0  # prompts of the present step
         self._waiting: dict[int, _WaitingPrompt] = {}  # by position
         # the longest response of each prompt trained, by step
         self._longest: deque[list[int]] = deque(maxlen=self.cycle_steps)
-
-    # -- between steps -------------------------------------------------------------------------
-
-    @classmethod
-    def build(cls, parts: ScheduleParts, config: ScheduleConfig) -> Self:
-        """The schedule with its settings, a `PackedScheduleConfig`."""
-        assert isinstance(config, PackedScheduleConfig)
-        return cls(
-            *parts.step,
-            limits=RoundLimits(max_held=parts.max_held, chunk_tokens=parts.chunk_tokens),
-            length_model=LengthModel(key_of=parts.key_of, ranker=RANKERS[config.length_ranker]()),
-            max_wait_steps=config.max_wait_steps,
-            limit_tokens=config.limit_tokens,
-            num_steps=parts.num_steps,
-        )
 
     @classmethod
     def check_graph(cls, graph: Graph) -> None:
         """Raise `ValueError`, with what is allowed, for a recipe whose prompts cannot wait."""
         check_packed(graph)
 
+    # -- between steps -------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
-        """With the prompts that wait, and the lengths that the limit follows from."""
+        """The prompts that wait, and the lengths that the limit follows from."""
         waiting = [[position, x.seen] for position, x in self._waiting.items()]
-        return super().state_dict() | {"waiting": waiting, "longest": list(self._longest)}
+        return {"waiting": waiting, "longest": list(self._longest)}
 
     def load_state_dict(
-        self, state: Mapping[str, Any], *, prompt_at: Callable[[int], Any], num_ranks: int
+        self, state: Mapping[str, Any], prompt_at: Callable[[int], Any], num_ranks: int
     ) -> None:
         """Continue from a `state_dict`; another schedule has no prompts that wait."""
-        super().load_state_dict(state, prompt_at=prompt_at, num_ranks=num_ranks)
         for position, seen, *_ in state.get("waiting", ()):  # old ones have a third number
             self._waiting[position] = _WaitingPrompt(prompt_at(position), seen)
         self._longest.extend(state.get("longest", ()))
 
     def close(self) -> dict[SampleId, Drop]:
-        """End the run: the samples of prompts that wait for a later step of the cycle are dropped.
+        """The samples of prompts that wait for a later step of the cycle are dropped.
 
         A run has some that resumed within a cycle, with fewer steps than it was to have before.
         """
         dropped: dict[SampleId, Drop] = {}
-        for stage in self._order:
+        for stage in self.schedule.graph.stages.values():
             if isinstance(stage, GenerateStage):
                 numbers = wanted(stage, self._waiting, ())
                 for group in new_samples(stage, numbers):
                     dropped |= {sample.id: ENDED for sample in group}
         self._waiting.clear()
-        return dropped | super().close()
+        return dropped
 
     # -- a step --------------------------------------------------------------------------------
 
-    def _begin_step(self, step: int) -> None:
-        super()._begin_step(step)
-        self._groups.clear()
+    def begin_step(self) -> None:
+        """No count yet."""
         for name in ("put_off", "discarded_tokens", "limit_tokens"):
-            self._metrics[f"samples/{name}"] = 0.0
+            self.schedule.metrics[f"samples/{name}"] = 0.0
 
-    def _pull(self, num: int) -> Batch:
-        """A new cycle's prompts, where the last one has ended; `num` are wanted in this step."""
+    def pull(self, num: int) -> list[Prompt]:
+        """Pull a new cycle's prompts, where the last has ended; `num` are wanted in this step."""
         if not self._waiting:
             num_steps = self.cycle_steps
             if self.num_steps is not None:
-                num_steps = max(1, min(num_steps, self.num_steps - self._steps_done))
-            pulled = list(islice(self.prompts, num * num_steps))
-            if len(pulled) < num * num_steps:
-                raise ValueError(
-                    f"the prompts have ended: got {len(pulled)}, wanted {num * num_steps}"
-                )
+                num_steps = max(1, min(num_steps, self.num_steps - self.schedule.steps_done))
+            pulled = self.schedule.next_prompts(num * num_steps)
             self._waiting = {position: _WaitingPrompt(prompt) for position, prompt in pulled}
-        self._wanted, self._pulled = num, []
-        return {"prompts": []}
+        self._wanted = num
+        return []
 
-    def _run_round(self, makers: Sequence[SourceStage], batch: Batch) -> Batch:
-        """Generate until it is known which prompts the step takes; the others begin again."""
-        stages = self._stages_of(makers[0])
-        self._enter_for([*makers, *stages.tracker.computes])
-        packing = self._new_packing()
-
-        def begin(positions: Sequence[int], limit: int | None) -> list[GenerationTask]:
-            return self._begin(positions, limit, makers, batch)
-
-        self._pack(packing, stages, begin)
-        tasks = packing.tasks(taken=True)
-        if packing.too_long:  # they begin again, without the limit
-            self._record_round()
-            self._put_off(packing.too_long, packing.limit)
-            self._begin_round(stages, NoTail())
-            again = begin(packing.too_long, None)
-            self._loop.make(again)
-            self._loop.finish()
-            tasks = sorted([*tasks, *again], key=lambda task: task.sample.id)
-        self._put_off(packing.choice.put_off, packing.limit)
-        self._metrics["samples/put_off"] = float(len(packing.choice.put_off))
-        self._metrics["samples/limit_tokens"] = float(packing.limit or 0)
-        positions = sorted(packing.choice.taken)  # training has the stream's order
-        self._pulled = [(position, self._waiting.pop(position).prompt) for position in positions]
-        self._longest.append(_longest([task.sample for task in tasks]))
-        return self._end_round(tasks, positions)
-
-    def _pack(
-        self,
-        packing: _Packing,
-        stages: StreamedStages,
-        begin: Callable[[Sequence[int], int | None], list[GenerationTask]],
-    ) -> None:
-        """Decode until the choice is final, stop the others, and let the stages end."""
-        loop = self._loop
-        self._begin_round(stages, NoTail(), packing.sure.__contains__)
-
-        def decided() -> bool:
-            self._learn_fits(packing)
-            sure = [p for p in packing.choice.taken if self._is_sure(packing, p)]
-            stages.start(p for p in sure if p not in packing.sure)
-            packing.sure.update(sure)
-            choice = packing.choice
-            return choice.is_final and all(p in sure or not packing.fits[p] for p in choice.taken)
-
-        # More than are wanted begin at once: as many as are expected not to fit.
+    def begin(self) -> list[GenerationTask]:
+        """More prompts than are wanted begin at once: as many as are expected not to fit."""
+        packing = self._packing = self._new_packing()
         unknown = [position for position in packing.order if position not in packing.fits]
         ahead = -(-self._wanted // (self.cycle_steps - 1)) if packing.limit is not None else 0
-        missing = unknown[: self._wanted + ahead]
+        return self._begin(unknown[: self._wanted + ahead])
+
+    def may_start(self, position: int) -> bool:
+        """Whether a prompt is taken for sure."""
+        return position in self._packing.sure
+
+    def make(self, tasks: Sequence[GenerationTask]) -> None:
+        """Decode until it is known which prompts the step takes; the others begin again."""
+        loop, packing = self.schedule.loop, self._packing
         while True:
-            tasks = begin(missing, packing.limit)
             loop.make(tasks)
-            if any(task.converses for task in tasks):  # the choice does not depend on the order
-                loop.run(lambda: decided() or bool(packing.missing))
-                loop.end_calls()
-            else:
-                loop.run(lambda: decided() or bool(packing.missing), equal=True)
-            if decided():
+            # With turns calls may end at any time: the choice does not depend on the order.
+            equal = not any(task.converses for task in tasks)
+            loop.run(lambda: self._decided() or bool(packing.missing), equal)
+            loop.end_calls()
+            if self._decided():
                 break
-            missing = packing.missing
+            tasks = self._begin(packing.missing)
         stopped = {task.sample.id: task for task in loop.park(with_kv=False)}
         loop.finish()
         self._withdraw([stopped.get(t.sample.id, t) for t in packing.tasks(taken=False)])
+        if packing.too_long:  # they begin again, without the limit
+            self.schedule.record_round()
+            self._put_off(packing.too_long)
+            self.schedule.begin_loop(loop.stages, NoTail())
+            packing.sure.update(packing.too_long)
+            loop.make(self._begin(packing.too_long, limited=False))
+            loop.finish()
 
-    def _begin(
-        self,
-        positions: Sequence[int],
-        limit: int | None,
-        makers: Sequence[SourceStage],
-        batch: Batch,
-    ) -> list[GenerationTask]:
-        """Dispatch all samples of these prompts, none of which grows longer than `limit`."""
-        pulled = [(position, self._waiting[position].prompt) for position in positions]
-        tasks = [task for stage in makers for task in self._new_tasks(stage, pulled, batch)]
-        if limit is not None:
+    def take(self) -> list[int]:
+        """The prompts of the choice are trained on, in the stream's order."""
+        schedule, packing = self.schedule, self._packing
+        self._put_off(packing.choice.put_off)
+        schedule.metrics["samples/put_off"] = float(len(packing.choice.put_off))
+        schedule.metrics["samples/limit_tokens"] = float(packing.limit or 0)
+        positions = sorted(packing.choice.taken)
+        for position in positions:
+            del self._waiting[position]
+        self._longest.append(_longest([task.sample for task in packing.tasks(taken=True)]))
+        return positions
+
+    def _begin(self, positions: Sequence[int], limited: bool = True) -> list[GenerationTask]:
+        """Begin all samples of these prompts; with `limited` none grows longer than the limit."""
+        tasks = self.schedule.begin([(p, self._waiting[p].prompt) for p in positions])
+        limit = self._packing.limit
+        if limited and limit is not None:
             tasks = [_limited(task, limit) for task in tasks]
-            self._groups.update(tasks)
+            self.schedule.groups.update(tasks)
         return tasks
 
     def _withdraw(self, tasks: Sequence[GenerationTask]) -> None:
@@ -275,24 +217,24 @@ class PackedSchedule(StreamingSchedule):
         for task in tasks:
             id = task.sample.id
             num = 0
-            if self._ledger.is_finished(id):
+            if self.schedule.groups.ledger.is_finished(id):
                 num = task.sample.response_tokens
             elif task.parked is not None:
                 num = task.parked.tokens[task.parked.ids.index(id)]
-                num -= len(self.length_model.key_of(task.prompt).prompt_ids)
-            self._metrics["samples/discarded_tokens"] += num
+                num -= len(self.schedule.length_model.key_of(task.prompt).prompt_ids)
+            self.schedule.metrics["samples/discarded_tokens"] += num
         ids = [task.sample.id for task in tasks]
-        self._ledger.withdraw(ids)
-        self._groups.withdraw({id.prompt for id in ids})
+        self.schedule.groups.ledger.withdraw(ids)
+        self.schedule.groups.withdraw({id.prompt for id in ids})
         if ids:
-            self._turns.forget(ids)
-            self.executor.release(ids)
+            self.schedule.groups.turns.forget(ids)
+            self.schedule.executor.release(ids)
 
     # -- the choice ----------------------------------------------------------------------------
 
     def _new_packing(self) -> _Packing:
         """The prompts that wait, those expected to be short first, and what is known of them."""
-        key_of, ranker = self.length_model.key_of, self.length_model.ranker
+        key_of, ranker = self.schedule.length_model.key_of, self.schedule.length_model.ranker
         predicted = ranker.predict([key_of(x.prompt) for x in self._waiting.values()])
         expected = {
             position: max(tokens, float(x.seen))
@@ -306,12 +248,22 @@ class PackedSchedule(StreamingSchedule):
         fits: dict[int, bool] = {}
         if limit is not None:
             fits = {p: False for p in order if self._waiting[p].seen >= limit}
-        return _Packing(order, limit, fits, choose(order, self._wanted, fits), self._groups)
+        return _Packing(order, limit, fits, choose(order, self._wanted, fits), self.schedule.groups)
 
-    def _learn_fits(self, packing: _Packing) -> None:
+    def _decided(self) -> bool:
+        """Choose by what has finished, let stages start on prompts that are taken for sure."""
+        self._learn_fits()
+        packing = self._packing
+        sure = [p for p in packing.choice.taken if self._is_sure(packing, p)]
+        self.schedule.loop.stages.start(p for p in sure if p not in packing.sure)
+        packing.sure.update(sure)
+        choice = packing.choice
+        return choice.is_final and all(p in sure or not packing.fits[p] for p in choice.taken)
+
+    def _learn_fits(self) -> None:
         """Choose by the samples that have finished."""
-        finished = self._ledger.is_finished
-        for position, group in self._groups.open.items():
+        packing, finished = self._packing, self.schedule.groups.ledger.is_finished
+        for position, group in self.schedule.groups.open.items():
             if position in packing.fits:
                 continue
             ended = [task for id, task in group.tasks.items() if finished(id)]
@@ -330,7 +282,7 @@ class PackedSchedule(StreamingSchedule):
         cut = scalars.get(OUT_OF_TOKENS) if task.converses else scalars["finish"] == "length"
         if not cut:
             return False
-        own = self._sampling(task.stage)
+        own = self.schedule.sampling(task.stage)
         assert own is not None
         assert task.sampling is not None
         return task.sampling.max_new_tokens < own.max_new_tokens
@@ -338,10 +290,11 @@ class PackedSchedule(StreamingSchedule):
     def _is_sure(self, packing: _Packing, position: int) -> bool:
         """Whether a taken prompt fits, and all its samples are there: a death may have some."""
         fits = packing.fits.get(position, False)
-        return fits and self._groups.is_complete(position)
+        return fits and self.schedule.groups.is_complete(position)
 
-    def _put_off(self, positions: Sequence[int], limit: int | None) -> None:
-        """A response of each of these prompts was longer than `limit`."""
+    def _put_off(self, positions: Sequence[int]) -> None:
+        """A response of each of these prompts was longer than the limit."""
+        limit = self._packing.limit
         assert limit is not None or not positions
         for position in positions:
             waiting = self._waiting[position]

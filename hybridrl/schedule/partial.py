@@ -5,30 +5,28 @@ Long-tail Generation").
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice, repeat
-from typing import Any, Self
+from typing import Any
 
-from hybridrl.config import ParkedKV, PartialScheduleConfig, ScheduleConfig
-from hybridrl.flow.executor import Executor
-from hybridrl.flow.graph import Graph, SourceStage, StageMethod, UpdateStage
+from hybridrl.flow.graph import Graph, StageMethod, UpdateStage
 from hybridrl.flow.ledger import Drop, DropReason
-from hybridrl.flow.lengths import RANKERS, LengthModel
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.turns import RecordDiffers, RoundOrder
-from hybridrl.schedule.base import Batch, PendingSample, Prompt, ScheduleParts, StepSettings
-from hybridrl.schedule.generation_task import GenerationTask, RoundLimits
+from hybridrl.schedule.base import Prompt
+from hybridrl.schedule.generation_task import GenerationTask
 from hybridrl.schedule.groups import tasks_of
+from hybridrl.schedule.loop_schedule import Policy, check_generates_once
 from hybridrl.schedule.record import run_order, run_timed, run_windows
-from hybridrl.schedule.streaming import StreamingSchedule, check_generates_once
-from hybridrl.schedule.tail import NoTail
 
 _WINDOW_TURNS = 2  # of conversations, before it is looked whether enough has finished
 ENDED = Drop(DropReason.RUN_ENDED, "unfinished when the run ended")
+_METRICS = ("resumed", "parked", "off_policy_tokens", "trained_tokens", "staleness")
 
 
-class PartialSchedule(StreamingSchedule):
+@dataclass(kw_only=True, eq=False)
+class Partial(Policy):
     """Trains on the groups that are complete first, and leaves the long ones for later steps.
 
     A step begins with `over_provision` times the prompts that it wants, those of earlier steps
@@ -52,122 +50,88 @@ class PartialSchedule(StreamingSchedule):
     Example, 2 wanted, over-provision 2, one sample a prompt: prompts 0 to 3 begin. 1 and 3 are done
     first and trained on. 0 and 2 continue with 4 and 5.
 
-    Raises `ValueError` for a recipe that generates in several stages of a step. Also where the
+    `check_graph` refuses a recipe that generates in several stages of a step. Also where the
     ratio is taken against a single version's log-probabilities, without weights from the sampling
     policy to it (`rollout_weights`: decoupled PPO).
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        executor: Executor,
-        prompts: Iterator[Prompt],
-        settings: StepSettings,
-        *,
-        limits: RoundLimits,
-        length_model: LengthModel,
-        over_provision: float,
-        max_staleness: int,
-        timed: bool = False,
-        turn_orders: Mapping[int, Sequence[RoundOrder]] | None = None,
-    ) -> None:
-        check_partial(graph)
-        assert 1 <= over_provision <= 1 + max_staleness
-        step = (graph, executor, prompts, settings)
-        super().__init__(*step, limits=limits, length_model=length_model)
-        self.over_provision, self.max_staleness = over_provision, max_staleness
-        self.timed, self.turn_orders = timed, turn_orders
+    over_provision: float
+    max_staleness: int
+    timed: bool = False
+    turn_orders: Mapping[int, Sequence[RoundOrder]] | None = None
+    keeps = True
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.over_provision <= 1 + self.max_staleness
         self._wanted = self._version = 0
-
-    # -- between steps -------------------------------------------------------------------------
-
-    @classmethod
-    def build(cls, parts: ScheduleParts, config: ScheduleConfig) -> Self:
-        """The schedule with its settings, a `PartialScheduleConfig`."""
-        assert isinstance(config, PartialScheduleConfig)
-        return cls(
-            *parts.step,
-            limits=RoundLimits(
-                max_held=parts.max_held,
-                chunk_tokens=parts.chunk_tokens,
-                stale_kv=config.parked_kv is ParkedKV.keep,
-            ),
-            length_model=LengthModel(key_of=parts.key_of, ranker=RANKERS[config.length_ranker]()),
-            over_provision=config.over_provision,
-            max_staleness=config.max_staleness,
-            timed=parts.timed,
-            turn_orders=parts.turn_orders,
-        )
+        self._converse = False  # some samples of the round have turns
+        self._order: RoundOrder | None = None  # the round's, where a record is followed
 
     @classmethod
     def check_graph(cls, graph: Graph) -> None:
         """Raise `ValueError`, with what is allowed, for a recipe whose samples cannot be parked."""
         check_partial(graph)
 
+    # -- between steps -------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
-        """With the pending prompts and their samples."""
-        return super().state_dict() | {"open": self._groups.to_json()}
+        """The open prompts and their samples."""
+        return {"open": self.schedule.groups.to_json()}
 
     def load_state_dict(
-        self, state: Mapping[str, Any], *, prompt_at: Callable[[int], Any], num_ranks: int
+        self, state: Mapping[str, Any], prompt_at: Callable[[int], Any], num_ranks: int
     ) -> None:
-        """Continue from a `state_dict`, with the pending prompts' samples."""
-        super().load_state_dict(state, prompt_at=prompt_at, num_ranks=num_ranks)
-        self._groups.load(state["open"], prompt_at, num_ranks, self._sampling)
-        for position, group in self._groups.open.items():
+        """Continue with the open prompts' samples."""
+        groups = self.schedule.groups
+        groups.load(state["open"], prompt_at, num_ranks, self.schedule.sampling)
+        for position, group in groups.open.items():
             for stage in dict.fromkeys(task.stage for task in group.tasks.values()):
-                self._stages_of(stage).tracker.choose(position)
-
-    def pending(self) -> tuple[PendingSample, ...]:
-        """Return the samples of pending prompts that are parked or finished."""
-        return self._groups.pending()
-
-    def restore_parked(self, state: Any) -> None:
-        """Set the reference to the parked tokens."""
-        self._groups.restore_parked(state)
+                self.schedule.stages_of(stage).tracker.choose(position)
 
     def close(self) -> dict[SampleId, Drop]:
-        """End the run: unfinished samples are dropped."""
-        dropped = dict.fromkeys(self._pending_ids(), ENDED)
-        self._ledger.drop(dropped, ENDED)
-        self._groups.clear()
-        self.release()
+        """The open prompts' samples are dropped."""
+        groups = self.schedule.groups
+        dropped = {task.sample.id: ENDED for task in tasks_of(groups.open)}
+        groups.ledger.drop(dropped, ENDED)
         return dropped
-
-    def _pending_ids(self) -> Collection[SampleId]:
-        return {task.sample.id for task in tasks_of(self._groups.open)}
 
     # -- a step --------------------------------------------------------------------------------
 
-    def _begin_step(self, step: int) -> None:
-        super()._begin_step(step)
-        for name in ("resumed", "parked", "off_policy_tokens", "trained_tokens", "staleness"):
-            self._metrics[f"samples/{name}"] = 0.0
-        self._groups.end_step()
+    def begin_step(self) -> None:
+        """No count yet."""
+        self.schedule.metrics |= {f"samples/{name}": 0.0 for name in _METRICS}
 
-    def _pull(self, num: int) -> Batch:
+    def pull(self, num: int) -> list[Prompt]:
         """Prompts are pulled as they are needed; `num` groups are wanted."""
-        self._wanted, self._pulled = num, []
-        return {"prompts": []}
+        self._wanted = num
+        return []
 
-    def _run_round(self, makers: Sequence[SourceStage], batch: Batch) -> Batch:
-        """Generate until enough groups are complete, park the rest, run the early stages."""
-        # Pending samples continue, and new prompts join them.
-        stages, loop = self._stages_of(makers[0]), self._loop
-        self._top_up(makers, batch)
-        pending = tasks_of(self._groups.open)
-        tasks = [task for task in pending if not self._ledger.is_finished(task.sample.id)]
-        converse = any(task.converses for task in tasks)
-        order = self._recorded_order() if converse else None  # others have none
+    def begin(self) -> list[GenerationTask]:
+        """Open samples continue, and as many prompts as are missing join them."""
+        schedule, groups = self.schedule, self.schedule.groups
+        num = math.ceil(self._wanted * self.over_provision) - len(groups.open)
+        pulled = list(islice(schedule.prompts, max(0, num)))
+        if (got := len(groups.open) + len(pulled)) < self._wanted:
+            raise ValueError(f"the prompts have ended: got {got}, wanted {self._wanted}")
+        schedule.begin(pulled)
+        open_ones = tasks_of(groups.open)
+        tasks = [task for task in open_ones if not groups.ledger.is_finished(task.sample.id)]
+        self._converse = any(task.converses for task in tasks)
+        self._order = order = self._recorded_order() if self._converse else None
         if order is not None:
             tasks = [task for task in tasks if not task.converses or task.sample.id in order]
-        self._metrics["samples/resumed"] += self._num_parked(tasks)
-        self._enter_for([*makers, *stages.tracker.computes])
-        self._version = self.executor.version
-        self._begin_round(stages, NoTail())
+        self._count("resumed", tasks)
+        return tasks
+
+    def make(self, tasks: Sequence[GenerationTask]) -> None:
+        """Let samples be made until enough groups are complete; then park the rest.
+
+        Forward passes run afterwards, with all ranks free.
+        """
+        schedule, loop, order = self.schedule, self.schedule.loop, self._order
+        self._version = schedule.executor.version
         loop.make(tasks)
-        # Decode until enough is complete, then stop; forward passes run with all ranks free.
-        if not converse:
+        if not self._converse:
             loop.run(self._enough, equal=True)
         elif order is not None:
             run_order(loop, order)
@@ -176,24 +140,38 @@ class PartialSchedule(StreamingSchedule):
         else:
             run_windows(loop, self._enough, self._windows())
         if order is not None:
-            self._turn_orders.append(order)
-        stopped = loop.park(with_kv=self.limits.stale_kv)
-        self._metrics["samples/parked"] += self._num_parked(stopped)
+            schedule.turn_orders.append(order)
+        stopped = loop.park(with_kv=schedule.limits.stale_kv)
+        self._count("parked", stopped)
         loop.finish()
-        self._groups.update(map(self._expected, stopped))
-        # The oldest complete groups are trained on.
-        positions, begun = self._groups.complete()[: self._wanted], self._groups.open
-        groups = {position: begun[position] for position in positions}
-        self._pulled = [(position, group.prompt) for position, group in groups.items()]
-        return self._end_round(tasks_of(groups), positions)
+        schedule.groups.update(map(self._expected, stopped))
+
+    def take(self) -> list[int]:
+        """The oldest complete groups are trained on."""
+        return self.schedule.groups.complete()[: self._wanted]
+
+    def metrics(self, used: Sequence[Sample]) -> dict[str, float]:
+        """Count the tokens of older weights among those trained, and the oldest sample's age."""
+        spans = [span for sample in used for span in sample.spans if span.trained]
+        generated = [span for span in spans if span.version >= 0]  # not the dataset's own
+        old = sum(s.stop - s.start for s in generated if s.version < self._version)
+        taken = self.schedule.groups.taken
+        ages = [self.schedule.step - taken[sample.id.prompt].step for sample in used]
+        return {
+            "samples/off_policy_tokens": float(old),
+            "samples/trained_tokens": float(sum(s.stop - s.start for s in spans)),
+            "samples/staleness": float(max(ages, default=0)),
+        }
 
     def _recorded_order(self) -> RoundOrder | None:
         """Return the order of the step's next round, where a record is followed."""
         if self.turn_orders is None:
             return None
-        orders, done = self.turn_orders.get(self._step, ()), len(self._turn_orders)
+        orders, done = self.turn_orders.get(self.schedule.step, ()), len(self.schedule.turn_orders)
         if done >= len(orders):
-            raise RecordDiffers(f"round {done + 1} of step {self._step} is not in the record")
+            raise RecordDiffers(
+                f"round {done + 1} of step {self.schedule.step} is not in the record"
+            )
         return orders[done]
 
     def _windows(self) -> Iterator[int]:
@@ -202,33 +180,23 @@ class PartialSchedule(StreamingSchedule):
         They follow from turns of earlier steps, and so do not depend on time.
         """
         num = math.ceil(self._wanted * self.over_provision)
-        turns = self.length_model.turns_of_prompt.sample(num)
+        turns = self.schedule.length_model.turns_of_prompt.sample(num)
         yield max(_WINDOW_TURNS, turns[self._wanted - 1] if turns else 0)
         yield from repeat(_WINDOW_TURNS)
 
-    def _num_parked(self, tasks: Sequence[GenerationTask]) -> int:
-        return sum(self._groups.parked(task) is not None for task in tasks)
+    def _count(self, name: str, tasks: Sequence[GenerationTask]) -> None:
+        """Count the parked ones of these."""
+        parked = sum(self.schedule.groups.parked(task) is not None for task in tasks)
+        self.schedule.metrics[f"samples/{name}"] += parked
 
     def _expected(self, task: GenerationTask) -> GenerationTask:
         """A stopped task with the tokens that are still expected."""
-        parked = self._groups.parked(task)
+        parked = self.schedule.groups.parked(task)
         if parked is None:
             return task
         done = parked.tokens[parked.ids.index(task.sample.id)]
-        done -= len(self.length_model.key_of(task.prompt).prompt_ids)
+        done -= len(self.schedule.length_model.key_of(task.prompt).prompt_ids)
         return replace(task, tokens=max(1.0, task.total - done))
-
-    def _top_up(self, makers: Sequence[SourceStage], batch: Batch) -> None:
-        """Begin as many prompts as are missing; those that are pending are the oldest."""
-        num = math.ceil(self._wanted * self.over_provision) - len(self._groups.open)
-        pulled = list(islice(self.prompts, max(0, num)))
-        if len(self._groups.open) + len(pulled) < self._wanted:
-            raise ValueError(
-                f"the prompts have ended: got {len(self._groups.open) + len(pulled)}, "
-                f"wanted {self._wanted}"
-            )
-        for stage in makers:
-            self._new_tasks(stage, pulled, batch)
 
     def _enough(self) -> bool:
         """Enough groups are complete, and those that stay can be trained before they are too old.
@@ -236,30 +204,19 @@ class PartialSchedule(StreamingSchedule):
         The oldest complete ones are trained now, `wanted` in every later step. So h steps from now
         at most h times as many may have reached their last step.
         """
-        complete = self._groups.complete()
+        groups, now = self.schedule.groups, self.schedule.step
+        complete = groups.complete()
         # A death may have taken samples of an earlier round of this step.
-        whole = all(map(self._groups.is_complete, self._groups.taken))
+        whole = all(map(groups.is_complete, groups.taken))
         if not whole or len(complete) < self._wanted:
             return False
         chosen = {*complete[: self._wanted]}
-        open_ones = self._groups.open.items()
+        open_ones = groups.open.items()
         last = [group.step + self.max_staleness for p, group in open_ones if p not in chosen]
         return all(
-            sum(step <= self._step + later for step in last) <= self._wanted * later
+            sum(step <= now + later for step in last) <= self._wanted * later
             for later in range(self.max_staleness + 1)
         )
-
-    def _summary(self, used: Sequence[Sample], num_dropped: int) -> dict[str, float]:
-        """With the tokens of older weights among those trained, and the oldest sample's age."""
-        spans = [span for sample in used for span in sample.spans if span.trained]
-        generated = [span for span in spans if span.version >= 0]  # not the dataset's own
-        old = sum(s.stop - s.start for s in generated if s.version < self._version)
-        self._metrics["samples/off_policy_tokens"] = float(old)
-        self._metrics["samples/trained_tokens"] = float(sum(s.stop - s.start for s in spans))
-        taken = self._groups.taken
-        ages = [self._step - taken[sample.id.prompt].step for sample in used]
-        self._metrics["samples/staleness"] = float(max(ages, default=0))
-        return super()._summary(used, num_dropped)
 
 
 def check_partial(graph: Graph) -> None:

@@ -4,9 +4,7 @@ It is the specification: every on-policy schedule must train on the same batch.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Self
 
-from hybridrl.config import ScheduleConfig
 from hybridrl.flow.executor import (
     Advanced,
     Phase,
@@ -17,7 +15,7 @@ from hybridrl.flow.executor import (
 from hybridrl.flow.graph import AnswersStage, GenerateStage, Stage
 from hybridrl.flow.ledger import SampleStatus, sampling_of, with_updates_together
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.schedule.base import Batch, Schedule, ScheduleParts, learn
+from hybridrl.schedule.base import Batch, Schedule, learn
 
 
 class SerialSchedule(Schedule):
@@ -26,11 +24,6 @@ class SerialSchedule(Schedule):
     Prompts are dealt to instances by position in the step, all samples of a prompt to one. An
     instance that dies ends the run.
     """
-
-    @classmethod
-    def build(cls, parts: ScheduleParts, config: ScheduleConfig) -> Self:
-        """The schedule, which has no settings."""
-        return cls(*parts.step)
 
     def _run_stages(self, stages: Sequence[Stage], batch: Batch) -> None:
         for stage in with_updates_together(stages):
@@ -50,7 +43,7 @@ class SerialSchedule(Schedule):
     def _generate(self, stage: GenerateStage, batch: Batch) -> list[Sample]:
         """Submit every group to its instance, then let the instances run until all is finished."""
         sampling = sampling_of(stage, self.settings.sampling)
-        dispatched = self._begin_samples(stage, self._pulled, batch)
+        dispatched = self._begin_samples(stage, self.pulled, batch)
         samples = {sample.id: sample for _, group in dispatched for sample in group}
         instances = self.executor.instances
         commands: dict[int, list[Submit]] = {}
@@ -101,9 +94,9 @@ class SerialSchedule(Schedule):
 
     def _load_targets(self, stage: AnswersStage, batch: Batch) -> list[Sample]:
         """Make the dataset's targets samples."""
-        dispatched = self._begin_samples(stage, self._pulled, batch)
+        dispatched = self._begin_samples(stage, self.pulled, batch)
         samples = {sample.id: sample for _, (sample,) in dispatched}
-        self.executor.load_targets(stage, tuple(samples), [prompt for _, prompt in self._pulled])
+        self.executor.load_targets(stage, tuple(samples), [prompt for _, prompt in self.pulled])
         waiting = set(samples)
         while waiting:
             for event in self._wait():

@@ -15,9 +15,8 @@ from hybridrl.flow.judgements import JudgeFailed, check_failed_share, leaving_fa
 from hybridrl.flow.ledger import DropReason, Ledger, SampleStatus
 from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.schedule.base import ScheduleParts, StepSettings
-from hybridrl.schedule.packed import PackedSchedule
-from hybridrl.schedule.partial import PartialSchedule
+from hybridrl.schedule.base import StepSettings
+from hybridrl.schedule.build import ScheduleParts, build
 
 
 class ToyLoss(Loss):
@@ -71,11 +70,11 @@ def test_schedules_that_keep_samples_leave_them_out(virtual_executor: Any, kind:
         key_of=lambda prompt: PromptKey(str(prompt), "task", (1, 2, 3)),
         num_steps=4,
     )
-    schedule: Any = (
-        PartialSchedule.build(parts, PartialScheduleConfig(over_provision=1.5))
-        if kind == "partial"
-        else PackedSchedule.build(parts, PackedScheduleConfig(max_wait_steps=3))
+    partial, packed = (
+        PartialScheduleConfig(over_provision=1.5),
+        PackedScheduleConfig(max_wait_steps=3),
     )
+    schedule = build(parts, partial if kind == "partial" else packed)
     dropped = 0
     for step in range(4):
         result = schedule.run_step(step)

@@ -19,8 +19,9 @@ from hybridrl.plan import schedule, schedule_command
 from hybridrl.plan.simulate import SimulatedExecutor
 from hybridrl.schedule import loop as schedule_loop
 from hybridrl.schedule.base import StepSettings
-from hybridrl.schedule.fused import FusedSchedule
+from hybridrl.schedule.fused import Fused
 from hybridrl.schedule.generation_task import RoundLimits
+from hybridrl.schedule.loop_schedule import LoopSchedule
 from hybridrl.schedule.serial import SerialSchedule
 
 COSTS = Costs(step_s=1.0, prefill_token_s=0.5)
@@ -116,8 +117,9 @@ def run(kind, conversations, prompts=8):
     if kind == "serial":
         chosen = SerialSchedule(*step)
     else:
-        chosen = FusedSchedule(
+        chosen = LoopSchedule(
             *step,
+            Fused(),
             limits=RoundLimits(max_held=16, chunk_tokens=100),
             length_model=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1,))),
         )
@@ -166,8 +168,8 @@ def test_others_have_the_rows_of_those_that_wait():
         conversations=conversations,
     )  # fmt: skip
     settings = StepSettings(sampling=SAMPLING, decode_steps=1, prompts_per_step=2)
-    fused = FusedSchedule(
-        flow.graph, executor, iter([(0, ""), (1, "")]), settings,
+    fused = LoopSchedule(
+        flow.graph, executor, iter([(0, ""), (1, "")]), settings, Fused(),
         limits=RoundLimits(max_held=1, chunk_tokens=100),
         length_model=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1,))),
     )  # fmt: skip
@@ -242,9 +244,9 @@ def forecasts(conversations, steps=4, prompts=4):
         costs, 2, lambda id: 20 + 7 * (id.prompt * 5 + id.k) % 60, lambda prompt: 4, max_running=8,
         scopes=dict.fromkeys(costs.token_s, Scope.INSTANCE), conversations=conversations,
     )  # fmt: skip
-    fused = FusedSchedule(
+    fused = LoopSchedule(
         flow.graph, executor, ((i, "prompt") for i in range(1000)),
-        StepSettings(sampling=SAMPLING, decode_steps=16, prompts_per_step=prompts),
+        StepSettings(sampling=SAMPLING, decode_steps=16, prompts_per_step=prompts), Fused(),
         limits=RoundLimits(max_held=16, chunk_tokens=1000),
         length_model=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1,) * 4)),
     )  # fmt: skip

@@ -61,8 +61,7 @@ from hybridrl.plan.schedule import (
 )
 from hybridrl.plan.schedule_command import read_setting, run
 from hybridrl.plan.simulate import SimulatedExecutor
-from hybridrl.schedule.fused import FusedSchedule
-from hybridrl.schedule.packed import PackedSchedule
+from hybridrl.schedule.build import build
 
 A, B, C = SampleId(0), SampleId(1), SampleId(2)
 LENGTHS = {A: 3, B: 5, C: 9}
@@ -468,7 +467,7 @@ def test_guesses_change_no_batch_of_a_schedule_that_counts_tokens() -> None:
     def prompts_of(drafting: Drafting | None) -> list[list[int]]:
         case = setting(LogNormal(40, 0.9, 600), replace(COSTS, drafting=drafting), steps=6)
         simulated = executor_of(case, counts_tokens=True)
-        schedule = PackedSchedule.build(_parts(case, simulated), PackedScheduleConfig())
+        schedule = build(_parts(case, simulated), PackedScheduleConfig())
         return [[s.id.prompt for s in schedule.run_step(step).samples] for step in range(6)]
 
     batches = prompts_of(None)
@@ -496,7 +495,7 @@ def test_a_simulated_run_teaches_the_costs_that_it_has(drafting: Drafting | None
     case = setting(costs=replace(COSTS, drafting=drafting), steps=4)
     simulated = executor_of(case)
     config = FusedScheduleConfig(migration_threshold=16)
-    schedule = FusedSchedule.build(_parts(case, simulated), config)
+    schedule = build(_parts(case, simulated), config)
     for step in range(4):
         schedule.run_step(step)
     learned = schedule.meter.costs()

@@ -21,12 +21,13 @@ from hybridrl.flow.ledger import generation_first, sections
 from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.sample import SampleId
 from hybridrl.preflight.prepare import build_recipe
-from hybridrl.schedule import fused
 from hybridrl.schedule.base import StepSettings
-from hybridrl.schedule.fused import FusedSchedule
+from hybridrl.schedule.fused import Fused
 from hybridrl.schedule.generation_task import RoundLimits
+from hybridrl.schedule.loop_schedule import LoopSchedule
 from hybridrl.schedule.readiness import early_stages
 from hybridrl.schedule.serial import SerialSchedule
+from hybridrl.schedule.tail import plan
 from hybridrl.schedule.tail.early import seconds_left
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -142,14 +143,14 @@ def schedule_of(
     stream = ((i, f"prompt {i}") for i in range(1000))
     if early is None:
         return SerialSchedule(graph, executor, stream, step)
-    return FusedSchedule(
+    return LoopSchedule(
         graph,
         executor,
         stream,
         step,
+        Fused(early=early),
         limits=RoundLimits(**{"max_held": 100, "chunk_tokens": 30} | limits),
         length_model=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1, 2, 3))),
-        early=early,
     )
 
 
@@ -304,7 +305,7 @@ def test_a_metric_says_which_plan_a_step_took(
     train_token_s: float,
     taken: str,
 ) -> None:
-    monkeypatch.setattr(fused, "best_plan", lambda plans: {p.name: p for p in plans}[name])
+    monkeypatch.setattr(plan, "best_plan", lambda plans: {p.name: p for p in plans}[name])
     _, schedule = two_of_three(virtual_executor)
     first = schedule.run_step(0).metrics  # nothing is known yet
     assert not [key for key in first if key.startswith("plan/")]
@@ -329,7 +330,7 @@ def test_a_sample_that_is_too_long_holds_up_none_behind_it(
 
     Its partner has 8, and is trained early; the first one is trained with the rest.
     """
-    monkeypatch.setattr(fused, "best_plan", lambda plans: max(plans, key=lambda p: p.trains_early))
+    monkeypatch.setattr(plan, "best_plan", lambda plans: max(plans, key=lambda p: p.trains_early))
     lengths = {0: (30, 5), 1: (5, 6), 2: (60, 60)}
     executor = virtual_executor(3, 0, lambda id: lengths[id.prompt][id.k])
     executor.reward_of = lambda id: (float(id.k), "ok")

@@ -20,8 +20,9 @@ from hybridrl.flow.ledger import SampleStatus
 from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.migration import gather
 from hybridrl.schedule.base import StepSettings
-from hybridrl.schedule.fused import FusedSchedule
+from hybridrl.schedule.fused import Fused
 from hybridrl.schedule.generation_task import RoundLimits
+from hybridrl.schedule.loop_schedule import LoopSchedule
 from hybridrl.schedule.readiness import early_stages
 from hybridrl.schedule.serial import SerialSchedule
 
@@ -98,16 +99,14 @@ def make(
     stream = ((i, f"prompt {i}") for i in range(10_000))
     if not fused:
         return SerialSchedule(graph, executor, stream, settings)
-    return FusedSchedule(
+    return LoopSchedule(
         graph,
         executor,
         stream,
         settings,
+        Fused(migration_threshold=threshold, early=early, must_widen=must_widen),
         limits=RoundLimits(max_held=max_held, chunk_tokens=chunk),
         length_model=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1, 2, 3))),
-        migration_threshold=threshold,
-        early=early,
-        must_widen=must_widen,
     )
 
 

@@ -118,9 +118,9 @@ def test_instances_live_as_long_as_the_run(virtual_executor: Any) -> None:
     executor = virtual_executor(3, 0, long_tail, deaths={3: 1})
     schedule = fused(executor)
     schedule.run_step(0)
-    loop, first = schedule._loop, schedule._loop.instances[0]
+    loop, first = schedule.loop, schedule.loop.instances[0]
     schedule.run_step(1)
-    assert schedule._loop is loop
+    assert schedule.loop is loop
     assert loop.instances[0] is first
     assert loop.instances[1].status is InstanceStatus.DEAD
     assert [i.number for i in loop.instances] == [0, 2]
@@ -144,7 +144,7 @@ def test_none_of_the_tail_s_code_runs_where_it_is_off(
     off = fused(executor, threshold=0) if kind == "fused" else test_partial.make(executor, {})
     for step in range(2):
         off.run_step(step)
-    assert not [i for i in off._loop.instances if i.keeps]
+    assert not [i for i in off.loop.instances if i.keeps]
     with pytest.raises(AssertionError, match="the tail is off"):
         fused(virtual_executor(3, 0, long_tail), threshold=4).run_step(0)
 

@@ -17,7 +17,8 @@ from hybridrl.flow.packing import choose, limit_of
 from hybridrl.flow.sample import OUT_OF_TOKENS
 from hybridrl.schedule.base import StepSettings
 from hybridrl.schedule.generation_task import RoundLimits
-from hybridrl.schedule.packed import ENDED, PackedSchedule
+from hybridrl.schedule.loop_schedule import LoopSchedule
+from hybridrl.schedule.packed import ENDED, Packed
 from hybridrl.schedule.serial import SerialSchedule
 
 MAX_TOKENS = 200
@@ -51,7 +52,7 @@ def make(
     executor, cfg, *, prompts=4, decode_steps=5, wait=3, limit=None, held=100,
     num_prompts=10_000, first_prompt=0, num_steps=None, turns=False,
 ):  # fmt: skip
-    return PackedSchedule(
+    return LoopSchedule(
         toy.build(cfg),
         executor,
         ((i, item_of(i)) for i in range(first_prompt, num_prompts)),
@@ -60,11 +61,9 @@ def make(
             decode_steps=decode_steps,
             prompts_per_step=prompts,
         ),
+        Packed(max_wait_steps=wait, limit_tokens=limit, num_steps=num_steps),
         limits=RoundLimits(max_held=held, chunk_tokens=50),
         length_model=LengthModel(key_of=key_of),
-        max_wait_steps=wait,
-        limit_tokens=limit,
-        num_steps=num_steps,
     )
 
 
@@ -472,4 +471,4 @@ def graph_of(kind):
 )
 def test_recipes_whose_prompts_cannot_wait_are_refused(kind, message):
     with pytest.raises(ValueError, match=message):
-        PackedSchedule.check_graph(graph_of(kind))
+        Packed.check_graph(graph_of(kind))

@@ -25,7 +25,8 @@ from hybridrl.flow.turns import (
 )
 from hybridrl.schedule.base import StepSettings
 from hybridrl.schedule.generation_task import RoundLimits
-from hybridrl.schedule.partial import ENDED, PartialSchedule, check_partial
+from hybridrl.schedule.loop_schedule import LoopSchedule
+from hybridrl.schedule.partial import ENDED, Partial, check_partial
 from hybridrl.schedule.serial import SerialSchedule
 
 
@@ -54,7 +55,10 @@ def make(
     executor, cfg, *, prompts=4, decode_steps=5, over=1.5, staleness=1, stale_kv=False, held=100,
     num_prompts=10_000, first_prompt=0, turns=False, timed=False, turn_orders=None,
 ):  # fmt: skip
-    return PartialSchedule(
+    policy = Partial(
+        over_provision=over, max_staleness=staleness, timed=timed, turn_orders=turn_orders
+    )
+    return LoopSchedule(
         toy.build(cfg),
         executor,
         ((i, f"prompt {i}") for i in range(first_prompt, num_prompts)),
@@ -63,12 +67,9 @@ def make(
             decode_steps=decode_steps,
             prompts_per_step=prompts,
         ),
+        policy,
         limits=RoundLimits(max_held=held, chunk_tokens=50, stale_kv=stale_kv),
         length_model=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1, 2, 3))),
-        over_provision=over,
-        max_staleness=staleness,
-        timed=timed,
-        turn_orders=turn_orders,
     )
 
 
@@ -524,11 +525,11 @@ def test_recipes_that_cannot_be_parked_are_refused(virtual_executor, kind, messa
     flow = Flow()
     flow.graph = graph_of(kind)
     with pytest.raises(ValueError, match=message):
-        PartialSchedule(
+        LoopSchedule(
             flow.graph, virtual_executor(), iter(()),
             StepSettings(sampling=Sampling(4), decode_steps=1, prompts_per_step=1),
+            Partial(over_provision=1.0, max_staleness=1),
             limits=RoundLimits(max_held=1, chunk_tokens=1), length_model=LengthModel(key_of=str),
-            over_provision=1.0, max_staleness=1,
         )  # fmt: skip
 
 

@@ -19,10 +19,11 @@ from hybridrl.flow import Flow, recipe
 from hybridrl.flow.executor import Advanced, Park, Parked, Resume, Sampling, Submit
 from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.schedule.base import StepSettings
-from hybridrl.schedule.fused import FusedSchedule
+from hybridrl.schedule.fused import Fused
 from hybridrl.schedule.generation_task import RoundLimits
-from hybridrl.schedule.packed import PackedSchedule
-from hybridrl.schedule.partial import PartialSchedule
+from hybridrl.schedule.loop_schedule import LoopSchedule
+from hybridrl.schedule.packed import Packed
+from hybridrl.schedule.partial import Partial
 from hybridrl.schedule.serial import SerialSchedule
 
 VOCAB, MOST, STEPS = 24, 40, 4
@@ -167,11 +168,13 @@ def schedule_of(kind: ScheduleKind, executor):
         case ScheduleKind.serial:
             return SerialSchedule(*step)
         case ScheduleKind.fused:
-            return FusedSchedule(*step, **overlapped, migration_threshold=5)
+            return LoopSchedule(*step, Fused(migration_threshold=5), **overlapped)
         case ScheduleKind.partial:
-            return PartialSchedule(*step, **overlapped, over_provision=2.0, max_staleness=1)
+            policy = Partial(over_provision=2.0, max_staleness=1)
+            return LoopSchedule(*step, policy, **overlapped)
         case ScheduleKind.packed:
-            return PackedSchedule(*step, **overlapped, max_wait_steps=3, limit_tokens=10)
+            policy = Packed(max_wait_steps=3, limit_tokens=10)
+            return LoopSchedule(*step, policy, **overlapped)
 
 
 @pytest.mark.parametrize("kind", SCHEDULES, ids=lambda kind: kind.value)

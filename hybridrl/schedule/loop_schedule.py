@@ -1,0 +1,377 @@
+"""The schedule of a loop: per-sample stages overlap generation, and a policy decides the rest."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from hybridrl.flow.executor import Executor, Phase, Sampling
+from hybridrl.flow.graph import GenerateStage, Graph, SourceStage, Stage, UpdateStage
+from hybridrl.flow.ledger import Drop, phase_of, sampling_of, sections, with_updates_together
+from hybridrl.flow.lengths import LengthModel
+from hybridrl.flow.sample import Sample, SampleId
+from hybridrl.schedule.base import Batch, PendingSample, Prompt, Schedule, StepSettings
+from hybridrl.schedule.generation_task import GenerationTask, RoundLimits
+from hybridrl.schedule.groups import BegunPrompts, tasks_of
+from hybridrl.schedule.loop import Loop
+from hybridrl.schedule.readiness import ReadyTracker, early_stages
+from hybridrl.schedule.streamed_stages import StreamedStages
+from hybridrl.schedule.tail import NoTail
+
+
+class Policy:
+    """What a `LoopSchedule` asks; here: it makes a step's prompts, and trains on all of them.
+
+    | question                                | method          | here                         |
+    |-----------------------------------------|-----------------|------------------------------|
+    | which prompts begin                     | `pull`, `begin` | the step's                   |
+    | when instances take new weights         | -               | at the step's start, all     |
+    | until when samples are made             | `make`          | until all are there          |
+    | what is left then                       | `make`          | nothing; `close` at the end  |
+    | what a step trains on                   | `take`          | all that has begun           |
+    | what instances do at the end of a round | `tail`          | nothing but forward passes   |
+
+    A policy is of one schedule (`bind`), whose parts it uses.
+    """
+
+    schedule: "LoopSchedule"
+    keeps = False
+    """Whether prompts that a step has begun and does not train on go on in the next."""
+
+    @classmethod
+    def check_graph(cls, graph: Graph) -> None:
+        """Raise `ValueError`, with what is allowed, for a recipe that it cannot run."""
+        graph.check()
+
+    def bind(self, schedule: "LoopSchedule") -> None:
+        """Belong to a schedule, whose graph is checked."""
+        self.check_graph(schedule.graph)
+        self.schedule = schedule
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that the next step continues with, in plain JSON types."""
+        return {}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], prompt_at: Callable[[int], Any], num_ranks: int
+    ) -> None:
+        """Continue from a schedule's `state_dict`, which another policy may have written."""
+
+    def begin_step(self) -> None:
+        """A step begins."""
+
+    def pull(self, num: int) -> list[Prompt]:
+        """The prompts of a round in which `num` are wanted; none if they follow from lengths."""
+        return self.schedule.next_prompts(num)
+
+    def begin(self) -> list[GenerationTask]:
+        """A round begins; gives the samples that are to be made first."""
+        return self.schedule.begin(self.schedule.pulled)
+
+    def compares_early(self, section: Sequence[Stage]) -> bool:
+        """Whether a section has a use for `by_group` results before the batch is there."""
+        return False
+
+    def tail(self, stages: StreamedStages, tasks: Sequence[GenerationTask]) -> tuple[NoTail, bool]:
+        """The tail of a round, and whether forward passes run while others decode."""
+        return NoTail(), True
+
+    def may_start(self, position: int) -> bool:
+        """Whether stages may start on a prompt's samples yet."""
+        return True
+
+    def make(self, tasks: Sequence[GenerationTask]) -> None:
+        """Let samples be made, and stages end, until the round has what it wants."""
+        self.schedule.loop.make(tasks)
+        self.schedule.loop.finish()
+
+    def take(self) -> list[int]:
+        """The round has ended; gives the prompts that are trained on, in training order."""
+        return [*self.schedule.groups.open]
+
+    def round_ended(self) -> None:
+        """A round is recorded, and its lengths are learned."""
+
+    def update_ended(self) -> None:
+        """Updates that followed each other have ended."""
+
+    def metrics(self, used: Sequence[Sample]) -> dict[str, float]:
+        """Counts of a step that has ended, which trained on `used`."""
+        return {}
+
+    def close(self) -> dict[SampleId, Drop]:
+        """The run ends; gives the samples that no step has trained on, with the reason."""
+        return {}
+
+
+class LoopSchedule(Schedule):
+    """Runs each section of a graph as a round of the loop, then its other stages.
+
+    Stages of a section that make samples run together; samples go to instances by predicted length.
+    A stage that needs no training shards starts on a sample, a filter or join on a prompt, when its
+    fields are there. Stages across the batch, updates, and stages that need the training shards run
+    afterwards, in the recipe's order. Its `policy` says which prompts a round begins, when it ends,
+    and on which prompts the step trains.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        executor: Executor,
+        prompts: Iterator[Prompt],
+        settings: StepSettings,
+        policy: Policy,
+        *,
+        limits: RoundLimits,
+        length_model: LengthModel,
+    ) -> None:
+        super().__init__(graph, executor, prompts, settings)
+        self.policy, self.limits, self.length_model = policy, limits, length_model
+        self._sections: dict[str, StreamedStages] = {}  # by their first stage
+        self.groups = BegunPrompts(graph, self._ledger, self._turns)
+        self.loop = Loop(executor, self.groups, self.meter, limits, settings.decode_steps)
+        policy.bind(self)
+
+    # -- between steps -------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """With the lengths learned, and the policy's state."""
+        model = self.length_model
+        learned = {
+            "ranker": model.ranker.state_dict(),
+            "forecast": model.forecast.state_dict(),
+            "longest_of_prompt": model.longest_of_prompt.state_dict(),
+            "turns_of_prompt": model.turns_of_prompt.state_dict(),
+        }
+        return super().state_dict() | learned | self.policy.state_dict()
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, prompt_at: Callable[[int], Any], num_ranks: int
+    ) -> None:
+        """Continue from a `state_dict`; another schedule may have learned nothing of lengths."""
+        super().load_state_dict(state, prompt_at=prompt_at, num_ranks=num_ranks)
+        model = self.length_model
+        if "ranker" in state:
+            model.ranker.load_state_dict(state["ranker"])
+            model.forecast.load_state_dict(state["forecast"])
+        if "longest_of_prompt" in state:
+            model.longest_of_prompt.load_state_dict(state["longest_of_prompt"])
+        if "turns_of_prompt" in state:
+            model.turns_of_prompt.load_state_dict(state["turns_of_prompt"])
+        self.policy.load_state_dict(state, prompt_at, num_ranks)
+
+    def pending(self) -> tuple[PendingSample, ...]:
+        """Return the samples of open prompts that are parked or finished."""
+        return self.groups.pending()
+
+    def restore_parked(self, state: Any) -> None:
+        """Set the reference to the parked tokens."""
+        self.groups.restore_parked(state)
+
+    def _pending_ids(self) -> Collection[SampleId]:
+        open_ones = self.groups.open if self.policy.keeps else {}
+        return {task.sample.id for task in tasks_of(open_ones)}
+
+    def close(self) -> dict[SampleId, Drop]:
+        """End the run; gives the samples that no step has trained on, with the reason."""
+        dropped = self.policy.close()
+        self.groups.clear()
+        return dropped | super().close()
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def _begin_step(self, step: int) -> None:
+        super()._begin_step(step)
+        self.metrics |= {"samples/migrated": 0.0, "samples/restarted": 0.0}
+        if self.executor.wide:
+            self.metrics |= {"samples/widened": 0.0, "samples/moved_kv_bytes": 0.0}
+        if self.policy.keeps:
+            self.groups.end_step()
+        else:  # a step that failed has left some
+            self.groups.clear()
+        self.policy.begin_step()
+
+    def _pull(self, num: int) -> list[Prompt]:
+        return self.policy.pull(num)
+
+    def _summary(self, used: Sequence[Sample], num_dropped: int) -> dict[str, float]:
+        self.metrics |= self.policy.metrics(used)
+        return super()._summary(used, num_dropped)
+
+    def _run_stages(self, stages: Sequence[Stage], batch: Batch) -> None:
+        for section in sections(stages):
+            makers = [stage for stage in section if isinstance(stage, SourceStage)]
+            if makers:
+                streamed = self._run_round(makers, batch)
+                batch |= {s.name: streamed[s.name] for s in section if s.name in streamed}
+            left = [stage for stage in section if stage.name not in batch]
+            for stage in with_updates_together(left):
+                if isinstance(stage, list):
+                    self._update(stage, batch)
+                    self.policy.update_ended()
+                else:
+                    self._run(stage, batch)
+
+    def _run_round(self, makers: Sequence[SourceStage], batch: Batch) -> Batch:
+        """Make samples and run the early stages; gives those that have left these stages."""
+        self._makers, self._batch = makers, batch
+        stages, policy = self.stages_of(makers[0]), self.policy
+        tasks = policy.begin()
+        if self.pulled and not tasks:  # none of the prompts has samples of these stages
+            return self._streamed(stages.tracker, [])
+        phases = {phase_of(s, self._scope(s)) for s in [*makers, *stages.tracker.computes]}
+        if Phase.GENERATE in phases:
+            self._enter(Phase.GENERATE)
+        self.begin_loop(stages, *policy.tail(stages, tasks))
+        policy.make(tasks)
+        positions = policy.take()
+        self.pulled = self.pulled or [(p, self.groups[p].prompt) for p in positions]
+        waiting = stages.tracker.open_stages(positions)
+        assert not waiting, f"{waiting} still wait"
+        self.groups.take(positions)
+        self.record_round()
+        self._learn_lengths(
+            [
+                task.sample
+                for position in positions
+                for task in self.groups[position].tasks.values()
+                if task.stage in makers
+            ]
+        )
+        streamed = self._streamed(stages.tracker, positions)
+        policy.round_ended()
+        return streamed
+
+    # -- parts of a round ----------------------------------------------------------------------
+
+    def stages_of(self, maker: Stage) -> StreamedStages:
+        """The early stages of a maker's section; one for the run."""
+        section = self.section_of(maker)
+        first = section[0].name
+        if first not in self._sections:
+            makers = [stage for stage in section if isinstance(stage, SourceStage)]
+            by_group = self.policy.compares_early(section)
+            early = early_stages(self.graph, section, self.executor, by_group)
+            tracker = ReadyTracker(self.graph, makers, early, self.groups)
+            chunk_tokens = self.limits.chunk_tokens
+            stages = StreamedStages(self.executor, tracker, self.meter, chunk_tokens)
+            self._sections[first] = stages
+        return self._sections[first]
+
+    @property
+    def sections(self) -> list[list[Stage]]:
+        """The stages whose samples are made together, for each round of a step."""
+        return sections(self._order)
+
+    def section_of(self, maker: Stage) -> list[Stage]:
+        """The section in which a stage makes samples."""
+        return next(section for section in self.sections if maker in section)
+
+    def begin(self, prompts: Sequence[Prompt]) -> list[GenerationTask]:
+        """The round's makers begin their samples of these prompts."""
+        return [task for stage in self._makers for task in self._new_tasks(stage, prompts)]
+
+    def _new_tasks(self, stage: SourceStage, pulled: Sequence[Prompt]) -> list[GenerationTask]:
+        """Dispatch the samples of a maker for `pulled` prompts."""
+        sampling = self.sampling(stage)
+        key_of, ranker = self.length_model.key_of, self.length_model.ranker
+        dispatched = self._begin_samples(stage, pulled, self._batch)
+        predicted = [0.0] * len(dispatched)
+        if sampling is not None:
+            most = float(sampling.max_new_tokens)
+            lengths = ranker.predict([key_of(prompt) for (_, prompt), _ in dispatched])
+            predicted = [min(tokens, most) for tokens in lengths]
+        tasks = []
+        for ((_, prompt), group), tokens in zip(dispatched, predicted, strict=True):
+            tasks += [
+                GenerationTask(sample, stage, prompt, sampling, tokens, tokens) for sample in group
+            ]
+        self.groups.begin(pulled, self.step, tasks)
+        return tasks
+
+    def sampling(self, stage: SourceStage) -> Sampling | None:
+        """A maker's sampling; None where it places the dataset's own answers."""
+        if not isinstance(stage, GenerateStage):
+            return None
+        return sampling_of(stage, self.settings.sampling)
+
+    def begin_loop(self, stages: StreamedStages, tail: NoTail, overlaps: bool = True) -> None:
+        """The loop begins a round; see `StreamedStages` for `overlaps`."""
+        stages.begin(overlaps)
+        turns = self.length_model.turns_of_prompt.sample(len(self.pulled))
+        self._turns.expected = sum(turns) / len(turns) if turns else 0.0
+        self.loop.begin(stages, tail, self.policy.may_start)
+
+    def record_round(self) -> None:
+        """Record what the loop did since it began a round."""
+        loop, tail = self.loop, self.loop.tail
+        self._spans += [*loop.stages.spans, *tail.spans]
+        self.metrics["samples/migrated"] += tail.num_migrated
+        self.metrics["samples/restarted"] += loop.num_restarted
+        if self.executor.wide:
+            self.metrics["samples/widened"] += tail.num_widened
+            self.metrics["samples/moved_kv_bytes"] += loop.kv_bytes
+        if "samples/trained_early" in self.metrics:
+            self.metrics["samples/trained_early"] += tail.num_trained
+            self._early_train_s += tail.train_seconds / len(self.executor.instances)
+
+    def _learn_lengths(self, samples: Sequence[Sample]) -> None:
+        by_prompt: dict[int, list[tuple[int, float]]] = {}  # tokens, seconds of waits
+        turns: dict[int, int] = {}
+        for sample in samples:
+            if "log_probs" in sample.tensors and sample.scalars["finish"] != "abort":
+                position = sample.id.prompt
+                lasted = sample.model_tokens, self._turns.waited(sample.id)
+                by_prompt.setdefault(position, []).append(lasted)
+                if "num_turns" in sample.scalars:
+                    turns[position] = max(turns.get(position, 0), int(sample.number("num_turns")))
+        model, every = self.length_model, [*chain(*by_prompt.values())]
+        end_of = self._end_of(every)
+        last = [max(samples, key=end_of) for samples in by_prompt.values()]
+        for forecast, of in ((model.forecast, every), (model.longest_of_prompt, last)):
+            in_order = sorted(of, key=end_of)
+            forecast.add([tokens for tokens, _ in in_order], [wait for _, wait in in_order])
+        model.turns_of_prompt.add([*turns.values()])
+        for position, prompt in self.pulled:
+            if position in by_prompt:
+                lengths = [tokens for tokens, _ in by_prompt[position]]
+                model.ranker.observe(model.key_of(prompt), lengths)
+
+    def _end_of(
+        self, samples: Sequence[tuple[int, float]]
+    ) -> Callable[[tuple[int, float]], tuple[float, int]]:
+        """When such a sample ends, by its tokens and seconds of waits, to compare it with others.
+
+        Without waits costs are not asked for.
+        """
+        costs = self.meter.costs() if any(wait for _, wait in samples) else None
+        token_s = 0.0 if costs is None else float(costs.pace(1))
+        return lambda sample: (sample[1] + token_s * sample[0], sample[0])
+
+    def _streamed(self, tracker: ReadyTracker, positions: Sequence[int]) -> Batch:
+        """The samples that have left makers and early stages; aborted ones leave the step."""
+        batch = tracker.take(positions)
+        aborted = [
+            sample
+            for sample in self._ledger.samples
+            if sample.id.prompt in positions and sample.scalars.get("finish") == "abort"
+        ]
+        self._whole(aborted)
+        return batch
+
+
+def check_generates_once(graph: Graph) -> None:
+    """Raise `ValueError` for a recipe whose prompts have samples of several rounds of a step."""
+    updates: list[str] = []
+    for stage in graph.stages.values():
+        if stage.makes_more:
+            raise ValueError(
+                f"a recipe that generates once a step (stage {stage.name!r} makes more samples of "
+                "some prompts)"
+            )
+        if isinstance(stage, SourceStage) and updates:
+            raise ValueError(
+                f"a recipe that generates before its first update (stage {stage.name!r} comes "
+                f"after {updates[0]!r})"
+            )
+        if isinstance(stage, UpdateStage):
+            updates.append(stage.name)
