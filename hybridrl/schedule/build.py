@@ -21,13 +21,13 @@ from hybridrl.flow.turns import RoundOrder
 from hybridrl.schedule.base import Prompt, Schedule, StepSettings
 from hybridrl.schedule.fused import Fused
 from hybridrl.schedule.generation_task import RoundLimits
-from hybridrl.schedule.loop_schedule import LoopSchedule, Policy
+from hybridrl.schedule.loop_schedule import LoopSchedule, SchedulePolicy
 from hybridrl.schedule.packed import Packed
 from hybridrl.schedule.partial import Partial
 from hybridrl.schedule.serial import SerialSchedule
 
-_POLICIES: dict[type[ScheduleConfig], type[Policy]] = {
-    SerialScheduleConfig: Policy,  # it runs every recipe
+_POLICIES: dict[type[ScheduleConfig], type[SchedulePolicy]] = {
+    SerialScheduleConfig: SchedulePolicy,  # it runs every recipe
     FusedScheduleConfig: Fused,
     PartialScheduleConfig: Partial,
     PackedScheduleConfig: Packed,
@@ -71,7 +71,7 @@ def build(parts: ScheduleParts, config: ScheduleConfig) -> Schedule:
     """The schedule of these settings."""
     step = parts.graph, parts.executor, parts.prompts, parts.settings
     limits = RoundLimits(max_held=parts.max_held, chunk_tokens=parts.chunk_tokens)
-    policy: Policy
+    policy: SchedulePolicy
     match config:
         case FusedScheduleConfig():
             how = config.migration if parts.exports_kv else Migration.recompute

@@ -12,7 +12,7 @@ from hybridrl.flow.early_updates import EarlySettings, EarlyUpdate, early_update
 from hybridrl.flow.graph import Stage, UpdateStage
 from hybridrl.flow.migration import TailPlan
 from hybridrl.schedule.generation_task import GenerationTask
-from hybridrl.schedule.loop_schedule import LoopSchedule, Policy
+from hybridrl.schedule.loop_schedule import LoopSchedule, SchedulePolicy
 from hybridrl.schedule.readiness import early_stages
 from hybridrl.schedule.streamed_stages import StreamedStages
 from hybridrl.schedule.tail import NoTail
@@ -32,7 +32,7 @@ class _TakenPlan(NamedTuple):
 
 
 @dataclass(kw_only=True, eq=False)
-class Fused(Policy):
+class Fused(SchedulePolicy):
     """Trains on the same batch as `SerialSchedule`, sooner.
 
     A round makes all samples of its prompts. When few of them are unfinished, they migrate to the

@@ -18,7 +18,7 @@ from hybridrl.schedule.streamed_stages import StreamedStages
 from hybridrl.schedule.tail import NoTail
 
 
-class Policy:
+class SchedulePolicy:
     """What a `LoopSchedule` asks; here: it makes a step's prompts, and trains on all of them.
 
     | question                                | method          | here                         |
@@ -119,7 +119,7 @@ class LoopSchedule(Schedule):
         executor: Executor,
         prompts: Iterator[Prompt],
         settings: StepSettings,
-        policy: Policy,
+        policy: SchedulePolicy,
         *,
         limits: RoundLimits,
         length_model: LengthModel,

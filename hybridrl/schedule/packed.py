@@ -16,7 +16,7 @@ from hybridrl.flow.sample import OUT_OF_TOKENS, Sample, SampleId
 from hybridrl.schedule.base import Prompt
 from hybridrl.schedule.generation_task import GenerationTask
 from hybridrl.schedule.groups import BegunPrompts
-from hybridrl.schedule.loop_schedule import Policy, check_generates_once
+from hybridrl.schedule.loop_schedule import SchedulePolicy, check_generates_once
 from hybridrl.schedule.tail import NoTail
 
 ENDED = Drop(DropReason.RUN_ENDED, "its prompt waited for a later step when the run ended")
@@ -70,7 +70,7 @@ class _Packing:
 
 
 @dataclass(kw_only=True, eq=False)
-class Packed(Policy):
+class Packed(SchedulePolicy):
     """Trains on the prompts of each cycle of `max_wait_steps` + 1 steps, the short ones first.
 
     A cycle pulls the prompts of all its steps. A step orders those that wait by their expected

@@ -17,7 +17,7 @@ from hybridrl.flow.turns import RecordDiffers, RoundOrder
 from hybridrl.schedule.base import Prompt
 from hybridrl.schedule.generation_task import GenerationTask
 from hybridrl.schedule.groups import tasks_of
-from hybridrl.schedule.loop_schedule import Policy, check_generates_once
+from hybridrl.schedule.loop_schedule import SchedulePolicy, check_generates_once
 from hybridrl.schedule.record import run_order, run_timed, run_windows
 
 _WINDOW_TURNS = 2  # of conversations, before it is looked whether enough has finished
@@ -26,7 +26,7 @@ _METRICS = ("resumed", "parked", "off_policy_tokens", "trained_tokens", "stalene
 
 
 @dataclass(kw_only=True, eq=False)
-class Partial(Policy):
+class Partial(SchedulePolicy):
     """Trains on the groups that are complete first, and leaves the long ones for later steps.
 
     A step begins with `over_provision` times the prompts that it wants, those of earlier steps
