@@ -23,7 +23,7 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.layout.grouping import TrainAxes, gen_positions
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.preflight.schedule_choice import early_settings, layout_obstacle
-from hybridrl.schedule import fused
+from hybridrl.schedule.tail import plan
 from hybridrl.schedule.tail.early import StreamedUpdate
 from hybridrl.system import signals
 
@@ -70,7 +70,7 @@ def settings_of(tail: list[str], user_rewards: Path) -> Callable[..., list[str]]
 def whatever_it_costs(patch: pytest.MonkeyPatch) -> None:
     """Train early wherever it is possible: on a loaded machine it might be too dear."""
     patch.setattr(StreamedUpdate, "_affordable", lambda *_: None)
-    patch.setattr(fused, "best_plan", lambda plans: max(plans, key=lambda p: p.trains_early))
+    patch.setattr(plan, "best_plan", lambda plans: max(plans, key=lambda p: p.trains_early))
 
 
 def watch_moves(patch: pytest.MonkeyPatch) -> list[SampleId]:
