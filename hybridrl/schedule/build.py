@@ -38,7 +38,7 @@ _POLICIES: dict[type[ScheduleConfig], type[SchedulePolicy]] = {
 class ScheduleParts:
     """What a schedule needs besides its own settings.
 
-    An instance is given at most `max_held` samples at a time, and one call of a forward pass
+    An instance decodes at most `max_held` samples at a time, and one call of a forward pass has
     `chunk_tokens`. `key_of` gives the key by which a length ranker knows a prompt. Samples travel
     without their keys and values where the engine does not hand them out (`exports_kv`).
     `num_steps` is the number of steps that the run is to have, where that is known. `early` says
@@ -82,7 +82,8 @@ def build(parts: ScheduleParts, config: ScheduleConfig) -> Schedule:
                 must_widen=parts.must_widen,
             )
         case PartialScheduleConfig():
-            limits = replace(limits, stale_kv=config.parked_kv is ParkedKV.keep)
+            # A step ends once its first groups are complete: what is ahead would stop unbegun.
+            limits = replace(limits, stale_kv=config.parked_kv is ParkedKV.keep, ahead=False)
             policy = Partial(
                 over_provision=config.over_provision,
                 max_staleness=config.max_staleness,

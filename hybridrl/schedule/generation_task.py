@@ -16,7 +16,8 @@ _CALL_SHARE = 0.02  # of the decoding: what calls may cost so that they end soon
 class RoundLimits:
     """Bounds of an instance, and how the tail moves.
 
-    An instance is given at most `max_held` samples at a time, without those that wait for replies.
+    An instance decodes at most `max_held` samples at a time, without those that wait for replies.
+    With `ahead` it is given more while others wait, so that calls may be long: rows refill within.
     `chunk_tokens` bound one call of a forward pass. A call that decodes is to last about `call_s`
     seconds, with fewer steps while the batch is large. Finished samples are known only at its end.
     `stale_kv` lets a sample continue with keys and values of older weights.
@@ -27,6 +28,7 @@ class RoundLimits:
     call_s: float = 0.25
     migration: Migration = Migration.auto
     stale_kv: bool = False
+    ahead: bool = True
 
     def steps(self, costs: Costs, rows: float, most: int) -> int:
         """Decode steps, at most `most`, of a call after which something may begin.

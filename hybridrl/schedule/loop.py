@@ -170,11 +170,20 @@ class Loop:
         """Samples that an instance may be given: those that wait leave their rows to others.
 
         It holds at most twice as many as have rows, since those that wait keep their blocks. Those
-        that rest until the round ends do not count, or others might never come.
+        that rest until the round ends do not count, or others might never come. Beyond that it is
+        given samples ahead (`_ahead`), which the engine begins when rows are free, within a call.
         """
         held = [id for id in instance.held if not self.turns.rests(id)]
         going, most = sum(not self.turns.waits(id) for id in held), self.limits.max_held
-        return max(0, min(most - going, 2 * most - len(held)))
+        return max(0, min(most - going, 2 * most - len(held)) + self._ahead)
+
+    @property
+    def _ahead(self) -> int:
+        """Half of an instance's share of the queue: the other half goes to whoever is done first.
+
+        Guided self-scheduling (Polychronopoulos and Kuck, 1987).
+        """
+        return len(self._queue) // (2 * len(self.instances.alive)) if self.limits.ahead else 0
 
     def _give(self, instance: Instance, ids: Sequence[SampleId]) -> None:
         """Samples of one prompt that come together share its cached keys and values."""
@@ -432,12 +441,22 @@ class Loop:
         self.executor.advance(instance.number, commands, steps, self._enough_turns(instance))
 
     def _steps(self, instance: Instance) -> int:
-        """Decode steps of the next call: as many as allowed where nothing waits for its end."""
-        costs = self.meter.costs()
-        if self._equal_calls or costs is None or not self._end_is_awaited(instance):
-            return self.decode_steps
-        costs = costs.at_width(instance.width)
-        return self.limits.steps(costs, len(instance.held), self.decode_steps)
+        """Decode steps of the next call: as many as allowed where nothing waits for its end.
+
+        Where samples wait in the driver that is until rows are likely to have none ahead.
+        """
+        costs, steps = self.meter.costs(), self.decode_steps
+        if self._equal_calls or costs is None:
+            return steps
+        rows = min(len(instance.held), self.limits.max_held)
+        short = self.limits.steps(costs.at_width(instance.width), rows, steps)
+        if self._end_is_awaited(instance):
+            return short
+        if self._queue:
+            ahead = len(instance.held) - rows
+            tokens = sum(self.groups.task(id).tokens for id in instance.held)
+            return max(short, min(steps, round(ahead * tokens / len(instance.held) / rows)))
+        return steps
 
     def _enough_turns(self, instance: Instance) -> int:
         """One in how many turns that have ended ends the next call."""
@@ -457,7 +476,8 @@ class Loop:
         # A turn's end: its environment has to know of it. The others' replies come meanwhile.
         converses = any(self.groups.task(id).converses for id in held)
         passes = len(held) > 1 and self.stages.wait_for_samples
-        return converses or bool(self._queue) or passes or self.tail.awaits(instance)
+        tail = not self._queue and self.tail.awaits(instance)
+        return converses or passes or tail
 
     def _parked(self, source: Instance, parked: Parked) -> None:
         """Samples have stopped: they wait for a reply or a later step, or move on."""
