@@ -98,9 +98,6 @@ def _obstacle(config: Config, model_path: str) -> str | None:
     layout, lora = config.trainer.layout, config.actor.lora
     if config.strict:
         return "deterministic=strict sums gradients in the order of schedule=serial"
-    if not config.rollout.features.sleeps_alone:
-        engine = config.rollout.engine.value
-        return f"rollout.engine={engine} is not built for instances that leave; wanted native"
     if layout.cp > 1:
         return f"long rows are shared at the barrier; wanted trainer.layout.cp=1 ({layout.cp})"
     if lora.rank and lora.dropout:
@@ -125,6 +122,8 @@ def layout_obstacle(config: Config, instances: Sequence[Sequence[int]]) -> str |
     if replicas < 2:
         return f"an instance is no training replica; wanted more cluster.ranks ({axes.ranks})"
     tp = gcd(size, axes.tp)
+    if axes.pp > 1 and config.rollout.features.ascending and tp < size:
+        tp = 1  # strided over both fsdp and tp, the ranks of a tp group would not ascend
     allowed = f"trainer.layout.replicas={replicas} trainer.layout.fsdp={size // tp}"
     if axes.tp != tp:
         allowed += f" trainer.layout.tp={tp}"
