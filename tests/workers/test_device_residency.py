@@ -229,7 +229,7 @@ def engine_of_vllm(log: list[str]) -> VLLMEngine:
     engine = object.__new__(VLLMEngine)
     scheduler = SimpleNamespace(get_request_counts=lambda: (0, 0))
     tensors = {"weight": torch.zeros(1)}
-    parts: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "_by_key": {}, "_entries": {}, "_counts": Counter(), "_asleep": False, "_has_cache": True,
         "_kv_bytes_per_token": 1, "_limits": SimpleNamespace(num_blocks=1),
         "_core": SimpleNamespace(scheduler=scheduler),
@@ -242,8 +242,8 @@ def engine_of_vllm(log: list[str]) -> VLLMEngine:
             process=lambda: log.append("process"), fill_constants=lambda: None,
         ),
     }  # fmt: skip
-    for name, part in parts.items():
-        setattr(engine, name, part)
+    for name, attribute in attributes.items():
+        setattr(engine, name, attribute)
     return engine
 
 
