@@ -65,8 +65,6 @@ class EngineFeatures:
     """Whether it does so where an instance has several pipeline stages."""
     takes_share: bool = False
     """Whether it takes all memory that training leaves on a GPU, and divides it itself."""
-    sleeps_alone: bool = False
-    """Whether an instance may give its memory up while others generate: tested of this engine."""
     wide: str = ""
     """Dotted path of what makes several instances one, which decodes the last samples
     (`rollout.tail_tp`): a `JoinedEngine`; empty where they cannot."""
@@ -88,7 +86,6 @@ ENGINES = {
         shares_weights=True,
         caches_last_token=False,
         records_experts=True,
-        sleeps_alone=True,
         speculates=True,
         bounds_calls=True,
         wide="hybridrl.engines.rollout.wide:WideEngine",

@@ -7,7 +7,7 @@ batch. What it reads of them must not depend on the others.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from hybridrl.flow.executor import Executor, Scope
+from hybridrl.flow.executor import Scope, StagePlaces
 from hybridrl.flow.graph import (
     ByBatchStage,
     ComputeStage,
@@ -46,7 +46,7 @@ def early_update(
     graph: Graph,
     section: Sequence[Stage],
     streamed: Collection[str],
-    executor: Executor,
+    places: StagePlaces,
     settings: EarlySettings,
 ) -> EarlyUpdate:
     """The update of `section` that may begin while its samples are generated.
@@ -72,8 +72,8 @@ def early_update(
     if not any(isinstance(stage, GenerateStage) for stage in section) or not actors:
         return late("no update of the actor follows a generation")
     (stage, *more) = actors
-    pool = executor.pool(stage)
-    others = [s.name for s in updates if s is not stage and executor.pool(s) == pool]
+    pool = places.pool(stage)
+    others = [s.name for s in updates if s is not stage and places.pool(s) == pool]
     if more or others:
         return late(f"{stage.name} shares its ranks with the update {others[0]}")
     if reason := _obstacle(graph, stage, settings):
@@ -83,21 +83,8 @@ def early_update(
         if name in before and name not in streamed and not isinstance(ancestor, PromptsStage):
             if isinstance(ancestor, SourceStage) and ancestor in section:
                 continue
-            return late(_why_late(ancestor, executor))
+            return late(_why_late(ancestor, places))
     return EarlyUpdate(stage)
-
-
-def early_obstacle(graph: Graph, settings: EarlySettings) -> str | None:
-    """Why no update of a recipe begins early, as far as it is known without ranks; else None."""
-    updates = [stage for stage in graph.stages.values() if isinstance(stage, UpdateStage)]
-    actors = [stage for stage in updates if stage.role == "actor"]
-    if len(updates) != 1 or not actors:
-        return "the update of the actor is not the only one"
-    before = graph.ancestors(actors[0].name)
-    for name, stage in graph.stages.items():
-        if name in before and isinstance(stage, ByBatchStage):
-            return f"{name} reads the whole batch"
-    return _obstacle(graph, actors[0], settings)
 
 
 def _obstacle(graph: Graph, stage: UpdateStage, settings: EarlySettings) -> str | None:
@@ -118,13 +105,13 @@ def _obstacle(graph: Graph, stage: UpdateStage, settings: EarlySettings) -> str 
     return None
 
 
-def _why_late(stage: Stage, executor: Executor) -> str:
+def _why_late(stage: Stage, places: StagePlaces) -> str:
     """Why a stage before an update does not run while samples are generated."""
     match stage:
         case ByBatchStage():
             return f"{stage.name} reads the whole batch"
         case SourceStage():
             return f"the samples of {stage.name} are of an earlier round of the step"
-        case ComputeStage() if executor.scope(stage) is Scope.WORLD:
+        case ComputeStage() if places.scope(stage) is Scope.WORLD:
             return f"{stage.name} needs the training shards of all ranks"
     return f"{stage.name} waits for the whole batch"

@@ -378,7 +378,19 @@ Event = (
 )
 
 
-class Executor(Protocol):
+class StagePlaces(Protocol):
+    """Where each stage runs, which is known before a process starts."""
+
+    def scope(self, stage: Stage) -> Scope:
+        """The ranks that take part in a per-sample stage."""
+        ...
+
+    def pool(self, stage: Stage) -> str:
+        """The name of the ranks that a stage's role is on; different pools share none."""
+        ...
+
+
+class Executor(StagePlaces, Protocol):
     """The seam between a schedule and its backend.
 
     What starts work returns at once, and `wait` blocks until at least one piece has ended.
@@ -414,14 +426,6 @@ class Executor(Protocol):
 
     def instance_of(self, rank: int) -> int:
         """The instance that a rank belongs to."""
-        ...
-
-    def scope(self, stage: Stage) -> Scope:
-        """The ranks that take part in a per-sample stage."""
-        ...
-
-    def pool(self, stage: Stage) -> str:
-        """The name of the ranks that a stage's role is on; different pools share none."""
         ...
 
     def sync_weights(self) -> None:

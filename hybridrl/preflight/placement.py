@@ -1,6 +1,7 @@
 """The ranks that a stage runs on, and those that take part (HybridFlow, arXiv 2409.19256)."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from hybridrl.config import Config, ConfigError, PoolOfConfig, on_policy_names
 from hybridrl.flow.executor import Scope
@@ -41,6 +42,21 @@ def scope_of(stage: Stage, config: Config) -> Scope:
     if stage.method in passes and (stage.role != "actor" or shared):
         return Scope.INSTANCE
     return Scope.WORLD
+
+
+@dataclass(frozen=True, slots=True)
+class ConfiguredPlaces:
+    """`StagePlaces` before a process starts."""
+
+    config: Config
+
+    def scope(self, stage: Stage) -> Scope:
+        """See `scope_of`."""
+        return scope_of(stage, self.config)
+
+    def pool(self, stage: Stage) -> str:
+        """See `pool_of`."""
+        return pool_of(stage, self.config)
 
 
 def graphs_of(graph: Graph, config: Config) -> dict[str, Graph]:

@@ -1,6 +1,9 @@
 """What `schedule=auto` is in a run, and whether its instances can train alone."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
 from math import gcd
 
 from hybridrl.config import Config
@@ -12,12 +15,27 @@ from hybridrl.config.schedule import (
     SerialScheduleConfig,
 )
 from hybridrl.flow import Graph
-from hybridrl.flow.early_updates import EarlySettings, early_obstacle
+from hybridrl.flow.early_updates import EarlySettings
+from hybridrl.flow.executor import Scope
 from hybridrl.flow.graph import ComputeStage
+from hybridrl.flow.ledger import generation_first, sections
 from hybridrl.layout.grouping import TrainAxes
+from hybridrl.preflight.placement import ConfiguredPlaces
+from hybridrl.schedule.readiness import early_stages, early_updates
 
 _RUN_PROGRAMS = (RewardKind.code, RewardKind.function)
 """Judges on a sample's rank that may take long enough to be worth an earlier start."""
+
+
+class TailMechanism(Enum):
+    """What `fused` can do against the tail of a step."""
+
+    dispatch = "dispatch by length"
+    passes = "forward passes"
+    migration = "migration"
+    early = "early backward"
+    wide = "wide tail"
+    guesses = "guesses"
 
 
 def decide_schedule(config: Config, graph: Graph, model_path: str) -> str:
@@ -28,43 +46,106 @@ def decide_schedule(config: Config, graph: Graph, model_path: str) -> str:
     """
     if not isinstance(config.schedule, AutoScheduleConfig):
         return ""
-    acting = _acting(config, graph)
+    obstacles = obstacles_of_tail(config, graph, model_path)
+    acting = _acting(config, graph, obstacles)
     if not acting:
         config.schedule = SerialScheduleConfig()
         config.check_schedule()  # what is only refused without a tail
         return "schedule=auto is serial: nothing can begin before the batch is complete"
-    num, trainer = _num_instances(config), config.trainer
-    of_run = EarlySettings(
-        obstacle=_obstacle(config, model_path),
-        epochs=trainer.epochs,
-        mini_batches=trainer.mini_batches,
-    )
-    obstacle = early_obstacle(graph, of_run)
-    if num < 2:
-        obstacle = "one generation instance"
-    elif obstacle is None and config.trainer.layout.replicas != num:
-        obstacle = f"an instance is no training replica (trainer.layout.replicas={num} makes it)"
+    obstacle = obstacles[TailMechanism.early]
     early = EarlyBackward.never if obstacle else EarlyBackward.auto
     config.schedule = FusedScheduleConfig(early_backward=early)
-    told = "; ".join(acting)
     trains = f"no early backward: {obstacle}" if obstacle else "early backward where it is sooner"
-    return f"schedule=auto is fused: {told}; {trains}"
+    return f"schedule=auto is fused: {'; '.join(acting)}; {trains}"
 
 
-def _acting(config: Config, graph: Graph) -> list[str]:
+def obstacles_of_tail(
+    config: Config, graph: Graph, model_path: str
+) -> dict[TailMechanism, str | None]:
+    """Why each mechanism would not act in a run that is accepted, were it on; None: it acts.
+
+    docs/schedules.md has them as a table, and what is refused before.
+    """
+    num, rollout = _num_instances(config), config.rollout
+    if not graph.generates:
+        return dict.fromkeys(TailMechanism, "the recipe generates nothing")
+    obstacles: dict[TailMechanism, str | None] = dict.fromkeys(TailMechanism)
+    # guesses need no second instance, and no sample that is longer than others
+    obstacle = None
+    if num < 2:
+        obstacle = "there is one generation instance"
+    elif rollout.ignore_eos or rollout.min_new_tokens == rollout.max_new_tokens:
+        obstacle = "all responses are equally long"
+    if obstacle is not None:
+        return obstacles | dict.fromkeys(set(TailMechanism) - {TailMechanism.guesses}, obstacle)
+    if not _passes(config, graph):
+        obstacles[TailMechanism.passes] = "no stage runs on an instance while others decode"
+    obstacles[TailMechanism.early] = _early_obstacle(config, graph, model_path)
+    if not _widths(config, model_path, num):
+        obstacles[TailMechanism.wide] = "the model lets no instances decode as one"
+    has_work = None in (obstacles[TailMechanism.passes], obstacles[TailMechanism.early])
+    if not has_work:
+        obstacles[TailMechanism.migration] = "freed instances would have nothing to do"
+    return obstacles
+
+
+def _acting(
+    config: Config, graph: Graph, obstacles: Mapping[TailMechanism, str | None]
+) -> list[str]:
     """What of `fused` acts in a run, in words."""
     if not graph.generates:
         return []
-    rollout, num = config.rollout, _num_instances(config)
-    acting = []
-    fixed = rollout.ignore_eos or rollout.min_new_tokens == rollout.max_new_tokens
-    if num > 1 and not fixed:
+    acting, num = [], _num_instances(config)
+    if obstacles[TailMechanism.migration] is None:
         acting.append(f"the last samples move between {num} instances")
+    elif obstacles[TailMechanism.dispatch] is None:
+        acting.append(f"prompts are dealt to {num} instances by their expected lengths")
+    if config.rollout.wide_tp != 0 and obstacles[TailMechanism.wide] is None:
+        acting.append("instances decode the last samples as one")
     computes = [stage for stage in graph.stages.values() if isinstance(stage, ComputeStage)]
     roles = dict.fromkeys(str(stage.role) for stage in computes if stage.role)
     if apart := [role for role in roles if _works_apart(config, graph, role)]:
         acting.append(f"{' and '.join(apart)} during generation")
     return acting
+
+
+def _widths(config: Config, model_path: str, num_instances: int) -> tuple[int, ...]:
+    """Numbers of instances that could decode the last samples as one."""
+    from hybridrl.models.load import load_config
+    from hybridrl.models.parallel import wide_widths
+
+    rollout = config.rollout
+    if rollout.wide_tp == 0:
+        rollout = replace(rollout, tail_tp="auto")
+    return wide_widths(load_config(model_path), rollout, num_instances)
+
+
+def _passes(config: Config, graph: Graph) -> list[str]:
+    """The forward passes that an instance without samples can run while others decode."""
+    places = ConfiguredPlaces(config)
+    order = generation_first(list(graph.stages.values()))
+    early = [stage for section in sections(order) for stage in early_stages(graph, section, places)]
+    computes = [stage for stage in early if isinstance(stage, ComputeStage)]
+    return [stage.name for stage in computes if places.scope(stage) is Scope.INSTANCE]
+
+
+def _early_obstacle(config: Config, graph: Graph, model_path: str) -> str | None:
+    """Why no update of the actor begins early, with ranks in any order that the run may choose."""
+    from hybridrl.layout.switching import candidate_orders
+
+    layout, gen = config.trainer.layout, config.rollout.layout
+    ascending, axes = config.rollout.features.ascending, TrainAxes.of(layout)
+    orders = candidate_orders(axes, gen.pp, gen.tp, gen.grouping, ascending=ascending)
+    reasons = []
+    for positions in orders:
+        instances = defaultdict(list)
+        for rank, (number, *_) in enumerate(positions):
+            instances[number].append(rank)
+        settings = early_settings(config, [*instances.values()], model_path)
+        updates = early_updates(graph, ConfiguredPlaces(config), settings).values()
+        if not any(update.stage for update in updates):
+            reasons += [update.reason for update in updates if update.reason]
+    return reasons[-1] if reasons else None
 
 
 def _works_apart(config: Config, graph: Graph, role: str) -> bool:
@@ -98,9 +179,6 @@ def _obstacle(config: Config, model_path: str) -> str | None:
     layout, lora = config.trainer.layout, config.actor.lora
     if config.strict:
         return "deterministic=strict sums gradients in the order of schedule=serial"
-    if not config.rollout.features.sleeps_alone:
-        engine = config.rollout.engine.value
-        return f"rollout.engine={engine} is not built for instances that leave; wanted native"
     if layout.cp > 1:
         return f"long rows are shared at the barrier; wanted trainer.layout.cp=1 ({layout.cp})"
     if lora.rank and lora.dropout:
@@ -125,6 +203,8 @@ def layout_obstacle(config: Config, instances: Sequence[Sequence[int]]) -> str |
     if replicas < 2:
         return f"an instance is no training replica; wanted more cluster.ranks ({axes.ranks})"
     tp = gcd(size, axes.tp)
+    if axes.pp > 1 and config.rollout.features.ascending and tp < size:
+        tp = 1  # strided over both fsdp and tp, the ranks of a tp group would not ascend
     allowed = f"trainer.layout.replicas={replicas} trainer.layout.fsdp={size // tp}"
     if axes.tp != tp:
         allowed += f" trainer.layout.tp={tp}"

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hybridrl.flow.early_updates import EarlySettings, EarlyUpdate, early_update
+from hybridrl.flow.early_updates import EarlySettings, EarlyUpdate
 from hybridrl.flow.graph import Stage, UpdateStage
 from hybridrl.flow.migration import TailPlan
 from hybridrl.schedule.generation_task import GenerationTask
 from hybridrl.schedule.loop_schedule import LoopSchedule, SchedulePolicy
-from hybridrl.schedule.readiness import early_stages
+from hybridrl.schedule.readiness import early_updates
 from hybridrl.schedule.streamed_stages import StreamedStages
 from hybridrl.schedule.tail import NoTail
 from hybridrl.schedule.tail.early import StreamedUpdate
@@ -40,7 +40,7 @@ class Fused(SchedulePolicy):
     is at `migration_threshold`, or at what `TailPlanner` chooses.
 
     With `early` an instance that has nothing else to do trains on groups that are whole. Recipe and
-    settings have to allow it (`early_update`), and the plan to say so. A line of the log says for
+    settings have to allow it (`early_updates`), and the plan to say so. A line of the log says for
     each update whether they do.
     """
 
@@ -62,8 +62,10 @@ class Fused(SchedulePolicy):
         )
         self._taken: _TakenPlan | None = None
         self._early_updates: dict[str, EarlyUpdate] = {}
+        if self.early is not None:
+            self._early_updates = early_updates(schedule.graph, schedule.executor, self.early)
         for section in schedule.sections if self.early is not None else ():
-            update = self._early_updates[section[0].name] = self._early_update(section)
+            update = self._early_updates[section[0].name]
             if update.stage is not None:
                 logger.info("early backward: %s begins while samples decode", update.stage.name)
             elif any(isinstance(stage, UpdateStage) for stage in section):
@@ -84,13 +86,6 @@ class Fused(SchedulePolicy):
         self._taken = None
         if any(update.stage for update in self._early_updates.values()):
             self.schedule.metrics["samples/trained_early"] = 0.0
-
-    def _early_update(self, section: Sequence[Stage]) -> EarlyUpdate:
-        """The update of a section that may begin early."""
-        assert self.early is not None
-        graph, executor = self.schedule.graph, self.schedule.executor
-        streamed = early_stages(graph, section, executor, by_group=True)
-        return early_update(graph, section, {s.name for s in streamed}, executor, self.early)
 
     def _update_of(self, section: Sequence[Stage]) -> UpdateStage | None:
         """The update of a section that may begin early, in steps that have it."""

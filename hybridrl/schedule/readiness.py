@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from hybridrl.flow.barriers import run_barrier
-from hybridrl.flow.executor import Executor, Phase
+from hybridrl.flow.early_updates import EarlySettings, EarlyUpdate, early_update
+from hybridrl.flow.executor import Phase, StagePlaces
 from hybridrl.flow.graph import (
     CHOOSERS,
     ByBatchStage,
@@ -18,7 +19,7 @@ from hybridrl.flow.graph import (
     Stage,
     gate_of,
 )
-from hybridrl.flow.ledger import phase_of, ready
+from hybridrl.flow.ledger import generation_first, phase_of, ready, sections
 from hybridrl.flow.sample import Sample
 from hybridrl.schedule.groups import BegunPrompts
 
@@ -144,7 +145,7 @@ class ReadyTracker:
 
 
 def early_stages(
-    graph: Graph, stages: Sequence[Stage], executor: Executor, by_group: bool = False
+    graph: Graph, stages: Sequence[Stage], places: StagePlaces, by_group: bool = False
 ) -> list[Stage]:
     """The stages among `stages` that can run while samples are being made.
 
@@ -170,7 +171,7 @@ def early_stages(
         fields, *others = (set(names or ()) for names in upstream)
         known[stage.name] = fields
         if isinstance(stage, ComputeStage):
-            phase = phase_of(stage, executor.scope(stage))
+            phase = phase_of(stage, places.scope(stage))
             able = phase in (None, Phase.GENERATE) and fields.issuperset(stage.inputs)
         elif isinstance(stage, CHOOSERS):
             able = fields.issuperset(_read(stage)) and all(
@@ -190,6 +191,17 @@ def early_stages(
             late_chooser = True
             del known[stage.name]
     return early
+
+
+def early_updates(
+    graph: Graph, places: StagePlaces, settings: EarlySettings
+) -> dict[str, EarlyUpdate]:
+    """The update of each section that may begin early, by the name of its first stage."""
+    updates = {}
+    for section in sections(generation_first(list(graph.stages.values()))):
+        streamed = {stage.name for stage in early_stages(graph, section, places, by_group=True)}
+        updates[section[0].name] = early_update(graph, section, streamed, places, settings)
+    return updates
 
 
 def scalars_of_partner(stage: Stage) -> list[str]:

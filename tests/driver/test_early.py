@@ -21,16 +21,23 @@ from hybridrl.driver.run import Interrupted
 from hybridrl.flow.executor import Phase, WeightsReady
 from hybridrl.flow.sample import SampleId
 from hybridrl.layout.grouping import TrainAxes, gen_positions
+from hybridrl.layout.switching import check_ascending
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.preflight.schedule_choice import early_settings, layout_obstacle
 from hybridrl.schedule.tail import plan
 from hybridrl.schedule.tail.early import StreamedUpdate
 from hybridrl.system import signals
+from hybridrl.workers.colocated import ColocatedActor
+from hybridrl.workers.device_residency import DeviceStatus
 
 EARLY = ["schedule=fused", "schedule.early_backward=auto"]
 REPLICAS = ["trainer.layout.replicas=2"]
+VLLM = ["rollout=vllm", "model.tiny.head_dim=32"]  # its CPU attention has no smaller heads
 MOVED: dict[Path, list[SampleId]] = {}
 """By the run's directory, the samples that an instance trained early and another one generated."""
+CACHES: dict[Path, list[tuple[bool, bool]]] = {}
+"""By the run's directory, of each time that the driver's rank stopped generating to train early:
+whether its engine had a cache before, and when the training shards came."""
 Train = Callable[..., Any]
 
 
@@ -52,9 +59,9 @@ def run_of(
     def run(name: str, *overrides: str) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             whatever_it_costs(patch)
-            moved = watch_moves(patch)
+            moved, caches = watch_moves(patch), watch_caches(patch)
             one = train_here(tmp_path_factory.mktemp(name), *settings_of(*overrides))
-            MOVED[one.dir] = moved
+            MOVED[one.dir], CACHES[one.dir] = moved, caches
             return one
 
     return run
@@ -85,6 +92,29 @@ def watch_moves(patch: pytest.MonkeyPatch) -> list[SampleId]:
 
     patch.setattr(RayExecutor, "train_early", watched)
     return moved
+
+
+def watch_caches(patch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
+    """See `CACHES`."""
+    caches: list[tuple[bool, bool]] = []
+    accumulate = ColocatedActor.accumulate
+
+    def watched(self: ColocatedActor, *args: Any) -> float:
+        rollout, engine = self.generator.rollout, self.trainer.train_engine
+        if self.residency.status is DeviceStatus.GENERATING:
+            before, onload = rollout.stats().has_cache, engine.onload
+
+            def seen() -> None:
+                caches.append((before, rollout.stats().has_cache))
+                onload()
+
+            with pytest.MonkeyPatch.context() as of_call:
+                of_call.setattr(engine, "onload", seen)
+                return accumulate(self, *args)
+        return accumulate(self, *args)
+
+    patch.setattr(ColocatedActor, "accumulate", watched)
+    return caches
 
 
 def check_same(serial: Any, early: Any) -> None:
@@ -129,14 +159,17 @@ def early_spans(run: Any) -> list[Any]:
     [
         ("recipe=grpo", "recipe.group_size=2"),
         pytest.param(("recipe=rloo", "recipe.group_size=2"), marks=pytest.mark.layouts),
+        pytest.param(("recipe=grpo", "recipe.group_size=2", *VLLM), marks=pytest.mark.vllm),
     ],
-    ids=["grpo", "rloo"],
+    ids=["grpo", "rloo", "vllm"],
 )
 def test_it_trains_as_serial_does(run_of: Callable[..., Any], recipe: tuple[str, ...]) -> None:
     serial, early = run_of("serial", *recipe), run_of("early", *recipe, *EARLY)
     check_same(serial, early)
     assert sum(line["samples/trained_early"] for line in early.metrics) > 0
     assert MOVED[early.dir]
+    assert CACHES[early.dir]
+    assert {*CACHES[early.dir]} == {(True, False)}
     assert early_spans(early)
     assert not early_spans(serial)
 
@@ -150,11 +183,14 @@ def test_adapters(run_of: Callable[..., Any]) -> None:
     assert sum(line["samples/trained_early"] for line in early.metrics) > 0
 
 
-@pytest.mark.layouts
 @pytest.mark.parametrize(
     "layout",
-    [["trainer.layout.tp=2"], pytest.param(["trainer.layout.fsdp=2"], marks=pytest.mark.slow)],
-    ids=["tp", "fsdp"],
+    [
+        pytest.param(["trainer.layout.tp=2"], marks=pytest.mark.layouts),
+        pytest.param(["trainer.layout.fsdp=2"], marks=[pytest.mark.layouts, pytest.mark.slow]),
+        pytest.param(["trainer.layout.fsdp=2", *VLLM], marks=[pytest.mark.vllm, pytest.mark.slow]),
+    ],
+    ids=["tp", "fsdp", "vllm"],
 )
 def test_instances_of_two_ranks(run_of: Callable[..., Any], layout: list[str]) -> None:
     """Each is one replica of two ranks; with a reference, whose passes come first."""
@@ -263,35 +299,41 @@ def test_an_instance_is_whole_replicas(
 def test_what_it_says_would_do(make_config: Callable[..., Config]) -> None:
     """All small layouts are tried.
 
-    Where no instance can train alone, the settings that the reason names let one do so.
+    Where no instance can train alone, the settings that the reason names let one do so, in an order
+    of ranks that the engine can have.
     """
     checked = set()
-    for ranks, tp, replicas, gen_tp, pp in product((2, 4, 8), (1, 2), (1, 2, 4), (1, 2), (1, 2)):
+    small = product((2, 4, 8), (1, 2), (1, 2, 4), (1, 2), (1, 2), ("native",))
+    large = product((16,), (2,), (1,), (4,), (2,), ("native", "vllm"))
+    for ranks, tp, replicas, gen_tp, pp, engine in (*small, *large):
         if ranks % (tp * replicas * pp) or ranks % (gen_tp * pp) or ranks == gen_tp * pp:
             continue
         layout = f"trainer.layout.tp={tp} trainer.layout.replicas={replicas}".split()
         layout.append(f"trainer.layout.pp={pp}")
         settings = ["run.dir=x", f"cluster.ranks={ranks}", f"rollout.layout.tp={gen_tp}"]
-        settings.append("rollout.layout.grouping=strided")
+        settings += [f"rollout={engine}", "rollout.layout.grouping=strided"]
         config = make_config(*settings, *layout)
         reason = layout_obstacle(config, instances_of(config))
         if reason is None:
             continue
-        checked.add(pp)
+        checked.add((pp, engine))
         named = reason.partition("wanted ")[2].split()
         better = make_config(*settings, *layout, *named)
         assert layout_obstacle(better, instances_of(better)) is None, (settings, layout, reason)
-    assert checked == {1, 2}
+        if better.rollout.features.ascending and pp > 1:
+            axes, gen = TrainAxes.of(better.trainer.layout), better.rollout.layout
+            check_ascending(axes, gen.pp, gen.tp, gen.grouping)
+    assert checked == {(1, "native"), (2, "native"), (2, "vllm")}
 
 
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
         ("deterministic=strict", "deterministic=strict sums gradients in the order of"),
-        ("rollout=vllm", "wanted native"),
         ("trainer.layout.cp=2", "wanted trainer.layout.cp=1 (2)"),
         ("actor.lora.dropout=0.1", "wanted actor.lora.dropout=0 (0.1)"),
         ("trainer.epochs=1", "more cluster.ranks"),
+        ("rollout=vllm", "more cluster.ranks"),
     ],
 )
 def test_other_settings(

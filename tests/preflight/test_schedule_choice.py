@@ -5,10 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config import Config, ConfigError
+from hybridrl.config import Config, ConfigError, TinyModelConfig
 from hybridrl.config.schedule import EarlyBackward, FusedScheduleConfig, SerialScheduleConfig
 from hybridrl.driver.checkpoints import changed_settings
-from hybridrl.preflight.prepare import prepare
+from hybridrl.flow.judgements import with_parts
+from hybridrl.models.tiny import make_tiny_model
+from hybridrl.preflight.prepare import build_recipe, prepare
+from hybridrl.preflight.schedule_choice import decide_schedule
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder, TinyModelConfig(), seed=0)
+    return str(folder)
+
 
 SHORT = ["schedule=auto", "trainer.steps=1", "warm_start.steps=0", "cluster=processes"]
 
@@ -16,11 +27,25 @@ SHORT = ["schedule=auto", "trainer.steps=1", "warm_start.steps=0", "cluster=proc
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["cluster.ranks=2"], "fused: the last samples move between 2 instances; no early"),
-        (["cluster.ranks=2", "trainer.layout.replicas=2"], "2 instances; early backward"),
+        (
+            ["cluster.ranks=2"],
+            "fused: prompts are dealt to 2 instances by their expected lengths; ",
+        ),
+        (
+            ["cluster.ranks=2"],
+            "no early backward: an instance's ranks are no whole training replica",
+        ),
+        (
+            ["cluster.ranks=2", "recipe.kl_coef=0.05"],
+            "fused: the last samples move between 2 instances; no early backward",
+        ),
+        (
+            ["cluster.ranks=2", "trainer.layout.replicas=2"],
+            "fused: the last samples move between 2 instances; early backward",
+        ),
         (
             ["cluster.ranks=2", "trainer.layout.replicas=2", "recipe=ppo"],
-            "no early backward: the update of the actor is not the only one",
+            "no early backward: update_actor shares its ranks with the update update_critic",
         ),
         (
             ["cluster.ranks=2", "trainer.layout.replicas=2", "recipe=dapo"],
@@ -29,6 +54,10 @@ SHORT = ["schedule=auto", "trainer.steps=1", "warm_start.steps=0", "cluster=proc
         (
             ["cluster.ranks=2", "trainer.layout.replicas=2", "trainer.mini_batches=2"],
             "has 2 optimizer steps (epochs x mini-batches)",
+        ),
+        (
+            ["cluster.ranks=2", "trainer.layout.replicas=2", "rollout=vllm"],
+            "fused: the last samples move between 2 instances; early backward",
         ),
         (["cluster.ranks=1"], "serial: nothing can begin before the batch is complete"),
         (["cluster.ranks=2", "rollout.layout.tp=2"], "serial: nothing can begin before"),
@@ -44,6 +73,7 @@ SHORT = ["schedule=auto", "trainer.steps=1", "warm_start.steps=0", "cluster=proc
 )
 def test_what_acts_is_chosen_and_said(
     make_config: Callable[..., Config],
+    model: str,
     tmp_path: Path,
     overrides: list[str],
     said: str,
@@ -53,7 +83,8 @@ def test_what_acts_is_chosen_and_said(
         judge.write_text("def score(response, **_):\n    return float(len(response) % 2)\n")
         overrides = [*overrides, f"reward.function={judge}:score"]
     config = make_config(*SHORT, *overrides, f"run.dir={tmp_path / 'run'}")
-    line = prepare(config).schedule
+    graph = with_parts(build_recipe(config.recipe), config)
+    line = decide_schedule(config, graph, model)
     assert line.startswith("schedule=auto is ")
     assert said in line
     if "fused" in line:

@@ -1,6 +1,7 @@
 """Who has weights on the device: every transition, with residents that only write down."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from hybridrl.engines.rollout.interface import Stats
+from hybridrl.engines.rollout.vllm.engine import VLLMEngine
+from hybridrl.engines.rollout.vllm.memory import DeviceMemory
 from hybridrl.flow.executor import Phase
 from hybridrl.flow.graph import UpdateStage
 from hybridrl.system.memory import MemoryReading
@@ -165,10 +168,8 @@ def test_training_is_entered_again_with_the_engine_asleep(rank: Rank) -> None:
     assert rank.residency.active is None
 
 
-def test_a_rank_that_trains_early_keeps_its_shards_at_the_barrier(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It enters training alone; at the barrier its gradients are there, and nothing moves."""
+def worker_of(rank: Rank, load: Callable[[], None] = lambda: None) -> tuple[ActorWorker, Any]:
+    """The worker of a rank whose switch is `load`, and its train engine."""
     worker = object.__new__(ActorWorker)
     engine = SimpleNamespace(has_early_gradient=False, onload=rank.actor.onload)
     engine.offload, engine.discard = rank.actor.offload, lambda: rank.log.append("discard")
@@ -185,20 +186,84 @@ def test_a_rank_that_trains_early_keeps_its_shards_at_the_barrier(
         train_engine=engine, update_steps=lambda stage, share: steps, averages={}
     ))  # fmt: skip
     actor.generator = cast(Any, SimpleNamespace(version=0, unfinished=0))
-    monkeypatch.setattr(ColocatedActor, "switch_weights", lambda actor, wakes: None)
+    cast(Any, actor).switch_weights = lambda wakes: load()
     worker._early_s = 0.0
+    return worker, engine
+
+
+def train_early(worker: ActorWorker) -> Any:
+    stage = UpdateStage(name="update", loss=cast(Any, None), fields={})
+    return worker.train_early(stage, 1, UpdateShare((), {}, {}, ()), ()).value
+
+
+def test_a_rank_that_trains_early_keeps_its_shards_at_the_barrier(rank: Rank) -> None:
+    """It enters training alone; at the barrier its gradients are there, and nothing moves."""
+    worker, engine = worker_of(rank)
     rank.generate()
     rank.happened()
-    share = UpdateShare((), {}, {}, ())
-    stage = UpdateStage(name="update", loss=cast(Any, None), fields={})
-    event = worker.train_early(stage, 1, share, ()).value
+    event = train_early(worker)
     assert (event.stage, event.instance, event.ids) == ("update", 1, ())
     assert rank.happened()[0] == ["sleep", "free", "actor.onload"]
     worker.enter(Phase.TRAIN)
     assert rank.happened()[0] == []
-    assert rank.residency.active is cast(Any, engine)
+    assert rank.residency.active is engine
     worker.enter(Phase.GENERATE)  # the step has failed
     assert "discard" in rank.happened()[0]
+
+
+class WorkerOfVLLM:
+    """What `DeviceMemory` calls of vLLM's worker on a GPU."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def sleep(self, level: int) -> None:
+        self.log.append(f"sleep at level {level}")
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.log.append(f"wake {tags}")
+
+
+def engine_of_vllm(log: list[str]) -> VLLMEngine:
+    """An engine that is awake and has no request, on a GPU, without vLLM."""
+    engine = object.__new__(VLLMEngine)
+    scheduler = SimpleNamespace(get_request_counts=lambda: (0, 0))
+    tensors = {"weight": torch.zeros(1)}
+    attributes: dict[str, Any] = {
+        "_by_key": {}, "_entries": {}, "_counts": Counter(), "_asleep": False, "_has_cache": True,
+        "_kv_bytes_per_token": 1, "_limits": SimpleNamespace(num_blocks=1),
+        "_core": SimpleNamespace(scheduler=scheduler),
+        "_pool": SimpleNamespace(get_num_free_blocks=lambda: 1),
+        "_queue": SimpleNamespace(drain=lambda: log.append("drain")),
+        "_engine": SimpleNamespace(reset_prefix_cache=lambda: True),
+        "_memory": DeviceMemory(WorkerOfVLLM(log)),
+        "_weights": SimpleNamespace(
+            repacks=False, tensors=lambda: tensors,
+            process=lambda: log.append("process"), fill_constants=lambda: None,
+        ),
+    }  # fmt: skip
+    for name, attribute in attributes.items():
+        setattr(engine, name, attribute)
+    return engine
+
+
+def test_vllm_has_left_the_gpu_before_a_rank_trains_early(rank: Rank) -> None:
+    """Its weights come back with the next switch, and its cache with the first work after that."""
+    engine = engine_of_vllm(rank.log)
+    rank.residency.rollout = engine
+    worker, _ = worker_of(rank, lambda: engine.load(lambda tensors, names=None: None))
+    rank.generate()
+    rank.happened()
+    train_early(worker)
+    train_early(worker)
+    assert rank.happened()[0] == ["drain", "sleep at level 2", "free", "actor.onload"]
+    worker.enter(Phase.TRAIN)
+    assert rank.happened()[0] == []
+    assert not engine.stats().has_cache
+    worker.enter(Phase.GENERATE)
+    switch = ["actor.start_offload", "actor.onload_weights", "drain", "wake ['weights']", "process"]
+    assert rank.happened()[0] == ["discard", *switch, "actor.offload", "free"]
+    assert not engine.stats().has_cache
 
 
 @pytest.mark.parametrize(

@@ -320,8 +320,9 @@ class RolloutEngine(Protocol):
     def sleep(self, keep_weights: bool = False) -> None:
         """Free weights and KV cache, or the cache alone. Waiting requests stay.
 
-        Nothing may run. With `keep_weights` requests may be held, and work allocates the cache
-        again.
+        An instance may sleep while others decode, for early backward: nothing here is collective
+        but among its own ranks. Nothing may run. With `keep_weights` requests may be held, and work
+        allocates the cache again.
         """
         ...
 

@@ -32,7 +32,7 @@ class StillDecoding(NamedTuple):
 
 
 class StreamedUpdate:
-    """The early part of an update (`early_update`) in a round.
+    """The early part of an update (`early_updates`) in a round.
 
     | a sample is | when                                                                   |
     |-------------|------------------------------------------------------------------------|
