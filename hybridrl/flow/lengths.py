@@ -7,7 +7,7 @@ their order; so a resumed run dispatches as the uninterrupted one.
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hybridrl.config import Ranker
-from hybridrl.flow.sample import SampleId
+from hybridrl.flow.sample import Sample, SampleId
 
 _TELLING = 1.1  # the longest prediction over the shortest: below, they are as good as equal
 
@@ -311,6 +311,67 @@ class LengthModel:
     forecast: Forecast = field(default_factory=Forecast)
     longest_of_prompt: Forecast = field(default_factory=Forecast)
     turns_of_prompt: Forecast = field(default_factory=Forecast)
+
+    def predict(self, prompts: Iterable[Any]) -> list[float]:
+        """The response tokens to expect of each prompt."""
+        return self.ranker.predict([self.key_of(prompt) for prompt in prompts])
+
+    def prompt_tokens(self, prompt: Any) -> int:
+        """Tokens of a prompt."""
+        return len(self.key_of(prompt).prompt_ids)
+
+    def expected_turns(self, num_prompts: int) -> float:
+        """The mean of the most turns of each of so many prompts."""
+        turns = self.turns_of_prompt.sample(num_prompts)
+        return sum(turns) / len(turns) if turns else 0.0
+
+    def learn(
+        self,
+        prompts: Iterable[tuple[int, Any]],
+        samples: Iterable[Sample],
+        waited: Callable[[SampleId], float],
+        token_s: Callable[[], float],
+    ) -> None:
+        """Learn from a round's samples: their lengths, seconds that they `waited`, and turns.
+
+        What ends last is told by the seconds of a token, which are asked for where there are waits.
+        """
+        by_prompt: dict[int, list[tuple[int, float]]] = {}  # tokens, seconds of waits
+        turns: dict[int, int] = {}
+        for sample in samples:
+            if "log_probs" in sample.tensors and sample.scalars["finish"] != "abort":
+                position = sample.id.prompt
+                by_prompt.setdefault(position, []).append((sample.model_tokens, waited(sample.id)))
+                if "num_turns" in sample.scalars:
+                    turns[position] = max(turns.get(position, 0), int(sample.number("num_turns")))
+        every = [of for ofs in by_prompt.values() for of in ofs]
+        per_token = token_s() if any(wait for _, wait in every) else 0.0
+
+        def end(of: tuple[int, float]) -> tuple[float, int]:
+            return of[1] + per_token * of[0], of[0]
+
+        last = [max(of, key=end) for of in by_prompt.values()]
+        for forecast, several in ((self.forecast, every), (self.longest_of_prompt, last)):
+            in_order = sorted(several, key=end)
+            forecast.add([tokens for tokens, _ in in_order], [wait for _, wait in in_order])
+        self.turns_of_prompt.add([*turns.values()])
+        for position, prompt in prompts:
+            if position in by_prompt:
+                lengths = [tokens for tokens, _ in by_prompt[position]]
+                self.ranker.observe(self.key_of(prompt), lengths)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that was learned, in plain JSON types."""
+        return {name: getattr(self, name).state_dict() for name in _LEARNED}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`; one of another schedule or of earlier lacks some."""
+        for name in _LEARNED:
+            if name in state:
+                getattr(self, name).load_state_dict(state[name])
+
+
+_LEARNED = ("ranker", "forecast", "longest_of_prompt", "turns_of_prompt")
 
 
 def leveled(predicted: Sequence[float]) -> list[float]:

@@ -1,7 +1,6 @@
 """The schedule of a loop: per-sample stages overlap generation, and a policy decides the rest."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from hybridrl.flow.executor import Executor, Phase, Sampling
@@ -135,28 +134,14 @@ class LoopSchedule(Schedule):
 
     def state_dict(self) -> dict[str, Any]:
         """With the lengths learned, and the policy's state."""
-        model = self.length_model
-        learned = {
-            "ranker": model.ranker.state_dict(),
-            "forecast": model.forecast.state_dict(),
-            "longest_of_prompt": model.longest_of_prompt.state_dict(),
-            "turns_of_prompt": model.turns_of_prompt.state_dict(),
-        }
-        return super().state_dict() | learned | self.policy.state_dict()
+        return super().state_dict() | self.length_model.state_dict() | self.policy.state_dict()
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, prompt_at: Callable[[int], Any], num_ranks: int
     ) -> None:
         """Continue from a `state_dict`; another schedule may have learned nothing of lengths."""
         super().load_state_dict(state, prompt_at=prompt_at, num_ranks=num_ranks)
-        model = self.length_model
-        if "ranker" in state:
-            model.ranker.load_state_dict(state["ranker"])
-            model.forecast.load_state_dict(state["forecast"])
-        if "longest_of_prompt" in state:
-            model.longest_of_prompt.load_state_dict(state["longest_of_prompt"])
-        if "turns_of_prompt" in state:
-            model.turns_of_prompt.load_state_dict(state["turns_of_prompt"])
+        self.length_model.load_state_dict(state)
         self.policy.load_state_dict(state, prompt_at, num_ranks)
 
     def pending(self) -> tuple[PendingSample, ...]:
@@ -229,14 +214,9 @@ class LoopSchedule(Schedule):
         assert not waiting, f"{waiting} still wait"
         self.groups.take(positions)
         self.record_round()
-        self._learn_lengths(
-            [
-                task.sample
-                for position in positions
-                for task in self.groups[position].tasks.values()
-                if task.stage in makers
-            ]
-        )
+        made = [task for position in positions for task in self.groups[position].tasks.values()]
+        samples = [task.sample for task in made if task.stage in makers]
+        self.length_model.learn(self.pulled, samples, self._turns.waited, self._token_s)
         streamed = self._streamed(stages.tracker, positions)
         policy.round_ended()
         return streamed
@@ -273,12 +253,11 @@ class LoopSchedule(Schedule):
     def _new_tasks(self, stage: SourceStage, pulled: Sequence[Prompt]) -> list[GenerationTask]:
         """Dispatch the samples of a maker for `pulled` prompts."""
         sampling = self.sampling(stage)
-        key_of, ranker = self.length_model.key_of, self.length_model.ranker
         dispatched = self._begin_samples(stage, pulled, self._batch)
         predicted = [0.0] * len(dispatched)
         if sampling is not None:
             most = float(sampling.max_new_tokens)
-            lengths = ranker.predict([key_of(prompt) for (_, prompt), _ in dispatched])
+            lengths = self.length_model.predict(prompt for (_, prompt), _ in dispatched)
             predicted = [min(tokens, most) for tokens in lengths]
         tasks = []
         for ((_, prompt), group), tokens in zip(dispatched, predicted, strict=True):
@@ -297,8 +276,7 @@ class LoopSchedule(Schedule):
     def begin_loop(self, stages: StreamedStages, tail: NoTail, overlaps: bool = True) -> None:
         """The loop begins a round; see `StreamedStages` for `overlaps`."""
         stages.begin(overlaps)
-        turns = self.length_model.turns_of_prompt.sample(len(self.pulled))
-        self._turns.expected = sum(turns) / len(turns) if turns else 0.0
+        self._turns.expected = self.length_model.expected_turns(len(self.pulled))
         self.loop.begin(stages, tail, self.policy.may_start)
 
     def record_round(self) -> None:
@@ -314,38 +292,10 @@ class LoopSchedule(Schedule):
             self.metrics["samples/trained_early"] += tail.num_trained
             self._early_train_s += tail.train_seconds / len(self.executor.instances)
 
-    def _learn_lengths(self, samples: Sequence[Sample]) -> None:
-        by_prompt: dict[int, list[tuple[int, float]]] = {}  # tokens, seconds of waits
-        turns: dict[int, int] = {}
-        for sample in samples:
-            if "log_probs" in sample.tensors and sample.scalars["finish"] != "abort":
-                position = sample.id.prompt
-                lasted = sample.model_tokens, self._turns.waited(sample.id)
-                by_prompt.setdefault(position, []).append(lasted)
-                if "num_turns" in sample.scalars:
-                    turns[position] = max(turns.get(position, 0), int(sample.number("num_turns")))
-        model, every = self.length_model, [*chain(*by_prompt.values())]
-        end_of = self._end_of(every)
-        last = [max(samples, key=end_of) for samples in by_prompt.values()]
-        for forecast, of in ((model.forecast, every), (model.longest_of_prompt, last)):
-            in_order = sorted(of, key=end_of)
-            forecast.add([tokens for tokens, _ in in_order], [wait for _, wait in in_order])
-        model.turns_of_prompt.add([*turns.values()])
-        for position, prompt in self.pulled:
-            if position in by_prompt:
-                lengths = [tokens for tokens, _ in by_prompt[position]]
-                model.ranker.observe(model.key_of(prompt), lengths)
-
-    def _end_of(
-        self, samples: Sequence[tuple[int, float]]
-    ) -> Callable[[tuple[int, float]], tuple[float, int]]:
-        """When such a sample ends, by its tokens and seconds of waits, to compare it with others.
-
-        Without waits costs are not asked for.
-        """
-        costs = self.meter.costs() if any(wait for _, wait in samples) else None
-        token_s = 0.0 if costs is None else float(costs.pace(1))
-        return lambda sample: (sample[1] + token_s * sample[0], sample[0])
+    def _token_s(self) -> float:
+        """Seconds of a token of a row that is alone, as far as they are known."""
+        costs = self.meter.costs()
+        return 0.0 if costs is None else float(costs.pace(1))
 
     def _streamed(self, tracker: ReadyTracker, positions: Sequence[int]) -> Batch:
         """The samples that have left makers and early stages; aborted ones leave the step."""

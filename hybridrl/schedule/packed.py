@@ -221,7 +221,7 @@ class Packed(SchedulePolicy):
                 num = task.sample.response_tokens
             elif task.parked is not None:
                 num = task.parked.tokens[task.parked.ids.index(id)]
-                num -= len(self.schedule.length_model.key_of(task.prompt).prompt_ids)
+                num -= self.schedule.length_model.prompt_tokens(task.prompt)
             self.schedule.metrics["samples/discarded_tokens"] += num
         ids = [task.sample.id for task in tasks]
         self.schedule.groups.ledger.withdraw(ids)
@@ -234,8 +234,7 @@ class Packed(SchedulePolicy):
 
     def _new_packing(self) -> _Packing:
         """The prompts that wait, those expected to be short first, and what is known of them."""
-        key_of, ranker = self.schedule.length_model.key_of, self.schedule.length_model.ranker
-        predicted = ranker.predict([key_of(x.prompt) for x in self._waiting.values()])
+        predicted = self.schedule.length_model.predict(x.prompt for x in self._waiting.values())
         expected = {
             position: max(tokens, float(x.seen))
             for (position, x), tokens in zip(self._waiting.items(), predicted, strict=True)

@@ -195,7 +195,7 @@ class Partial(SchedulePolicy):
         if parked is None:
             return task
         done = parked.tokens[parked.ids.index(task.sample.id)]
-        done -= len(self.schedule.length_model.key_of(task.prompt).prompt_ids)
+        done -= self.schedule.length_model.prompt_tokens(task.prompt)
         return replace(task, tokens=max(1.0, task.total - done))
 
     def _enough(self) -> bool:

@@ -128,7 +128,7 @@ class TailPlanner:
         """The candidates, for the lengths and waits of these steps; see `tail_plans`."""
         scopes = {stage.name: self.executor.scope(stage) for stage in of.tracker.computes}
         passes = [name for name, scope in scopes.items() if scope is Scope.INSTANCE]
-        prompts = [len(self.length_model.key_of(prompt).prompt_ids) for _, prompt in of.prompts]
+        prompts = [self.length_model.prompt_tokens(prompt) for _, prompt in of.prompts]
         prompt_tokens = sum(prompts) / max(1, len(prompts))
         num_instances = len(self.executor.instances)
         # Tokens of a pass: of an instance that is free by chance, or of its share of all.
