@@ -277,8 +277,8 @@ class SandboxProcess:
 
     @property
     def serves_suspect(self) -> bool:
-        """Whether it is serving one."""
-        return any(task.suspect for task in self.requests.values())
+        """Whether it is serving one, which is alone here."""
+        return len(self.requests) == 1 and any(task.suspect for task in self.requests.values())
 
     def until_alone(self) -> tuple[bool, int]:
         """Orders processes by when a suspect can be served there."""
