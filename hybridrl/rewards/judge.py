@@ -140,18 +140,18 @@ class JudgePool(SandboxPool[_Unit]):
         """
         return self._submit([items])
 
-    def _submit(self, parts: Sequence[Sequence[RewardInput]]) -> "Future[list[RewardResult]]":
-        """Have each of some parts judged by a call; gives the results of all, in order."""
+    def _submit(self, calls: Sequence[Sequence[RewardInput]]) -> "Future[list[RewardResult]]":
+        """Have the responses of each of these calls judged; gives the results of all, in order."""
         future: Future[list[RewardResult]] = Future()
         if self._inline is not None:
-            judged = [self._inline(item) for part in parts for item in part]
+            judged = [self._inline(item) for call in calls for item in call]
             future.set_result([RewardResult(reward, text=text) for reward, text in judged])
             return future
-        batch = _Batch([], len(parts))
-        for part in parts:
-            results: list[RewardResult | None] = [None] * len(part)
-            left = list(range(len(part)))
-            unit = _Unit(items=list(part), results=results, left=left, batch=batch, future=future)
+        batch = _Batch([], len(calls))
+        for call in calls:
+            results: list[RewardResult | None] = [None] * len(call)
+            left = list(range(len(call)))
+            unit = _Unit(items=list(call), results=results, left=left, batch=batch, future=future)
             batch.units.append(unit)
         self._do(functools.partial(self._queue.extend, batch.units), future)
         return future

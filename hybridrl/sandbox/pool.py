@@ -265,10 +265,10 @@ class SandboxPool(ABC, Generic[AnyTask]):
             return False
         return all(self._take(process, answer) for answer in answers)
 
-    def _take(self, process: SandboxProcess, given: list[Any]) -> bool:
+    def _take(self, process: SandboxProcess, message: list[Any]) -> bool:
         """Handle an answer; False for garbage."""
         try:
-            number, *answer = given
+            number, *answer = message
             if not answer:
                 process.wait_on(number)
                 return True

@@ -15,13 +15,13 @@ CPU = torch.device("cpu")
 def sequences(masked: bool) -> list[TrainSequence]:
     """Random ones, two of equal length, one without a response, every second one with a mask."""
     random = torch.Generator().manual_seed(3)
-    made = []
+    members = []
     for number, (length, response) in enumerate([(7, 3), (4, 2), (9, 8), (4, 1), (5, 0)]):
         mask = torch.rand(response, generator=random) > 0.5 if masked and number % 2 else None
         fields = {"each": torch.randn(response, generator=random), "one": 0.1 * number}
         ids = torch.randint(0, 99, (length,), generator=random)
-        made.append(TrainSequence(ids, response, fields, mask))
-    return made
+        members.append(TrainSequence(ids, response, fields, mask))
+    return members
 
 
 def one_by_one(
