@@ -13,6 +13,9 @@ from typing import Any
 from hybridrl.config import ConfigError
 from hybridrl.sandbox import SandboxPool, SandboxProcess, SandboxTask, Service, Settings
 
+LONG = "line\n" * 600_000
+"""What the answer to `long` has besides: more than is read at a time."""
+
 
 class WordService(Service):
     """Answers with its process and what else it was serving."""
@@ -52,7 +55,8 @@ class WordService(Service):
             await asyncio.sleep(0.2)
         if word == "garbage":
             self.answer(number, "more", "than", "one")
-        self.answer(number, [os.getpid(), list(self.words)])
+        longer = [LONG] if word == "long" else []
+        self.answer(number, [os.getpid(), self.words + longer])
         self.words.remove(word)
 
     async def close(self, running: Collection["asyncio.Task[None]"]) -> None:

@@ -130,7 +130,9 @@ class JudgeFailures:
 
     def followed(self, event: Event) -> Event:
         """The event; of judgements that are known to have failed with what they failed with."""
-        if not isinstance(event, Computed) or self._known.keys().isdisjoint(map(str, event.ids)):
+        if not self._known or not isinstance(event, Computed):
+            return event
+        if self._known.keys().isdisjoint(map(str, event.ids)):
             return event
         scalars = {name: list(values) for name, values in event.scalars.items()}
         for place, id in enumerate(event.ids):
@@ -142,13 +144,12 @@ class JudgeFailures:
 
     def record(self, step: int, samples: Iterable[Sample]) -> None:
         """Record what has failed in a whole step, whose `samples` these are."""
-        lines = []
+        lines, samples = [], list(samples)
+        names = {name: None for sample in samples for name in sample.scalars}
+        judged = [name for name in names if name.endswith(STATUS)]
         for sample in samples:
-            failed = {
-                name: value
-                for name, value in sample.scalars.items()
-                if name.endswith(STATUS) and value != OK
-            }
+            scalars = sample.scalars
+            failed = {x: scalars[x] for x in judged if x in scalars and scalars[x] != OK}
             if failed and self._known.get(str(sample.id)) != failed:
                 lines.append({"step": step, "id": str(sample.id), "failed": failed})
         if lines:

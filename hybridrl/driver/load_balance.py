@@ -50,11 +50,12 @@ class RankWork:
 
     def is_shared(self, row: Sequence[Sample]) -> bool:
         """Whether a block of ranks computes the row."""
-        return bool(self.blocks) and sum(sample.tokens for sample in row) > self.max_tokens
+        return bool(self.blocks) and sum([s.tokens for s in row]) > self.max_tokens
 
     def costs(self, rows: Sequence[Sequence[Sample]]) -> list[int]:
         """The cost of each row: that of its samples, each of which attends to itself alone."""
-        return [sum(self.cost(sample.tokens) for sample in row) for row in rows]
+        tokens = [[s.prompt_tokens + s.response_tokens for s in row] for row in rows]
+        return [sum(self.cost.of_all(of_row)) for of_row in tokens]
 
 
 UNKNOWN_WORK = RankWork()
@@ -104,7 +105,7 @@ def assign_ranks(
     """
     here = [sample.rank for sample in samples]
     rows = _rows(samples, samples_per_row)
-    together = all(len({sample.rank for sample in row}) == 1 for row in rows)
+    together = {len({sample.rank for sample in row}) for row in rows} <= {1}
     if not move and together:
         loads = [0.0] * num_ranks
         for row, cost in zip(rows, work.costs(rows), strict=True):
@@ -167,7 +168,7 @@ def update_shares(
         }
         for sample in samples
     }
-    versions = {s.id: min((x.version for x in s.spans), default=NO_VERSION) for s in samples}
+    versions = {s.id: min([x.version for x in s.spans], default=NO_VERSION) for s in samples}
     num = stage.mini_batches or trainer.mini_batches
     rows = -(-len(samples) // stage.samples_per_row)
     bounds = [rows * i // num * stage.samples_per_row for i in range(num)] + [len(samples)]

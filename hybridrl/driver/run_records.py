@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from hybridrl.flow.judgements import failed_status, score_of
+from hybridrl.flow.judgements import OK, failed_status, score_of
 from hybridrl.flow.ledger import Drop, DropReason
 from hybridrl.flow.sample import ENVIRONMENT_FAILURE, Sample, SampleId
 from hybridrl.flow.turns import order_to_json
@@ -256,9 +256,13 @@ def sample_facts(result: StepResult, origin_of: OriginOf) -> dict[int, list[Samp
 def metrics_by_kind(samples: Sequence[Sample], kinds_of: KindsOf) -> dict[str, float]:
     """`KIND/reward_mean`, `/response_tokens_mean` and `/samples`, of samples with a reward."""
     by_kind: dict[str, list[Sample]] = defaultdict(list)
+    kinds: dict[int, Sequence[str]] = {}  # a prompt has many samples
     for sample in samples:
         if score_of(sample, "reward") is not None:
-            for kind in kinds_of(sample.id.prompt):
+            prompt = sample.id.prompt
+            if prompt not in kinds:
+                kinds[prompt] = kinds_of(prompt)
+            for kind in kinds[prompt]:
                 by_kind[kind].append(sample)
     metrics: dict[str, float] = {}
     for kind, of_kind in by_kind.items():
@@ -290,8 +294,10 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
     for name in ("kl", *judged(samples)):
         if values := [x for s in samples if (x := score_of(s, name)) is not None]:
             metrics |= {f"{name}_mean": fmean(values), f"{name}_std": pstdev(values)}
+        key = f"{name}_status"
+        failed = [s.scalars[key] for s in samples if key in s.scalars and s.scalars[key] != OK]
         for status in ("error", "timeout") if name != "kl" else ():
-            count = sum(str(s.scalars.get(f"{name}_status")).startswith(status) for s in samples)
+            count = sum([str(reason).startswith(status) for reason in failed])
             if count or name == "reward":
                 metrics[f"{name}_{status}"] = float(count)
     lengths = sorted(sample.model_tokens for sample in samples)
@@ -301,7 +307,7 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
             "response_tokens_p10": float(lengths[len(lengths) // 10]),
             "response_tokens_p90": float(lengths[len(lengths) * 9 // 10]),
             "response_tokens_max": float(lengths[-1]),
-            "tokens_per_s": sum(sample.tokens for sample in samples) / seconds,
+            "tokens_per_s": sum([s.prompt_tokens + s.response_tokens for s in samples]) / seconds,
             "samples_per_s": len(samples) / seconds,
         }
     return metrics

@@ -84,6 +84,8 @@ def _judged(stage: JudgedStage, samples: list[Sample], ledger: Ledger) -> list[S
             if reason := failed_status(sample, (status,)):
                 raise JudgeFailed(f"{role}.on_failure=stop: sample {sample.id}: {reason}")
     failed = {s.id: reason for s in samples if (reason := failed_status(s, stage.inputs))}
+    if not failed:
+        return samples
     pairs = {(id.prompt, id.k): reason for id, reason in failed.items()} if stage.pairs else {}
     kept = []
     for sample in samples:

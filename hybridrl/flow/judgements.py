@@ -163,17 +163,19 @@ def leaving_failed(graph: Graph, stops: Mapping[str, bool]) -> Graph:
 
 def failed_status(sample: Sample, names: Sequence[str]) -> str | None:
     """The first of these statuses that is not ok, with its score's name; None where all are ok."""
+    scalars = sample.scalars
     for name in names:
-        if (status := str(sample.scalars.get(name, OK))) != OK:
+        if name in scalars and (status := scalars[name]) != OK:
             return f"{name.removesuffix('_status')}: {status}"
     return None
 
 
 def score_of(sample: Sample, name: str) -> float | None:
     """A judge's score of a sample; None where it is not judged, or in vain."""
-    if name not in sample.scalars or failed_status(sample, (f"{name}_status",)):
+    scalars, status = sample.scalars, f"{name}_status"
+    if name not in scalars or (status in scalars and scalars[status] != OK):
         return None
-    return sample.number(name)
+    return float(scalars[name])  # type: ignore[arg-type]  # `number` is a call for each sample
 
 
 def check_failed_share(

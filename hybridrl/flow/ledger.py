@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from typing import Any
 
 from hybridrl.flow.executor import Computed, Finished, Phase, Sampling, Scope
 from hybridrl.flow.graph import (
@@ -14,11 +15,13 @@ from hybridrl.flow.graph import (
     TakeStage,
     UpdateStage,
 )
-from hybridrl.flow.sample import NO_RANK, Sample, SampleId
+from hybridrl.flow.sample import NO_RANK, Sample, SampleId, Scalar
 
 
 class SampleStatus(Enum):
     """Status of a sample in its life; `Ledger` has the table of transitions."""
+
+    __hash__ = object.__hash__  # by identity: Enum's own is a Python call
 
     QUEUED = "queued"  # no token yet; waits for a call of an instance
     DECODING = "decoding"  # an instance makes its tokens
@@ -64,6 +67,7 @@ _NEXT: dict[SampleStatus, tuple[SampleStatus, ...]] = {
     _DROPPED: (),
 }
 _UNFINISHED = (_Q, _D, _W, _P)
+_KEPT_TYPES = (float, str, int, bool, list)
 ON_INSTANCE = (_D, _W)
 """A sample has one of these from the call that takes it to an instance to its end there."""
 
@@ -133,7 +137,7 @@ class Ledger:
     @property
     def samples(self) -> tuple[Sample, ...]:
         """Every sample, in order of dispatch."""
-        return tuple(record.sample for record in self._records.values())
+        return tuple([record.sample for record in self._records.values()])
 
     @property
     def num_unfinished(self) -> int:
@@ -147,7 +151,8 @@ class Ledger:
 
     def is_finished(self, id: SampleId) -> bool:
         """Whether a sample has its last token and its tensors."""
-        return self.status(id) in (_F, _USED)
+        assert id in self._records, f"sample {id} was never dispatched"
+        return self._records[id].status in (_F, _USED)
 
     def dispatch(
         self, samples: Iterable[Sample], status: SampleStatus = SampleStatus.QUEUED
@@ -162,9 +167,11 @@ class Ledger:
 
     def move(self, id: SampleId, status: SampleStatus) -> None:
         """Change a sample's status; one that the table lacks is a bug."""
-        before = self.status(id)
+        assert id in self._records, f"sample {id} was never dispatched"
+        record = self._records[id]
+        before = record.status
         assert status in _NEXT[before], f"sample {id} cannot be {status.value}: {before.value}"
-        self._records[id].status = status
+        record.status = status
         self._num_unfinished += (status in _UNFINISHED) - (before in _UNFINISHED)
 
     def finish(self, stage: Stage, event: Finished) -> Sample:
@@ -202,7 +209,8 @@ class Ledger:
     def use(self, samples: Iterable[Sample]) -> None:
         """An update or a collect has read these; actor and critic may read the same."""
         for sample in samples:
-            if self.status(sample.id) is not _USED:
+            assert sample.id in self._records, f"sample {sample.id} was never dispatched"
+            if self._records[sample.id].status is not _USED:
                 self.move(sample.id, _USED)
             self._in_order_of_use[sample.id] = sample
 
@@ -240,14 +248,15 @@ class Ledger:
 
         Samples left by a step that failed are dropped.
         """
-        gone = [id for id in self._records if id not in pending]
-        failed = [id for id in gone if self.status(id) not in (_USED, _DROPPED)]
+        gone = {id: record for id, record in self._records.items() if id not in pending}
+        ended = (_USED, _DROPPED)
+        failed = [id for id, record in gone.items() if record.status not in ended]
         self.drop(failed, STEP_FAILED)
         self.num_step_failed += len(failed)
         for id in gone:
             del self._records[id]
         self._in_order_of_use.clear()
-        return gone
+        return list(gone)
 
 
 def phase_of(stage: Stage, scope: Scope | None) -> Phase | None:
@@ -266,7 +275,8 @@ def phase_of(stage: Stage, scope: Scope | None) -> Phase | None:
 
 def ready(stage: Stage, sample: Sample) -> bool:
     """Whether the sample has every field that a per-sample stage reads."""
-    return all(sample.has(name) for name in stage.inputs)
+    scalars, tensors = sample.scalars, sample.tensors
+    return not [name for name in stage.inputs if name not in scalars and name not in tensors]
 
 
 def generation_first(stages: Sequence[Stage]) -> list[Stage]:
@@ -358,12 +368,18 @@ def record_computed(stage: Stage, samples: dict[SampleId, Sample], event: Comput
     assert event.stage == stage.name, f"an event of {event.stage!r} while {stage.name!r} runs"
     missing = set(stage.outputs) - set(event.scalars) - set(event.tensors)
     assert not missing or not event.ids, f"stage {stage.name!r} did not make {sorted(missing)}"
-    for i, id in enumerate(event.ids):
-        sample = samples[id]
-        for name, values in event.scalars.items():
-            value = values[i]
-            sample.scalars[name] = value if isinstance(value, str | int | list) else float(value)
-        sample.tensors.update(event.tensors)
+    computed = [samples[id] for id in event.ids]
+    for name, values in event.scalars.items():
+        for sample, value in zip(computed, values, strict=True):
+            sample.scalars[name] = value if type(value) in _KEPT_TYPES else _plain_scalar(value)
+    if event.tensors:
+        for sample in computed:
+            sample.tensors.update(event.tensors)
+
+
+def _plain_scalar(value: Any) -> Scalar:
+    """A number of another type, as numpy has them, as a float."""
+    return value if isinstance(value, str | int | list) else float(value)
 
 
 def groups(samples: Iterable[Sample]) -> list[list[Sample]]:

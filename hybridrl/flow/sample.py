@@ -103,8 +103,11 @@ class Sample:
     @property
     def model_tokens(self) -> int:
         """Tokens of the response without those that an environment wrote."""
-        others = sum(span.stop - span.start for span in self.spans if not span.trained)
-        return self.response_tokens - others
+        number = self.response_tokens
+        for span in self.spans:
+            if not span.trained:
+                number -= span.stop - span.start
+        return number
 
     def has(self, name: str) -> bool:
         """Whether the field `name` exists, in the driver or on the rank."""

@@ -160,6 +160,7 @@ class WeightSwitch:
             self.bytes_theory,
         )
 
+    @torch.no_grad()  # so that a shard of a DTensor is had without a node of a graph
     def switch(self, source: Tensors, destination: Tensors, *, waits: bool = True) -> SwitchStats:
         """Fill `destination` from `source`; every rank of the plan calls it.
 
@@ -357,5 +358,4 @@ def _locals(layout: Layout, rank: int) -> dict[str, LocalTensor]:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
 MARKER = re.compile(
     r"think|thought|reason|tool|function|python_tag|channel|constrain|call|args|action|plugin",
     re.IGNORECASE,
@@ -37,15 +39,26 @@ class ResponseText:
             return skips is False or of_channels or MARKER.search(token) is not None
 
         self.kept = {id: token for id, token in sorted(special.items()) if keeps(id, token)}
+        # The call of transformers' tokenizers looks for arrays of every framework, at each text.
+        plain, own = PreTrainedTokenizerFast, type(tokenizer)
+        is_plain = own._decode is plain._decode and own.decode is plain.decode
+        cleans = tokenizer.clean_up_tokenization_spaces
+        self._fast = tokenizer.backend_tokenizer if is_plain and not cleans else None
         self._left_out = frozenset(special.keys() - self.kept.keys())
         self._ends = {id for id, token in self.kept.items() if not MARKER.search(token)}
         self._ends -= {id for id, token in self.kept.items() if token in _OF_CHANNELS}
 
     def __call__(self, ids: Any) -> str:
         """The text of the tokens of a response, a list or a tensor."""
+        ids = ids if isinstance(ids, list) else ids.tolist()
         if not self.kept:
-            return str(self.tokenizer.decode(ids, skip_special_tokens=True))
-        kept = [id for id in map(int, ids) if id not in self._left_out]
+            return self._decoded(ids, True)
+        kept = [id for id in ids if id not in self._left_out]
         while kept and kept[-1] in self._ends:
             kept.pop()
-        return str(self.tokenizer.decode(kept, skip_special_tokens=False))
+        return self._decoded(kept, False)
+
+    def _decoded(self, ids: list[int], skips: bool) -> str:
+        if self._fast is not None:
+            return str(self._fast.decode(ids, skip_special_tokens=skips))
+        return str(self.tokenizer.decode(ids, skip_special_tokens=skips))

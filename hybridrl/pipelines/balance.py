@@ -8,7 +8,7 @@ each of them wait less (ChunkFlow, arXiv 2503.02356; Zeppelin, arXiv 2509.21841)
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -25,6 +25,11 @@ class SequenceCost:
     def __call__(self, tokens: int) -> int:
         """The cost of a sequence of so many tokens."""
         return self.per_token * tokens + self.per_pair * tokens**2
+
+    def of_all(self, lengths: Iterable[int]) -> list[int]:
+        """The cost of a sequence of each of these lengths."""
+        token, pair = self.per_token, self.per_pair
+        return [token * length + pair * length**2 for length in lengths]
 
 
 BY_TOKENS = SequenceCost()
@@ -52,7 +57,7 @@ def balance(
     # Ties go to the part with fewer sequences, then to the first.
     heap = [(load, 0, i) for i, load in enumerate(loads or [0] * num_parts)]
     heapq.heapify(heap)
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         total, count, lightest = heapq.heappop(heap)
         parts[lightest].append(index)
         heapq.heappush(heap, (total + lengths[index], count + 1, lightest))
@@ -80,7 +85,7 @@ def micro_batches(
     parts: list[list[int]] = []
     while fitting:
         parts = balance(kept, num_parts)
-        if max(sum(kept[i] for i in indices) for indices in parts) <= max_tokens:
+        if max([sum([kept[i] for i in indices]) for indices in parts]) <= max_tokens:
             break
         num_parts += 1
     parts = _evened(kept, kept_costs, parts, max_tokens)
@@ -112,7 +117,7 @@ def _evened(
     """
     heap = [(0, 0, number, max_tokens) for number in range(len(parts))]
     even: list[list[int]] = [[] for _ in parts]
-    for index in sorted(range(len(lengths)), key=lambda i: (-costs[i], i)):
+    for index in sorted(range(len(lengths)), key=costs.__getitem__, reverse=True):
         full = []
         while heap and heap[0][3] < lengths[index]:
             full.append(heapq.heappop(heap))
@@ -125,18 +130,20 @@ def _evened(
             heapq.heappush(heap, entry)
 
     def heaviest(candidate: list[list[int]]) -> int:
-        return max((sum(costs[i] for i in indices) for indices in candidate), default=0)
+        return max([sum([costs[i] for i in indices]) for indices in candidate], default=0)
 
     return [sorted(indices) for indices in even] if heaviest(even) < heaviest(parts) else parts
 
 
 def _costs(lengths: Sequence[int], samples_per_row: int, cost: SequenceCost) -> list[int]:
     """The cost of every row: each of its sequences attends to itself alone."""
-    return _fold([cost(length) for length in lengths], samples_per_row)
+    return _fold(cost.of_all(lengths), samples_per_row)
 
 
 def _fold(lengths: Sequence[int], samples_per_row: int) -> list[int]:
     """The total length of every row."""
+    if samples_per_row == 1:
+        return list(lengths)
     if len(lengths) % samples_per_row:
         raise ValueError(f"{len(lengths)} sequences: wanted a multiple of {samples_per_row=}")
     return [sum(lengths[i : i + samples_per_row]) for i in range(0, len(lengths), samples_per_row)]

@@ -28,6 +28,7 @@ from hybridrl.rewards.results import (
 )
 from hybridrl.rewards.worker import make_verifier
 from hybridrl.sandbox import SandboxPool, SandboxProcess, SandboxTask, Settings
+from hybridrl.sandbox.process import settle
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +44,32 @@ _NAMES = {True: "judge's", False: "verifier"}
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Unit(SandboxTask):
-    """Responses that are judged by one call; `left` are those without a result."""
+    """Responses that are judged by one call; `left` are those without a result.
+
+    The future of the `batch` that it came with has the results of all of its units, in order.
+    """
 
     items: list[RewardInput]
     results: list[RewardResult | None]
     left: list[int]
+    batch: "_Batch"
+
+    def settle(self, result: Any) -> None:
+        """Its results are there, or an error that ends its whole batch."""
+        self.due = False
+        self.batch.num_due -= 1
+        if isinstance(result, BaseException):
+            settle(self.future, result)
+        elif not self.batch.num_due:
+            settle(self.future, [x for unit in self.batch.units for x in unit.results])
+
+
+@dataclass(eq=False, slots=True)
+class _Batch:
+    """Units that came together, of which so many have no results yet."""
+
+    units: list[_Unit]
+    num_due: int
 
 
 class JudgePool(SandboxPool[_Unit]):
@@ -106,8 +128,8 @@ class JudgePool(SandboxPool[_Unit]):
         if self.config.call is not RewardCall.sample:
             size = max(1, math.ceil(len(items) / max(1, len(self.settings))))
         logger.debug("verifying %d responses", len(items))
-        units = [self.submit(items[i : i + size]) for i in range(0, len(items), size)]
-        results = [result for unit in units for result in unit.result()]
+        units = [items[i : i + size] for i in range(0, len(items), size)]
+        results = self._submit(units).result() if units else []
         logger.debug("%d responses are verified", len(results))
         return results
 
@@ -116,13 +138,23 @@ class JudgePool(SandboxPool[_Unit]):
 
         The future raises BudgetSpent, or the error of a judge that cannot start.
         """
-        unit = _Unit(items=list(items), results=[None] * len(items), left=[*range(len(items))])
+        return self._submit([items])
+
+    def _submit(self, calls: Sequence[Sequence[RewardInput]]) -> "Future[list[RewardResult]]":
+        """Have the responses of each of these calls judged; gives the results of all, in order."""
+        future: Future[list[RewardResult]] = Future()
         if self._inline is not None:
-            judged = [self._inline(item) for item in items]
-            unit.settle([RewardResult(reward, text=text) for reward, text in judged])
-            return unit.future
-        self._do(functools.partial(self._queue.append, unit), unit.future)
-        return unit.future
+            judged = [self._inline(item) for call in calls for item in call]
+            future.set_result([RewardResult(reward, text=text) for reward, text in judged])
+            return future
+        batch = _Batch([], len(calls))
+        for call in calls:
+            results: list[RewardResult | None] = [None] * len(call)
+            left = list(range(len(call)))
+            unit = _Unit(items=list(call), results=results, left=left, batch=batch, future=future)
+            batch.units.append(unit)
+        self._do(functools.partial(self._queue.extend, batch.units), future)
+        return future
 
     # -- in the thread -------------------------------------------------------------------------
 

@@ -255,17 +255,26 @@ class SandboxPool(ABC, Generic[AnyTask]):
                 self._replace(process, "timeout", self.late)
 
     def _receive(self, process: SandboxProcess) -> bool:
-        """Handle an answer; False for a process that has died, or answers garbage."""
+        """Handle a message; False for a process that has died, or answers garbage."""
         if not process.ready:
             return self._take_ready(process)
         try:
-            number, *answer = process.receive()
+            answers = process.receive()
+        except (EOFError, OSError, ValueError):
+            self._replace(process, "crash", "")
+            return False
+        return all(self._take(process, answer) for answer in answers)
+
+    def _take(self, process: SandboxProcess, message: list[Any]) -> bool:
+        """Handle an answer; False for garbage."""
+        try:
+            number, *answer = message
             if not answer:
                 process.wait_on(number)
                 return True
             task: Any = process.requests[number]
             read = self._read(task, answer)
-        except (EOFError, OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError):
             self._replace(process, "crash", "")
             return False
         process.end(number)
@@ -283,6 +292,8 @@ class SandboxPool(ABC, Generic[AnyTask]):
         except (EOFError, OSError):
             self._start_anew(process)
             return False
+        if details is None:
+            return True
         logger.debug("%s process %d is ready", self.name, process.popen.pid)
         self._bad_starts = 0
         self._is_ready(process, details)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from hybridrl.config import ConfigError
@@ -31,6 +31,8 @@ START_TIMEOUT_S = 120.0
 """Seconds for a process to import what it needs."""
 LARGEST_ANSWER = 64 << 20
 """Bytes of one answer, which the replay of an episode may fill."""
+MOST_READ = 1 << 20
+"""Bytes that are read at a time: as many answers as there are."""
 BUSY_S = 1.0
 """A process whose code runs so long without a pause gets no work: its time would count already."""
 FINISH_LOOK_S = 0.02
@@ -89,6 +91,7 @@ class SandboxProcess:
         self.deadlines: dict[int, float] = {}
         self.busy_since, self.num_answers, self._closes_until = 0.0, 0, 0.0
         self.connection, theirs = Pipe()
+        self._begun: list[bytes] = []  # what has come of the next answer
         shared = [theirs.fileno(), self.mark.descriptor]
         numbers = map(str, (theirs.fileno(), os.getpid(), self.mark.descriptor))
         self.popen = subprocess.Popen(
@@ -113,9 +116,14 @@ class SandboxProcess:
 
     # -- its life ------------------------------------------------------------------------------
 
-    def read_ready(self) -> list[Any]:
-        """The details of its first answer; raises the error of a program that is not built."""
-        kind, *details = self.receive()
+    def read_ready(self) -> list[Any] | None:
+        """The details of its first answer, None where that has not come whole.
+
+        Raises the error of a program that is not built.
+        """
+        if not (answers := self.receive()):
+            return None
+        ((kind, *details),) = answers
         if kind == "ConfigError":
             key, value, allowed = details
             raise ConfigError(key, value, allowed)
@@ -202,14 +210,36 @@ class SandboxProcess:
         self._outbox.put(pickle.dumps(request))
 
     def _send_all(self) -> None:
-        """The thread that sends: it alone waits where the process does not read."""
+        """The thread that sends what there is; it alone waits where the process does not read."""
         with contextlib.suppress(OSError):
-            while (request := self._outbox.get()) is not None:
-                self.connection.send_bytes(request)
+            request = self._outbox.get()
+            while request is not None:
+                message = [request]
+                with contextlib.suppress(Empty):
+                    while (request := self._outbox.get_nowait()) is not None:
+                        message.append(request)
+                self.connection.send_bytes(b"".join(message))
+                if request is not None:
+                    request = self._outbox.get()
 
-    def receive(self) -> list[Any]:
-        """Its next answer. Raises EOFError or OSError if it is dead, ValueError for garbage."""
-        sent = self.connection.recv_bytes(LARGEST_ANSWER)
+    def receive(self) -> list[list[Any]]:
+        """Its answers that have come whole. Raises EOFError if it is dead, ValueError for garbage.
+
+        It waits where nothing has come.
+        """
+        came = os.read(self.connection.fileno(), MOST_READ)
+        if not came:
+            raise EOFError
+        self._begun.append(came)
+        if b"\n" not in came:
+            if sum(map(len, self._begun)) > LARGEST_ANSWER:
+                raise ValueError(f"its answer has more than {LARGEST_ANSWER} bytes")
+            return []
+        *whole, begun = b"".join(self._begun).split(b"\n")
+        self._begun = [begun]
+        return [self._answer(sent) for sent in whole]
+
+    def _answer(self, sent: bytes) -> list[Any]:
         answer = json.loads(sent)
         if b"\\ud" in sent:  # JSON writes whole characters beyond the first plane so, too
             answer, replaced = without_surrogates(answer)
@@ -247,8 +277,8 @@ class SandboxProcess:
 
     @property
     def serves_suspect(self) -> bool:
-        """Whether it is serving one."""
-        return any(task.suspect for task in self.requests.values())
+        """Whether it is serving one, which is alone here."""
+        return len(self.requests) == 1 and any(task.suspect for task in self.requests.values())
 
     def until_alone(self) -> tuple[bool, int]:
         """Orders processes by when a suspect can be served there."""

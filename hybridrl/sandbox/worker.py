@@ -1,17 +1,20 @@
 """The inside of a sandbox: `python -m hybridrl.sandbox FD PARENT MARK`.
 
-Its owner (`process.py`) sends pickles, which it trusts: first the `Settings`, then requests. It
-answers in JSON, since its owner must not trust a process that handles a model's output. A `Mark`
-says whose code runs: its event loop tells, and its owner reads.
+Its owner (`process.py`) sends pickles, which it trusts: first the `Settings`, then requests, as
+many in a message as there are. It answers in JSON, an answer a line, since its owner must not trust
+a process that handles a model's output. A `Mark` says whose code runs: its event loop tells, and
+its owner reads.
 """
 
 import asyncio
 import contextlib
 import ctypes
 import importlib
+import io
 import json
 import mmap
 import os
+import pickle
 import resource
 import selectors
 import signal
@@ -252,15 +255,27 @@ async def serve(connection: Connection, service: Service) -> None:
         running.add(task)
         task.add_done_callback(running.discard)
 
+    def start_all(requests: Sequence[Sequence[Any]]) -> None:
+        for request in requests:
+            start(*request)
+
     def read() -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                loop.call_soon_threadsafe(start, *connection.recv())
+                loop.call_soon_threadsafe(start_all, _pickles(connection.recv_bytes()))
         loop.call_soon_threadsafe(ended.set)
 
     threading.Thread(target=read, daemon=True).start()
     await ended.wait()
     await service.close(running)
+
+
+def _pickles(message: bytes) -> list[Any]:
+    """The values that a message has as pickles, one after the other."""
+    file, values = io.BytesIO(message), []
+    while file.tell() < len(message):
+        values.append(pickle.load(file))
+    return values
 
 
 async def run(connection: Connection, settings: Settings, marker: Marker) -> None:
@@ -271,7 +286,10 @@ async def run(connection: Connection, settings: Settings, marker: Marker) -> Non
     loop.set_default_executor(ThreadPoolExecutor(num_threads, "foreign"))
 
     def answer(*values: Any) -> None:
-        connection.send_bytes(json.dumps(values).encode())
+        # It leaves before other code runs, which may end this process.
+        line = json.dumps(values).encode() + b"\n"
+        while line:
+            line = line[os.write(connection.fileno(), line) :]
 
     try:
         make = importlib.import_module(settings.program).make

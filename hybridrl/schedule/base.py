@@ -157,7 +157,7 @@ class Schedule(ABC):
         return StepResult(
             step,
             tuple(used),
-            tuple(s for s in self._ledger.samples if s.id not in pending),
+            tuple([s for s in self._ledger.samples if s.id not in pending]),
             dropped,
             self._summary(used, len(dropped)),
             tuple(self._spans),
@@ -389,7 +389,7 @@ class Schedule(ABC):
         if not samples:
             return
         stage, *others = stages
-        assert all(ready(one, sample) for one in stages for sample in samples), stages
+        assert not [sample.id for one in stages for sample in samples if not ready(one, sample)]
         by_id = {sample.id: sample for sample in samples}
         if self._scope(stage) is Scope.INSTANCE:
             by_instance: dict[int, list[Sample]] = {}
@@ -412,7 +412,7 @@ class Schedule(ABC):
                     continue
                 assert isinstance(event, Computed), event
                 record_computed(self.graph.stages[event.stage], by_id, event)
-                waiting.difference_update((event.stage, id) for id in event.ids)
+                waiting.difference_update([(event.stage, id) for id in event.ids])
                 learn(self.meter, event, [by_id[id] for id in event.ids])
 
     def _update(self, stages: Sequence[UpdateStage], batch: Batch) -> None:
@@ -523,7 +523,7 @@ def learn(
     """
     if isinstance(event, Computed):
         if event.seconds is not None:
-            tokens = sum(sample.tokens for sample in samples)
+            tokens = sum([sample.prompt_tokens + sample.response_tokens for sample in samples])
             meter.saw_compute(event.stage, event.seconds, tokens)
         return
     work = event.work

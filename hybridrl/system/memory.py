@@ -4,7 +4,6 @@ import gc
 import resource
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,4 +53,5 @@ def free_cached_memory(device: "torch.device") -> None:
 
 def resident_bytes() -> int:
     """Host memory that this process uses now (RSS)."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()

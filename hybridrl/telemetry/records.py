@@ -42,7 +42,10 @@ def plain(value: Any) -> Any:
 
 def dump(record: Mapping[str, Any]) -> str:
     """`record` as one line of strict JSON, without the line's end."""
-    return json.dumps(plain(record), allow_nan=False, ensure_ascii=False)
+    try:
+        return json.dumps(record, allow_nan=False, ensure_ascii=False, default=plain)
+    except (TypeError, ValueError):  # keys that are no text, or numbers that are not finite
+        return json.dumps(plain(record), allow_nan=False, ensure_ascii=False)
 
 
 class JsonLines:

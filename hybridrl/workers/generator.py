@@ -18,6 +18,7 @@ from hybridrl.engines.rollout.interface import (
     Output,
     Request,
     RolloutEngine,
+    SamplingParams,
     SharesWeights,
     build_engine,
 )
@@ -32,7 +33,6 @@ from hybridrl.flow.executor import (
     Park,
     Parked,
     Resume,
-    Sampling,
     Submit,
     TurnEnded,
     Work,
@@ -98,7 +98,8 @@ class Generator:
         rollout, mesh = config.rollout, layout.mesh
         self._model_config = model_config
         # this rank's place in generation
-        self.instance = mesh.coordinates(dist.get_rank())["instance"]
+        self.rank = dist.get_rank()
+        self.instance = mesh.coordinates(self.rank)["instance"]
         # The ranks of this instance, of which each keeps a share of the finished samples.
         self.own_peers: list[int] = mesh.grid()[self.instance].ravel().tolist()
         self.parallel = GenParallel.make(mesh, device.type, rollout.layout.ep)
@@ -155,11 +156,6 @@ class Generator:
     def instance_rank(self) -> int:
         """This rank's number in the instance that decodes."""
         return (self._joined or self).parallel.instance_rank
-
-    @property
-    def _peers(self) -> list[int]:
-        """The ranks of the instance that decodes, of which each keeps some finished samples."""
-        return self.own_peers if self._joined is None else self._joined.peers
 
     def join(self, instance: int) -> None:
         """Decode as a rank of `instance`, which is its own or a wide one."""
@@ -218,9 +214,10 @@ class Generator:
         converses = self.config.environment.is_on
         equal = self.config.schedule.entry.counts_tokens and not converses
         call = self._bounded_call(num_decode_steps if equal else None)
+        engine = self.engine
         while steps < num_decode_steps and self.unfinished and not (call and call.call_is_done):
-            outputs += [(output, None) for output in self.engine.step()]
-            ended += self.engine.take_turns()
+            outputs += [(output, None) for output in engine.step()]
+            ended += engine.take_turns()
             steps += 1
             if ended and not equal and enough_turns * len(ended) >= self.unfinished:
                 break
@@ -263,7 +260,7 @@ class Generator:
             id = cast(SampleId, request.id)
             item, spans = self._items.pop(id)
             spans = grown(spans, len(request.response_ids), self.version)
-            samples[id] = ParkedSample(request, item, spans, dist.get_rank())
+            samples[id] = ParkedSample(request, item, spans, self.rank)
             tokens.append(len(request.prompt_ids) + len(request.response_ids))
         version, width = self.version, command.width
         return Parked(tuple(samples), tuple(tokens), version, samples, width)
@@ -312,21 +309,22 @@ class Generator:
 
     def _tells(self, id: SampleId) -> bool:
         """Whether this rank, of those that have a sample, stores it and speaks of it."""
-        return self._peers[(id.prompt + id.k) % len(self._peers)] == dist.get_rank()
+        peers = self.own_peers if self._joined is None else self._joined.peers
+        return peers[(id.prompt + id.k) % len(peers)] == self.rank
 
     def _requests(self, command: Submit) -> list[Request]:
         item: Item = command.prompt
         for id in command.ids:
             self._items[id] = (item, ())
-        shares = len(command.ids) > 1
-        return [self.request(id, item, command.sampling, shares) for id in command.ids]
+        shares, params = len(command.ids) > 1, self.sampling.params(command.sampling)
+        return [self.request(id, item, params, shares) for id in command.ids]
 
-    def request(self, id: SampleId, item: Item, sampling: Sampling, shares: bool) -> Request:
+    def request(self, id: SampleId, item: Item, params: SamplingParams, shares: bool) -> Request:
         """The request of a new response; with `shares` it reads its prompt's cached prefix."""
         return Request(
             id=id,
             prompt_ids=item.prompt_ids,
-            sampling=self.sampling.params(sampling),
+            sampling=params,
             stream=stream_key(self.config.run.seed, *id),
             prefix=(id.prompt, id.branch) if shares else None,
             task=item.source,
@@ -337,10 +335,11 @@ class Generator:
 
         A conversation is finished by the last `reply` of its environment.
         """
-        id = cast(SampleId, output.id)
+        id: SampleId = output.id  # type: ignore[assignment]  # a `cast` for each sample is a call
         item, spans = self._items.pop(id)
         if not self._tells(id):
             return None
+        num_tokens = len(output.token_ids)
         tensors = {
             "tokens": torch.tensor([*item.prompt_ids, *output.token_ids]),
             "log_probs": torch.tensor(output.log_probs, dtype=torch.float32),
@@ -356,14 +355,14 @@ class Generator:
             tensors |= conversation_tensors(output.turns, *texts, reply.turn_rewards)
             more += CONVERSATION_TENSORS
             scalars = {"num_turns": len(output.turns), **reply.scalars}
-        self.store.add(id, StoredSample(len(output.token_ids), item, tensors))
+        self.store.add(id, StoredSample(num_tokens, item, tensors))
         return Finished(
             id=id,
-            rank=dist.get_rank(),
+            rank=self.rank,
             prompt_tokens=len(item.prompt_ids),
-            response_tokens=len(output.token_ids),
+            response_tokens=num_tokens,
             finish=output.finish,
-            spans=grown(spans, len(output.token_ids), self.version),
+            spans=grown(spans, num_tokens, self.version),
             more_tensors=more,
             scalars=scalars,
         )

@@ -74,9 +74,8 @@ def load_pending(
             sample = StoredSample(record["response_tokens"], pending.item, record["tensors"])
             store.add(pending.id, sample)
         else:
-            request = generator.request(
-                pending.id, pending.item, pending.sampling, record["shares"]
-            )
+            params = generator.sampling.params(pending.sampling)
+            request = generator.request(pending.id, pending.item, params, record["shares"])
             parked[pending.id] = _as_parked(request, pending.item, record)
     return parked
 

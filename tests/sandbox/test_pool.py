@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from sandboxed import Word, WordPool
+from sandboxed import LONG, Word, WordPool
 
 from hybridrl.config import ConfigError
 from hybridrl.sandbox import SandboxProcess, process
@@ -62,6 +62,18 @@ def test_a_process_has_so_many_tasks_and_no_more(make: Make) -> None:
     results = pool.all(*["pause"] * 6)
     assert {len(told) for _, told in results} == {1, 2}
     assert len({pid for pid, _ in results}) == 2
+
+
+def test_answers_come_many_at_a_time_or_in_pieces(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = "short", "long"
+    words = [f"{number}" for number in range(300)]
+    pool = make(seconds=30.0)
+    assert [told for _, told in pool.all(*whole)] == [["short"], ["long", LONG]]
+    assert [told for _, told in pool.all(*words)] == [[word] for word in words]
+    monkeypatch.setattr(process, "LARGEST_ANSWER", 1 << 20)
+    assert pool.all("long") == [("crash", "its process ended (SIGKILL)")]
 
 
 def test_a_process_that_died_while_idle_blames_nobody(make: Make) -> None:

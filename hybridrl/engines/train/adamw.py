@@ -54,4 +54,5 @@ def moments(parameter: torch.Tensor, steps: int, device: torch.device) -> dict[s
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; another tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # `to_local` makes a view of it, to keep what a parameter is.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

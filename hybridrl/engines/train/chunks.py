@@ -56,7 +56,7 @@ def row_in_chunks(
     `packed.pack`. The row has the tensors of its first pass.
     """
     ranks = 1 if group is None else group.size()
-    order = sorted(range(len(sequences)), key=lambda i: (len(sequences[i].ids), i))
+    order = sorted(range(len(sequences)), key=lambda i: (sequences[i].ids.shape[0], i))
     totals, passes = [], []
     for index in order:
         ids = sequences[index].ids

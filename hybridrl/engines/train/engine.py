@@ -27,7 +27,6 @@ from hybridrl.config import (
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.build import TrainDims, build, load
 from hybridrl.engines.train.expert_load import ExpertLoad
-from hybridrl.engines.train.gathering import fsdp_modules
 from hybridrl.engines.train.interface import TrainSequence, ended
 from hybridrl.engines.train.muon import MatrixOwners
 from hybridrl.engines.train.optim import make_optimizer
@@ -229,7 +228,7 @@ class TrainEngine(ModelShards):
             "parameters": self.num_parameters,
             "trained_parameters": self.num_trained,
             "attention": self.attention.value,
-            "fsdp_groups": len(fsdp_modules(self.roots)),
+            "fsdp_groups": len(self.fsdp_modules),
             "fsdp_keep_unsharded": self.keep_unsharded,
         }
 

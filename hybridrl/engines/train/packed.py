@@ -101,33 +101,26 @@ def pack(
     it, or a mask of another length.
     """
     # A sequence with nothing to score fills the row up.
-    missing = total_tokens - sum(len(sequence.ids) for sequence in sequences)
-    longest = max((len(sequence.ids) for sequence in sequences), default=1)
+    sizes = [sequence.ids.shape[0] for sequence in sequences]
+    missing, longest = total_tokens - sum(sizes), max(sizes, default=1)
     filler = [TrainSequence(torch.zeros(missing, dtype=torch.long), 0)] if missing > 0 else []
-    sequences = [*sequences, *filler]
-    order = sorted(range(len(sequences)), key=lambda i: (len(sequences[i].ids), i))
-    lengths, predicting, targets, counts, start = [], [], [], [], 0
-    for index in order:
-        sequence = sequences[index]
-        length, scored = len(sequence.ids), scored_positions(sequence, trained_only)
-        predicting.append(scored + (start - 1))
-        targets.append(sequence.ids[scored])
-        lengths.append(length)
-        counts.append(len(scored))
-        start += length
-    # The row; one without sequences has a token.
-    empty = torch.zeros(0, dtype=torch.int64)
-    ids = (
-        torch.cat([sequences[i].ids for i in order]) if order else torch.zeros(1, dtype=torch.long)
-    )
+    sequences, sizes = [*sequences, *filler], [*sizes, *[missing] * len(filler)]
+    order = sorted(range(len(sizes)), key=sizes.__getitem__)
+    members, lengths = [sequences[i] for i in order], [sizes[i] for i in order]
+    # All is computed for the whole row: a call of torch for each sequence takes longer.
+    scored, counts = _scored(members, lengths, trained_only)
+    # A row without sequences has a token.
+    ids = torch.cat([member.ids for member in members] or [torch.zeros(1, dtype=torch.long)])
     lengths = lengths or [1]
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    numbers = tuple(-1 if filler and i == len(sequences) - 1 else i for i in order)
+    ends = torch.tensor(lengths)
+    starts = ends.cumsum(0) - ends
+    positions = torch.arange(ids.shape[0]) - starts.repeat_interleave(ends)
+    numbers = tuple([-1 if filler and i == len(sequences) - 1 else i for i in order])
     row = PackedBatch(
         ids=ids[None],
         position_ids=positions.clamp(max=longest - 1)[None],
-        predicting=torch.cat([empty, *predicting]),
-        targets=torch.cat([empty, *targets]),
+        predicting=scored - 1,
+        targets=ids[scored],
         order=numbers,
         counts=tuple(counts),
         packing=make_packing(lengths, attention, device, group),
@@ -179,7 +172,7 @@ def candidate_ids(
         return torch.zeros(0, candidates.number, dtype=torch.int64)
     ids = sequence.fields[candidates.field]
     assert isinstance(ids, torch.Tensor), candidates
-    return ids[places - (len(sequence.ids) - sequence.response_tokens)].long()
+    return ids[places - (sequence.ids.shape[0] - sequence.response_tokens)].long()
 
 
 def _candidates(
@@ -213,7 +206,7 @@ def _replay(sequences: Sequence[TrainSequence], order: Sequence[int]) -> Routing
 
 def forced_experts(sequence: TrainSequence, shape: torch.Size) -> torch.Tensor:
     """The experts [tokens, *shape] that a sequence's tokens take, in the format of `Routing`."""
-    forced = torch.full((len(sequence.ids), *shape), NO_RECORD, dtype=torch.int16)
+    forced = torch.full((sequence.ids.shape[0], *shape), NO_RECORD, dtype=torch.int16)
     if sequence.routed_experts is not None:
         forced[:-1] = sequence.routed_experts
     return forced
@@ -251,7 +244,7 @@ def keep_experts(
             pieces[number, index].append(experts)
     for (number, index), experts_of_chunks in pieces.items():
         sequence = rows[number][index]
-        experts = torch.cat(experts_of_chunks)[: len(sequence.ids) - 1]
+        experts = torch.cat(experts_of_chunks)[: sequence.ids.shape[0] - 1]
         sequence.routed_experts = experts.to(dtype)
 
 
@@ -277,20 +270,41 @@ def _of_all_ranks(
     return own
 
 
+def _scored(
+    members: Sequence[TrainSequence], lengths: Sequence[int], trained_only: bool
+) -> tuple[torch.Tensor, list[int]]:
+    """Positions in a row of the scored tokens of its sequences, and how many each of them has.
+
+    `lengths` are those of the sequences, one after the other. Raises ValueError as `pack`.
+    """
+    responses = [member.response_tokens for member in members]
+    masks: list[torch.Tensor | None] = [None] * len(members)
+    if trained_only:
+        masks = [member.mask for member in members]
+    for length, response, mask in zip(lengths, responses, masks, strict=True):
+        if not 0 <= response < length:
+            raise ValueError(
+                f"response_tokens={response} of {length} tokens: wanted 0 to {length - 1}, since "
+                "the first token of a sequence has no token before it"
+            )
+        if mask is not None and mask.shape[0] != response:
+            raise ValueError(f"mask has {mask.shape[0]} entries, response_tokens={response}")
+    # A token is as far before the end of its sequence as before that of its response, if the
+    # responses are put one after the other.
+    sizes = torch.tensor(responses, dtype=torch.int64)
+    ends, response_ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0), sizes.cumsum(0)
+    positions = torch.arange(sum(responses)) + (ends - response_ends).repeat_interleave(sizes)
+    if {mask is None for mask in masks} <= {True}:
+        return positions, responses
+    pairs = zip(masks, responses, strict=True)
+    kept = torch.cat([torch.ones(n, dtype=torch.bool) if x is None else x.cpu() for x, n in pairs])
+    through = torch.cat([sizes.new_zeros(1), kept.cumsum(0)])
+    return positions[kept], (through[response_ends] - through[response_ends - sizes]).tolist()
+
+
 def scored_positions(sequence: TrainSequence, trained_only: bool) -> torch.Tensor:
     """Positions [scored] in `sequence.ids` of its response tokens, or of the unmasked ones."""
-    length, response = len(sequence.ids), sequence.response_tokens
-    if not 0 <= response < length:
-        raise ValueError(
-            f"response_tokens={response} of {length} tokens: wanted 0 to {length - 1}, since the "
-            "first token of a sequence has no token before it"
-        )
-    positions = torch.arange(length - response, length)
-    if not trained_only or sequence.mask is None:
-        return positions
-    if len(sequence.mask) != response:
-        raise ValueError(f"mask has {len(sequence.mask)} entries, response_tokens={response}")
-    return positions[sequence.mask.cpu()]
+    return _scored([sequence], [sequence.ids.shape[0]], trained_only)[0]
 
 
 def scored_fields(
@@ -306,14 +320,18 @@ def scored_fields(
     length than the response.
     """
     fields = {}
+    numbered = zip(batch.order, batch.counts, strict=True)
+    scored = [(sequences[index], count) for index, count in numbered if index >= 0]
     for name in names:
-        pieces = [
-            _field(sequences[index], name, count, missing)
-            for index, count in zip(batch.order, batch.counts, strict=True)
-            if index >= 0
-        ]
-        values = torch.cat([torch.zeros(0), *pieces])
-        fields[name] = values.to(batch.ids.device)
+        values = [member.fields.get(name, missing) for member, _ in scored]
+        if {type(value) for value in values} <= {float}:
+            counts = torch.tensor([count for _, count in scored], dtype=torch.int64)
+            row = torch.tensor(values, dtype=torch.float32).repeat_interleave(counts)
+        else:
+            pairs = zip(scored, values, strict=True)
+            pieces = [_field(member, name, value, count) for (member, count), value in pairs]
+            row = torch.cat([torch.zeros(0), *pieces])
+        fields[name] = row.to(batch.ids.device)
     return fields
 
 
@@ -334,19 +352,21 @@ def loss_inputs(
     return scores[:, 0], {**fields, "candidate_log_probs": scores[:, 1:]}
 
 
-def _field(sequence: TrainSequence, name: str, count: int, missing: float | None) -> torch.Tensor:
-    value = sequence.fields.get(name, missing)
+def _field(
+    sequence: TrainSequence, name: str, value: torch.Tensor | float | None, count: int
+) -> torch.Tensor:
+    """The value of a field for each of `count` scored tokens of a sequence."""
     if value is None:
         available = ", ".join(sorted(sequence.fields)) or "none"
         raise ValueError(f"the loss needs the field {name!r} of every sequence; got {available}")
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return torch.full((count,), float(value))
-    if len(value) != sequence.response_tokens:
+    length, value = value.shape[0], value.cpu()
+    if length != sequence.response_tokens:
         raise ValueError(
-            f"field {name!r} has {len(value)} values, response_tokens={sequence.response_tokens}"
+            f"field {name!r} has {length} values, response_tokens={sequence.response_tokens}"
         )
-    value = value.cpu()
-    if count == len(value):
+    if count == length:
         return value
     assert sequence.mask is not None, "only a mask leaves tokens out"
     return value[sequence.mask.cpu()]

@@ -14,7 +14,7 @@ from hybridrl.config import Attention
 from hybridrl.engines.train.build import TrainDims
 from hybridrl.engines.train.chunks import row_in_chunks
 from hybridrl.engines.train.interface import TrainSequence
-from hybridrl.engines.train.packed import Candidates, PackedBatch, pack, scored_positions
+from hybridrl.engines.train.packed import Candidates, PackedBatch, pack
 from hybridrl.engines.train.pipeline import Pipeline
 from hybridrl.models.flops import ForwardFlops
 from hybridrl.pipelines.balance import (
@@ -57,7 +57,7 @@ class MicroBatches:
 
     def tokens(self, index: int) -> int:
         """The tokens of a row."""
-        return sum(len(self.sequences[i].ids) for i in self.parts[index])
+        return sum([self.sequences[i].ids.shape[0] for i in self.parts[index]])
 
 
 class Replica:
@@ -144,7 +144,7 @@ class Replica:
         Under cp those that are too long for a rank come first, and from all ranks that share them
         (Zeppelin, arXiv 2509.21841). With `alone` each sequence is a separate row.
         """
-        lengths = [len(sequence.ids) for sequence in sequences]
+        lengths = [sequence.ids.shape[0] for sequence in sequences]
         parts = micro_batches(lengths, self.max_tokens, samples_per_row, self.cost)
         if alone:
             parts = [[i] for i in range(len(sequences))]
@@ -183,7 +183,7 @@ class Replica:
         else:
             left = self.pipeline.num_micro_batches(number) - len(shared)
             own = sorted(index for indices in rest for index in indices)
-            lengths = [len(micros.sequences[i].ids) for i in own]
+            lengths = [micros.sequences[i].ids.shape[0] for i in own]
             if left > len(rest):
                 split = equal_number(lengths, left, self.max_tokens, samples_per_row, self.cost)
                 rest = [[own[i] for i in indices] for indices in split]
@@ -215,7 +215,7 @@ class Replica:
 
         # The rows that this rank has alone, balanced anew if they still fit.
         own = sorted(index for indices in rest for index in indices)
-        lengths = [len(micros.sequences[i].ids) for i in own]
+        lengths = [micros.sequences[i].ids.shape[0] for i in own]
         left = most_chunked + places - len(shared)
         balanced = balance(lengths, left, samples_per_row) if left else []
         if all(sum(lengths[i] for i in indices) <= self.max_tokens for indices in balanced):
@@ -228,7 +228,7 @@ class Replica:
         ranks = self._num_ranks(micros, index)
         if not self.chunk_tokens or micros.tokens(index) <= self.max_tokens * ranks:
             return 1
-        lengths = [len(micros.sequences[i].ids) for i in micros.parts[index]]
+        lengths = [micros.sequences[i].ids.shape[0] for i in micros.parts[index]]
         return sum(-(-length // (self.chunk_tokens * ranks)) for length in lengths)
 
     def _num_ranks(self, micros: MicroBatches, index: int) -> int:
@@ -314,8 +314,11 @@ class Replica:
         self, sequences: Sequence[TrainSequence], num_micro_batches: int, flops: ForwardFlops
     ) -> torch.Tensor:
         """What this rank's pp x tp ranks compute [5], int64: the fields of `UpdateTotals`."""
-        counts = [len(scored_positions(sequence, trained_only=True)) for sequence in sequences]
-        lengths = [len(sequence.ids) for sequence in sequences]
+        counts = [
+            sequence.response_tokens if sequence.mask is None else int(sequence.mask.sum())
+            for sequence in sequences
+        ]
+        lengths = [sequence.ids.shape[0] for sequence in sequences]
         in_all = sum(map(flops, lengths, counts)) // _FLOPS_UNIT
         return torch.tensor(
             [num_micro_batches, sum(counts), len(counts), max(counts, default=0), in_all],

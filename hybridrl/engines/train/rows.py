@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from hybridrl.engines.train.chunks import score_in_passes, train_in_passes
+from hybridrl.engines.train.gathering import fsdp_modules
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import PackedBatch, PackedModel
 from hybridrl.engines.train.replica import MicroBatches
@@ -61,14 +61,16 @@ def train_rows(
     them after the last row, too, until it next sums over replicas. With `keep_unsharded` gradients
     are not even sharded before the last row.
     """
-    assert isinstance(root, FSDPModule)
+    modules = fsdp_modules([root])
+    assert root in modules
 
     def prepare(last_row: bool, last_pass: bool) -> None:
         last = last_row and last_pass
-        if keep_unsharded:
-            root.set_requires_gradient_sync(last)
-            root.set_reshard_after_backward(last)
-        root.set_requires_all_reduce(all_reduce and last)
+        for module in modules:
+            if keep_unsharded:
+                module.set_requires_gradient_sync(last, recurse=False)
+                module.set_reshard_after_backward(last, recurse=False)
+            module.set_requires_all_reduce(all_reduce and last, recurse=False)
 
     for number, batch in enumerate(batches):
         last_row = number == len(batches) - 1

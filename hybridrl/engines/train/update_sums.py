@@ -50,7 +50,7 @@ class UpdateSums:
     ) -> None:
         """Count the tokens of sequences, and of the rows that they were packed into."""
         rows = [row for batch in batches for row in batch.passes or (batch,)]
-        self.real += sum(len(sequence.ids) for sequence in sequences)
+        self.real += sum([sequence.ids.shape[0] for sequence in sequences])
         self.computed += sum(row.ids.numel() for row in rows)
 
 
@@ -196,6 +196,7 @@ def sum_tied(chunks: Sequence[Chunk], dims: TrainDims) -> None:
         gradient.copy_(total)
 
 
+@torch.no_grad()  # so that a shard of a DTensor is had without a node of a graph
 def local_gradients(
     chunks: Sequence[Chunk], dims: TrainDims, factor: float = 1.0
 ) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -1,7 +1,7 @@
 """A sharded model: a rank's shards by name, and the full tensors gathered from all ranks."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,16 @@ class ModelShards:
         self.parameters, self.adapters, self.layout = parts.parameters, parts.adapters, parts.layout
         self.chunks, self.roots = parts.chunks, parts.roots
         self.dims, self.device, self.lora = dims, device, lora
+        self.fsdp_modules = fsdp_modules(self.roots)
+        # Where each parameter is, tied ones once: a walk through the modules takes as long as the
+        # copies of a small model's switch.
+        places = dict[str, tuple[nn.Module, str]]()
+        for chunk in self.chunks:
+            own = zip(chunk.named_parameters(), chunk.model.named_parameters(), strict=True)
+            for (name, _), (path, _) in own:
+                module, _, key = path.rpartition(".")
+                places.setdefault(name, (chunk.model.get_submodule(module), key))
+        self._places = places
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """The optimizer's parameters: this rank's shards of all that is not frozen."""
@@ -66,10 +76,9 @@ class ModelShards:
         host memory.
         """
         self.memory.settle_weights()
-        shards: dict[str, DTensor] = {}
-        for chunk in self.chunks:
-            for name, parameter in chunk.named_parameters():
-                shards.setdefault(name, cast(DTensor, parameter.detach()))
+        shards: dict[str, Any] = {}
+        for name, (module, key) in self._places.items():
+            shards[name] = module._parameters[key].detach()  # type: ignore[union-attr]
         return shards
 
     def trained(self) -> set[str]:
@@ -227,5 +236,5 @@ class ModelShards:
         self.memory.come(moments=False)
 
     def _reshard(self) -> None:
-        for module in fsdp_modules(self.roots):
+        for module in self.fsdp_modules:
             module.reshard()
