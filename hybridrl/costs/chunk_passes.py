@@ -1,4 +1,4 @@
-"""Pipeline chunks: their layers, parameters, and seconds of passes with tensor-parallel traffic."""
+"""Pipeline chunks: their layers, parameters, and seconds of passes with what their layers send."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from hybridrl.config import PipelineSchedule
 from hybridrl.costs.layers import LayerCosts, LayerWork, LinearPass
-from hybridrl.costs.mapping import TrainLayout
+from hybridrl.costs.mapping import PlannedRole, TrainLayout
 from hybridrl.costs.model_shape import ModelShape
 
 _HALF = 0.5  # of a backward pass's operations on matrices are for the weights
@@ -18,12 +18,15 @@ class ChunkSetting:
 
     shape: ModelShape
     value_head: bool
+    adapters: int
     tp: int
     recomputes: bool
     """Whether a backward pass has a forward pass in it."""
     splits_backward: bool
     reduce: LinearPass
     """An all-reduce of hidden states among tp ranks."""
+    traffic: LinearPass
+    """What a layer's forward pass sends; its backward pass sends as much."""
 
 
 class ChunkPasses(NamedTuple):
@@ -47,18 +50,20 @@ def chunk_passes(
     The first chunk has the embedding, the last one the head.
     """
     shape, tp, reduce = setting.shape, setting.tp, setting.reduce
-    work = LayerWork.of(shape, tp)
-    forward = LinearPass.of_layer(costs.forward_flop_s, work) + reduce.times(2)
-    backward = LinearPass.of_layer(costs.backward_flop_s, work) + reduce.times(2)
-    weights = LinearPass(0.0, _HALF * costs.backward_flop_s * work.flops)
+    work = LayerWork.of(shape, tp, setting.adapters)
+    forward = LinearPass.of_layer(costs.forward_flop_s, work) + setting.traffic
+    backward = LinearPass.of_layer(costs.backward_flop_s, work) + setting.traffic
+    of_weights = _HALF * costs.backward_flop_s
+    backward += LinearPass(0.0, -of_weights * (work.flops - work.trained_flops))
+    weights = LinearPass(0.0, of_weights * work.trained_flops)
     inputs = backward + weights.times(-1)
     if setting.recomputes:
         backward, inputs = backward + forward, inputs + forward
     outputs = 1.0 if setting.value_head else shape.vocabulary / tp
     head_forward = LinearPass.of_head(costs.forward_flop_s, shape.hidden, outputs).times(is_last)
-    head = (LinearPass.of_head(costs.backward_flop_s, shape.hidden, outputs) + reduce).times(
-        is_last
-    )
+    is_frozen = bool(setting.adapters) and not setting.value_head
+    head_flop_s = costs.backward_flop_s * (1 - _HALF * is_frozen)
+    head = (LinearPass.of_head(head_flop_s, shape.hidden, outputs) + reduce).times(is_last)
     row = LinearPass(costs.row_s)
     embedding = reduce.times(is_first)
     halves = row + backward.times(layers) + head, LinearPass()
@@ -69,23 +74,49 @@ def chunk_passes(
     return ChunkPasses(row + forward.times(layers) + head_forward + embedding, *halves)
 
 
+class Elements(NamedTuple):
+    """Parameters of a pipeline stage: those that tp divides, and those of experts."""
+
+    dense: float
+    experts: float
+
+    def gathered(self, layout: TrainLayout) -> float:
+        """Parameters with which a rank computes, whole over FSDP."""
+        return self.dense / layout.tp + self.experts / layout.ep
+
+    def shard(self, layout: TrainLayout) -> float:
+        """Parameters that a rank holds."""
+        return (self.dense + self.experts) / (layout.tp * layout.fsdp)
+
+
+class StageElements(NamedTuple):
+    """Parameters of a pipeline stage that are trained, and that are below adapters."""
+
+    trained: Elements
+    frozen: Elements
+
+
 def largest_stage(
-    shape: ModelShape,
-    value_head: bool,
-    pp: int,
-    schedule: PipelineSchedule,
-    chunk_layers: tuple[int, ...],
-) -> float:
-    """Parameters of the largest pipeline stage."""
-    layout = TrainLayout(pp=pp, schedule=schedule, chunk_layers=chunk_layers)
-    elements = [0.0] * pp
+    role: PlannedRole, pp: int, schedule: PipelineSchedule, sizes: tuple[int, ...]
+) -> StageElements:
+    """Return the parameters of the largest pipeline stage; `sizes` are `chunk_layers`."""
+    shape, layout = role.shape, TrainLayout(pp=pp, schedule=schedule, chunk_layers=sizes)
+    layers_of, ends_of = [0] * pp, [0] * pp
     sizes = layout.layers_of_chunks(shape.layers)
     for chunk, layers in enumerate(sizes):
-        is_tied = shape.tied and pp == 1 and not value_head
-        ends = chunk == 0, chunk == len(sizes) - 1 and not (is_tied or value_head)
-        parameters = layers * shape.layer_parameters + sum(ends) * shape.head_parameters
-        elements[layout.stage_of_chunk(chunk)] += parameters
-    return max(elements)
+        is_tied = shape.tied and pp == 1 and not role.value_head
+        ends = chunk == 0, chunk == len(sizes) - 1 and not (is_tied or role.value_head)
+        stage = layout.stage_of_chunk(chunk)
+        layers_of[stage] += layers
+        ends_of[stage] += sum(ends) * shape.head_parameters
+    layers, ends_size = max(
+        zip(layers_of, ends_of, strict=True), key=lambda x: x[0] * shape.layer_parameters + x[1]
+    )
+    dense = layers * shape.dense_parameters + ends_size
+    weights = Elements(dense, layers * shape.expert_parameters)
+    if role.adapters:
+        return StageElements(Elements(layers * role.adapters, 0), weights)
+    return StageElements(weights, Elements(0, 0))
 
 
 def chunk_layers(

@@ -27,10 +27,13 @@ end there (tests/costs/test_fused_plans.py)."""
 def can_share_a_plan(roles: Sequence[PlannedRole], layouts: Layouts) -> bool:
     """Whether these roles may train in one plan, and some pipeline has gaps to fill.
 
-    As runs decide it (`preflight.fused_updates`): one tp, and no large model without a pipeline.
+    As runs decide it (`preflight.fused_updates`): one tp, neither ep nor cp, and no large model
+    without a pipeline.
     """
     own = [layouts[role.name] for role in roles]
     if len(roles) < 2 or len({layout.tp for layout in own}) > 1:
+        return False
+    if any(layout.ep * layout.cp > 1 for layout in own):
         return False
     kept = [stays_unsharded(r.shape.parameters, x.pp) for r, x in zip(roles, own, strict=True)]
     return any(layout.pp > 1 for layout in own) and all(kept)

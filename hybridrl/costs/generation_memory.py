@@ -58,6 +58,16 @@ class GenerationSizes:
         """Besides the weights, once the engine is built."""
         return {"KV cache": self.cache_tokens(left) * self.token}
 
+    def of_one_sample(self) -> Sizes:
+        """What an instance that holds a full sample takes at least."""
+        return {
+            "generation weights": self.weights,
+            "buckets": self.buckets,
+            "KV cache": self.longest * self.token,
+            "logits": self.logits,
+            "activations": self.prefill,
+        }
+
     def phases(self, left: int | None) -> dict[str, Sizes]:
         """Besides the weights, what each phase of generation holds, by its name."""
         raise NotImplementedError
@@ -103,15 +113,8 @@ class NativeSizes(GenerationSizes):
         return self.logits + self.prefill
 
     def of_one_sample(self) -> Sizes:
-        """What an instance that holds a full sample takes at least."""
-        return {
-            "generation weights": self.weights,
-            "buckets": self.buckets,
-            "KV cache": self.longest * self.token,
-            _COPIED: self.longest * self.gathered,
-            "logits": self.logits,
-            "activations": self.prefill,
-        }
+        """See `GenerationSizes`; attention copies keys and values."""
+        return {**GenerationSizes.of_one_sample(self), _COPIED: self.longest * self.gathered}
 
     def on_host(self, left: int | None) -> int:
         """See `GenerationSizes`: of what the cache cannot hold, as much as may be there."""

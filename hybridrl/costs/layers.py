@@ -71,13 +71,17 @@ class LayerWork:
     """Work of a layer, of one rank of `tp`: by token, and by pair of a query and a key."""
 
     flops: float
+    trained_flops: float
+    """The part of `flops` with weights that are trained."""
     pair_flops: float
 
     @classmethod
-    def of(cls, shape: ModelShape, tp: int = 1) -> "LayerWork":
-        """The work of one of `tp` ranks."""
+    def of(cls, shape: ModelShape, tp: int = 1, adapters: int = 0) -> "LayerWork":
+        """The work of one of `tp` ranks; with `adapters` these parameters alone are trained."""
+        trained = adapters or shape.active_layer_parameters
         return cls(
-            flops=2 * shape.active_layer_parameters / tp,
+            flops=2 * (shape.active_layer_parameters + adapters) / tp,
+            trained_flops=2 * trained / tp,
             pair_flops=4 * shape.heads * shape.features / tp,
         )
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from hybridrl.config import (
     ActivationMode,
-    OptimName,
     PipelineSchedule,
     ScheduleConfig,
     TrainerConfig,
@@ -20,8 +19,9 @@ from hybridrl.config import (
 from hybridrl.costs.devices import Accelerator
 from hybridrl.costs.links import LinkSpeed, LinkTable
 from hybridrl.costs.model_shape import ModelShape
+from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layout import chunk_bounds, rank_of_chunk
-from hybridrl.layout.mesh import Mesh
+from hybridrl.layout.parameters import context_mesh, expert_mesh, train_mesh
 
 ACTOR = "actor"
 
@@ -165,6 +165,10 @@ class TrainLayout:
     replicas: int = 1
     fsdp: int = 1
     tp: int = 1
+    ep: int = 1
+    ep_near: bool = False
+    """As in `TrainAxes`."""
+    cp: int = 1
     schedule: PipelineSchedule = PipelineSchedule.one_f_one_b
     activations: ActivationMode = ActivationMode.keep
     sequence_parallel: bool = False
@@ -181,6 +185,9 @@ class TrainLayout:
             replicas=layout.replicas,
             fsdp=layout.fsdp,
             tp=layout.tp,
+            ep=layout.ep,
+            ep_near=TrainAxes.of(layout).ep_near,
+            cp=layout.cp,
             schedule=layout.schedule,
             activations=trainer.activations,
             sequence_parallel=layout.sequence_parallel,
@@ -189,14 +196,23 @@ class TrainLayout:
         )
 
     @property
+    def axes(self) -> TrainAxes:
+        """The sizes of the axes over the ranks."""
+        return TrainAxes(self.pp, self.replicas, self.fsdp, self.tp, self.ep, self.ep_near)
+
+    @property
     def ranks(self) -> int:
-        """The product of all axes."""
+        """The product of all axes but ep and cp."""
         return self.pp * self.replicas * self.fsdp * self.tp
 
     @property
     def data_ranks(self) -> int:
         """Sets of ranks that compute different sequences."""
         return self.replicas * self.fsdp
+
+    def sharing(self, longest: int) -> "TrainLayout":
+        """The layout without cp, unless samples of so many tokens are longer than a row may be."""
+        return self if longest > self.micro_batch_tokens else replace(self, cp=1)
 
     @property
     def chunks(self) -> int:
@@ -233,6 +249,7 @@ class GenLayout:
 
     pp: int = 1
     tp: int = 1
+    ep: int = 1
 
     @property
     def ranks(self) -> int:
@@ -257,8 +274,8 @@ class PlannedRole:
     """Epochs of its update, where the recipe sets them; None: the trainer's."""
     mini_batches: int | None = None
     """Mini-batches of its update, where the recipe sets them; None: the trainer's."""
-    optim: OptimName = OptimName.adamw
-    """The optimizer of its update."""
+    adapters: int = 0
+    """Parameters of a layer's adapters, which alone are trained; 0: it has none."""
 
     @property
     def scores_with_shards(self) -> bool:
@@ -330,12 +347,6 @@ def cluster_of(accelerator: Accelerator, nodes: int, per_node: int) -> ClusterSh
     )
 
 
-AXES = ("pp", "replicas", "fsdp", "tp")
-
-AxisSizes = tuple[int, ...]
-"""Sizes of the `AXES`."""
-
-
 class LayoutLinks:
     """Links by axis of a training layout; those of all groups along it count, which run at once."""
 
@@ -351,32 +362,31 @@ class LayoutLinks:
         return self._among(self.cluster.aligned(ranks))
 
     def along(self, layout: TrainLayout, ranks: range, axis: str) -> LinkSpeed:
-        """The slowest link of a collective along an axis."""
-        return self._slowest(_sizes(layout), self.cluster.aligned(ranks), axis)
+        """The slowest link of a collective along an axis, one of experts or context too.
+
+        An all-to-all (ep, cp) sends each message over its own link, where a ring shares them.
+        """
+        return self._slowest(layout.axes, layout.cp, self.cluster.aligned(ranks), axis)
 
     def hops(self, layout: TrainLayout, ranks: range) -> tuple[tuple[LinkSpeed, ...], ...]:
         """The slowest link from each pipeline stage to each other one, of all their ranks."""
-        return self._matrix(_sizes(layout), self.cluster.aligned(ranks))
+        return self._matrix(layout.axes, self.cluster.aligned(ranks))
 
     def between(self, sources: Sequence[int], targets: Sequence[int]) -> LinkSpeed:
         """The slowest link of messages from each source to its target."""
         return self.cluster.slowest([list(pair) for pair in zip(sources, targets, strict=True)])
 
-    def _slowest_along(self, sizes: AxisSizes, ranks: range, axis: str) -> LinkSpeed:
-        return self.cluster.slowest(_lines(sizes, ranks, axis))
+    def _slowest_along(self, axes: TrainAxes, cp: int, ranks: range, axis: str) -> LinkSpeed:
+        if axis in ("ep", "efsdp"):
+            mesh = expert_mesh(axes)
+        else:
+            mesh = context_mesh(axes, cp) if axis == "cp" else train_mesh(axes)
+        lines = [[ranks[i] for i in line] for line in mesh.lines(axis)]
+        if axis in ("ep", "cp"):
+            lines = [[line[0], other] for line in lines for other in line[1:]]
+        return self.cluster.slowest(lines)
 
-    def _hops(self, sizes: AxisSizes, ranks: range) -> tuple[tuple[LinkSpeed, ...], ...]:
-        stages = [*zip(*_lines(sizes, ranks, "pp"), strict=True)]
+    def _hops(self, axes: TrainAxes, ranks: range) -> tuple[tuple[LinkSpeed, ...], ...]:
+        lines = train_mesh(axes).lines("pp")
+        stages = [*zip(*([ranks[i] for i in line] for line in lines), strict=True)]
         return tuple(tuple(self.between(a, b) for b in stages) for a in stages)
-
-
-def _sizes(layout: TrainLayout) -> AxisSizes:
-    return layout.pp, layout.replicas, layout.fsdp, layout.tp
-
-
-def _lines(sizes: AxisSizes, ranks: range, axis: str) -> list[list[int]]:
-    """The ranks that differ along one axis alone, each group in order."""
-    number = 1
-    for size in sizes:
-        number *= size
-    return Mesh(tuple(zip(AXES, sizes, strict=True)), tuple(ranks[:number])).lines(axis)

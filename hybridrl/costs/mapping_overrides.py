@@ -6,6 +6,7 @@ from hybridrl.config import (
     VALUE_MODELS,
     Config,
     FuseUpdates,
+    Grouping,
     Placement,
     PoolOfConfig,
     TrainLayoutConfig,
@@ -14,7 +15,8 @@ from hybridrl.costs.mapping import ACTOR, DeviceMapping, GenLayout, PlannedRole,
 
 SET = (
     *("cluster.ranks", "cluster.placement", "cluster.pools", "cluster.pool_of", "schedule"),
-    *("cluster.rank_order", "rollout.layout.pp", "rollout.layout.tp", "trainer.activations"),
+    *("cluster.rank_order", "rollout.layout.pp", "rollout.layout.tp", "rollout.layout.ep"),
+    "trainer.activations",
     *("trainer.max_tokens_per_micro_batch", "trainer.layout", "trainer.fuse_updates"),
     *(f"{key}.layout" for key in VALUE_MODELS.values()),
 )
@@ -34,6 +36,7 @@ def overrides(mapping: DeviceMapping) -> list[str]:
         **_placement(mapping),
         "rollout.layout.pp": mapping.gen.pp,
         "rollout.layout.tp": mapping.gen.tp,
+        "rollout.layout.ep": mapping.gen.ep,
         "schedule": mapping.schedule.kind.value,
         "trainer.activations": next(iter(layouts)).activations.value,
         "trainer.max_tokens_per_micro_batch": max(x.micro_batch_tokens for x in layouts),
@@ -45,7 +48,7 @@ def overrides(mapping: DeviceMapping) -> list[str]:
         settings["trainer.fuse_updates"] = fuses.value
     for role, layout in mapping.train.items():
         key = layout_key(role)
-        for axis in ("pp", "replicas", "fsdp", "tp"):
+        for axis in ("pp", "replicas", "fsdp", "tp", "ep", "cp"):
             settings[f"{key}.{axis}"] = getattr(layout, axis)
         settings[f"{key}.sequence_parallel"] = str(layout.sequence_parallel).lower()
         settings[f"{key}.schedule"] = layout.schedule.value
@@ -104,7 +107,7 @@ def mapping_of(config: Config, roles: Sequence[PlannedRole]) -> DeviceMapping:
     for role in roles:
         by_pool.setdefault(config.pool_of(role.name), []).append(role.name)
     pools = {pool: tuple(by_pool[pool]) for pool in config.cluster.pool_ranks if pool in by_pool}
-    trainer, train = config.trainer, {}
+    trainer, gen, train = config.trainer, config.rollout.layout, {}
     for role in roles:
         if role.trained:
             own = trainer.layout if role.name == ACTOR else config.value_model_of(role.name).layout
@@ -113,7 +116,7 @@ def mapping_of(config: Config, roles: Sequence[PlannedRole]) -> DeviceMapping:
         pools=pools,
         ranks={pool: config.ranks_of(pool) for pool in pools},
         train=train,
-        gen=GenLayout(pp=config.rollout.layout.pp, tp=config.rollout.layout.tp),
+        gen=GenLayout(pp=gen.pp, tp=gen.tp, ep=gen.ep),
         schedule=config.schedule,
         rank_order=tuple(config.cluster.rank_order),
         fuses=config.trainer.fuses,
@@ -127,6 +130,9 @@ def train_config(layout: TrainLayout) -> TrainLayoutConfig:
         replicas=layout.replicas,
         fsdp=layout.fsdp,
         tp=layout.tp,
+        ep=layout.ep,
+        ep_grouping=Grouping.vanilla if layout.ep_near else Grouping.auto,
+        cp=layout.cp,
         sequence_parallel=layout.sequence_parallel,
         schedule=layout.schedule,
         chunk_layers=list(layout.chunk_layers),

@@ -9,12 +9,15 @@ from hybridrl.config import ActivationMode
 from hybridrl.costs.chunk_passes import (
     ChunkPasses,
     ChunkSetting,
+    Elements,
+    StageElements,
     chunk_layers,
     chunk_passes,
     largest_stage,
 )
 from hybridrl.costs.instance import Costs
 from hybridrl.costs.layers import LayerCosts, LayerWork, LinearPass
+from hybridrl.costs.links import LinkSpeed
 from hybridrl.costs.mapping import (
     ACTOR,
     ClusterShape,
@@ -29,7 +32,6 @@ from hybridrl.costs.mapping import (
 from hybridrl.costs.model_shape import ModelShape, matrices
 from hybridrl.costs.scales import CostScales
 from hybridrl.layout.fsdp_groups import stays_unsharded
-from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.switching import plan_switch
 from hybridrl.pipelines.balance import balance
 from hybridrl.pipelines.evaluation import evaluate
@@ -65,9 +67,12 @@ class EvenRows(NamedTuple):
 
 
 def even_rows(layout: TrainLayout, totals: SampleTotals) -> EvenRows:
-    """The share of the busiest rank, which is the mean one's, or the longest sample alone."""
-    share = max(1 / layout.data_ranks, totals.longest / max(1, totals.tokens))
-    samples = max(1, math.ceil(totals.samples * share))
+    """The share of the busiest rank, which is the mean one's, or that of the longest sample.
+
+    Ranks of cp compute their parts of every sample of their block, as if all were long enough.
+    """
+    share = max(1 / layout.data_ranks, totals.longest / layout.cp / max(1, totals.tokens))
+    samples = max(1, math.ceil(totals.samples * share * layout.cp))
     least = min(samples, max(1, math.ceil(totals.tokens * share / layout.micro_batch_tokens)))
     number, filled = least, least
     if layout.pp > 1:
@@ -75,6 +80,12 @@ def even_rows(layout: TrainLayout, totals: SampleTotals) -> EvenRows:
         filled = min(number, samples)
     work = (totals.tokens * share, totals.scored * share, totals.pairs * share)
     return EvenRows(number, filled, (work[0] / filled, work[1] / filled, work[2] / filled))
+
+
+def _exchange(link: LinkSpeed, token_bytes: float, ranks: int) -> LinearPass:
+    """An all-to-all of so many bytes of each token of a rank."""
+    call_s = link.gather_s(0, ranks)
+    return LinearPass(call_s, link.gather_s(token_bytes, ranks) - call_s)
 
 
 class _Chunk(NamedTuple):
@@ -155,10 +166,12 @@ class CostModel:
         setting = ChunkSetting(
             shape=role.shape,
             value_head=role.value_head,
+            adapters=role.adapters,
             tp=layout.tp,
             recomputes=layout.activations is ActivationMode.recompute,
             splits_backward=layout.splits_backward,
             reduce=self._tp_reduce(role.shape, layout, ranks),
+            traffic=self._layer_exchanges(role.shape, layout, ranks),
         )
         gather_s, reduce_s = self._layer_traffic(role, layout, ranks)
         places = [(n, k == 0, k == len(sizes) - 1) for k, n in enumerate(sizes)]
@@ -196,16 +209,52 @@ class CostModel:
         call_s = link.all_reduce_s(0, tp)
         return LinearPass(call_s, link.all_reduce_s(nbytes, tp) - call_s)
 
+    def _layer_exchanges(self, shape: ModelShape, layout: TrainLayout, ranks: range) -> LinearPass:
+        """What a layer's forward pass sends between ranks of tp, of ep and of cp, by own token.
+
+        Each token goes to the ranks of its experts and comes back. Ranks of cp exchange tokens for
+        heads before attention and back, or gather keys and values where the heads are not enough.
+        """
+        traffic = self._tp_reduce(shape, layout, ranks).times(2)
+        nbytes = shape.hidden * self.layer_costs.itemsize / layout.tp
+        if layout.ep > 1:
+            link = self.links.along(layout, ranks, "ep")
+            traffic += _exchange(link, shape.experts_per_token * nbytes, layout.ep).times(2)
+        if layout.cp > 1:
+            link, head = self.links.along(layout, ranks, "cp"), shape.features / shape.hidden
+            heads, keys = shape.heads // layout.tp, -(-shape.kv_heads // layout.tp)
+            head *= layout.tp * nbytes
+            if heads % layout.cp:
+                traffic += _exchange(link, 2 * keys * head * layout.cp, layout.cp)
+            else:
+                keys = math.lcm(keys, layout.cp)
+                traffic += _exchange(link, (heads + 2 * keys) * head, layout.cp)
+                traffic += _exchange(link, heads * head, layout.cp)
+        return traffic
+
     def _layer_traffic(
         self, role: PlannedRole, layout: TrainLayout, ranks: range
     ) -> tuple[float, float]:
         """Seconds to gather a layer for a micro-batch, and seconds to reduce its gradients."""
-        if layout.fsdp == 1 or stays_unsharded(role.shape.parameters, layout.pp):
+        if stays_unsharded(role.shape.parameters, layout.pp):
             return 0.0, 0.0
-        link = self.links.along(layout, ranks, "fsdp")
-        elements = role.shape.layer_parameters / layout.tp
-        gather = link.gather_s(self.layer_costs.itemsize * elements, layout.fsdp)
-        return gather, link.gather_s(MASTER * elements, layout.fsdp)
+        weights = Elements(role.shape.dense_parameters, role.shape.expert_parameters)
+        trained = Elements(role.adapters, 0) if role.adapters else weights
+        gather = self._gather_s(weights, layout, ranks, self.layer_costs.itemsize)
+        return gather, self._gather_s(trained, layout, ranks, MASTER)
+
+    def _gather_s(
+        self, elements: Elements, layout: TrainLayout, ranks: range, itemsize: int
+    ) -> float:
+        """Seconds to gather weights over FSDP, or to reduce their gradients."""
+        seconds, efsdp = 0.0, layout.axes.efsdp
+        if elements.dense and layout.fsdp > 1:
+            link = self.links.along(layout, ranks, "fsdp")
+            seconds += link.gather_s(itemsize * elements.dense / layout.tp, layout.fsdp)
+        if elements.experts and efsdp > 1:
+            link = self.links.along(layout, ranks, "efsdp")
+            seconds += link.gather_s(itemsize * elements.experts / layout.ep, efsdp)
+        return seconds
 
     def balanced_layers(
         self, role: PlannedRole, layout: TrainLayout, ranks: range, totals: SampleTotals
@@ -216,6 +265,7 @@ class CostModel:
         """
         if layout.pp == 1:
             return ()
+        layout = layout.sharing(totals.longest)
         row = even_rows(layout, totals).work
 
         def of_chunks(layers: int) -> list[float]:
@@ -260,37 +310,29 @@ class CostModel:
     def gradient_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
         """Seconds to gather weights and reduce gradients over fsdp and replicas, once an update."""
         costs = self.layer_costs
-        elements = self._stage_elements(role.shape, layout, role.value_head)
-        seconds = costs.gradient_element_s * elements
-        seconds += self._over_fsdp_s(role, layout, ranks, costs.itemsize, MASTER)
+        trained, _ = self._stage_elements(role, layout)
+        seconds = costs.gradient_element_s * trained.gathered(layout)
+        seconds += self._weights_s(role, layout, ranks)
+        if stays_unsharded(role.shape.parameters, layout.pp):
+            seconds += self._gather_s(trained, layout, ranks, MASTER)
         if layout.replicas > 1:
-            link = self.links.along(layout, ranks, "replicas")
-            seconds += link.all_reduce_s(MASTER * elements / layout.fsdp, layout.replicas)
+            link = self.links.along(layout, ranks, "replica")
+            seconds += link.all_reduce_s(MASTER * trained.shard(layout), layout.replicas)
         return seconds
 
-    def _over_fsdp_s(
-        self, role: PlannedRole, layout: TrainLayout, ranks: range, *sizes: int
-    ) -> float:
-        """Seconds for `sizes` bytes of each weight.
-
-        They are 0 where weights are gathered by layer and row, not all at once.
-        """
-        if layout.fsdp == 1 or not stays_unsharded(role.shape.parameters, layout.pp):
+    def _weights_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
+        """Seconds to gather all weights over FSDP once; 0 where each row gathers its layers."""
+        if not stays_unsharded(role.shape.parameters, layout.pp):
             return 0.0
-        elements = self._stage_elements(role.shape, layout, role.value_head)
-        link = self.links.along(layout, ranks, "fsdp")
-        return sum(link.gather_s(size * elements, layout.fsdp) for size in sizes)
+        elements, itemsize = self._stage_elements(role, layout), self.layer_costs.itemsize
+        return sum(self._gather_s(each, layout, ranks, itemsize) for each in elements)
 
-    def _stage_elements(
-        self, shape: ModelShape, layout: TrainLayout, value_head: bool = False
-    ) -> float:
-        """Parameters of the largest pipeline stage on a tp rank, not sharded by FSDP."""
-        chunks = layout.pp, layout.schedule, layout.chunk_layers
-        return self._elements(shape, value_head, *chunks) / layout.tp
+    def _stage_elements(self, role: PlannedRole, layout: TrainLayout) -> StageElements:
+        return self._elements(role, layout.pp, layout.schedule, layout.chunk_layers)
 
     def optimizer_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
         """Seconds of an optimizer step, with the clipping of gradients."""
-        elements = self._stage_elements(role.shape, layout, role.value_head) / layout.fsdp
+        elements = self._stage_elements(role, layout).trained.shard(layout)
         norm = self.links.among(ranks).all_reduce_s(0, layout.ranks)
         return self.layer_costs.optimizer_element_s * elements + norm
 
@@ -329,6 +371,7 @@ class CostModel:
         totals: SampleTotals,
         trains: bool,
     ) -> float:
+        layout = layout.sharing(totals.longest)
         rows = even_rows(layout, totals)
         problem, plan = self.pipeline(role, layout, ranks, rows, trains)
         return evaluate(problem, plan).seconds
@@ -347,6 +390,7 @@ class CostModel:
         `filled`: the mean stage, since others' work fills gaps. The sum of roles is what no plan of
         all (`fused_plans.shared_update_s`) is below.
         """
+        layout = layout.sharing(totals.longest)
         rows = even_rows(layout, totals)
         stages = [0.0] * layout.pp
         sizes = layout.layers_of_chunks(role.shape.layers)
@@ -378,8 +422,7 @@ class CostModel:
 
     def pass_s(self, role: PlannedRole, layout: TrainLayout, ranks: range) -> float:
         """Seconds that a forward-only stage takes once, besides its rows."""
-        once = self._over_fsdp_s(role, layout, ranks, self.layer_costs.itemsize)
-        return self.scales.forward * once
+        return self.scales.forward * self._weights_s(role, layout, ranks)
 
     # Between phases
 
@@ -387,22 +430,39 @@ class CostModel:
         """Seconds to bring a role's shards and moments from host memory onto the device."""
         if isinstance(layout, GenLayout):
             nbytes = self.layer_costs.itemsize * role.shape.parameters / layout.ranks
-        else:
-            elements = self._stage_elements(role.shape, layout, role.value_head) / layout.fsdp
-            nbytes = (MASTER + _MOMENTS) * elements
+            return self.cluster.host.send_s(nbytes)
+        return self._shards_s(role, layout, MASTER + _MOMENTS)
+
+    def _shards_s(self, role: PlannedRole, layout: TrainLayout, itemsize: int) -> float:
+        """Seconds to bring shards onto the device, with `itemsize` bytes of what is trained."""
+        trained, frozen = self._stage_elements(role, layout)
+        nbytes = itemsize * trained.shard(layout)
+        nbytes += self.layer_costs.itemsize * frozen.shard(layout)
         return self.cluster.host.send_s(nbytes)
 
     def deactivate_s(self, role: PlannedRole, layout: TrainLayout | GenLayout) -> float:
         """Seconds to bring a role back; weights that no update changes are only freed."""
-        return 0.0 if isinstance(layout, GenLayout) else self.activate_s(role, layout)
+        if isinstance(layout, GenLayout):
+            return 0.0
+        trained = self._stage_elements(role, layout).trained.shard(layout)
+        return self.cluster.host.send_s((MASTER + _MOMENTS) * trained)
 
     def switch_s(
         self, role: PlannedRole, train: TrainLayout, gen: GenLayout, ranks: range
     ) -> float:
-        """Seconds of the weight switch from training to generation: its plan's bytes by link."""
+        """Seconds of the weight switch from training to generation: its plan's bytes by link.
+
+        Adapters alone move to a copy of the weights below them, which comes from host memory.
+        """
         own = role.shape.parameters / gen.ranks * self.layer_costs.itemsize
-        local = self.layer_costs.switch_byte_s * own
-        return self.scales.switch * (local + self._moved(role.shape, train, gen, ranks))
+        seconds = self.layer_costs.switch_byte_s * own
+        if role.adapters:
+            nbytes = role.adapters * role.shape.layers / gen.pp * self.layer_costs.itemsize
+            seconds += self.cluster.host.send_s(own)
+            seconds += self.links.among(ranks).gather_s(nbytes, train.ranks)
+        else:
+            seconds += self._moved(role.shape, train, gen, ranks)
+        return self.scales.switch * seconds
 
     def _switch_traffic_s(
         self, shape: ModelShape, train: TrainLayout, gen: GenLayout, ranks: range
@@ -410,14 +470,14 @@ class CostModel:
         """Seconds of the rank that sends or receives longest, within its node and across nodes."""
         numbers = train.layers_of_chunks(shape.layers)
         stages = [train.stage_of_chunk(chunk) for chunk, n in enumerate(numbers) for _ in range(n)]
-        axes = TrainAxes(pp=train.pp, replicas=train.replicas, fsdp=train.fsdp, tp=train.tp)
         nodes = [self.cluster.node(rank) for rank in ranks]
         switch = plan_switch(
             matrices(shape, train.tp, gen.tp),
-            axes,
+            train.axes,
             gen.pp,
             gen.tp,
             stage_of_layer=stages,
+            gen_ep=gen.ep,
             nodes=nodes,
         )
         seconds: dict[tuple[int, bool], float] = {}
@@ -497,8 +557,7 @@ class CostModel:
     def to_generation_s(self, actor: PlannedRole, mapping: DeviceMapping) -> float:
         """From training to generation: the actor's shards come, its weights move, they leave."""
         train, home = mapping.train[ACTOR], mapping.ranks_of(ACTOR)
-        elements = self._stage_elements(actor.shape, train) / train.fsdp
-        onload = self.cluster.host.send_s(MASTER * elements)
+        onload = self._shards_s(actor, train, MASTER)
         return onload + self.switch_s(actor, train, mapping.gen, home)
 
     def to_generation_bound_s(self, actor: PlannedRole, mapping: DeviceMapping) -> float:
@@ -508,13 +567,15 @@ class CostModel:
         over the fastest link (HybridFlow, arXiv 2409.19256, section 5.3).
         """
         train, gen = mapping.train[ACTOR], mapping.gen
-        elements = self._stage_elements(actor.shape, train) / train.fsdp
+        if actor.adapters:
+            return self.to_generation_s(actor, mapping)
+        elements = self._stage_elements(actor, train).trained.shard(train)
         own = actor.shape.parameters / gen.ranks
         received = max(0.0, own - elements) * self.layer_costs.itemsize
         fastest = max(self.cluster.within.bytes_per_s, self.cluster.between.bytes_per_s)
         local = self.layer_costs.switch_byte_s * own * self.layer_costs.itemsize
         moving = self.scales.switch * (local + received / fastest)
-        return self.cluster.host.send_s(MASTER * elements) + moving
+        return self._shards_s(actor, train, MASTER) + moving
 
     def on(self, cluster: ClusterShape) -> "CostModel":
         """Return the costs of the same layers on a cluster, or with other places of its ranks."""

@@ -10,7 +10,7 @@ from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder with gated feed-forward layers, as Llama's and Qwen's are.
+    """A decoder with gated feed-forward layers, dense or of experts, as Llama's and Qwen's are.
 
     Example: of `ModelShape(32, 4096, 14_336, 32, 8, 128_256)` (Llama 3 8B) a layer has 218 million
     parameters, and a token's keys and values have 131,072 bytes in bfloat16.
@@ -29,6 +29,8 @@ class ModelShape:
     experts: int = 0
     """Feed-forward layers of `ffn` features that a token may go to; 0: one, dense."""
     experts_per_token: int = 0
+    shared: int = 0
+    """Features of the feed-forward layer beside the experts to which every token goes."""
 
     @property
     def features(self) -> int:
@@ -37,18 +39,24 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of a layer, without norms."""
-        return self._attention_parameters + max(1, self.experts) * 3 * self.hidden * self.ffn
+        """Weights of a layer, without norms and routers."""
+        return self.dense_parameters + self.expert_parameters
 
     @property
     def active_layer_parameters(self) -> int:
         """Weights of a layer that a token is multiplied with."""
-        each = 3 * self.hidden * self.ffn
-        return self._attention_parameters + max(1, self.experts_per_token) * each
+        return self.dense_parameters + self.experts_per_token * 3 * self.hidden * self.ffn
 
     @property
-    def _attention_parameters(self) -> int:
-        return 2 * self.hidden * self.features * (self.heads + self.kv_heads)
+    def dense_parameters(self) -> int:
+        """Weights of a layer with which every token is multiplied."""
+        attention = 2 * self.features * (self.heads + self.kv_heads)
+        return self.hidden * (attention + 3 * (self.shared if self.experts else self.ffn))
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of a layer's experts."""
+        return self.experts * 3 * self.hidden * self.ffn
 
     @property
     def head_parameters(self) -> int:
@@ -79,6 +87,8 @@ class ModelShape:
         """
         experts = next((int(config[key]) for key in _EXPERTS if config.get(key)), 0)
         ffn = config.get("moe_intermediate_size") if experts else None
+        shared = config.get("shared_expert_intermediate_size") or 0
+        shared = shared or int(config.get("n_shared_experts") or 0) * int(ffn or 0)
         try:
             heads = int(config["num_attention_heads"])
             return cls(
@@ -92,6 +102,7 @@ class ModelShape:
                 tied=bool(config.get("tie_word_embeddings")),
                 experts=experts,
                 experts_per_token=int(config.get("num_experts_per_tok") or 1) if experts else 0,
+                shared=int(shared) if experts else 0,
             )
         except KeyError as error:
             raise ValueError(f"a config without {error.args[0]}") from None
@@ -114,21 +125,29 @@ def matrices(shape: ModelShape, *tps: int) -> tuple[Parameter, ...]:
         0 if any(tp > number and tp % number for tp in tps) else number
         for number in (shape.heads, shape.kv_heads)
     )
-    ffn = shape.ffn * max(1, shape.experts)
     sizes: list[tuple[str, tuple[int, ...], int, int]] = [
         ("q", (shape.heads * features, hidden), 0, queries),
         ("k", (shape.kv_heads * features, hidden), 0, keys),
         ("v", (shape.kv_heads * features, hidden), 0, keys),
         ("o", (hidden, shape.heads * features), 1, queries),
-        ("gate", (ffn, hidden), 0, 0),
-        ("up", (ffn, hidden), 0, 0),
-        ("down", (hidden, ffn), 1, 0),
     ]
-    parameters = [
-        Parameter(f"layers.{layer}.{name}", size, layer, dim, units)
-        for layer in range(shape.layers)
-        for name, size, dim, units in sizes
-    ]
+    if ffn := shape.shared if shape.experts else shape.ffn:
+        sizes += [
+            ("gate", (ffn, hidden), 0, 0),
+            ("up", (ffn, hidden), 0, 0),
+            ("down", (hidden, ffn), 1, 0),
+        ]
+    experts = shape.experts
+    parameters = []
+    for layer in range(shape.layers):
+        name = f"layers.{layer}"
+        parameters += [Parameter(f"{name}.{n}", size, layer, *cut) for n, size, *cut in sizes]
+        if experts:
+            both, back = (experts, 2 * shape.ffn, hidden), (experts, hidden, shape.ffn)
+            parameters += [
+                Parameter(f"{name}.experts.both", both, layer, 1, blocks=2, experts=experts),
+                Parameter(f"{name}.experts.down", back, layer, 2, experts=experts),
+            ]
     ends = (shape.vocabulary, hidden)
     parameters.append(Parameter("embedding", ends, BOTH if shape.tied else FIRST, 0))
     if not shape.tied:

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from hybridrl.config import ActivationMode, Config, ConfigError
 from hybridrl.config.schedule import SCHEDULES
-from hybridrl.costs.mapping import ACTOR, PlannedRole, SampleLength
-from hybridrl.costs.mapping_overrides import layout_key
+from hybridrl.costs.mapping import ACTOR, SampleLength
 from hybridrl.flow import Graph
 
 
@@ -19,22 +18,12 @@ def check_planned_recipe(config: Config, graph: Graph) -> None:
         raise ConfigError("recipe", name, allowed)
 
 
-def check_known_costs(
-    config: Config, roles: Sequence[PlannedRole], samples: Sequence[SampleLength]
-) -> None:
-    """Raise for samples that a mapping by hand trains in a way that has no costs."""
-    most = config.trainer.max_tokens_per_micro_batch
+def check_known_costs(config: Config, samples: Sequence[SampleLength]) -> None:
+    """Raise for samples that a mapping by hand trains in chunks, which have no costs."""
+    most, chunk = config.trainer.max_tokens_per_micro_batch, config.trainer.chunk_tokens
     longest = max(sample.tokens for sample in samples)
-    if longest <= most:  # each is a row of one rank, whatever the settings of longer ones
-        return
-    reason = f"for samples of {longest} tokens with trainer.max_tokens_per_micro_batch={most}"
-    for role in roles:
-        if role.trained:
-            own = config.trainer if role.name == ACTOR else config.value_model_of(role.name)
-            if own.layout.cp > 1:
-                allowed = f"1 with plan auto, whose costs know no shared rows, {reason}"
-                raise ConfigError(f"{layout_key(role.name)}.cp", own.layout.cp, allowed)
-    if chunk := config.trainer.chunk_tokens:
+    if chunk and longest > most:
+        reason = f"for samples of {longest} tokens with trainer.max_tokens_per_micro_batch={most}"
         allowed = f"0 with plan auto, whose costs know no chunks, {reason}"
         raise ConfigError("trainer.chunk_tokens", chunk, allowed)
 

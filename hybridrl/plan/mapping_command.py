@@ -23,7 +23,6 @@ from hybridrl.costs.mapping import (
     TrainLayout,
     cluster_of,
 )
-from hybridrl.costs.mapping_memory import MappingMemory, StepLimits
 from hybridrl.costs.mapping_overrides import (
     keys_set,
     layout_key,
@@ -69,6 +68,7 @@ from hybridrl.telemetry.log import command_log
 from hybridrl.telemetry.rundata import COSTS
 
 if TYPE_CHECKING:
+    from hybridrl.preflight.mapping_memory import MappingMemory
     from hybridrl.preflight.mapping_roles import Shapes
 
 USAGE = f"""usage: hybridrl plan auto [OVERRIDES] --nodes=N --lengths=... [OPTIONS]
@@ -119,7 +119,7 @@ class _Problem:
     shapes: "Shapes"
     roles: Sequence[PlannedRole]
     prices: MappingPrices
-    memory: MappingMemory
+    memory: "MappingMemory"
     room: memory_plan.Room
     user_args: Sequence[str]
 
@@ -235,12 +235,8 @@ def _problem(
     config: Config, cluster: ClusterShape, options: Mapping[str, Any], user_args: Sequence[str]
 ) -> _Problem:
     from hybridrl.models.shape import model_shape
-    from hybridrl.preflight.mapping_roles import (
-        CountedLayerBytes,
-        check_planned_models,
-        planned_roles,
-        role_shapes,
-    )
+    from hybridrl.preflight.mapping_memory import MappingMemory
+    from hybridrl.preflight.mapping_roles import planned_roles, role_shapes
 
     if config.cluster.kind is not ClusterKind.slurm:
         gpus = 0 if config.cluster.device is Device.cpu else cluster.ranks
@@ -265,24 +261,12 @@ def _problem(
     else:
         room = memory_plan.local_room(config)
     shapes = role_shapes(config, graph, shape)
-    check_planned_models(config, graph, shapes)
-    roles = planned_roles(config, graph, shapes)
+    try:
+        roles = planned_roles(config, graph, shapes)
+    except ValueError as error:
+        raise ConfigError("model", shape.model_type, f"a decoder: {error}") from None
     workload = _workload(config, graph, options)
-    memory = MappingMemory(
-        limits=StepLimits(
-            prompt_tokens=config.data.max_prompt_tokens,
-            new_tokens=config.rollout.max_new_tokens,
-            samples=config.trainer.prompts_per_step * workload.group_size,
-            mini_batches=config.trainer.mini_batches,
-            max_running=config.rollout.max_running,
-            bucket_bytes=2 * config.rollout.layout.bucket_bytes(config.cluster.device.value),
-        ),
-        capacity=room.capacity,
-        reserved=room.reserved,
-        device=config.cluster.device.value,
-        itemsize=config.rollout.dtype.itemsize,
-        layer_bytes=CountedLayerBytes(config, shapes),
-    )
+    memory = MappingMemory(config, graph, shapes, room)
     layers = LayerCosts.of(
         cluster.accelerator, config.model.compute_dtype.itemsize, config.rollout.engine
     )
@@ -323,7 +307,12 @@ def _workload(config: Config, graph: Graph, options: Mapping[str, Any]) -> Workl
 
 def _space(problem: _Problem) -> SearchSpace:
     """What `train` can run."""
-    from hybridrl.models.parallel import SPLIT_TOKENS, check_gen_layout, check_train_layout
+    from hybridrl.models.parallel import (
+        SPLIT_TOKENS,
+        check_gen_layout,
+        check_train_layout,
+        num_experts,
+    )
 
     config, shapes, trainer = problem.config, problem.shapes, problem.config.trainer
 
@@ -338,7 +327,9 @@ def _space(problem: _Problem) -> SearchSpace:
     @cache
     def allows_gen(role: str, gen: GenLayout) -> bool:
         try:
-            check_gen_layout(shapes[role], gen.pp, gen.tp)
+            check_gen_layout(
+                shapes[role], gen.pp, gen.tp, gen.ep if num_experts(shapes[role]) else 1
+            )
         except ConfigError:
             return False
         return True
@@ -365,12 +356,14 @@ def _space(problem: _Problem) -> SearchSpace:
 
     scorers = [role.name for role in problem.roles if not role.trained]
     samples = len(problem.prices.samples)
-    small, usual = micro_batch_choices(config.longest_sample, samples, trainer.chunk_tokens)
+    longest, chunk = config.longest_sample, trainer.chunk_tokens
+    small, usual = micro_batch_choices(longest, samples, chunk, shares=not chunk)
     return SearchSpace(
         pools=pools,
         schedules=_schedules(problem),
         micro_batch_tokens=usual,
         small_micro_batches=small,
+        longest=longest,
         activations=(ActivationMode.keep, ActivationMode.recompute),
         allows_train=lambda role, layout: allows_train(role.name, replace(layout, fsdp=1)),
         allows_gen=lambda role, gen: all(allows_gen(name, gen) for name in (ACTOR, *scorers)),
@@ -430,7 +423,7 @@ def _search(
 def _price(problem: _Problem, options: Mapping[str, Any]) -> MappingReport:
     """The mapping of the config itself, with updates in one plan or apart as a run has them."""
     config, memory = checked(problem, problem.user_args)
-    check_known_costs(config, problem.roles, problem.prices.samples)
+    check_known_costs(config, problem.prices.samples)
     mapping = mapping_of(config, problem.roles)
     problem = replace(problem, prices=problem.prices.in_order(mapping.rank_order))
     search = MappingSearch(

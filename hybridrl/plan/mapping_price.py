@@ -7,6 +7,7 @@ roles of a pool one after the other (HybridFlow, section 6, algorithm 1).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from hybridrl.costs.mapping import (
     ACTOR,
@@ -18,11 +19,13 @@ from hybridrl.costs.mapping import (
     SampleTotals,
     TrainLayout,
 )
-from hybridrl.costs.mapping_memory import MappingMemory
 from hybridrl.costs.model import CostModel
 from hybridrl.flow.mapped_work import MappedWork, step_samples
 from hybridrl.flow.workload import Workload
 from hybridrl.plan.schedule import mapped_setting, replay
+
+if TYPE_CHECKING:
+    from hybridrl.preflight.mapping_memory import MappingMemory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +74,7 @@ class MappingPrices:
     def __init__(
         self,
         costs: CostModel,
-        memory: MappingMemory,
+        memory: "MappingMemory",
         roles: Sequence[PlannedRole],
         workload: Workload,
         *,
@@ -213,7 +216,7 @@ class MappingPrices:
             work,
             replace(self.workload, num_steps=steps),
             self.group_size,
-            max_held=max(1, self.memory.samples_held(self._by_name[ACTOR], mapping.gen)),
+            max_held=max(1, self.memory.samples_held(mapping.gen)),
             decode_steps=self.decode_steps,
         )
         outcome = replay(setting, mapping.schedule)
@@ -272,7 +275,7 @@ class MappingPrices:
         """Decoding in the largest batches without a gap, and the longest sample alone."""
         actor = self._by_name[ACTOR]
         costs = self.costs.generation(actor, gen, ranks[: gen.ranks])
-        held = max(1, self.memory.samples_held(actor, gen))
+        held = max(1, self.memory.samples_held(gen))
         instances = len(ranks) // gen.ranks
         groups = self.workload.groups[: self.workload.prompts_per_step]
         work = sum(costs.prefill_token_s * group.prompt_tokens for group in groups)

@@ -83,7 +83,8 @@ def describe(one: PricedMapping) -> str:
         f"{mapping.ranks[pool]}: {', '.join(roles)}" for pool, roles in mapping.pools.items()
     )
     trained = "; ".join(f"{role} {_axes_text(x)}" for role, x in mapping.train.items())
-    gen = f"tp {mapping.gen.tp}" + f" pp {mapping.gen.pp}" * (mapping.gen.pp > 1)
+    others = {"pp": mapping.gen.pp, "ep": mapping.gen.ep}
+    gen = f"tp {mapping.gen.tp}" + "".join(f" {x} {n}" for x, n in others.items() if n > 1)
     first = next(iter(mapping.train.values()))
     shared = f"{first.activations.value}, {first.micro_batch_tokens} tokens"
     shared += ", updates in one plan" * mapping.fuses
@@ -101,7 +102,7 @@ def _memory_text(one: PricedMapping) -> str:
 
 
 def _axes_text(layout: TrainLayout) -> str:
-    axes = ("pp", "replicas", "fsdp", "tp")
+    axes = ("pp", "replicas", "fsdp", "tp", "ep", "cp")
     sizes = [f"{axis} {getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1]
     order = f" {layout.schedule.value}" * (layout.pp > 1)
     if layout.chunk_layers:

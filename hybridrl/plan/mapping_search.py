@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from hybridrl.config import ActivationMode
 from hybridrl.costs.fused_plans import can_share_a_plan
@@ -37,7 +38,6 @@ from hybridrl.costs.mapping import (
     PlannedRole,
     TrainLayout,
 )
-from hybridrl.costs.mapping_memory import MappingMemory
 from hybridrl.costs.memory import MemoryPlan
 from hybridrl.plan.fitting_layouts import (
     DoesNotFit,
@@ -49,6 +49,9 @@ from hybridrl.plan.fitting_layouts import (
 )
 from hybridrl.plan.mapping_price import MappingPrices, StepSeconds
 from hybridrl.plan.search_space import SearchSpace, allocation_step, allocations, set_partitions
+
+if TYPE_CHECKING:
+    from hybridrl.preflight.mapping_memory import MappingMemory
 
 TOLERANCE = 0.03
 """The tolerance as a share of a step's seconds.
@@ -117,7 +120,7 @@ class MappingSearch:
         self,
         roles: Sequence[PlannedRole],
         prices: MappingPrices,
-        memory: MappingMemory,
+        memory: "MappingMemory",
         ranks: int,
         space: SearchSpace,
     ) -> None:
@@ -284,11 +287,17 @@ class MappingSearch:
     def _least_filled_s(self, role: PlannedRole, ranks: range) -> float:
         """Seconds that no layout is below, in one plan or apart.
 
-        They are for fewer rows and more memory than any layout has.
+        They are for fewer rows and more memory than any layout has, or for ranks that share the
+        longest sample.
         """
-        keeps = min(self.space.activations, key=lambda mode: mode is not ActivationMode.keep)
-        layouts = self._sorted(role, ranks, keeps, max(self.space.micro_batch_tokens))
-        seconds = (self.prices.filled_bound_s(role, layout, ranks) for _, layout in layouts)
+        space = self.space
+        keeps = min(space.activations, key=lambda mode: mode is not ActivationMode.keep)
+        shared = [tokens for tokens in space.small_micro_batches if tokens < space.longest]
+        seconds = (
+            self.prices.filled_bound_s(role, layout, ranks)
+            for tokens in (max(space.micro_batch_tokens), *shared)
+            for _, layout in self._sorted(role, ranks, keeps, tokens)
+        )
         return min(seconds, default=float("inf"))
 
     def _gens_of(self, frame: DeviceMapping) -> list[GenLayout]:
@@ -328,19 +337,18 @@ class MappingSearch:
         for role in self.roles:
             if role.trained:
                 continue
-            if len(frame.ranks_of(role.name)) % gen.ranks:
-                return False
-            if not self._holds(role, gen):
+            ranks = len(frame.ranks_of(role.name))
+            if ranks % gen.ranks or not self._holds(role, gen, ranks):
                 return False
         return True
 
-    def _holds_scorer(self, role: PlannedRole, gen: GenLayout) -> bool:
+    def _holds_scorer(self, role: PlannedRole, gen: GenLayout, ranks: int) -> bool:
         """Whether a rank that holds nothing else can score with a role."""
-        used = sum(self._scorer_sizes(role, gen).values()) + self.memory.reserved
+        used = sum(self._scorer_sizes(role, gen, ranks).values()) + self.memory.reserved
         return used <= self.memory.capacity
 
-    def _scorer_sizes(self, role: PlannedRole, gen: GenLayout) -> Mapping[str, int]:
-        sizes = self.memory.scoring_sizes(role, gen, min(self.space.all_tokens))
+    def _scorer_sizes(self, role: PlannedRole, gen: GenLayout, ranks: int) -> Mapping[str, int]:
+        sizes = self.memory.scoring_sizes(role, gen, min(self.space.all_tokens), ranks)
         return {"scoring weights": sizes.weights, "activations": sizes.activations}
 
     def _next_level(self, candidate: _Candidate) -> Iterator[_Candidate]:
@@ -472,9 +480,7 @@ class MappingSearch:
 
     def _gen_layouts(self, ranks: int) -> list[GenLayout]:
         """Return layouts of instances that hold a full sample at least."""
-        actor = self._by_name[ACTOR]
-        allowed = self._allowed_gens(ranks)
-        return [gen for gen in allowed if self.memory.samples_held(actor, gen)]
+        return [gen for gen in self._allowed_gens(ranks) if self.memory.samples_held(gen)]
 
     def _allowed_gens(self, ranks: int) -> list[GenLayout]:
         """Return layouts of instances that can run, whatever their memory."""
@@ -503,14 +509,17 @@ class MappingSearch:
             if peaks:
                 where = f"trained on {self.ranks} ranks"
                 least.append((min(peaks, key=total), role.name, where))
-        allowed, actor = self._allowed_gens(self.ranks), self._by_name[ACTOR]
-        generating = [memory.generation_sizes(actor, gen).of_one_sample() for gen in allowed]
+        allowed = self._allowed_gens(self.ranks)
+        generating = [memory.generation_sizes(gen).of_one_sample() for gen in allowed]
         if generating:
             where = "with a full sample in generation"
             least.append((min(generating, key=total), ACTOR, where))
         scorers = [role for role in self.roles if not role.trained]
         scoring = [
-            max(((self._scorer_sizes(r, gen), r.name) for r in scorers), key=lambda x: total(x[0]))
+            max(
+                ((self._scorer_sizes(r, gen, self.ranks), r.name) for r in scorers),
+                key=lambda x: total(x[0]),
+            )
             for gen in self._gens(self.ranks) or allowed
             if scorers
         ]

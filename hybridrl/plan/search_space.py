@@ -5,8 +5,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hybridrl.config import ActivationMode, PipelineSchedule, ScheduleConfig
+from hybridrl.config import (
+    ActivationMode,
+    PipelineSchedule,
+    ScheduleConfig,
+    TrainLayoutConfig,
+)
 from hybridrl.costs.mapping import GenLayout, PlannedRole, TrainLayout
+from hybridrl.layout.grouping import TrainAxes
 
 Pools = Mapping[str, tuple[str, ...]]
 PoolNaming = Callable[[Sequence[Sequence[str]]], Pools | None]
@@ -33,6 +39,8 @@ class SearchSpace:
     micro_batch_tokens: Sequence[int]
     small_micro_batches: Sequence[int] = ()
     """Fewer tokens, which take less memory and give pipelines more rows; none is quicker else."""
+    longest: int = 0
+    """Tokens of the longest sample: ranks of cp share it where a micro-batch has fewer."""
     activations: Sequence[ActivationMode] = (ActivationMode.keep, ActivationMode.recompute)
     pipelines: Sequence[PipelineSchedule] = tuple(PipelineSchedule)
     allows_train: Callable[[PlannedRole, TrainLayout], bool] = lambda role, layout: True
@@ -63,15 +71,16 @@ class SearchSpace:
             data, rest = divmod(ranks, pp * tp)
             if rest or pp > shape.layers or not divides(shape.heads, shape.kv_heads, tp):
                 continue
-            for replicas in _doublings(data):
-                if data % replicas:
-                    continue
+            for axes in self._over_data(role, pp, data, tp, tokens, per_node):
                 for schedule in self.pipelines if pp > 1 else self.pipelines[:1]:
                     layout = TrainLayout(
                         pp=pp,
-                        replicas=replicas,
-                        fsdp=data // replicas,
+                        replicas=axes.replicas,
+                        fsdp=axes.fsdp,
                         tp=tp,
+                        ep=axes.ep,
+                        ep_near=TrainAxes.of(axes).ep_near,
+                        cp=axes.cp,
                         schedule=schedule,
                         activations=activations,
                         sequence_parallel=tp > 1 and self.splits_tokens(role),
@@ -83,6 +92,25 @@ class SearchSpace:
                     if self.allows_train(role, layout):
                         yield layout
 
+    def _over_data(
+        self, role: PlannedRole, pp: int, data: int, tp: int, tokens: int, per_node: int
+    ) -> Iterator[TrainLayoutConfig]:
+        """Yield the axes over so many `data` ranks; cp is the least that rows of `tokens` need."""
+        cp = 1
+        while tokens * cp < self.longest:
+            cp *= 2
+        for replicas in _doublings(data):
+            fsdp = data // replicas
+            if data % replicas or fsdp % cp:
+                continue
+            for ep in _doublings(min(fsdp * tp, role.shape.experts or 1)):
+                if fsdp * tp % ep == 0:
+                    axes = TrainLayoutConfig(
+                        pp=pp, replicas=replicas, fsdp=fsdp, tp=tp, ep=ep, cp=cp
+                    )
+                    axes.place_experts(pp * data * tp, per_node)
+                    yield axes
+
     def gen_layouts(self, actor: PlannedRole, ranks: int, per_node: int) -> list[GenLayout]:
         """Return the layouts of the actor's rollout instances on so many `ranks`."""
         shape = actor.shape
@@ -90,20 +118,21 @@ class SearchSpace:
         for pp, tp in itertools.product(_doublings(_MOST_GEN_PP), _doublings(per_node)):
             fits_model = pp <= shape.layers and divides(shape.heads, shape.kv_heads, tp)
             if ranks % (pp * tp) == 0 and fits_model:
-                gen = GenLayout(pp=pp, tp=tp)
-                if self.allows_gen(actor, gen):
-                    layouts.append(gen)
+                eps = {1, tp} if shape.experts else {1}
+                choices = (GenLayout(pp=pp, tp=tp, ep=ep) for ep in sorted(eps))
+                layouts += [gen for gen in choices if self.allows_gen(actor, gen)]
         return layouts
 
 
 def micro_batch_choices(
-    longest: int, samples: int, at_least: int = 0
+    longest: int, samples: int, at_least: int = 0, shares: bool = False
 ) -> tuple[list[int], list[int]]:
     """Tokens of a micro-batch to try, small and usual, for `samples` of `longest` tokens at most.
 
     Usual are the next power of two from 4,096 on, twice and four times as much. Small are the
     longest sample, in multiples of 256, and four times as much where that is below. None is more
-    than one that holds all samples of the step, or less than `at_least`.
+    than one that holds all samples of the step, or less than `at_least`. Where ranks may share a
+    sample (`shares`), its halves, quarters, ... are small ones too, down to 4,096 tokens.
 
     Example: samples of 5,120 tokens give 5,120; 8,192, 16,384 and 32,768.
     """
@@ -111,6 +140,9 @@ def micro_batch_choices(
     least = max(-(-longest // _ROUND) * _ROUND, at_least)
     power = 2 ** (max(least, _USUAL_TOKENS) - 1).bit_length()
     small = [tokens for tokens in (least, 4 * least) if tokens < power]
+    for parts in _doublings(longest // _USUAL_TOKENS if shares else 1):
+        if parts > 1:
+            small.insert(0, -(-longest // parts // _ROUND) * _ROUND)
     usual = [power, 2 * power, 4 * power]
     largest = next((tokens for tokens in (*small, *usual) if tokens >= whole), usual[-1])
     small, usual = ([n for n in tokens if n <= largest] for tokens in (small, usual))

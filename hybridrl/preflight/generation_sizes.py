@@ -27,6 +27,7 @@ from hybridrl.models.load import TORCH_DTYPES, load_config
 from hybridrl.models.parallel import model_parameters, num_experts
 from hybridrl.preflight.memory_inputs import (
     LongestInputs,
+    PackedRow,
     attention_of,
     has_triton,
 )
@@ -135,24 +136,34 @@ def scoring_sizes(
 
     On a pipeline stage, or on that which has most.
     """
-    dtype, layout = TORCH_DTYPES[config.model.compute_dtype], config.rollout.layout
+    layout = config.rollout.layout
     stages = range(layout.pp) if stage is None else [stage]
     row = inputs.row(layout, config.ranks_of(pool))
-    sizes = {}
-    for role, own, classifier in _scorers(config, graph, pool):
-        its = own or shape
-        layer = layer_activations(
-            its, row.tokens, dtype=dtype, attention=attention_of(config, its), tp=layout.tp
-        )
-        most = layer.scoring
-        if not classifier:
-            triton = has_triton(config)
-            head = head_activations(its, row.scored, dtype=dtype, triton=triton, tp=layout.tp)
-            most = max(most, head.scoring + _kept_by_malloc(config, layer))
-        hidden = row.tokens * its.hidden_size * dtype.itemsize
-        weights = dtype.itemsize * _generation_elements(config, its, stages, classifier)
-        sizes[role] = ScoringSizes(weights, most + (2 + _sent(layout.pp, stages)) * hidden)
-    return sizes
+    return {
+        role: scorer_sizes(config, own or shape, classifier, row, stages)
+        for role, own, classifier in _scorers(config, graph, pool)
+    }
+
+
+def scorer_sizes(
+    config: Config,
+    shape: PretrainedConfig,
+    classifier: bool,
+    row: PackedRow,
+    stages: Sequence[int],
+) -> ScoringSizes:
+    """A model that only scores such rows, on that one of the pipeline stages that has most."""
+    dtype, layout = TORCH_DTYPES[config.model.compute_dtype], config.rollout.layout
+    attention = attention_of(config, shape)
+    layer = layer_activations(shape, row.tokens, dtype=dtype, attention=attention, tp=layout.tp)
+    most = layer.scoring
+    if not classifier:
+        triton = has_triton(config)
+        head = head_activations(shape, row.scored, dtype=dtype, triton=triton, tp=layout.tp)
+        most = max(most, head.scoring + _kept_by_malloc(config, layer))
+    hidden = row.tokens * shape.hidden_size * dtype.itemsize
+    weights = dtype.itemsize * _generation_elements(config, shape, stages, classifier)
+    return ScoringSizes(weights, most + (2 + _sent(layout.pp, stages)) * hidden)
 
 
 def _kept_by_malloc(config: Config, layer: Activations) -> int:

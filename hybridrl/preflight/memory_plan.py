@@ -154,16 +154,16 @@ def _pool_sizes(
     if pool == HOME:
         generation = generation_sizes(config, graph, shape, inputs, gen_stage, capacity)
         layout, optim = config.trainer.layout, config.trainer.optim
-        rows = _rows(config, pool, layout, inputs)
+        rows = rows_of(layout, config.ranks_of(pool), inputs)
         args = shape, layout, config.actor.lora, optim
-        trained["actor"] = _heaviest(config, rows, train_stage, *args)
+        trained["actor"] = heaviest(config, rows, train_stage, *args)
     for role in VALUE_MODELS:
         if role in graph.learned and pool == config.pool_of(role):
             own = config.value_model_of(role)
             own_shape = model_shape_at(own.path) or shape
-            rows = _rows(config, pool, own.layout, inputs)
+            rows = rows_of(own.layout, config.ranks_of(pool), inputs)
             args = own_shape, own.layout, own.lora, own.optim
-            trained[role] = _heaviest(config, rows, train_stage, *args, classifier=True)
+            trained[role] = heaviest(config, rows, train_stage, *args, classifier=True)
             from_actor |= set() if own.path else {role}
     return PoolSizes(
         trained=trained,
@@ -296,15 +296,13 @@ def gpu_room(total: int) -> Room:
     return Room(total, device_margin(total))
 
 
-def _rows(
-    config: Config, pool: str, layout: TrainLayoutConfig, inputs: "LongestInputs"
-) -> "list[PackedRow]":
-    """What a rank of the pool trains at once: the longest row, or a chunk of a longer one."""
-    rows = inputs.row(layout, config.ranks_of(pool)), inputs.chunk(layout)
+def rows_of(layout: TrainLayoutConfig, ranks: int, inputs: "LongestInputs") -> "list[PackedRow]":
+    """What one of so many ranks trains at once: the longest row, or a chunk of a longer one."""
+    rows = inputs.row(layout, ranks), inputs.chunk(layout)
     return [row for row in rows if row is not None]
 
 
-def _heaviest(
+def heaviest(
     config: Config,
     rows: "Sequence[PackedRow]",
     stage: int | None,

@@ -26,7 +26,7 @@ from hybridrl.costs.train_memory import (
 )
 from hybridrl.layout.fsdp_groups import is_one_group, stays_unsharded
 from hybridrl.layout.grouping import TrainAxes
-from hybridrl.layout.layout import Layout, stages_of_layers
+from hybridrl.layout.layout import Layout, Rule, stages_of_layers
 from hybridrl.layout.owners import matrices_of, owner_layouts
 from hybridrl.layout.parameters import Parameter, train_layout
 from hybridrl.layout.transfer_rounds import BUCKET_BYTES
@@ -55,7 +55,7 @@ def train_sizes(
 ) -> list[TrainSizes]:
     """The sizes of a trained model on each pipeline stage."""
     parameters = model_parameters(shape, classifier)
-    adapters = _adapters(shape, lora, parameters)
+    adapters = adapters_of(shape, lora) if lora.rank else []
     frozen = {p.name for p in parameters} - {SCORE} if lora.rank else set()
     axes = TrainAxes.of(layout)
     pp, zigzag = layout.pp, layout.zigzag
@@ -80,7 +80,7 @@ def train_sizes(
     sizes = []
     for stage in range(layout.pp):
         in_flight = rows_in_flight(layout.pp, layout.schedule, stage, row.number)
-        on_stage = _on_stage(placed, [*parameters, *adapters], stage, total)
+        on_stage, read = _on_stage(placed, parameters, adapters, stage, total)
         trained = [{n: s for n, s in g.items() if n not in frozen} for g in on_stage]
         of_rank = sum(sum(group.values()) for group in on_stage)
         trained_by_rank = sum(sum(group.values()) for group in trained)
@@ -97,7 +97,7 @@ def train_sizes(
                 trained_root=_gathered(placed, trained[0]),
                 reduced_layer=sum(trained[heaviest].values()) * in_layers,
                 largest=max(math.prod(placed.shapes[n]) for group in on_stage for n in group),
-                read=_read(placed, parameters, stage),
+                read=read,
                 itemsize=itemsize_of(config),
                 fsdp=layout.fsdp,
                 tp=layout.tp,
@@ -150,34 +150,36 @@ def _muon_elements(placed: Layout, names: Sequence[str]) -> list[dict[str, int]]
 
 
 def _on_stage(
-    placed: Layout, parameters: Sequence[Parameter], stage: int, total: int
-) -> list[dict[str, int]]:
-    """Elements of a rank's shards by name: those of the root group, then by layer.
+    placed: Layout,
+    parameters: Sequence[Parameter],
+    adapters: Sequence[Parameter],
+    stage: int,
+    total: int,
+) -> tuple[list[dict[str, int]], int]:
+    """Elements of a rank's shards by name: of the root group, then by layer; `TrainSizes.read`.
 
-    The rank is the stage's first, which has most where shards are not equal.
+    The rank is the stage's first, which has most where shards are not equal. Parameters that are
+    alike are counted once.
     """
-    rank = _first_rank(placed, stage)
+    rank = placed.mesh.rank({"pp": stage, "replica": 0, "fsdp": 0, "tp": 0})
+    known: dict[tuple[Rule, tuple[int, ...]], tuple[int, int]] = {}
     root: dict[str, int] = {}
     layers: dict[int, dict[str, int]] = {}
-    for parameter in parameters:
-        size = sum(box.size for box in placed.local(parameter.name, rank))
+    read = 0
+    for number, parameter in enumerate([*parameters, *adapters]):
+        alike = placed.rules[parameter.name], parameter.shape
+        if alike not in known:
+            size = sum(box.size for box in placed.local(parameter.name, rank))
+            rows = sum(math.prod(x.shape[:-1]) for x in placed.boxes(parameter.name, rank))
+            known[alike] = size, rows * parameter.shape[-1]
+        size, whole_rows = known[alike]
         if not size:
             continue
         in_root = parameter.layer < 0 or is_one_group(total)
         group = root if in_root else layers.setdefault(parameter.layer, {})
         group[parameter.name] = size
-    return [root, *layers.values()]
-
-
-def _first_rank(placed: Layout, stage: int) -> int:
-    return placed.mesh.rank({"pp": stage, "replica": 0, "fsdp": 0, "tp": 0})
-
-
-def _read(placed: Layout, parameters: Sequence[Parameter], stage: int) -> int:
-    """As `TrainSizes.read`, of the stage's first rank."""
-    rank = _first_rank(placed, stage)
-    boxes = ((p.shape[-1], box) for p in parameters for box in placed.boxes(p.name, rank))
-    return sum(math.prod(box.shape[:-1]) * width for width, box in boxes)
+        read += whole_rows * (number < len(parameters))  # no file has adapters
+    return [root, *layers.values()], read
 
 
 def _gathered(placed: Layout, shards: dict[str, int]) -> int:
@@ -203,14 +205,17 @@ def _saved(parameters: Sequence[Parameter], itemsize: int, adapters: Mapping[str
     return max(largest, several) + 2 * min(total, BUCKET_BYTES)
 
 
-def _adapters(
-    shape: PretrainedConfig, lora: LoraConfig, parameters: Sequence[Parameter]
-) -> list[Parameter]:
-    if not lora.rank:
-        return []
-    model = meta_model(shape)
-    add_adapters(model, lora, 0, frozen=model.dtype)
-    return adapter_parameters(model, parameters)
+def adapters_of(shape: PretrainedConfig, lora: LoraConfig) -> list[Parameter]:
+    """The adapters of a model, which is built once for each setting."""
+    key = shape.to_json_string(use_diff=False), repr(lora)
+    if key not in _ADAPTERS:
+        model = meta_model(shape)
+        add_adapters(model, lora, 0, frozen=model.dtype)
+        _ADAPTERS[key] = adapter_parameters(model, model_parameters(shape))
+    return _ADAPTERS[key]
+
+
+_ADAPTERS: dict[tuple[str, str], list[Parameter]] = {}
 
 
 def _layer(

@@ -1,10 +1,9 @@
 """Seconds of the mapping search on HybridFlow's setting: PPO of 13B models, all 15 placements.
 
-A line's value is what the search for the ten best takes on one core. `hybridrl plan auto` searches
-in the same way, but counts activations on torch's own layers first, which takes seconds more. Its
-baseline is what is wanted: a minute for 128 GPUs, five for 1,024. A search ends after ten minutes.
-`complete` says whether it was through, `rest` is the least bound of what is left, over the last
-result.
+A line's value is what the search for the ten best takes on one core, with the memory that
+`hybridrl plan auto` counts. Its baseline is what is wanted: a minute for 128 GPUs, five for 1,024.
+A search ends after ten minutes. `complete` says whether it was through, `rest` is the least bound
+of what is left, over the last result.
 
 - `serial`: the paper's lengths, which are all the same, under `serial`;
 - `fused_long_tailed`: `fused` beside `serial`, responses up to eight times the median;

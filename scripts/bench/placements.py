@@ -8,23 +8,30 @@ mini-batches, and the efficiency of kernels and links, which is that of `costs/l
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dense_layers import DenseLayerBytes
+from transformers import AutoConfig
 
-from hybridrl.config import ScheduleConfig, SerialScheduleConfig
+from hybridrl.config import ScheduleConfig, SerialScheduleConfig, compose
 from hybridrl.costs.devices import ACCELERATORS, MODELS
 from hybridrl.costs.layers import LayerCosts
 from hybridrl.costs.mapping import ACTOR, PlannedRole, cluster_of
-from hybridrl.costs.mapping_memory import MappingMemory, StepLimits
 from hybridrl.costs.memory import GIB
 from hybridrl.costs.model import CostModel
 from hybridrl.flow.workload import Group, Shape, Workload, read_workload
 from hybridrl.plan.mapping_price import MappingPrices
 from hybridrl.plan.mapping_search import MappingResults, MappingSearch
 from hybridrl.plan.search_space import Pools, SearchSpace
+from hybridrl.preflight.mapping_memory import MappingMemory
+from hybridrl.preflight.memory_plan import gpu_room
+from hybridrl.preflight.prepare import build_recipe
+from hybridrl.workers.emulation import llama_config
 
 _PROMPTS, _PROMPT, _RESPONSE, _MINI_BATCHES = 1024, 1024, 1024, 8
 _PER_NODE, _CAPACITY = 8, 80 * GIB
-_RESERVED = round(0.04 * _CAPACITY)  # as `device_margin` leaves
+_RUN = (
+    *("recipe=ppo", "recipe.num_samples=1", "cluster.device=cuda", "model.attention=flash"),
+    *(f"trainer.prompts_per_step={_PROMPTS}", f"trainer.mini_batches={_MINI_BATCHES}"),
+    *(f"data.max_prompt_tokens={_PROMPT}", f"rollout.max_new_tokens={_RESPONSE}"),
+)
 _WORKLOAD = Workload(tuple(Group(_PROMPT, (_RESPONSE,)) for _ in range(_PROMPTS)), _PROMPTS, 1)
 _SERIAL = (SerialScheduleConfig(),)
 
@@ -85,17 +92,12 @@ def _search(
         PlannedRole(name="reward", shape=shape, passes=("reward",), value_head=True),
     ]
     cluster = cluster_of(accelerator, gpus // _PER_NODE, _PER_NODE)
-    memory = MappingMemory(
-        limits=StepLimits(
-            prompt_tokens=_PROMPT,
-            new_tokens=_RESPONSE,
-            samples=_PROMPTS,
-            mini_batches=_MINI_BATCHES,
-        ),
-        capacity=_CAPACITY,
-        reserved=_RESERVED,
-        layer_bytes=DenseLayerBytes(),
-    )
+    compose.register()
+    config = compose.check([*_RUN, f"cluster.ranks={gpus}"])
+    config.resolve_device(gpus, "the planned cluster")
+    model = AutoConfig.for_model(**llama_config(shape, _PROMPT + _RESPONSE))
+    shapes = {role.name: model for role in roles}
+    memory = MappingMemory(config, build_recipe(config.recipe), shapes, gpu_room(_CAPACITY))
     prices = MappingPrices(
         CostModel(LayerCosts.of(accelerator), cluster),
         memory,

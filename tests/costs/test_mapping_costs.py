@@ -280,3 +280,60 @@ def test_scales_are_factors_of_their_kind_alone() -> None:
 def test_scales_that_are_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match="scales: "):
         CostScales.from_json(wrong)
+
+
+def test_adapters_by_hand() -> None:
+    """Frozen matrices have no gradients; adapters alone are reduced, stepped and switched."""
+    own = replace(ACTOR, adapters=1_000_000)
+    row, layout = SAMPLES[:4], TrainLayout()
+    (plain,), (lora,) = (COSTS.passes(role, layout, range(1), row) for role in (ACTOR, own))
+    tokens = sum(sample.tokens for sample in row)
+    added = 2 * 32 * 1_000_000 * tokens
+    assert lora.forward_s - plain.forward_s == pytest.approx(added / (0.5 * 989e12))
+    scored = sum(sample.response for sample in row)
+    frozen = 2 * 32 * 218_103_808 * tokens + 2 * 128_256 * 4096 * scored
+    backward_flop_s = 3 / (0.4 * 989e12) - 1 / (0.5 * 989e12)
+    saved = (frozen / 2 - added) * backward_flop_s
+    assert plain.backward_s - lora.backward_s == pytest.approx(saved)
+    share = 32 * 1_000_000 / ACTOR.shape.parameters
+    steps = [COSTS.optimizer_s(role, layout, range(1)) for role in (ACTOR, own)]
+    assert steps[1] / steps[0] == pytest.approx(share)
+    fsdp, gen = TrainLayout(fsdp=16), GenLayout(tp=2)
+    moved = [COSTS.switch_s(role, fsdp, gen, range(16)) for role in (ACTOR, own)]
+    copied = 2 * ACTOR.shape.parameters / 2 / (0.7 * 64e9)  # from the host
+    assert moved[1] < moved[0]
+    assert copied < moved[1] < 1.2 * copied
+
+
+def test_experts_by_hand() -> None:
+    """Each token goes to two ranks and back; FSDP gathers the experts over what ep leaves."""
+    shape = ModelShape(4, 1024, 4096, 8, 8, experts=8, experts_per_token=2)
+    role = PlannedRole(name="actor", shape=shape, trained=True)
+    alone, apart = (TrainLayout(fsdp=8, ep=ep) for ep in (1, 8))
+    sent = COSTS._layer_exchanges(shape, apart, range(8))
+    assert sent.token_s == pytest.approx(2 * 7 / 8 * 2 * 2 * 1024 / (0.7 * 450e9))
+    assert sent.call_s == pytest.approx(2 * 3 * 5e-6)
+    gradients = [COSTS.gradient_s(role, layout, range(8)) for layout in (alone, apart)]
+    experts = 4 * shape.expert_parameters
+    gathered = 7 / 8 * (2 + 4) * experts / (0.7 * 450e9)
+    cast = COSTS.layer_costs.gradient_element_s * 7 / 8 * experts
+    messages = 2 * 3 * 5e-6
+    assert gradients[0] - gradients[1] == pytest.approx(gathered + cast + messages)
+    shards = [COSTS.activate_s(role, layout) for layout in (alone, apart)]
+    assert shards[0] == shards[1]
+
+
+def test_shared_rows_by_hand() -> None:
+    """One sample is a rank's row, or half of one on each of two, which exchange their heads."""
+    (sample,) = SAMPLES[:1]
+    layouts = [TrainLayout(fsdp=2, cp=cp, micro_batch_tokens=1024) for cp in (1, 2)]
+    whole, half = (even_rows(layout, SampleTotals.of([sample])) for layout in layouts)
+    assert half.work == tuple(work / 2 for work in whole.work)
+    assert (whole.filled, half.filled) == (1, 1)
+    sent = COSTS._layer_exchanges(LLAMA, layouts[1], range(2))
+    numbers = 32 + 2 * 8 + 32  # heads of queries, of keys and values, of the result
+    assert sent.token_s == pytest.approx(1 / 2 * numbers * 128 * 2 / (0.7 * 450e9))
+    short = replace(layouts[1], micro_batch_tokens=4096)
+    assert COSTS.update_s(ACTOR, short, range(2), SAMPLES) == COSTS.update_s(
+        ACTOR, replace(short, cp=1), range(2), SAMPLES
+    )

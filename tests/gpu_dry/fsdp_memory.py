@@ -35,16 +35,12 @@ from gpu_dry.world import (  # noqa: E402
 )
 from hybridrl.algorithms.losses import ClippedLoss  # noqa: E402
 from hybridrl.config import Config, compose  # noqa: E402
-from hybridrl.costs.mapping_memory import MappingMemory, StepLimits  # noqa: E402
 from hybridrl.costs.mapping_overrides import mapping_of  # noqa: E402
 from hybridrl.costs.memory import MemoryPlan  # noqa: E402
 from hybridrl.engines.train.engine import TrainEngine  # noqa: E402
 from hybridrl.engines.train.interface import TrainSequence  # noqa: E402
-from hybridrl.preflight.mapping_roles import (  # noqa: E402
-    CountedLayerBytes,
-    planned_roles,
-    role_shapes,
-)
+from hybridrl.preflight.mapping_memory import MappingMemory  # noqa: E402
+from hybridrl.preflight.mapping_roles import planned_roles, role_shapes  # noqa: E402
 from hybridrl.preflight.memory_plan import gpu_room, plan_run  # noqa: E402
 from hybridrl.preflight.prepare import build_recipe  # noqa: E402
 
@@ -127,13 +123,7 @@ def planned(config: Config) -> dict[str, int]:
     room = gpu_room(80 * 2**30)
     shapes = role_shapes(config, graph, shape)
     roles = planned_roles(config, graph, shapes)
-    samples = GROUP * config.trainer.prompts_per_step
-    memory = MappingMemory(
-        limits=StepLimits(prompt_tokens=PROMPT, new_tokens=RESPONSE, samples=samples),
-        capacity=room.capacity,
-        reserved=room.reserved,
-        layer_bytes=CountedLayerBytes(config, shapes),
-    )
+    memory = MappingMemory(config, graph, shapes, room)
     plans = {
         "plan auto": memory.plans(roles, mapping_of(config, roles))["actor"],
         "plan memory": plan_run(config, graph, shape, room).pools["actor"],

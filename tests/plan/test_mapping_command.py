@@ -16,6 +16,7 @@ from hybridrl import cli
 from hybridrl.config import Config, ConfigError, Device, TinyModelConfig, compose
 from hybridrl.costs.devices import ACCELERATORS
 from hybridrl.costs.mapping import DeviceMapping, cluster_of
+from hybridrl.costs.mapping_overrides import overrides
 from hybridrl.costs.memory import GIB
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.plan import mapping_command
@@ -52,7 +53,7 @@ GPU_GIB = 4
 
 
 def _random_problem(draw: random.Random, reward_model: str) -> list[str]:
-    """A recipe, a tiny model and a cluster; a reward model or a verifier.
+    """A recipe, a tiny model, of experts or with adapters, a cluster; a reward model or a verifier.
 
     Over slow links pipelines pay. Half of the clusters have GPUs, and refuse what does not fit.
     """
@@ -73,6 +74,10 @@ def _random_problem(draw: random.Random, reward_model: str) -> list[str]:
         problem += ["reward=model", f"reward.model={reward_model}"]
     if draw.random() < 0.5:
         problem += [*SLOW_LINKS]
+    if draw.random() < 0.3:
+        problem += ["model.tiny.num_experts=4", "model.tiny.experts_per_token=2"]
+    if draw.random() < 0.3:
+        problem += ["actor.lora.rank=4"]
     if draw.random() < 0.5:
         problem += ["cluster.device=cuda", "cluster.memory_check=refuse", f"--gpu-gib={GPU_GIB}"]
     return problem
@@ -257,7 +262,6 @@ BIG = ("model=llama3_70b", "cluster.device=cuda")
         ((*TINY, "--nodes=0"), "--nodes", "1 or more"),
         ((*TINY, "--nodes=1", "--gpus=8"), "option", "--gpus-per-node"),
         ((*TINY, "--nodes=1", "trainer.layout.tp=2"), "trainer.layout.tp", "--price prices it"),
-        ((*TINY, "--nodes=1", "actor.lora.rank=4"), "actor.lora.rank", "0 with plan auto"),
         (
             (
                 *TINY,
@@ -270,7 +274,6 @@ BIG = ("model=llama3_70b", "cluster.device=cuda")
             "local or slurm: a mapping is of",
         ),
         ((*TINY, "--nodes=1", "--out=/none/plan"), "--out", "a directory that is there"),
-        (("model=tiny_moe", "--nodes=1", "--gpus-per-node=2"), "model", "a dense decoder"),
     ],
 )
 def test_wrong_input_is_one_line(args: tuple[str, ...], key: str, message: str) -> None:
@@ -315,17 +318,98 @@ def test_what_the_closed_form_does_not_know_is_priced_by_the_plan() -> None:
     assert any(line.startswith("assumed: trainer.activations=offload") for line in report.remarks())
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("trainer.layout.cp", 2), ("trainer.chunk_tokens", 512)]
-)
-def test_long_samples_that_have_no_costs_are_refused(key: str, value: int) -> None:
-    """A long sample has no price if ranks share it or train it in chunks; shorter ones have one."""
-    rows = ("cluster.device=cuda", "trainer.max_tokens_per_micro_batch=1024")
-    args = (*QWEN, *rows, f"{key}={value}")
-    _plan(*args, lengths="--lengths=lognormal:median=60,sigma=0.1")
+SHORT, LONG = (f"--lengths=lognormal:median={x}" for x in ("60,sigma=0.1", "2000,sigma=0.5"))
+ROWS = ("cluster.device=cuda", "trainer.max_tokens_per_micro_batch=1024")
+
+
+def test_samples_in_chunks_are_refused() -> None:
+    """They have no price; shorter ones have one."""
+    args = (*QWEN, *ROWS, "trainer.chunk_tokens=512")
+    _plan(*args, lengths=SHORT)
     with pytest.raises(ConfigError, match=r"for samples of \d+ tokens") as error:
-        _plan(*args, lengths="--lengths=lognormal:median=2000,sigma=0.5")
-    assert (error.value.key, error.value.value) == (key, value)
+        _plan(*args, lengths=LONG)
+    assert (error.value.key, error.value.value) == ("trainer.chunk_tokens", 512)
+
+
+def test_ranks_that_share_long_samples_send_their_heads() -> None:
+    """Over a slow link that costs seconds; short samples are shared by nobody."""
+
+    def update_s(lengths: str, cp: int) -> float:
+        args = (*QWEN, *ROWS, f"trainer.layout.cp={cp}", "--node-gbs=2")
+        (one,) = _plan(*args, lengths=lengths).result.best
+        return one.seconds.train["actor"]
+
+    assert update_s(SHORT, 4) == update_s(SHORT, 1)
+    assert update_s(LONG, 4) > update_s(LONG, 2) > 1.01 * update_s(LONG, 1)
+
+
+OTHERS = {
+    "experts": ("model=tiny_moe", "--nodes=2", "--gpus-per-node=2"),
+    "adapters": ("actor.lora.rank=8", "roles.critic.lora.rank=4", "--nodes=1", "--gpus-per-node=4"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_experts_and_adapters_are_planned(
+    kind: str, tmp_path: Path, reward_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is proposed passes the checks of a run."""
+    args = ("recipe=ppo", *OTHERS[kind], "--number=3", "--seconds=2")
+    _pass_dry_run([args], tmp_path, capsys)
+
+
+def test_ranks_share_samples_of_32k_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole, one fills a GPU of 40 GB. A run takes such a mapping of a tiny model, too."""
+    model = ("model=qwen3_1.7b", "cluster.device=cuda", "trainer.prompts_per_step=2")
+    lengths = ("data.max_prompt_tokens=1024", "rollout.max_new_tokens=31744")
+    cluster = ("--nodes=1", "--gpus-per-node=4", "--gpu-gib=40", "--number=1")
+    (best,) = _plan(*model, *lengths, "rollout.max_running=8", *cluster, lengths=LONG).result.best
+    own = best.mapping.train["actor"]
+    assert own.cp > 1
+    assert own.micro_batch_tokens * own.cp >= 32_768
+    tokens = f"trainer.max_tokens_per_micro_batch={own.micro_batch_tokens // 256}"
+    others = [x for x in overrides(best.mapping) if "max_tokens_per_micro_batch" not in x]
+    with mock.patch.object(preflight, "resolve_device", _planned_gpus):
+        cli.main(["train", "--dry-run", *TINY, *others, tokens, f"run.dir={tmp_path / 'run'}"])
+    assert json.loads(capsys.readouterr().out)["pools"] == {"actor": 4}
+
+
+def test_adapters_have_quicker_updates_and_small_moments() -> None:
+    """The mapping is the same."""
+    args = (*QWEN, "cluster.device=cuda")
+    plain, own = (
+        _plan(*args, f"actor.lora.rank={rank}", lengths=LONG).result.best[0] for rank in (0, 8)
+    )
+    assert own.seconds.train["actor"] < 0.75 * plain.seconds.train["actor"]
+    of_update = [
+        {phase.name: phase.sizes for phase in one.memory["actor"].phases}["train actor"]
+        for one in (plain, own)
+    ]
+    assert of_update[1]["moments"] < 0.02 * of_update[0]["moments"]
+
+
+EXPERTS = (
+    *("model=qwen3_30b_a3b", "cluster.device=cuda", "cluster.ranks=16", "rollout.layout.tp=2"),
+    "--price",
+)
+
+
+def test_experts_on_their_ranks_exchange_tokens_in_place_of_weights() -> None:
+    """FSDP gathers 30 B parameters for each micro-batch; ep 8 an eighth, and tokens move.
+
+    Over slow links between nodes, ep in a node is quicker than over both.
+    """
+
+    def update_s(*layout: str) -> float:
+        nodes = ("--nodes=2", "--gpus-per-node=8", "--network-gbs=5")
+        (one,) = _plan(*EXPERTS, *layout, *nodes, lengths=LONG).result.best
+        return one.seconds.train["actor"]
+
+    of_node = update_s("trainer.layout.ep=8")
+    assert of_node < 0.7 * update_s("trainer.layout.ep=1")
+    assert of_node < update_s("trainer.layout.ep=16")
 
 
 PIPELINES = (

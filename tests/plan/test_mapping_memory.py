@@ -1,19 +1,16 @@
-"""The closed form of a mapping's memory against the memory plan of a run."""
+"""The memory of a mapping in a search against the memory plan of a run."""
 
-import itertools
 import random
 from dataclasses import replace
 
 import pytest
-from script_modules import load_script
-from transformers import AutoConfig, PretrainedConfig
 
 from hybridrl.config import ActivationMode, Config, OptimName, PipelineSchedule, compose
-from hybridrl.costs.mapping_memory import LayerBytes, MappingMemory, StepLimits
 from hybridrl.costs.mapping_overrides import mapping_of
-from hybridrl.flow import Graph
+from hybridrl.models.shape import model_shape
 from hybridrl.preflight import memory_plan
-from hybridrl.preflight.mapping_roles import CountedLayerBytes, planned_roles, role_shapes
+from hybridrl.preflight.mapping_memory import MappingMemory
+from hybridrl.preflight.mapping_roles import planned_roles, role_shapes
 from hybridrl.preflight.prepare import build_recipe
 
 GIB = 2**30
@@ -34,21 +31,6 @@ def _config(model: str, ranks: int, settings: list[str]) -> Config:
     config = compose.check([*args, *settings])
     config.resolve_device(ranks, "the planned cluster")
     return config
-
-
-def _memory(config: Config, graph: Graph, layer_bytes: LayerBytes) -> MappingMemory:
-    room = memory_plan.gpu_room(80 * GIB)
-    samples = sum(getattr(s, "num_samples", 0) or 0 for s in graph.stages.values())
-    return MappingMemory(
-        limits=StepLimits(
-            prompt_tokens=512,
-            new_tokens=1536,
-            samples=samples * config.trainer.prompts_per_step,
-        ),
-        capacity=room.capacity,
-        reserved=room.reserved,
-        layer_bytes=layer_bytes,
-    )
 
 
 def _layouts(seed: int, number: int) -> list[tuple[str, int, list[str]]]:
@@ -76,55 +58,49 @@ def _layouts(seed: int, number: int) -> list[tuple[str, int, list[str]]]:
     ("seed", "optim"),
     [(0, OptimName.adamw), (1, OptimName.adamw), (2, OptimName.adamw8bit), (3, OptimName.muon)],
 )
-def test_phases_agree_with_the_memory_plan(seed: int, optim: OptimName) -> None:
-    """Each phase of a random layout is within 3 % of the plan, or 50 MiB."""
-    for model, ranks, settings in _layouts(seed, 12):
+def test_phases_are_those_of_the_memory_plan(seed: int, optim: OptimName) -> None:
+    """Each phase of a random layout is what `hybridrl plan memory` says, within a percent.
+
+    A search counts training apart from generation, whose tp decides which dimension FSDP cuts.
+    """
+    for model, ranks, settings in _layouts(seed, 6):
         config = _config(model, ranks, settings)
         for trained in (config.trainer, config.roles.critic):
             trained.optim = replace(trained.optim, name=optim)
-        graph = build_recipe(config.recipe)
-        shape = AutoConfig.for_model(**config.model.shape)
-        exact = memory_plan.plan_run(config, graph, shape, memory_plan.gpu_room(80 * GIB))
-        shapes = role_shapes(config, graph, shape)
-        roles = planned_roles(config, graph, shapes)
-        memory = _memory(config, graph, CountedLayerBytes(config, shapes))
-        planned = memory.plans(roles, mapping_of(config, roles))["actor"]
-        wanted = {phase.name: phase.total for phase in exact.pools["actor"].phases}
-        for phase in planned.phases:
-            difference = abs(phase.total - wanted[phase.name])
-            if difference > 50 * 2**20:
-                assert difference <= 0.03 * wanted[phase.name], (model, settings, phase, wanted)
-    assert len(wanted) == len(planned.phases)
+        _check_phases(config)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("trainer.layout.ep=4", "roles.critic.layout.ep=4"),
+        ("trainer.layout.tp=2", "rollout.layout.tp=2", "rollout.layout.ep=2"),
+        ("actor.lora.rank=8", "roles.critic.lora.rank=4"),
+        ("trainer.layout.cp=2", "trainer.max_tokens_per_micro_batch=1024"),
+        ("actor.lora.rank=8", "trainer.layout.pp=2", "trainer.layout.ep=2"),
+    ],
+)
+def test_experts_adapters_and_shared_rows_too(settings: tuple[str, ...]) -> None:
+    _check_phases(_config("tiny_moe", 4, [*settings]))
+
+
+def _check_phases(config: Config) -> None:
+    graph, room = build_recipe(config.recipe), memory_plan.gpu_room(80 * GIB)
+    shape = model_shape(config.model)
+    exact = memory_plan.plan_run(config, graph, shape, room).pools["actor"]
+    shapes = role_shapes(config, graph, shape)
+    roles = planned_roles(config, graph, shapes)
+    memory = MappingMemory(config, graph, shapes, room)
+    planned = memory.plans(roles, mapping_of(config, roles))["actor"]
+    wanted = {phase.name: phase.total for phase in exact.phases}
+    assert wanted == pytest.approx({p.name: p.total for p in planned.phases}, rel=0.01)
 
 
 def test_a_recipe_says_how_a_role_is_trained() -> None:
     """`kl_cov` takes four optimizer steps a batch."""
     compose.register()
-    config = compose.check(["recipe=kl_cov", "trainer.optim.name=muon", "cluster.device=cpu"])
+    config = compose.check(["recipe=kl_cov", "cluster.device=cpu"])
     graph = build_recipe(config.recipe)
-    shapes = {"actor": _shape("qwen3_1.7b")}
+    shapes = {"actor": model_shape(_config("qwen3_1.7b", 8, []).model)}
     (actor,) = planned_roles(config, graph, shapes)
-    assert (actor.mini_batches, actor.epochs, actor.optim) == (4, None, OptimName.muon)
-
-
-def _shape(model: str) -> PretrainedConfig:
-    return AutoConfig.for_model(**_config(model, 8, []).model.shape)
-
-
-def test_layers_keep_what_the_formula_says() -> None:
-    """The formula gives the bytes that torch keeps of Llama's layers, within a percent."""
-    config = _config("llama3_8b", 8, [])
-    graph = build_recipe(config.recipe)
-    shapes = role_shapes(config, graph, _shape("llama3_8b"))
-    (actor, *_) = planned_roles(config, graph, shapes)
-    counted = CountedLayerBytes(config, shapes)
-    formula = load_script("bench/dense_layers.py").DenseLayerBytes()
-    modes = ActivationMode.keep, ActivationMode.selective, ActivationMode.recompute
-    for tp, split, mode in itertools.product((1, 2, 4), (False, True), modes):
-        if split and tp == 1:
-            continue
-        one = counted.layer(actor, 8192, tp, split, mode)
-        two = formula.layer(actor, 8192, tp, split, mode)
-        assert two.kept == pytest.approx(one.kept, rel=0.01), (tp, split, mode)
-        # Least with tp 4, 13 % over with tp 2.
-        assert 0.99 < two.backward / one.backward < 1.14, (tp, split, mode)
+    assert (actor.mini_batches, actor.epochs) == (4, None)

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from script_modules import load_script
+from transformers import AutoConfig
 
 from hybridrl.config import (
     ActivationMode,
     FusedScheduleConfig,
     PipelineSchedule,
     SerialScheduleConfig,
+    compose,
 )
 from hybridrl.costs.devices import ACCELERATORS
 from hybridrl.costs.layers import LayerCosts
@@ -25,7 +26,6 @@ from hybridrl.costs.mapping import (
     PlannedRole,
     TrainLayout,
 )
-from hybridrl.costs.mapping_memory import MappingMemory, StepLimits
 from hybridrl.costs.memory import GIB
 from hybridrl.costs.model import CostModel
 from hybridrl.costs.model_shape import ModelShape
@@ -34,6 +34,10 @@ from hybridrl.plan.fitting_layouts import DoesNotFit
 from hybridrl.plan.mapping_price import MappingPrices
 from hybridrl.plan.mapping_search import TOLERANCE, MappingSearch
 from hybridrl.plan.search_space import Pools, SearchSpace, micro_batch_choices, set_partitions
+from hybridrl.preflight.mapping_memory import MappingMemory
+from hybridrl.preflight.memory_plan import Room
+from hybridrl.preflight.prepare import build_recipe
+from hybridrl.workers.emulation import llama_config
 
 A100 = ACCELERATORS["a100"]
 SMALL = ModelShape(8, 2048, 5632, 16, 8, 32_000)
@@ -72,13 +76,20 @@ def _search(
     within, between, host = (LinkSpeed(draw.choice((2e9, 20e9, 200e9)), 5e-6) for _ in range(3))
     cluster = ClusterShape(1, ranks, A100, within, between, host)
     lengths = [tuple(draw.randint(20, RESPONSE) for _ in range(2)) for _ in range(4)]
-    memory = MappingMemory(
-        limits=StepLimits(prompt_tokens=PROMPT, new_tokens=RESPONSE, samples=8, max_running=8),
-        capacity=round(capacity * GIB),
-        reserved=0,
-        layer_bytes=load_script("bench/dense_layers.py").DenseLayerBytes(),
-        device=device,
-    )
+    compose.register()
+    config = compose.check([
+        *("recipe=ppo", "recipe.num_samples=2", "trainer.prompts_per_step=4"),
+        *(f"data.max_prompt_tokens={PROMPT}", f"rollout.max_new_tokens={RESPONSE}"),
+        *("rollout.max_running=8", "model.attention=flash", "model.compute_dtype=bfloat16"),
+        *(f"cluster.device={device}", f"cluster.ranks={ranks}"),
+    ])  # fmt: skip
+    config.resolve_device(ranks, "the planned cluster")
+    shapes = {
+        role.name: AutoConfig.for_model(**llama_config(role.shape, PROMPT + RESPONSE))
+        for role in roles
+    }
+    room = Room(round(capacity * GIB), 0)
+    memory = MappingMemory(config, build_recipe(config.recipe), shapes, room)
     prices = MappingPrices(
         CostModel(LayerCosts.of(A100), cluster),
         memory,
