@@ -6,7 +6,7 @@ calls.
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -74,20 +74,11 @@ class Admission:
         self._save = save
         self._free_slots = list(range(max_running - 1, -1, -1))
         self._submitted = 0
-        self._waiting: deque[Entry] = deque()
+        self.num_running = 0  # sequences in lanes
+        self.waiting: deque[Entry] = deque()
         self._held: dict[object, Entry] = {}  # the longest held first
         self._entries: dict[object, Entry] = {}
         self._prefixes: dict[object, Prefix] = {}
-
-    @property
-    def num_running(self) -> int:
-        """Sequences in lanes."""
-        return sum(len(lane.entries) for lane in self.lanes)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._waiting)
 
     @property
     def num_held(self) -> int:
@@ -123,34 +114,35 @@ class Admission:
             if copied.is_held:
                 entry.status, self._held[copied.id] = EntryStatus.HELD, entry
             else:
-                self._waiting.append(entry)
+                self.waiting.append(entry)
 
-    def cached(self, id: object) -> Entry | None:
-        """A request with cached tokens; None for one without any, and for an unknown one."""
-        entry = self._entries.get(id)
-        return entry if entry is not None and entry.cached else None
+    def cached(self, ids: Iterable[object]) -> list[Entry]:
+        """The known ones of these requests that have cached tokens; the cache has them then."""
+        entries = [entry for id in ids if (entry := self._entries.get(id)) and entry.cached]
+        for lane, own in self._by_lane(entries):
+            if lane.kept is not None:
+                lane.kept.flush(self.tables, {entry.slot for entry in own})
+        return entries
 
-    def remove(self, id: object) -> Request | None:
-        """Remove an unfinished request; None for an unknown one."""
-        entry = self._entries.pop(id, None)
-        if entry is None:
-            return None
-        match entry.status:
-            case EntryStatus.RUNNING:
-                self._leave([entry])
-            case EntryStatus.WAITING:
-                self._waiting.remove(entry)
-            case EntryStatus.HELD:
-                del self._held[id]
-        self._release(entry)
-        request = entry.request
-        if request.prefix is not None:
-            prefix = self._prefixes[request.prefix]
-            prefix.users -= 1
-            if not prefix.users:
-                prefix.release(self.allocator)
-                del self._prefixes[request.prefix]
-        return request
+    def remove(self, ids: Iterable[object]) -> list[Request]:
+        """Remove these requests; unknown ids are skipped."""
+        entries = [entry for id in ids if (entry := self._entries.pop(id, None)) is not None]
+        self._leave([entry for entry in entries if entry.status is EntryStatus.RUNNING])
+        for entry in entries:
+            match entry.status:
+                case EntryStatus.WAITING:
+                    self.waiting.remove(entry)
+                case EntryStatus.HELD:
+                    del self._held[entry.request.id]
+            self._release(entry)
+            name = entry.request.prefix
+            if name is not None:
+                prefix = self._prefixes[name]
+                prefix.users -= 1
+                if not prefix.users:
+                    prefix.release(self.allocator)
+                    del self._prefixes[name]
+        return [entry.request for entry in entries]
 
     def drop_prefixes(self) -> None:
         """Release the blocks of shared prompts."""
@@ -159,9 +151,9 @@ class Admission:
 
     # Turns
 
-    def hold(self, requests: Sequence[Request]) -> None:
+    def hold(self, ids: Iterable[object]) -> None:
         """The turns of running requests have ended: they leave their lane and keep their blocks."""
-        entries = [self._entries[request.id] for request in requests]
+        entries = [self._entries[id] for id in ids]
         self._leave(entries, keep=True)
         for entry in entries:
             entry.status, entry.kept = EntryStatus.HELD, entry.length - 1
@@ -182,7 +174,7 @@ class Admission:
 
     def _queue(self, entry: Entry) -> None:
         entry.status = EntryStatus.WAITING
-        insort(self._waiting, entry, key=lambda other: other.order)
+        insort(self.waiting, entry, key=lambda other: other.order)
 
     def give_up(self) -> None:
         """Release all blocks; nothing runs."""
@@ -192,7 +184,7 @@ class Admission:
 
     def forget(self) -> None:
         """Release all blocks, and what was cached in them is of no use; nothing runs."""
-        for entry in self._waiting:
+        for entry in self.waiting:
             self._release(entry)
             if entry.moved:
                 entry.request.kv, entry.moved = None, False
@@ -200,7 +192,7 @@ class Admission:
 
     def _idle(self) -> list[Entry]:
         """Who has blocks and does not run, in the order in which blocks are taken from them."""
-        kept = [*self._held.values(), *reversed(self._waiting)]
+        kept = [*self._held.values(), *reversed(self.waiting)]
         return [entry for entry in kept if entry.blocks]
 
     def _evict(self, entry: Entry) -> None:
@@ -222,14 +214,14 @@ class Admission:
     def admit(self, lane: Lane) -> Admitted:
         """Move waiting requests to a lane, up to its share of all requests."""
         admitted = Admitted()
-        total = min(self._max_running, self.num_running + self.num_waiting)
+        total = min(self._max_running, self.num_running + len(self.waiting))
         share = -(-total // len(self.lanes))
-        while self._waiting and self._free_slots and len(lane.entries) < share:
-            entry = self._waiting[0]
+        while self.waiting and self._free_slots and len(lane.entries) < share:
+            entry = self.waiting[0]
             cached = self._reserve(entry, admitted)
             if cached is None:
                 break
-            self._waiting.popleft()
+            self.waiting.popleft()
             tokens, request = entry.tokens(), entry.request
             if request.kv is not None:
                 admitted.restored.append(entry)
@@ -317,6 +309,7 @@ class Admission:
 
     def _start(self, entry: Entry, lane: Lane) -> None:
         lane.end_batch()
+        self.num_running += 1
         entry.lane, entry.slot = lane, self._free_slots.pop()
         entry.status, entry.kept, entry.lost, entry.moved = EntryStatus.RUNNING, 0, 0, False
         self.tables[entry.slot] = 0
@@ -324,13 +317,22 @@ class Admission:
         lane.entries.append(entry)
 
     def _leave(self, entries: Sequence[Entry], keep: bool = False) -> None:
-        """Take running sequences out of their lane; their blocks stay, filled with `keep`."""
-        lane = entries[0].lane
-        assert lane is not None
-        lane.remove(entries, self.tables, keep)
+        """Take running sequences out of their lanes; their blocks stay, filled with `keep`."""
+        for lane, own in self._by_lane(entries):
+            lane.remove(own, self.tables, keep)
+        self.num_running -= len(entries)
         for entry in entries:
             self._free_slots.append(entry.slot)
             entry.slot, entry.lane = -1, None
+
+    @staticmethod
+    def _by_lane(entries: Sequence[Entry]) -> list[tuple[Lane, list[Entry]]]:
+        """The running ones of the entries, lane by lane."""
+        lanes: dict[int, tuple[Lane, list[Entry]]] = {}
+        for entry in entries:
+            if entry.lane is not None:
+                lanes.setdefault(entry.lane.index, (entry.lane, []))[1].append(entry)
+        return list(lanes.values())
 
     # Growth
 

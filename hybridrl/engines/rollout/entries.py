@@ -132,16 +132,16 @@ class Lane:
     def remove(self, leaving: Sequence[Entry], tables: Ints, keep: bool) -> None:
         """Sequences leave; with `keep` all their tokens are in the cache then."""
         self.end_batch()
-        for entry in leaving:
-            self.entries.remove(entry)
+        slots = {entry.slot for entry in leaving}
+        self.entries = [entry for entry in self.entries if entry.slot not in slots]
         if self.kept is not None:
-            self.kept.remove([entry.slot for entry in leaving], tables, keep)
+            self.kept.remove(slots, tables, keep)
 
     def flush(self, tables: Ints) -> None:
         """Drop the batch and what it has gathered; all tokens are in the cache then."""
         self.end_batch()
         if self.kept is not None:
-            self.kept.flush(tables)
+            self.kept.flush(tables, set(self.kept.slots))
         self.kept = None
 
 

@@ -71,14 +71,14 @@ class Speculation:
             return
         self._begins = False
         assert self._limit is not None
-        self._holds = bool(admission.num_waiting) or admission.lacks_blocks(self._limit)
+        self._holds = bool(admission.waiting) or admission.lacks_blocks(self._limit)
         if not self._holds:
             running = (entry.request for lane in admission.lanes for entry in lane.entries)
             self._ends = {r.id: len(r.response_ids) + self._limit for r in running}
 
     def call_is_done(self, admission: Admission) -> bool:
         """Whether every request has made the tokens that the call may add."""
-        if self._ends is None or admission.num_waiting:
+        if self._ends is None or admission.waiting:
             return False
         entries = [entry for lane in admission.lanes for entry in lane.entries]
         return all(not self._left(entry.request) for entry in entries)

@@ -28,13 +28,13 @@ def check(admission: Admission) -> None:
     assert all(admission.allocator.count(block) == count for block, count in held.items())
     assert admission.allocator.num_free == admission.allocator.num_blocks - len(held)
     assert len({entry.slot for _, entry in entries}) == len(entries)
-    idle = [*admission._waiting, *admission._held.values()]
+    idle = [*admission.waiting, *admission._held.values()]
     assert len(entries) + len(idle) == len(admission._entries)
     for entry in idle:
         assert entry.slot < 0
         assert entry.kept <= entry.length - 1
         assert len(entry.blocks) == -(-entry.kept // BLOCK)
-    orders = [entry.order for entry in admission._waiting]
+    orders = [entry.order for entry in admission.waiting]
     assert orders == sorted(orders)
 
 
@@ -57,7 +57,7 @@ def test_lanes_drain_the_queue(
     for step in range(1000):
         if draw.random() < 0.2:
             ids = draw.sample(sorted(wanted), 3)
-            waiting += [r for id_ in ids if (r := admission.remove(id_)) is not None]
+            waiting += admission.remove(ids)
         for id_ in [id_ for id_ in admission._held if draw.random() < 0.3 or step > 100]:
             append_reply(admission.held(id_), [0], 9)
             admission.answer(id_)
@@ -76,10 +76,10 @@ def test_lanes_drain_the_queue(
                 left = wanted[request.id] - len(request.response_ids)
                 if left == 0:
                     done[request.id] = len(request.response_ids)
-                    admission.remove(request.id)
+                    admission.remove([request.id])
                 elif left > 1 and draw.random() < 0.3:
                     end_turn(request, "stop")
-                    admission.hold([request])
+                    admission.hold([request.id])
                     check(admission)
         if len(done) == len(wanted):
             break
@@ -101,7 +101,7 @@ def test_lanes_share_alike() -> None:
         [4],
     ]
     for id_ in (0, 1, 2):
-        admission.remove(id_)
+        admission.remove([id_])
     for lane in admission.lanes:
         admission.admit(lane)
     assert [[e.request.id for e in lane.entries] for lane in admission.lanes] == [[5, 6], [3], [4]]
