@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 
 from hybridrl.engines.rollout.batch import Prefill
+from hybridrl.engines.rollout.blocks import NO_BLOCKS, BlockAllocator
 from hybridrl.engines.rollout.entries import (
     Admitted,
-    BlockAllocator,
     Entry,
     EntryStatus,
     Lane,
@@ -37,7 +37,8 @@ class Admission:
 
     Invariants: an entry is in one lane, or has no slot. The queue is in the order of submission, so
     that answered ones come before new ones. `tables` [slots, pages] has the blocks of running
-    entries. A block is held once by each entry and each prefix that uses it.
+    entries, the first `num_blocks` [slots] of each row, and 0 behind them. A block is held once by
+    each entry and each prefix that uses it.
 
     With `replays` a prefill ends before the response; the engine feeds its tokens one by one. With
     `records` every request has a record of its tokens' experts. Without `whole_records` these lack
@@ -61,6 +62,7 @@ class Admission:
         self.lanes = [Lane(index) for index in range(num_lanes)]
         self.allocator = BlockAllocator(num_blocks)
         self.tables: Ints = np.zeros((max_running, -(-max_sequence // block_size)), np.int64)
+        self.num_blocks: Ints = np.zeros(max_running, np.int64)
         self.shared_tokens = self.num_preempted = 0
         self.kept_tokens = self.moved_tokens = self.recomputed_tokens = 0
         self._max_running, self._block_size = max_running, block_size
@@ -193,7 +195,7 @@ class Admission:
     def _idle(self) -> list[Entry]:
         """Who has blocks and does not run, in the order in which blocks are taken from them."""
         kept = [*self._held.values(), *reversed(self.waiting)]
-        return [entry for entry in kept if entry.blocks]
+        return [entry for entry in kept if len(entry.blocks)]
 
     def _evict(self, entry: Entry) -> None:
         """Take the blocks of a request that does not run."""
@@ -207,7 +209,7 @@ class Admission:
 
     def _release(self, entry: Entry) -> None:
         self.allocator.release(entry.blocks)
-        entry.blocks, entry.kept = [], 0
+        entry.blocks, entry.kept = NO_BLOCKS, 0
 
     # Admission
 
@@ -232,7 +234,8 @@ class Admission:
             self.recomputed_tokens += max(0, entry.lost - cached)
             self._start(entry, lane)
             admitted.entries.append(entry)
-            job = Prefill(tokens[cached:-1], cached, entry.blocks, request.routed_experts)
+            table = self.tables[entry.slot]
+            job = Prefill(tokens[cached:-1], cached, table, request.routed_experts)
             admitted.prompts.append(job)
         return admitted
 
@@ -257,7 +260,7 @@ class Admission:
             if self._make_room(need - full + for_prefix + spare):
                 return self._share(entry, prefix, need, admitted)
         elif self._make_room(need + spare):
-            entry.blocks += self.allocator.allocate(need)
+            entry.blocks = np.append(entry.blocks, self.allocator.allocate(need))
             return cached
         if self.num_running:
             return None
@@ -266,7 +269,7 @@ class Admission:
             if other is not entry:
                 self._evict(other)
         self.drop_prefixes()
-        entry.blocks += self.allocator.allocate(need)
+        entry.blocks = np.append(entry.blocks, self.allocator.allocate(need))
         return cached
 
     def _make_room(self, num: int) -> bool:
@@ -277,9 +280,8 @@ class Admission:
         missing = num - self.allocator.num_free
         if missing <= 0:
             return True
-        held = [entry for entry in self._held.values() if entry.blocks]
-        own = sum(self.allocator.count(block) == 1 for entry in held for block in entry.blocks)
-        if own < missing:
+        held = [entry for entry in self._held.values() if len(entry.blocks)]
+        if sum((self.allocator.count(entry.blocks) == 1).sum() for entry in held) < missing:
             return False
         for entry in held:
             if self.allocator.num_free >= num:
@@ -300,11 +302,11 @@ class Admission:
         else:
             self.shared_tokens += shared
         self.allocator.share(prefix.blocks[:full])
-        entry.blocks = prefix.blocks[:full] + self.allocator.allocate(need - full)
+        entry.blocks = np.append(prefix.blocks[:full], self.allocator.allocate(need - full))
         if record is not None and not record:
             admitted.sharing.append((record, prefix.record))
         if partly:
-            admitted.copies.append((prefix.blocks[full], entry.blocks[full]))
+            admitted.copies.append((int(prefix.blocks[full]), int(entry.blocks[full])))
         return shared
 
     def _start(self, entry: Entry, lane: Lane) -> None:
@@ -312,8 +314,9 @@ class Admission:
         self.num_running += 1
         entry.lane, entry.slot = lane, self._free_slots.pop()
         entry.status, entry.kept, entry.lost, entry.moved = EntryStatus.RUNNING, 0, 0, False
-        self.tables[entry.slot] = 0
-        self.tables[entry.slot, : len(entry.blocks)] = entry.blocks
+        self.num_blocks[entry.slot] = num = len(entry.blocks)
+        self.tables[entry.slot, :num], self.tables[entry.slot, num:] = entry.blocks, 0
+        entry.blocks = NO_BLOCKS
         lane.entries.append(entry)
 
     def _leave(self, entries: Sequence[Entry], keep: bool = False) -> None:
@@ -322,6 +325,7 @@ class Admission:
             lane.remove(own, self.tables, keep)
         self.num_running -= len(entries)
         for entry in entries:
+            entry.blocks = self.tables[entry.slot, : self.num_blocks[entry.slot]].copy()
             self._free_slots.append(entry.slot)
             entry.slot, entry.lane = -1, None
 
@@ -336,12 +340,10 @@ class Admission:
 
     # Growth
 
-    def _starting(self, lane: Lane) -> list[Entry]:
-        """Entries whose pending token is the first of a block, oldest first."""
-        if lane.batch is not None and (lane.batch.positions % self._block_size).all():
-            return []
-        starting = [e for e in lane.entries if e.length > len(e.blocks) * self._block_size]
-        return sorted(starting, key=lambda entry: entry.order)
+    def _starting(self, lane: Lane) -> Ints:
+        """Slots of the rows whose pending token is the first of a block."""
+        slots, lengths = lane.lengths()
+        return slots[lengths > self.num_blocks[slots] * self._block_size]
 
     def is_short(self, lane: Lane) -> bool:
         """Whether `grow` may preempt; then no lane may have tokens in flight."""
@@ -350,7 +352,23 @@ class Admission:
 
     def grow(self, lane: Lane) -> None:
         """A block for every pending token that starts one; preempts the newest when out."""
-        for entry in self._starting(lane):
+        starting = self._starting(lane)
+        if len(starting) > self.allocator.num_free:
+            self._take(lane, starting)
+        else:
+            self._give(starting)
+        slots, lengths = lane.lengths()
+        room = self.num_blocks[slots] * self._block_size - lengths
+        lane.steps_left = int(room.min(initial=self._limits.max_sequence))
+
+    def _give(self, slots: Ints) -> None:
+        self.tables[slots, self.num_blocks[slots]] = self.allocator.allocate(len(slots))
+        self.num_blocks[slots] += 1
+
+    def _take(self, lane: Lane, starting: Ints) -> None:
+        """`_give` where free blocks do not suffice: the oldest rows first."""
+        rows = [entry for entry in lane.entries if entry.slot in starting]
+        for entry in sorted(rows, key=lambda entry: entry.order):
             if entry.lane is None:
                 continue  # preempted for an older one
             for idle in self._idle() if not self.allocator.num_free else ():
@@ -366,9 +384,7 @@ class Admission:
                 self._queue(victim)
                 self.num_preempted += 1
             if entry.lane is not None:
-                (block,) = self.allocator.allocate(1)
-                self.tables[entry.slot, len(entry.blocks)] = block
-                entry.blocks.append(block)
+                self._give(np.array([entry.slot]))
 
     # Drafts
 
@@ -380,7 +396,7 @@ class Admission:
             left = request.sampling.max_new_tokens - len(request.response_ids)
             # The last token that is made is cached by the step after it.
             cached = entry.length - 1 + min(tokens, left)
-            need += max(0, -(-cached // self._block_size) - len(entry.blocks))
+            need += max(0, -(-cached // self._block_size) - int(self.num_blocks[entry.slot]))
         return need > self.allocator.num_free
 
     def extend(self, entry: Entry, tokens: int) -> int:
@@ -388,16 +404,16 @@ class Admission:
 
         Returns how many of them fit. `cut` releases the blocks.
         """
-        wanted = -(-(entry.length + tokens) // self._block_size) - len(entry.blocks)
+        start = int(self.num_blocks[entry.slot])
+        wanted = -(-(entry.length + tokens) // self._block_size) - start
         blocks = self.allocator.allocate(max(0, min(wanted, self.allocator.num_free)))
-        start = len(entry.blocks)
-        self.tables[entry.slot, start : start + len(blocks)] = blocks
-        entry.blocks += blocks
-        return min(tokens, len(entry.blocks) * self._block_size - entry.length)
+        stop = self.num_blocks[entry.slot] = start + len(blocks)
+        self.tables[entry.slot, start:stop] = blocks
+        return min(tokens, stop * self._block_size - entry.length)
 
     def cut(self, entry: Entry) -> None:
         """Release the blocks that hold no cached token, as before `extend`."""
-        used = -(-(entry.length - 1) // self._block_size)
-        self.allocator.release(entry.blocks[used:])
-        self.tables[entry.slot, used : len(entry.blocks)] = 0
-        del entry.blocks[used:]
+        table, used = self.tables[entry.slot], -(-(entry.length - 1) // self._block_size)
+        self.allocator.release(table[used : self.num_blocks[entry.slot]])
+        table[used:] = 0
+        self.num_blocks[entry.slot] = used

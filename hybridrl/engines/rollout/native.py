@@ -237,7 +237,8 @@ class NativeEngine:
         ids = list(ids)
         for entry in self._admission.cached(ids) if with_kv else ():
             assert self._cache is not None
-            entry.request.kv = KV(self._cache.read_blocks(entry.blocks, entry.cached))
+            blocks = entry.blocks if entry.lane is None else self._admission.tables[entry.slot]
+            entry.request.kv = KV(self._cache.read_blocks(blocks.tolist(), entry.cached))
         parked = self._admission.remove(ids)
         for request in parked:
             if not with_kv:
@@ -255,7 +256,7 @@ class NativeEngine:
             return False
         assert self._cache is not None
         with self._costs.timing(self._costs.copy, entry.kept, self._cache.blocks):
-            entry.request.kv = KV(self._cache.read_blocks(entry.blocks, entry.kept))
+            entry.request.kv = KV(self._cache.read_blocks(entry.blocks.tolist(), entry.kept))
         return True
 
     # Turns
@@ -320,7 +321,9 @@ class NativeEngine:
                 self._collect(lane)
             if self._admission.waiting:
                 self._admit(lane)
-            if lane.entries:
+            if lane.steps_left:
+                lane.steps_left -= 1
+            elif lane.entries:
                 self._grow(lane)
             if lane.entries and self._speculation is None:
                 self._launch(lane)
@@ -432,10 +435,12 @@ class NativeEngine:
 
     def _verify(self, lane: Lane, guesses: list[Guess], speculation: Speculation) -> None:
         """Feed pending tokens and drafts, draw behind each, and keep what is right."""
-        lane.flush(self._admission.tables)
+        tables = self._admission.tables
+        lane.flush(tables)
         assert self._cache is not None
         uniforms_of = self._uniforms.draw_ahead if self._stage.draws else None
-        batch = verify_batch(guesses, self._cache, self._vocab_size, self._device, uniforms_of)
+        rest = self._cache, self._vocab_size, self._device, uniforms_of
+        batch = verify_batch(guesses, tables, *rest)
         routing = self._filler.new_routing()
         logits = self._stage.decode(batch.inputs, routing, batch.places)
         drawn = self._draw(batch, batch.inputs, logits).wait()

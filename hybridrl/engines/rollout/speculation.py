@@ -20,6 +20,7 @@ from hybridrl.engines.rollout.draft_lengths import (
 from hybridrl.engines.rollout.drafts import DraftSource, SeenTexts
 from hybridrl.engines.rollout.entries import Entry, Lane
 from hybridrl.engines.rollout.interface import Request
+from hybridrl.engines.rollout.kept_groups import Ints
 from hybridrl.engines.rollout.random import UniformsOf
 from hybridrl.engines.rollout.requests import append_token, tokens_left
 from hybridrl.engines.rollout.stops import StopStrings
@@ -155,6 +156,7 @@ class Speculation:
 
 def verify_batch(
     guesses: Sequence[Guess],
+    tables: Ints,
     cache: KVCache,
     vocab_size: int,
     device: torch.device,
@@ -165,7 +167,7 @@ def verify_batch(
     for guess in guesses:
         entry, request = guess.entry, guess.entry.request
         pending = (request.response_ids or request.prompt_ids)[-1]
-        job = Prefill([pending, *guess.tokens], entry.length - 1, entry.blocks)
+        job = Prefill([pending, *guess.tokens], entry.length - 1, tables[entry.slot])
         rows.append((request, entry.slot, job))
     return VerifyBatch.of(rows, cache, vocab_size, device, uniforms_of)
 
