@@ -83,7 +83,8 @@ def test_lanes_drain_the_queue(
             admission.grow(lane)
             check(admission)
             assert all(0 <= lane.steps_left <= room(admission, entry) for entry in lane.entries)
-        assert step <= 100 or admission.num_running, "nothing runs"
+        # One that was parked while it was held is answered in the next round.
+        assert step <= 100 or admission.num_running or admission.num_held, "nothing runs"
         for lane in admission.lanes:
             for entry in list(lane.entries):
                 request = entry.request
