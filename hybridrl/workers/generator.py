@@ -139,8 +139,7 @@ class Generator:
     @property
     def unfinished(self) -> int:
         """Samples that decode or wait for room: neither finished, nor parked, nor at a reply."""
-        stats = self.engine.stats()
-        return stats.running + stats.waiting
+        return self.engine.unfinished
 
     # -- wide instances ------------------------------------------------------------------------
 

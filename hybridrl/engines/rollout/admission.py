@@ -6,15 +6,15 @@ calls.
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from hybridrl.engines.rollout.batch import Prefill
+from hybridrl.engines.rollout.blocks import NO_BLOCKS, BlockAllocator
 from hybridrl.engines.rollout.entries import (
     Admitted,
-    BlockAllocator,
     Entry,
     EntryStatus,
     Lane,
@@ -37,7 +37,8 @@ class Admission:
 
     Invariants: an entry is in one lane, or has no slot. The queue is in the order of submission, so
     that answered ones come before new ones. `tables` [slots, pages] has the blocks of running
-    entries. A block is held once by each entry and each prefix that uses it.
+    entries, the first `num_blocks` [slots] of each row, and 0 behind them. A block is held once by
+    each entry and each prefix that uses it.
 
     With `replays` a prefill ends before the response; the engine feeds its tokens one by one. With
     `records` every request has a record of its tokens' experts. Without `whole_records` these lack
@@ -61,6 +62,7 @@ class Admission:
         self.lanes = [Lane(index) for index in range(num_lanes)]
         self.allocator = BlockAllocator(num_blocks)
         self.tables: Ints = np.zeros((max_running, -(-max_sequence // block_size)), np.int64)
+        self.num_blocks: Ints = np.zeros(max_running, np.int64)
         self.shared_tokens = self.num_preempted = 0
         self.kept_tokens = self.moved_tokens = self.recomputed_tokens = 0
         self._max_running, self._block_size = max_running, block_size
@@ -74,20 +76,11 @@ class Admission:
         self._save = save
         self._free_slots = list(range(max_running - 1, -1, -1))
         self._submitted = 0
-        self._waiting: deque[Entry] = deque()
+        self.num_running = 0  # sequences in lanes
+        self.waiting: deque[Entry] = deque()
         self._held: dict[object, Entry] = {}  # the longest held first
         self._entries: dict[object, Entry] = {}
         self._prefixes: dict[object, Prefix] = {}
-
-    @property
-    def num_running(self) -> int:
-        """Sequences in lanes."""
-        return sum(len(lane.entries) for lane in self.lanes)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._waiting)
 
     @property
     def num_held(self) -> int:
@@ -123,34 +116,35 @@ class Admission:
             if copied.is_held:
                 entry.status, self._held[copied.id] = EntryStatus.HELD, entry
             else:
-                self._waiting.append(entry)
+                self.waiting.append(entry)
 
-    def cached(self, id: object) -> Entry | None:
-        """A request with cached tokens; None for one without any, and for an unknown one."""
-        entry = self._entries.get(id)
-        return entry if entry is not None and entry.cached else None
+    def cached(self, ids: Iterable[object]) -> list[Entry]:
+        """The known ones of these requests that have cached tokens; the cache has them then."""
+        entries = [entry for id in ids if (entry := self._entries.get(id)) and entry.cached]
+        for lane, own in self._by_lane(entries):
+            if lane.kept is not None:
+                lane.kept.flush(self.tables, {entry.slot for entry in own})
+        return entries
 
-    def remove(self, id: object) -> Request | None:
-        """Remove an unfinished request; None for an unknown one."""
-        entry = self._entries.pop(id, None)
-        if entry is None:
-            return None
-        match entry.status:
-            case EntryStatus.RUNNING:
-                self._leave([entry])
-            case EntryStatus.WAITING:
-                self._waiting.remove(entry)
-            case EntryStatus.HELD:
-                del self._held[id]
-        self._release(entry)
-        request = entry.request
-        if request.prefix is not None:
-            prefix = self._prefixes[request.prefix]
-            prefix.users -= 1
-            if not prefix.users:
-                prefix.release(self.allocator)
-                del self._prefixes[request.prefix]
-        return request
+    def remove(self, ids: Iterable[object]) -> list[Request]:
+        """Remove these requests; unknown ids are skipped."""
+        entries = [entry for id in ids if (entry := self._entries.pop(id, None)) is not None]
+        self._leave([entry for entry in entries if entry.status is EntryStatus.RUNNING])
+        for entry in entries:
+            match entry.status:
+                case EntryStatus.WAITING:
+                    self.waiting.remove(entry)
+                case EntryStatus.HELD:
+                    del self._held[entry.request.id]
+            self._release(entry)
+            name = entry.request.prefix
+            if name is not None:
+                prefix = self._prefixes[name]
+                prefix.users -= 1
+                if not prefix.users:
+                    prefix.release(self.allocator)
+                    del self._prefixes[name]
+        return [entry.request for entry in entries]
 
     def drop_prefixes(self) -> None:
         """Release the blocks of shared prompts."""
@@ -159,9 +153,9 @@ class Admission:
 
     # Turns
 
-    def hold(self, requests: Sequence[Request]) -> None:
+    def hold(self, ids: Iterable[object]) -> None:
         """The turns of running requests have ended: they leave their lane and keep their blocks."""
-        entries = [self._entries[request.id] for request in requests]
+        entries = [self._entries[id] for id in ids]
         self._leave(entries, keep=True)
         for entry in entries:
             entry.status, entry.kept = EntryStatus.HELD, entry.length - 1
@@ -182,7 +176,7 @@ class Admission:
 
     def _queue(self, entry: Entry) -> None:
         entry.status = EntryStatus.WAITING
-        insort(self._waiting, entry, key=lambda other: other.order)
+        insort(self.waiting, entry, key=lambda other: other.order)
 
     def give_up(self) -> None:
         """Release all blocks; nothing runs."""
@@ -192,7 +186,7 @@ class Admission:
 
     def forget(self) -> None:
         """Release all blocks, and what was cached in them is of no use; nothing runs."""
-        for entry in self._waiting:
+        for entry in self.waiting:
             self._release(entry)
             if entry.moved:
                 entry.request.kv, entry.moved = None, False
@@ -200,8 +194,8 @@ class Admission:
 
     def _idle(self) -> list[Entry]:
         """Who has blocks and does not run, in the order in which blocks are taken from them."""
-        kept = [*self._held.values(), *reversed(self._waiting)]
-        return [entry for entry in kept if entry.blocks]
+        kept = [*self._held.values(), *reversed(self.waiting)]
+        return [entry for entry in kept if len(entry.blocks)]
 
     def _evict(self, entry: Entry) -> None:
         """Take the blocks of a request that does not run."""
@@ -215,21 +209,21 @@ class Admission:
 
     def _release(self, entry: Entry) -> None:
         self.allocator.release(entry.blocks)
-        entry.blocks, entry.kept = [], 0
+        entry.blocks, entry.kept = NO_BLOCKS, 0
 
     # Admission
 
     def admit(self, lane: Lane) -> Admitted:
         """Move waiting requests to a lane, up to its share of all requests."""
         admitted = Admitted()
-        total = min(self._max_running, self.num_running + self.num_waiting)
+        total = min(self._max_running, self.num_running + len(self.waiting))
         share = -(-total // len(self.lanes))
-        while self._waiting and self._free_slots and len(lane.entries) < share:
-            entry = self._waiting[0]
+        while self.waiting and self._free_slots and len(lane.entries) < share:
+            entry = self.waiting[0]
             cached = self._reserve(entry, admitted)
             if cached is None:
                 break
-            self._waiting.popleft()
+            self.waiting.popleft()
             tokens, request = entry.tokens(), entry.request
             if request.kv is not None:
                 admitted.restored.append(entry)
@@ -240,7 +234,8 @@ class Admission:
             self.recomputed_tokens += max(0, entry.lost - cached)
             self._start(entry, lane)
             admitted.entries.append(entry)
-            job = Prefill(tokens[cached:-1], cached, entry.blocks, request.routed_experts)
+            table = self.tables[entry.slot]
+            job = Prefill(tokens[cached:-1], cached, table, request.routed_experts)
             admitted.prompts.append(job)
         return admitted
 
@@ -265,7 +260,7 @@ class Admission:
             if self._make_room(need - full + for_prefix + spare):
                 return self._share(entry, prefix, need, admitted)
         elif self._make_room(need + spare):
-            entry.blocks += self.allocator.allocate(need)
+            entry.blocks = np.append(entry.blocks, self.allocator.allocate(need))
             return cached
         if self.num_running:
             return None
@@ -274,7 +269,7 @@ class Admission:
             if other is not entry:
                 self._evict(other)
         self.drop_prefixes()
-        entry.blocks += self.allocator.allocate(need)
+        entry.blocks = np.append(entry.blocks, self.allocator.allocate(need))
         return cached
 
     def _make_room(self, num: int) -> bool:
@@ -285,9 +280,8 @@ class Admission:
         missing = num - self.allocator.num_free
         if missing <= 0:
             return True
-        held = [entry for entry in self._held.values() if entry.blocks]
-        own = sum(self.allocator.count(block) == 1 for entry in held for block in entry.blocks)
-        if own < missing:
+        held = [entry for entry in self._held.values() if len(entry.blocks)]
+        if sum((self.allocator.count(entry.blocks) == 1).sum() for entry in held) < missing:
             return False
         for entry in held:
             if self.allocator.num_free >= num:
@@ -308,38 +302,48 @@ class Admission:
         else:
             self.shared_tokens += shared
         self.allocator.share(prefix.blocks[:full])
-        entry.blocks = prefix.blocks[:full] + self.allocator.allocate(need - full)
+        entry.blocks = np.append(prefix.blocks[:full], self.allocator.allocate(need - full))
         if record is not None and not record:
             admitted.sharing.append((record, prefix.record))
         if partly:
-            admitted.copies.append((prefix.blocks[full], entry.blocks[full]))
+            admitted.copies.append((int(prefix.blocks[full]), int(entry.blocks[full])))
         return shared
 
     def _start(self, entry: Entry, lane: Lane) -> None:
         lane.end_batch()
+        self.num_running += 1
         entry.lane, entry.slot = lane, self._free_slots.pop()
         entry.status, entry.kept, entry.lost, entry.moved = EntryStatus.RUNNING, 0, 0, False
-        self.tables[entry.slot] = 0
-        self.tables[entry.slot, : len(entry.blocks)] = entry.blocks
+        self.num_blocks[entry.slot] = num = len(entry.blocks)
+        self.tables[entry.slot, :num], self.tables[entry.slot, num:] = entry.blocks, 0
+        entry.blocks = NO_BLOCKS
         lane.entries.append(entry)
 
     def _leave(self, entries: Sequence[Entry], keep: bool = False) -> None:
-        """Take running sequences out of their lane; their blocks stay, filled with `keep`."""
-        lane = entries[0].lane
-        assert lane is not None
-        lane.remove(entries, self.tables, keep)
+        """Take running sequences out of their lanes; their blocks stay, filled with `keep`."""
+        for lane, own in self._by_lane(entries):
+            lane.remove(own, self.tables, keep)
+        self.num_running -= len(entries)
         for entry in entries:
+            entry.blocks = self.tables[entry.slot, : self.num_blocks[entry.slot]].copy()
             self._free_slots.append(entry.slot)
             entry.slot, entry.lane = -1, None
 
+    @staticmethod
+    def _by_lane(entries: Sequence[Entry]) -> list[tuple[Lane, list[Entry]]]:
+        """The running ones of the entries, lane by lane."""
+        lanes: dict[int, tuple[Lane, list[Entry]]] = {}
+        for entry in entries:
+            if entry.lane is not None:
+                lanes.setdefault(entry.lane.index, (entry.lane, []))[1].append(entry)
+        return list(lanes.values())
+
     # Growth
 
-    def _starting(self, lane: Lane) -> list[Entry]:
-        """Entries whose pending token is the first of a block, oldest first."""
-        if lane.batch is not None and (lane.batch.positions % self._block_size).all():
-            return []
-        starting = [e for e in lane.entries if e.length > len(e.blocks) * self._block_size]
-        return sorted(starting, key=lambda entry: entry.order)
+    def _starting(self, lane: Lane) -> Ints:
+        """Slots of the rows whose pending token is the first of a block."""
+        slots, lengths = lane.lengths()
+        return slots[lengths > self.num_blocks[slots] * self._block_size]
 
     def is_short(self, lane: Lane) -> bool:
         """Whether `grow` may preempt; then no lane may have tokens in flight."""
@@ -348,7 +352,23 @@ class Admission:
 
     def grow(self, lane: Lane) -> None:
         """A block for every pending token that starts one; preempts the newest when out."""
-        for entry in self._starting(lane):
+        starting = self._starting(lane)
+        if len(starting) > self.allocator.num_free:
+            self._take(lane, starting)
+        else:
+            self._give(starting)
+        slots, lengths = lane.lengths()
+        room = self.num_blocks[slots] * self._block_size - lengths
+        lane.steps_left = int(room.min(initial=self._limits.max_sequence))
+
+    def _give(self, slots: Ints) -> None:
+        self.tables[slots, self.num_blocks[slots]] = self.allocator.allocate(len(slots))
+        self.num_blocks[slots] += 1
+
+    def _take(self, lane: Lane, starting: Ints) -> None:
+        """`_give` where free blocks do not suffice: the oldest rows first."""
+        rows = [entry for entry in lane.entries if entry.slot in starting]
+        for entry in sorted(rows, key=lambda entry: entry.order):
             if entry.lane is None:
                 continue  # preempted for an older one
             for idle in self._idle() if not self.allocator.num_free else ():
@@ -364,9 +384,7 @@ class Admission:
                 self._queue(victim)
                 self.num_preempted += 1
             if entry.lane is not None:
-                (block,) = self.allocator.allocate(1)
-                self.tables[entry.slot, len(entry.blocks)] = block
-                entry.blocks.append(block)
+                self._give(np.array([entry.slot]))
 
     # Drafts
 
@@ -378,7 +396,7 @@ class Admission:
             left = request.sampling.max_new_tokens - len(request.response_ids)
             # The last token that is made is cached by the step after it.
             cached = entry.length - 1 + min(tokens, left)
-            need += max(0, -(-cached // self._block_size) - len(entry.blocks))
+            need += max(0, -(-cached // self._block_size) - int(self.num_blocks[entry.slot]))
         return need > self.allocator.num_free
 
     def extend(self, entry: Entry, tokens: int) -> int:
@@ -386,16 +404,16 @@ class Admission:
 
         Returns how many of them fit. `cut` releases the blocks.
         """
-        wanted = -(-(entry.length + tokens) // self._block_size) - len(entry.blocks)
+        start = int(self.num_blocks[entry.slot])
+        wanted = -(-(entry.length + tokens) // self._block_size) - start
         blocks = self.allocator.allocate(max(0, min(wanted, self.allocator.num_free)))
-        start = len(entry.blocks)
-        self.tables[entry.slot, start : start + len(blocks)] = blocks
-        entry.blocks += blocks
-        return min(tokens, len(entry.blocks) * self._block_size - entry.length)
+        stop = self.num_blocks[entry.slot] = start + len(blocks)
+        self.tables[entry.slot, start:stop] = blocks
+        return min(tokens, stop * self._block_size - entry.length)
 
     def cut(self, entry: Entry) -> None:
         """Release the blocks that hold no cached token, as before `extend`."""
-        used = -(-(entry.length - 1) // self._block_size)
-        self.allocator.release(entry.blocks[used:])
-        self.tables[entry.slot, used : len(entry.blocks)] = 0
-        del entry.blocks[used:]
+        table, used = self.tables[entry.slot], -(-(entry.length - 1) // self._block_size)
+        self.allocator.release(table[used : self.num_blocks[entry.slot]])
+        table[used:] = 0
+        self.num_blocks[entry.slot] = used

@@ -141,12 +141,13 @@ class DecodeBatch:
 class Prefill:
     """Tokens to cache at positions `start`, `start` + 1, ... of a sequence that has `blocks`.
 
-    `record` is that of the sequence, where experts are recorded.
+    These may have padding behind them: a row of the block tables. `record` is that of the sequence,
+    where experts are recorded.
     """
 
     tokens: list[int]
     start: int
-    blocks: list[int]
+    blocks: Ints
     record: ExpertRecord | None = None
 
     @property

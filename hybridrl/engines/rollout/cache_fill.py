@@ -115,7 +115,7 @@ class CacheFiller:
             pairs = upload({"copies": np.array(admitted.copies)}, self._device)["copies"]
             cache.copy(*pairs.unbind(1))
         for entry in admitted.restored:
-            self._restore(entry, cache)
+            self._restore(entry, cache, tables)
         self._prefill(admitted.prompts, cache, timed)
         for entry in admitted.replayed:
             self._replay(entry, cache, tables)
@@ -191,11 +191,11 @@ class CacheFiller:
                 self.keep(spans, routing)
                 self.prefill_calls += 1
 
-    def _restore(self, entry: Entry, cache: KVCache) -> None:
+    def _restore(self, entry: Entry, cache: KVCache, tables: Ints) -> None:
         """Write the keys and values that a request carries to its blocks."""
         request = entry.request
         assert request.kv is not None
-        cache.write_blocks(entry.blocks, request.kv.blocks)
+        cache.write_blocks(tables[entry.slot].tolist(), request.kv.blocks)
         self.restored_tokens += request.kv.tokens
         request.kv = None  # if it is preempted, its tokens are recomputed
 
@@ -212,7 +212,8 @@ class CacheFiller:
             if start > 0:
                 first, last = num_prompt + cached - 1, num_prompt + start - 1
                 reply = entry.tokens()[first:last]
-                self._prefill([Prefill(reply, first, entry.blocks, request.routed_experts)], cache)
+                table = tables[entry.slot]
+                self._prefill([Prefill(reply, first, table, request.routed_experts)], cache)
             self._feed(entry, start, stop, cache, tables)
             cached = stop
 

@@ -7,13 +7,15 @@ module is the reference: it computes prefill and all other families, and a test 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.models.paged_attention import PagedBatch
 from hybridrl.models.shard import RowLinear, own_layers
@@ -30,14 +32,16 @@ class FusedLinear:
 
     def allocate(self) -> None:
         """Copy the parameters into fused tensors and make them views."""
-        self.weight = self._fuse([module.weight for module in self._modules])
+        weight = self._fuse([module.weight for module in self._modules])
         biases = [module.bias for module in self._modules if module.bias is not None]
         assert len(biases) in (0, len(self._modules)), "some of the fused layers have a bias"
-        self.bias = self._fuse(biases) if biases else None
+        bias = self._fuse(biases) if biases else None
+        # [tokens, in] to [tokens, sum of outs], without a Python call.
+        self.product = partial(functional.linear, weight=weight, bias=bias)
 
     def free(self) -> None:
         """Drop the fused tensors; their owner frees the modules' parameters."""
-        self.weight, self.bias = self.weight.new_empty(0), None
+        del self.product
 
     @staticmethod
     def _fuse(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -47,10 +51,6 @@ class FusedLinear:
             parameter.data = fused[start:stop]
         return fused
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[tokens, in] to [tokens, sum of outs]."""
-        return functional.linear(x, self.weight, self.bias)
-
 
 class SeparateLinear:
     """`FusedLinear` as several products: the weights are views, and stay where they are."""
@@ -58,9 +58,54 @@ class SeparateLinear:
     def __init__(self, modules: list[nn.Linear]) -> None:
         self._modules = modules
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def product(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, in] to [tokens, sum of outs]."""
         return torch.cat([functional.linear(x, m.weight, m.bias) for m in self._modules], -1)
+
+
+@dataclass(slots=True)
+class _Layer:
+    """What a step reads of a decoder layer, so that it asks no module for its attributes.
+
+    Parameters stay what they are when their tensors are freed and allocated. `out_weight` and
+    `down_weight` are None where the product is the module's own: it has a bias, or sums over tp.
+    """
+
+    attention: Any
+    mlp: Any
+    input_norm: nn.Parameter
+    mlp_norm: nn.Parameter
+    window: int | None
+    qkv: FusedLinear | SeparateLinear
+    gate_up: FusedLinear | SeparateLinear | None  # None for experts
+    norms: tuple[nn.Parameter, nn.Parameter] | None = None  # of queries and of keys
+    out_weight: nn.Parameter | None = None
+    down_weight: nn.Parameter | None = None
+
+    @classmethod
+    def of(cls, layer: nn.Module, config: PretrainedConfig, joins_weights: bool) -> "_Layer":
+        """The layer of a model of one of `FAMILIES`."""
+        a: Any = layer.self_attn
+        mlp: Any = layer.mlp
+        linear = FusedLinear if joins_weights else SeparateLinear
+        # Only Mistral's attention does not know its window.
+        everywhere = config.sliding_window if config.model_type == "mistral" else None
+        own = cls(
+            attention=a,
+            mlp=mlp,
+            input_norm=layer.input_layernorm.weight,  # type: ignore[union-attr, arg-type]
+            mlp_norm=layer.post_attention_layernorm.weight,  # type: ignore[union-attr, arg-type]
+            window=getattr(a, "sliding_window", everywhere),
+            qkv=linear([a.q_proj, a.k_proj, a.v_proj]),
+            gate_up=None,
+            out_weight=_plain_weight(a.o_proj),
+        )
+        if hasattr(a, "q_norm"):
+            own.norms = a.q_norm.weight, a.k_norm.weight
+        if isinstance(getattr(mlp, "gate_proj", None), nn.Linear):
+            own.gate_up = linear([mlp.gate_proj, mlp.up_proj])
+            own.down_weight = _plain_weight(mlp.down_proj)
+        return own
 
 
 class FusedDecoder:
@@ -73,30 +118,17 @@ class FusedDecoder:
     def __init__(
         self, model: PreTrainedModel, max_sequence: int, joins_weights: bool = True
     ) -> None:
-        assert model.config.model_type in FAMILIES
-        self._model = model
-        self._layers = layers = own_layers(model)
-        attentions = [layer.self_attn for layer in layers]
-        linear = FusedLinear if joins_weights else SeparateLinear
-        self._qkv = [linear([a.q_proj, a.k_proj, a.v_proj]) for a in attentions]
-        self._gate_up = {
-            index: linear([layer.mlp.gate_proj, layer.mlp.up_proj])
-            for index, layer in enumerate(layers)
-            if isinstance(getattr(layer.mlp, "gate_proj", None), nn.Linear)
-        }
         config = model.config
+        assert config.model_type in FAMILIES
+        self._model = model
+        self._layers = [_Layer.of(layer, config, joins_weights) for layer in own_layers(model)]
+        attention = self._layers[0].attention
         self._positions = max_sequence
         self._table: torch.Tensor | None = None
         self._eps: float = config.rms_norm_eps
-        self._dim: int = attentions[0].head_dim
-        self._heads: int = attentions[0].q_proj.weight.shape[0] // self._dim
-        self._kv_heads: int = attentions[0].k_proj.weight.shape[0] // self._dim
-        self._windows: list[int | None] = [
-            getattr(a, "sliding_window", None)
-            if hasattr(a, "sliding_window") or config.model_type != "mistral"
-            else config.sliding_window
-            for a in attentions
-        ]
+        self._dim: int = attention.head_dim
+        self._heads: int = attention.q_proj.weight.shape[0] // self._dim
+        self._kv_heads: int = attention.k_proj.weight.shape[0] // self._dim
 
     def allocate(self) -> None:
         """Fuse again, after the parameters got new storage."""
@@ -109,25 +141,52 @@ class FusedDecoder:
             linear.free()
 
     def _fused(self) -> list[FusedLinear]:
-        linears = (*self._qkv, *self._gate_up.values())
+        linears = [linear for layer in self._layers for linear in (layer.qkv, layer.gate_up)]
         return [linear for linear in linears if isinstance(linear, FusedLinear)]
 
     def __call__(self, paged: PagedBatch, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states `x` [tokens, hidden] at `positions` [tokens] through layers and norm."""
+        """Hidden states `x` [tokens, hidden] at `positions` [tokens] through layers and norm.
+
+        A layer makes no call of this project's functions but those of its attention.
+        """
         cos, sin = self._rotation(x, positions)
-        for index, layer in enumerate(self._layers):
-            h = self._norm(x, layer.input_layernorm.weight)
-            h = self._attention(index, layer.self_attn, h, cos, sin, paged)
-            x = _add_linear(x, h, layer.self_attn.o_proj)
-            h = self._norm(x, layer.post_attention_layernorm.weight)
-            if index in self._gate_up:
-                gate, up = self._gate_up[index](h).chunk(2, -1)
-                x = _add_linear(x, layer.mlp.act_fn(gate).mul_(up), layer.mlp.down_proj)
+        attend, tokens, hidden = paged.attention(), x.shape[0], x.shape[1:]
+        dim, heads, rotated = self._dim, self._heads, self._heads + self._kv_heads
+        for number, layer in enumerate(self._layers):
+            # queries, keys and values, of which the first two are rotated
+            h = torch.rms_norm(x, hidden, layer.input_norm, self._eps)
+            qkv = layer.qkv.product(h).view(tokens, -1, dim)
+            qk = qkv[:, :rotated]
+            if layer.norms is not None:
+                qk = torch.rms_norm(qk, (dim,), None, self._eps)
+                qk[:, :heads].mul_(layer.norms[0])
+                qk[:, heads:].mul_(layer.norms[1])
+            swapped = qk.view(tokens, rotated, 2, -1).flip(-2).flatten(-2)
+            # Into the fused output, where the rotated keys are adjacent to the values.
+            torch.addcmul(qk * cos, swapped, sin, out=qkv[:, :rotated])
+            # attention
+            new = qkv[:, heads:].view(tokens, 2, -1, dim)
+            scaling = layer.attention.scaling
+            h = attend(number, qkv[:, :heads], new, scaling, layer.window).flatten(1)
+            if layer.out_weight is not None:
+                x = torch.addmm(x, h, layer.out_weight.t())
             else:
+                x = x + layer.attention.o_proj(h)
+            # feed-forward, or experts
+            h = torch.rms_norm(x, hidden, layer.mlp_norm, self._eps)
+            if layer.gate_up is None:
                 x = x + layer.mlp(h[None])[0]
+                continue
+            gate, up = layer.gate_up.product(h).chunk(2, -1)
+            h = layer.mlp.act_fn(gate).mul_(up)
+            if layer.down_weight is not None:
+                x = torch.addmm(x, h, layer.down_weight.t())
+            else:
+                x = x + layer.mlp.down_proj(h)
         norm = self._model.model.norm
         # Only the last stage has one.
-        return x if isinstance(norm, nn.Identity) else self._norm(x, norm.weight)
+        last = isinstance(norm, nn.Identity)
+        return x if last else torch.rms_norm(x, hidden, norm.weight, self._eps)
 
     def _rotation(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Cosine and signed sine [tokens, 1, head_dim], so that a rotation needs no negation.
@@ -145,36 +204,8 @@ class FusedDecoder:
         table = self._table.index_select(0, positions) if fixed else self._table
         return table.unbind(1)
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        return functional.rms_norm(x, x.shape[-1:], weight, self._eps)
 
-    def _attention(
-        self,
-        index: int,
-        module: Any,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        paged: PagedBatch,
-    ) -> torch.Tensor:
-        """[tokens, hidden] to [tokens, heads * head_dim], before the output product."""
-        heads, rotated = self._heads, self._heads + self._kv_heads
-        qkv = self._qkv[index](x).view(len(x), -1, self._dim)
-        qk = qkv[:, :rotated]
-        if hasattr(module, "q_norm"):
-            qk = self._norm(qk, None)
-            qk[:, :heads].mul_(module.q_norm.weight)
-            qk[:, heads:].mul_(module.k_norm.weight)
-        swapped = qk.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-        # Into the fused output, where the rotated keys are adjacent to the values.
-        torch.addcmul(qk * cos, swapped, sin, out=qkv[:, :rotated])
-        new = qkv[:, heads:].view(len(x), 2, self._kv_heads, self._dim)
-        out = paged.attend(index, qkv[:, :heads], new, module.scaling, self._windows[index])
-        return out.flatten(1)
-
-
-def _add_linear(x: torch.Tensor, h: torch.Tensor, linear: nn.Module) -> torch.Tensor:
-    """x + linear(h)."""
-    if isinstance(linear, RowLinear) or linear.bias is not None:
-        return x + linear(h)
-    return torch.addmm(x, h, linear.weight.t())
+def _plain_weight(linear: nn.Module) -> nn.Parameter | None:
+    """The weight of a layer that adds nothing to its product."""
+    plain = not isinstance(linear, RowLinear) and linear.bias is None
+    return linear.weight if plain else None  # type: ignore[return-value]

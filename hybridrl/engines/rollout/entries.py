@@ -1,66 +1,18 @@
 """Unfinished requests of an engine, their lanes and KV blocks, and the prompts that they share."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
 
 from hybridrl.engines.rollout.batch import DecodeBatch, Prefill
+from hybridrl.engines.rollout.blocks import NO_BLOCKS, BlockAllocator, Blocks
 from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.kept_groups import Ints, KeptGroups
 from hybridrl.engines.rollout.stage import Drawn
 from hybridrl.models.router_replay import Routing
-
-
-class BlockAllocator:
-    """Free list and reference counts of KV blocks (Kwon et al., arXiv 2309.06180).
-
-    Invariant: every block is either free (count 0, in the free list once) or held (count > 0), and
-    `num_free` plus the number of held blocks is `num_blocks`. Blocks are numbered from 1: block 0
-    is never allocated, padding of block tables points there.
-
-    Example: `allocate(2)` returns [1, 2]; `share([1])` raises 1's count to 2; `release([1, 2])`
-    frees 2.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        # Last freed, first allocated: its memory is still in the processor's cache.
-        self._free = list(range(num_blocks, 0, -1))
-        self._count = [0] * (num_blocks + 1)
-
-    @property
-    def num_free(self) -> int:
-        """Number of free blocks."""
-        return len(self._free)
-
-    def count(self, block: int) -> int:
-        """Reference count of `block`."""
-        return self._count[block]
-
-    def allocate(self, num: int) -> list[int]:
-        """`num` blocks with reference count 1; the caller has checked `num_free`."""
-        assert num <= len(self._free), f"{num} blocks wanted, {len(self._free)} free"
-        blocks = [self._free.pop() for _ in range(num)]
-        for block in blocks:
-            self._count[block] = 1
-        return blocks
-
-    def share(self, blocks: Iterable[int]) -> None:
-        """Increment the count of `blocks`, which must not be free."""
-        for block in blocks:
-            assert self._count[block] > 0, f"block {block} is free"
-            self._count[block] += 1
-
-    def release(self, blocks: Iterable[int]) -> None:
-        """Decrement the count of each block; a block of count 0 is free."""
-        for block in blocks:
-            assert self._count[block] > 0, f"block {block} is free"
-            self._count[block] -= 1
-            if not self._count[block]:
-                self._free.append(block)
 
 
 class EntryStatus(Enum):
@@ -77,15 +29,16 @@ class EntryStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """An unfinished request: `lane` and `slot` (its row in `tables`) while it runs.
+    """An unfinished request: `lane` and `slot` (its row in the block tables) while it runs.
 
-    Its `blocks` cache all tokens but the pending one while it runs, and else the first `kept` ones.
-    `lost` tokens were cached until it gave its blocks up, or they have `moved` to its request.
+    While it runs the blocks of its row cache all tokens but the pending one. Else its `blocks`
+    cache the first `kept` ones. `lost` tokens were cached until it gave its blocks up, or they have
+    `moved` to its request.
     """
 
     request: Request
     order: int
-    blocks: list[int] = field(default_factory=list)
+    blocks: Blocks = field(default_factory=lambda: NO_BLOCKS)
     slot: int = -1
     lane: "Lane | None" = None
     status: EntryStatus = EntryStatus.WAITING
@@ -114,34 +67,44 @@ class Lane:
 
     `drawn` holds the tokens of the last decode step until they are collected, and `routing` its
     experts; until then no sequence joins or leaves. `batch` stays from step to step until one does.
-    `kept` are the rows' gathered keys and values, which stay longer.
+    `kept` are the rows' gathered keys and values, which stay longer. In the next `steps_left` steps
+    no row needs another block.
     """
 
     index: int
     entries: list[Entry] = field(default_factory=list)
     batch: DecodeBatch | None = None
     kept: KeptGroups | None = None
+    steps_left: int = 0
     drawn: Drawn | None = None
     routing: Routing | None = None
 
     def end_batch(self) -> None:
         """Drop the batch, before a sequence joins or leaves."""
         assert self.drawn is None, "sampled tokens are in flight"
-        self.batch = None
+        self.batch, self.steps_left = None, 0
+
+    def lengths(self) -> tuple[Ints, Ints]:
+        """The rows' slots and lengths, in any order."""
+        if self.batch is not None:
+            return self.batch.slots, self.batch.positions + 1
+        rows = np.array([(entry.slot, entry.length) for entry in self.entries], np.int64)
+        slots, lengths = rows.reshape(-1, 2).T
+        return slots, lengths
 
     def remove(self, leaving: Sequence[Entry], tables: Ints, keep: bool) -> None:
         """Sequences leave; with `keep` all their tokens are in the cache then."""
         self.end_batch()
-        for entry in leaving:
-            self.entries.remove(entry)
+        slots = {entry.slot for entry in leaving}
+        self.entries = [entry for entry in self.entries if entry.slot not in slots]
         if self.kept is not None:
-            self.kept.remove([entry.slot for entry in leaving], tables, keep)
+            self.kept.remove(slots, tables, keep)
 
     def flush(self, tables: Ints) -> None:
         """Drop the batch and what it has gathered; all tokens are in the cache then."""
         self.end_batch()
         if self.kept is not None:
-            self.kept.flush(tables)
+            self.kept.flush(tables, set(self.kept.slots))
         self.kept = None
 
 
@@ -156,12 +119,13 @@ class Prefix:
 
     prompt_ids: list[int]
     users: int = 0
-    blocks: list[int] | None = None
+    blocks: Blocks | None = None
     record: ExpertRecord = field(default_factory=ExpertRecord)
 
     def release(self, allocator: BlockAllocator) -> None:
         """Forget what is cached."""
-        allocator.release(self.blocks or [])
+        if self.blocks is not None:
+            allocator.release(self.blocks)
         self.blocks, self.record = None, ExpertRecord()
 
     def suits(self, record: ExpertRecord | None, whole: bool) -> bool:

@@ -101,7 +101,7 @@ class ExpertRecorder:
         if not any(span.known for span in spans):
             return Routing(records=True)
         forced = torch.full(self._size(rows), NO_RECORD, dtype=torch.int16)
-        for span in spans:
+        for span in (span for span in spans if span.known):
             known = span.record.rows(span.start, span.start + span.known).astype(np.int16)
             forced[span.row : span.row + span.known] = torch.from_numpy(known)
         return Routing(forced.to(self._device), records=True)

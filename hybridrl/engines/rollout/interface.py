@@ -261,7 +261,7 @@ class EngineParts:
 
 
 class RolloutEngine(Protocol):
-    """Continuous batching over a paged KV cache: these nine methods are what a new engine writes.
+    """Continuous batching over a paged KV cache: these ten members are what a new engine writes.
 
     `build_engine` makes one: awake, with random weights. Asleep it has no weights and no cache;
     `load` wakes it. A ready engine may free its cache alone, and allocates a new one when there is
@@ -324,6 +324,11 @@ class RolloutEngine(Protocol):
         but among its own ranks. Nothing may run. With `keep_weights` requests may be held, and work
         allocates the cache again.
         """
+        ...
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that run or wait, and finished ones that no step has returned; not held ones."""
         ...
 
     def stats(self) -> Stats:

@@ -1,6 +1,6 @@
 """The groups of decoding rows whose gathered keys and values stay while rows come and go."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -154,7 +154,7 @@ class KeptGroups:
 
     def _regroup(self, rows: Sequence[tuple[int, int]], tables: Ints) -> None:
         """Flush all rows and gather them anew, in the best groups with some room to spare."""
-        self.flush(tables)
+        self.flush(tables, set(self.slots))
         # The groups, with room for rows that join and for tokens to come.
         rows = sorted(rows, key=lambda row: -row[1])
         size, cache = self.cache.block_size, self.cache
@@ -173,31 +173,27 @@ class KeptGroups:
         for index, (start, stop) in enumerate(cuts):
             self._add(index, rows[start:stop], tables)
 
-    def remove(self, leaving: Sequence[int], tables: Ints, keep: bool) -> None:
+    def remove(self, leaving: Collection[int], tables: Ints, keep: bool) -> None:
         """Take the rows of these slots out, if they are here; with `keep` the cache has them then.
 
         The others stay where they are until `arrange`.
         """
+        if keep:
+            self.flush(tables, leaving)
         for workspace, slots in self._groups:
             rows = [row for row, slot in enumerate(slots) if slot in leaving]
-            if not rows:
-                continue
-            if keep:
-                self._flush(workspace, slots, rows, tables)
-            for row in rows:
-                slots[row] = _GONE
-            workspace.vacate(rows)
+            if rows:
+                for row in rows:
+                    slots[row] = _GONE
+                workspace.vacate(rows)
 
-    def flush(self, tables: Ints) -> None:
-        """Copy the tokens of all rows to the cache; the rows stay."""
+    def flush(self, tables: Ints, which: Collection[int]) -> None:
+        """Copy the tokens of the rows of these slots to the cache; the rows stay."""
         for workspace, slots in self._groups:
-            self._flush(workspace, slots, range(len(slots)), tables)
-
-    def _flush(
-        self, workspace: Workspace, slots: list[int], rows: Sequence[int], tables: Ints
-    ) -> None:
-        own = tables[[slots[row] for row in rows]]  # those that are gone have nothing to write
-        workspace.flush(torch.tensor(rows, dtype=torch.int64), torch.from_numpy(own))
+            rows = [row for row, slot in enumerate(slots) if slot in which]
+            if rows:
+                own = tables[[slots[row] for row in rows]]
+                workspace.flush(torch.tensor(rows), torch.from_numpy(own))
 
     def paged_groups(self) -> list[PagedGroup]:
         """The groups of the next pass, whose rows are those of `slots`."""

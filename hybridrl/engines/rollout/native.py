@@ -234,33 +234,21 @@ class NativeEngine:
     def park(self, ids: Iterable[object], with_kv: bool = False) -> list[Request]:
         """See `RolloutEngine`. An id that has just finished is skipped, as any unknown one."""
         self._collect_all()
-        parked = []
-        for id_ in ids:
-            kv = self._copy_kv(id_) if with_kv else None
-            request = self._remove(id_)
-            if request is not None:
-                request.kv = (kv or request.kv) if with_kv else None
-                parked.append(request)
+        ids = list(ids)
+        for entry in self._admission.cached(ids) if with_kv else ():
+            assert self._cache is not None
+            blocks = entry.blocks if entry.lane is None else self._admission.tables[entry.slot]
+            entry.request.kv = KV(self._cache.read_blocks(blocks.tolist(), entry.cached))
+        parked = self._admission.remove(ids)
+        for request in parked:
+            if not with_kv:
+                request.kv = None
+            if self._speculation is not None:
+                request.siblings = self._speculation.source.siblings(request)
+                self._speculation.source.end(request)
         self._filler.join_records([request.routed_experts for request in parked])
         logger.debug("parked %d requests%s", len(parked), ", with KV cache" if with_kv else "")
         return parked
-
-    def _copy_kv(self, id_: object) -> KV | None:
-        """A copy of what is cached of a request."""
-        entry = self._admission.cached(id_)
-        if entry is None:
-            return None
-        assert self._cache is not None
-        if entry.lane is not None:
-            entry.lane.flush(self._admission.tables)
-        return KV(self._cache.read_blocks(entry.blocks, entry.cached))
-
-    def _remove(self, id_: object) -> Request | None:
-        request = self._admission.remove(id_)
-        if self._speculation is not None and request is not None:
-            request.siblings = self._speculation.source.siblings(request)
-            self._speculation.source.end(request)
-        return request
 
     def _save(self, entry: Entry, in_host: int) -> bool:
         """Copy what a request has cached, which gives way, if it pays: whether that was done."""
@@ -268,7 +256,7 @@ class NativeEngine:
             return False
         assert self._cache is not None
         with self._costs.timing(self._costs.copy, entry.kept, self._cache.blocks):
-            entry.request.kv = KV(self._cache.read_blocks(entry.blocks, entry.kept))
+            entry.request.kv = KV(self._cache.read_blocks(entry.blocks.tolist(), entry.kept))
         return True
 
     # Turns
@@ -284,7 +272,7 @@ class NativeEngine:
         """See `RolloutEngine`. All ranks of an instance end a response together."""
         request = self._admission.held(id)
         if tokens is None:
-            self._admission.remove(id)
+            self._admission.remove([id])
             self._filler.join_records([request.routed_experts])
             return output_of(request, finish)
         append_reply(request, tokens, self._vocab_size)
@@ -293,16 +281,18 @@ class NativeEngine:
 
     def _end(self, ended: Sequence[tuple[Request, str]]) -> None:
         """Responses of a lane have ended, or turns of conversations, which are held then."""
-        held = []
+        done, held = [], []
         for request, finish in ended:
             if self._speculation is not None:
                 self._speculation.source.end(request)
             if request.sampling.max_turn_tokens:
                 self._turns.append(end_turn(request, finish))
-                held.append(request)
+                held.append(request.id)
             else:
                 self._finished.append(output_of(request, finish))
-                self._admission.remove(request.id)
+                done.append(request.id)
+        if done:
+            self._admission.remove(done)
         if held:
             self._admission.hold(held)
 
@@ -323,19 +313,22 @@ class NativeEngine:
     def step(self) -> list[Output]:
         """See `RolloutEngine`."""
         assert not self._asleep, "the engine sleeps"
-        if self._admission.num_waiting:
+        if self._admission.waiting:
             self.take_cache()
         before = self._decode_tokens
         for lane in self._admission.lanes:
-            self._collect(lane)
-            self._admit(lane)
-            if self._admission.is_short(lane):
-                self._collect_all()
-            self._admission.grow(lane)
-            if self._speculation is None:
+            if lane.drawn is not None:
+                self._collect(lane)
+            if self._admission.waiting:
+                self._admit(lane)
+            if lane.steps_left:
+                lane.steps_left -= 1
+            elif lane.entries:
+                self._grow(lane)
+            if lane.entries and self._speculation is None:
                 self._launch(lane)
-            else:
-                self._speculate(lane, self._speculation)
+            elif lane.entries:
+                self._speculate(lane)
         self._decode_steps += self._decode_tokens > before
         if self._parallel.pp == 1:
             self._collect_all()
@@ -365,10 +358,14 @@ class NativeEngine:
             self._uniforms.forget(slots)
             self._seen.forget(slots)
 
+    def _grow(self, lane: Lane) -> None:
+        """Give blocks to the lane's rows, some of which may lose theirs to older ones."""
+        if self._admission.is_short(lane):
+            self._collect_all()
+        self._admission.grow(lane)
+
     def _launch(self, lane: Lane) -> None:
         """Feed a lane's pending tokens; on return the sampled tokens may still be in flight."""
-        if not lane.entries:
-            return
         assert self._cache is not None
         tables = self._admission.tables
         batch = self._filler.lane_batch(lane, self._cache, tables)
@@ -393,12 +390,12 @@ class NativeEngine:
 
     def _collect_all(self) -> None:
         for lane in self._admission.lanes:
-            self._collect(lane)
+            if lane.drawn is not None:
+                self._collect(lane)
 
     def _collect(self, lane: Lane) -> None:
-        """Append the tokens of a lane's last step, if any; remove finished sequences."""
-        if lane.drawn is None:
-            return
+        """Append the tokens of a lane's last step; remove finished sequences."""
+        assert lane.drawn is not None
         assert lane.batch is not None
         drawn, lane.drawn = lane.drawn, None
         tokens, log_probs = drawn.wait()
@@ -412,15 +409,16 @@ class NativeEngine:
             finish = append_token(request, token, log_prob, self._stops)
             if finish is not None:
                 ended.append((request, finish))
-        self._end(ended)
+        if ended:
+            self._end(ended)
 
     # Speculation
 
-    def _speculate(self, lane: Lane, speculation: Speculation) -> None:
-        """A step of a lane with drafts, where there are any; `speculation` learns its time."""
+    def _speculate(self, lane: Lane) -> None:
+        """A step of a lane with drafts, where there are any; the speculation learns its time."""
+        speculation = self._speculation
+        assert speculation is not None
         speculation.admitted(self._admission)
-        if not lane.entries:
-            return
         start, before = self._clock(), self._decode_tokens
         # What it takes to begin a batch is not the time of its passes.
         timed, rows = lane.batch is not None, len(lane.entries)
@@ -437,10 +435,12 @@ class NativeEngine:
 
     def _verify(self, lane: Lane, guesses: list[Guess], speculation: Speculation) -> None:
         """Feed pending tokens and drafts, draw behind each, and keep what is right."""
-        lane.flush(self._admission.tables)
+        tables = self._admission.tables
+        lane.flush(tables)
         assert self._cache is not None
         uniforms_of = self._uniforms.draw_ahead if self._stage.draws else None
-        batch = verify_batch(guesses, self._cache, self._vocab_size, self._device, uniforms_of)
+        rest = self._cache, self._vocab_size, self._device, uniforms_of
+        batch = verify_batch(guesses, tables, *rest)
         routing = self._filler.new_routing()
         logits = self._stage.decode(batch.inputs, routing, batch.places)
         drawn = self._draw(batch, batch.inputs, logits).wait()
@@ -532,11 +532,17 @@ class NativeEngine:
     def close(self) -> None:
         """Nothing to end."""
 
+    @property
+    def unfinished(self) -> int:
+        """See `RolloutEngine`."""
+        admission = self._admission
+        return admission.num_running + len(admission.waiting) + len(self._finished)
+
     def stats(self) -> Stats:
         """Counters and load."""
         return Stats(
             running=self._admission.num_running + len(self._finished),
-            waiting=self._admission.num_waiting,
+            waiting=len(self._admission.waiting),
             decode_steps=self._decode_steps,
             decode_tokens=self._decode_tokens,
             cached_tokens=self._cached_tokens,

@@ -20,6 +20,7 @@ from hybridrl.engines.rollout.draft_lengths import (
 from hybridrl.engines.rollout.drafts import DraftSource, SeenTexts
 from hybridrl.engines.rollout.entries import Entry, Lane
 from hybridrl.engines.rollout.interface import Request
+from hybridrl.engines.rollout.kept_groups import Ints
 from hybridrl.engines.rollout.random import UniformsOf
 from hybridrl.engines.rollout.requests import append_token, tokens_left
 from hybridrl.engines.rollout.stops import StopStrings
@@ -71,14 +72,14 @@ class Speculation:
             return
         self._begins = False
         assert self._limit is not None
-        self._holds = bool(admission.num_waiting) or admission.lacks_blocks(self._limit)
+        self._holds = bool(admission.waiting) or admission.lacks_blocks(self._limit)
         if not self._holds:
             running = (entry.request for lane in admission.lanes for entry in lane.entries)
             self._ends = {r.id: len(r.response_ids) + self._limit for r in running}
 
     def call_is_done(self, admission: Admission) -> bool:
         """Whether every request has made the tokens that the call may add."""
-        if self._ends is None or admission.num_waiting:
+        if self._ends is None or admission.waiting:
             return False
         entries = [entry for lane in admission.lanes for entry in lane.entries]
         return all(not self._left(entry.request) for entry in entries)
@@ -155,6 +156,7 @@ class Speculation:
 
 def verify_batch(
     guesses: Sequence[Guess],
+    tables: Ints,
     cache: KVCache,
     vocab_size: int,
     device: torch.device,
@@ -165,7 +167,7 @@ def verify_batch(
     for guess in guesses:
         entry, request = guess.entry, guess.entry.request
         pending = (request.response_ids or request.prompt_ids)[-1]
-        job = Prefill([pending, *guess.tokens], entry.length - 1, entry.blocks)
+        job = Prefill([pending, *guess.tokens], entry.length - 1, tables[entry.slot])
         rows.append((request, entry.slot, job))
     return VerifyBatch.of(rows, cache, vocab_size, device, uniforms_of)
 

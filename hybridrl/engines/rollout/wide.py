@@ -94,8 +94,7 @@ class WideEngine(NativeEngine):
 
     def leave(self) -> None:
         """Let go of weights and cache; nothing may run."""
-        unfinished = self._admission.num_running, self._admission.num_waiting
-        assert not sum(unfinished) + self._admission.num_held, "samples are left"
+        assert not self.unfinished + self._admission.num_held, "samples are left"
         self._admission.forget()
         for parameter, _ in self._cuts.values():
             parameter.data = parameter.new_empty(0)

@@ -1,31 +1,33 @@
 """Invariants of the block allocator."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.engines.rollout.entries import BlockAllocator
+from hybridrl.engines.rollout.blocks import BlockAllocator
 
 
 @given(st.integers(1, 12), st.lists(st.tuples(st.sampled_from("tsr"), st.integers(0, 11))))
 def test_no_leak(num_blocks: int, actions: list[tuple[str, int]]) -> None:
     """Whatever is taken, shared and released: counts match the holders, free ones are distinct."""
-    allocator, held = BlockAllocator(num_blocks), []
+    allocator, held = BlockAllocator(num_blocks), list[int]()
     for action, number in actions:
         if action == "t" and number <= allocator.num_free:
-            held += allocator.allocate(number)
+            held += allocator.allocate(number).tolist()
         elif held:
             block = held[number % len(held)]
             if action == "s":
-                allocator.share([block])
+                allocator.share(np.array([block]))
                 held.append(block)
             elif action == "r":
-                allocator.release([block])
+                allocator.release(np.array([block]))
                 held.remove(block)
         assert allocator.num_free == num_blocks - len(set(held))
-        for block in range(1, num_blocks + 1):
-            assert allocator.count(block) == held.count(block)
-    allocator.release(held)
+        blocks = np.arange(1, num_blocks + 1)
+        assert allocator.count(blocks).tolist() == [held.count(block) for block in blocks]
+    for block in held:
+        allocator.release(np.array([block]))
     assert sorted(allocator.allocate(num_blocks)) == list(range(1, num_blocks + 1))
 
 
@@ -34,6 +36,6 @@ def test_misuse_is_caught() -> None:
     with pytest.raises(AssertionError, match="3 blocks wanted, 2 free"):
         allocator.allocate(3)
     with pytest.raises(AssertionError, match="is free"):
-        allocator.release([1])
+        allocator.release(np.array([1]))
     with pytest.raises(AssertionError, match="is free"):
-        allocator.share([1])
+        allocator.share(np.array([1]))

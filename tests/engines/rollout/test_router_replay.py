@@ -128,9 +128,11 @@ def test_a_parked_sample_goes_on_from_what_it_was(
     # A new sample of the same prompt as a parked one.
     twin = max(parked, key=lambda r: len(r.prompt_ids))
     fresh = Request(99, twin.prompt_ids, SamplingParams(9), stream_key(3, 3), prefix=twin.prefix)
-    outputs = finish(target, [*parked, fresh])
+    # A new prompt, in one pass with those that have a record.
+    other = Request(98, [50, 3, 8, 8, 20], SamplingParams(9), stream_key(3, 4))
+    outputs = finish(target, [*parked, fresh, other])
     differ = 0
-    for request in [*parked, fresh]:
+    for request in [*parked, fresh, other]:
         output = outputs[request.id]
         got = recorded(output.routed_experts)
         ids = [*request.prompt_ids, *output.token_ids]

@@ -490,6 +490,11 @@ class VLLMEngine:
         self._has_cache = False
         logger.debug("the KV cache is free")
 
+    @property
+    def unfinished(self) -> int:
+        """See `RolloutEngine`."""
+        return len(self._by_key)
+
     def stats(self) -> Stats:
         """Counters and load."""
         _, waiting = self._core.scheduler.get_request_counts()
