@@ -214,8 +214,8 @@ class LoopSchedule(Schedule):
         assert not waiting, f"{waiting} still wait"
         self.groups.take(positions)
         self.record_round()
-        made = [task for position in positions for task in self.groups[position].tasks.values()]
-        samples = [task.sample for task in made if task.stage in makers]
+        tasks = [task for position in positions for task in self.groups[position].tasks.values()]
+        samples = [task.sample for task in tasks if task.stage in makers]
         self.length_model.learn(self.pulled, samples, self._turns.waited, self._token_s)
         streamed = self._streamed(stages.tracker, positions)
         policy.round_ended()
