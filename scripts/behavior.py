@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).parents[1]
 SHORT = ["trainer.steps=3", "warm_start.steps=100", "trainer.prompts_per_step=8"]
 SHORT += ["eval.sets.main.num_prompts=64", "telemetry.report=false", "telemetry.loggers=[]"]
+SERIAL = ["schedule=serial", *SHORT]  # what `auto` chooses may change
 REFERENCE = ["recipe=grpo", "recipe.kl_coef=0.01"]
 NAMES = ("serial", "fused", "partial", "packed")
 SCHEDULES = {name: [f"schedule={name}", *REFERENCE] for name in NAMES}
@@ -35,8 +36,8 @@ EMULATED += [
 ]
 EMULATED += ["rollout.max_new_tokens=4000", "trainer.steps=3"]
 MORE = {
-    "vllm": ["rollout=vllm", *SHORT],
-    "tools": ["experiment=tools_tiny", *SHORT],
+    "vllm": ["rollout=vllm", *SERIAL],
+    "tools": ["experiment=tools_tiny", *SERIAL],
     "tail": [*TAIL, *SHORT],
     **{f"emulated-{name}": [*EMULATED, f"schedule={name}"] for name in NAMES},
 }
@@ -57,9 +58,9 @@ def runs() -> dict[str, list[str]]:
     """The overrides of every run, by its name."""
     recipes = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/config.yaml"))
     return {
-        "demo": ["experiment=spell_tiny"],
+        "demo": ["experiment=spell_tiny", "schedule=serial"],
         **{
-            f"recipe-{name}": [*EXPERIMENTS.get(name, []), f"recipe={name}", *SHORT]
+            f"recipe-{name}": [*EXPERIMENTS.get(name, []), f"recipe={name}", *SERIAL]
             for name in recipes
         },
         **{f"schedule-{name}": [*how, *SHORT] for name, how in SCHEDULES.items()},

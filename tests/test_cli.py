@@ -561,7 +561,7 @@ def test_a_dry_run_checks_all_and_starts_nothing(
                         " node's memory\n")  # fmt: skip
     assert json.loads(out) == {
         "dry_run": True, "runs": 1, "ranks": 2, "pools": {"actor": 2}, "device": "cpu",
-        "schedule": "serial", "fused_updates": False, "activations": "keep",
+        "schedule": "fused", "fused_updates": False, "activations": "keep",
     }  # fmt: skip
     assert sorted(files.rglob("*")) == before
     assert running_children() <= children

@@ -231,11 +231,14 @@ def tiny_run(user_rewards: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def make_config() -> Callable[..., Config]:
-    """The `Config` of some overrides."""
+    """The `Config` of some overrides; its schedule is the specification, if they name none."""
 
     def make(*overrides: object) -> Config:
         register()
-        config = check([str(override) for override in overrides])
+        named = [str(override) for override in overrides]
+        if not any(override.startswith("schedule=") for override in named):
+            named.append("schedule=serial")
+        config = check(named)
         if config.cluster.kind is not ClusterKind.slurm:
             config.resolve_device(0, "a machine without GPUs")
         return config

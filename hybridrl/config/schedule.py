@@ -114,7 +114,10 @@ class AutoScheduleConfig(ScheduleConfig):
     """This schedule."""
 
     def check(self) -> None:
-        """Nothing can be wrong."""
+        """Raise ConfigError where another schedule is asked for by its kind."""
+        if self.kind is not ScheduleKind.auto:
+            name = self.kind.value
+            raise ConfigError("schedule.kind", name, f"schedule={name} in its place")
 
 
 @dataclass(kw_only=True, slots=True)

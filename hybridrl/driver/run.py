@@ -35,6 +35,7 @@ from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.graph import GenerateStage, Graph
 from hybridrl.flow.judgements import JudgeFailed, check_failed_share
 from hybridrl.flow.sample import Sample
+from hybridrl.models.load import load_config
 from hybridrl.preflight.memory_plan import sizes_of_run
 from hybridrl.preflight.placement import HOME, graphs_of
 from hybridrl.preflight.prepare import PreparedRun
@@ -267,7 +268,9 @@ class Run:
             sampling,
             phase.prompts_per_step,
             phase.num_steps,
-            early_settings(self.config, self.group.instances, self.prepared.model_path),
+            early_settings(
+                self.config, self.group.instances, load_config(self.prepared.model_path)
+            ),
             self.executor.counted_costs(graph, self.prepared.model_path, self._nodes),
         )
         if point := self._resumes_in(phase.name):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import ActivationMode, ClusterKind, Config, ConfigError, Device, FuseUpdates
 from hybridrl.config.cluster import PoolName
-from hybridrl.config.schedule import SCHEDULES, ScheduleConfig, ScheduleKind
+from hybridrl.config.schedule import SCHEDULES, ScheduleConfig, SerialScheduleConfig
 from hybridrl.costs.devices import ACCELERATORS
 from hybridrl.costs.layers import LayerCosts
 from hybridrl.costs.links import LinkTable
@@ -63,6 +63,7 @@ from hybridrl.preflight.prepare import (
     check_schedule,
 )
 from hybridrl.preflight.roles_together import roles_together
+from hybridrl.preflight.schedule_choice import decide_schedule
 from hybridrl.schedule.build import check_graph
 from hybridrl.telemetry.log import command_log
 from hybridrl.telemetry.rundata import COSTS
@@ -150,9 +151,8 @@ def run(
         raise ConfigError(
             "cluster", "emulated", "local or slurm: a mapping is of ranks with models"
         )
-    if config.schedule.kind is ScheduleKind.auto:
-        allowed = " or ".join(kind.value for kind in SCHEDULES)
-        raise ConfigError("schedule", "auto", f"{allowed}: which one acts depends on the mapping")
+    if not prices_one:  # it is searched
+        config.schedule = SerialScheduleConfig()
     with command_log(config.log.level):
         problem = _problem(config, cluster, options, user_args)
         if prices_one:
@@ -255,6 +255,7 @@ def _problem(
     check_environment(config, graph)
     shape = model_shape(config.model)
     check_attention(config, shape)
+    decide_schedule(config, graph, shape)
     config = memory_plan.with_flash(config, shape)
     if config.cluster.device is Device.cuda:
         room = memory_plan.gpu_room(round(options.get("gpu_gib", 80) * GIB))
@@ -478,6 +479,7 @@ def checked(problem: _Problem, args: Sequence[str]) -> tuple[Config, Mapping[str
             check_train_layout(problem.shapes[role.name], own.layout, key)
     shape = problem.shapes[ACTOR]
     check_model_settings(config, shape)
+    decide_schedule(config, problem.graph, shape)
     check_schedule(config.schedule, problem.graph)
     config = memory_plan.with_flash(config, shape)
     of_gpu = problem.room.capacity if config.cluster.device is Device.cuda else None

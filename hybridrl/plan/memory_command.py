@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hybridrl.config import ActivationMode, ClusterKind, Config, ConfigError, Device
-from hybridrl.config.schedule import SCHEDULES, ScheduleKind
 from hybridrl.plan.options import read_number
 from hybridrl.preflight import memory_plan
 from hybridrl.preflight.activation_choice import choose_activations, line_of
@@ -159,13 +158,12 @@ def _plan_memory(config: Config, gpu_gib: float) -> "RunPlan":
     0 takes the memory of the GPUs here, else 80 GiB.
     """
     from hybridrl.preflight.memory_inputs import checked_shape
+    from hybridrl.preflight.schedule_choice import decide_schedule
     from hybridrl.system.devices import local_gpus
 
     graph, shape = build_recipe(config.recipe), checked_shape(config)
     check_placement(config, graph)
-    if config.schedule.kind is ScheduleKind.auto:
-        allowed = " or ".join(kind.value for kind in SCHEDULES)
-        raise ConfigError("schedule", "auto", f"{allowed}: the line of a dry run says which acts")
+    decide_schedule(config, graph, shape)
     check_attention(config, shape)
     on_gpus = config.cluster.device is Device.cuda
     if gpu_gib and not on_gpus:

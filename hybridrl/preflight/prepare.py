@@ -145,9 +145,9 @@ def prepare(
     if config.cluster.holds_models:
         trials = try_judges(config, graph, items, is_recorded)
         warn_of_long_answers(config, trials, tokenizer)
-    schedule = decide_schedule(config, graph, model_path)
-    check_schedule(config.schedule, graph)
     shape = load_config(model_path)
+    schedule = decide_schedule(config, graph, shape)
+    check_schedule(config.schedule, graph)
     activations = decide_activations(config, graph, shape, gpu_memory)
     decide_fused_updates(config, graph, shape, gpu_memory)
     check_memory(config, graph, model_path, gpu_memory)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from math import gcd
+from typing import TYPE_CHECKING
 
 from hybridrl.config import Config
 from hybridrl.config.reward import JudgeHome, RewardKind
@@ -23,6 +24,9 @@ from hybridrl.layout.grouping import TrainAxes
 from hybridrl.preflight.placement import ConfiguredPlaces
 from hybridrl.schedule.readiness import early_stages, early_updates
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 _RUN_PROGRAMS = (RewardKind.code, RewardKind.function)
 """Judges on a sample's rank that may take long enough to be worth an earlier start."""
 
@@ -38,7 +42,7 @@ class TailMechanism(Enum):
     guesses = "guesses"
 
 
-def decide_schedule(config: Config, graph: Graph, model_path: str) -> str:
+def decide_schedule(config: Config, graph: Graph, shape: "PretrainedConfig") -> str:
     """Put the schedule whose mechanisms act in this run in the place of `schedule=auto`.
 
     The batch is that of `serial` in every case. Returns a line that says what acts, and why; it is
@@ -46,7 +50,7 @@ def decide_schedule(config: Config, graph: Graph, model_path: str) -> str:
     """
     if not isinstance(config.schedule, AutoScheduleConfig):
         return ""
-    obstacles = obstacles_of_tail(config, graph, model_path)
+    obstacles = obstacles_of_tail(config, graph, shape)
     acting = _acting(config, graph, obstacles)
     if not acting:
         config.schedule = SerialScheduleConfig()
@@ -60,7 +64,7 @@ def decide_schedule(config: Config, graph: Graph, model_path: str) -> str:
 
 
 def obstacles_of_tail(
-    config: Config, graph: Graph, model_path: str
+    config: Config, graph: Graph, shape: "PretrainedConfig"
 ) -> dict[TailMechanism, str | None]:
     """Why each mechanism would not act in a run that is accepted, were it on; None: it acts.
 
@@ -80,8 +84,8 @@ def obstacles_of_tail(
         return obstacles | dict.fromkeys(set(TailMechanism) - {TailMechanism.guesses}, obstacle)
     if not _passes(config, graph):
         obstacles[TailMechanism.passes] = "no stage runs on an instance while others decode"
-    obstacles[TailMechanism.early] = _early_obstacle(config, graph, model_path)
-    if not _widths(config, model_path, num):
+    obstacles[TailMechanism.early] = _early_obstacle(config, graph, shape)
+    if not _widths(config, shape, num):
         obstacles[TailMechanism.wide] = "the model lets no instances decode as one"
     has_work = None in (obstacles[TailMechanism.passes], obstacles[TailMechanism.early])
     if not has_work:
@@ -109,15 +113,14 @@ def _acting(
     return acting
 
 
-def _widths(config: Config, model_path: str, num_instances: int) -> tuple[int, ...]:
+def _widths(config: Config, shape: "PretrainedConfig", num_instances: int) -> tuple[int, ...]:
     """Numbers of instances that could decode the last samples as one."""
-    from hybridrl.models.load import load_config
     from hybridrl.models.parallel import wide_widths
 
     rollout = config.rollout
     if rollout.wide_tp == 0:
         rollout = replace(rollout, tail_tp="auto")
-    return wide_widths(load_config(model_path), rollout, num_instances)
+    return wide_widths(shape, rollout, num_instances)
 
 
 def _passes(config: Config, graph: Graph) -> list[str]:
@@ -129,7 +132,7 @@ def _passes(config: Config, graph: Graph) -> list[str]:
     return [stage.name for stage in computes if places.scope(stage) is Scope.INSTANCE]
 
 
-def _early_obstacle(config: Config, graph: Graph, model_path: str) -> str | None:
+def _early_obstacle(config: Config, graph: Graph, shape: "PretrainedConfig") -> str | None:
     """Why no update of the actor begins early, with ranks in any order that the run may choose."""
     from hybridrl.layout.switching import candidate_orders
 
@@ -141,7 +144,7 @@ def _early_obstacle(config: Config, graph: Graph, model_path: str) -> str | None
         instances = defaultdict(list)
         for rank, (number, *_) in enumerate(positions):
             instances[number].append(rank)
-        settings = early_settings(config, [*instances.values()], model_path)
+        settings = early_settings(config, [*instances.values()], shape)
         updates = early_updates(graph, ConfiguredPlaces(config), settings).values()
         if not any(update.stage for update in updates):
             reasons += [update.reason for update in updates if update.reason]
@@ -162,18 +165,17 @@ def _num_instances(config: Config) -> int:
 
 
 def early_settings(
-    config: Config, instances: Sequence[Sequence[int]], model_path: str
+    config: Config, instances: Sequence[Sequence[int]], shape: "PretrainedConfig"
 ) -> EarlySettings:
     """What a run's settings say of early backward; `instances` are the ranks of each."""
     return EarlySettings(
-        obstacle=_obstacle(config, model_path) or layout_obstacle(config, instances),
+        obstacle=_obstacle(config, shape) or layout_obstacle(config, instances),
         epochs=config.trainer.epochs,
         mini_batches=config.trainer.mini_batches,
     )
 
 
-def _obstacle(config: Config, model_path: str) -> str | None:
-    from hybridrl.models.load import load_config
+def _obstacle(config: Config, shape: "PretrainedConfig") -> str | None:
     from hybridrl.models.parallel import num_experts
 
     layout, lora = config.trainer.layout, config.actor.lora
@@ -183,7 +185,7 @@ def _obstacle(config: Config, model_path: str) -> str | None:
         return f"long rows are shared at the barrier; wanted trainer.layout.cp=1 ({layout.cp})"
     if lora.rank and lora.dropout:
         return f"dropout is drawn for a whole update; wanted actor.lora.dropout=0 ({lora.dropout})"
-    if num_experts(load_config(model_path)):
+    if num_experts(shape):
         return "the load of experts is counted over a whole update; wanted a model without experts"
     return None
 

@@ -22,6 +22,7 @@ from hybridrl.flow.executor import Phase, WeightsReady
 from hybridrl.flow.sample import SampleId
 from hybridrl.layout.grouping import TrainAxes, gen_positions
 from hybridrl.layout.switching import check_ascending
+from hybridrl.models.load import load_config
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.preflight.schedule_choice import early_settings, layout_obstacle
 from hybridrl.schedule.tail import plan
@@ -342,7 +343,7 @@ def test_other_settings(
     lora = ["actor.lora.rank=2"] if "lora" in override else []
     config = make_config("run.dir=x", "cluster.ranks=2", override, *lora)
     make_tiny_model(tmp_path, TinyModelConfig(), seed=0)
-    assert reason in (early_settings(config, [[0, 1]], str(tmp_path)).obstacle or "")
+    assert reason in (early_settings(config, [[0, 1]], load_config(str(tmp_path))).obstacle or "")
 
 
 @pytest.mark.layouts

@@ -9,6 +9,7 @@ from hybridrl.config import Config, ConfigError, TinyModelConfig
 from hybridrl.config.schedule import EarlyBackward, FusedScheduleConfig, SerialScheduleConfig
 from hybridrl.driver.checkpoints import changed_settings
 from hybridrl.flow.judgements import with_parts
+from hybridrl.models.load import load_config
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.preflight.prepare import build_recipe, prepare
 from hybridrl.preflight.schedule_choice import decide_schedule
@@ -84,7 +85,7 @@ def test_what_acts_is_chosen_and_said(
         overrides = [*overrides, f"reward.function={judge}:score"]
     config = make_config(*SHORT, *overrides, f"run.dir={tmp_path / 'run'}")
     graph = with_parts(build_recipe(config.recipe), config)
-    line = decide_schedule(config, graph, model)
+    line = decide_schedule(config, graph, load_config(model))
     assert line.startswith("schedule=auto is ")
     assert said in line
     if "fused" in line:

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from hybridrl.config import Config, ConfigError
 from hybridrl.flow.judgements import with_parts
+from hybridrl.models.load import load_config
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.preflight.prepare import build_recipe
 from hybridrl.preflight.schedule_choice import TailMechanism, obstacles_of_tail
@@ -86,7 +87,7 @@ def said_of(config: Config, column: str, model: Path) -> tuple[str, str]:
     except ConfigError as error:
         return "refused", str(error)
     graph = with_parts(build_recipe(config.recipe), config)
-    reason = obstacles_of_tail(config, graph, str(model))[MECHANISMS[column]]
+    reason = obstacles_of_tail(config, graph, load_config(str(model)))[MECHANISMS[column]]
     return ("acts", "") if reason is None else ("falls back", reason)
 
 
