@@ -88,6 +88,8 @@ def test_a_run_writes_predicted_beside_measured_seconds(
     assert {"decode", "train", "switch"} <= set(rows)
     calls, counted, taken = rows["train"]
     assert calls == len(lines) == 3
-    assert taken == pytest.approx(sum(line["update_actor_s"] for line in lines), rel=0.05)
+    spans = sum(line["update_actor_s"] for line in lines)
+    assert spans <= taken * 1.05
+    assert taken <= spans + 0.02 * calls  # with what is between the calls, on a loaded machine
     assert 0 < counted < 10 * taken
     assert read_scales(str(run), "cpu", "native").to_json() == record["scales"]
