@@ -221,9 +221,8 @@ class ExpertsShard:
         self._places: torch.Tensor | None = None
         """This rank's number of each expert of the layer: `num_experts` for one elsewhere."""
         if parallel.ep > 1:
-            experts = torch.arange(number * parallel.ep, device=device) - parallel.tp_rank * number
-            elsewhere = (experts < 0) | (experts >= number)
-            self._places = experts.masked_fill(elsewhere, number)
+            self._places = torch.full((number * parallel.ep,), number, device=device)
+            self._places[parallel.tp_rank * number :][:number] = self._numbers
         # Widths do not change; storage may be freed later.
         self._grouped = (
             self._local.takes_grouped_products()

@@ -367,6 +367,7 @@ def kernels(device: FakeDevice, flash: bool) -> Iterator[None]:
         mock.patch.object(functional, "scaled_dot_product_attention", _sdpa),
         mock.patch.object(varlen, "varlen_attn", _checked_varlen_attn()),
         mock.patch.object(functional, "rms_norm", rms_norm),
+        mock.patch.object(torch, "rms_norm", rms_norm),
         mock.patch.object(JITFunction, "run", launch),
         mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted),
     ):

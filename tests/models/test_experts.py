@@ -39,7 +39,7 @@ def _unwritten_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def made(family: str, dtype: torch.dtype) -> Any:
+def make_block(family: str, dtype: torch.dtype) -> Any:
     """A block with random weights, which has a router and experts."""
     torch.manual_seed(0)
     block_class, config = BLOCKS[family]
@@ -57,7 +57,7 @@ def tokens(rows: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [1, 2, 33])
 @pytest.mark.parametrize("family", BLOCKS)
 def test_blocks_equal_transformers_in_float64(family: str, rows: int) -> None:
-    block, hidden = made(family, torch.float64), tokens(rows, torch.float64)
+    block, hidden = make_block(family, torch.float64), tokens(rows, torch.float64)
     wanted = block(hidden[None])[0]
     block.float()
     block.experts.forward = ExpertsShard(block.experts, GenParallel())
@@ -67,7 +67,7 @@ def test_blocks_equal_transformers_in_float64(family: str, rows: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", BLOCKS)
 def test_experts_equal_grouped_products_bit_for_bit(family: str, dtype: torch.dtype) -> None:
-    block, hidden = made(family, dtype), tokens(33, dtype)
+    block, hidden = make_block(family, dtype), tokens(33, dtype)
     _, weights, chosen = block.gate(hidden)
     assert chosen.unique().numel() > 2
     wanted = grouped_mm_experts_forward(block.experts, hidden, chosen, weights)
@@ -79,13 +79,13 @@ def test_experts_equal_grouped_products_bit_for_bit(family: str, dtype: torch.dt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_whole_experts_of_several_ranks(dtype: torch.dtype) -> None:
     """A rank's part equals transformers' bit for bit, with no token, too; the parts add up."""
-    block, hidden = made("qwen3_moe", dtype), tokens(9, dtype)
+    block, hidden = make_block("qwen3_moe", dtype), tokens(9, dtype)
     _, weights, chosen = block.gate(hidden)
     chosen = chosen.clamp(max=5)  # the last rank has no token
     ranks, number = 4, EXPERTS // 4
     total = torch.zeros(9, HIDDEN, dtype=torch.float64)
     for rank in range(ranks):
-        own = made("qwen3_moe", dtype).experts
+        own = make_block("qwen3_moe", dtype).experts
         for name, parameter in list(own.named_parameters()):
             cut = parameter[number * rank : number * (rank + 1)].clone()
             setattr(own, name, nn.Parameter(cut, requires_grad=False))
