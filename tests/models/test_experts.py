@@ -90,12 +90,12 @@ def test_whole_experts_of_several_ranks(dtype: torch.dtype) -> None:
             cut = parameter[number * rank : number * (rank + 1)].clone()
             setattr(own, name, nn.Parameter(cut, requires_grad=False))
         parallel: Any = SimpleNamespace(ep=ranks, tp_rank=rank, sum=lambda x: x)
-        part = ExpertsShard(own, parallel)(hidden, chosen, weights)
+        partial = ExpertsShard(own, parallel)(hidden, chosen, weights)
         local = chosen - number * rank
         local = local.masked_fill((local < 0) | (local >= number), number)
-        assert torch.equal(part, LocalExperts(own)(hidden, local, weights))
-        assert bool(part.any()) == (rank < ranks - 1)
-        total += part
+        assert torch.equal(partial, LocalExperts(own)(hidden, local, weights))
+        assert bool(partial.any()) == (rank < ranks - 1)
+        total += partial
     whole = ExpertsShard(block.experts, GenParallel())(hidden, chosen, weights)
     # A part is rounded once to its format.
     tolerance = 4 * torch.finfo(dtype).eps * float(whole.abs().max())
