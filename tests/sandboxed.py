@@ -2,7 +2,9 @@
 
 import asyncio
 import functools
+import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Collection
@@ -55,6 +57,10 @@ class WordService(Service):
             await asyncio.sleep(0.2)
         if word == "garbage":
             self.answer(number, "more", "than", "one")
+        if word == "noise":
+            whole = json.dumps([number, [os.getpid(), self.words]])
+            os.write(int(sys.argv[1]), f"{whole}\nnoise\n".encode())
+            await asyncio.sleep(60)
         longer = [LONG] if word == "long" else []
         self.answer(number, [os.getpid(), self.words + longer])
         self.words.remove(word)

@@ -265,10 +265,10 @@ class SandboxPool(ABC, Generic[AnyTask]):
             return False
         return all(self._take(process, answer) for answer in answers)
 
-    def _take(self, process: SandboxProcess, message: list[Any]) -> bool:
-        """Handle an answer; False for garbage."""
+    def _take(self, process: SandboxProcess, sent: bytes) -> bool:
+        """Handle an answer; False for garbage, which costs none of the answers before it."""
         try:
-            number, *answer = message
+            number, *answer = process.answer(sent)
             if not answer:
                 process.wait_on(number)
                 return True

@@ -123,7 +123,7 @@ class SandboxProcess:
         """
         if not (answers := self.receive()):
             return None
-        ((kind, *details),) = answers
+        kind, *details = self.answer(answers[0])
         if kind == "ConfigError":
             key, value, allowed = details
             raise ConfigError(key, value, allowed)
@@ -222,10 +222,10 @@ class SandboxProcess:
                 if request is not None:
                     request = self._outbox.get()
 
-    def receive(self) -> list[list[Any]]:
-        """Its answers that have come whole. Raises EOFError if it is dead, ValueError for garbage.
+    def receive(self) -> list[bytes]:
+        """Its answers that have come whole, for `answer` to read; it waits where nothing has come.
 
-        It waits where nothing has come.
+        Raises EOFError if it is dead, ValueError where an answer is too long.
         """
         came = os.read(self.connection.fileno(), MOST_READ)
         if not came:
@@ -237,9 +237,10 @@ class SandboxProcess:
             return []
         *whole, begun = b"".join(self._begun).split(b"\n")
         self._begun = [begun]
-        return [self._answer(sent) for sent in whole]
+        return whole
 
-    def _answer(self, sent: bytes) -> list[Any]:
+    def answer(self, sent: bytes) -> list[Any]:
+        """Read one answer; raises ValueError for garbage."""
         answer = json.loads(sent)
         if b"\\ud" in sent:  # JSON writes whole characters beyond the first plane so, too
             answer, replaced = without_surrogates(answer)
@@ -327,7 +328,7 @@ def settle(future: "Future[Any]", result: Any) -> None:
             future.set_exception(result)
         elif result is not None:
             future.set_result(result)
-        elif future.cancel():
+        elif not future.cancelled() and future.cancel():
             future.set_running_or_notify_cancel()
 
 

@@ -1,6 +1,7 @@
 """The pool with real processes: who is to blame fails, and all others are answered."""
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -8,8 +9,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from sandboxed import LONG, Word, WordPool
@@ -74,6 +77,25 @@ def test_answers_come_many_at_a_time_or_in_pieces(
     assert [told for _, told in pool.all(*words)] == [[word] for word in words]
     monkeypatch.setattr(process, "LARGEST_ANSWER", 1 << 20)
     assert pool.all("long") == [("crash", "its process ended (SIGKILL)")]
+
+
+def test_an_answer_that_came_with_garbage_behind_it_counts(make: Make) -> None:
+    pool = make(seconds=5.0)
+    ((first, told),) = pool.all("noise")
+    ((second, _),) = pool.all("a")
+    assert told == ["noise"]
+    assert first != second  # the process that wrote garbage is gone
+
+
+def test_a_future_of_several_tasks_is_cancelled_once(make: Make) -> None:
+    """As that of responses that are judged together, where a pool ends before they are."""
+    pool = make()
+    shared: Future[Any] = Future()
+    tasks = [Word(word="late", future=shared), Word(word="late", future=shared), Word(word="late")]
+    for task in tasks:
+        pool._do(functools.partial(pool._queue.append, task), task.future)
+    pool.close()
+    assert all(task.future.cancelled() for task in tasks)
 
 
 def test_a_process_that_died_while_idle_blames_nobody(make: Make) -> None:
