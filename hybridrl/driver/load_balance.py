@@ -54,8 +54,7 @@ class RankWork:
 
     def costs(self, rows: Sequence[Sequence[Sample]]) -> list[int]:
         """The cost of each row: that of its samples, each of which attends to itself alone."""
-        tokens = [[s.prompt_tokens + s.response_tokens for s in row] for row in rows]
-        return [sum(self.cost.of_all(of_row)) for of_row in tokens]
+        return [sum(self.cost.of_all([sample.tokens for sample in row])) for row in rows]
 
 
 UNKNOWN_WORK = RankWork()

@@ -307,7 +307,7 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
             "response_tokens_p10": float(lengths[len(lengths) // 10]),
             "response_tokens_p90": float(lengths[len(lengths) * 9 // 10]),
             "response_tokens_max": float(lengths[-1]),
-            "tokens_per_s": sum([s.prompt_tokens + s.response_tokens for s in samples]) / seconds,
+            "tokens_per_s": sum([sample.tokens for sample in samples]) / seconds,
             "samples_per_s": len(samples) / seconds,
         }
     return metrics

@@ -24,7 +24,7 @@ class SequenceCost:
 
     def __call__(self, tokens: int) -> int:
         """The cost of a sequence of so many tokens."""
-        return self.per_token * tokens + self.per_pair * tokens**2
+        return self.of_all([tokens])[0]
 
     def of_all(self, lengths: Iterable[int]) -> list[int]:
         """The cost of a sequence of each of these lengths."""

@@ -523,7 +523,7 @@ def learn(
     """
     if isinstance(event, Computed):
         if event.seconds is not None:
-            tokens = sum([sample.prompt_tokens + sample.response_tokens for sample in samples])
+            tokens = sum([sample.tokens for sample in samples])
             meter.saw_compute(event.stage, event.seconds, tokens)
         return
     work = event.work
