@@ -118,11 +118,11 @@ class SampleStore:
         empty = torch.zeros(0)
         return Parcel(
             ids=tuple([id[:] for id in ids]),
-            response_tokens=tuple(s.response_tokens for s in samples),
+            response_tokens=tuple([s.response_tokens for s in samples]),
             columns={
                 name: torch.cat(tensors or [empty]).numpy() for name, tensors in columns.items()
             },
-            sizes={name: tuple([len(t) for t in tensors]) for name, tensors in columns.items()},
+            sizes={name: tuple([t.shape[0] for t in tensors]) for name, tensors in columns.items()},
             items=tuple(s.item for s in samples) if with_items else (),
         )
 
@@ -151,14 +151,15 @@ class SampleStore:
         tensors_of = zip(*columns, strict=True) if columns else iter([()] * len(parcel.ids))
         names = tuple(parcel.columns)
         items = parcel.items or (None,) * len(parcel.ids)
-        for plain, response_tokens, item, tensors in zip(
-            parcel.ids, parcel.response_tokens, items, tensors_of, strict=True
+        for id, response_tokens, item, tensors in zip(
+            map(SampleId._make, parcel.ids), parcel.response_tokens, items, tensors_of, strict=True
         ):
-            id = SampleId(*plain)
             if only is not None and id not in only:
                 continue
+            fields = dict(zip(names, tensors, strict=True))
             sample = self._samples.get(id)
             if sample is None:
-                sample = self._samples[id] = StoredSample(response_tokens, item)
-            sample.tensors.update(zip(names, tensors, strict=True))
+                self._samples[id] = StoredSample(response_tokens, item, fields)
+                continue
+            sample.tensors.update(fields)
             sample.item = sample.item if item is None else item
