@@ -38,6 +38,7 @@ from hybridrl.models.logits import logits_transform
 from hybridrl.models.paged_attention import PagedGroup
 from hybridrl.models.parallel import cuts_heads, head_size, kv_heads_of_rank, meta_model
 from hybridrl.models.recomputation import recompute_layers
+from hybridrl.models.shard import GenParallel, shard_experts
 
 
 class PeakMemory(MemTracker):
@@ -90,14 +91,12 @@ class Activations(NamedTuple):
     """Bytes besides the module's weights.
 
     `kept` from forward to backward; a layer's input counts where backward needs it. `backward` is
-    the most within backward, with the gradients of the module's weights. `scoring` is the most of a
-    forward pass that has none, besides its input. Of a row in chunks, `keys` are the keys and
-    values of the whole sequence, with their gradients.
+    the most within backward, with the gradients of the module's weights. Of a row in chunks, `keys`
+    are the keys and values of the whole sequence, with their gradients.
     """
 
     kept: int
     backward: int
-    scoring: int
     keys: int = 0
 
 
@@ -175,6 +174,26 @@ def layer_activations(
     keys = row.sequence_keys()
     counts = _count(run, hidden, layer, *present, *keys, previous=True)
     return counts._replace(keys=sum(x.nbytes for x in keys))
+
+
+@_once
+def scoring_activations(
+    config: PretrainedConfig,
+    tokens: int,
+    *,
+    dtype: torch.dtype,
+    attention: Attention,
+    tp: int = 1,
+) -> int:
+    """The most bytes of a decoder layer's forward pass that keeps nothing, besides its input.
+
+    Over a row of `tokens`, on one of `tp` tensor-parallel ranks of a role that only scores.
+    """
+    model = _narrow_model(config, tp, dtype, None)
+    shard_experts(model, GenParallel())
+    row = CountedRow(attention)
+    layer, hidden, run, present = _trained_layer(model, tokens, row, ActivationMode.keep, False, 1)
+    return _forward_peak(run, hidden, layer, *present)
 
 
 @_once
@@ -265,6 +284,7 @@ def prefill_activations(
     to the last, for each kind of layer one.
     """
     model = _narrow_model(config, tp, dtype, None)
+    shard_experts(model, GenParallel())
     layer = decoder_layers(model.eval())[0]
     hidden = torch.empty(1, tokens, config.hidden_size, dtype=dtype, device="meta")
     rows = max(1, tokens // longest)
@@ -296,14 +316,30 @@ def head_activations(
     trained: bool = True,
 ) -> Activations:
     """Count the head over `scored` hidden states; `trained` is whether it gets a gradient."""
-    rows, features = -(-config.vocab_size // tp), config.hidden_size
-    transform = logits_transform(config).under(1.0)
     if triton:
+        rows, features = -(-config.vocab_size // tp), config.hidden_size
         chunk = CHUNK_ELEMENTS // max(1, scored)
         wide = 4 * scored * features  # the gradient of the hidden states
         products = dtype.itemsize * (CHUNK_ELEMENTS + chunk * features + scored * features)
         weight = dtype.itemsize * rows * features if trained else 0
-        return Activations(0, weight + wide + products, 0)
+        return Activations(0, weight + wide + products)
+    return _count(*_head(config, scored, dtype, tp, trained))
+
+
+@_once
+def scoring_head_activations(
+    config: PretrainedConfig, scored: int, *, dtype: torch.dtype, triton: bool, tp: int = 1
+) -> int:
+    """The most bytes of the head's forward pass over `scored` hidden states without gradients."""
+    return 0 if triton else _forward_peak(*_head(config, scored, dtype, tp, trained=False))
+
+
+def _head(
+    config: PretrainedConfig, scored: int, dtype: torch.dtype, tp: int, trained: bool
+) -> tuple[Any, ...]:
+    """The head in torch as a function of hidden states, the hidden states, its other tensors."""
+    rows, features = -(-config.vocab_size // tp), config.hidden_size
+    transform = logits_transform(config).under(1.0)
     weights = torch.empty(rows, features, dtype=dtype, device="meta", requires_grad=trained)
     targets = torch.empty(scored, dtype=torch.long, device="meta")
     hidden = torch.empty(scored, features, dtype=dtype, device="meta")
@@ -317,7 +353,7 @@ def head_activations(
         )
         return log_probs if entropy is None else log_probs + entropy
 
-    return _count(run, hidden, weights, targets, *([] if bias is None else [bias]))
+    return run, hidden, weights, targets, *([] if bias is None else [bias])
 
 
 def _heads_of_rank(config: PretrainedConfig, tp: int) -> int:
@@ -386,14 +422,10 @@ def _count(
 
     With `previous` the input is the result of another layer, which only this one may keep.
     """
-
-    def start() -> tuple[PeakMemory, int]:
-        memory = PeakMemory()
-        memory.track_external(x, *present)
-        return memory, memory.allocated("meta")
-
     x.requires_grad_(True)
-    memory, before = start()
+    memory = PeakMemory()
+    memory.track_external(x, *present)
+    before = memory.allocated("meta")
     with memory:
         out = run(x.clone() if previous else x)
         edge, shape = get_gradient_edge(out), out.shape
@@ -403,8 +435,16 @@ def _count(
         memory.restart()
         torch.autograd.backward(edge, torch.empty(shape, dtype=dtype, device="meta"))
         backward = memory.peak("meta")
-    memory, now = start()  # gradients are there
+    return Activations(kept - before, backward - before)
+
+
+def _forward_peak(
+    run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, *present: nn.Module | torch.Tensor
+) -> int:
+    """Bytes that `run(x)` without gradients allocates besides `x` and what is `present`."""
+    memory = PeakMemory()
+    memory.track_external(x, *present)
+    before = memory.allocated("meta")
     with memory, torch.no_grad():
         run(x)
-        scoring = memory.peak("meta")
-    return Activations(kept - before, backward - before, scoring - now)
+        return memory.peak("meta") - before

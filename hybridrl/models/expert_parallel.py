@@ -136,14 +136,14 @@ class LocalExperts:
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """transformers' forward pass; a choice of `num_experts` is an expert of another rank."""
-        if self._takes_grouped_products():
+        if self.takes_grouped_products():
             return grouped_mm_experts_forward(self, hidden, chosen, weights)
         elsewhere = chosen == self.num_experts
         loop: Any = type(self._module).forward
         chosen, weights = chosen.masked_fill(elsewhere, 0), weights.masked_fill(elsewhere, 0)
         return loop.__wrapped__(self, hidden, chosen, weights)
 
-    def _takes_grouped_products(self) -> bool:
+    def takes_grouped_products(self) -> bool:
         """Whether torch's `grouped_mm` takes the weights: rows of 16 bytes each, no float64."""
         weights = [w for w in self._weights.values() if w.ndim > 2]
         widths = {size * w.itemsize for w in weights for size in w.shape[1:]}

@@ -24,7 +24,7 @@ from hybridrl.layout.parameters import gen_layout
 from hybridrl.layout.process_groups import axis_group, warm_up
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import fill_buffers
-from hybridrl.models.expert_parallel import LocalExperts
+from hybridrl.models.expert_parallel import LocalExperts, experts_of
 from hybridrl.models.parallel import (
     check_gen_layout,
     meta_model,
@@ -206,24 +206,62 @@ class GatheredLinear(nn.Module):
 
 
 class ExpertsShard:
-    """The forward pass of experts that are sharded over tp: each in parts, or some of them whole.
+    """The forward pass of a rank's experts, without gradients and without a wait of the host.
 
-    All tp ranks have all tokens. Each computes its part of the output, and the sum joins them.
+    Under tp all ranks have all tokens. A rank has a part of each expert, or some whole ones. It
+    computes its part of the output, and the sum joins the parts. The numbers equal transformers'
+    grouped products bit for bit; these take twice as many kernels, for the sake of gradients.
     """
 
     def __init__(self, module: nn.Module, parallel: GenParallel) -> None:
-        self._module, self._parallel = module, parallel
+        self._module: Any = module
+        self._parallel, self._local = parallel, LocalExperts(module)
+        number, device = self._local.num_experts, next(module.parameters()).device
+        self._numbers = torch.arange(number, device=device)
+        self._places: torch.Tensor | None = None
+        """This rank's number of each expert of the layer: `num_experts` for one elsewhere."""
+        if parallel.ep > 1:
+            self._places = torch.full((number * parallel.ep,), number, device=device)
+            self._places[parallel.tp_rank * number :][:number] = self._numbers
+        # Widths do not change; storage may be freed later.
+        self._grouped = (
+            self._local.takes_grouped_products()
+            and getattr(module, "has_gate", False)
+            and not self._module.has_bias
+            and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0))
+        )
 
     def __call__(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """As transformers': tokens [tokens, features], their experts and weights [tokens, k]."""
-        local = LocalExperts(self._module)
-        if self._parallel.ep > 1:
-            number = local.num_experts
-            chosen = chosen - self._parallel.tp_rank * number
-            chosen = chosen.masked_fill((chosen < 0) | (chosen >= number), number)
-        return self._parallel.sum(local(hidden, chosen, weights))
+        if self._places is not None:
+            chosen = self._places[chosen]
+        compute = self._products if self._grouped else self._local
+        return self._parallel.sum(compute(hidden, chosen, weights))
+
+    def _products(
+        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        module, (tokens, k) = self._module, chosen.shape
+        # rows by expert, those of experts elsewhere last
+        experts, order = chosen.flatten().sort()
+        ends = torch.searchsorted(experts, self._numbers, right=True, out_int32=True)
+        rows = hidden[order // k]
+        rows = self._product(rows, module.gate_up_proj, ends)
+        rows = self._product(module._apply_gate(rows), module.down_proj, ends)
+        if self._places is not None:  # the product leaves them unwritten
+            rows.masked_fill_((experts == len(self._numbers))[:, None], 0)
+        # rows by token again, in the router's order, in which they are added
+        outputs = torch.empty_like(rows).index_copy_(0, order, rows).view(tokens, k, -1)
+        return (outputs * weights[..., None]).sum(1).to(hidden.dtype)
+
+    def _product(
+        self, rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        """Rows [rows, in] by their expert's weight; expert i has those up to `ends[i]`."""
+        weight = weight if self._module.is_transposed else weight.transpose(1, 2)
+        return functional.grouped_mm(rows, weight, offs=ends)
 
 
 class VocabEmbedding(nn.Module):
@@ -326,6 +364,8 @@ def local_model(
         _cut(model, head_name(model), parallel, shapes)
     if parallel.tp > 1:
         _join_shards(model, config, parallel)
+    else:
+        shard_experts(model, parallel)
     # Its buffers are computed from the config, so not on the meta device.
     if hasattr(body, "rotary_emb"):
         body.rotary_emb = type(body.rotary_emb)(config).to(device)
@@ -333,6 +373,13 @@ def local_model(
     left = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     assert not left, f"without memory: {', '.join(left)}"
     return model.eval()
+
+
+def shard_experts(model: nn.Module, parallel: GenParallel) -> None:
+    """Have the experts of a model's layers compute without gradients (`ExpertsShard`)."""
+    for experts in experts_of(model):
+        if hasattr(experts, "has_gate"):  # it is called as transformers' functions are
+            experts.forward = ExpertsShard(experts, parallel)
 
 
 def own_layers(model: PreTrainedModel) -> list[Any]:

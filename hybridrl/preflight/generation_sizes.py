@@ -21,7 +21,7 @@ from hybridrl.layout.layerwise import by_layer
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.parameters import Parameter, gen_layout
-from hybridrl.models.activations import Activations, head_activations, layer_activations
+from hybridrl.models.activations import scoring_activations, scoring_head_activations
 from hybridrl.models.context import context_tokens
 from hybridrl.models.load import TORCH_DTYPES, load_config
 from hybridrl.models.parallel import model_parameters, num_experts
@@ -155,20 +155,17 @@ def scorer_sizes(
     """A model that only scores such rows, on that one of the pipeline stages that has most."""
     dtype, layout = TORCH_DTYPES[config.model.compute_dtype], config.rollout.layout
     attention = attention_of(config, shape)
-    layer = layer_activations(shape, row.tokens, dtype=dtype, attention=attention, tp=layout.tp)
-    most = layer.scoring
+    layer = scoring_activations(shape, row.tokens, dtype=dtype, attention=attention, tp=layout.tp)
+    most = layer
     if not classifier:
         triton = has_triton(config)
-        head = head_activations(shape, row.scored, dtype=dtype, triton=triton, tp=layout.tp)
-        most = max(most, head.scoring + _kept_by_malloc(config, layer))
+        head = scoring_head_activations(shape, row.scored, dtype=dtype, triton=triton, tp=layout.tp)
+        on_cpu = config.cluster.device is Device.cpu
+        # Freed bytes of the layers are still resident when the head computes, on a CPU.
+        most = max(layer, head + (min(layer, MALLOC_KEEPS) if on_cpu else 0))
     hidden = row.tokens * shape.hidden_size * dtype.itemsize
     weights = dtype.itemsize * _generation_elements(config, shape, stages, classifier)
     return ScoringSizes(weights, most + (2 + _sent(layout.pp, stages)) * hidden)
-
-
-def _kept_by_malloc(config: Config, layer: Activations) -> int:
-    """Freed bytes of the layers that are still resident when the head computes, on a CPU."""
-    return min(layer.scoring, MALLOC_KEEPS) if config.cluster.device is Device.cpu else 0
 
 
 def model_shape_at(path: str | None) -> PretrainedConfig | None:

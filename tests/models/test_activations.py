@@ -10,6 +10,7 @@ from hybridrl.models.activations import (
     head_activations,
     layer_activations,
     prefill_activations,
+    scoring_activations,
 )
 
 TOKENS, HEADS, VOCAB, SCORED = 256, 4, 43, 100
@@ -22,6 +23,12 @@ SHAPE = {
 def _layer(attention, model_type="gemma2", dtype=torch.float32, row=None, **changes):
     config = AutoConfig.for_model(model_type, **{**SHAPE, **changes})
     return layer_activations(config, TOKENS, dtype=dtype, attention=attention, **(row or {}))
+
+
+def _scored(cap):
+    config = AutoConfig.for_model("gemma2", **SHAPE, attn_logit_softcapping=cap)
+    options = {"dtype": torch.float32, "attention": Attention.torch}
+    return scoring_activations(config, TOKENS, **options)
 
 
 def _head(**changes):
@@ -45,7 +52,7 @@ def test_capped_scores_are_a_tensor_in_torch():
     scores = 4 * HEADS * TOKENS**2
     free, capped = (_layer(Attention.torch, attn_logit_softcapping=cap) for cap in (None, 50.0))
     assert capped.kept - free.kept >= 2 * scores  # the tangents and the weights
-    assert capped.scoring >= 2 * scores > free.scoring
+    assert _scored(50.0) >= 2 * scores > _scored(None)
     assert _layer(Attention.flash) == _layer(Attention.flash, attn_logit_softcapping=None)
 
 
