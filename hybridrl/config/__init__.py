@@ -86,6 +86,7 @@ from hybridrl.config.trainer import (
     OptimConfig,
     OptimName,
     RouterReplay,
+    SharePrompts,
     TrainerConfig,
     WarmStartConfig,
 )
@@ -514,6 +515,7 @@ __all__ = [
     "ScheduleConfig",
     "ScheduleKind",
     "SerialScheduleConfig",
+    "SharePrompts",
     "SlurmClusterConfig",
     "SourceConfig",
     "SourceKind",

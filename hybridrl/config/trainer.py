@@ -48,6 +48,14 @@ class FuseUpdates(Enum):
     never = "never"
 
 
+class SharePrompts(Enum):
+    """Whether training and scoring compute the prompt of a group once for its responses."""
+
+    auto = "auto"  # where a run can: decided before it starts
+    always = "always"
+    never = "never"
+
+
 class RouterReplay(Enum):
     """The experts that the actor's tokens take in training."""
 
@@ -108,6 +116,9 @@ class TrainerConfig:
     chunk_tokens: int = bounded(0, least=0)
     """A sequence that is longer than a micro-batch is trained in chunks of so many tokens a rank,
     backward in reverse. 0 trains it whole."""
+    share_prompts: SharePrompts = SharePrompts.auto
+    """Whether training and scoring compute the prompt of a group once for its responses. `auto`:
+    where the run can, decided before it starts. Gradients differ by rounding."""
     fuse_updates: FuseUpdates = FuseUpdates.auto
     """Whether updates that follow each other on the same ranks are one pipeline plan, as those of
     critic and actor. `auto`: where memory allows, and the plan is predicted to be shorter."""
@@ -157,6 +168,11 @@ class TrainerConfig:
     def fuses(self) -> bool:
         """Whether roles on the same ranks train together; `auto` is decided before a run starts."""
         return self.fuse_updates is FuseUpdates.always
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether groups share prompts; `auto` is decided before a run starts."""
+        return self.share_prompts is SharePrompts.always
 
     @property
     def of_experts(self) -> list[tuple[str, str | float, str]]:

@@ -11,13 +11,17 @@ the model's call. Three implementations, of which `attention_choice` takes one:
   call per distinct length, no padding and no mask over the row.
 
 Where scores are capped, torch's kernels do not serve: that block's scores exist as a tensor.
+
+A row may hold a prompt once for several responses (`SharedPrompts`). Then the keys and values of a
+response are those of its prompt and its own, gathered from the row. All implementations attend to
+them alike, as a chunk attends to the tokens before it.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -54,6 +58,10 @@ class Packing:
 
     A row that is a `chunk` has tokens of one sequence. Then `key_starts` and `longest` count its
     earlier tokens, too.
+
+    With `shared` prompts a sequence is a prompt, or a response whose keys begin with those of its
+    prompt. Sequences of a block have equally many such keys, too. `key_starts` and `longest` count
+    them.
     """
 
     implementation: Attention
@@ -64,11 +72,79 @@ class Packing:
     own: OwnTokens | None = None
     chunk: ChunkKeys | None = None
     key_starts: torch.Tensor | None = None
+    shared: "SharedPrompts | None" = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """The tokens of each sequence."""
         return tuple(length for number, length in self.blocks for _ in range(number))
+
+
+class SharedPrompts:
+    """Where the sequences of a row begin: with the tokens of a prompt that others share, or none.
+
+    A sequence attends to `before` tokens that are not its own, which begin at the row's position
+    `starts`; 0 of them for a prompt, and for a sequence that shares none. `before` [blocks] is that
+    of each block of a `Packing`. `keys` [keys] are the positions in the row of all that each
+    sequence attends to, in the order of the sequences. The class is no dataclass, of which FSDP
+    passes copies to the layers.
+
+    Example: a prompt of 2 tokens and two responses of 1 and 2. The row has 5 tokens: those of the
+    first response (position 0), of the prompt (1 and 2), of the second response (3 and 4). `keys`
+    are 1 2 0, 1 2, 1 2 3 4.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        before: Sequence[int],
+        starts: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        """The `lengths`, tokens `before` and their `starts` are those of each sequence."""
+        sizes = [own + more for own, more in zip(lengths, before, strict=True)]
+        begins = [*accumulate(lengths, initial=0)][:-1]
+        ends = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        self.before = tuple(n for (_, n), _ in groupby(zip(lengths, before, strict=True)))
+        self.keys = seen_tokens(begins, lengths, before, starts).to(device)
+        self.key_starts, self.longest = ends.to(device), max(sizes)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The keys, or values, [kv_heads, keys, dim] of all sequences from the row's tokens'."""
+        gathered: torch.Tensor = _GatheredKeys.apply(x, self.keys)
+        return gathered
+
+
+def seen_tokens(
+    begins: Sequence[int], lengths: Sequence[int], before: Sequence[int], starts: Sequence[int]
+) -> torch.Tensor:
+    """The positions in a row of what each of its sequences attends to, one after the other.
+
+    A sequence has `lengths` tokens from `begins` on, and `before` them others from `starts` on.
+    """
+    own, more = torch.tensor(lengths), torch.tensor(before)
+    sizes = own + more
+    place = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    of_own = (torch.tensor(begins) - more).repeat_interleave(sizes) + place
+    of_others = torch.tensor(starts).repeat_interleave(sizes) + place
+    return torch.where(place < more.repeat_interleave(sizes), of_others, of_own)
+
+
+class _GatheredKeys(torch.autograd.Function):
+    """`SharedPrompts.gather`, whose gradients are summed in float32 at least, as products are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(keys)
+        ctx.tokens = x.shape[1]
+        return x.index_select(1, keys)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (keys,) = ctx.saved_tensors
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.new_zeros(len(grad), ctx.tokens, grad.shape[2], dtype=wide)
+        return total.index_add_(1, keys, grad.to(wide)).to(grad.dtype), None
 
 
 def make_packing(
@@ -83,6 +159,25 @@ def make_packing(
     blocks = tuple((len(list(group)), length) for length, group in groupby(lengths))
     own = None if group is None else OwnTokens(blocks, group, device)
     return Packing(implementation, blocks, ends.to(device), lengths[-1], group, own)
+
+
+def make_shared_packing(
+    lengths: Sequence[int],
+    before: Sequence[int],
+    starts: Sequence[int],
+    implementation: Attention,
+    device: torch.device,
+) -> Packing:
+    """Describe a row of prompts and responses, whose `lengths` must ascend: `SharedPrompts`."""
+    shared = SharedPrompts(lengths, before, starts, device)
+    runs = groupby(zip(lengths, before, strict=True))
+    return replace(
+        make_packing(lengths, implementation, device),
+        blocks=tuple((len([*run]), length) for (length, _), run in runs),
+        longest=shared.longest,
+        key_starts=shared.key_starts,
+        shared=shared,
+    )
 
 
 def make_chunk_packing(
@@ -135,6 +230,8 @@ def packed_attention(
         v: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
+        if packing.shared is not None:
+            k, v = packing.shared.gather(k), packing.shared.gather(v)
         if packing.implementation is Attention.torch:
             return _torch(q, k, v, packing, scaling, window, softcap, sinks)
         assert sinks is None, "FlashAttention has no attention sinks"
@@ -215,12 +312,17 @@ def _torch(
     sizes = [count * length for count, length in packing.blocks]
     outputs = []
     # One split, not slices: the backward of a slice would write zeros for the whole row.
-    of_keys = [*sizes]
-    of_keys[0] += key.shape[1] - query.shape[1]  # of the first block's sequence, which is alone
+    if packing.shared is not None:
+        before = packing.shared.before
+        counted = zip(sizes, packing.blocks, before, strict=True)
+        of_keys = [size + count * more for size, (count, _), more in counted]
+    else:
+        of_keys = [*sizes]
+        of_keys[0] += key.shape[1] - query.shape[1]  # of the first block's sequence, which is alone
     rows = zip(query.split(sizes, 1), key.split(of_keys, 1), value.split(of_keys, 1), strict=True)
     for (count, length), (q, k, v) in zip(packing.blocks, rows, strict=True):
-        earlier = k.shape[1] - q.shape[1]
         q, k, v = (x.unflatten(1, (count, -1)).transpose(0, 1) for x in (q, k, v))
+        earlier = k.shape[2] - length
         if groups > 1:
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         mask = None

@@ -49,6 +49,11 @@ class TokenSequences:
     the number after the last. `lengths` [sequences] count all tokens of each. The ranks of `group`
     share the row. Chunks of one sequence share `chunks`, where each leaves its counts.
 
+    In a row with shared prompts these have numbers between those of sequences and of what fills the
+    row up, `num_prompts` of them. Then `prompts` [sequences] is the number of each sequence's
+    prompt, or after all others one without tokens. A prompt's tokens count for each of its
+    sequences.
+
     It is no dataclass, of which FSDP passes copies to the layers.
 
     Example: of two sequences of 1 and 3 tokens and one that fills up, `of_token` is 0 1 1 1 2.
@@ -61,25 +66,43 @@ class TokenSequences:
         group: ProcessGroup | None = None,
         start: int = 0,
         chunks: dict[tuple[int, int], torch.Tensor] | None = None,
+        prompts: torch.Tensor | None = None,
+        num_prompts: int = 0,
     ) -> None:
         self.of_token, self.lengths, self.group = of_token, lengths, group
         self._start, self._chunks = start, chunks
+        self._prompts, self._num_prompts = prompts, num_prompts
+        self._numbers = len(lengths) + num_prompts + (1 if prompts is None else 2)
 
     def of_rank(self, own: slice, device: torch.device) -> "TokenSequences":
         """The sequences of the tokens `own` of the row, on `device`."""
         tensors = self.of_token[own].to(device), self.lengths.to(device)
-        return TokenSequences(*tensors, self.group, self._start, self._chunks)
+        prompts = None if self._prompts is None else self._prompts.to(device)
+        of_chunk = self._start, self._chunks
+        return TokenSequences(*tensors, self.group, *of_chunk, prompts, self._num_prompts)
 
     def counts(self, chosen: torch.Tensor, experts: int) -> torch.Tensor:
         """This rank's tokens of each sequence and expert [sequences, experts].
 
         `chosen` [tokens, k] are their experts.
         """
-        rows = len(self.lengths) + 1
-        counts = torch.zeros(rows * experts, dtype=torch.long, device=chosen.device)
+        counts = torch.zeros(self._numbers * experts, dtype=torch.long, device=chosen.device)
         places = (self.of_token[:, None] * experts + chosen).flatten()
         counts.scatter_add_(0, places, torch.ones_like(places))
-        return counts.view(rows, experts)[:-1]
+        by_number = counts.view(self._numbers, experts)
+        own = by_number[: len(self.lengths)]
+        return own if self._prompts is None else own + by_number[self._prompts]
+
+    def of_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """The `values` [sequences, n] of each token's sequences, [tokens, n]; 0 where it has none.
+
+        Those of the sequences of a prompt are added up.
+        """
+        by_number = values.new_zeros(self._numbers, values.shape[1])
+        by_number[: len(values)] = values
+        if self._prompts is not None:
+            by_number.index_add_(0, self._prompts, values)
+        return by_number[self.of_token]
 
     def of_whole(self, layer: int, counts: torch.Tensor) -> torch.Tensor:
         """The `counts` of a layer over all ranks and chunks of the sequences.
@@ -125,13 +148,12 @@ class RouterLoss:
         experts, k = scores.shape[1], weights.shape[1]
         per_token = self.scale * experts / k / sequences.lengths.float().square()
         share = counts * per_token[:, None]
-        share = torch.cat([share, share.new_zeros(1, experts)])  # of what fills the row up
         balanced: torch.Tensor = _Attached.apply(weights, scores, share, sequences, self.value)
         return balanced
 
 
 class _Attached(torch.autograd.Function):
-    """`RouterLoss.attach`, with `share` = f_i / T of each sequence [sequences + 1, experts]."""
+    """`RouterLoss.attach`, with `share` = f_i / T of each sequence [sequences, experts]."""
 
     @staticmethod
     def forward(
@@ -143,15 +165,15 @@ class _Attached(torch.autograd.Function):
         value: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(scores)
-        ctx.constants = share, sequences.of_token, value
+        ctx.constants = share, sequences, value
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (scores,) = ctx.saved_tensors
-        share, of_token, value = ctx.constants
+        share, sequences, value = ctx.constants
         total = scores.float().sum(-1, keepdim=True)
-        wanted = share[of_token]
+        wanted = sequences.of_tokens(share)
         of_token_loss = (scores * wanted).sum(-1, keepdim=True) / total
         value.add_(of_token_loss.sum())
         return grad, ((wanted - of_token_loss) / total).to(scores.dtype), None, None, None

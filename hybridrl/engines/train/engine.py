@@ -169,6 +169,7 @@ class TrainEngine(ModelShards):
             layers,
             trainer.chunk_tokens,
             SequenceCost(*forward_flops(self.model.config)),
+            trainer.shares_prompts,
         )
         self.flops = ForwardFlops.of(self.model.config)
         if gives_values:  # in place of the vocabulary's head
@@ -513,7 +514,7 @@ class TrainEngine(ModelShards):
         )
 
     def _of_sequences(self, pooled: Sequence[TrainSequence], sums: UpdateSums) -> dict[str, float]:
-        """Metrics of what an update gets: bytes of its recorded experts, its rows' padding."""
+        """Metrics of what an update gets: recorded experts, padding of rows, shared prompts."""
         metrics = {}
         if self._experts is not None:
             records = (s.routed_experts for s in pooled if s.routed_experts is not None)
@@ -522,6 +523,9 @@ class TrainEngine(ModelShards):
         if self.pipeline is not None or self.dims.axes.tp > 1:
             real, computed = self._reduce([sums.real, sums.computed], dist.ReduceOp.SUM)
             metrics["padding_share"] = 1 - real / computed
+        if self.trainer.shares_prompts:
+            real, shared = self._reduce([sums.real, sums.shared], dist.ReduceOp.SUM)
+            metrics["shared_prompt_share"] = shared / (real + shared)
         return metrics
 
     def _train_rows(

@@ -13,9 +13,10 @@ from torch.distributed import ProcessGroup
 from hybridrl.config import Attention
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.engines.train.shared_prompts import Arrangement, row_tokens
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
 from hybridrl.models.logits import logits_transform
-from hybridrl.models.packed_attention import Packing, make_packing
+from hybridrl.models.packed_attention import Packing
 from hybridrl.models.router_balance import KEYWORD as SEQUENCES_KEYWORD
 from hybridrl.models.router_balance import TokenSequences
 from hybridrl.models.router_replay import KEYWORD, NO_RECORD, Routing
@@ -44,7 +45,9 @@ class PackedBatch:
     of the row's i-th sequence among the caller's, `counts[i]` its number of scored tokens.
     `routing` has the experts of the row's tokens, where they are replayed or recorded. Where the
     load of experts is counted, `token_sequences` has the sequences of its tokens. With `candidates`
-    [scored, k] the tokens of these ids are scored at each position, too.
+    [scored, k] the tokens of these ids are scored at each position, too. A row with shared prompts
+    has `places` [tokens of the sequences]: where the tokens of each sequence in `order` are in it,
+    prompt and response. Its sequences have `lengths`.
 
     Where the ranks of `packing.group` share a row, the tensors are this rank's. `own` is the
     place of its scored tokens among all of the row. A row with `passes` is computed by these rows
@@ -64,11 +67,18 @@ class PackedBatch:
     routing: Routing | None = None
     token_sequences: TokenSequences | None = None
     candidates: torch.Tensor | None = None
+    lengths: tuple[int, ...] = ()
+    places: torch.Tensor | None = None
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks that share the row."""
         return 1 if self.packing.group is None else self.packing.group.size()
+
+    @property
+    def num_shared(self) -> int:
+        """Tokens of shared prompts that the row would have more if they were repeated."""
+        return 0 if self.places is None else len(self.places) - self.ids.shape[1]
 
     @property
     def sequence(self) -> torch.Tensor:
@@ -87,6 +97,7 @@ def pack(
     records_experts: bool = False,
     counts_experts: bool = False,
     candidates: Candidates | None = None,
+    shares_prompts: bool = False,
 ) -> PackedBatch:
     """Pack sequences into one row; `trained_only` scores the unmasked response tokens only.
 
@@ -97,37 +108,50 @@ def pack(
     gradient is exactly zero. The ranks of `group` share the row's tokens, whose number they
     divide. With `records_experts` a pass records the experts of all tokens; without, tokens
     take those of their sequences. With `counts_experts` the row has `token_sequences`, with
-    `candidates` those of the sequences. Raises ValueError for a response without a token before
-    it, or a mask of another length.
+    `candidates` those of the sequences. With `shares_prompts` it has a prompt of several sequences
+    once. Raises ValueError for a response without a token before it, or a mask of another length.
     """
+    assert group is None or not shares_prompts, "ranks that share a row share no prompts"
     # A sequence with nothing to score fills the row up.
-    sizes = [sequence.ids.shape[0] for sequence in sequences]
-    missing, longest = total_tokens - sum(sizes), max(sizes, default=1)
+    missing = total_tokens - row_tokens(sequences, shares_prompts)
+    longest = max([sequence.ids.shape[0] for sequence in sequences], default=1)
     filler = [TrainSequence(torch.zeros(missing, dtype=torch.long), 0)] if missing > 0 else []
-    sequences, sizes = [*sequences, *filler], [*sizes, *[missing] * len(filler)]
-    order = sorted(range(len(sizes)), key=sizes.__getitem__)
-    members, lengths = [sequences[i] for i in order], [sizes[i] for i in order]
+    sequences = [*sequences, *filler]
+    pieces = Arrangement.of(sequences, shares_prompts)
+    members = [sequences[i] for i in pieces.order]
+    lengths = [member.ids.shape[0] for member in members]
     # All is computed for the whole row: a call of torch for each sequence takes longer.
     scored, counts = _scored(members, lengths, trained_only)
     # A row without sequences has a token.
     ids = torch.cat([member.ids for member in members] or [torch.zeros(1, dtype=torch.long)])
-    lengths = lengths or [1]
-    ends = torch.tensor(lengths)
+    targets = ids[scored]
+    ends = torch.tensor(lengths or [1])
     starts = ends.cumsum(0) - ends
     positions = torch.arange(ids.shape[0]) - starts.repeat_interleave(ends)
-    numbers = tuple([-1 if filler and i == len(sequences) - 1 else i for i in order])
+    routing = Routing(records=True) if records_experts else _replay(sequences, pieces.order)
+    numbers = tuple([-1 if filler and i == len(sequences) - 1 else i for i in pieces.order])
+    predicting = scored - 1
+    places = pieces.places() if pieces.shares else None
+    if places is not None:  # until here prompts have been repeated
+        once = torch.empty(sum(pieces.lengths), dtype=torch.long)
+        once[places] = torch.arange(ids.shape[0])
+        ids, positions, predicting = ids[once], positions[once], places[predicting]
+        if routing is not None and routing.forced is not None:
+            routing = Routing(routing.forced[once])
     row = PackedBatch(
         ids=ids[None],
         position_ids=positions.clamp(max=longest - 1)[None],
-        predicting=scored - 1,
-        targets=ids[scored],
+        predicting=predicting,
+        targets=targets,
         order=numbers,
         counts=tuple(counts),
-        packing=make_packing(lengths, attention, device, group),
+        packing=pieces.packing(attention, device, group),
         own=slice(None),
-        routing=Routing(records=True) if records_experts else _replay(sequences, order),
-        token_sequences=_token_sequences(lengths, numbers, group) if counts_experts else None,
-        candidates=None if candidates is None else _candidates(sequences, order, candidates),
+        routing=routing,
+        token_sequences=_token_sequences(pieces, numbers, group) if counts_experts else None,
+        candidates=None if candidates is None else _candidates(sequences, pieces.order, candidates),
+        lengths=tuple(lengths),
+        places=places,
     )
     return own_share(row, device)
 
@@ -186,12 +210,27 @@ def _candidates(
 
 
 def _token_sequences(
-    lengths: Sequence[int], numbers: Sequence[int], group: ProcessGroup | None
+    pieces: Arrangement, numbers: Sequence[int], group: ProcessGroup | None
 ) -> TokenSequences:
     """The sequences of a row's tokens, from the `numbers` of them among the caller's."""
-    sizes, real = torch.tensor(lengths), torch.tensor(numbers or (-1,)) >= 0
-    places = torch.where(real, real.cumsum(0) - 1, real.sum())
-    return TokenSequences(places.repeat_interleave(sizes), sizes[real], group)
+    sizes, real = torch.tensor(pieces.lengths or [1]), torch.tensor(numbers or (-1,)) >= 0
+    ends, prompts = torch.tensor(pieces.ends or [0]), torch.tensor(pieces.prompts or [0])
+    before = torch.tensor(pieces.before or [0])[ends]
+    # Sequences, then shared prompts, then what fills the row up, then a prompt without tokens.
+    num = int(real.sum())
+    shared, of_shared = prompts[before > 0].unique(return_inverse=True)
+    places = torch.full_like(sizes, num + len(shared))
+    places[ends[real]] = torch.arange(num)
+    places[shared] = num + torch.arange(len(shared))
+    of_sequences = torch.full_like(ends, num + len(shared) + 1)
+    of_sequences[before > 0] = num + of_shared
+    return TokenSequences(
+        places.repeat_interleave(sizes),
+        (sizes[ends] + before)[real],
+        group,
+        prompts=of_sequences[real] if len(shared) else None,
+        num_prompts=len(shared),
+    )
 
 
 def _replay(sequences: Sequence[TrainSequence], order: Sequence[int]) -> Routing | None:
@@ -220,7 +259,9 @@ def recorded_experts(
     `by_layer` has those of the row's tokens, [tokens, k] for each layer of the whole model.
     """
     whole = torch.stack([by_layer[layer] for layer in sorted(by_layer)], 1)
-    pieces = whole.split(batch.packing.starts.diff().tolist())
+    if batch.places is not None:
+        whole = whole[batch.places]
+    pieces = whole.split(batch.lengths or batch.packing.starts.diff().tolist())
     pairs = zip(batch.order, pieces, strict=False)  # a row without sequences has one token
     return [(index, piece) for index, piece in pairs if index >= 0]
 

@@ -16,6 +16,7 @@ from hybridrl.engines.train.chunks import row_in_chunks
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import Candidates, PackedBatch, pack
 from hybridrl.engines.train.pipeline import Pipeline
+from hybridrl.engines.train.shared_prompts import row_tokens
 from hybridrl.models.flops import ForwardFlops
 from hybridrl.pipelines.balance import (
     BY_TOKENS,
@@ -48,16 +49,21 @@ class MicroBatches:
     """Lists of indices into the `sequences`, each of which becomes one packed row of tokens.
 
     The ranks of cp share the tokens of the first `shared` rows. The sequences of the others come
-    behind the replica's own.
+    behind the replica's own. With `shares_prompts` these have a prompt of several sequences once.
     """
 
     sequences: Sequence[TrainSequence]
     parts: list[list[int]]
     shared: int = 0
+    shares_prompts: bool = False
 
     def tokens(self, index: int) -> int:
         """The tokens of a row."""
-        return sum([self.sequences[i].ids.shape[0] for i in self.parts[index]])
+        return row_tokens([self.sequences[i] for i in self.parts[index]], self.shares(index))
+
+    def shares(self, index: int) -> bool:
+        """Whether a row has a prompt of several of its sequences once."""
+        return self.shares_prompts and index >= self.shared
 
 
 class Replica:
@@ -76,6 +82,7 @@ class Replica:
         num_layers: int,
         chunk_tokens: int = 0,
         cost: SequenceCost = BY_TOKENS,
+        shares_prompts: bool = False,
     ) -> None:
         """`max_tokens` bounds a micro-batch, of a model of `num_layers` layers.
 
@@ -83,7 +90,7 @@ class Replica:
         Longer sequences are computed in chunks of `chunk_tokens` on a rank; 0 leaves them whole.
         """
         self.dims, self.pipeline, self.attention, self.device = dims, pipeline, attention, device
-        self.max_tokens, self.cost = max_tokens, cost
+        self.max_tokens, self.cost, self.shares_prompts = max_tokens, cost, shares_prompts
         self.chunk_tokens = -(-chunk_tokens // dims.token_parts) * dims.token_parts
         self._group = dims.replica_group
         self._all: Sequence[ProcessGroup | None] = (None,)
@@ -148,7 +155,7 @@ class Replica:
         parts = micro_batches(lengths, self.max_tokens, samples_per_row, self.cost)
         if alone:
             parts = [[i] for i in range(len(sequences))]
-        micros = MicroBatches(sequences, parts)
+        micros = MicroBatches(sequences, parts, shares_prompts=self.shares_prompts)
         return micros if self.dims.cp_group is None else self._share(micros, self.dims.cp_group)
 
     def _share(self, own: MicroBatches, group: ProcessGroup) -> MicroBatches:
@@ -166,7 +173,7 @@ class Replica:
                 parts.append([*range(len(sequences), len(sequences) + len(row))])
                 sequences += row
         rest = [indices for number, indices in enumerate(own.parts) if number not in long]
-        return MicroBatches(sequences, parts + rest, len(parts))
+        return MicroBatches(sequences, parts + rest, len(parts), own.shares_prompts)
 
     def same_number(
         self, micros: MicroBatches, number: int, samples_per_row: int = 1
@@ -271,7 +278,10 @@ class Replica:
             if self._num_chunks(micros, number) > 1:
                 row = row_in_chunks(members, self.chunk_tokens, multiple=multiple, **settings)
             else:
-                row = pack(members, total_tokens=size * ranks[number], **settings)
+                shares = self.shares_prompts
+                row = pack(
+                    members, total_tokens=size * ranks[number], shares_prompts=shares, **settings
+                )
             rows.append(row)
         if not self.chunk_tokens:
             return rows

@@ -28,8 +28,9 @@ class UpdateSums:
     """Sums of an update over this rank's rows, also those trained before the others were there.
 
     `sums` are those of the loss and its metrics, `compared` the figures of `compare_row` of each
-    row. `counts` [5] are the fields of `UpdateTotals`, of the early rows alone. `real`
-    tokens of sequences make up the `computed` ones of their rows.
+    row. `counts` [5] are the fields of `UpdateTotals`, of the early rows alone. `real` tokens of
+    sequences make up the `computed` ones of their rows; `shared` more are those of prompts that
+    rows have once.
     """
 
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -37,6 +38,7 @@ class UpdateSums:
     counts: torch.Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.int64))
     real: int = 0
     computed: int = 0
+    shared: int = 0
 
     def joined(self, counts: torch.Tensor) -> torch.Tensor:
         """The `counts` [5] of further sequences and of these together."""
@@ -50,7 +52,9 @@ class UpdateSums:
     ) -> None:
         """Count the tokens of sequences, and of the rows that they were packed into."""
         rows = [row for batch in batches for row in batch.passes or (batch,)]
-        self.real += sum([sequence.ids.shape[0] for sequence in sequences])
+        shared = sum(batch.num_shared for batch in batches)
+        self.shared += shared
+        self.real += sum([sequence.ids.shape[0] for sequence in sequences]) - shared
         self.computed += sum(row.ids.numel() for row in rows)
 
 

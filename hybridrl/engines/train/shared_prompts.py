@@ -1,0 +1,126 @@
+"""Rows that hold a prompt once for all its responses.
+
+The responses of a group have one prompt, and a causal model's states of it do not depend on them.
+So a row has the prompt once, and responses attend to its keys and values (`SharedPrompts` of
+`models.packed_attention`). With P tokens of the prompt and G responses of R tokens the row has
+P + G R tokens in place of G (P + R) (Periodic Asynchrony, arXiv 2511.18871).
+
+Sequences share a prompt if its ids are equal, and the experts that are replayed for it.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch.distributed import ProcessGroup
+
+from hybridrl.config import Attention
+from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.models.packed_attention import (
+    Packing,
+    make_packing,
+    make_shared_packing,
+    seen_tokens,
+)
+
+
+def prompt_of(sequence: TrainSequence) -> Hashable:
+    """What sequences with the same prompt have in common; None for one without a response."""
+    prompt = sequence.ids.shape[0] - sequence.response_tokens
+    if not sequence.response_tokens or prompt < 1:
+        return None
+    experts = sequence.routed_experts
+    of_experts = b"" if experts is None else experts[:prompt].numpy().tobytes()
+    return sequence.ids[:prompt].numpy().tobytes(), of_experts
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """The pieces of a row, by ascending length: whole sequences, prompts, and responses.
+
+    `order` are the sequences, in the order of the pieces with their ends. A piece has `lengths`
+    tokens. A response's come after `before` others, which begin at the position `starts` of the
+    row. `prompts` and `ends` have the pieces of each sequence in `order`: that with its end, and
+    that with its prompt, which may be the same.
+    """
+
+    order: list[int]
+    lengths: list[int]
+    before: list[int]
+    starts: list[int]
+    prompts: list[int]
+    ends: list[int]
+
+    @classmethod
+    def of(cls, sequences: Sequence[TrainSequence], shares_prompts: bool) -> "Arrangement":
+        """Arrange `sequences`; a prompt is shared where several of them have it."""
+        sizes = [sequence.ids.shape[0] for sequence in sequences]
+        before, groups = [0] * len(sizes), _groups(sequences) if shares_prompts else []
+        for indices in groups:
+            for index in indices:
+                before[index] = sizes[index] - sequences[index].response_tokens
+        # Each with its tokens, those before it, and the sequence that it ends or the group.
+        pieces = [(sizes[i] - before[i], before[i], i, True) for i in range(len(sizes))]
+        pieces += [(before[own[0]], 0, number, False) for number, own in enumerate(groups)]
+        pieces.sort(key=lambda piece: piece[:2])
+
+        lengths = [piece[0] for piece in pieces]
+        prompts: dict[int, tuple[int, int]] = {}  # of each sequence the piece, where it begins
+        position = 0
+        for place, (length, _, number, is_end) in enumerate(pieces):
+            if not is_end:
+                prompts |= dict.fromkeys(groups[number], (place, position))
+            position += length
+        ends = [place for place, piece in enumerate(pieces) if piece[3]]
+        order = [pieces[place][2] for place in ends]
+        return cls(
+            order=order,
+            lengths=lengths,
+            before=[piece[1] for piece in pieces],
+            starts=[prompts[i][1] if more else 0 for _, more, i, _ in pieces],
+            prompts=[
+                prompts[i][0] if i in prompts else place
+                for i, place in zip(order, ends, strict=True)
+            ],
+            ends=ends,
+        )
+
+    @property
+    def shares(self) -> bool:
+        """Whether a prompt is shared."""
+        return any(self.before)
+
+    def places(self) -> torch.Tensor:
+        """Where the tokens of each sequence in `order` are in the row, [tokens of them all]."""
+        begins = [*accumulate(self.lengths, initial=0)]
+        of_ends = ([x[place] for place in self.ends] for x in (begins, self.lengths, self.before))
+        starts = [self.starts[place] for place in self.ends]
+        return seen_tokens(*of_ends, starts)
+
+    def packing(
+        self, attention: Attention, device: torch.device, group: ProcessGroup | None
+    ) -> Packing:
+        """How the row is attended; the ranks of `group` share it."""
+        lengths = self.lengths or [1]  # a row without sequences has a token
+        if not self.shares:
+            return make_packing(lengths, attention, device, group)
+        return make_shared_packing(lengths, self.before, self.starts, attention, device)
+
+
+def row_tokens(sequences: Sequence[TrainSequence], shares_prompts: bool) -> int:
+    """The tokens of a row of `sequences`."""
+    tokens = sum([sequence.ids.shape[0] for sequence in sequences])
+    for own in _groups(sequences) if shares_prompts else []:
+        first = sequences[own[0]]
+        tokens -= (len(own) - 1) * (first.ids.shape[0] - first.response_tokens)
+    return tokens
+
+
+def _groups(sequences: Sequence[TrainSequence]) -> list[list[int]]:
+    """The sequences that share each prompt; prompts of one alone are left out."""
+    by_prompt: dict[Hashable, list[int]] = {}
+    for index, sequence in enumerate(sequences):
+        if (prompt := prompt_of(sequence)) is not None:
+            by_prompt.setdefault(prompt, []).append(index)
+    return [indices for indices in by_prompt.values() if len(indices) > 1]
