@@ -19,7 +19,7 @@ from hybridrl.config.evaluation import EvalConfig
 from hybridrl.config.reward import JudgeHome
 from hybridrl.config.rollout import Engine
 from hybridrl.config.run import Deterministic, KeptSamples
-from hybridrl.config.trainer import FuseUpdates
+from hybridrl.config.trainer import FuseUpdates, SharePrompts
 
 
 class Container(Enum):
@@ -210,6 +210,8 @@ class EmulatedClusterConfig(ClusterConfig):
             settings.warm_start.steps = 0
         if trainer.fuse_updates is FuseUpdates.auto:
             trainer.fuse_updates = FuseUpdates.never
+        if trainer.share_prompts is SharePrompts.auto:
+            trainer.share_prompts = SharePrompts.never
         device = Device.cuda if self.knows_model else Device.cpu
         if self.device is Device.auto:
             self.device = device
@@ -225,6 +227,7 @@ class EmulatedClusterConfig(ClusterConfig):
             ("trainer.resume", trainer.resume, "never"),
             ("trainer.save_every", trainer.save_every, 0),
             ("trainer.fuse_updates", trainer.fuse_updates, FuseUpdates.never),
+            ("trainer.share_prompts", trainer.share_prompts, SharePrompts.never),
             ("telemetry.profile.steps", telemetry.profile.steps, []),
             ("telemetry.samples", telemetry.samples, KeptSamples.first),
             ("telemetry.digests", bool(telemetry.digests), False),

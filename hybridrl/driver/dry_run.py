@@ -49,7 +49,8 @@ def check_runs(
                 prepared = prepare(known, known=rows)
                 check_inputs(known, origin, rows, prepared)
                 show(prepared.first_samples)
-                for line in filter(None, (prepared.schedule, prepared.activations)):
+                lines = prepared.schedule, prepared.activations, prepared.prompt_sharing
+                for line in filter(None, lines):
                     show(f"{line}\n")
             seen.append((alike, known))
         completed.append(known)

@@ -9,6 +9,7 @@ from hybridrl.flow import Graph
 from hybridrl.flow.graph import UpdateStage
 from hybridrl.flow.sample import NO_VERSION, Sample, SampleId
 from hybridrl.pipelines.balance import BY_TOKENS, SequenceCost, balance
+from hybridrl.pipelines.prompt_groups import PromptGroups
 from hybridrl.workers.training import UpdateShare
 
 # Moving samples costs a few milliseconds a step; below this surplus of the busiest rank's work
@@ -21,19 +22,30 @@ class RankWork:
     """What samples cost the ranks of a role: by lengths alone, so a batch has one split.
 
     `blocks` has, for each rank, the ranks that share its rows of more than `max_tokens`: each of
-    them costs all of its block alike. Without blocks none is shared. Example: the blocks of fsdp 4
-    with cp 2 are (0, 1), (0, 1), (2, 3), (2, 3).
+    them costs all of its block alike. Without blocks none is shared. With `shares_prompts` a rank
+    computes the prompt of its samples of a group once. Example: the blocks of fsdp 4 with cp 2 are
+    (0, 1), (0, 1), (2, 3), (2, 3).
     """
 
     cost: SequenceCost = BY_TOKENS
     max_tokens: int = 0
     blocks: tuple[tuple[int, ...], ...] = ()
+    shares_prompts: bool = False
 
     @classmethod
-    def of(cls, layout: TrainLayoutConfig, max_tokens: int, cost: SequenceCost) -> "RankWork":
-        """Return the work of a trained role, whose layout is resolved."""
+    def of(
+        cls,
+        layout: TrainLayoutConfig,
+        max_tokens: int,
+        cost: SequenceCost,
+        shares_prompts: bool = False,
+    ) -> "RankWork":
+        """Return the work of a trained role, whose layout is resolved.
+
+        Where ranks share rows, prompts do not decide which rank gets a sample.
+        """
         if layout.cp == 1:
-            return cls(cost)
+            return cls(cost, shares_prompts=shares_prompts)
         ranks = range(layout.pp * layout.replicas * layout.fsdp * layout.tp)
         # The stages and tp ranks of a replica pool their sequences, so they are of its block.
         block_of = [
@@ -56,6 +68,16 @@ class RankWork:
         """The cost of each row: that of its samples, each of which attends to itself alone."""
         return [sum(self.cost.of_all([sample.tokens for sample in row])) for row in rows]
 
+    def groups(self, samples: Sequence[Sample], samples_per_row: int) -> PromptGroups:
+        """The samples as groups that share prompts."""
+        return PromptGroups(
+            [sample.tokens for sample in samples],
+            [(sample.id.prompt, sample.prompt_tokens) for sample in samples],
+            [sample.prompt_tokens for sample in samples],
+            self.cost,
+            samples_per_row,
+        )
+
 
 UNKNOWN_WORK = RankWork()
 """The work of a role whose ranks do not share rows, by tokens."""
@@ -70,7 +92,8 @@ def joint_work(works: Sequence[RankWork]) -> RankWork:
         return works[0]
     assert not any(work.blocks for work in works), "roles with shared rows train alone"
     per_token = sum(work.cost.per_token for work in works)
-    return RankWork(SequenceCost(per_token, sum(work.cost.per_pair for work in works)))
+    cost = SequenceCost(per_token, sum(work.cost.per_pair for work in works))
+    return RankWork(cost, shares_prompts=works[0].shares_prompts)
 
 
 def work_of_roles(config: Config, graph: Graph, model_path: str) -> dict[str, RankWork]:
@@ -78,15 +101,16 @@ def work_of_roles(config: Config, graph: Graph, model_path: str) -> dict[str, Ra
     from hybridrl.models.flops import forward_flops
     from hybridrl.models.load import load_config
 
-    budget = config.trainer.max_tokens_per_micro_batch
+    trainer, shares = config.trainer, config.trainer.shares_prompts
+    budget = trainer.max_tokens_per_micro_batch
     actor = SequenceCost(*forward_flops(load_config(model_path)))
-    works = {"actor": RankWork.of(config.trainer.layout, budget, actor)}
+    works = {"actor": RankWork.of(trainer.layout, budget, actor, shares)}
     for role in VALUE_MODELS:
         if role in graph.learned:
             settings, cost = config.value_model_of(role), actor
             if settings.path is not None:
                 cost = SequenceCost(*forward_flops(load_config(settings.path)))
-            works[role] = RankWork.of(settings.layout, budget, cost)
+            works[role] = RankWork.of(settings.layout, budget, cost, shares)
     return works
 
 
@@ -105,6 +129,11 @@ def assign_ranks(
     here = [sample.rank for sample in samples]
     rows = _rows(samples, samples_per_row)
     together = {len({sample.rank for sample in row}) for row in rows} <= {1}
+    if not move and together and work.shares_prompts:
+        dealt = deal(samples, num_ranks, samples_per_row, work)
+        groups = work.groups(samples, samples_per_row)
+        present, best = (groups.heaviest(_parts(ranks, num_ranks)) for ranks in (here, dealt))
+        return here if present <= (1 + _TOLERATED_IMBALANCE) * best else dealt
     if not move and together:
         loads = [0.0] * num_ranks
         for row, cost in zip(rows, work.costs(rows), strict=True):
@@ -126,6 +155,12 @@ def deal(
 
     Shared rows are spread over blocks of ranks, then the others over what these leave.
     """
+    if work.shares_prompts:
+        places = [0] * len(samples)
+        for rank, indices in enumerate(work.groups(samples, samples_per_row).deal(num_ranks)):
+            for index in indices:
+                places[index] = rank
+        return places
     rows = _rows(samples, samples_per_row)
     costs, ranks_of_rows, loads = work.costs(rows), [0] * len(rows), [0] * num_ranks
     shared = [i for i, row in enumerate(rows) if work.is_shared(row)]
@@ -141,6 +176,14 @@ def deal(
         for number in numbers:
             ranks_of_rows[alone[number]] = rank
     return [ranks_of_rows[i // samples_per_row] for i in range(len(samples))]
+
+
+def _parts(ranks: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """The samples of each rank, by the `ranks` of the samples."""
+    parts: list[list[int]] = [[] for _ in range(num_ranks)]
+    for index, rank in enumerate(ranks):
+        parts[rank].append(index)
+    return parts
 
 
 def _rows(samples: Sequence[Sample], samples_per_row: int) -> list[Sequence[Sample]]:

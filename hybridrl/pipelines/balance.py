@@ -75,12 +75,17 @@ def micro_batches(
     A row longer than the bound is a micro-batch by itself. No sequences give none. Raises
     ValueError for a bound below 1, and for an incomplete row.
     """
+    rows, costs = _fold(lengths, samples_per_row), _costs(lengths, samples_per_row, cost)
+    return _unfold(cut(rows, costs, max_tokens), samples_per_row)
+
+
+def cut(lengths: Sequence[int], costs: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """`micro_batches` of rows with these `costs`; raises ValueError for a bound below 1."""
     if max_tokens < 1:
         raise ValueError(f"max_tokens={max_tokens}: wanted 1 or more")
-    rows, costs = _fold(lengths, samples_per_row), _costs(lengths, samples_per_row, cost)
-    long = [[index] for index, length in enumerate(rows) if length > max_tokens]
-    fitting = [index for index, length in enumerate(rows) if length <= max_tokens]
-    kept, kept_costs = [rows[i] for i in fitting], [costs[i] for i in fitting]
+    long = [[index] for index, length in enumerate(lengths) if length > max_tokens]
+    fitting = [index for index, length in enumerate(lengths) if length <= max_tokens]
+    kept, kept_costs = [lengths[i] for i in fitting], [costs[i] for i in fitting]
     num_parts = -(-sum(kept) // max_tokens)
     parts: list[list[int]] = []
     while fitting:
@@ -88,9 +93,8 @@ def micro_batches(
         if max([sum([kept[i] for i in indices]) for indices in parts]) <= max_tokens:
             break
         num_parts += 1
-    parts = _evened(kept, kept_costs, parts, max_tokens)
-    whole = long + [[fitting[i] for i in indices] for indices in parts if indices]
-    return _unfold(whole, samples_per_row)
+    parts = evened(kept, kept_costs, parts, max_tokens)
+    return long + [[fitting[i] for i in indices] for indices in parts if indices]
 
 
 def equal_number(
@@ -105,10 +109,10 @@ def equal_number(
     Raises as `balance`.
     """
     rows, costs = _fold(lengths, samples_per_row), _costs(lengths, samples_per_row, cost)
-    return _unfold(_evened(rows, costs, balance(rows, num_parts), max_tokens), samples_per_row)
+    return _unfold(evened(rows, costs, balance(rows, num_parts), max_tokens), samples_per_row)
 
 
-def _evened(
+def evened(
     lengths: Sequence[int], costs: Sequence[int], parts: list[list[int]], max_tokens: int
 ) -> list[list[int]]:
     """As many parts whose heaviest costs less, none of them above the bound; else `parts`.

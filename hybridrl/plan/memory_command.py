@@ -158,12 +158,14 @@ def _plan_memory(config: Config, gpu_gib: float) -> "RunPlan":
     0 takes the memory of the GPUs here, else 80 GiB.
     """
     from hybridrl.preflight.memory_inputs import checked_shape
+    from hybridrl.preflight.prompt_sharing import decide_prompt_sharing
     from hybridrl.preflight.schedule_choice import decide_schedule
     from hybridrl.system.devices import local_gpus
 
     graph, shape = build_recipe(config.recipe), checked_shape(config)
     check_placement(config, graph)
     decide_schedule(config, graph, shape)
+    decide_prompt_sharing(config, graph)
     check_attention(config, shape)
     on_gpus = config.cluster.device is Device.cuda
     if gpu_gib and not on_gpus:

@@ -66,6 +66,7 @@ from hybridrl.preflight.nothing_to_learn import (
 )
 from hybridrl.preflight.packages import check_packages, check_ray
 from hybridrl.preflight.placement import check_placement
+from hybridrl.preflight.prompt_sharing import decide_prompt_sharing
 from hybridrl.preflight.schedule_choice import decide_schedule
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
@@ -94,6 +95,8 @@ class PreparedRun:
     """What `schedule=auto` is, and why; empty where the key has another value."""
     activations: str = ""
     """What `trainer.activations=auto` is, and why; empty where the key has another value."""
+    prompt_sharing: str = ""
+    """Whether groups share prompts, and why not; empty for `trainer.share_prompts=never`."""
 
 
 def prepare(
@@ -148,12 +151,13 @@ def prepare(
     shape = load_config(model_path)
     schedule = decide_schedule(config, graph, shape)
     check_schedule(config.schedule, graph)
+    sharing = decide_prompt_sharing(config, graph)
     activations = decide_activations(config, graph, shape, gpu_memory)
     decide_fused_updates(config, graph, shape, gpu_memory)
     check_memory(config, graph, model_path, gpu_memory)
     ends = SamplingTexts(tokenizer, config.data.chat, (), end_token_ids(model_path, shape)).end_ids
     shown = FirstSamples(config, graph, tokenizer, sorted(ends), trials, turns).text(data.train)
-    chosen = {"schedule": schedule, "activations": activations}
+    chosen = {"schedule": schedule, "activations": activations, "prompt_sharing": sharing}
     return PreparedRun(model_path, data, eval_items, graph, warm_start, turns, shown, **chosen)
 
 

@@ -347,5 +347,6 @@ def _engine(
         attention=config.model.attention,
         max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
         deterministic=config.strict,
+        shares_prompts=config.trainer.shares_prompts,
         **more,
     )

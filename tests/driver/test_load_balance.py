@@ -108,3 +108,38 @@ def test_samples_stay_where_shared_rows_balance():
     batch = samples([398, 8, 8], [0, 0, 1])
     assert assign_ranks(batch, 2, work=work) == [0, 0, 1]
     assert assign_ranks(batch, 2) == [0, 1, 1]
+
+
+def groups(num: int, size: int, ranks: int) -> list[Sample]:
+    """Groups of samples with long prompts, spread over the ranks."""
+    rng = random.Random(num)
+    return [
+        Sample(
+            id=SampleId(prompt, k=k),
+            rank=k % ranks,
+            prompt_tokens=100,
+            response_tokens=rng.randint(50, 150),
+        )
+        for prompt in range(num)
+        for k in range(size)
+    ]
+
+
+def test_groups_with_shared_prompts_are_on_one_rank():
+    batch = groups(8, 8, 2)
+    work = RankWork(SequenceCost(1000, 1), shares_prompts=True)
+    ranks = assign_ranks(batch, 2, work=work)
+    by_prompt = [
+        {r for s, r in zip(batch, ranks, strict=True) if s.id.prompt == p} for p in range(8)
+    ]
+    assert all(len(of_group) == 1 for of_group in by_prompt)
+    # Samples that are dealt well stay.
+    for sample, rank in zip(batch, ranks, strict=True):
+        sample.rank = rank
+    assert assign_ranks(batch, 2, work=work) == ranks
+
+
+def test_a_group_is_cut_where_ranks_would_be_idle():
+    batch = groups(1, 8, 1)
+    ranks = assign_ranks(batch, 2, work=RankWork(SequenceCost(1000, 1), shares_prompts=True))
+    assert sorted(ranks.count(rank) for rank in range(2)) >= [3, 4]

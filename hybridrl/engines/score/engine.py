@@ -21,6 +21,7 @@ from hybridrl.config import Attention
 from hybridrl.engines.score.node_copy import NodeCopy, shared_copy
 from hybridrl.engines.train.interface import TrainSequence, last_position
 from hybridrl.engines.train.packed import PackedBatch, keep_experts, pack
+from hybridrl.engines.train.shared_prompts import prompt_groups
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
 from hybridrl.kernels.top_log_probs import top_log_probs
 from hybridrl.models.attention_choice import choose_attention
@@ -31,7 +32,6 @@ from hybridrl.models.logits import logits_transform
 from hybridrl.models.packed_attention import NAME
 from hybridrl.models.router_replay import KEYWORD, ExpertShape
 from hybridrl.models.shard import GenParallel, StageLink, local_model
-from hybridrl.pipelines.balance import micro_batches
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class ScoreEngine:
         temperature: float = 1.0,
         max_tokens_per_micro_batch: int = 8192,
         deterministic: bool = False,
+        shares_prompts: bool = False,
         classifier: bool = False,
         num_likeliest: int | None = None,
     ) -> None:
@@ -100,6 +101,7 @@ class ScoreEngine:
         shape = attention_shape(model_config)
         self.attention = choose_attention(attention, device, dtype, shape)
         self.max_tokens, self.deterministic = max_tokens_per_micro_batch, deterministic
+        self.shares_prompts = shares_prompts
         self.classifier = classifier
         self._num_likeliest = min(num_likeliest or model_config.vocab_size, model_config.vocab_size)
         self._link = StageLink(parallel)
@@ -298,7 +300,13 @@ class ScoreEngine:
         with self._packed():
             for row in rows:
                 members = [sequences[i] for i in row]
-                batch = pack(members, self.attention, self.device, records_experts=records_experts)
+                batch = pack(
+                    members,
+                    self.attention,
+                    self.device,
+                    records_experts=records_experts,
+                    shares_prompts=self.shares_prompts,
+                )
                 batches.append(batch)
                 order += [row[position] for position in batch.order]
                 hidden = self._stage(batch)
@@ -322,8 +330,9 @@ class ScoreEngine:
         scored = [index for index, count in enumerate(counts) if count]
         if self.deterministic:
             return [[index] for index in scored]
-        lengths = [len(sequences[index].ids) for index in scored]
-        return [[scored[i] for i in indices] for indices in micro_batches(lengths, self.max_tokens)]
+        members = [sequences[index] for index in scored]
+        groups = prompt_groups(members, shares_prompts=self.shares_prompts)
+        return [[scored[i] for i in indices] for indices in groups.micro_batches(self.max_tokens)]
 
     @contextmanager
     def _packed(self) -> Iterator[None]:

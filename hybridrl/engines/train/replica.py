@@ -16,14 +16,12 @@ from hybridrl.engines.train.chunks import row_in_chunks
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import Candidates, PackedBatch, pack
 from hybridrl.engines.train.pipeline import Pipeline
-from hybridrl.engines.train.shared_prompts import row_tokens
+from hybridrl.engines.train.shared_prompts import prompt_groups, row_tokens
 from hybridrl.models.flops import ForwardFlops
 from hybridrl.pipelines.balance import (
     BY_TOKENS,
     SequenceCost,
     balance,
-    equal_number,
-    micro_batches,
 )
 
 _FLOPS_UNIT = 1000  # operations: sums of a large model's would not fit into 64 bits
@@ -151,8 +149,8 @@ class Replica:
         Under cp those that are too long for a rank come first, and from all ranks that share them
         (Zeppelin, arXiv 2509.21841). With `alone` each sequence is a separate row.
         """
-        lengths = [sequence.ids.shape[0] for sequence in sequences]
-        parts = micro_batches(lengths, self.max_tokens, samples_per_row, self.cost)
+        groups = prompt_groups(sequences, self.cost, samples_per_row, self.shares_prompts)
+        parts = groups.micro_batches(self.max_tokens)
         if alone:
             parts = [[i] for i in range(len(sequences))]
         micros = MicroBatches(sequences, parts, shares_prompts=self.shares_prompts)
@@ -190,9 +188,11 @@ class Replica:
         else:
             left = self.pipeline.num_micro_batches(number) - len(shared)
             own = sorted(index for indices in rest for index in indices)
-            lengths = [micros.sequences[i].ids.shape[0] for i in own]
             if left > len(rest):
-                split = equal_number(lengths, left, self.max_tokens, samples_per_row, self.cost)
+                sequences = [micros.sequences[i] for i in own]
+                shares = micros.shares_prompts
+                groups = prompt_groups(sequences, self.cost, samples_per_row, shares)
+                split = groups.equal_number(left, self.max_tokens)
                 rest = [[own[i] for i in indices] for indices in split]
         return replace(micros, parts=shared + rest)
 

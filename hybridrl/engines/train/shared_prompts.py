@@ -23,6 +23,8 @@ from hybridrl.models.packed_attention import (
     make_shared_packing,
     seen_tokens,
 )
+from hybridrl.pipelines.balance import BY_TOKENS, SequenceCost
+from hybridrl.pipelines.prompt_groups import PromptGroups
 
 
 def prompt_of(sequence: TrainSequence) -> Hashable:
@@ -94,9 +96,12 @@ class Arrangement:
     def places(self) -> torch.Tensor:
         """Where the tokens of each sequence in `order` are in the row, [tokens of them all]."""
         begins = [*accumulate(self.lengths, initial=0)]
-        of_ends = ([x[place] for place in self.ends] for x in (begins, self.lengths, self.before))
-        starts = [self.starts[place] for place in self.ends]
-        return seen_tokens(*of_ends, starts)
+        return seen_tokens(
+            [begins[place] for place in self.ends],
+            [self.lengths[place] for place in self.ends],
+            [self.before[place] for place in self.ends],
+            [self.starts[place] for place in self.ends],
+        )
 
     def packing(
         self, attention: Attention, device: torch.device, group: ProcessGroup | None
@@ -108,13 +113,26 @@ class Arrangement:
         return make_shared_packing(lengths, self.before, self.starts, attention, device)
 
 
+def prompt_groups(
+    sequences: Sequence[TrainSequence],
+    cost: SequenceCost = BY_TOKENS,
+    samples_per_row: int = 1,
+    shares_prompts: bool = True,
+) -> PromptGroups:
+    """What balance knows of `sequences`."""
+    return PromptGroups(
+        [sequence.ids.shape[0] for sequence in sequences],
+        [prompt_of(x) for x in sequences] if shares_prompts else [None] * len(sequences),
+        [sequence.ids.shape[0] - sequence.response_tokens for sequence in sequences],
+        cost,
+        samples_per_row,
+    )
+
+
 def row_tokens(sequences: Sequence[TrainSequence], shares_prompts: bool) -> int:
     """The tokens of a row of `sequences`."""
-    tokens = sum([sequence.ids.shape[0] for sequence in sequences])
-    for own in _groups(sequences) if shares_prompts else []:
-        first = sequences[own[0]]
-        tokens -= (len(own) - 1) * (first.ids.shape[0] - first.response_tokens)
-    return tokens
+    groups = prompt_groups(sequences, shares_prompts=shares_prompts)
+    return groups.tokens_of(range(len(sequences)))
 
 
 def _groups(sequences: Sequence[TrainSequence]) -> list[list[int]]:

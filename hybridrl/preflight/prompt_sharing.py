@@ -1,0 +1,50 @@
+"""Decides before a run whether groups share their prompts (`trainer.share_prompts`)."""
+
+import logging
+
+from hybridrl.config import Config, ConfigError, SharePrompts
+from hybridrl.flow import Graph
+from hybridrl.flow.graph import SourceStage
+
+logger = logging.getLogger(__name__)
+
+KEY = "trainer.share_prompts"
+
+
+def decide_prompt_sharing(config: Config, graph: Graph) -> str:
+    """Set `trainer.share_prompts` to `always` or `never`; return a line that says which, and why.
+
+    The line is empty for `never`. Raises ConfigError for `always` where training would not be what
+    it is without.
+    """
+    wanted = config.trainer.share_prompts
+    if wanted is SharePrompts.never:
+        return ""
+    obstacle, lone = _obstacle(config), _has_lone_samples(graph)
+    if obstacle and wanted is SharePrompts.always:
+        raise ConfigError(KEY, "always", f"auto or never: {obstacle}")
+    if lone and wanted is SharePrompts.always:
+        logger.warning("%s=always has no effect: %s", KEY, lone)
+    reason = obstacle or lone
+    config.trainer.share_prompts = SharePrompts.never if reason else SharePrompts.always
+    line = f"{KEY}={wanted.value}: {f'never, {reason}' if reason else 'always'}"
+    logger.info("%s", line)
+    return line
+
+
+def _obstacle(config: Config) -> str | None:
+    """Why prompts that are shared would change a run by more than rounding; None: they do not."""
+    lora = config.actor.lora
+    if config.strict:
+        return "deterministic=strict sums gradients sequence by sequence"
+    if lora.rank and lora.dropout:
+        return f"dropout is drawn for each response; wanted actor.lora.dropout=0 ({lora.dropout})"
+    return None
+
+
+def _has_lone_samples(graph: Graph) -> str | None:
+    """Why no prompt has several samples; None where one may have."""
+    numbers = [s.num_samples for s in graph.stages.values() if isinstance(s, SourceStage)]
+    if None in numbers or sum(number or 0 for number in numbers) > 1:
+        return None
+    return "each prompt has one sample"
