@@ -213,6 +213,9 @@ bench-placement: $(BIN)/.core  ## PPO with the critic on separate ranks against 
 bench-long: $(BIN)/.core  ## the longest trainable sequence at a fixed memory, on 2 processes
 	@$(KEEP) long scripts/bench/long_rows.py $(ARGS)
 
+bench-shared-prompts: $(BIN)/.core  ## updates and scoring of groups that share prompts, against repeated prompts
+	@$(KEEP) shared-prompts scripts/bench/shared_prompts.py $(ARGS)
+
 bench-driver: $(BIN)/.core  ## what one driver costs a step and a sample, on 8 to 1,024 emulated ranks
 	@$(KEEP) driver scripts/bench/driver.py $(ARGS)
 
@@ -261,4 +264,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-tools train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-agents test-bare test-loggers test-models test-nccl test-pages test-plan test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report gpu-first-run gpu-first-run-wheels install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-turns bench-moe bench-placement bench-long bench-driver bench-tail bench-tail-ranks bench-fused-update bench-plan-steps bench-plan-search bench-vllm
+.PHONY: help curves cut-off install train train-tools train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-agents test-bare test-loggers test-models test-nccl test-pages test-plan test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report gpu-first-run gpu-first-run-wheels install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-turns bench-moe bench-placement bench-long bench-shared-prompts bench-driver bench-tail bench-tail-ranks bench-fused-update bench-plan-steps bench-plan-search bench-vllm

@@ -108,6 +108,22 @@ class SharedPrompts:
         self.before = tuple(n for (_, n), _ in groupby(zip(lengths, before, strict=True)))
         self.keys = seen_tokens(begins, lengths, before, starts).to(device)
         self.key_starts, self.longest = ends.to(device), max(sizes)
+        self._masks: dict[tuple[int, int, int | None, torch.dtype], torch.Tensor] = {}
+
+    def mask(
+        self, length: int, before: int, window: int | None, like: torch.Tensor
+    ) -> torch.Tensor:
+        """What torch's kernels add to scores [length, before + length]; all layers have one.
+
+        A mask of truth values would become these numbers anew in each layer, which keeps them.
+        """
+        key = length, before, window, like.dtype
+        if key not in self._masks:
+            seen = _seen(length, before, window, like.device)
+            self._masks[key] = torch.zeros_like(seen, dtype=like.dtype).masked_fill_(
+                ~seen, -torch.inf
+            )
+        return self._masks[key]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """The keys, or values, [kv_heads, keys, dim] of all sequences from the row's tokens'."""
@@ -327,10 +343,11 @@ def _torch(
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         mask = None
         cuts = window if window is not None and length + earlier > window else None
-        if cuts is not None or earlier:
-            near = torch.ones(length, length + earlier, dtype=torch.bool, device=q.device)
-            mask = near.tril(earlier)
-            mask = mask if cuts is None else mask.triu(earlier + 1 - cuts)
+        is_plain = softcap is None and sinks is None
+        if packing.shared is not None and is_plain and (cuts is not None or earlier):
+            mask = packing.shared.mask(length, earlier, cuts, q)
+        elif cuts is not None or earlier:
+            mask = _seen(length, earlier, cuts, q.device)
         if softcap is not None:
             out = capped_attention(q, k, v, mask, scaling, softcap)
         elif sinks is not None:
@@ -341,6 +358,12 @@ def _torch(
             )
         outputs.append(out.transpose(1, 2).reshape(count * length, *out.shape[1::2]))
     return torch.cat(outputs).to(dtype)
+
+
+def _seen(length: int, earlier: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Whether each of `length` queries sees a key [length, earlier + length], within a `window`."""
+    near = torch.ones(length, length + earlier, dtype=torch.bool, device=device).tril(earlier)
+    return near if window is None else near.triu(earlier + 1 - window)
 
 
 def capped_attention(
