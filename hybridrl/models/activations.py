@@ -153,6 +153,7 @@ def layer_activations(
     cp: int = 1,
     earlier: int = 0,
     ep: int | None = None,
+    keys: int = 0,
 ) -> Activations:
     """Count a decoder layer over a row of `tokens`, on one of `tp` tensor-parallel ranks.
 
@@ -160,7 +161,8 @@ def layer_activations(
     to a multiple of tp. With `fused_dropout`, as on GPUs, a mask of dropout has a byte for each
     number. `cp` ranks share the row, each with `tokens`. With `earlier` tokens before it, the row
     is the last chunk of a sequence. With `ep` training spreads experts over its ranks, and over
-    those of tp; each computes as many tokens.
+    those of tp; each computes as many tokens. With shared prompts its sequences attend to so many
+    `keys` in all.
     """
     if sequence_parallel:
         tokens += -tokens % tp
@@ -168,12 +170,12 @@ def layer_activations(
     if earlier:
         stop = earlier + tokens * cp
         chunk = ChunkKeys(SequenceKeys(stop, for_backward=True), earlier, stop)
-    row, model = CountedRow(attention, cp, chunk), _narrow_model(config, tp, dtype, lora, ep)
+    row, model = CountedRow(attention, cp, chunk, keys), _narrow_model(config, tp, dtype, lora, ep)
     split = tp if sequence_parallel else 1
     layer, hidden, run, present = _trained_layer(model, tokens, row, mode, fused_dropout, split)
-    keys = row.sequence_keys()
-    counts = _count(run, hidden, layer, *present, *keys, previous=True)
-    return counts._replace(keys=sum(x.nbytes for x in keys))
+    of_chunk = row.sequence_keys()
+    counts = _count(run, hidden, layer, *present, *of_chunk, previous=True)
+    return counts._replace(keys=sum(x.nbytes for x in of_chunk))
 
 
 @_once
@@ -184,14 +186,16 @@ def scoring_activations(
     dtype: torch.dtype,
     attention: Attention,
     tp: int = 1,
+    keys: int = 0,
 ) -> int:
     """The most bytes of a decoder layer's forward pass that keeps nothing, besides its input.
 
     Over a row of `tokens`, on one of `tp` tensor-parallel ranks of a role that only scores.
+    With shared prompts its sequences attend to so many `keys` in all.
     """
     model = _narrow_model(config, tp, dtype, None)
     shard_experts(model, GenParallel())
-    row = CountedRow(attention)
+    row = CountedRow(attention, keys=keys)
     layer, hidden, run, present = _trained_layer(model, tokens, row, ActivationMode.keep, False, 1)
     return _forward_peak(run, hidden, layer, *present)
 
@@ -209,11 +213,12 @@ def backward_in_halves(
     fused_dropout: bool = False,
     cp: int = 1,
     ep: int | None = None,
+    keys: int = 0,
 ) -> Halves:
     """Count a decoder layer, as zero-bubble pipelines compute its backward pass."""
     if sequence_parallel:
         tokens += -tokens % tp
-    row, model = CountedRow(attention, cp), _narrow_model(config, tp, dtype, lora, ep)
+    row, model = CountedRow(attention, cp, keys=keys), _narrow_model(config, tp, dtype, lora, ep)
     split = tp if sequence_parallel else 1
     layer, hidden, run, present = _trained_layer(
         model, tokens, row, ActivationMode.keep, fused_dropout, split

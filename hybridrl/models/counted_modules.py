@@ -18,7 +18,7 @@ from hybridrl.config import Attention
 from hybridrl.models.chunk_keys import ChunkKeys
 from hybridrl.models.context_parallel import to_heads, to_tokens
 from hybridrl.models.expert_parallel import LocalExperts
-from hybridrl.models.packed_attention import capped_attention, with_sink
+from hybridrl.models.packed_attention import capped_attention, gather_keys, with_sink
 from hybridrl.models.paged_attention import PagedGroup, attend_scores
 from hybridrl.models.recomputation import COUNTED_ATTENTION
 
@@ -167,11 +167,16 @@ class SpreadExperts:
 
 @dataclass(frozen=True, slots=True)
 class CountedRow:
-    """How a row is attended: by `cp` ranks that share it, and as a `chunk` of a sequence."""
+    """How a row is attended: by `cp` ranks that share it, and as a `chunk` of a sequence.
+
+    With shared prompts its sequences attend to so many `keys` in all, which are gathered; 0: each
+    to its own tokens.
+    """
 
     attention: Attention
     cp: int = 1
     chunk: ChunkKeys | None = None
+    keys: int = 0
 
     def sequence_keys(self) -> list[torch.Tensor]:
         """Keys and values of the chunk's sequence, and their gradients."""
@@ -203,6 +208,10 @@ def _attention(
     if isinstance(packing, PagedGroup):
         return _prefill(packing, query, key, value, softcap, s_aux), None
     row, tensors = packing, (query[0], key[0], value[0])
+    if row.keys:
+        of_row = query.new_empty(row.keys, dtype=torch.long)
+        q, k, v = tensors
+        tensors = q, gather_keys(k, of_row), gather_keys(v, of_row)
     gathers = len(query[0]) % row.cp > 0
     if row.cp > 1 and not gathers:
         tensors = to_heads(*tensors, row.cp, _Exchange.apply)
@@ -211,7 +220,11 @@ def _attention(
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        return _attend(row.attention, q[None], k[None], v[None], scaling, softcap, sinks)[0]
+        if row.keys and softcap is not None:  # of no sequence there are more scores than these
+            k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+        is_masked = not row.keys  # else masks are of sequences, once for all layers
+        tensors = q[None], k[None], v[None]
+        return _attend(row.attention, *tensors, scaling, softcap, sinks, is_masked)[0]
 
     def attend_to_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return attend(q, k.repeat(1, row.cp, 1), v.repeat(1, row.cp, 1), s_aux)
@@ -243,6 +256,7 @@ def _attend(
     scaling: float | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    is_masked: bool,
 ) -> torch.Tensor:
     """The tensors of one sequence's attention, [1, tokens, heads, dim]; keys may be more."""
     if attention is not Attention.torch:
@@ -252,7 +266,7 @@ def _attend(
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     mask = None
-    if key.shape[2] > query.shape[2]:
+    if is_masked and key.shape[2] > query.shape[2]:
         near = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
         mask = near.tril(key.shape[2] - query.shape[2])
     if softcap is not None:

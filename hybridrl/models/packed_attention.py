@@ -127,8 +127,7 @@ class SharedPrompts:
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """The keys, or values, [kv_heads, keys, dim] of all sequences from the row's tokens'."""
-        gathered: torch.Tensor = _GatheredKeys.apply(x, self.keys)
-        return gathered
+        return gather_keys(x, self.keys)
 
 
 def seen_tokens(
@@ -146,8 +145,14 @@ def seen_tokens(
     return torch.where(place < more.repeat_interleave(sizes), of_others, of_own)
 
 
+def gather_keys(x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The tokens `keys` [keys] of `x` [kv_heads, tokens, dim], some of them several times."""
+    gathered: torch.Tensor = _GatheredKeys.apply(x, keys)
+    return gathered
+
+
 class _GatheredKeys(torch.autograd.Function):
-    """`SharedPrompts.gather`, whose gradients are summed in float32 at least, as products are."""
+    """`gather_keys`, whose gradients are summed in float32 at least, as products are."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

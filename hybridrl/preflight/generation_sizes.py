@@ -155,7 +155,9 @@ def scorer_sizes(
     """A model that only scores such rows, on that one of the pipeline stages that has most."""
     dtype, layout = TORCH_DTYPES[config.model.compute_dtype], config.rollout.layout
     attention = attention_of(config, shape)
-    layer = scoring_activations(shape, row.tokens, dtype=dtype, attention=attention, tp=layout.tp)
+    layer = scoring_activations(
+        shape, row.tokens, dtype=dtype, attention=attention, tp=layout.tp, keys=row.keys
+    )
     most = layer
     if not classifier:
         triton = has_triton(config)

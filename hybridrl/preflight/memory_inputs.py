@@ -20,7 +20,8 @@ class PackedRow:
 
     `number` is how many rows an update has on a rank; 0 is unknown, and more than one. A row that
     is a chunk of a sequence comes after `earlier` tokens of it. So many `ranks` share the row, each
-    with `tokens`.
+    with `tokens`. With shared prompts the sequences of the row attend to `keys` in all, those of
+    full samples.
     """
 
     tokens: int
@@ -28,6 +29,7 @@ class PackedRow:
     number: int = 0
     earlier: int = 0
     ranks: int = 1
+    keys: int = 0
 
     @classmethod
     def of(
@@ -67,8 +69,17 @@ class PackedRow:
         tokens = max(most, of_rank)
         new = config.rollout.max_new_tokens
         # Of ranks that share a sample the last ones have nothing of its prompt.
-        scored = -(-tokens * new // longest) if sharing == 1 else min(tokens, new)
-        return cls(tokens, scored, number, ranks=sharing)
+        if sharing > 1:
+            return cls(tokens, min(tokens, new), number, ranks=sharing)
+        if not config.trainer.shares_prompts:
+            return cls(tokens, -(-tokens * new // longest), number)
+        # Of as many full samples as share a prompt; a row that is shorter has fewer.
+        prompt = longest - new
+        numbers = [source.num_samples or tokens for source in sources]
+        group = max(1, min(sum(numbers), (tokens - prompt) // new))
+        of_group = prompt + group * new
+        keys = -(-tokens * (prompt + group * longest) // of_group) if group > 1 else 0
+        return cls(tokens, -(-tokens * group * new // of_group), number, keys=keys)
 
     @classmethod
     def chunk_of(cls, config: Config, layout: TrainLayoutConfig) -> "PackedRow | None":

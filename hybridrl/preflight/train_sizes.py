@@ -238,6 +238,7 @@ def _layer(
         cp=row.ranks,
         earlier=row.earlier,
         ep=_spread_over(shape, layout),
+        keys=row.keys,
     )
 
 
@@ -259,6 +260,7 @@ def _halves(
         fused_dropout=config.cluster.device is Device.cuda,
         cp=row.ranks,
         ep=_spread_over(shape, layout),
+        keys=row.keys,
     )
 
 

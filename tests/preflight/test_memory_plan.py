@@ -37,6 +37,7 @@ from hybridrl.config import (
     RewardKind,
     RolesConfig,
     RolloutConfig,
+    SharePrompts,
     SlurmClusterConfig,
     TrainLayoutConfig,
     ValueModelConfig,
@@ -763,3 +764,18 @@ def test_usual_runs_offload_nothing(
     sizes = record["phases"]["decode"]
     alone = record["capacity"] - record["reserved"] - sizes["generation weights"]
     assert sizes["KV cache"] > alone / 2
+
+
+def test_a_row_with_shared_prompts_scores_more_of_its_tokens() -> None:
+    """8 samples of 100 + 100 tokens: 900 in place of 1,600, of which 800 are scored."""
+    config, graph = _config(), _graph()
+    config.trainer.prompts_per_step = 64
+    config.trainer.max_tokens_per_micro_batch = 900
+    layout = config.trainer.layout
+    assert PackedRow.of(config, graph, layout, 4).scored == 450
+    config.trainer.share_prompts = SharePrompts.always
+    row = PackedRow.of(config, graph, layout, 4)
+    assert (row.tokens, row.scored, row.keys) == (900, 800, 1700)
+    config.trainer.max_tokens_per_micro_batch = 200  # one sample, so that nothing is shared
+    row = PackedRow.of(config, graph, layout, 4)
+    assert (row.tokens, row.scored, row.keys) == (200, 100, 0)

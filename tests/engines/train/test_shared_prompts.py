@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from surrogate_loss import Surrogate
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.config import (
     ActivationMode,
@@ -22,6 +22,8 @@ from hybridrl.config import (
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import pack
+from hybridrl.models.activations import PeakMemory, layer_activations
+from hybridrl.models.packed_attention import NAME
 
 TEMPERATURE = 0.7
 SIZES = {"num_hidden_layers": 4, "num_attention_heads": 12, "num_key_value_heads": 4}
@@ -253,3 +255,38 @@ def test_other_experts_for_a_prompt_are_not_shared():
     first[0, 0] = (first[0, 0] + 1) % EXPERTS
     row = pack(sequences, Attention.torch, torch.device("cpu"), shares_prompts=True)
     assert row.ids.shape[1] == TOKENS + GROUPS[1][0]
+
+
+def kept_bytes(config, layers, row):
+    """What a forward pass over a row keeps for backward."""
+    config.num_hidden_layers = layers
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME).train()
+    hidden = torch.randn(*row.ids.shape, config.hidden_size, requires_grad=True)
+    memory = PeakMemory()
+    memory.track_external(model, hidden)
+    before = memory.allocated("cpu")
+    with memory:
+        keywords = {"position_ids": row.position_ids, "packing": row.packing, "use_cache": False}
+        out = model.model(inputs_embeds=hidden, **keywords).last_hidden_state
+        kept = memory.allocated("cpu") - before
+    assert out.requires_grad
+    return kept
+
+
+def test_the_memory_plan_counts_gathered_keys(tiny):
+    """A layer keeps what the plan counts within 5 %, and fewer bytes without the gathered keys."""
+    config = AutoConfig.from_pretrained(tiny("qwen3", True, num_key_value_heads=4))
+    prompt, answers = torch.arange(30), [torch.arange(n, n + 20) % 41 for n in range(8)]
+    sequences = [TrainSequence(torch.cat([prompt, answer]), 20) for answer in answers]
+    row = pack(sequences, Attention.torch, torch.device("cpu"), shares_prompts=True)
+    keys = 30 + 8 * 50
+    assert len(row.packing.shared.keys) == keys
+    real = kept_bytes(config, 3, row) - kept_bytes(config, 2, row)
+    counted, without = (
+        layer_activations(
+            config, 190, dtype=torch.float32, attention=Attention.torch, keys=number
+        ).kept
+        for number in (keys, 0)
+    )
+    assert counted == pytest.approx(real, rel=0.05)
+    assert without < 0.9 * real
