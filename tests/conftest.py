@@ -1,6 +1,7 @@
 """What all tests share; `gloo_ranks` and `whole_runs` hold the fixtures that start processes."""
 
 import gc
+import os
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,10 @@ import pytest
 
 PLUGINS = ("gloo_ranks", "virtual_executor", "whole_runs")
 pytest.register_assert_rewrite(*PLUGINS)
+
+# Tests run in several processes already. More threads of torch in each would spin while they wait for
+# each other, which takes most of the CPU time where tensors are tiny. As the ranks of a run on CPUs.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell's background job ignores it, and so would the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
