@@ -15,8 +15,8 @@ import pytest
 PLUGINS = ("gloo_ranks", "virtual_executor", "whole_runs")
 pytest.register_assert_rewrite(*PLUGINS)
 
-# Tests run in several processes already. More threads of torch in each would spin while they wait for
-# each other, which takes most of the CPU time where tensors are tiny. As the ranks of a run on CPUs.
+# One thread of torch, as a rank on CPUs has. Several spin while they wait for each other, which is
+# most of the CPU time where tensors are tiny; and tests run in several processes already.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell's background job ignores it, and so would the commands that tests interrupt.
