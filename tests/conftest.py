@@ -1,6 +1,7 @@
 """What all tests share; `gloo_ranks` and `whole_runs` hold the fixtures that start processes."""
 
 import gc
+import os
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,10 @@ import pytest
 
 PLUGINS = ("gloo_ranks", "virtual_executor", "whole_runs")
 pytest.register_assert_rewrite(*PLUGINS)
+
+# One thread of torch, as a rank on CPUs has. Several spin while they wait for each other, which is
+# most of the CPU time where tensors are tiny; and tests run in several processes already.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell's background job ignores it, and so would the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,6 +43,16 @@ LONG_FILES = (
     "driver/test_recipes.py",
     "driver/test_fused.py",
     "plan/test_mapping_command.py",
+    "engines/train/test_state_memory.py",
+    "config/test_keys.py",
+    "test_layers.py",
+    "test_words.py",
+    "test_customize.py",
+    "environments/test_failures.py",
+    "driver/test_resumed_inputs.py",
+    "rewards/test_functions.py",
+    "checkpoint/test_hf.py",
+    "plan/test_mapping_search.py",
     "engines/train/test_sequence_losses.py",
     "driver/test_ppo.py",
     "driver/test_wide.py",

@@ -9,10 +9,11 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from statements import statements
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ("hybridrl", "recipes", "kernels")
@@ -42,30 +43,36 @@ def modules(folders: tuple[str, ...] = PACKAGE) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
-@cache
+# The attribute of a node that has its name. A table, since a million nodes are asked.
+NAME_IN: dict[type[ast.AST], str] = {
+    ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.keyword: "arg",
+    ast.FunctionDef: "name", ast.AsyncFunctionDef: "name", ast.ClassDef: "name",
+    ast.alias: "name", ast.ExceptHandler: "name", ast.MatchAs: "name", ast.MatchStar: "name",
+}  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def parsed(source: str) -> ast.Module:
+    """The syntax tree of the source that was asked for last: many trees take a gigabyte."""
+    return ast.parse(source)
+
+
+@lru_cache(maxsize=1)
 def identifiers(source: str) -> frozenset[tuple[int, str]]:
     """Line and name of every identifier that `source` defines or uses, keywords of calls too."""
     return frozenset(_identifiers(source))
 
 
 def _identifiers(source: str) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Name(id=name) | ast.Attribute(attr=name):
-                yield node.lineno, name
-            case ast.arg(arg=name) | ast.keyword(arg=str(name)):
-                yield node.lineno, name
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                if not name.startswith("test_"):
-                    yield node.lineno, name
-            case ast.ClassDef(name=name):
-                yield node.lineno, name
-            case ast.alias(name=name, asname=asname):
-                yield node.lineno, asname or name.rpartition(".")[2]
-            case ast.ExceptHandler(name=str(name)):
-                yield node.lineno, name
-            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
-                yield node.lineno, name
+    for node in ast.walk(parsed(source)):
+        attribute = NAME_IN.get(type(node))
+        name = attribute and getattr(node, attribute)
+        if isinstance(node, ast.alias):
+            name = node.asname or node.name.rpartition(".")[2]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and name.startswith("test_"):
+            continue
+        if name:
+            yield node.lineno, name
 
 
 def replaced(source: str) -> set[tuple[int, str]]:
@@ -87,7 +94,7 @@ def public_classes(sources: dict[str, str]) -> dict[str, list[str]]:
     """Modules by the name of a public class that they define."""
     classes: dict[str, list[str]] = defaultdict(list)
     for module, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in statements(parsed(source)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 classes[node.name].append(module)
     return classes
@@ -97,7 +104,7 @@ def type_aliases(sources: dict[str, str]) -> dict[str, list[str]]:
     """Modules by the name of a public type that they write out: `Rows = list[Row]`."""
     aliases: dict[str, list[str]] = defaultdict(list)
     for module, source in sources.items():
-        for node in ast.parse(source).body:
+        for node in parsed(source).body:
             match node:
                 case ast.Assign(
                     targets=[ast.Name(id=name)],
@@ -116,16 +123,22 @@ def test_public_classes_and_types_have_different_names() -> None:
     assert {name: where for name, where in named.items() if len(where) > 1} == {}
 
 
-def test_replaced_names_do_not_return() -> None:
-    paths = modules(ALL_CODE)
-    offenders = {str(path.relative_to(ROOT)): replaced(path.read_text()) for path in paths}
-    assert {path: names for path, names in offenders.items() if names} == {}
+@pytest.fixture(scope="module")
+def offenders() -> dict[str, dict[str, object]]:
+    """What each rule finds in all code, by file; each file is parsed once."""
+    offenders: dict[str, dict[str, object]] = {rule.__name__: {} for rule in RULES}
+    for path in modules(ALL_CODE):
+        source = path.read_text()
+        for rule in RULES:
+            if names := rule(source):
+                offenders[rule.__name__][str(path.relative_to(ROOT))] = names
+    return offenders
 
 
-def test_names_say_what_they_hold() -> None:
-    paths = modules(ALL_CODE)
-    offenders = {str(path.relative_to(ROOT)): empty_words(path.read_text()) for path in paths}
-    assert {path: names for path, names in offenders.items() if names} == {}
+@pytest.mark.parametrize("rule", ["replaced", "empty_words", "stumps"])
+def test_all_code_keeps_the_rule(rule: str, offenders: dict[str, dict[str, object]]) -> None:
+    """No replaced name returns, names say what they hold, docstrings have a subject."""
+    assert offenders[rule] == {}
 
 
 @pytest.mark.parametrize(
@@ -179,7 +192,7 @@ def test_equal_types_are_caught() -> None:
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
     """Line and text of every docstring, those below attributes and constants too."""
-    for node in ast.walk(ast.parse(source)):
+    for node in statements(parsed(source)):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 yield node.lineno, inspect.cleandoc(text)
@@ -190,13 +203,7 @@ def stumps(source: str) -> list[tuple[int, str]]:
     return [(line, text) for line, text in docstrings(source) if STUMPS.match(text)]
 
 
-def test_docstrings_have_a_subject() -> None:
-    offenders = {
-        f"{path.relative_to(ROOT)}:{line}": text
-        for path in modules(ALL_CODE)
-        for line, text in stumps(path.read_text())
-    }
-    assert offenders == {}
+RULES = (replaced, empty_words, stumps)
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,9 @@ def register() -> None:
     key. A recipe is imported when it is chosen.
     """
     store = ConfigStore.instance()
+    # Hydra copies what it reads from, the whole store too, for each composition and for each group
+    # that `--help` lists. The store gives copies of what is in it, so that nothing changes that.
+    store.__deepcopy__ = lambda _: store  # type: ignore[attr-defined]
     schema: Any = OmegaConf.structured(Config)
     schema.schedule = ScheduleConfig  # the group's choice says which one of them
     store.store(name="schema", node=schema, provider="hybridrl")

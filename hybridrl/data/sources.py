@@ -26,6 +26,8 @@ _PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio", "i
 """Types of a message's parts in OpenAI's, transformers' and verl's messages."""
 _COLUMNS = ("images", "videos", "audios")
 """Columns that verl and TRL read, with files, bytes or addresses."""
+_SCALARS = (str, int, float, bool, type(None))
+"""Types of most values of a row, none of which has an image."""
 
 
 def records(
@@ -300,6 +302,8 @@ def column_with_images(row: Mapping[str, Any]) -> str | None:
 
 
 def _has_media(value: Any) -> bool:
+    if type(value) in _SCALARS:  # nearly all values, and the checks below take ten times as long
+        return False
     if isinstance(value, Mapping):
         # Arrow stores an image as a struct of these two, and datasets a sound as an array.
         if value.keys() == {"bytes", "path"} or value.keys() == {"array", "path", "sampling_rate"}:

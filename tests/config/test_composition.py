@@ -1,9 +1,11 @@
 """What is composed with the groups' choices kept is what Hydra composes."""
 
+import copy
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -65,6 +67,22 @@ def test_a_composition_is_its_callers(monkeypatch: pytest.MonkeyPatch, tmp_path:
     node = compose_train(["run.dir=x"])
     assert node.trainer.steps != 99
     assert node.hydra.runtime.cwd == str(tmp_path)
+
+
+def test_the_store_is_not_copied_and_stays_as_it_is() -> None:
+    """Hydra copies its sources for each composition; what it then changes are copies of nodes."""
+    register()
+    store = ConfigStore.instance()
+    assert copy.deepcopy(store) is store
+    names = "schema", "cost/exact", "cluster/schema/ray", "recipe/ppo"
+
+    def stored() -> list[str]:
+        return [OmegaConf.to_yaml(store.load(f"{name}.yaml").node) for name in names]
+
+    before = stored()
+    node = by_hydra(["recipe=ppo", "cost=exact", "cluster=ray", "trainer.steps=99"])
+    node.cost.kind, node.recipe.clip, node.cluster.address = "regex", 7, "here"
+    assert stored() == before
 
 
 def test_a_users_own_file_is_read_each_time(tmp_path: Path) -> None:

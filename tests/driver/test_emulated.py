@@ -40,7 +40,7 @@ from hybridrl.workers.emulation import (
 HERE = (
     "cluster=emulated", "cluster.ranks=4",
     "cluster.time_scale=0.001", "trainer.steps=3", "trainer.prompts_per_step=6",
-    "rollout.max_new_tokens=2000", "rollout.max_running=8",
+    "rollout.max_new_tokens=2000", "rollout.max_running=8", "data.size=200", "data.eval_size=8",
     "telemetry.progress=false", "telemetry.loggers=[]", "telemetry.report=false",
 )  # fmt: skip
 # Calls for what an emulated run refuses, or has none of: checkpoints, digests, profiles, Parquet,

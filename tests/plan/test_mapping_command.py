@@ -29,6 +29,7 @@ LENGTHS = "--lengths=lognormal:median=60,sigma=0.8"
 TINY = (
     *("cluster.device=cpu", "data.max_prompt_tokens=64", "rollout.max_new_tokens=192"),
     *("trainer.prompts_per_step=2", "cluster.memory_check=warn"),
+    *("data.size=50", "data.eval_size=8"),
 )
 
 
@@ -256,7 +257,7 @@ BIG = ("model=llama3_70b", "cluster.device=cuda")
 @pytest.mark.parametrize(
     ("args", "key", "message"),
     [
-        ((*BIG, "--nodes=1"), "--nodes", "actor trained on 8 ranks needs"),
+        ((*BIG, "--nodes=1", "--gpus-per-node=2"), "--nodes", "actor trained on 2 ranks needs"),
         ((*TINY, "--nodes=1", "--gpu=tpu"), "--gpu", "h100, h800"),
         ((*TINY,), "--nodes", "how many nodes"),
         ((*TINY, "--nodes=0"), "--nodes", "1 or more"),

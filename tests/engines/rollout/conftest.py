@@ -171,7 +171,7 @@ def same() -> Callable[[dict[object, Output], dict[object, Output]], None]:
     return check
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_engine() -> Callable[..., NativeEngine]:
     """An engine with the weights of a model; keywords override the constructor's."""
 
@@ -187,7 +187,7 @@ def make_engine() -> Callable[..., NativeEngine]:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def finish() -> Callable[..., dict[object, Output]]:
     """Submit requests and step until nothing is left: outputs by id."""
 

@@ -1,5 +1,6 @@
 """Guessing ahead changes when a token is made, never which: every source, against none."""
 
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from hybridrl.config import RouterReplay
 from hybridrl.engines.rollout.draft_lengths import BestLength, FixedLength, PromptGroup
 from hybridrl.engines.rollout.drafts import DraftSource, SeenTexts
 from hybridrl.engines.rollout.entries import Entry
-from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
+from hybridrl.engines.rollout.interface import Output, Request, SamplingParams, Stats
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.speculation import Guess, Speculation
 from hybridrl.engines.rollout.stops import StopStrings
@@ -122,6 +123,20 @@ def test_tokens_are_those_without_drafts(
             assert 0 < accepted < drafted
 
 
+@pytest.fixture(scope="module")
+def undrafted(
+    model: PreTrainedModel, make_engine: Make, finish: Finish, requests_of: RequestsOf
+) -> Callable[..., tuple[dict[object, Output], Stats]]:
+    """`undrafted(**options)`: outputs and counts of 24 requests without drafts, made once."""
+
+    @functools.cache
+    def run(**options: int) -> tuple[dict[object, Output], Stats]:
+        engine = make_engine(model, **options)
+        return finish(engine, requests_of(24, group=4, prefix=True)), engine.stats()
+
+    return run
+
+
 def drafting(source: DraftSource, length: int = 5) -> dict[str, Speculation]:
     return {"speculation": Speculation(source, FixedLength(length))}
 
@@ -192,21 +207,21 @@ def test_parked_and_moved_in_the_middle(
 def test_no_sample_is_preempted_for_a_draft(
     change: str, model: PreTrainedModel, make_engine: Make, finish: Finish,
     requests_of: RequestsOf, same: Same,
+    undrafted: Callable[..., tuple[dict[object, Output], Stats]],
 ) -> None:  # fmt: skip
     """A cache with room for little more than the longest sample."""
     requests = requests_of(24, group=4, prefix=True)
-    wanted = finish(make_engine(model), requests)
+    wanted, _ = undrafted()
     longest = max(len(r.prompt_ids) + r.sampling.max_new_tokens for r in requests)
     for spare in (8, 40):
         tight = {"block_size": 1, "kv_cache_tokens": longest + spare}
-        plain = make_engine(model, **tight)
-        finish(plain, requests)
+        _, plain = undrafted(**tight)
         engine = make_engine(model, **tight, **drafting(Known(wanted, CHANGES[change])))
         same(finish(engine, requests), wanted)
-        assert plain.stats().num_preempted > 0
+        assert plain.num_preempted > 0
         if change == "wrong":  # as many steps, of the same rows
-            assert engine.stats().num_preempted == plain.stats().num_preempted
-            assert engine.stats().decode_steps == plain.stats().decode_steps
+            assert engine.stats().num_preempted == plain.num_preempted
+            assert engine.stats().decode_steps == plain.decode_steps
         assert engine.stats().kv_blocks_free == engine.stats().kv_blocks_total
 
 
