@@ -289,6 +289,26 @@ WRONG = [
         "trainer.activations=recompute trainer.layout.pp=2 trainer.layout.schedule=zero_bubble",
         "trainer.activations=recompute: wanted auto, keep or offload with trainer.layout.schedule",
     ),
+    (
+        "trainer.compile=true deterministic=strict",
+        "trainer.compile=True: wanted false with deterministic=strict",
+    ),
+    (
+        "trainer.compile=true trainer.activations=offload",
+        "trainer.compile=True: wanted false with trainer.activations=offload",
+    ),
+    (
+        "trainer.compile=true trainer.layout.pp=2 trainer.layout.schedule=zero_bubble",
+        "trainer.compile=True: wanted false with trainer.layout.schedule=zero_bubble",
+    ),
+    (
+        "trainer.compile=true actor.lora.rank=4",
+        "trainer.compile=True: wanted false with actor.lora.rank=4",
+    ),
+    (
+        "trainer.compile=true trainer.layout.tp=2",
+        "trainer.compile=True: wanted false with trainer.layout.tp=2",
+    ),
     ("trainer.layout.ep=2", "trainer.layout.ep=2: wanted 1 (model type qwen3 has no experts)"),
     (
         "model=tiny_moe cluster.ranks=3 trainer.layout.ep=3",

@@ -220,6 +220,7 @@ class Config:
         self.actor.check(self.trainer.layout.tp)
         self._check_activations("trainer.layout", self.trainer.layout)
         self._check_chunks("trainer.layout", self.trainer.layout, "actor.lora", self.actor.lora)
+        self._check_compiled("actor.lora", self.actor.lora)
         for role in VALUE_MODELS:  # of other pools those that the recipe has, once it is known
             if self.pool_of(role) == "actor":
                 self.check_value_model(role)
@@ -235,6 +236,9 @@ class Config:
         if self.strict and self.rollout.draft_length != 0:
             allowed = f"{of_strict}: passes over several tokens differ in their last bits"
             raise ConfigError("rollout.speculate", self.rollout.speculate, allowed)
+        if self.strict and self.trainer.compile:
+            allowed = f"false with deterministic={self.deterministic.value}: it fuses sums"
+            raise ConfigError("trainer.compile", True, allowed)
         if self.rollout.wide_tp != 0:
             if not self.schedule.entry.migrates_tail:
                 tails = " or ".join(k.value for k, e in SCHEDULES.items() if e.migrates_tail)
@@ -354,6 +358,7 @@ class Config:
         self._check_biases_are_saved(f"{name}.lora", settings.lora)
         self._check_activations(f"{name}.layout", settings.layout)
         self._check_chunks(f"{name}.layout", settings.layout, f"{name}.lora", settings.lora)
+        self._check_compiled(f"{name}.lora", settings.lora)
 
     def _check_biases_are_saved(self, key: str, lora: LoraConfig) -> None:
         """Raise ConfigError where routing biases move: files of adapters have none."""
@@ -372,6 +377,16 @@ class Config:
         if mode.recomputes and layout.splits_backward:
             allowed = f"auto, keep or offload with {key}.schedule=zero_bubble"
             raise ConfigError("trainer.activations", mode.value, allowed)
+        if self.trainer.compile and layout.splits_backward:  # its backward is one call
+            allowed = f"false with {key}.schedule=zero_bubble"
+            raise ConfigError("trainer.compile", True, allowed)
+        if self.trainer.compile and layout.tp > 1:  # torch does not end tracing its hooks
+            raise ConfigError("trainer.compile", True, f"false with {key}.tp={layout.tp}")
+
+    def _check_compiled(self, key: str, lora: LoraConfig) -> None:
+        """Raise ConfigError where adapters are within the layers that torch would compile."""
+        if self.trainer.compile and lora.rank:
+            raise ConfigError("trainer.compile", True, f"false with {key}.rank={lora.rank}")
 
     def _check_chunks(
         self, layout_key: str, layout: TrainLayoutConfig, lora_key: str, lora: LoraConfig

@@ -125,6 +125,9 @@ class TrainerConfig:
     activations: ActivationMode = ActivationMode.auto
     """What happens to the activations of decoder layers until the backward pass. `auto` is decided
     before a run starts: on GPUs by the memory plan, on CPUs it keeps them."""
+    compile: bool = False
+    """Train decoder layers as graphs of `torch.compile`: fewer kernels, after a minute or more at
+    the start. For runs of hours on GPUs; on CPUs it gains little."""
     router_replay: RouterReplay = RouterReplay.off
     """The experts that tokens take in the actor's update. `rollout`: those of generation, also in
     the old policy's pass; `trainer`: those of the old policy's pass."""
@@ -160,6 +163,11 @@ class TrainerConfig:
                 f"at most trainer.max_tokens_per_micro_batch={self.max_tokens_per_micro_batch}"
             )
             raise ConfigError("trainer.chunk_tokens", self.chunk_tokens, allowed)
+        if self.compile and self.activations in (ActivationMode.selective, ActivationMode.offload):
+            allowed = (
+                f"false with trainer.activations={self.activations.value}, which need eager layers"
+            )
+            raise ConfigError("trainer.compile", True, allowed)
         if self.resumes and not self.keep_last:
             raise ConfigError("trainer.keep_last", 0, "1 or more, with trainer.resume")
         self.optim.check("trainer.optim")

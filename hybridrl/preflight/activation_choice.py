@@ -83,7 +83,8 @@ def _needed(
     Other roles' weights and moments leave then: they stay where this leaves room for them.
     """
     config = copy.copy(config)
-    for mode in CHOICES:
+    eager = (ActivationMode.selective,) if config.trainer.compile else ()
+    for mode in (mode for mode in CHOICES if mode not in eager):
         config.trainer = replace(config.trainer, activations=mode)
         pools = plan_run(config, graph, shape, room, staying=()).pools.values()
         phases = [phase for plan in pools for phase in plan.phases]

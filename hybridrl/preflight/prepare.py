@@ -71,7 +71,7 @@ from hybridrl.preflight.schedule_choice import decide_schedule
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
 from hybridrl.schedule.build import check_graph
-from hybridrl.system.compiler import compiler_fault
+from hybridrl.system.compiler import compiler_fault, cpp_compiler_fault
 from hybridrl.system.short_tmpdir import shorten_tmpdir
 from hybridrl.workers.emulation import check_emulation, emulated_gpu_memory
 
@@ -171,10 +171,13 @@ def _with_temperatures(graph: Graph, config: Config) -> Graph:
 
 
 def check_compiler(config: Config) -> None:
-    """Raise for a run on GPUs of this machine, which has no C compiler for Triton's kernels."""
+    """Raise for a run on this machine which lacks a compiler that its kernels need."""
     cluster = config.cluster
-    are_here = cluster.address is None and cluster.holds_models
-    if cluster.device is not Device.cuda or not are_here:
+    if cluster.address is not None or not cluster.holds_models:
+        return
+    if cluster.device is not Device.cuda:
+        if config.trainer.compile and (fault := cpp_compiler_fault()):
+            raise ConfigError("trainer.compile", True, f"false, or a C++ compiler ({fault})")
         return
     if fault := compiler_fault():
         allowed = f"a C compiler for Triton's kernels ({fault}), or cpu"

@@ -1,4 +1,4 @@
-"""The C compiler of this machine, which Triton needs at the first use of a kernel on a GPU."""
+"""The compilers of this machine: Triton needs one for kernels on a GPU, torch on a CPU."""
 
 import importlib.util
 import os
@@ -14,11 +14,23 @@ def compiler_fault() -> str:
     """
     if importlib.util.find_spec("triton") is None:  # torch computes what the kernels would
         return ""
-    own = os.environ.get("CC")
-    if own is not None and shutil.which(own) is None:
-        return f"CC={own} is no program here"
-    if own is None and not any(map(shutil.which, ("gcc", "clang"))):
-        return "no gcc or clang is on PATH, and CC is not set"
+    if fault := _missing("CC", "gcc", "clang"):
+        return fault
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton
     headers = Path(sysconfig.get_paths(scheme=scheme)["include"])
     return "" if (headers / "Python.h").is_file() else f"{headers} has no Python.h"
+
+
+def cpp_compiler_fault() -> str:
+    """Return why `torch.compile` cannot build a kernel for this machine's CPU; "" if it can."""
+    return _missing("CXX", "g++")
+
+
+def _missing(variable: str, *programs: str) -> str:
+    """Why none of the compilers can be called; the variable, where it is set, names another one."""
+    own = os.environ.get(variable)
+    if own is not None:
+        return "" if shutil.which(own) else f"{variable}={own} is no program here"
+    if any(map(shutil.which, programs)):
+        return ""
+    return f"no {' or '.join(programs)} is on PATH, and {variable} is not set"

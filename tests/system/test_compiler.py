@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.system.compiler import compiler_fault
+from hybridrl.system.compiler import compiler_fault, cpp_compiler_fault
 
 
 def program(folder: Path, name: str) -> Path:
@@ -62,3 +62,24 @@ def test_without_triton_there_is_nothing_to_build(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert compiler_fault() == ""
+
+
+@pytest.mark.parametrize(
+    ("there", "own", "fault"),
+    [
+        ([], None, "no g++ is on PATH, and CXX is not set"),
+        (["g++"], None, ""),
+        (["g++"], "icpx", "CXX=icpx is no program here"),
+        (["icpx"], "icpx", ""),
+    ],
+)
+def test_a_cpp_compiler_for_compiled_layers(
+    there: list[str], own: str | None, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    if own is not None:
+        monkeypatch.setenv("CXX", own)
+    for name in there:
+        program(tmp_path, name)
+    assert cpp_compiler_fault() == fault

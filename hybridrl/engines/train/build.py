@@ -33,6 +33,7 @@ from hybridrl.layout.parameters import (
 from hybridrl.layout.process_groups import axis_group, device_mesh, warm_up
 from hybridrl.models.adapters import adapter_parameters
 from hybridrl.models.blocks import decoder_layers
+from hybridrl.models.compiled_layers import compile_layers
 from hybridrl.models.expert_parallel import apply_expert_parallel, experts_of
 from hybridrl.models.local_weights import fill_parameters
 from hybridrl.models.parallel import check_train_layout, model_parameters
@@ -130,6 +131,7 @@ def build(
     *,
     compute: torch.dtype,
     activations: ActivationMode,
+    compiled: bool,
     keep_unsharded: bool,
     one_group: bool,
     gen_tp: int = 1,
@@ -159,6 +161,9 @@ def build(
             apply_tensor_parallel(chunk.model, dims.mesh["tp"], dims.config.sequence_parallel)
     experts = _apply_ep(chunks, dims, parameters)
     _apply_activations(chunks, activations, torch.device(dims.mesh.device_type))
+    if compiled:
+        for chunk in chunks:
+            compile_layers(chunk.model)
     root_class = StageModel if dims.config.num_chunks > 1 else PackedModel
     tp_group = dims.mesh.get_group("tp") if axes.tp > 1 else None
     roots = [root_class(chunk, tp_group) for chunk in chunks]

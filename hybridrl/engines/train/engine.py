@@ -139,6 +139,7 @@ class TrainEngine(ModelShards):
                 self.dims,
                 compute=compute,
                 activations=trainer.activations,
+                compiled=trainer.compile,
                 keep_unsharded=self.keep_unsharded,
                 one_group=is_one_group(self.num_parameters),
                 gen_tp=gen_tp,
@@ -229,6 +230,7 @@ class TrainEngine(ModelShards):
             "parameters": self.num_parameters,
             "trained_parameters": self.num_trained,
             "attention": self.attention.value,
+            "compiled": self.trainer.compile,
             "fsdp_groups": len(self.fsdp_modules),
             "fsdp_keep_unsharded": self.keep_unsharded,
         }
