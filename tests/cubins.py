@@ -20,12 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decode_cubins import DecodeCase, decode_cases
 
 KIB = 2**10
 SHARED_LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """KiB of shared memory that a block may have, by compute capability (CUDA's programming guide)."""
 INSTRUCTIONS = ("tcgen05.mma", "wgmma", "mma.sync", "fma.rn.f32")
-"""The first of them in a kernel's code names its cores: tensor cores, by generation, or others."""
+"""The first of them in a kernel's code names its cores: tensor cores, by generation, or others.
+
+A kernel that multiplies no matrices has none that counts.
+"""
 DTYPES = ("bfloat16", "float16", "float32")
 SHAPES = {
     "divisible": (151936, 4096),
@@ -56,8 +60,29 @@ class Case:
         entropy = " with entropy" if self.with_entropy else ""
         return f"sm_{self.capability} {self.dtype} {self.shape} {self.kernel}{entropy}{self.head}"
 
+    @property
+    def function(self) -> str:
+        """The name of the function that is compiled."""
+        return f"_{self.kernel}_kernel"
 
-def all_cases() -> list[Case]:
+    @property
+    def multiplies(self) -> bool:
+        """Whether tensor cores have something to do."""
+        return True
+
+    def launch(self) -> None:
+        """Launch it as the package does."""
+        dtype = getattr(torch, self.dtype)
+        launch(self.kernel, TOKENS, self.shape, dtype, self.with_entropy, self.head)
+
+
+def all_cases() -> list[Case | DecodeCase]:
+    """The cases of log-probabilities, then those of a decode step."""
+    decode = [case for capability in SHARED_LIMITS for case in decode_cases(capability)]
+    return [*log_probs_cases(), *decode]
+
+
+def log_probs_cases() -> list[Case]:
     """Every GPU, dtype and kernel; odd shapes in bfloat16, from which float16 does not differ.
 
     Heads that cap or add a bias in bfloat16 and divisible shapes.
@@ -140,15 +165,16 @@ def launch(
         ours.grad_logits(*inputs, per_token, entropy, per_token, per_token, 1.0, bias, cap)
 
 
-def figures(case: Case) -> dict[str, Any]:
+def figures(case: Case | DecodeCase) -> dict[str, Any]:
     """What one compilation takes: `stack` and `shared` in bytes a thread and a block."""
     with launches(case.capability) as compiled:
-        dtype = getattr(torch, case.dtype)
-        launch(case.kernel, TOKENS, case.shape, dtype, case.with_entropy, case.head)
-    (kernel,) = compiled
+        case.launch()
+    (kernel,) = (one for one in compiled if one.metadata.name == case.function)
     registers, stack = resources(kernel.asm["cubin"])
-    return {
-        "instruction": next(name for name in INSTRUCTIONS if name in kernel.asm["ptx"]),
+    taken: dict[str, Any] = {}
+    if case.multiplies:
+        taken["instruction"] = next(name for name in INSTRUCTIONS if name in kernel.asm["ptx"])
+    return taken | {
         "threads": 32 * kernel.metadata.num_warps,
         "registers": registers,
         "stack": stack,

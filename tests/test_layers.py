@@ -313,7 +313,7 @@ NOT_BARE = (
     "reasoning_gym", "scipy", "starlette", "tensorboard", "tensordict", "torchao", "trackio",
     "triton", "uvicorn", "verl", "vllm", "wandb",
 )  # fmt: skip
-# Hydra's part of config, what runs inside vLLM, an optimizer of an extra, a web page, and a kernel.
+# Hydra's part of config, what runs inside vLLM, an optimizer of an extra, a web page, and kernels.
 NEEDS_MORE = {
     "hybridrl.config.compose",
     "hybridrl.config.composition",
@@ -324,7 +324,11 @@ NEEDS_MORE = {
     "hybridrl.engines.rollout.vllm.sampling",
     "hybridrl.engines.rollout.vllm.weights",
     "hybridrl.engines.train.adamw8bit",
+    "hybridrl.kernels.decode_triton",
+    "hybridrl.kernels.layer_triton",
     "hybridrl.kernels.linear_log_probs_triton",
+    "hybridrl.kernels.paged_attention_triton",
+    "hybridrl.kernels.sample_triton",
     "hybridrl.telemetry.watch_app",
 }
 

@@ -1,20 +1,13 @@
 """The Triton kernels in Triton's interpreter, and on a GPU, against float64."""
 
-import importlib.util
-import os
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
+from triton_interpreter import interpret, needs_triton
 
 from hybridrl.kernels import linear_log_probs_torch
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="the package triton is not installed (its wheels are for Linux)",
-)
 # (tokens, vocab, features): one of each; below, at and above blocks of 128, 128 and 64 (in float32
 # 64, 64 and 32); splits of several blocks and an empty one; a chunk of the backward pass that ends
 # within a block.
@@ -61,14 +54,7 @@ def _wanted(tokens, vocab, features, dtype, with_entropy, temperature):
 
 
 def _interpret():
-    """Make this process, which ends after the test, run Triton's kernels in its interpreter.
-
-    Triton decides when a kernel is defined, its own library's too; transformers has imported that.
-    """
-    os.environ["TRITON_INTERPRET"] = "1"
-    for name in list(sys.modules):
-        if name.split(".")[0] == "triton" and not name.startswith("triton._C"):
-            del sys.modules[name]
+    interpret()
     from hybridrl.kernels import linear_log_probs_triton
 
     linear_log_probs_triton.WANTED_PROGRAMS = PROGRAMS

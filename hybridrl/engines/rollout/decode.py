@@ -64,7 +64,7 @@ class SeparateLinear:
 
 
 @dataclass(slots=True)
-class _Layer:
+class FusedLayer:
     """What a step reads of a decoder layer, so that it asks no module for its attributes.
 
     Parameters stay what they are when their tensors are freed and allocated. `out_weight` and
@@ -83,7 +83,7 @@ class _Layer:
     down_weight: nn.Parameter | None = None
 
     @classmethod
-    def of(cls, layer: nn.Module, config: PretrainedConfig, joins_weights: bool) -> "_Layer":
+    def of(cls, layer: nn.Module, config: PretrainedConfig, joins_weights: bool) -> "FusedLayer":
         """The layer of a model of one of `FAMILIES`."""
         a: Any = layer.self_attn
         mlp: Any = layer.mlp
@@ -121,11 +121,11 @@ class FusedDecoder:
         config = model.config
         assert config.model_type in FAMILIES
         self._model = model
-        self._layers = [_Layer.of(layer, config, joins_weights) for layer in own_layers(model)]
-        attention = self._layers[0].attention
+        self.layers = [FusedLayer.of(layer, config, joins_weights) for layer in own_layers(model)]
+        attention = self.layers[0].attention
         self._positions = max_sequence
         self._table: torch.Tensor | None = None
-        self._eps: float = config.rms_norm_eps
+        self.eps: float = config.rms_norm_eps
         self._dim: int = attention.head_dim
         self._heads: int = attention.q_proj.weight.shape[0] // self._dim
         self._kv_heads: int = attention.k_proj.weight.shape[0] // self._dim
@@ -141,7 +141,7 @@ class FusedDecoder:
             linear.free()
 
     def _fused(self) -> list[FusedLinear]:
-        linears = [linear for layer in self._layers for linear in (layer.qkv, layer.gate_up)]
+        linears = [linear for layer in self.layers for linear in (layer.qkv, layer.gate_up)]
         return [linear for linear in linears if isinstance(linear, FusedLinear)]
 
     def __call__(self, paged: PagedBatch, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -152,13 +152,13 @@ class FusedDecoder:
         cos, sin = self._rotation(x, positions)
         attend, tokens, hidden = paged.attention(), x.shape[0], x.shape[1:]
         dim, heads, rotated = self._dim, self._heads, self._heads + self._kv_heads
-        for number, layer in enumerate(self._layers):
+        for number, layer in enumerate(self.layers):
             # queries, keys and values, of which the first two are rotated
-            h = torch.rms_norm(x, hidden, layer.input_norm, self._eps)
+            h = torch.rms_norm(x, hidden, layer.input_norm, self.eps)
             qkv = layer.qkv.product(h).view(tokens, -1, dim)
             qk = qkv[:, :rotated]
             if layer.norms is not None:
-                qk = torch.rms_norm(qk, (dim,), None, self._eps)
+                qk = torch.rms_norm(qk, (dim,), None, self.eps)
                 qk[:, :heads].mul_(layer.norms[0])
                 qk[:, heads:].mul_(layer.norms[1])
             swapped = qk.view(tokens, rotated, 2, -1).flip(-2).flatten(-2)
@@ -173,7 +173,7 @@ class FusedDecoder:
             else:
                 x = x + layer.attention.o_proj(h)
             # feed-forward, or experts
-            h = torch.rms_norm(x, hidden, layer.mlp_norm, self._eps)
+            h = torch.rms_norm(x, hidden, layer.mlp_norm, self.eps)
             if layer.gate_up is None:
                 x = x + layer.mlp(h[None])[0]
                 continue
@@ -186,23 +186,33 @@ class FusedDecoder:
         norm = self._model.model.norm
         # Only the last stage has one.
         last = isinstance(norm, nn.Identity)
-        return x if last else torch.rms_norm(x, hidden, norm.weight, self._eps)
+        return x if last else torch.rms_norm(x, hidden, norm.weight, self.eps)
 
     def _rotation(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Cosine and signed sine [tokens, 1, head_dim], so that a rotation needs no negation.
 
         rotate_half(x) * sin = (halves of x swapped) * (-sin, sin).
         """
-        rotary = self._model.model.rotary_emb
-        fixed = rotary.rope_type in ("default", "linear", "llama3", "yarn")
-        if not fixed or self._table is None:
-            at = torch.arange(self._positions, device=x.device) if fixed else positions
-            cos, sin = rotary(x[None], at[None])
-            half = self._dim // 2
-            signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
-            self._table = torch.stack((cos[0], signed[0]), 1)[:, :, None]
-        table = self._table.index_select(0, positions) if fixed else self._table
-        return table.unbind(1)
+        if not self.rotates_alike:
+            return self._rotations(x, positions).unbind(1)
+        return self.rotations(x).index_select(0, positions).unbind(1)
+
+    @property
+    def rotates_alike(self) -> bool:
+        """Whether a position's rotation is the same in all batches."""
+        return self._model.model.rotary_emb.rope_type in ("default", "linear", "llama3", "yarn")
+
+    def rotations(self, x: torch.Tensor) -> torch.Tensor:
+        """Cosines and signed sines [positions, 2, 1, head_dim] of all positions, kept."""
+        if self._table is None:
+            self._table = self._rotations(x, torch.arange(self._positions, device=x.device))
+        return self._table
+
+    def _rotations(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        cos, sin = self._model.model.rotary_emb(x[None], positions[None])
+        half = self._dim // 2
+        signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+        return torch.stack((cos[0], signed[0]), 1)[:, :, None]
 
 
 def _plain_weight(linear: nn.Module) -> nn.Parameter | None:

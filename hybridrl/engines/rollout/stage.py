@@ -191,6 +191,10 @@ class RolloutStage:
             return None
         if places is not None and len(places) < len(hidden):
             hidden = hidden[places]
+        return self.logits(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Logits [tokens, vocab] of the last stage's `hidden` [tokens, hidden]: see `decode`."""
         head = self.model.get_output_embeddings()
         products = _products(hidden, head.weight)
         if head.bias is not None:
