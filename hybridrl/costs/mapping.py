@@ -56,13 +56,11 @@ class SampleTotals:
     @classmethod
     def of(cls, samples: Sequence[SampleLength]) -> "SampleTotals":
         """Return the sums over the samples of a mini-batch."""
-        return cls(
-            len(samples),
-            sum(sample.tokens for sample in samples),
-            sum(sample.response for sample in samples),
-            sum(sample.pairs for sample in samples),
-            max((sample.tokens for sample in samples), default=0),
-        )
+        # A replay asks for each of its calls, so no property is asked.
+        tokens = [prompt + response for prompt, response in samples]
+        pairs = sum([n * (n + 1) for n in tokens]) // 2
+        scored = sum([response for _, response in samples])
+        return cls(len(samples), sum(tokens), scored, pairs, max(tokens, default=0))
 
 
 AT_ONCE = LinkSpeed(1e18)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise, product
 
 import numpy as np
@@ -65,6 +66,14 @@ class Layout:
     mesh: Mesh
     shapes: Mapping[str, tuple[int, ...]]
     rules: Mapping[str, Rule]
+
+    @cached_property
+    def alike(self) -> tuple[tuple[str, ...], ...]:
+        """The parameters, grouped by rule and shape: the ranks of a group hold equal boxes."""
+        groups = dict[tuple[Rule, tuple[int, ...]], list[str]]()
+        for name, rule in self.rules.items():
+            groups.setdefault((rule, self.shapes[name]), []).append(name)
+        return tuple(map(tuple, groups.values()))
 
     def mesh_of(self, name: str) -> Mesh:
         """The axes of a parameter's rule, over the ranks of `mesh`."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from hybridrl.costs.instance import Costs
 from hybridrl.costs.mapping import (
     ACTOR,
     ClusterShape,
@@ -94,6 +95,7 @@ class MappingPrices:
         self._borders = lru_cache(None)(self._chunk_layers)
         self._scores = lru_cache(None)(self._score_s)
         self._generation = lru_cache(None)(self._generation_bound)
+        self._dealt = lru_cache(None)(self._dealt_bound)
 
     def on(self, cluster: ClusterShape) -> "MappingPrices":
         """Return these prices on another cluster, or with other places of its ranks."""
@@ -163,7 +165,8 @@ class MappingPrices:
     def bound(self, mapping: DeviceMapping, updates: Mapping[str, float]) -> StepSeconds:
         """The least seconds of a step, whatever the schedule; `updates` are seconds by role."""
         home = mapping.ranks_of(ACTOR)
-        decode, alone = self._generation(mapping.gen, self.costs.cluster.aligned(home))
+        place, dealt = (mapping.gen, self.costs.cluster.aligned(home)), 0.0
+        decode, alone = self._generation(*place)
         infer = self._infer(mapping)
         # Inference by who does it: instances, all of the actor's ranks after generation, a pool.
         shared, after, pools = 0.0, 0.0, dict[str, float]()
@@ -179,13 +182,14 @@ class MappingPrices:
         if not mapping.schedule.entry.overlaps:  # one stage after the other
             rest = sum(infer.values())
             bounds = {decoding: decode + rest, "the longest sample": alone + rest}
+            dealt = self._dealt(*place) + rest
         else:
             bounds = {decoding: decode + shared + after, "the longest sample": alone + after}
             bounds |= {f"inference in pool {name}": seconds for name, seconds in pools.items()}
         reason = max(bounds, key=lambda name: bounds[name])
         return StepSeconds(
             switch=0.0,
-            front=bounds[reason],
+            front=max(dealt, bounds[reason]),
             infer=infer,
             train=dict(updates),
             training=self._longest_pool(mapping, updates),
@@ -273,15 +277,44 @@ class MappingPrices:
 
     def _generation_bound(self, gen: GenLayout, ranks: range) -> tuple[float, float]:
         """Decoding in the largest batches without a gap, and the longest sample alone."""
-        actor = self._by_name[ACTOR]
-        costs = self.costs.generation(actor, gen, ranks[: gen.ranks])
-        held = max(1, self.memory.samples_held(gen))
+        costs, held = self._instance(gen, ranks)
         instances = len(ranks) // gen.ranks
         groups = self.workload.groups[: self.workload.prompts_per_step]
         work = sum(costs.prefill_token_s * group.prompt_tokens for group in groups)
-        for prompt, response in self.samples:
-            cached = costs.cached_token_s * (prompt + response / 2)
-            work += response * (costs.row_s + cached + costs.step_s / held)
+        work += sum(_decode_s(costs, sample, costs.step_s / held) for sample in self.samples)
         prompt, longest = max(self.samples, key=lambda sample: sample.response)
         ends = float(costs.pace(1, prompt)), float(costs.pace(1, prompt + longest))
         return work / instances, longest * sum(ends) / 2
+
+    def _dealt_bound(self, gen: GenLayout, ranks: range) -> float:
+        """Decoding by the instance that takes longest, where prompts are dealt to them in turn.
+
+        It makes its longest sample step by step, and all of them in its largest batches.
+        """
+        costs, held = self._instance(gen, ranks)
+        instances, most = len(ranks) // gen.ranks, 0.0
+        for first in range(instances):
+            groups = self.workload.groups[: self.workload.prompts_per_step][first::instances]
+            work = sum(costs.prefill_token_s * group.prompt_tokens for group in groups)
+            numbers = range(first, self.workload.prompts_per_step, instances)
+            samples = [
+                sample
+                for number in numbers
+                for sample in self.samples[number * self.group_size :][: self.group_size]
+            ]
+            work += sum(_decode_s(costs, sample, 0.0) for sample in samples)
+            responses = [sample.response for sample in samples]
+            steps = max(max(responses, default=0), sum(responses) / held)
+            most = max(most, work + steps * costs.step_s)
+        return most
+
+    def _instance(self, gen: GenLayout, ranks: range) -> tuple[Costs, int]:
+        """The costs of a rollout instance, and the rows that it holds."""
+        costs = self.costs.generation(self._by_name[ACTOR], gen, ranks[: gen.ranks])
+        return costs, max(1, self.memory.samples_held(gen))
+
+
+def _decode_s(costs: Costs, sample: SampleLength, step_s: float) -> float:
+    """Seconds of a sample's rows, each with its part of a step's."""
+    cached = costs.cached_token_s * (sample.prompt + (sample.response - 1) / 2)
+    return sample.response * (costs.row_s + cached + step_s)

@@ -217,7 +217,11 @@ def _generation_elements(
     placed = _placed(config, shape, model_parameters(shape, classifier), vocab_multiple)
     tp = config.rollout.layout.tp
     return max(
-        sum(box.size for name in placed.rules for box in placed.local(name, stage * tp))
+        sum(
+            len(names) * box.size
+            for names in placed.alike
+            for box in placed.local(names[0], stage * tp)
+        )
         for stage in stages
     )
 

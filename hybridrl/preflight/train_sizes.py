@@ -1,7 +1,7 @@
 """Sizes of a trained model on the rank that has most, by pipeline stage."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +26,7 @@ from hybridrl.costs.train_memory import (
 )
 from hybridrl.layout.fsdp_groups import is_one_group, stays_unsharded
 from hybridrl.layout.grouping import TrainAxes
-from hybridrl.layout.layout import Layout, Rule, stages_of_layers
+from hybridrl.layout.layout import Layout, stages_of_layers
 from hybridrl.layout.owners import matrices_of, owner_layouts
 from hybridrl.layout.parameters import Parameter, train_layout
 from hybridrl.layout.transfer_rounds import BUCKET_BYTES
@@ -64,6 +64,8 @@ def train_sizes(
     gen = config.rollout.layout
     placed = train_layout([*parameters, *adapters], axes, stages, gen.tp, gen.ep)
     total = sum(math.prod(p.shape) for p in parameters)
+    layers = {p.name: p.layer for p in [*parameters, *adapters]}
+    files = {p.name for p in parameters}  # no file has adapters
     layer = _layer(config, shape, layout, lora, row)
     has_head = not classifier and not lora.rank
     head = -(-shape.vocab_size // layout.tp) * shape.hidden_size * has_head
@@ -80,7 +82,7 @@ def train_sizes(
     sizes = []
     for stage in range(layout.pp):
         in_flight = rows_in_flight(layout.pp, layout.schedule, stage, row.number)
-        on_stage, read = _on_stage(placed, parameters, adapters, stage, total)
+        on_stage, read = _on_stage(placed, layers, files, stage, total)
         trained = [{n: s for n, s in g.items() if n not in frozen} for g in on_stage]
         of_rank = sum(sum(group.values()) for group in on_stage)
         trained_by_rank = sum(sum(group.values()) for group in trained)
@@ -151,35 +153,30 @@ def _muon_elements(placed: Layout, names: Sequence[str]) -> list[dict[str, int]]
 
 def _on_stage(
     placed: Layout,
-    parameters: Sequence[Parameter],
-    adapters: Sequence[Parameter],
+    layers: Mapping[str, int],
+    files: Collection[str],
     stage: int,
     total: int,
 ) -> tuple[list[dict[str, int]], int]:
     """Elements of a rank's shards by name: of the root group, then by layer; `TrainSizes.read`.
 
-    The rank is the stage's first, which has most where shards are not equal. Parameters that are
-    alike are counted once.
+    `layers` has the layer of each parameter, `files` the names of those that files have. The rank
+    is the stage's first, which has most where shards are not equal.
     """
     rank = placed.mesh.rank({"pp": stage, "replica": 0, "fsdp": 0, "tp": 0})
-    known: dict[tuple[Rule, tuple[int, ...]], tuple[int, int]] = {}
     root: dict[str, int] = {}
-    layers: dict[int, dict[str, int]] = {}
+    groups: dict[int, dict[str, int]] = {}
     read = 0
-    for number, parameter in enumerate([*parameters, *adapters]):
-        alike = placed.rules[parameter.name], parameter.shape
-        if alike not in known:
-            size = sum(box.size for box in placed.local(parameter.name, rank))
-            rows = sum(math.prod(x.shape[:-1]) for x in placed.boxes(parameter.name, rank))
-            known[alike] = size, rows * parameter.shape[-1]
-        size, whole_rows = known[alike]
-        if not size:
+    for names in placed.alike:
+        if not (size := sum(box.size for box in placed.local(names[0], rank))):
             continue
-        in_root = parameter.layer < 0 or is_one_group(total)
-        group = root if in_root else layers.setdefault(parameter.layer, {})
-        group[parameter.name] = size
-        read += whole_rows * (number < len(parameters))  # no file has adapters
-    return [root, *layers.values()], read
+        rows = sum(math.prod(box.shape[:-1]) for box in placed.boxes(names[0], rank))
+        for name in names:
+            in_root = layers[name] < 0 or is_one_group(total)
+            group = root if in_root else groups.setdefault(layers[name], {})
+            group[name] = size
+            read += rows * placed.shapes[name][-1] * (name in files)
+    return [root, *(groups[layer] for layer in sorted(groups))], read
 
 
 def _gathered(placed: Layout, shards: dict[str, int]) -> int:

@@ -48,6 +48,7 @@ class ReadyTracker:
         self.computes = [stage for stage in early if isinstance(stage, ComputeStage)]
         self._choosers = [stage for stage in early if isinstance(stage, CHOOSERS)]
         self._by_group = [stage for stage in early if isinstance(stage, ByGroupStage)]
+        self._barriers = [s for s in early if isinstance(s, (*CHOOSERS, ByGroupStage))]
         self._makers, self._order = {stage.name: stage for stage in makers}, list(early)
         self._gates = {
             name: gate_of(graph, stage)
@@ -60,11 +61,11 @@ class ReadyTracker:
 
         A sample that two choosers leave out has the first one's reason.
         """
-        for stage in self._order:
+        for stage in self._barriers:
             if isinstance(stage, ByGroupStage):
                 self._compare(stage, prompt)
                 continue
-            if not isinstance(stage, CHOOSERS) or stage.name in self.groups[prompt].chosen:
+            if stage.name in self.groups[prompt].chosen:
                 continue
             sides = [self.left(name, prompt) for name in stage.upstream]
             if any(side is None for side in sides):
@@ -93,12 +94,15 @@ class ReadyTracker:
 
         One of whole groups is given all of the prompt's samples, or none.
         """
+        group, entered = self.groups[prompt], dict[str, list[Sample]]()
         for stage in self.computes:
-            gate, group = self._gates[stage.name], self.groups[prompt]
-            came = group.samples(gate) if gate in self._makers else group.chosen.get(gate, [])
-            able = [s for s in came if self._entered(s) and ready(stage, s)]
-            todo = [s for s in able if not done(stage, s)]
+            gate = self._gates[stage.name]
+            if gate not in entered:  # most stages have the same
+                came = group.samples(gate) if gate in self._makers else group.chosen.get(gate, [])
+                entered[gate] = [s for s in came if self._entered(s)]
+            todo = [s for s in entered[gate] if not done(stage, s) and ready(stage, s)]
             if stage.whole_groups and todo:
+                able = [s for s in entered[gate] if ready(stage, s)]
                 todo = able if able == self.left(stage.name, prompt) else []
             if todo:
                 yield stage, todo
@@ -213,7 +217,8 @@ def scalars_of_partner(stage: Stage) -> list[str]:
 
 def done(stage: Stage, sample: Sample) -> bool:
     """Whether a per-sample stage has run on a sample."""
-    return all(sample.has(name) for name in stage.outputs)
+    scalars, tensors = sample.scalars, sample.tensors
+    return not [name for name in stage.outputs if name not in scalars and name not in tensors]
 
 
 def _read(stage: Stage) -> Sequence[str]:

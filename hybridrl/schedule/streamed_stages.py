@@ -245,6 +245,7 @@ class StreamedStages:
                 share = waiting
         wanted = max(least, min(self.chunk_tokens, share))
         chosen: list[Sample] = []
+        shortest = spare.least_tokens(instance)
         for sample in spare.able(instance):
             if chosen and sample.tokens > wanted:
                 if decoding:
@@ -252,7 +253,7 @@ class StreamedStages:
                 continue
             wanted -= sample.tokens
             chosen.append(sample)
-            if wanted <= 0:
+            if wanted < shortest:  # no other fits
                 break
         return chosen
 

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 
 from hybridrl.flow.sample import Sample, SampleId
 
+_Entry = tuple[int, SampleId, Sample]
+"""Minus its tokens come first, so that lists of entries have the longest first."""
+
 
 class WaitingSamples:
     """Samples that wait for one stage. Each is free for every instance, or kept for one alone.
@@ -21,8 +24,8 @@ class WaitingSamples:
     def __init__(self, instance_of: Callable[[Sample], int]) -> None:
         self.instance_of = instance_of
         self._waiting: dict[SampleId, tuple[Sample, bool, int]] = {}  # is it free, and where
-        self._free: dict[int, list[Sample]] = defaultdict(list)  # by instance, the longest first
-        self._kept: dict[int, list[Sample]] = defaultdict(list)
+        self._free: dict[int, list[_Entry]] = defaultdict(list)  # by instance, the longest first
+        self._kept: dict[int, list[_Entry]] = defaultdict(list)
         self._free_tokens = 0
         self._kept_tokens = Counter[int]()
 
@@ -35,7 +38,7 @@ class WaitingSamples:
         free = instance is None
         place = self.instance_of(sample) if instance is None else instance
         self._waiting[sample.id] = sample, free, place
-        insort((self._free if free else self._kept)[place], sample, key=_longest_first)
+        insort((self._free if free else self._kept)[place], _entry(sample))
         self._count(sample.tokens, free, place)
 
     def remove(self, id: SampleId) -> Sample | None:
@@ -43,8 +46,8 @@ class WaitingSamples:
         if id not in self._waiting:
             return None
         sample, free, place = self._waiting.pop(id)
-        samples = (self._free if free else self._kept)[place]
-        del samples[bisect_left(samples, _longest_first(sample), key=_longest_first)]
+        entries = (self._free if free else self._kept)[place]
+        del entries[bisect_left(entries, _entry(sample))]
         self._count(-sample.tokens, free, place)
         return sample
 
@@ -60,13 +63,19 @@ class WaitingSamples:
         Within each of the two the longest comes first.
         """
         own = self._free.get(instance, ()), self._kept.get(instance, ())
-        yield from heapq.merge(*own, key=_longest_first)
-        others = (samples for place, samples in self._free.items() if place != instance)
-        yield from heapq.merge(*others, key=_longest_first)
+        others = (entries for place, entries in self._free.items() if place != instance)
+        for entries in (own, others):
+            for _, _, sample in heapq.merge(*entries):
+                yield sample
 
     def able_tokens(self, instance: int) -> int:
         """Tokens of those that an instance may take; 0 where there are none."""
         return self._free_tokens + self._kept_tokens[instance]
+
+    def least_tokens(self, instance: int) -> int:
+        """Tokens of the shortest sample that an instance may take, of which there is one."""
+        able = [*self._free.values(), self._kept.get(instance, [])]
+        return min(-entries[-1][0] for entries in able if entries)
 
     def tokens(self) -> int:
         """Tokens of all that wait."""
@@ -79,5 +88,5 @@ class WaitingSamples:
             self._kept_tokens[place] += tokens
 
 
-def _longest_first(sample: Sample) -> tuple[int, SampleId]:
-    return -sample.tokens, sample.id
+def _entry(sample: Sample) -> _Entry:
+    return -sample.tokens, sample.id, sample

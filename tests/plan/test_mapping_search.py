@@ -335,3 +335,19 @@ def test_small_micro_batches_are_tried_where_they_may_win(capacity: float) -> No
         assert result.is_complete
         best.append(result.best[0].seconds.step_s)
     assert best[1] == pytest.approx(best[0], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_what_serial_is_priced_at_is_near_its_replay_and_never_above(seed: int) -> None:
+    """Prompts are dealt in turn, so that each instance's decoding has a closed form."""
+    search = _search(
+        _roles(SMALL, SMALL, ("actor", "critic", "reference")), 4, draw=random.Random(seed)
+    )
+    mappings = [one.mapping for one in search.run(20).best]
+    serial = [mapping for mapping in mappings if not mapping.schedule.entry.overlaps]
+    assert {mapping.instances for mapping in serial} >= {1, 2}
+    for mapping in serial:
+        priced = search.prices.priced(mapping)
+        replayed = search.prices.replayed(mapping, priced)
+        print(f"{mapping.instances} instances: {priced.step_s / replayed.step_s:.4f}")
+        assert 0.9 * replayed.step_s < priced.step_s <= replayed.step_s * (1 + 1e-9)

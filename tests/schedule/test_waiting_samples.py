@@ -41,3 +41,5 @@ def test_an_instance_gets_what_is_free_and_what_is_kept_on_it(
             able.sort(key=lambda s: (kept_on[s.id] is None and s.rank != one, -s.tokens, s.id))
             assert [*waiting.able(one)] == able
             assert waiting.able_tokens(one) == sum(s.tokens for s in able)
+            if able:
+                assert waiting.least_tokens(one) == min(s.tokens for s in able)
