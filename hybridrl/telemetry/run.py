@@ -242,9 +242,9 @@ class Telemetry:
         }
 
     def late_sizes(self) -> dict[str, int]:
-        """Those of `sizes` that grow until ranks have answered for the last step that was logged.
+        """Return the part of `sizes` that grows until ranks have answered for the last logged step.
 
-        Nothing of the present step is in them before it is logged.
+        Nothing of the present step is in these files before it is logged.
         """
         sizes = self.sizes()
         return {name: size for name, size in sizes.items() if not name.startswith(_AT_ONCE)}

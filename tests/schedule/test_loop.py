@@ -30,7 +30,7 @@ def fused(executor: Any, **more: Any) -> Any:
 
 
 def run(executor: Any, num_steps: int = 2, **more: Any) -> Any:
-    """Steps with moves, forward passes and early backward beside decoding."""
+    """Steps with moves, forward passes and early backward while others decode."""
     settings = {"threshold": 6, "max_held": 4, "early": EarlySettings(), **more}
     schedule = fused(executor, **settings)
     results = [schedule.run_step(step) for step in range(num_steps)]
@@ -193,23 +193,23 @@ def test_order_of_ids(virtual_executor: Any, partial: bool) -> None:
 
 def test_trains_without_samples(virtual_executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first gradient to the next weights, while others decode."""
-    beside = 0
+    num_overlaps = 0
 
     def look(loop: Loop) -> None:
-        nonlocal beside
+        nonlocal num_overlaps
         training = [i for i in loop.instances if i.status is InstanceStatus.TRAINING]
         assert not [i.number for i in training if i.held or i.inbox]
         assert {i.number for i in training} == loop.executor.gone_training & loop.executor.alive
-        beside += bool(training) and loop.instances.hold_some
+        num_overlaps += bool(training) and loop.instances.hold_some
 
     after_events(monkeypatch, look)
     restarted = 0.0
-    for seed in range(4):  # the one that decodes dies beside one that trains
+    for seed in range(4):  # the one that decodes dies while another trains
         executor = virtual_executor(4, seed, long_tail, deaths={92 + seed: 0})
         _, results = run(executor)
         assert executor.num_early
         restarted += results[0].metrics["samples/restarted"]
-    assert beside
+    assert num_overlaps
     assert restarted
 
 

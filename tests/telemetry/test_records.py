@@ -53,11 +53,11 @@ class Kind(Enum):
 @pytest.mark.parametrize(
     "key", [True, False, None, 3, -1.5, "text", Spelled.one, Numbered.two, Kind.three, (1, 2)]
 )
-def test_keys_are_written_alike_whatever_stands_beside_them(key: object) -> None:
+def test_keys_are_written_alike_in_every_record(key: object) -> None:
     """A number that is not finite has all of a record written another way."""
     alone = json.loads(dump({"of": {key: 1}}))
-    beside = json.loads(dump({"of": {key: 1}, "loss": math.inf}))
-    assert alone["of"] == beside["of"]
+    with_infinity = json.loads(dump({"of": {key: 1}, "loss": math.inf}))
+    assert alone["of"] == with_infinity["of"]
 
 
 def test_text_of_any_kind_stays_on_one_line(tmp_path: Path) -> None:
