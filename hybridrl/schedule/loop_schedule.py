@@ -9,8 +9,8 @@ from hybridrl.flow.ledger import Drop, phase_of, sampling_of, sections, with_upd
 from hybridrl.flow.lengths import LengthModel
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.schedule.base import Batch, PendingSample, Prompt, Schedule, StepSettings
-from hybridrl.schedule.generation_task import GenerationTask, RoundLimits
-from hybridrl.schedule.groups import BegunPrompts, tasks_of
+from hybridrl.schedule.groups import BegunPrompts, GenerationTask, tasks_of
+from hybridrl.schedule.instances import RoundLimits
 from hybridrl.schedule.loop import Loop
 from hybridrl.schedule.readiness import ReadyTracker, early_stages
 from hybridrl.schedule.streamed_stages import StreamedStages
