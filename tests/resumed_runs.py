@@ -43,7 +43,7 @@ def check_same(one: Path, other: Path, folder: Path) -> None:
     before, after = state(one / "final"), state(other / "final")
     for key in ("step", "phase", "prompts", "roles", "recipe", "bad_steps", "evaluated", "before"):
         assert before[key] == after[key], key
-    for name in ("metrics", "samples", "lengths"):
+    for name in ("metrics", "samples", "lengths", "digests"):
         assert lines(one, name) == lines(other, name), name
 
 

@@ -28,7 +28,7 @@ from hybridrl.config import ClusterKind, Config, SourceConfig, TinyModelConfig
 from hybridrl.config.compose import check, composed, register
 from hybridrl.data import sources
 from hybridrl.driver import train as controller_train
-from hybridrl.driver.run_records import FetchTexts, RunRecords
+from hybridrl.driver.run_records import ReadTexts, RunRecords
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.sample import SampleId
 from hybridrl.models.tiny import make_tiny_model
@@ -374,10 +374,10 @@ def _train(run_dir: Path, config: Config) -> FinishedRun:
     record = RunRecords.record_step
 
     def spy(
-        self: RunRecords, result: StepResult, seconds: float, fetch_texts: FetchTexts
+        self: RunRecords, result: StepResult, seconds: float, read_texts: ReadTexts
     ) -> dict[str, float]:
         results.append(result)
-        return record(self, result, seconds, fetch_texts)
+        return record(self, result, seconds, read_texts)
 
     release = WorkerGroup.call_release
 

@@ -1,20 +1,23 @@
 """Work of several rounds of calls to ranks, many pieces at a time."""
 
 import concurrent.futures
+import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.executor import Computed, Event
-from hybridrl.runtime.launcher import POLL_S
+from hybridrl.runtime.launcher import POLL_S, CallFailed
 from hybridrl.workers.rank_calls import Reference
 
 _NO_RANK = -1  # of work that no rank does
 MIXED_POLL_S = 0.02
 """Seconds between two looks where ranks and other work are waited for."""
+_SALVAGE_S = 5.0  # for the readings that are left when a run fails
 
 Answer = TypeVar("Answer")
 Result = TypeVar("Result")
@@ -35,6 +38,24 @@ class _Round:
     answers: dict[AnyCall[Any], Any] = field(default_factory=dict)
 
 
+Then = Callable[[list[Any]], None]
+"""What is done with the answers to a reading's calls, in the order of the calls."""
+
+
+@dataclass(slots=True)
+class _Unawaited:
+    """Calls that nobody waits for, the step of the run that began them, and the answers so far."""
+
+    calls: list[Reference[Any]]
+    step: int
+    then: Then | None
+    answers: dict[Reference[Any], Any] = field(default_factory=dict)
+
+    @property
+    def is_answered(self) -> bool:
+        return len(self.answers) == len(self.calls)
+
+
 class Rounds:
     """Drives several pieces of work at once: each continues when its own round is answered.
 
@@ -47,7 +68,8 @@ class Rounds:
         # Calls in flight, with their rank; other work apart.
         self._pending: dict[Reference[Any], tuple[int, _Round]] = {}
         self._here: dict[Future[Any], tuple[int, _Round]] = {}
-        self._unawaited: dict[Reference[Any], int] = {}
+        self._unawaited: dict[Reference[Any], tuple[int, _Unawaited]] = {}
+        self._readings: deque[_Unawaited] = deque()  # those whose answers somebody wants
         self._ready: list[Event] = []  # events for the next `wait`
         self._is_later: Callable[[Event], bool] = lambda event: False
         self._later: list[Event] = []
@@ -88,22 +110,58 @@ class Rounds:
                     events += self._now(self._start_next(calls.work, answers))
         return events
 
-    def begin_unawaited(self, calls: Mapping[Reference[Any], int]) -> None:
-        """Calls whose answers nobody waits for, each with its rank.
+    def begin_unawaited(
+        self, calls: Mapping[Reference[Any], int], then: Then | None = None
+    ) -> None:
+        """Calls that nobody waits for, each with its rank; `then`, if any, gets their answers.
 
-        A failure of one is raised by a later `wait`, or by `drain`.
+        Answers come while others are waited for (`wait`, `drain`), and `then` is called in the
+        order in which these readings began. A failure of a call, or of `then`, is raised there.
         """
-        self._unawaited.update(calls)
+        begun = _Unawaited(list(calls), self.group.current_step(), then)
+        self._unawaited.update({call: (rank, begun) for call, rank in calls.items()})
+        if then is not None:
+            self._readings.append(begun)
+            self._hand_on()
 
     def drain(self) -> None:
         """Wait for the answers that nobody has waited for; raises the failure of one."""
         while self._unawaited:
             self._read_unawaited(POLL_S)
+        self._hand_on()  # what is left where `then` has failed
+
+    def salvage(self) -> None:
+        """Hand on what readings give after the run has failed, in so far as all ranks answer.
+
+        Ranks serve calls in their order, so a reading of a whole step is answered unless a rank
+        failed before it began the next step.
+        """
+        until = time.monotonic() + _SALVAGE_S
+        launcher = self.group.launcher
+        unread = {call: begun for call, (_, begun) in self._unawaited.items() if begun.then}
+        while unread and (left := until - time.monotonic()) > 0:
+            ended = launcher.wait([*unread], 0.0 if self.group.killed else left)
+            if not ended:  # nor will they
+                break
+            for call in ended:
+                reading = unread.pop(call)
+                with suppress(CallFailed):
+                    reading.answers[call] = launcher.get(call).value
+        self._readings = deque(reading for reading in self._readings if reading.is_answered)
+        self._hand_on()
 
     def _read_unawaited(self, timeout: float) -> None:
         if self._unawaited:
             for call in self.group.launcher.wait(list(self._unawaited), timeout):
-                self.group.value_of(self._unawaited.pop(call), call)
+                rank, begun = self._unawaited.pop(call)
+                begun.answers[call] = self.group.value_of(rank, call, begun.step)
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        while self._readings and self._readings[0].is_answered:
+            reading = self._readings.popleft()
+            assert reading.then is not None
+            reading.then([reading.answers[call] for call in reading.calls])
 
     @contextmanager
     def apart(self, is_later: Callable[[Event], bool]) -> Iterator[None]:

@@ -310,8 +310,15 @@ class Checkpoints:
         if state.pending:
             self.group.save_pending(resume, self._shares(state.pending))
         roles = {role: asdict(steps) for role, steps in progress.items()}
-        record = {**state.record, "step": step, "time": time.time(), "roles": roles}
-        record |= {"settings": self.settings, "scores": self.scores, "inputs": self.inputs}
+        # What was read unawaited has come since the state was taken, and no later step's.
+        records = state.record.get("records", {}) | self.telemetry.late_sizes()
+        record = {**state.record, "records": records, "step": step, "time": time.time()}
+        record |= {
+            "roles": roles,
+            "settings": self.settings,
+            "scores": self.scores,
+            "inputs": self.inputs,
+        }
         folder.seal(path, plain(record))
 
     def load(self, point: Point) -> None:

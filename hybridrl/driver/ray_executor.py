@@ -16,6 +16,7 @@ from hybridrl.driver.async_calls import (
     Calling,
     EventCalls,
     Rounds,
+    Then,
     answers_of,
     as_one,
     single,
@@ -70,8 +71,10 @@ from hybridrl.rewards.results import scalars_of
 from hybridrl.schedule.base import PendingSample
 from hybridrl.system import signals
 from hybridrl.system.node_info import NodeInfo
+from hybridrl.workers.rank_calls import Reference
 from hybridrl.workers.sample_writer import SampleFacts
 from hybridrl.workers.training import UpdateShare
+from hybridrl.workers.turns import SampleTexts
 
 logger = logging.getLogger(__name__)
 
@@ -548,6 +551,30 @@ class RayExecutor:
         """
         self._rounds.begin_unawaited(self.group.call_record_samples(step, phase, facts))
 
+    def read(self, calls: Mapping[Reference[Any], int], then: Then) -> None:
+        """Have `then` called with the answers to calls that read what ranks hold at this point.
+
+        Nobody waits for them: samples that are read may leave at once, and the next update may
+        begin. Readings end in the order in which they began, by the next `drain`.
+        """
+        self._rounds.begin_unawaited(calls, then)
+
+    def read_texts(
+        self,
+        ids_of_rank: Mapping[int, Sequence[SampleId]],
+        then: Callable[[Mapping[SampleId, SampleTexts]], None],
+    ) -> None:
+        """Begin to read samples as text; see `read`."""
+
+        def merged(answers: list[dict[SampleId, SampleTexts]]) -> None:
+            then({id: texts for answer in answers for id, texts in answer.items()})
+
+        self.read(self.group.call_texts(ids_of_rank), merged)
+
     def drain(self) -> None:
         """Wait for what ranks do without anyone waiting for it; raises the failure of one."""
         self._rounds.drain()
+
+    def salvage(self) -> None:
+        """Have the records written for which ranks have answered; the run has failed."""
+        self._rounds.salvage()

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +31,7 @@ from hybridrl.driver.ray_executor import Abandoned, OnSwitch, RayExecutor
 from hybridrl.driver.run_phases import RunPhase, recipe_phase, training_of, warm_start_phase
 from hybridrl.driver.run_records import RunRecords, sample_facts
 from hybridrl.driver.schedule_factory import make_schedule, replay_setting, sampling_of
-from hybridrl.driver.step_digests import step_digests
+from hybridrl.driver.step_digests import read_step_digests
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.graph import GenerateStage, Graph
 from hybridrl.flow.judgements import JudgeFailed, check_failed_share
@@ -105,6 +106,7 @@ class Run:
             prepared.model_path,
             self.records.on_span,
             self.records.on_memory,
+            lambda: self.step,
         )
         sizes = sizes_of_run(config, prepared.graph, prepared.model_path)
         decided = {"activations": config.trainer.activations.value}
@@ -124,7 +126,7 @@ class Run:
             prepared.eval_items,
             self.executor,
             telemetry,
-            lambda name, shown: self.records.record_evaluated(name, shown, self.group.texts),
+            self._record_evaluated,
         )
         self.schedule: Schedule | None = None  # of the recipe's steps, where they are replayed
         # checkpoints
@@ -132,6 +134,10 @@ class Run:
         self.checkpoints = Checkpoints(config, origin, self.group, telemetry, self.executor.drain)
         if origin.point is not None:
             self._resume_driver(origin.point, origin.damaged)
+
+    def _record_evaluated(self, name: str, samples: Sequence[Sample]) -> None:
+        """Begin to record samples of the evaluation set `name`."""
+        self.records.record_evaluated(name, samples, self.executor.read_texts)
 
     def end_processes(self) -> None:
         """End those of judges and environments that the driver calls. May be called twice."""
@@ -304,10 +310,10 @@ class Run:
                 # Before the step's record, with which a curriculum forgets its prompts.
                 facts = sample_facts(result, self._origin_of)
                 self.executor.record_samples(self.step, phase.name, facts)
-            metrics = self.records.record_step(result, seconds, self.group.texts)
+            metrics = self.records.record_step(result, seconds, self.executor.read_texts)
             self.failures.record(self.step, result.dispatched)
             if self.config.records_digests:
-                self.telemetry.digests(self.step, step_digests(phase.graph, result, self.group))
+                self.read_digests(phase.graph, result)
             self._check_finite(metrics)
             if costs := schedule.meter.costs():
                 setting = replay_setting(self.config, self.executor, phase.graph)
@@ -317,6 +323,12 @@ class Run:
             self._stop_if_requested(phase, schedule)
             if self.step < phase.last_step:
                 self._evaluate_and_save(phase, schedule)
+        self.executor.drain()  # the records of the phase are whole before the next one begins
+
+    def read_digests(self, graph: Graph, result: StepResult) -> None:
+        """Begin to read the digests of the present step, whose samples the ranks still hold."""
+        record = partial(self.telemetry.digests, self.step)
+        read_step_digests(graph, result, self.group, self.executor.read, record)
 
     def _scales(self, meter: CostMeter) -> dict[str, Any]:
         """What another mapping may take of the run's costs, and for which device and engine."""
@@ -394,6 +406,7 @@ class Run:
         self.telemetry.event("bad_step", step=self.step, in_a_row=self.bad_steps)
         if self.bad_steps >= self.config.trainer.max_bad_steps:
             with contextlib.suppress(OSError):  # a full disk, say: the run ends for another reason
+                self.executor.drain()
                 self.group.finish_records()
             raise TrainingDiverged(
                 f"the loss or its gradient was not finite in {self.bad_steps} steps in a row"
@@ -448,6 +461,7 @@ class Run:
         """Write the checkpoint of the last whole step, if there is none, and end the run."""
         logger.info("stopping after step %d, as a signal asks", self.step)
         self._save_stopped(state)
+        self.executor.drain()
         signals.begin_stop()
         raise Interrupted(
             f"stopped after step {self.step}; trainer.resume=auto continues from there"

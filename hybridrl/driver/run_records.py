@@ -20,8 +20,11 @@ from hybridrl.telemetry.trace import TimeSpan, rank_lane
 from hybridrl.workers.sample_writer import SampleFacts
 from hybridrl.workers.turns import SampleTexts
 
-FetchTexts = Callable[[Mapping[int, list[SampleId]]], Mapping[SampleId, SampleTexts]]
-"""Prompts, responses and turns of samples, by the rank that holds them."""
+ThenTexts = Callable[[Mapping[SampleId, SampleTexts]], None]
+ReadTexts = Callable[[Mapping[int, list[SampleId]], ThenTexts], None]
+"""Begins to read samples as text, by the rank that holds them; the second argument gets the texts
+when they have come, maybe in the next step.
+"""
 
 KindsOf = Callable[[int], Sequence[str]]
 OriginOf = Callable[[int], tuple[str, str]]
@@ -34,7 +37,7 @@ ObserveRewards = Callable[[Mapping[int, Sequence[float]]], Mapping[str, float]]
 class RunRecords:
     """Turns answers of ranks and results of steps into the run's records.
 
-    `current_step` gives the run's step, to which spans and weight switches belong. Of each step the
+    `current_step` gives the run's step, to which weight switches belong. Of each step the
     texts of the first `samples_per_step` samples are kept. `kinds_of` a prompt's position in the
     run are the parts of the mixture that it belongs to. Each has separate metrics. `origin_of`
     a position are its prompt's source and task. `observe` is called with the results of each step.
@@ -60,9 +63,9 @@ class RunRecords:
 
     # -- callbacks -----------------------------------------------------------------------------
 
-    def on_span(self, lane: str, span: TimeSpan) -> None:
-        """A rank has done a piece of work, which belongs on `lane` of the trace."""
-        self.telemetry.span(lane, span.name, span.start, span.end, self.current_step())
+    def on_span(self, lane: str, span: TimeSpan, step: int) -> None:
+        """A rank has done a piece of work for `step`, which belongs on `lane` of the trace."""
+        self.telemetry.span(lane, span.name, span.start, span.end, step)
 
     def on_memory(self, rank: int, memory: MemoryReading) -> None:
         """A rank has measured its memory."""
@@ -92,13 +95,13 @@ class RunRecords:
     # -- steps ---------------------------------------------------------------------------------
 
     def record_step(
-        self, result: StepResult, seconds: float, fetch_texts: FetchTexts
+        self, result: StepResult, seconds: float, read_texts: ReadTexts
     ) -> dict[str, float]:
         """Record a step that took so many seconds; answers with its metrics."""
         step, metrics = self.current_step(), step_metrics(result, seconds)
         metrics |= metrics_by_kind(result.dispatched, self.kinds_of)
         # Before `observe`: a curriculum then forgets the step's prompts.
-        self.record_samples(result.dispatched, fetch_texts, result.dropped)
+        self.record_samples(result.dispatched, read_texts, result.dropped)
         metrics |= self.observe(rewards_by_prompt(result.dispatched))
         metrics |= self.driver_metrics()
         self._note_no_training(result, metrics)
@@ -123,24 +126,34 @@ class RunRecords:
     def record_samples(
         self,
         samples: Sequence[Sample],
-        fetch_texts: FetchTexts,
+        read_texts: ReadTexts,
         dropped: Mapping[SampleId, Drop] | None = None,
     ) -> None:
         """Record the texts of the step's first samples; without `dropped`, not whether used."""
-        texts = self._texts(samples, fetch_texts)
-        for sample, record in zip(samples, texts, strict=False):  # there are texts of the first
-            record["source"], record["task"] = self.origin_of(sample.id.prompt)
+        facts: list[dict[str, Any]] = []
+        for sample in samples[: self.samples_per_step]:
+            source, task = self.origin_of(sample.id.prompt)
+            facts.append({"source": source, "task": task})
             if dropped is not None:
                 drop = dropped.get(sample.id)
-                record["drop_reason"] = drop and drop.reason.value
-        self.telemetry.samples(self.current_step(), texts)
+                facts[-1]["drop_reason"] = drop and drop.reason.value
+        step = self.current_step()
 
-    def record_evaluated(
-        self, name: str, samples: Sequence[Sample], fetch_texts: FetchTexts
-    ) -> None:
+        def record(texts: list[dict[str, Any]]) -> None:
+            lines = [text | of_sample for text, of_sample in zip(texts, facts, strict=True)]
+            self.telemetry.samples(step, lines)
+
+        self._read(samples, read_texts, record)
+
+    def record_evaluated(self, name: str, samples: Sequence[Sample], read_texts: ReadTexts) -> None:
         """Record samples of the evaluation set `name`."""
-        texts = [{"set": name, **record} for record in self._texts(samples, fetch_texts)]
-        self.telemetry.samples(self.current_step(), texts, phase="evaluation")
+        step = self.current_step()
+
+        def record(texts: list[dict[str, Any]]) -> None:
+            lines = [{"set": name, **text} for text in texts]
+            self.telemetry.samples(step, lines, phase="evaluation")
+
+        self._read(samples, read_texts, record)
 
     def _note_no_training(self, result: StepResult, metrics: dict[str, float]) -> None:
         """Say it, the first time, where a step had nothing to train on."""
@@ -169,29 +182,39 @@ class RunRecords:
             step=step,
         )
 
-    def _texts(self, samples: Sequence[Sample], fetch_texts: FetchTexts) -> list[dict[str, Any]]:
+    def _read(
+        self,
+        samples: Sequence[Sample],
+        read_texts: ReadTexts,
+        record: Callable[[list[dict[str, Any]]], None],
+    ) -> None:
+        """Have `record` called with what is known of the first samples, and their texts."""
         shown = samples[: self.samples_per_step]
         by_rank: dict[int, list[SampleId]] = defaultdict(list)
         for sample in shown:
             by_rank[sample.rank].append(sample.id)
-        texts = fetch_texts(by_rank)
         others = [name for name in judged(shown) if name != "reward"]
-        return [
-            {
-                "id": str(sample.id),
-                "prompt": texts[sample.id].prompt,
-                "response": texts[sample.id].response,
-                "reward": _score(sample, "reward"),
-                "status": sample.scalars.get("reward_status"),
-                "tokens": sample.response_tokens,
-                "finish": sample.scalars.get("finish"),
-                "advantage": sample.scalars.get("advantage"),
-                **{name: _score(sample, name) for name in others},
-                **_turns(texts[sample.id]),
-                **_failure(sample),
-            }
-            for sample in shown
-        ]
+        read_texts(
+            by_rank,
+            lambda texts: record([_as_line(one, texts[one.id], others) for one in shown]),
+        )
+
+
+def _as_line(sample: Sample, texts: SampleTexts, others: Sequence[str]) -> dict[str, Any]:
+    """A line of samples.jsonl; `others` are scores besides the reward."""
+    return {
+        "id": str(sample.id),
+        "prompt": texts.prompt,
+        "response": texts.response,
+        "reward": _score(sample, "reward"),
+        "status": sample.scalars.get("reward_status"),
+        "tokens": sample.response_tokens,
+        "finish": sample.scalars.get("finish"),
+        "advantage": sample.scalars.get("advantage"),
+        **{name: _score(sample, name) for name in others},
+        **_turns(texts),
+        **_failure(sample),
+    }
 
 
 def _turns(texts: SampleTexts) -> dict[str, Any]:

@@ -1,27 +1,65 @@
 """The digests of a step, from the driver's samples and the ranks' tensors."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hybridrl.driver.async_calls import Then
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import SourceStage, UpdateStage
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.schedule import StepResult
-from hybridrl.telemetry.digests import StepRecord, joined
+from hybridrl.telemetry.digests import ShardDigest, StepRecord, joined
 from hybridrl.telemetry.records import write_json
+from hybridrl.workers.rank_calls import Reference
 
 SAMPLES = "samples.json"
 
+SampleDigests = Mapping[SampleId, Mapping[str, ShardDigest]]
+"""Digests of the samples on a rank, by field."""
+WeightDigests = Mapping[str, Mapping[str, ShardDigest]]
+"""Digests of a rank's shards, by role and parameter."""
 
-def step_digests(graph: Graph, result: StepResult, group: WorkerGroup) -> dict[str, Any]:
-    """The line of digests.jsonl of a step whose samples the ranks still hold."""
+
+def read_step_digests(
+    graph: Graph,
+    result: StepResult,
+    group: WorkerGroup,
+    read: Callable[[Mapping[Reference[Any], int], Then], None],
+    then: Callable[[dict[str, Any]], None],
+) -> None:
+    """Begin to `read` the digests of a step whose samples the ranks still hold.
+
+    `then` gets the step's line of digests.jsonl, with the weights as they are now.
+    """
     finished = [sample for sample in result.dispatched if sample.tensors]
-    digests = group.digest_samples(by_rank(finished))
-    weights = group.digest_weights()
+    of_samples = group.call_digest_samples(by_rank(finished))
+    of_weights = group.call_digest_weights()
+
+    def complete(answers: list[Any]) -> None:
+        samples, weights = answers[: len(of_samples)], answers[len(of_samples) :]
+        then(_line(graph, result, finished, samples, weights))
+
+    read({**of_samples, **of_weights}, complete)
+
+
+def _line(
+    graph: Graph,
+    result: StepResult,
+    finished: Sequence[Sample],
+    samples_of_ranks: Sequence[SampleDigests],
+    weights_of_ranks: Sequence[WeightDigests],
+) -> dict[str, Any]:
+    """The line of a step from the ranks' answers."""
+    digests = {id: fields for answer in samples_of_ranks for id, fields in answer.items()}
+    weights: dict[str, dict[str, list[ShardDigest]]] = {}
+    for answer in weights_of_ranks:
+        for role, shards in answer.items():
+            for name, shard in shards.items():
+                weights.setdefault(role, {}).setdefault(name, []).append(shard)
     fields, updates = stages_of_fields(graph), updates_of_roles(graph)
     samples = {
         # A list would be a digest.

@@ -172,6 +172,10 @@ def running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator[R
             yield run
             run.executor.drain()
             run.group.close()
+        except BaseException:
+            with contextlib.suppress(OSError):  # a full disk may be the error that is being raised
+                run.executor.salvage()
+            raise
         finally:
             try:
                 run.end_processes()

@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OnSpan = Callable[[str, TimeSpan], None]
+OnSpan = Callable[[str, TimeSpan, int], None]
+"""Called with the lane of a rank, what it did, and the step of the run that asked for it."""
+
 OnMemory = Callable[[int, MemoryReading], None]
 _UNKNOWN = ("?", "")  # node and log of a rank that has not answered yet
 
@@ -89,9 +91,12 @@ class WorkerGroup:
         model_path: str,
         on_span: OnSpan,
         on_memory: OnMemory,
+        current_step: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`current_step` is that of the run, to which spans belong."""
         self.launcher, self.config = launcher, config
-        self.on_span, self.on_memory = on_span, on_memory
+        self.on_span, self.on_memory, self.current_step = on_span, on_memory, current_step
+        self.killed = False
         workers = launcher.start(ActorWorker, make_worker, config, model_path, launcher.data_plane)
         order = config.cluster.rank_order
         self._group = launcher.subgroup(workers, order) if order else workers
@@ -117,16 +122,20 @@ class WorkerGroup:
 
     # -- waiting -------------------------------------------------------------------------------
 
-    def value_of(self, rank: int, reference: Reference[Answer]) -> Answer:
-        """The value of a call that has ended; spans and memory go to telemetry."""
+    def value_of(self, rank: int, reference: Reference[Answer], step: int | None = None) -> Answer:
+        """The value of a call that has ended; spans and memory go to telemetry.
+
+        `step` began the call, if that is not the present one.
+        """
         try:
             reply: Reply[Answer] = self.launcher.get(reference)
         except CallFailed as error:
             raise self._fail(rank, error) from error
         done = ", ".join(span.name for span in reply.spans)
         logger.debug("rank %d answered%s", rank, f": {done}" if done else "")
+        step = self.current_step() if step is None else step
         for span in reply.spans:
-            self.on_span(rank_lane(rank, reply.concurrent), span)
+            self.on_span(rank_lane(rank, reply.concurrent), span, step)
         for memory in reply.memory:
             self.on_memory(rank, memory)
         return reply.value
@@ -144,6 +153,7 @@ class WorkerGroup:
 
     def kill(self) -> None:
         """End every rank now."""
+        self.killed = True
         self.launcher.kill(self._group)
 
     def _fail(self, rank: int, error: CallFailed) -> BaseException:
@@ -303,42 +313,9 @@ class WorkerGroup:
         paths = [path] * len(shares)
         return self.gather(self.home.calls.per_rank(ActorWorker.load_pending, paths, shares))
 
-    def texts(self, by_rank: Mapping[int, Iterable[SampleId]]) -> dict[SampleId, SampleTexts]:
-        """Prompts, responses and turns of samples, by the rank that holds them."""
-        references = {
-            rank: self._ranks[rank].same(ActorWorker.texts, tuple(ids))[0]
-            for rank, ids in by_rank.items()
-        }
-        texts: dict[SampleId, SampleTexts] = {}
-        for rank, reference in references.items():
-            texts |= self.value_of(rank, reference)
-        return texts
-
     def finish_records(self) -> None:
         """Wait until the ranks have written the samples of all steps; raises OSError."""
         self.gather(self.home.calls.same(ActorWorker.finish_records))
-
-    def digest_samples(
-        self, by_rank: Mapping[int, Iterable[SampleId]]
-    ) -> dict[SampleId, dict[str, ShardDigest]]:
-        """Digests of all tensors of samples, by the rank that holds them."""
-        calls = {
-            rank: self._ranks[rank].same(ActorWorker.digest_samples, tuple(ids))[0]
-            for rank, ids in by_rank.items()
-        }
-        answers = [self.value_of(rank, call) for rank, call in calls.items()]
-        return {id: digests for answer in answers for id, digests in answer.items()}
-
-    def digest_weights(self) -> dict[str, dict[str, list[ShardDigest]]]:
-        """Digests of all trained weights by role and parameter, a shard a rank that has one."""
-        digests: dict[str, dict[str, list[ShardDigest]]] = {}
-        for pool in self.pools.values():
-            calls = pool.calls.same(BaseWorker.digest_weights)
-            for answer in self.gather(calls, pool.ranks[0]):
-                for role, shards in answer.items():
-                    for name, shard in shards.items():
-                        digests.setdefault(role, {}).setdefault(name, []).append(shard)
-        return digests
 
     def save_tensors(self, folder: str, by_rank: Mapping[int, Iterable[SampleId]]) -> None:
         """Write all tensors of samples, each rank into a separate file."""
@@ -479,6 +456,27 @@ class WorkerGroup:
             self._ranks[rank].same(record, step, phase, tuple(samples))[0]: rank
             for rank, samples in by_rank.items()
         }
+
+    def call_texts(
+        self, by_rank: Mapping[int, Iterable[SampleId]]
+    ) -> dict[Reference[dict[SampleId, SampleTexts]], int]:
+        """Ask ranks for prompts, responses and turns of samples that they hold."""
+        texts = ActorWorker.texts
+        return {self._ranks[r].same(texts, tuple(ids))[0]: r for r, ids in by_rank.items()}
+
+    def call_digest_samples(
+        self, by_rank: Mapping[int, Iterable[SampleId]]
+    ) -> dict[Reference[dict[SampleId, dict[str, ShardDigest]]], int]:
+        """Ask ranks for digests of all tensors of samples that they hold."""
+        digests = ActorWorker.digest_samples
+        return {self._ranks[r].same(digests, tuple(ids))[0]: r for r, ids in by_rank.items()}
+
+    def call_digest_weights(self) -> dict[Reference[dict[str, dict[str, ShardDigest]]], int]:
+        """Ask all ranks for digests of their shards of trained weights, by role and parameter."""
+        calls: dict[Reference[dict[str, dict[str, ShardDigest]]], int] = {}
+        for pool in self.pools.values():
+            calls |= _by_rank(pool, pool.calls.same(BaseWorker.digest_weights))
+        return calls
 
     def call_release(self, ids: tuple[SampleId, ...]) -> dict[Reference[int], int]:
         """Start to have every rank forget samples."""

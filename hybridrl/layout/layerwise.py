@@ -23,8 +23,8 @@ class Fill(Protocol):
     def __call__(self, tensors: Tensors, names: Sequence[str] | None = None, /) -> None:
         """Fill the rank's `tensors` of the parameters `names`; None: of the whole model.
 
-        A rank may hold some of the parameters, or none. All ranks make the same calls, which name
-        every parameter once.
+        `names` are a layer's of `by_layer`, of which a rank may hold some, or none. All ranks make
+        the same calls, which name every layer once.
         """
         ...
 
@@ -34,7 +34,7 @@ Load = Callable[[Fill], None]
 
 
 class LayerwiseSwitch:
-    """A `WeightSwitch` for each set of parameters that a destination is filled with.
+    """A `WeightSwitch` for each layer that a destination is filled with, or one for all.
 
     All ranks of the plan make one and call `switch` together. Buckets of one layer overlap, layers
     do not. The rounds are computed once, at the first switch.
@@ -45,26 +45,32 @@ class LayerwiseSwitch:
     ) -> None:
         self.plan = plan
         self._settings = rank, dtype, bucket_bytes
-        self._switches: dict[tuple[str, ...] | None, WeightSwitch] = {}
+        self._layers = {frozenset(names) for names in by_layer(plan.dst.rules)}
+        self._switches: dict[frozenset[str] | None, WeightSwitch] = {}
 
     def switch(self, source: Tensors, load: Load) -> SwitchStats:
         """Let `load` fill its tensors from `source`; `WeightSwitch.switch` says their shapes.
 
         `bytes_held` of the result is the largest size of one layer's tensors, 0 where all are
-        filled at once. Raises ValueError unless `load` names every parameter of the plan once.
+        filled at once. Raises ValueError before anything of a layer is sent that is not the plan's,
+        or has come before; and at the end where one was left out.
         """
         begun, planning = time.perf_counter(), 0.0
-        total, paths, filled = SwitchStats("local", 0), set[str](), list[str]()
+        total, paths, left = SwitchStats("local", 0), set[str](), {*self._layers}
 
         def fill(tensors: Tensors, names: Sequence[str] | None = None) -> None:
             nonlocal total, planning
+            layers = self._layers if names is None else {frozenset(names)}
+            if not layers <= left:
+                shown = "all layers" if names is None else ", ".join(names)
+                raise ValueError(f"{shown}: no layer of the plan, or one that has come before")
+            left.difference_update(layers)
             start = time.perf_counter()
             switch = self._switch_of(names)
             planning += time.perf_counter() - start
             own = source if names is None else {n: source[n] for n in names if n in source}
             stats = switch.switch(own, tensors)
             held = 0 if names is None else sum(tensor.nbytes for tensor in tensors.values())
-            filled.extend(self.plan.dst.rules if names is None else names)
             paths.update(stats.path.split("+"))
             total = replace(
                 total,
@@ -78,14 +84,14 @@ class LayerwiseSwitch:
             )
 
         load(fill)
-        if sorted(filled) != sorted(self.plan.dst.rules):
-            raise ValueError("the layers must name every parameter of the plan once")
+        if left:
+            raise ValueError(f"{len(left)} layers of the plan were left out")
         path = "+".join(step for step in ("gather", "exchange") if step in paths) or "local"
         return replace(total, path=path, seconds=time.perf_counter() - begun - planning)
 
     def _switch_of(self, names: Sequence[str] | None) -> WeightSwitch:
-        """The switch of some parameters, made at its first use."""
-        key = None if names is None else tuple(names)
+        """The switch of a layer, made at its first use."""
+        key = None if names is None else frozenset(names)
         if key not in self._switches:
             plan = self.plan if names is None else subplan(self.plan, names)
             self._switches[key] = WeightSwitch(plan, *self._settings)

@@ -26,7 +26,7 @@ from hybridrl.driver.recorded_samples import (
     recorded_scores,
 )
 from hybridrl.driver.run import Run
-from hybridrl.driver.step_digests import step_digests, write_batch
+from hybridrl.driver.step_digests import write_batch
 from hybridrl.driver.train import running
 from hybridrl.preflight import turn_orders
 from hybridrl.preflight.prepare import PreparedRun, prepare
@@ -425,9 +425,9 @@ def _record_batch(run: Run, prepared: PreparedRun) -> None:
     """Record the digests of a step that has ended before its update."""
     assert run.schedule is not None
     samples = tuple(sample for sample in run.schedule.samples if sample.tensors)
-    run.records.record_samples(samples, run.group.texts)
+    run.records.record_samples(samples, run.executor.read_texts)
     result = StepResult(run.step, (), samples, {}, {}, ())
-    run.telemetry.digests(run.step, step_digests(prepared.graph, result, run.group))
+    run.read_digests(prepared.graph, result)
 
 
 def _stop_at(run: Run, step: int) -> None:

@@ -211,8 +211,12 @@ class _DriverRank:
     def step(self) -> None:
         """Run the oldest call."""
         call, method = self.waiting.popleft()
-        with as_rank(self.rank):
-            call.finish(*method())
+        try:
+            with as_rank(self.rank):
+                call.finish(*method())
+        finally:
+            if not call.done:  # a signal ends the run within it
+                call.done, call.failure = True, CallFailed("interrupted")
 
     def kill(self) -> None:
         """Drop pending calls and the process group, so that this process can start another run."""

@@ -14,7 +14,7 @@ from multiprocessing import Pipe
 from typing import Any, Generic, Self, TypeVar
 
 from hybridrl.sandbox.process import SandboxProcess, SandboxTask, settle, wait_for
-from hybridrl.sandbox.worker import Settings
+from hybridrl.sandbox.worker import UNREAD, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -269,6 +269,10 @@ class SandboxPool(ABC, Generic[AnyTask]):
         """Handle an answer; False for garbage, which costs none of the answers before it."""
         try:
             number, *answer = process.answer(sent)
+            if number == UNREAD:
+                number, error = answer
+                self._cannot_be_read(process, number, str(error))
+                return True
             if not answer:
                 process.wait_on(number)
                 return True
@@ -285,6 +289,15 @@ class SandboxPool(ABC, Generic[AnyTask]):
             task.suspect = False
         self._answered(task, read)
         return True
+
+    def _cannot_be_read(self, process: SandboxProcess, number: int, error: str) -> None:
+        """A process could not unpickle a request; raises KeyError for one that it has not."""
+        task: Any = process.requests[number]
+        process.end(number)
+        process.leave(task)
+        if not process.requests:
+            self._note_busy(process)
+        self._fail(task, "error", error)
 
     def _take_ready(self, process: SandboxProcess) -> bool:
         try:

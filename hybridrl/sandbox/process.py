@@ -203,11 +203,13 @@ class SandboxProcess:
     # -- its work ------------------------------------------------------------------------------
 
     def send(self, request: Sequence[Any]) -> None:
-        """Have a request sent; a process that does not read, or has died, is seen later.
+        """Have a request sent: a method's name, the task's number, the arguments.
 
-        Raises what pickle raises for its values.
+        A process that does not read, or has died, is seen later. Raises what pickle raises for the
+        arguments.
         """
-        self._outbox.put(pickle.dumps(request))
+        name, number, *arguments = request
+        self._outbox.put(pickle.dumps((number, pickle.dumps((name, *arguments)))))
 
     def _send_all(self) -> None:
         """The thread that sends what there is; it alone waits where the process does not read."""

@@ -1,9 +1,10 @@
 """The inside of a sandbox: `python -m hybridrl.sandbox FD PARENT MARK`.
 
 Its owner (`process.py`) sends pickles, which it trusts: first the `Settings`, then requests, as
-many in a message as there are. It answers in JSON, an answer a line, since its owner must not trust
-a process that handles a model's output. A `Mark` says whose code runs: its event loop tells, and
-its owner reads.
+many in a message as there are. A request is its number and a pickle of the rest, so that one that
+cannot be read costs none of the others: `UNREAD` answers it. Answers are JSON, a line each, since
+the owner must not trust a process that handles a model's output. A `Mark` says whose code runs: its
+event loop tells, and its owner reads.
 """
 
 import asyncio
@@ -40,6 +41,8 @@ STACK_MB = 4
 MOST_THREADS = 512
 """Threads in which foreign code may wait, say in a client that blocks."""
 PR_SET_PDEATHSIG = 1
+UNREAD = "unread"
+"""First in an answer that says why a request could not be read; its number and the error follow."""
 _LAYOUT = struct.Struct("<Qd")
 _task: ContextVar[int] = ContextVar("task", default=0)
 
@@ -249,13 +252,18 @@ async def serve(connection: Connection, service: Service) -> None:
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     running: set[asyncio.Task[None]] = set()  # the loop itself keeps no task alive
 
-    def start(name: str, number: int, *arguments: Any) -> None:
-        handling = getattr(service, name)(number, *arguments)
+    def start(number: int, pickled: bytes) -> None:
+        try:
+            name, *arguments = pickle.loads(pickled)
+            handling = getattr(service, name)(number, *arguments)
+        except Exception as error:  # a class that is not found here, say
+            service.answer(UNREAD, number, f"{type(error).__name__}: {error}")
+            return
         task = start_marked(number if service.marks_requests else 0, handling)
         running.add(task)
         task.add_done_callback(running.discard)
 
-    def start_all(requests: Sequence[Sequence[Any]]) -> None:
+    def start_all(requests: Sequence[tuple[int, bytes]]) -> None:
         for request in requests:
             start(*request)
 

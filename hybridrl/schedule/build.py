@@ -20,7 +20,7 @@ from hybridrl.flow.lengths import RANKERS, LengthModel, PromptKey
 from hybridrl.flow.turns import RoundOrder
 from hybridrl.schedule.base import Prompt, Schedule, StepSettings
 from hybridrl.schedule.fused import Fused
-from hybridrl.schedule.generation_task import RoundLimits
+from hybridrl.schedule.instances import RoundLimits
 from hybridrl.schedule.loop_schedule import LoopSchedule, SchedulePolicy
 from hybridrl.schedule.packed import Packed
 from hybridrl.schedule.partial import Partial

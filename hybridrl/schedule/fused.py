@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from hybridrl.flow.early_updates import EarlySettings, EarlyUpdate
 from hybridrl.flow.graph import Stage, UpdateStage
 from hybridrl.flow.migration import TailPlan
-from hybridrl.schedule.generation_task import GenerationTask
+from hybridrl.schedule.groups import GenerationTask
 from hybridrl.schedule.loop_schedule import LoopSchedule, SchedulePolicy
 from hybridrl.schedule.readiness import early_updates
 from hybridrl.schedule.streamed_stages import StreamedStages

@@ -11,7 +11,28 @@ from hybridrl.flow.ledger import Ledger, SampleStatus
 from hybridrl.flow.sample import NO_VERSION, Sample, SampleId
 from hybridrl.flow.turns import OpenTurns
 from hybridrl.schedule.base import PendingSample, Prompt
-from hybridrl.schedule.generation_task import GenerationTask
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationTask:
+    """A sample to be made, from the beginning or from where it was parked.
+
+    `total` response tokens are predicted, of which `tokens` are still to come. Without `sampling`
+    it is the dataset's own answer.
+    """
+
+    sample: Sample
+    stage: SourceStage
+    prompt: Any
+    sampling: Sampling | None
+    total: float
+    tokens: float
+    parked: Parked | None = None
+
+    @property
+    def converses(self) -> bool:
+        """Whether its response has turns, between which it waits."""
+        return self.sampling is not None and self.sampling.max_turn_tokens > 0
 
 
 class GroupStatus(Enum):

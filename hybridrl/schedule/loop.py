@@ -42,9 +42,8 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.flow.turns import enough_turns
 from hybridrl.flow.waits import worth_parking
 from hybridrl.schedule.base import learn, next_events
-from hybridrl.schedule.generation_task import GenerationTask, RoundLimits
-from hybridrl.schedule.groups import BegunPrompts, tasks_of
-from hybridrl.schedule.instances import Instance, Instances, InstanceStatus
+from hybridrl.schedule.groups import BegunPrompts, GenerationTask, tasks_of
+from hybridrl.schedule.instances import Instance, Instances, InstanceStatus, RoundLimits
 from hybridrl.schedule.streamed_stages import StreamedStages
 from hybridrl.schedule.tail import NoTail
 

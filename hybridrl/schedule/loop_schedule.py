@@ -9,8 +9,8 @@ from hybridrl.flow.ledger import Drop, phase_of, sampling_of, sections, with_upd
 from hybridrl.flow.lengths import LengthModel
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.schedule.base import Batch, PendingSample, Prompt, Schedule, StepSettings
-from hybridrl.schedule.generation_task import GenerationTask, RoundLimits
-from hybridrl.schedule.groups import BegunPrompts, tasks_of
+from hybridrl.schedule.groups import BegunPrompts, GenerationTask, tasks_of
+from hybridrl.schedule.instances import RoundLimits
 from hybridrl.schedule.loop import Loop
 from hybridrl.schedule.readiness import ReadyTracker, early_stages
 from hybridrl.schedule.streamed_stages import StreamedStages
@@ -128,6 +128,7 @@ class LoopSchedule(Schedule):
         self._sections: dict[str, StreamedStages] = {}  # by their first stage
         self.groups = BegunPrompts(graph, self._ledger, self._turns)
         self.loop = Loop(executor, self.groups, self.meter, limits, settings.decode_steps)
+        self._open_round: int | None = None  # the step of a round that has begun and not ended
         policy.bind(self)
 
     # -- between steps -------------------------------------------------------------------------
@@ -165,6 +166,11 @@ class LoopSchedule(Schedule):
     # -- a step --------------------------------------------------------------------------------
 
     def _begin_step(self, step: int) -> None:
+        if self._open_round is not None:
+            raise RuntimeError(
+                f"step {self._open_round} failed while its samples were made: calls of it may be in"
+                " flight, so no other step can begin"
+            )
         super()._begin_step(step)
         self.metrics |= {"samples/migrated": 0.0, "samples/restarted": 0.0}
         if self.executor.wide:
@@ -206,6 +212,7 @@ class LoopSchedule(Schedule):
         phases = {phase_of(s, self._scope(s)) for s in [*makers, *stages.tracker.computes]}
         if Phase.GENERATE in phases:
             self._enter(Phase.GENERATE)
+        self._open_round = self.step
         self.begin_loop(stages, *policy.tail(stages, tasks))
         policy.make(tasks)
         positions = policy.take()
@@ -213,6 +220,7 @@ class LoopSchedule(Schedule):
         waiting = stages.tracker.open_stages(positions)
         assert not waiting, f"{waiting} still wait"
         self.groups.take(positions)
+        self._open_round = None
         self.record_round()
         tasks = [task for position in positions for task in self.groups[position].tasks.values()]
         samples = [task.sample for task in tasks if task.stage in makers]

@@ -14,8 +14,7 @@ from hybridrl.flow.ledger import Drop, DropReason, new_samples, wanted
 from hybridrl.flow.packing import Choice, choose, limit_of
 from hybridrl.flow.sample import OUT_OF_TOKENS, Sample, SampleId
 from hybridrl.schedule.base import Prompt
-from hybridrl.schedule.generation_task import GenerationTask
-from hybridrl.schedule.groups import BegunPrompts
+from hybridrl.schedule.groups import BegunPrompts, GenerationTask
 from hybridrl.schedule.loop_schedule import SchedulePolicy, check_generates_once
 from hybridrl.schedule.tail import NoTail
 

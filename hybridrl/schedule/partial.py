@@ -15,8 +15,7 @@ from hybridrl.flow.ledger import Drop, DropReason
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.turns import RecordDiffers, RoundOrder
 from hybridrl.schedule.base import Prompt
-from hybridrl.schedule.generation_task import GenerationTask
-from hybridrl.schedule.groups import tasks_of
+from hybridrl.schedule.groups import GenerationTask, tasks_of
 from hybridrl.schedule.loop_schedule import SchedulePolicy, check_generates_once
 from hybridrl.schedule.record import run_order, run_timed, run_windows
 

@@ -30,7 +30,7 @@ def plain(value: Any) -> Any:
             return value
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {_key(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
     if isinstance(value, Enum):
@@ -38,6 +38,13 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # arrays and scalars of numpy and torch, without importing either
         return plain(value.tolist())
     return str(value)
+
+
+def _key(key: Any) -> str:
+    """The key of a mapping as `json.dumps` writes it; of a type that it refuses, the text."""
+    if isinstance(key, str):
+        return str.__str__(key)  # of an enum that is a text, its value
+    return json.dumps(key) if key is None or isinstance(key, bool) else str(key)
 
 
 def dump(record: Mapping[str, Any]) -> str:

@@ -195,9 +195,11 @@ class Telemetry:
         span = TraceSpan(name, start, end, lane=lane, step=step, args=args)
         assert self._trace is not None, "span outside of the context"
         self._trace.span(span)
-        if self._step_spans and self._step_spans[-1].step != step:
+        newest = self._step_spans[-1].step if self._step_spans else step
+        if newest < step:
             self._step_spans = []
-        self._step_spans.append(span)
+        if newest <= step:  # else it is of a call that nobody waited for in an earlier step
+            self._step_spans.append(span)
 
     def profile(self, lane: str, slices: Sequence[ThreadSlice], step: int) -> None:
         """Record the operations of a lane's process in a step."""
@@ -238,6 +240,14 @@ class Telemetry:
             str(file.relative_to(self.run_dir)): file.stat().st_size
             for file in records_of(self.run_dir)
         }
+
+    def late_sizes(self) -> dict[str, int]:
+        """Return the part of `sizes` that grows until ranks have answered for the last logged step.
+
+        Nothing of the present step is in these files before it is logged.
+        """
+        sizes = self.sizes()
+        return {name: size for name, size in sizes.items() if not name.startswith(_AT_ONCE)}
 
     def _bubbles(self, step: int) -> dict[str, float]:
         shares = bubble_share(span for span in self._step_spans if span.step == step)
@@ -293,6 +303,7 @@ def _evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
     return shown | {k: metrics[k] for k in estimates if not (shown and "/avg@" in k)}
 
 
+_AT_ONCE = ("metrics", "lengths", "events", "turn_orders", "trace")
 _GROWING = ("metrics", "samples", "lengths", "events", "digests", "turn_orders")
 
 

@@ -41,7 +41,7 @@ class Recorder:
         self.spans: list[tuple[str, TimeSpan]] = []
         self.file = TraceFile(path) if path else None
 
-    def on_span(self, lane: str, span: TimeSpan) -> None:
+    def on_span(self, lane: str, span: TimeSpan, step: int) -> None:
         """A rank has done something."""
         self.spans.append((lane, span))
 

@@ -11,6 +11,7 @@ from stubs import StubJudge
 from hybridrl.config.run import TelemetryConfig
 from hybridrl.driver.run_records import (
     RunRecords,
+    ThenTexts,
     metrics_by_kind,
     rewards_by_prompt,
     sample_facts,
@@ -131,6 +132,10 @@ def test_dropped_is_the_sum_over_all_reasons(
     assert line["samples/used"] + line["samples/dropped"] == len(step.dispatched)
 
 
+def no_texts(by_rank: Mapping[int, list[SampleId]], then: ThenTexts) -> None:
+    then({})
+
+
 def test_lines_of_samples_say_where_they_come_from_and_whether_they_are_used(
     tmp_path: Path,
 ) -> None:
@@ -138,8 +143,8 @@ def test_lines_of_samples_say_where_they_come_from_and_whether_they_are_used(
     samples[1].scalars["environment_failure"] = "crash"
     dropped = {SampleId(5): Drop(DropReason.FILTER, "no spread")}
 
-    def texts(by_rank: Mapping[int, list[SampleId]]) -> dict[SampleId, SampleTexts]:
-        return dict.fromkeys(by_rank[0], SampleTexts("2 + 2", "4"))
+    def texts(by_rank: Mapping[int, list[SampleId]], then: ThenTexts) -> None:
+        then(dict.fromkeys(by_rank[0], SampleTexts("2 + 2", "4")))
 
     with Telemetry(tmp_path, TelemetryConfig(progress=False, loggers=[]), 1) as telemetry:
         records = RunRecords(
@@ -198,7 +203,7 @@ def test_a_judge_that_fails_always_is_said_once(tmp_path: Path) -> None:
             origin_of=lambda position: ("sums", ""),
         )
         for statuses in (("ok", "error: a"), ("error: HTTP 404", "timeout: b"), ("error: c",)):
-            records.record_step(judged(*statuses), 1.0, lambda by_rank: {})
+            records.record_step(judged(*statuses), 1.0, no_texts)
     (note,) = [line for line in read_lines(tmp_path / "events.jsonl") if line["kind"] == "note"]
     assert note["text"].endswith("no sample has a reward; the first: reward: error: HTTP 404")
 
@@ -224,9 +229,7 @@ def test_a_step_without_training_says_where_a_judge_failed(
     dropped = {s.id: Drop(reason, "why") for s, reason in zip(samples, reasons, strict=True)}
     with Telemetry(tmp_path, TelemetryConfig(progress=False, loggers=[]), 1) as telemetry:
         records = RunRecords(telemetry, 0, lambda: 1, lambda p: (), lambda p: ("sums", ""))
-        records.record_step(
-            StepResult(1, (), tuple(samples), dropped, {}, ()), 1.0, lambda by_rank: {}
-        )
+        records.record_step(StepResult(1, (), tuple(samples), dropped, {}, ()), 1.0, no_texts)
     note = next(x for x in read_lines(tmp_path / "events.jsonl") if x["kind"] == "note")
     assert note["text"] == f"step 1: nothing to train on, {text}"
 

@@ -4,6 +4,7 @@ import concurrent.futures
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ import pytest
 from hybridrl.config import Config
 from hybridrl.config.cluster import Placement
 from hybridrl.driver.ray_executor import RayExecutor
-from hybridrl.driver.worker_group import WorkerGroup
+from hybridrl.driver.worker_group import WorkerError, WorkerGroup
 from hybridrl.flow.executor import Phase, Prepared, WeightsReady
 from hybridrl.flow.sample import SampleId
 from hybridrl.runtime.launcher import CallFailed
+from hybridrl.telemetry.trace import TimeSpan
 from hybridrl.workers.answers import EnteredPhase
 from hybridrl.workers.base_worker import Reply
+from hybridrl.workers.turns import SampleTexts
 
 
 class Call:
@@ -65,6 +68,8 @@ class ThreadLauncher:
         except Exception as error:
             raise CallFailed("", error) from error
 
+    def first_dead(self, group: Any) -> None: ...
+
     def kill(self, group: Any) -> None: ...
 
 
@@ -73,6 +78,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.held, self.done = threading.Event(), list[tuple[str, int]]()
+        self.fails: set[int] = set()
 
     def _do(self, name: str, rank: int) -> None:
         if rank == 1:
@@ -87,6 +93,13 @@ class Worker:
         self._do("record", rank)
         raise OSError("no space left")
 
+    def texts(self, rank: int, ids: Sequence[SampleId]) -> Reply[dict[SampleId, SampleTexts]]:
+        self._do(f"texts {ids[0]}", rank)
+        if rank in self.fails:
+            raise RuntimeError("out of memory")
+        spans = (TimeSpan("texts", 1.0, 2.0),)
+        return Reply(dict.fromkeys(ids, SampleTexts("1 + 1", f"of rank {rank}")), spans)
+
     def enter(self, rank: int, phase: Phase) -> Reply[EnteredPhase]:
         self._do(phase.value, rank)
         return Reply(EnteredPhase(version=3), ())
@@ -99,14 +112,34 @@ def worker() -> Iterator[Worker]:
     worker.held.set()
 
 
+@dataclass
+class Steps:
+    """The run's step, and the steps and names of the spans that have come."""
+
+    now: int = 1
+    spans: list[tuple[int, str]] = field(default_factory=list)
+
+
 @pytest.fixture
-def executor(worker: Worker) -> Iterator[RayExecutor]:
+def steps() -> Steps:
+    return Steps()
+
+
+@pytest.fixture
+def executor(worker: Worker, steps: Steps) -> Iterator[RayExecutor]:
     config = Config()
     config.cluster.placement, config.cluster.ranks = Placement.split, 2
     config.cluster.resolve()
     threads = [ThreadPoolExecutor(1) for _ in range(2)]
     launcher: Any = ThreadLauncher(threads, worker)
-    group = WorkerGroup(launcher, config, "", lambda *_: None, lambda *_: None)
+    group = WorkerGroup(
+        launcher,
+        config,
+        "",
+        lambda lane, span, step: steps.spans.append((step, span.name)),
+        lambda *_: None,
+        lambda: steps.now,
+    )
     group.instances = [[0]]
     assert [*group.pools] == ["actor", "critic"]
     yield RayExecutor(group, config, lambda _: None)
@@ -148,3 +181,76 @@ def test_a_run_reads_at_its_end_what_nobody_waited_for(
     with pytest.raises(OSError, match="no space left"):
         executor.drain()
     executor.drain()  # once
+
+
+# -- what is read without anyone waiting for it ----------------------------------------------------
+
+
+def read(executor: RayExecutor, rank: int, prompt: int, lines: list[str]) -> None:
+    """Begin to read a sample, which becomes a line."""
+    id = SampleId(prompt)
+    executor.read_texts({rank: [id]}, lambda texts: lines.append(f"{id} {texts[id].response}"))
+
+
+def test_a_pool_that_is_busy_lets_samples_be_read(
+    executor: RayExecutor, worker: Worker, steps: Steps
+) -> None:
+    """Lines come in the order of the steps, and spans belong to the steps that asked for them."""
+    lines: list[str] = []
+    read(executor, 1, 0, lines)
+    steps.now = 2
+    read(executor, 0, 1, lines)
+    executor.sync_weights()
+    assert executor.wait() == [WeightsReady(3)]
+    assert ("texts 1.0", 0) in worker.done
+    assert not lines, "that of step 2 waits for that of step 1"
+    worker.held.set()
+    steps.now = 3
+    executor.drain()
+    assert lines == ["0.0 of rank 1", "1.0 of rank 0"]
+    assert sorted(steps.spans) == [(1, "texts"), (2, "texts")]
+
+
+def test_what_needs_no_rank_is_read_in_its_turn(executor: RayExecutor, worker: Worker) -> None:
+    lines: list[str] = []
+    executor.read({}, lambda answers: lines.append("at once"))
+    read(executor, 1, 0, lines)
+    executor.read({}, lambda answers: lines.append("later"))
+    assert lines == ["at once"]
+    worker.held.set()
+    executor.drain()
+    assert lines == ["at once", "0.0 of rank 1", "later"]
+
+
+def test_a_run_that_fails_records_what_ranks_have_answered(
+    executor: RayExecutor, worker: Worker
+) -> None:
+    """All but what the failed rank did not read."""
+    lines: list[str] = []
+    read(executor, 1, 0, lines)
+    worker.fails = {0}
+    read(executor, 0, 1, lines)
+    with pytest.raises(WorkerError, match=r"rank 0 of 2.*out of memory"):
+        executor.drain()
+    assert executor.group.killed
+    worker.held.set()
+    read(executor, 1, 2, lines)
+    executor.group.killed = False  # the rank lives: its answers are waited for
+    executor.salvage()
+    assert lines == ["0.0 of rank 1", "2.0 of rank 1"]
+
+
+def test_a_full_disk_loses_one_line(executor: RayExecutor, worker: Worker) -> None:
+    """What cannot be written is raised by the next wait, once."""
+
+    def full(answers: object) -> None:
+        raise OSError("no space left")
+
+    lines: list[str] = []
+    worker.held.set()
+    executor.read(executor.group.call_texts({0: [SampleId(0)]}), full)
+    read(executor, 1, 1, lines)
+    with pytest.raises(OSError, match="no space left"):
+        executor.drain()
+    executor.drain()
+    assert lines == ["1.0 of rank 1"]

@@ -1,5 +1,6 @@
 """The weight switch layer by layer, on real processes, against slices of the whole parameters."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -153,16 +154,30 @@ def refused() -> None:
     there = plan_of(TrainAxes(fsdp=2), 1, 1)
     source = own(there.src, numbered(there.src), dist.get_rank())
     layers = by_layer(there.dst.rules)
+    (layer,) = [names for names in layers if names[0].startswith("model.layers.0.")]
+    others = [names for names in layers if names is not layer]
+    wrong = {
+        "1 layers of the plan were left out": layers[1:],
+        f"{len(layers)} layers of the plan were left out": [],
+        f"{layers[0][0]}: no layer of the plan, or one": [*layers, layers[0]],
+        f"{layer[0]}: no layer of the plan, or one": [*others, layer[:1]],
+        "other: no layer of the plan, or one": [("other",), *layers],
+        "all layers: no layer of the plan, or one": [layers[0], None],
+    }
+    for message, groups in wrong.items():
+        sent: list[str] = []
 
-    for wrong in (layers[1:], [*layers, layers[0]], []):
-
-        def load(fill: Fill, wrong: list[tuple[str, ...]] = wrong) -> None:
-            for names in wrong:
+        def load(fill: Fill, groups: Any = groups, sent: list[str] = sent) -> None:
+            for names in groups:
                 tensors = own(there.dst, numbered(there.dst), dist.get_rank())
-                fill({name: tensors[name] for name in names}, names)
+                fill({name: tensors[name] for name in names or tensors if name in tensors}, names)
+                sent.append(str(names))
 
-        with pytest.raises(ValueError, match="must name every parameter of the plan once"):
+        with pytest.raises(ValueError, match=re.escape(message)):
             LayerwiseSwitch(there, dist.get_rank(), torch.float32).switch(source, load)
+        if "left out" not in message:
+            # Each wrong one comes last, but for the parameter of another model.
+            assert len(sent) == (0 if message.startswith("other") else len(groups) - 1)
 
 
 def test_layers_that_are_not_the_plans_are_refused(ranks: Ranks) -> None:

@@ -20,7 +20,7 @@ from hybridrl.plan.simulate import SimulatedExecutor
 from hybridrl.schedule import loop as schedule_loop
 from hybridrl.schedule.base import StepSettings
 from hybridrl.schedule.fused import Fused
-from hybridrl.schedule.generation_task import RoundLimits
+from hybridrl.schedule.instances import RoundLimits
 from hybridrl.schedule.loop_schedule import LoopSchedule
 from hybridrl.schedule.serial import SerialSchedule
 

@@ -141,6 +141,27 @@ def test_what_cannot_be_sent_and_what_comes_too_late(make: Make) -> None:
         pool.say("a").result(60)
 
 
+class Unreadable:
+    """It is pickled here, and raises where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
+def test_a_request_that_cannot_be_read_costs_no_other(make: Make) -> None:
+    """They come in one message, and are served by one process."""
+    pool = make(seconds=5.0)
+    pool.wait_ready()
+    words = ["pause", Unreadable(), "a", "pause", Unreadable(), "b"]
+    told = [future.result(60) for future in [pool.say(word) for word in words]]
+    error = "error", "ValueError: invalid literal for int() with base 10: 'no number'"
+    assert [told[1], told[4]] == [error, error]
+    others = [told[i] for i in (0, 2, 3, 5)]
+    assert len({pid for pid, _ in others}) == 1
+    assert [words[-1] for _, words in others] == ["pause", "a", "pause", "b"]
+    assert pool.all("c") == [(others[0][0], ["c"])]
+
+
 @pytest.mark.parametrize(
     ("word", "kind", "message"),
     [

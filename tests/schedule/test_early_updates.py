@@ -23,7 +23,7 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.preflight.prepare import build_recipe
 from hybridrl.schedule.base import StepSettings
 from hybridrl.schedule.fused import Fused
-from hybridrl.schedule.generation_task import RoundLimits
+from hybridrl.schedule.instances import RoundLimits
 from hybridrl.schedule.loop_schedule import LoopSchedule
 from hybridrl.schedule.readiness import early_stages
 from hybridrl.schedule.serial import SerialSchedule

@@ -21,7 +21,7 @@ from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.migration import gather
 from hybridrl.schedule.base import StepSettings
 from hybridrl.schedule.fused import Fused
-from hybridrl.schedule.generation_task import RoundLimits
+from hybridrl.schedule.instances import RoundLimits
 from hybridrl.schedule.loop_schedule import LoopSchedule
 from hybridrl.schedule.readiness import early_stages
 from hybridrl.schedule.serial import SerialSchedule

@@ -7,8 +7,7 @@ from hybridrl.flow.executor import Parked, Sampling
 from hybridrl.flow.graph import SourceStage
 from hybridrl.flow.ledger import Ledger, SampleStatus
 from hybridrl.flow.turns import OpenTurns
-from hybridrl.schedule.generation_task import GenerationTask
-from hybridrl.schedule.groups import BegunPrompts, tasks_of
+from hybridrl.schedule.groups import BegunPrompts, GenerationTask, tasks_of
 
 SAMPLING = Sampling(100)
 

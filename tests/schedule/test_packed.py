@@ -16,7 +16,7 @@ from hybridrl.flow.lengths import LengthModel, PromptKey, RunningRanker
 from hybridrl.flow.packing import choose, limit_of
 from hybridrl.flow.sample import OUT_OF_TOKENS
 from hybridrl.schedule.base import StepSettings
-from hybridrl.schedule.generation_task import RoundLimits
+from hybridrl.schedule.instances import RoundLimits
 from hybridrl.schedule.loop_schedule import LoopSchedule
 from hybridrl.schedule.packed import ENDED, Packed
 from hybridrl.schedule.serial import SerialSchedule

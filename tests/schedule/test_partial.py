@@ -24,7 +24,7 @@ from hybridrl.flow.turns import (
     order_to_json,
 )
 from hybridrl.schedule.base import StepSettings
-from hybridrl.schedule.generation_task import RoundLimits
+from hybridrl.schedule.instances import RoundLimits
 from hybridrl.schedule.loop_schedule import LoopSchedule
 from hybridrl.schedule.partial import ENDED, Partial, check_partial
 from hybridrl.schedule.serial import SerialSchedule

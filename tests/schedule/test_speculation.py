@@ -20,7 +20,7 @@ from hybridrl.flow.executor import Advanced, Park, Parked, Resume, Sampling, Sub
 from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.schedule.base import StepSettings
 from hybridrl.schedule.fused import Fused
-from hybridrl.schedule.generation_task import RoundLimits
+from hybridrl.schedule.instances import RoundLimits
 from hybridrl.schedule.loop_schedule import LoopSchedule
 from hybridrl.schedule.packed import Packed
 from hybridrl.schedule.partial import Partial

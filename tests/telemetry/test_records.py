@@ -2,7 +2,7 @@
 
 import json
 import math
-from enum import Enum
+from enum import Enum, IntEnum, StrEnum
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +36,28 @@ def test_numbers_that_are_not_finite_come_back() -> None:
 def test_values_of_other_libraries_become_plain() -> None:
     record = {"n": np.int64(3), "v": np.arange(2), "e": Color.red, "p": Path("/x"), 7: (1, None)}
     assert strict(dump(record)) == {"n": 3, "v": [0, 1], "e": "red", "p": "/x", "7": [1, None]}
+
+
+class Spelled(StrEnum):
+    one = "1st"
+
+
+class Numbered(IntEnum):
+    two = 2
+
+
+class Kind(Enum):
+    three = "3rd"
+
+
+@pytest.mark.parametrize(
+    "key", [True, False, None, 3, -1.5, "text", Spelled.one, Numbered.two, Kind.three, (1, 2)]
+)
+def test_keys_are_written_alike_in_every_record(key: object) -> None:
+    """A number that is not finite has all of a record written another way."""
+    alone = json.loads(dump({"of": {key: 1}}))
+    with_infinity = json.loads(dump({"of": {key: 1}, "loss": math.inf}))
+    assert alone["of"] == with_infinity["of"]
 
 
 def test_text_of_any_kind_stays_on_one_line(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hybridrl.config.run import TelemetryConfig
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.telemetry.rundata import load
+from hybridrl.telemetry.trace import read_timeline
 
 QUIET = TelemetryConfig(progress=False, loggers=[])
 WRITER = """
@@ -94,6 +95,21 @@ def test_every_call_leaves_whole_files(tmp_path: Path) -> None:
     assert len(read_lines(tmp_path / "samples.jsonl")) == QUIET.samples_per_step
     assert read_lines(tmp_path / "lengths.jsonl")[0]["lengths"] == [3, 1, 2]
     assert [row["kind"] for row in read_lines(tmp_path / "events.jsonl")] == ["phase", "bad_step"]
+
+
+def test_late_spans_of_a_step_are_not_counted_in_the_next_one(tmp_path: Path) -> None:
+    """A call that nobody waited for has ended in the next step."""
+    with Telemetry(tmp_path, QUIET, 2) as telemetry:
+        telemetry.span("rank 0", "update", 1.0, 2.0, 1)
+        telemetry.log(1, {"loss": 1.0})
+        telemetry.span("rank 0", "generate", 4.0, 8.0, 2)
+        telemetry.span("rank 0", "record", 3.0, 3.5, 1)
+        telemetry.span("rank 1", "generate", 4.0, 6.0, 2)
+        telemetry.log(2, {"loss": 1.0})
+    shares = [line["bubble_share"] for line in read_lines(tmp_path / "metrics.jsonl")]
+    assert shares == [0.0, pytest.approx(0.25)]  # the mean of 0 and 0.5
+    steps = {span.name: span.step for span in read_timeline(tmp_path / "trace.json")[0]}
+    assert steps == {"update": 1, "generate": 2, "record": 1}
 
 
 def test_a_run_that_cannot_begin_its_records_has_failed(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hybridrl.flow.lengths import LengthModel
 from hybridrl.flow.migration import NO_MIGRATION, MigrationPlan, TailPlan, best_plan, tail_plans
 from hybridrl.flow.plan_errors import PlanErrors
 from hybridrl.schedule.base import Prompt
-from hybridrl.schedule.generation_task import RoundLimits
+from hybridrl.schedule.instances import RoundLimits
 from hybridrl.schedule.readiness import ReadyTracker
 from hybridrl.schedule.tail import NoTail
 
