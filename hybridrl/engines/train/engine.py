@@ -151,7 +151,6 @@ class TrainEngine(ModelShards):
         # All dropouts are off; an update turns them on.
         modules = [module for root in self.roots for module in root.modules()]
         self._dropouts = [m.eval() for m in modules if isinstance(m, nn.Dropout)]
-        layers = self.model.config.num_hidden_layers
         self._experts: ExpertShape | None = None
         if trainer.router_replay is not RouterReplay.off and not gives_values:
             self._experts = self._enable_replay()
@@ -161,17 +160,7 @@ class TrainEngine(ModelShards):
 
         # What trains it: the pipeline, the ranks that share its sequences, the optimizer.
         self.pipeline = self._make_pipeline(compute, messages)
-        self._replica = Replica(
-            self.dims,
-            self.pipeline,
-            self.attention,
-            device,
-            trainer.max_tokens_per_micro_batch,
-            layers,
-            trainer.chunk_tokens,
-            SequenceCost(*forward_flops(self.model.config)),
-            trainer.shares_prompts,
-        )
+        self._replica = self._make_replica()
         self.flops = ForwardFlops.of(self.model.config)
         if gives_values:  # in place of the vocabulary's head
             self.flops = replace(self.flops, per_scored=2 * self.model.config.hidden_size)
@@ -208,6 +197,21 @@ class TrainEngine(ModelShards):
             compute,
             groups,
             self.dims.token_parts,
+        )
+
+    def _make_replica(self) -> Replica:
+        """The ranks that compute the same sequences."""
+        trainer, config = self.trainer, self.model.config
+        return Replica(
+            self.dims,
+            self.pipeline,
+            self.attention,
+            self.device,
+            trainer.max_tokens_per_micro_batch,
+            config.num_hidden_layers,
+            trainer.chunk_tokens,
+            SequenceCost(*forward_flops(config)),
+            trainer.shares_prompts,
         )
 
     @property
