@@ -6,16 +6,20 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel, Qwen3Config
 from triton_interpreter import interpret, needs_triton
 
 from hybridrl.engines.rollout.graph_step import GraphStep
 from hybridrl.engines.rollout.interface import Output, Request
 from hybridrl.engines.rollout.native import NativeEngine
+from hybridrl.engines.rollout.stage import RolloutStage
 from hybridrl.kernels.decode_state import RUNNING, STOPPED, DecodeState
+from hybridrl.models.shard import GenParallel
 
 FAMILIES = ("qwen3", "llama", "llama_biased", "mistral", "qwen2")
 LONGEST = 96
+LONGEST_OF_MODEL = 4096
 
 
 def state_of(engine: NativeEngine) -> DecodeState:
@@ -113,3 +117,61 @@ def test_experts_are_refused(make_model, make_engine) -> None:
     engine = make_engine(make_model("mixtral"))
     with pytest.raises(ValueError, match="mixtral has no step of a fixed sequence"):
         GraphStep(engine._stage, engine.take_cache(), None, LONGEST, None)
+
+
+class Operators(TorchDispatchMode):
+    """Counts what a device would launch: operators that are no views and no allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if (
+            not function.is_view
+            and name != "zero_"
+            and not name.startswith(("empty", "new_empty", "_unsafe_view"))
+        ):
+            self.launched.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@needs_triton
+@pytest.mark.parametrize(("longest", "per_layer"), [(512, 9), (LONGEST_OF_MODEL, 10)])
+def test_a_layer_is_ten_kernels_and_nothing_is_read(monkeypatch, longest, per_layer) -> None:
+    """The Triton kernels are not run; a read of a value is an operator of its own."""
+    from triton.runtime.jit import JITFunction
+
+    from hybridrl.kernels import decode_triton
+
+    cpu, launched = torch.device("cpu"), []
+
+    def launch(self, *args, **_):
+        launched.append(self.__name__)
+        if self.__name__ == "_begin_kernel":
+            args[5].zero_()  # tokens, that the embedding has
+
+    monkeypatch.setattr(JITFunction, "run", launch)
+    by_depth = []
+    for layers in (2, 3):
+        config = Qwen3Config(
+            vocab_size=52, hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        )  # fmt: skip
+        stage = RolloutStage(
+            config, GenParallel(), dtype=torch.float32, device=cpu, max_sequence=longest
+        )
+        state = DecodeState.vacant(8, longest // 16, 2, cpu)
+        step = GraphStep(stage, stage.make_cache(64, 16), state, longest, decode_triton)
+        slots = torch.arange(8, dtype=torch.int32)
+        with torch.inference_mode():
+            step(slots)  # makes the table of rotations
+            launched.clear()
+            with Operators() as operators:
+                tokens, log_probs = step(slots)
+        assert tokens.shape == log_probs.shape == (8,)
+        by_depth.append(len(launched) + len(operators.launched))
+    assert by_depth[1] - by_depth[0] == per_layer, (launched, operators.launched)
+    assert by_depth[0] - 2 * per_layer <= 8, "embedding, norm, head, begin, draw and advance"
+    assert not {"_local_scalar_dense", "nonzero"} & set(operators.launched), "the host reads"
