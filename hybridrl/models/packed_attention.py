@@ -20,7 +20,7 @@ them alike, as a chunk attends to the tokens before it.
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -45,6 +45,7 @@ from hybridrl.models.context_parallel import (
 
 NAME = "hybridrl_packed"
 """The attention's name in transformers' interface."""
+_MASK_STEP = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,22 +109,19 @@ class SharedPrompts:
         self.before = tuple(n for (_, n), _ in groupby(zip(lengths, before, strict=True)))
         self.keys = seen_tokens(begins, lengths, before, starts).to(device)
         self.key_starts, self.longest = ends.to(device), max(sizes)
-        self._masks: dict[tuple[int, int, int | None, torch.dtype], torch.Tensor] = {}
+        self._most = max(lengths), max(before)
 
     def mask(
         self, length: int, before: int, window: int | None, like: torch.Tensor
     ) -> torch.Tensor:
-        """What torch's kernels add to scores [length, before + length]; all layers have one.
+        """What torch's kernels add to scores [length, before + length].
 
-        A mask of truth values would become these numbers anew in each layer, which keeps them.
+        A mask of truth values would become these numbers anew in each layer, which keeps them. All
+        are parts of one, which is that of rows of like sizes, too.
         """
-        key = length, before, window, like.dtype
-        if key not in self._masks:
-            seen = _seen(length, before, window, like.device)
-            self._masks[key] = torch.zeros_like(seen, dtype=like.dtype).masked_fill_(
-                ~seen, -torch.inf
-            )
-        return self._masks[key]
+        most, earlier = (-(-n // _MASK_STEP) * _MASK_STEP for n in self._most)
+        whole = _added(most, earlier, window, like.dtype, like.device)
+        return whole[:length, earlier - before : earlier + length]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """The keys, or values, [kv_heads, keys, dim] of all sequences from the row's tokens'."""
@@ -363,6 +361,15 @@ def _torch(
             )
         outputs.append(out.transpose(1, 2).reshape(count * length, *out.shape[1::2]))
     return torch.cat(outputs).to(dtype)
+
+
+@lru_cache(maxsize=2)
+def _added(
+    length: int, earlier: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """0 where `_seen`, else minus infinity."""
+    seen = _seen(length, earlier, window, device)
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
 def _seen(length: int, earlier: int, window: int | None, device: torch.device) -> torch.Tensor:

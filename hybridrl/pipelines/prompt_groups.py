@@ -3,6 +3,9 @@
 A group of G responses of R tokens to a prompt of P has P + G R tokens in one part, and P more in
 each further part. So groups are cut into as many pieces as balance needs, and not more. The
 invariants are those of `balance`. Pure and deterministic.
+
+A response's attention has the keys of its prompt and its own. So many short responses of a long
+prompt have far more keys than tokens, and a part is bounded by both.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -10,8 +13,10 @@ from dataclasses import dataclass
 
 from hybridrl.pipelines.balance import BY_TOKENS, SequenceCost, balance, cut, evened
 
+KEYS_PER_TOKEN = 4
+"""A part has at most so many keys for each token that it may have."""
 _Split = Callable[[Sequence[int], Sequence[int]], list[list[int]]]
-"""Parts of units, from the tokens and the costs of each."""
+"""Parts of units, from the sizes and the costs of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,13 @@ class PromptGroups:
     def tokens_of(self, indices: Sequence[int]) -> int:
         """The tokens of the sequences of a part, each prompt once."""
         return sum(self.lengths[i] for i in indices) - sum(self._repeated(indices))
+
+    def size_of(self, indices: Sequence[int]) -> int:
+        """What the bound of a part holds for: its tokens, or its keys over `KEYS_PER_TOKEN`."""
+        repeated = {self.prompts[i]: self.prompt_tokens[i] for i in indices}
+        repeated.pop(None, None)
+        keys = sum(self.lengths[i] for i in indices) + sum(repeated.values())
+        return max(self.tokens_of(indices), -(-keys // KEYS_PER_TOKEN))
 
     def cost_of(self, indices: Sequence[int]) -> int:
         """The cost of a part: a response attends to its prompt, whose own cost counts once."""
@@ -63,7 +75,7 @@ class PromptGroups:
             return evened(lengths, costs, balance(lengths, num_parts), max_tokens)
 
         def order(parts: list[list[int]]) -> tuple[bool, int]:
-            fit = all(self.tokens_of(indices) <= max_tokens for indices in parts)
+            fit = all(self.size_of(indices) <= max_tokens for indices in parts)
             return not fit, self.heaviest(parts)
 
         return self._best(split, order, max_tokens)
@@ -81,8 +93,8 @@ class PromptGroups:
         """The first in `order` of the parts that `split` makes of ever smaller pieces of groups."""
         candidates = []
         for units in self._cuts(max_tokens):
-            tokens = [self.tokens_of(unit) for unit in units]
-            parts = split(tokens, [self.cost_of(unit) for unit in units])
+            sizes = [self.size_of(unit) for unit in units]
+            parts = split(sizes, [self.cost_of(unit) for unit in units])
             candidates.append(
                 [sorted(i for unit in indices for i in units[unit]) for indices in parts]
             )
@@ -119,8 +131,8 @@ class PromptGroups:
         while True:
             cuts = balance(more, pieces)
             units = [[i for n in indices for i in rows[numbers[n]]] for indices in cuts]
-            longest = max(self.tokens_of(unit) for unit in units)
-            if max_tokens is None or longest <= max_tokens or pieces == len(numbers):
+            largest = max(self.size_of(unit) for unit in units)
+            if max_tokens is None or largest <= max_tokens or pieces == len(numbers):
                 return units
             pieces += 1
 

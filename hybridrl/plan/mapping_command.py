@@ -257,7 +257,7 @@ def _problem(
     shape = model_shape(config.model)
     check_attention(config, shape)
     decide_schedule(config, graph, shape)
-    decide_prompt_sharing(config, graph)
+    decide_prompt_sharing(config, graph, shape)
     config = memory_plan.with_flash(config, shape)
     if config.cluster.device is Device.cuda:
         room = memory_plan.gpu_room(round(options.get("gpu_gib", 80) * GIB))
@@ -485,7 +485,7 @@ def checked(problem: _Problem, args: Sequence[str]) -> tuple[Config, Mapping[str
     check_schedule(config.schedule, problem.graph)
     config = memory_plan.with_flash(config, shape)
     of_gpu = problem.room.capacity if config.cluster.device is Device.cuda else None
-    decide_prompt_sharing(config, problem.graph)
+    decide_prompt_sharing(config, problem.graph, shape)
     decide_activations(config, problem.graph, shape, of_gpu)
     decide_fused_updates(config, problem.graph, shape, of_gpu)
     plan = memory_plan.plan_run(config, problem.graph, shape, problem.room)

@@ -165,7 +165,7 @@ def _plan_memory(config: Config, gpu_gib: float) -> "RunPlan":
     graph, shape = build_recipe(config.recipe), checked_shape(config)
     check_placement(config, graph)
     decide_schedule(config, graph, shape)
-    decide_prompt_sharing(config, graph)
+    decide_prompt_sharing(config, graph, shape)
     check_attention(config, shape)
     on_gpus = config.cluster.device is Device.cuda
     if gpu_gib and not on_gpus:

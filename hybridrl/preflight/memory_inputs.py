@@ -11,6 +11,7 @@ from hybridrl.flow.graph import SourceStage
 from hybridrl.models.attention_choice import OBSTACLES
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.load import TORCH_DTYPES
+from hybridrl.pipelines.prompt_groups import KEYS_PER_TOKEN
 from hybridrl.pipelines.standard import least_micro_batches
 
 
@@ -78,7 +79,9 @@ class PackedRow:
         numbers = [source.num_samples or tokens for source in sources]
         group = max(1, min(sum(numbers), (tokens - prompt) // new))
         of_group = prompt + group * new
-        keys = -(-tokens * (prompt + group * longest) // of_group) if group > 1 else 0
+        # Responses that are short have more keys for a token: those of their prompt.
+        samples = sum(numbers)
+        keys = min(KEYS_PER_TOKEN, samples + 1) * tokens if samples > 1 else 0
         return cls(tokens, -(-tokens * group * new // of_group), number, keys=keys)
 
     @classmethod

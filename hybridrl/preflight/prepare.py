@@ -151,7 +151,7 @@ def prepare(
     shape = load_config(model_path)
     schedule = decide_schedule(config, graph, shape)
     check_schedule(config.schedule, graph)
-    sharing = decide_prompt_sharing(config, graph)
+    sharing = decide_prompt_sharing(config, graph, shape)
     activations = decide_activations(config, graph, shape, gpu_memory)
     decide_fused_updates(config, graph, shape, gpu_memory)
     check_memory(config, graph, model_path, gpu_memory)

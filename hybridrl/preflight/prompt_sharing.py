@@ -1,26 +1,31 @@
 """Decides before a run whether groups share their prompts (`trainer.share_prompts`)."""
 
 import logging
+from typing import TYPE_CHECKING
 
-from hybridrl.config import Config, ConfigError, SharePrompts
+from hybridrl.config import VALUE_MODELS, Config, ConfigError, SharePrompts
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import SourceStage
+from hybridrl.models.attention_shape import attention_shape
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
 KEY = "trainer.share_prompts"
 
 
-def decide_prompt_sharing(config: Config, graph: Graph) -> str:
+def decide_prompt_sharing(config: Config, graph: Graph, shape: "PretrainedConfig") -> str:
     """Set `trainer.share_prompts` to `always` or `never`; return a line that says which, and why.
 
-    The line is empty for `never`. Raises ConfigError for `always` where training would not be what
-    it is without.
+    `shape` is the actor's model. The line is empty for `never`. Raises ConfigError for `always`
+    where training would not be what it is without.
     """
     wanted = config.trainer.share_prompts
     if wanted is SharePrompts.never:
         return ""
-    obstacle, lone = _obstacle(config), _has_lone_samples(graph)
+    obstacle, lone = _obstacle(config, graph, shape), _has_lone_samples(graph)
     if obstacle and wanted is SharePrompts.always:
         raise ConfigError(KEY, "always", f"auto or never: {obstacle}")
     if lone and wanted is SharePrompts.always:
@@ -32,13 +37,19 @@ def decide_prompt_sharing(config: Config, graph: Graph) -> str:
     return line
 
 
-def _obstacle(config: Config) -> str | None:
-    """Why prompts that are shared would change a run by more than rounding; None: they do not."""
-    lora = config.actor.lora
+def _obstacle(config: Config, graph: Graph, shape: "PretrainedConfig") -> str | None:
+    """Why shared prompts would change a run by more than rounding, or take memory unplanned."""
     if config.strict:
         return "deterministic=strict sums gradients sequence by sequence"
-    if lora.rank and lora.dropout:
-        return f"dropout is drawn for each response; wanted actor.lora.dropout=0 ({lora.dropout})"
+    loras = {"actor": config.actor.lora}
+    trained = [role for role in VALUE_MODELS if role in graph.learned]
+    loras |= {VALUE_MODELS[role]: config.value_model_of(role).lora for role in trained}
+    for place, lora in loras.items():
+        if lora.rank and lora.dropout:
+            wanted = f"{place}.lora.dropout=0 ({lora.dropout})"
+            return f"dropout is drawn for each response; wanted {wanted}"
+    if attention_shape(shape).sinks:
+        return "a mask for each layer, which attention sinks need, takes more than it saves"
     return None
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from hybridrl.pipelines.balance import BY_TOKENS, SequenceCost, balance, micro_batches
-from hybridrl.pipelines.prompt_groups import PromptGroups
+from hybridrl.pipelines.prompt_groups import KEYS_PER_TOKEN, PromptGroups
 
 COST = SequenceCost(1000, 1)
 
@@ -77,3 +77,15 @@ def test_without_groups_parts_are_those_of_sequences():
     lengths = [draw.randint(3, 50) for _ in range(30)]
     few = PromptGroups(lengths, [None] * 30, [2] * 30, COST)
     assert few.micro_batches(120) == micro_batches(lengths, 120, cost=COST)
+
+
+def test_many_short_responses_of_a_long_prompt_are_bounded_by_their_keys():
+    """64 responses of 65 tokens to a prompt of 4,000 have 8,160 tokens and 264,160 keys."""
+    groups = PromptGroups([4065] * 64, [0] * 64, [4000] * 64)
+    assert groups.tokens_of(range(64)) == 8160
+    parts = groups.micro_batches(8192)
+    assert sorted(i for part in parts for i in part) == [*range(64)]
+    for part in parts:
+        keys = 4000 + 4065 * len(part)
+        assert keys <= KEYS_PER_TOKEN * 8192
+    assert len(parts) == -(-64 // ((KEYS_PER_TOKEN * 8192 - 4000) // 4065))

@@ -3,17 +3,22 @@
 from collections.abc import Callable
 
 import pytest
+from transformers import AutoConfig
 
 from hybridrl.config import Config, ConfigError, SharePrompts
 from hybridrl.preflight.prepare import build_recipe
 from hybridrl.preflight.prompt_sharing import decide_prompt_sharing
 
 ADAPTERS = ["actor.lora.rank=4", "actor.lora.dropout=0.1"]
+OF_CRITIC = ["roles.critic.lora.rank=4", "roles.critic.lora.dropout=0.1"]
 
 
-def decide(make_config: Callable[..., Config], *overrides: str) -> tuple[SharePrompts, str]:
+def decide(
+    make_config: Callable[..., Config], *overrides: str, sinks: bool = False
+) -> tuple[SharePrompts, str]:
     config = make_config("run.dir=out", *overrides)
-    line = decide_prompt_sharing(config, build_recipe(config.recipe))
+    shape = AutoConfig.for_model("gpt_oss" if sinks else "qwen3")
+    line = decide_prompt_sharing(config, build_recipe(config.recipe), shape)
     return config.trainer.share_prompts, line
 
 
@@ -25,6 +30,7 @@ def decide(make_config: Callable[..., Config], *overrides: str) -> tuple[SharePr
         (["recipe=sft"], False, "each prompt has one sample"),
         (["recipe=grpo", "deterministic=strict"], False, "deterministic=strict sums"),
         (["recipe=grpo", *ADAPTERS], False, "dropout is drawn for each response"),
+        (["recipe=ppo", "recipe.num_samples=4", *OF_CRITIC], False, "roles.critic.lora.dropout=0"),
     ],
     ids=str,
 )
@@ -49,3 +55,9 @@ def test_what_cannot_share_is_refused(
 def test_never_says_nothing(make_config: Callable[..., Config]) -> None:
     off = SharePrompts.never
     assert decide(make_config, "recipe=grpo", "trainer.share_prompts=never") == (off, "")
+
+
+def test_sinks_share_nothing(make_config: Callable[..., Config]) -> None:
+    decided, line = decide(make_config, "recipe=grpo", sinks=True)
+    assert decided is SharePrompts.never
+    assert "attention sinks" in line

@@ -16,7 +16,7 @@ from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.shared_prompts import Arrangement, row_tokens
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
 from hybridrl.models.logits import logits_transform
-from hybridrl.models.packed_attention import Packing
+from hybridrl.models.packed_attention import Packing, gather_keys
 from hybridrl.models.router_balance import KEYWORD as SEQUENCES_KEYWORD
 from hybridrl.models.router_balance import TokenSequences
 from hybridrl.models.router_replay import KEYWORD, NO_RECORD, Routing
@@ -487,7 +487,10 @@ class PackedModel(nn.Module):
         ).last_hidden_state
         if not self.last:
             return hidden
-        hidden = hidden[0].index_select(0, batch.predicting)
+        if batch.places is None:
+            hidden = hidden[0].index_select(0, batch.predicting)
+        else:  # the last token of a shared prompt predicts the first one of several responses
+            hidden = gather_keys(hidden, batch.predicting)[0]
         if self.gives_values:
             return joined(self._values(hidden), batch), None
         head, shard = self.model.get_output_embeddings(), None

@@ -278,7 +278,7 @@ class Replica:
             if self._num_chunks(micros, number) > 1:
                 row = row_in_chunks(members, self.chunk_tokens, multiple=multiple, **settings)
             else:
-                shares = self.shares_prompts
+                shares = micros.shares(number)
                 row = pack(
                     members, total_tokens=size * ranks[number], shares_prompts=shares, **settings
                 )

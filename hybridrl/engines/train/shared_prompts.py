@@ -5,9 +5,12 @@ So a row has the prompt once, and responses attend to its keys and values (`Shar
 `models.packed_attention`). With P tokens of the prompt and G responses of R tokens the row has
 P + G R tokens in place of G (P + R) (Periodic Asynchrony, arXiv 2511.18871).
 
-Sequences share a prompt if its ids are equal, and the experts that are replayed for it.
+Sequences share a prompt if its ids are equal, and the experts that are replayed for it. A response
+of many more tokens than its prompt is computed with it: there is little to save, and torch's
+attention with a mask takes up to twice the time of a causal one.
 """
 
+import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -26,15 +29,19 @@ from hybridrl.models.packed_attention import (
 from hybridrl.pipelines.balance import BY_TOKENS, SequenceCost
 from hybridrl.pipelines.prompt_groups import PromptGroups
 
+LONGEST_RESPONSE = 4
+"""A response that shares its prompt has at most so many tokens for each of the prompt."""
+
 
 def prompt_of(sequence: TrainSequence) -> Hashable:
-    """What sequences with the same prompt have in common; None for one without a response."""
+    """What sequences that share a prompt have in common; None for one that shares none."""
     prompt = sequence.ids.shape[0] - sequence.response_tokens
-    if not sequence.response_tokens or prompt < 1:
+    if not 0 < sequence.response_tokens <= LONGEST_RESPONSE * prompt:
         return None
-    experts = sequence.routed_experts
-    of_experts = b"" if experts is None else experts[:prompt].numpy().tobytes()
-    return sequence.ids[:prompt].numpy().tobytes(), of_experts
+    digest = hashlib.blake2b(sequence.ids[:prompt].numpy().tobytes(), digest_size=16)
+    if sequence.routed_experts is not None:
+        digest.update(sequence.routed_experts[:prompt].numpy().tobytes())
+    return digest.digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,7 +197,7 @@ LAYOUTS = [
     ((1, 1, 1, 2), {"sequence_parallel": True}),
     ((2, 1, 1, 1), {}),
     ((2, 1, 1, 1), {"schedule": "zero_bubble", "most_tokens": 30}),
-    ((1, 1, 2, 1), {"cp": 2, "most_tokens": 16}),
+    ((1, 1, 2, 1), {"cp": 2, "most_tokens": 15}),
     ((1, 1, 1, 1), {"activations": ActivationMode.selective}),
 ]
 
