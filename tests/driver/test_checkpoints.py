@@ -371,7 +371,7 @@ def test_a_file_beside_the_weights_that_is_missing_is_named(
     config: Callable[..., Config], tmp_path: Path
 ) -> None:
     group: Any = FullDisk()
-    telemetry = MagicMock()
+    telemetry = MagicMock(**{"late_sizes.return_value": {}})
     checkpoints = Checkpoints(config(), Origin(), group, telemetry)
     group.save_state = lambda path: Path(path).mkdir() or {}
     checkpoints.write(tmp_path / "run" / "final", 2, DriverState({}))
