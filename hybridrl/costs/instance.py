@@ -174,6 +174,14 @@ class Costs:
         """Seconds of a decode step of `rows` rows that hold `held` tokens each, with guesses."""
         return self._pass(rows, held)[0]
 
+    def rows_s(self, prompt: int, response: int, drawn: float = 1.0) -> float:
+        """Seconds of a sample's rows in all its decode steps, besides those of the steps.
+
+        A pass draws `drawn` tokens of it.
+        """
+        cached = prompt + (response - 1) / 2  # tokens, in the mean over the steps
+        return response * (self.row_s + self.cached_token_s * cached / drawn)
+
     def pace(self, rows: Numbers, held: Numbers = 0.0, more_s: float = 0.0) -> Numbers:
         """Seconds in which each of `rows` rows, of `held` tokens each, makes a token.
 

@@ -281,7 +281,8 @@ class MappingPrices:
         instances = len(ranks) // gen.ranks
         groups = self.workload.groups[: self.workload.prompts_per_step]
         work = sum(costs.prefill_token_s * group.prompt_tokens for group in groups)
-        work += sum(_decode_s(costs, sample, costs.step_s / held) for sample in self.samples)
+        work += sum(costs.rows_s(s.prompt, s.response) for s in self.samples)
+        work += sum(sample.response for sample in self.samples) * costs.step_s / held
         prompt, longest = max(self.samples, key=lambda sample: sample.response)
         ends = float(costs.pace(1, prompt)), float(costs.pace(1, prompt + longest))
         return work / instances, longest * sum(ends) / 2
@@ -302,7 +303,7 @@ class MappingPrices:
                 for number in numbers
                 for sample in self.samples[number * self.group_size :][: self.group_size]
             ]
-            work += sum(_decode_s(costs, sample, 0.0) for sample in samples)
+            work += sum(costs.rows_s(sample.prompt, sample.response) for sample in samples)
             responses = [sample.response for sample in samples]
             steps = max(max(responses, default=0), sum(responses) / held)
             most = max(most, work + steps * costs.step_s)
@@ -312,9 +313,3 @@ class MappingPrices:
         """The costs of a rollout instance, and the rows that it holds."""
         costs = self.costs.generation(self._by_name[ACTOR], gen, ranks[: gen.ranks])
         return costs, max(1, self.memory.samples_held(gen))
-
-
-def _decode_s(costs: Costs, sample: SampleLength, step_s: float) -> float:
-    """Seconds of a sample's rows, each with its part of a step's."""
-    cached = costs.cached_token_s * (sample.prompt + (sample.response - 1) / 2)
-    return sample.response * (costs.row_s + cached + step_s)

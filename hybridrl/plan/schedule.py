@@ -269,10 +269,7 @@ def lower_bound(setting: Setting, skip: int = 1) -> float:
         per_token = setting.inference_s_per_token
         inference = sum(per_token * (prompt + length) for prompt, length in samples)
         prefill = sum(costs.prefill_token_s * group.prompt_tokens for group in groups)
-        rows = sum(
-            length * (costs.row_s + costs.cached_token_s * (prompt + length / 2) / most)
-            for prompt, length in samples
-        )
+        rows = sum(costs.rows_s(prompt, length, most) for prompt, length in samples)
         # Each decode step has at most `max_held` rows.
         steps = sum(length for _, length in samples) / setting.max_held * costs.step_s / most
         spread = (inference + prefill + rows + steps) / setting.num_instances
