@@ -80,6 +80,14 @@ class Packing:
         """The tokens of each sequence."""
         return tuple(length for number, length in self.blocks for _ in range(number))
 
+    @property
+    def before(self) -> tuple[int, ...]:
+        """The tokens that each sequence attends to besides its own: those of a shared prompt."""
+        if self.shared is None:
+            return (0,) * len(self.lengths)
+        of_blocks = zip(self.blocks, self.shared.before, strict=True)
+        return tuple(more for (number, _), more in of_blocks for _ in range(number))
+
 
 class SharedPrompts:
     """Where the sequences of a row begin: with the tokens of a prompt that others share, or none.

@@ -102,6 +102,8 @@ class _PipelineRows:
     tokens: tuple[int, ...]
     lengths: tuple[tuple[int, ...], ...]
     """The lengths of each row's sequences, and of what fills it up."""
+    before: tuple[tuple[int, ...], ...]
+    """The tokens of shared prompts that they attend to."""
     scored: tuple[int, ...]
 
 
@@ -219,6 +221,7 @@ class FusedUpdate:
                 self._chunk_places(self.engines[number]),
                 tuple(batch.ids.shape[1] for batch in own_rows.batches),
                 tuple(batch.packing.lengths for batch in own_rows.batches),
+                tuple(batch.packing.before for batch in own_rows.batches),
                 tuple(len(batch.targets) for batch in own_rows.batches),
             )
             for number, own_rows in prepared.items()
@@ -266,8 +269,10 @@ class FusedUpdate:
         bounds = chunk_bounds(config.num_hidden_layers, num_chunks, sizes)
         layers = [stop - start for start, stop in bounds]
         costs = [
-            row_costs(engine.flops, *row, layers, config.hidden_size, halves)
-            for row in zip(pipeline.lengths, pipeline.scored, strict=True)
+            row_costs(engine.flops, lengths, scored, layers, config.hidden_size, halves, before)
+            for lengths, before, scored in zip(
+                pipeline.lengths, pipeline.before, pipeline.scored, strict=True
+            )
         ]
         backward = HALVES if halves else (PassKind.backward,)
         return PipelinedModel(

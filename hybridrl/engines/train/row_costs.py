@@ -15,15 +15,20 @@ def row_costs(
     chunk_layers: Sequence[int],
     hidden_size: int,
     halves: bool = False,
+    before: Sequence[int] = (),
 ) -> list[PassCosts]:
     """A row's costs by chunk, of `chunk_layers` layers each; the last chunk has the head.
 
-    `lengths` are the tokens of the row's sequences, each of which attends to itself alone. Backward
+    `lengths` are the tokens of the row's sequences. Each attends to itself and to the tokens
+    `before` it, which are computed elsewhere in the row; without them to itself alone. Backward
     takes twice as long as forward; of one in `halves` each takes as long. Activations are counted
     in hidden states by layer.
     """
     costs = []
-    of_layers, tokens = sum(flops(length, 0) for length in lengths), sum(lengths)
+    earlier, tokens = before or [0] * len(lengths), sum(lengths)
+    of_layers = sum(
+        flops(more + own, 0) - flops(more, 0) for own, more in zip(lengths, earlier, strict=True)
+    )
     for number, layers in enumerate(chunk_layers):
         forward = of_layers * layers / sum(chunk_layers)
         if number == len(chunk_layers) - 1:

@@ -60,3 +60,12 @@ def test_of_equal_rows_it_is_that_of_the_first_stage() -> None:
     """Two rows of the actor's and one layer each, two of the critic's."""
     models = [pipeline("actor", (0, 1), [5] * 6), pipeline("critic", (1, 0), [7] * 6)]
     assert kept_under_1f1b(models, [0, 1]) == pytest.approx(2 * 5 * 8 + 2 * 7 * 8)
+
+
+def test_a_response_attends_to_a_prompt_that_is_computed_once():
+    """A prompt of 40 tokens and two responses of 10: as two whole sequences less a prompt."""
+    (shared,) = row_costs(FLOPS, [10, 10, 40], 20, [1], 8, before=[40, 40, 0])
+    (whole,) = row_costs(FLOPS, [50, 50], 20, [1], 8)
+    (prompt,) = row_costs(FLOPS, [40], 0, [1], 8)
+    assert shared.forward_s == whole.forward_s - prompt.forward_s
+    assert shared.kept_bytes == 60 * 8
