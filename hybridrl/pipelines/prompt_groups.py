@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hybridrl.pipelines.balance import BY_TOKENS, SequenceCost, balance, cut, evened
 
-KEYS_PER_TOKEN = 4
+KEYS_PER_TOKEN = 2
 """A part has at most so many keys for each token that it may have."""
 _Split = Callable[[Sequence[int], Sequence[int]], list[list[int]]]
 """Parts of units, from the sizes and the costs of each."""

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from hybridrl.config import VALUE_MODELS, Config, ConfigError, SharePrompts
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import SourceStage
-from hybridrl.models.attention_shape import attention_shape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,6 +38,8 @@ def decide_prompt_sharing(config: Config, graph: Graph, shape: "PretrainedConfig
 
 def _obstacle(config: Config, graph: Graph, shape: "PretrainedConfig") -> str | None:
     """Why shared prompts would change a run by more than rounding, or take memory unplanned."""
+    from hybridrl.models.attention_shape import attention_shape
+
     if config.strict:
         return "deterministic=strict sums gradients sequence by sequence"
     loras = {"actor": config.actor.lora}

@@ -65,7 +65,7 @@ def test_what_is_wrong_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) ->
     """Each fault on its own, in a family that is right without it."""
     match broken:
         case "leak":
-            monkeypatch.setattr("hybridrl.engines.train.packed.make_packing", whole_row)
+            monkeypatch.setattr("hybridrl.engines.train.shared_prompts.make_packing", whole_row)
         case "packed window":
             wrong = no_window(packed_attention.packed_attention)
             packed_attention.AttentionInterface.register(packed_attention.NAME, wrong)

@@ -83,9 +83,9 @@ def test_many_short_responses_of_a_long_prompt_are_bounded_by_their_keys():
     """64 responses of 65 tokens to a prompt of 4,000 have 8,160 tokens and 264,160 keys."""
     groups = PromptGroups([4065] * 64, [0] * 64, [4000] * 64)
     assert groups.tokens_of(range(64)) == 8160
-    parts = groups.micro_batches(8192)
-    assert sorted(i for part in parts for i in part) == [*range(64)]
-    for part in parts:
-        keys = 4000 + 4065 * len(part)
+    rows = groups.micro_batches(8192)
+    assert sorted(i for row in rows for i in row) == [*range(64)]
+    for row in rows:
+        keys = 4000 + 4065 * len(row)
         assert keys <= KEYS_PER_TOKEN * 8192
-    assert len(parts) == -(-64 // ((KEYS_PER_TOKEN * 8192 - 4000) // 4065))
+    assert len(rows) == -(-64 // ((KEYS_PER_TOKEN * 8192 - 4000) // 4065))

@@ -775,7 +775,7 @@ def test_a_row_with_shared_prompts_scores_more_of_its_tokens() -> None:
     assert PackedRow.of(config, graph, layout, 4).scored == 450
     config.trainer.share_prompts = SharePrompts.always
     row = PackedRow.of(config, graph, layout, 4)
-    assert (row.tokens, row.scored, row.keys) == (900, 800, 4 * 900)
+    assert (row.tokens, row.scored, row.keys) == (900, 800, 2 * 900)
     config.trainer.max_tokens_per_micro_batch = 200  # one of full length, or several short ones
     row = PackedRow.of(config, graph, layout, 4)
-    assert (row.tokens, row.scored, row.keys) == (200, 100, 4 * 200)
+    assert (row.tokens, row.scored, row.keys) == (200, 100, 2 * 200)

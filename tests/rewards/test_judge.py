@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -126,19 +127,22 @@ def test_order_is_kept_over_processes_and_threads(config: RewardConfig) -> None:
         assert first <= {float(process.popen.pid) for process in rewards._processes}
 
 
-def test_cheap_calls_are_sent_many_at_a_time(rewards: JudgePool) -> None:
+def test_cheap_calls_are_sent_many_at_a_time(config: RewardConfig) -> None:
     """So many as take the 20 ms of a window, but at least 4, and at most 128."""
-    rewards.wait_ready(every=True)
-    windows = []
-    for calls_a_second in (1, 1000, 10**6):
-        process = rewards._processes[0]
-        process.busy_since, process.num_answers = time.time() - 1.0, calls_a_second
-        rewards._note_busy(process)
-        windows.append(rewards.window)
+    # None is to time out: a loaded machine may leave a process for half a second.
+    with JudgePool(replace(config, timeout_s=10.0)) as rewards:
+        rewards.wait_ready(every=True)
+        windows = []
+        for calls_a_second in (1, 1000, 10**6):
+            process = rewards._processes[0]
+            process.busy_since, process.num_answers = time.time() - 1.0, calls_a_second
+            rewards._note_busy(process)
+            windows.append(rewards.window)
+        results = rewards.score(inputs("a", "bc") * 200)
     assert windows[0] == 4
     assert 18 <= windows[1] <= 20, "a second and some microseconds"
     assert windows[2] == 128
-    assert [result.reward for result in rewards.score(inputs("a", "bc") * 200)] == [1.0, 2.0] * 200
+    assert [result.reward for result in results] == [1.0, 2.0] * 200
 
 
 def test_nothing_is_left_after_close(config: RewardConfig) -> None:
