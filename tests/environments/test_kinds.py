@@ -203,10 +203,10 @@ def test_programs_of_other_episodes_run_meanwhile(pool: Pool) -> None:
 
 
 def test_waiting_for_a_thread_of_the_jail_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten programs that hang share one thread: five seconds of queue, past the limit of a turn."""
+    """Twelve programs that hang share one thread: a queue past the limit of a turn."""
     monkeypatch.setattr(environment_of_programs, "NUM_THREADS", 1)
     monkeypatch.setattr(jail, "_defaults", jail._Defaults(limits=JailLimits(seconds=0.5)))
-    settings = config("python", turn_timeout_s=3.0)
+    settings = config("python", turn_timeout_s=5.0)
     program = load_environment(settings).program
 
     async def play(number: int) -> tuple[str, str]:
@@ -217,10 +217,10 @@ def test_waiting_for_a_thread_of_the_jail_is_no_fault(monkeypatch: pytest.Monkey
         return step.error, "".join(message["content"] for message in step.messages or ())
 
     async def check() -> list[tuple[str, str]]:
-        return await asyncio.gather(*map(play, range(1, 11)))
+        return await asyncio.gather(*map(play, range(12)))
 
     begin = time.monotonic()
-    assert asyncio.run(check()) == [("", "the program took too long and was ended\n")] * 10
+    assert asyncio.run(check()) == [("", "the program took too long and was ended\n")] * 12
     assert time.monotonic() - begin > settings.turn_timeout_s
 
 
