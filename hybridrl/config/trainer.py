@@ -118,7 +118,8 @@ class TrainerConfig:
     backward in reverse. 0 trains it whole."""
     share_prompts: SharePrompts = SharePrompts.auto
     """Whether training and scoring compute the prompt of a group once for its responses. `auto`:
-    where the run can, decided before it starts. Gradients differ by rounding."""
+    where the run can and prompts may be long, decided before it starts. Gradients differ by
+    rounding."""
     fuse_updates: FuseUpdates = FuseUpdates.auto
     """Whether updates that follow each other on the same ranks are one pipeline plan, as those of
     critic and actor. `auto`: where memory allows, and the plan is predicted to be shorter."""

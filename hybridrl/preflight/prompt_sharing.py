@@ -13,16 +13,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEY = "trainer.share_prompts"
+SHORTEST = 64
+"""Tokens of the longest prompt from which on `auto` shares: less than that saves little."""
 
 
 def decide_prompt_sharing(config: Config, graph: Graph, shape: "PretrainedConfig") -> str:
     """Set `trainer.share_prompts` to `always` or `never`; return a line that says which, and why.
 
-    `shape` is the actor's model. The line is empty for `never`. Raises ConfigError for `always`
-    where training would not be what it is without.
+    `shape` is the actor's model. The line is empty for `never`, and for `auto` with short prompts.
+    Raises ConfigError for `always` where training would not be what it is without.
     """
     wanted = config.trainer.share_prompts
-    if wanted is SharePrompts.never:
+    short = config.data.max_prompt_tokens < SHORTEST
+    if wanted is SharePrompts.never or (wanted is SharePrompts.auto and short):
+        config.trainer.share_prompts = SharePrompts.never
         return ""
     obstacle, lone = _obstacle(config, graph, shape), _has_lone_samples(graph)
     if obstacle and wanted is SharePrompts.always:

@@ -16,7 +16,7 @@ OF_CRITIC = ["roles.critic.lora.rank=4", "roles.critic.lora.dropout=0.1"]
 def decide(
     make_config: Callable[..., Config], *overrides: str, sinks: bool = False
 ) -> tuple[SharePrompts, str]:
-    config = make_config("run.dir=out", *overrides)
+    config = make_config("run.dir=out", "data.max_prompt_tokens=64", *overrides)
     shape = AutoConfig.for_model("gpt_oss" if sinks else "qwen3")
     line = decide_prompt_sharing(config, build_recipe(config.recipe), shape)
     return config.trainer.share_prompts, line
@@ -61,3 +61,9 @@ def test_sinks_share_nothing(make_config: Callable[..., Config]) -> None:
     decided, line = decide(make_config, "recipe=grpo", sinks=True)
     assert decided is SharePrompts.never
     assert "attention sinks" in line
+
+
+def test_short_prompts_are_shared_on_request_alone(make_config: Callable[..., Config]) -> None:
+    short = "recipe=grpo", "data.max_prompt_tokens=63"
+    assert decide(make_config, *short) == (SharePrompts.never, "")
+    assert decide(make_config, *short, "trainer.share_prompts=always")[0] is SharePrompts.always
