@@ -11,7 +11,15 @@ prompt have far more keys than tokens, and a part is bounded by both.
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hybridrl.pipelines.balance import BY_TOKENS, SequenceCost, balance, cut, evened
+from hybridrl.pipelines.balance import (
+    BY_TOKENS,
+    SequenceCost,
+    balance,
+    cut,
+    equal_number,
+    evened,
+    micro_batches,
+)
 
 KEYS_PER_TOKEN = 2
 """A part has at most so many keys for each token that it may have."""
@@ -62,6 +70,9 @@ class PromptGroups:
         A row longer than the bound is a part by itself. Raises as `balance.micro_batches`.
         """
 
+        if not self._has_shared:
+            return micro_batches(self.lengths, max_tokens, self.samples_per_row, self.cost)
+
         def order(parts: list[list[int]]) -> tuple[int, int, int]:
             costs = [self.cost_of(indices) for indices in parts]
             return len(parts), sum(costs), max(costs, default=0)
@@ -70,6 +81,10 @@ class PromptGroups:
 
     def equal_number(self, num_parts: int, max_tokens: int) -> list[list[int]]:
         """`num_parts` parts whose heaviest costs least, within `max_tokens` where they fit."""
+
+        if not self._has_shared:
+            row = self.samples_per_row
+            return equal_number(self.lengths, num_parts, max_tokens, row, self.cost)
 
         def split(lengths: Sequence[int], costs: Sequence[int]) -> list[list[int]]:
             return evened(lengths, costs, balance(lengths, num_parts), max_tokens)
@@ -135,6 +150,11 @@ class PromptGroups:
             if max_tokens is None or largest <= max_tokens or pieces == len(numbers):
                 return units
             pieces += 1
+
+    @property
+    def _has_shared(self) -> bool:
+        known = [prompt for prompt in self.prompts if prompt is not None]
+        return len({*known}) < len(known)
 
     def _repeated(self, indices: Sequence[int]) -> list[int]:
         """The prompt's tokens of each sequence of a part whose prompt is there already."""

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hybridrl.pipelines.balance import BY_TOKENS, SequenceCost, balance, micro_batches
+from hybridrl.pipelines.balance import BY_TOKENS, SequenceCost, balance, equal_number, micro_batches
 from hybridrl.pipelines.prompt_groups import KEYS_PER_TOKEN, PromptGroups
 
 COST = SequenceCost(1000, 1)
@@ -77,6 +77,7 @@ def test_without_groups_parts_are_those_of_sequences():
     lengths = [draw.randint(3, 50) for _ in range(30)]
     few = PromptGroups(lengths, [None] * 30, [2] * 30, COST)
     assert few.micro_batches(120) == micro_batches(lengths, 120, cost=COST)
+    assert few.equal_number(7, 300) == equal_number(lengths, 7, 300, cost=COST)
 
 
 def test_many_short_responses_of_a_long_prompt_are_bounded_by_their_keys():

@@ -138,8 +138,9 @@ def prompt_groups(
 
 def row_tokens(sequences: Sequence[TrainSequence], shares_prompts: bool) -> int:
     """The tokens of a row of `sequences`."""
-    groups = prompt_groups(sequences, shares_prompts=shares_prompts)
-    return groups.tokens_of(range(len(sequences)))
+    if not shares_prompts:
+        return sum([sequence.ids.shape[0] for sequence in sequences])
+    return prompt_groups(sequences).tokens_of(range(len(sequences)))
 
 
 def _groups(sequences: Sequence[TrainSequence]) -> list[list[int]]:
