@@ -220,7 +220,7 @@ class Config:
         self.actor.check(self.trainer.layout.tp)
         self._check_activations("trainer.layout", self.trainer.layout)
         self._check_chunks("trainer.layout", self.trainer.layout, "actor.lora", self.actor.lora)
-        self._check_compiled("actor.lora", self.actor.lora)
+        self._check_compiled("trainer.layout", self.trainer.layout, "actor.lora", self.actor.lora)
         for role in VALUE_MODELS:  # of other pools those that the recipe has, once it is known
             if self.pool_of(role) == "actor":
                 self.check_value_model(role)
@@ -358,7 +358,7 @@ class Config:
         self._check_biases_are_saved(f"{name}.lora", settings.lora)
         self._check_activations(f"{name}.layout", settings.layout)
         self._check_chunks(f"{name}.layout", settings.layout, f"{name}.lora", settings.lora)
-        self._check_compiled(f"{name}.lora", settings.lora)
+        self._check_compiled(f"{name}.layout", settings.layout, f"{name}.lora", settings.lora)
 
     def _check_biases_are_saved(self, key: str, lora: LoraConfig) -> None:
         """Raise ConfigError where routing biases move: files of adapters have none."""
@@ -377,16 +377,19 @@ class Config:
         if mode.recomputes and layout.splits_backward:
             allowed = f"auto, keep or offload with {key}.schedule=zero_bubble"
             raise ConfigError("trainer.activations", mode.value, allowed)
-        if self.trainer.compile and layout.splits_backward:  # its backward is one call
-            allowed = f"false with {key}.schedule=zero_bubble"
-            raise ConfigError("trainer.compile", True, allowed)
-        if self.trainer.compile and layout.tp > 1:  # torch does not end tracing its hooks
-            raise ConfigError("trainer.compile", True, f"false with {key}.tp={layout.tp}")
 
-    def _check_compiled(self, key: str, lora: LoraConfig) -> None:
-        """Raise ConfigError where adapters are within the layers that torch would compile."""
-        if self.trainer.compile and lora.rank:
-            raise ConfigError("trainer.compile", True, f"false with {key}.rank={lora.rank}")
+    def _check_compiled(
+        self, layout_key: str, layout: TrainLayoutConfig, lora_key: str, lora: LoraConfig
+    ) -> None:
+        """Raise ConfigError where torch does not compile a model's layers."""
+        obstacles = {
+            f"{layout_key}.schedule=zero_bubble": layout.splits_backward,  # backward is one call
+            f"{layout_key}.tp={layout.tp}": layout.tp > 1,  # tracing its hooks does not end
+            f"{lora_key}.rank={lora.rank}": lora.rank > 0,
+        }
+        for setting, is_there in obstacles.items():
+            if self.trainer.compile and is_there:
+                raise ConfigError("trainer.compile", True, f"false with {setting}")
 
     def _check_chunks(
         self, layout_key: str, layout: TrainLayoutConfig, lora_key: str, lora: LoraConfig

@@ -6,6 +6,7 @@ from hybridrl.config import (
     VALUE_MODELS,
     Config,
     ConfigError,
+    Device,
     KeptSamples,
     ProcessesClusterConfig,
     RewardKind,
@@ -51,6 +52,8 @@ def _needs(config: Config) -> Iterator[Need]:
             yield "cluster.ranks", cluster.ranks, for_children, "1"
         elif not cluster.driver_is_rank:
             yield "cluster.rank_in_driver", "false", for_children, "true"
+    if config.trainer.compile and cluster.device is Device.cuda:
+        yield "trainer.compile", "true", ("triton",), "false"
     loras = {"actor": config.actor.lora}
     loras |= {place: config.value_model_of(role).lora for role, place in VALUE_MODELS.items()}
     for place, lora in loras.items():

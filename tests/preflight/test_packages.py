@@ -15,7 +15,7 @@ from hybridrl.preflight.prepare import build_recipe
 
 ABSENT = {
     "aiohttp", "datasets", "math_verify", "peft", "psutil", "pyarrow", "ray", "reasoning_gym",
-    "tensordict", "verl",
+    "tensordict", "triton", "verl",
 }  # fmt: skip
 """What `make test-bare` has not, and a run may want."""
 BARE = ("cluster=processes", "cluster.ranks=1", "data=jsonl", "data.sources.main.name=a.jsonl")
@@ -68,6 +68,17 @@ def test_what_to_install_is_one_line(override: str, line: str) -> None:
         checked([override])
     assert str(refused.value).endswith(line)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("bare")
+def test_compiled_layers_on_gpus_need_triton() -> None:
+    compiled = ["trainer.compile=true", "cluster.device=cuda"]
+    with pytest.raises(ConfigError) as refused:
+        checked(compiled)
+    assert str(refused.value) == (
+        "trainer.compile=true: wanted false, or first: pip install triton"
+    )
+    checked(["trainer.compile=true"])
 
 
 @pytest.mark.usefixtures("bare")
