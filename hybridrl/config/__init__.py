@@ -215,6 +215,8 @@ class Config:
         self.telemetry.profile.check_ranks(self.cluster.ranks)
         ranks, ranks_key = self.ranks_of("actor"), self.cluster.pool_key("actor")
         self.trainer.layout.check(ranks, ranks_key=ranks_key)
+        home = self.cluster.home
+        ranks, ranks_key = self.ranks_of(home), self.cluster.pool_key(home)
         self.rollout.layout.check(ranks, ranks_key)
         self.rollout.check_tail_ranks(ranks, ranks_key)
         self.actor.check(self.trainer.layout.tp)
@@ -304,7 +306,7 @@ class Config:
     def home_of(self, role: str) -> JudgeHome:
         """Where a judge works."""
         if self.is_neural(role):
-            return JudgeHome.instance if self.pool_of(role) == "actor" else JudgeHome.pool
+            return JudgeHome.instance if self.pool_of(role) == self.cluster.home else JudgeHome.pool
         return JudgeHome.driver if self.judge_of(role).is_central else JudgeHome.rank
 
     def judges_of(self, role: str) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ class Placement(Enum):
 
 
 class PoolName(Enum):
-    """Pools are named after roles. Their ranks follow each other in this order."""
+    """Pools of roles, and one that generates; their ranks follow each other in this order."""
 
     actor = "actor"
     critic = "critic"
@@ -35,6 +35,7 @@ class PoolName(Enum):
     teacher = "teacher"
     reward = "reward"
     cost = "cost"
+    rollout = "rollout"
 
 
 OF_SPLIT = ("critic", "cost_critic", "reward", "cost")
@@ -73,7 +74,8 @@ CPU_RANKS = 2  # of a run that names no number
 class PoolOfConfig:
     """The pool of each role that is a model; null takes that of `cluster.placement`.
 
-    The actor, verifiers and samples are always in the pool `actor`.
+    The actor is always in the pool `actor`. Verifiers and samples are in the pool that generates:
+    `rollout` where it has ranks, else `actor`.
     """
 
     critic: PoolName | None = None
@@ -95,7 +97,7 @@ class PoolsConfig:
     """Ranks of each pool, where there are several; 0 takes an even share of the rest."""
 
     actor: int = bounded(0, least=0)
-    """The actor's. Samples stay here."""
+    """The actor's."""
     critic: int = bounded(0, least=0)
     """The pool `critic`: under placement=split of all value models and neural judges."""
     cost_critic: int = bounded(0, least=0)
@@ -108,6 +110,8 @@ class PoolsConfig:
     """The pool `reward`."""
     cost: int = bounded(0, least=0)
     """The pool `cost`."""
+    rollout: int = bounded(0, least=0)
+    """Ranks that generate and do nothing else, the last ones. 0: those of `actor` generate, too."""
 
     def sizes(self, names: Sequence[str]) -> dict[str, int]:
         """The ranks of these pools, by name."""
@@ -268,6 +272,10 @@ class ClusterConfig:
             raise ConfigError("cluster.rank_order", self.rank_order, allowed)
         names = self.pool_names
         used = names if len(names) > 1 else []
+        for role in fields(self.pool_of):
+            if getattr(self.pool_of, role.name) is PoolName.rollout:
+                allowed = "another pool: ranks of the pool rollout generate, and do nothing else"
+                raise ConfigError(f"cluster.pool_of.{role.name}", "rollout", allowed)
         for name in PoolName:
             size = getattr(self.pools, name.value)
             if size and name.value not in used:
@@ -295,12 +303,19 @@ class ClusterConfig:
 
         Under standalone they are those that have a size, since a recipe does not have every role.
         """
-        roles = [name.value for name in PoolName if name is not PoolName.actor]
+        roles = [role.name for role in fields(self.pool_of)]
         by_name = {self.pool_of_role(role) for role in roles}
         if self.placement is Placement.standalone:
             named = {own.value for role in roles if (own := getattr(self.pool_of, role))}
             by_name = {name for name in by_name if name in named or getattr(self.pools, name)}
+        if self.pools.rollout:
+            by_name.add("rollout")
         return [name.value for name in PoolName if name.value in {"actor", *by_name}]
+
+    @property
+    def home(self) -> str:
+        """The pool that generates, where samples live."""
+        return "rollout" if self.pools.rollout else "actor"
 
     @property
     def pool_ranks(self) -> dict[str, range]:

@@ -10,6 +10,7 @@ from hybridrl.flow.executor import (
     SamplesRead,
     TargetsLoaded,
     UpdateDone,
+    WeightsPushed,
     WeightsReady,
     WorkerDied,
 )
@@ -34,6 +35,8 @@ def described(event: Event) -> str:
             return f"{len(event.ids)} samples of stage {event.stage} on instance {event.instance}"
         case WeightsReady():
             return f"all instances have weights {event.version}"
+        case WeightsPushed():
+            return f"weights {event.version} can be loaded"
         case Prepared():
             return f"{len(event.places)} instances have changed to {event.phase.value}"
         case WorkerDied():

@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MappingProxyType
@@ -33,16 +33,19 @@ from hybridrl.driver.load_balance import (
     joint_work,
     update_shares,
 )
+from hybridrl.driver.pushed_versions import PushedVersions
 from hybridrl.driver.recorded_samples import RecordedSamples, load_recorded
 from hybridrl.driver.sample_moves import SampleMoves, by_rank, once
 from hybridrl.driver.worker_group import Pool, WorkerGroup
 from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import (
     ENOUGH_TURNS,
+    Advanced,
     Command,
     Computed,
     EarlyTrained,
     Event,
+    Load,
     Phase,
     Prepared,
     Replied,
@@ -50,6 +53,7 @@ from hybridrl.flow.executor import (
     Scope,
     Submit,
     UpdateDone,
+    WeightsPushed,
     WeightsReady,
     generated_tensors,
 )
@@ -71,6 +75,7 @@ from hybridrl.rewards.results import scalars_of
 from hybridrl.schedule.base import PendingSample
 from hybridrl.system import signals
 from hybridrl.system.node_info import NodeInfo
+from hybridrl.workers.base_worker import Published
 from hybridrl.workers.rank_calls import Reference
 from hybridrl.workers.sample_writer import SampleFacts
 from hybridrl.workers.training import UpdateShare
@@ -125,6 +130,10 @@ class RayExecutor:
             rank: number for number, ranks in enumerate(group.instances) for rank in ranks
         }
         self._rounds = Rounds(group)
+        # Where ranks generate that do not train: weights that they can take, and have.
+        self.separate = group.home is not group.actor_pool
+        self._pushed = PushedVersions()
+        self._loaded: dict[int, int] = {}
         self._moves = SampleMoves(group)
         # Fields that each role outside of the actor's pool has made; its update may read them.
         self._fields_of_role: dict[str, set[str]] = defaultdict(set)
@@ -189,9 +198,9 @@ class RayExecutor:
         return any(self.scope(stage) is Scope.POOL for stage in stages)
 
     def sync_weights(self) -> None:
-        """Begin the weight switch of all ranks where samples live."""
+        """Begin the weight switch of all ranks that generate, or a push and loads of it."""
         logger.debug("the weight switch begins")
-        self._rounds.begin(self._sync_weights())
+        self._rounds.begin(self._push_and_load() if self.separate else self._sync_weights())
 
     def _sync_weights(self) -> EventCalls:
         """One event for all ranks; what the switch cost is reported."""
@@ -205,9 +214,50 @@ class RayExecutor:
             self.on_switch(switches)
         return [WeightsReady(self.version)]
 
+    def push_weights(self) -> None:
+        """Begin to push the newest weights."""
+        self._rounds.begin(self._push())
+
+    def _push(self) -> EventCalls:
+        """One event for all training ranks, once the version can be taken."""
+        shares = yield from answers_of(self.group.call_push(self._pushed.newest))
+        if shares[0].version not in self._pushed:
+            self._pushed.add(shares)
+            logger.debug("weights of version %d are pushed", self._pushed.newest)
+        return [WeightsPushed(self._pushed.newest)]
+
+    def keep_versions(self, versions: Collection[int]) -> None:
+        """Let go of pushed weights but these and the newest."""
+        self._pushed.keep(versions)
+
+    def _push_and_load(self) -> EventCalls:
+        """One event, when every instance has the newest weights."""
+        yield from self._push()
+        self.version = newest = self._pushed.newest
+        calls: dict[Reference[Published[Advanced]], int] = {}
+        for instance in self.instances:
+            if self._loaded.get(instance) != newest:
+                calls |= self._call(instance, [Load(newest)], 0, ENOUGH_TURNS)
+        yield from answers_of(calls)
+        return [WeightsReady(newest)]
+
+    def _call(
+        self, instance: int, commands: Sequence[Command], *limits: int
+    ) -> dict[Reference[Published[Advanced]], int]:
+        """Call every rank of an instance; one that loads weights gets those of its place."""
+        first = commands[0] if commands else None
+        if not isinstance(first, Load):
+            return self.group.call_advance(instance, commands, *limits)
+        self._loaded[instance] = first.version
+        loads = self._pushed.loads(first.version, len(self.group.places[instance]))
+        return self.group.call_load(instance, [[one, *commands[1:]] for one in loads], *limits)
+
     def prepare(self, places: Sequence[int], phase: Phase) -> None:
         """Begin to bring the ranks of these instances into `phase`."""
         assert phase is Phase.TRAIN, "instances generate after `sync_weights` alone"
+        if self.separate:  # those that train do nothing else
+            self._rounds.ready(Prepared(tuple(places), phase))
+            return
         logger.debug("%d instances change to %s", len(places), phase.value)
         self._rounds.begin(self._prepare(tuple(places), phase))
 
@@ -250,7 +300,7 @@ class RayExecutor:
 
     def _advance(self, instance: int, commands: Sequence[Command], *limits: int) -> EventCalls:
         """One event for an instance: the finished samples and parked state of all its ranks."""
-        calls = self.group.call_advance(instance, commands, *limits)
+        calls = self._call(instance, commands, *limits)
         published = yield from answers_of(calls)
         answers = [answer.event for answer in published]
         for answer in published:
@@ -297,7 +347,7 @@ class RayExecutor:
         ranks = self.group.home.ranks
         prompts = with_next_targets(prompts) if stage.of_next else prompts
         for rank in ranks:
-            mine = slice(rank, None, len(ranks))
+            mine = slice(rank - ranks.start, None, len(ranks))
             if ids[mine]:
                 call = self.group.call_load_targets(
                     rank, stage, tuple(ids[mine]), tuple(prompts[mine])
@@ -523,6 +573,8 @@ class RayExecutor:
             read = {LOSS_MASK, TRAINED}
             for stage in stages:
                 read |= {*stage.inputs, *self._fields_of_role[stage.role or ""]}
+            if pool is self.group.actor_pool:  # also what the engines' gap is measured by
+                read = common
             parcels = yield from self._moves.copies(samples, ranks, common & read)
         rank_of = {sample.id: rank for sample, rank in zip(samples, ranks, strict=True)}
         shares: dict[int, list[UpdateShare]] = {rank: [] for rank in pool.ranks}

@@ -38,7 +38,7 @@ from hybridrl.flow.judgements import JudgeFailed, check_failed_share
 from hybridrl.flow.sample import Sample
 from hybridrl.models.load import load_config
 from hybridrl.preflight.memory_plan import sizes_of_run
-from hybridrl.preflight.placement import HOME, graphs_of
+from hybridrl.preflight.placement import graphs_of
 from hybridrl.preflight.prepare import PreparedRun
 from hybridrl.preflight.roles_together import roles_together
 from hybridrl.preflight.schedule_choice import early_settings
@@ -110,7 +110,7 @@ class Run:
         )
         sizes = sizes_of_run(config, prepared.graph, prepared.model_path)
         decided = {"activations": config.trainer.activations.value}
-        telemetry.event("ranks", **self.group.setup(sizes)[0].record(), **decided)
+        telemetry.event("ranks", **self.group.setup(sizes), **decided)
         self._nodes = self.group.nodes()
         telemetry.nodes([asdict(info) for info in self._nodes])
         telemetry.inputs(inputs.result())
@@ -255,7 +255,7 @@ class Run:
         graph = phase.graph
         passes = self.executor.has_passes(graph) or phase.schedule.trains_early
         moves = phase.schedule.entry.moves_samples and passes
-        publishes = moves or self.executor.copies_to_other_pool(graph)
+        publishes = moves or self.executor.copies_to_other_pool(graph) or self.executor.separate
         logger.info("making the roles of phase %s", phase.name)
         graphs, training = graphs_of(graph, self.config), training_of(phase, self.config)
         for role, description in self.group.begin(graphs, training, publishes).items():
@@ -546,5 +546,5 @@ def _executor(
         return EmulatedExecutor(group, config, on_switch, works, graph)
     turns, launcher = prepared.turns, group.launcher
     episodes = Episodes(config, turns, launcher) if turns is not None else None
-    together = roles_together(config, graph, HOME) if config.trainer.fuses else ()
+    together = roles_together(config, graph, "actor") if config.trainer.fuses else ()
     return RayExecutor(group, config, on_switch, works, episodes, together)

@@ -21,7 +21,6 @@ from hybridrl.flow.executor import (
 from hybridrl.flow.graph import AnswersStage, Graph, Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.preflight.node_crossing import crossing_warnings
-from hybridrl.preflight.placement import HOME
 from hybridrl.rewards import RewardInput
 from hybridrl.runtime.launcher import CallFailed, Launcher
 from hybridrl.system.memory import MemoryReading
@@ -29,16 +28,20 @@ from hybridrl.system.node_info import NodeInfo
 from hybridrl.system.rendezvous import NCCL_TRACE, recorded_collectives
 from hybridrl.telemetry.digests import ShardDigest
 from hybridrl.telemetry.trace import ThreadSlice, TimeSpan, rank_lane
+from hybridrl.workers.actor_shards import ActorShards
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.answers import EnteredPhase, ModelDescription, RankDescription
 from hybridrl.workers.base_worker import BaseWorker, Published, Reply
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.pending_samples import PendingRecord
+from hybridrl.workers.pushed_weights import PushedShare
 from hybridrl.workers.rank_calls import Answer, RankCalls, Reference, SharedIds
+from hybridrl.workers.sample_worker import SampleWorker
 from hybridrl.workers.sample_writer import SampleFacts
+from hybridrl.workers.trainer_worker import TrainerWorker
 from hybridrl.workers.training import Training, UpdateShare
 from hybridrl.workers.turns import SampleTexts
-from hybridrl.workers.worker_factory import make_worker
+from hybridrl.workers.worker_factory import AnyWorker, make_worker
 
 if TYPE_CHECKING:
     from hybridrl.checkpoint.distributed import Progress
@@ -76,12 +79,12 @@ class Pool:
 
 
 class WorkerGroup:
-    """All ranks, in pools: that of the actor first, where samples live.
+    """All ranks, in pools: that of the actor first. Samples live in `home`, which generates.
 
     `call_*` start work and return references; `gather` waits for them. Any failure ends every rank
     at once: a rank in a collective would otherwise wait for the dead one without end. `instances`
-    lists the ranks of each generation instance, `wide` those of each wide one by its number, known
-    after `setup`.
+    lists the ranks of each generation instance, `places` in the order of stage and tp, `wide` those
+    of each wide one by its number, known after `setup`.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class WorkerGroup:
         self.launcher, self.config = launcher, config
         self.on_span, self.on_memory, self.current_step = on_span, on_memory, current_step
         self.killed = False
-        workers = launcher.start(ActorWorker, make_worker, config, model_path, launcher.data_plane)
+        workers = launcher.start(AnyWorker, make_worker, config, model_path, launcher.data_plane)
         order = config.cluster.rank_order
         self._group = launcher.subgroup(workers, order) if order else workers
         self._all = RankCalls(self._group)
@@ -108,10 +111,11 @@ class WorkerGroup:
             name: Pool(ranks, RankCalls(launcher.subgroup(self._group, ranks)), [name])
             for name, ranks in config.cluster.pool_ranks.items()
         }
-        self.home = self.pools[HOME]
+        self.home, self.actor_pool = self.pools[config.cluster.home], self.pools["actor"]
         self._locations = [_UNKNOWN] * self.size
         self._first_rank_on: dict[str, int] = {}  # by node
         self.instances: list[list[int]] = []
+        self.places: list[list[int]] = []
         self.wide: dict[int, list[int]] = {}
         self._logs = Path(config.run.dir) / "logs"
 
@@ -190,8 +194,8 @@ class WorkerGroup:
 
     # -- whole group, blocking -----------------------------------------------------------------
 
-    def setup(self, sizes: Mapping[str, PoolSizes] = MappingProxyType({})) -> list[RankDescription]:
-        """Process group and weights on every rank; answers with a description of each.
+    def setup(self, sizes: Mapping[str, PoolSizes] = MappingProxyType({})) -> dict[str, Any]:
+        """Process group and weights on every rank; answers with what they are, for the record.
 
         By the `sizes` of their pool ranks decide what stays on their devices.
         """
@@ -210,23 +214,21 @@ class WorkerGroup:
         ]
         for rank in reversed(range(self.size)):
             self._first_rank_on[processes[rank].node] = rank
-        instance_of = [actor.instance for answer in answers if (actor := answer.actor)]
-        self.instances = [
-            [rank for rank in self.home.ranks if instance_of[rank] == instance]
-            for instance in range(1 + max(instance_of))
-        ]
-        self.wide = {n: r for a in answers if a.actor for n, r in sorted(a.actor.wide.items())}
+        described = [answer.instance for answer in answers if answer.instance]
+        peers = {instance.instance: instance.peers for instance in described}
+        self.places = [ranks for _, ranks in sorted(peers.items())]
+        self.instances = [sorted(ranks) for ranks in self.places]
+        self.wide = {n: ranks for one in described for n, ranks in sorted(one.wide.items())}
         node_of = [process.node for process in processes]
-        peers = {a.actor.instance: a.actor.peers for a in answers if a.actor}
         instances = [*peers.values()], [*self.wide.values()]
-        for line in crossing_warnings(self.config, node_of, self.home.ranks, *instances):
+        for line in crossing_warnings(self.config, node_of, self.actor_pool.ranks, *instances):
             logger.warning("%s", line)
         if self.config.rollout.wide_tp is None and not self.wide:
             reason = "there are no instances that the model lets decode as one"
             if len(self.instances) == 1:
                 reason = "all ranks are one instance"
             logger.warning("rollout.tail_tp=auto has no effect: %s", reason)
-        return answers
+        return answers[self.home.ranks.start].record() | answers[0].record()
 
     def nodes(self) -> list[NodeInfo]:
         """Every node once, as the first of its ranks sees it."""
@@ -245,13 +247,14 @@ class WorkerGroup:
         descriptions: dict[str, ModelDescription] = {}
         for name, pool in self.pools.items():
             graph, weights = graphs[name], tuple[Any, ...]()
-            used = ["actor", "reward"] if pool is self.home else []
+            used = ["actor"] * (pool is self.actor_pool) + ["reward"] * (pool is self.home)
             pool.roles = list(dict.fromkeys([*used, *graph.roles])) or [name]
             trains = {role for role in training if role in graph.learned}
-            if pool is self.home:
+            if pool is self.actor_pool:
                 trains |= {"actor"} & training.keys()
-            elif {*graph.roles} - {*graph.judges}:  # they may begin as the actor is now
-                weights = self.gather(self.home.calls.same(ActorWorker.export_weights))[0]
+            elif pool is not self.home and {*graph.roles} - {*graph.judges}:
+                # They may begin as the actor is now.
+                weights = self.gather(self.actor_pool.calls.same(ActorShards.export_weights))[0]
             mine = {role: how for role, how in training.items() if role in trains}
             calls = pool.calls.same(BaseWorker.begin, graph, mine, publishes, weights)
             descriptions |= self.gather(calls, pool.ranks[0])[0]
@@ -300,27 +303,30 @@ class WorkerGroup:
 
     def load_weights(self, path: str) -> None:
         """Have the actor take the weights of another checkpoint of its model."""
-        self.gather(self.home.calls.same(ActorWorker.enter, Phase.TRAIN))
-        self.gather(self.home.calls.same(ActorWorker.load_weights, path))
+        if self.home is self.actor_pool:
+            self.gather(self.home.calls.same(ActorWorker.enter, Phase.TRAIN))
+        self.gather(self.actor_pool.calls.same(ActorShards.load_weights, path))
 
     def save_pending(self, path: str, shares: list[tuple[PendingRecord, ...]]) -> None:
         """Have the ranks where samples live write their shares of the pending samples."""
         paths = [path] * len(shares)
-        self.gather(self.home.calls.per_rank(ActorWorker.save_pending, paths, shares))
+        calls = self.home.calls.per_rank(SampleWorker.save_pending, paths, shares)
+        self.gather(calls, self.home.ranks.start)
 
     def load_pending(self, path: str, shares: list[tuple[PendingRecord, ...]]) -> list[Any]:
         """Have them take up their shares; a reference to the parked ones of each, or None."""
         paths = [path] * len(shares)
-        return self.gather(self.home.calls.per_rank(ActorWorker.load_pending, paths, shares))
+        calls = self.home.calls.per_rank(SampleWorker.load_pending, paths, shares)
+        return self.gather(calls, self.home.ranks.start)
 
     def finish_records(self) -> None:
         """Wait until the ranks have written the samples of all steps; raises OSError."""
-        self.gather(self.home.calls.same(ActorWorker.finish_records))
+        self.gather(self.home.calls.same(SampleWorker.finish_records), self.home.ranks.start)
 
     def save_tensors(self, folder: str, by_rank: Mapping[int, Iterable[SampleId]]) -> None:
         """Write all tensors of samples, each rank into a separate file."""
         calls = {
-            rank: self._ranks[rank].same(ActorWorker.save_tensors, folder, tuple(ids))[0]
+            rank: self._ranks[rank].same(SampleWorker.save_tensors, folder, tuple(ids))[0]
             for rank, ids in by_rank.items()
         }
         for rank, call in calls.items():
@@ -337,23 +343,37 @@ class WorkerGroup:
         self, instance: int, commands: Sequence[Command], steps: int, enough_turns: int
     ) -> dict[Reference[Published[Advanced]], int]:
         """Start a bounded generation call on every rank of an instance; references and ranks."""
-        advance, sent = ActorWorker.advance, list(commands)
+        advance, sent = SampleWorker.advance, list(commands)
         return {
             self._ranks[rank].same(advance, instance, sent, steps, enough_turns)[0]: rank
             for rank in self.wide.get(instance) or self.instances[instance]
         }
 
+    def call_load(
+        self, instance: int, commands: Sequence[Sequence[Command]], steps: int, enough_turns: int
+    ) -> dict[Reference[Published[Advanced]], int]:
+        """As `call_advance`, with the commands of each place of the instance (`places`)."""
+        advance, limits = SampleWorker.advance, (steps, enough_turns)
+        return {
+            self._ranks[rank].same(advance, instance, own, *limits)[0]: rank
+            for rank, own in zip(self.places[instance], commands, strict=True)
+        }
+
+    def call_push(self, version: int | None) -> dict[Reference[PushedShare], int]:
+        """Have the actor's ranks push their weights, unless they are those of `version`."""
+        return _by_rank(self.actor_pool, self.actor_pool.calls.same(TrainerWorker.push, version))
+
     def call_load_targets(
         self, rank: int, stage: AnswersStage, ids: tuple[SampleId, ...], items: tuple[Any, ...]
     ) -> Reference[TargetsLoaded]:
         """Start making samples of the dataset's targets on one rank."""
-        return self._ranks[rank].same(ActorWorker.load_targets, stage, ids, items)[0]
+        return self._ranks[rank].same(SampleWorker.load_targets, stage, ids, items)[0]
 
     def call_load_tensors(
         self, rank: int, folder: str, share: Mapping[SampleId, tuple[int, Any]]
     ) -> Reference[None]:
         """Start loading samples that `save_tensors` wrote on one rank."""
-        return self._ranks[rank].same(ActorWorker.load_tensors, folder, dict(share))[0]
+        return self._ranks[rank].same(SampleWorker.load_tensors, folder, dict(share))[0]
 
     def call_compute(self, rank: int, stage: Stage, ids: Sequence[SampleId]) -> Reference[Computed]:
         """Start a stage that all ranks where samples live take part in on one of them."""
@@ -377,13 +397,13 @@ class WorkerGroup:
         self, rank: int, stage: Stage, ids: tuple[SampleId, ...], scalars: tuple[Any, ...]
     ) -> Reference[Computed]:
         """Start a verifier or a `map` on one rank, concurrently with its other work."""
-        return self._ranks[rank].same(ActorWorker.run_local_stage, stage, ids, scalars)[0]
+        return self._ranks[rank].same(SampleWorker.run_local_stage, stage, ids, scalars)[0]
 
     def call_reward_inputs(
         self, rank: int, ids: Sequence[SampleId]
     ) -> Reference[tuple[RewardInput, ...]]:
         """Ask one rank what a judge sees of its samples, concurrently with its other work."""
-        return self._ranks[rank].same(ActorWorker.reward_inputs, tuple(ids))[0]
+        return self._ranks[rank].same(SampleWorker.reward_inputs, tuple(ids))[0]
 
     def call_export_samples(
         self,
@@ -395,13 +415,13 @@ class WorkerGroup:
         """Have one rank's samples put into the data plane; references by receiver."""
         by_receiver = {receiver: tuple(ids) for receiver, ids in moves.items()}
         wanted = None if fields is None else tuple(fields)
-        return self._ranks[rank].same(ActorWorker.export_samples, by_receiver, wanted, keep)[0]
+        return self._ranks[rank].same(SampleWorker.export_samples, by_receiver, wanted, keep)[0]
 
     def call_import_samples(
         self, rank: int, ids: Sequence[SampleId], parcels: Sequence[Any]
     ) -> Reference[None]:
         """Have one rank store others' results for its samples, concurrently with its other work."""
-        return self._ranks[rank].same(ActorWorker.import_samples, tuple(ids), tuple(parcels))[0]
+        return self._ranks[rank].same(SampleWorker.import_samples, tuple(ids), tuple(parcels))[0]
 
     def call_infer(
         self,
@@ -451,7 +471,7 @@ class WorkerGroup:
         self, step: int, phase: str, by_rank: Mapping[int, Iterable[SampleFacts]]
     ) -> dict[Reference[None], int]:
         """Start to have the ranks that hold samples write them to files."""
-        record = ActorWorker.record_samples
+        record = SampleWorker.record_samples
         return {
             self._ranks[rank].same(record, step, phase, tuple(samples))[0]: rank
             for rank, samples in by_rank.items()
@@ -461,14 +481,14 @@ class WorkerGroup:
         self, by_rank: Mapping[int, Iterable[SampleId]]
     ) -> dict[Reference[dict[SampleId, SampleTexts]], int]:
         """Ask ranks for prompts, responses and turns of samples that they hold."""
-        texts = ActorWorker.texts
+        texts = SampleWorker.texts
         return {self._ranks[r].same(texts, tuple(ids))[0]: r for r, ids in by_rank.items()}
 
     def call_digest_samples(
         self, by_rank: Mapping[int, Iterable[SampleId]]
     ) -> dict[Reference[dict[SampleId, dict[str, ShardDigest]]], int]:
         """Ask ranks for digests of all tensors of samples that they hold."""
-        digests = ActorWorker.digest_samples
+        digests = SampleWorker.digest_samples
         return {self._ranks[r].same(digests, tuple(ids))[0]: r for r, ids in by_rank.items()}
 
     def call_digest_weights(self) -> dict[Reference[dict[str, dict[str, ShardDigest]]], int]:

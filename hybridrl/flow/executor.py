@@ -4,7 +4,7 @@ The driver implements `Executor` with worker groups and wall time; the planner a
 implement it with a cost model and virtual time. A schedule cannot tell them apart.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Protocol
@@ -157,7 +157,25 @@ class Answer:
         return tuple(reply.id for reply in self.replies)
 
 
-Command = Submit | Park | Resume | Answer
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Take the weights of `version`, which have been pushed, before any other command of a call.
+
+    The instance holds no unfinished sample. Schedules leave the rest to the executor: references to
+    the arrays of a rank's place, and to routing biases.
+    """
+
+    version: int
+    arrays: tuple[Any, ...] = ()
+    biases: Any = None
+
+    @property
+    def ids(self) -> tuple[SampleId, ...]:
+        """No sample is meant."""
+        return ()
+
+
+Command = Load | Submit | Park | Resume | Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +229,8 @@ class Work:
     not. `kv_tokens` are those whose keys and values were packed or unpacked, in `kv_seconds` of the
     whole. `kv_bytes` came from other ranks. Of the tokens that held samples had cached when they
     continued, `kept_tokens` still were, and `recomputed_tokens` had given way to others.
-    `moved_tokens` gave way to host memory.
+    `moved_tokens` gave way to host memory. New weights of `load_bytes` took `load_seconds`, besides
+    the rest.
     """
 
     seconds: float = 0.0
@@ -230,6 +249,8 @@ class Work:
     kept_tokens: int = 0
     moved_tokens: int = 0
     recomputed_tokens: int = 0
+    load_seconds: float = 0.0
+    load_bytes: int = 0
 
     def name(self, wide: bool = False) -> str:
         """What the call was, for the trace: with drafts, how many of them were right."""
@@ -347,6 +368,13 @@ class WeightsReady:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsPushed:
+    """Generation ranks can take the weights of `version` (`Load`)."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """The ranks of these instances are laid out for `phase` (`Executor.prepare`)."""
 
@@ -373,6 +401,7 @@ Event = (
     | EarlyTrained
     | UpdateDone
     | WeightsReady
+    | WeightsPushed
     | Prepared
     | WorkerDied
 )
@@ -431,8 +460,25 @@ class Executor(StagePlaces, Protocol):
     def sync_weights(self) -> None:
         """Have every instance generate with the newest weights; ends with `WeightsReady`.
 
-        Where the ranks train too, they enter GENERATE: this is the weight switch.
+        Where the ranks train too, they enter GENERATE: this is the weight switch. Elsewhere it is
+        a push, and a load on each instance.
         """
+        ...
+
+    @property
+    def separate(self) -> bool:
+        """Whether instances have ranks of their own, which do not train."""
+        ...
+
+    def push_weights(self) -> None:
+        """Have training ranks push their weights for `Load`; ends with `WeightsPushed`.
+
+        Only where instances are `separate`. An instance takes them when a call tells it to.
+        """
+        ...
+
+    def keep_versions(self, versions: Collection[int]) -> None:
+        """No instance will load pushed weights but of these versions, and the newest."""
         ...
 
     def prepare(self, places: Sequence[int], phase: Phase) -> None:

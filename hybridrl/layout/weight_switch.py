@@ -176,8 +176,7 @@ class WeightSwitch:
         missing or a shape or dtype is not the layout's.
         """
         begun = time.perf_counter()
-        source = {name: _plain(tensor) for name, tensor in source.items()}
-        destination = {name: _plain(tensor) for name, tensor in destination.items()}
+        source, destination = plain_tensors(source), plain_tensors(destination)
         self._check(source, destination)
         stats = SwitchStats(self.path, self.bytes_theory)
         logger.debug("weights move in %d rounds (%s)", len(self._rounds), self.path)
@@ -357,5 +356,9 @@ def _locals(layout: Layout, rank: int) -> dict[str, LocalTensor]:
     return {name: LocalTensor(layout.local(name, rank) if inside else ()) for name in layout.rules}
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+def plain_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """The rank's own shards, of DTensors too."""
+    return {
+        name: tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        for name, tensor in tensors.items()
+    }

@@ -54,7 +54,7 @@ from hybridrl.preflight import memory_plan
 from hybridrl.preflight.activation_choice import decide_activations
 from hybridrl.preflight.environment import check_environment
 from hybridrl.preflight.fused_updates import decide_fused_updates
-from hybridrl.preflight.placement import HOME, check_apart, check_placement, graphs_of
+from hybridrl.preflight.placement import check_apart, check_placement, graphs_of
 from hybridrl.preflight.prepare import (
     build_recipe,
     check_attention,
@@ -370,7 +370,7 @@ def _space(problem: _Problem) -> SearchSpace:
         activations=(ActivationMode.keep, ActivationMode.recompute),
         allows_train=lambda role, layout: allows_train(role.name, replace(layout, fsdp=1)),
         allows_gen=lambda role, gen: all(allows_gen(name, gen) for name in (ACTOR, *scorers)),
-        fuses=bool(roles_together(config, problem.graph, HOME)) and not trainer.chunk_tokens,
+        fuses=bool(roles_together(config, problem.graph, "actor")) and not trainer.chunk_tokens,
         splits_tokens=lambda role: shapes[role.name].model_type in SPLIT_TOKENS,
     )
 

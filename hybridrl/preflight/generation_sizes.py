@@ -32,7 +32,6 @@ from hybridrl.preflight.memory_inputs import (
     has_triton,
 )
 from hybridrl.preflight.models import judges_of
-from hybridrl.preflight.placement import HOME
 
 MALLOC_KEEPS = 64 * 2**20
 """Freed memory that glibc does not give back, at most: M_TRIM_THRESHOLD, which it raises to twice
@@ -110,7 +109,7 @@ def conversations_held(config: Config, graph: Graph) -> int:
     sets = config.eval.sets.values()
     held_out = [(own.num_prompts or config.data.eval_size) * own.num_samples for own in sets]
     most = max([ceil(prompts) * graph.group_size, *held_out])
-    return -(-most // (config.ranks_of(HOME) // config.rollout.layout.ranks))
+    return -(-most // (config.ranks_of(config.cluster.home) // config.rollout.layout.ranks))
 
 
 def _sent(pp: int, stages: Sequence[int]) -> int:

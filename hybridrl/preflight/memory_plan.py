@@ -24,7 +24,6 @@ from hybridrl.costs.memory import SCORING, MemoryPlan, PoolSizes, RunPlan, plan_
 from hybridrl.costs.train_memory import TrainSizes
 from hybridrl.flow import Graph
 from hybridrl.preflight.memory_advice import advice
-from hybridrl.preflight.placement import HOME
 from hybridrl.preflight.roles_together import roles_together
 
 if TYPE_CHECKING:
@@ -151,8 +150,9 @@ def _pool_sizes(
 
     train_stage, gen_stage = stages or (None, None)
     trained, from_actor, generation = {}, set(), None
-    if pool == HOME:
+    if pool == config.cluster.home:
         generation = generation_sizes(config, graph, shape, inputs, gen_stage, capacity)
+    if pool == "actor":
         layout, optim = config.trainer.layout, config.trainer.optim
         rows = rows_of(layout, config.ranks_of(pool), inputs)
         args = shape, layout, config.actor.lora, optim

@@ -5,21 +5,27 @@ from dataclasses import dataclass
 
 from hybridrl.config import Config, ConfigError, PoolOfConfig, on_policy_names
 from hybridrl.flow.executor import Scope
-from hybridrl.flow.graph import ComputeStage, Graph, MapStage, Stage, StageMethod
-
-HOME = "actor"
-"""The pool where samples live; its ranks are the first."""
+from hybridrl.flow.graph import (
+    ComputeStage,
+    GenerateStage,
+    Graph,
+    MapStage,
+    SourceStage,
+    Stage,
+    StageMethod,
+)
 
 
 def pool_of(stage: Stage, config: Config) -> str:
     """The pool that a stage runs in, by its name in `cluster.pools`.
 
     Roles that are models are where `cluster.placement` and `cluster.pool_of` say. Everything else
-    runs on the ranks that have the samples.
+    runs on the ranks that generate, where samples are.
     """
     role = stage.role
-    if role is None or (stage.method is StageMethod.SCORE and not config.is_neural(role)):
-        return HOME
+    judged_here = stage.method is StageMethod.SCORE and role and not config.is_neural(role)
+    if role is None or isinstance(stage, SourceStage) or judged_here:
+        return config.cluster.home
     return config.pool_of(role)
 
 
@@ -29,7 +35,7 @@ def scope_of(stage: Stage, config: Config) -> Scope:
     Old-policy log-probabilities use the rollout engine's weights, where it shares them in the
     format that training computes in; else they need the training shards.
     """
-    if pool_of(stage, config) != HOME:
+    if pool_of(stage, config) != config.cluster.home:
         return Scope.POOL
     if isinstance(stage, MapStage):
         return Scope.RANK
@@ -86,18 +92,22 @@ def check_placement(config: Config, graph: Graph) -> None:
         return
     _check_has_work(config, graphs)
     for pool, of_pool in graphs.items():
-        if pool != HOME:
+        if pool != config.cluster.home:
             check_apart(config, pool, of_pool)
             _check_sizes(config, pool, of_pool)
 
 
 def _check_has_work(config: Config, graphs: Mapping[str, Graph]) -> None:
     for pool, of_pool in graphs.items():
-        has_work = "actor" in of_pool.roles if pool == HOME else bool(of_pool.stages)
+        has_work = "actor" in of_pool.roles if pool == "actor" else bool(of_pool.stages)
+        stages = of_pool.stages.values()
+        if pool == "rollout" and not any(isinstance(s, GenerateStage) for s in stages):
+            size = len(config.cluster.pool_ranks[pool])
+            raise ConfigError("cluster.pools.rollout", size, "0: the recipe generates nothing")
         if not has_work:
             fields = PoolOfConfig.__dataclass_fields__
             roles = [role for role in fields if config.cluster.pool_of_role(role) == pool]
-            held = "an actor" if pool == HOME else " or ".join(f"a {role}" for role in roles)
+            held = "an actor" if pool == "actor" else " or ".join(f"a {role}" for role in roles)
             allowed = (
                 f"another: the recipe has nothing for cluster.pools.{pool} ({held} as a model)"
             )
@@ -105,22 +115,24 @@ def _check_has_work(config: Config, graphs: Mapping[str, Graph]) -> None:
 
 
 def check_apart(config: Config, pool: str, graph: Graph) -> None:
-    """Raise where a stage of another pool than the actor's needs what only that one has."""
-    schedule = config.schedule
+    """Raise where a stage of another pool than the samples' needs what only that one has."""
+    schedule, home = config.schedule, config.cluster.home
     for stage in graph.stages.values():
         role = str(stage.role)
-        key = f"cluster.pool_of.{config.pool_field(role)}"
+        if home == "actor":
+            key, value, wanted = f"cluster.pool_of.{config.pool_field(role)}", pool, "actor"
+        else:
+            key, value, wanted = f"cluster.pools.{home}", str(config.ranks_of(home)), "0"
         copy = graph.copies.get(role)
         if copy is not None and copy.update != "frozen":
-            allowed = f"actor: {role} averages the actor's weights after every update"
-            raise ConfigError(key, pool, allowed)
+            allowed = f"{wanted}: {role} averages the actor's weights after every update"
+            raise ConfigError(key, value, allowed)
         if isinstance(stage, ComputeStage) and stage.privileged:
-            allowed = f"actor: {role} reads prompts of data.privileged_template, which stay there"
-            raise ConfigError(key, pool, allowed)
+            allowed = f"{wanted}: {role} reads prompts of data.privileged_template"
+            raise ConfigError(key, value, f"{allowed}, which stay with the samples")
         if role == "teacher" and config.teacher.by_source:
-            raise ConfigError(
-                key, pool, "actor with teacher.by_source: sources of samples stay there"
-            )
+            allowed = f"{wanted} with teacher.by_source: sources of samples stay with them"
+            raise ConfigError(key, value, allowed)
         reads_learned = stage.method in (StageMethod.VALUES, StageMethod.LEARNED_SCORE)
         if reads_learned and schedule.entry.may_be_stale:
             # A group that is complete waits for its step with values of an older critic.

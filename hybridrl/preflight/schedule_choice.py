@@ -27,6 +27,7 @@ from hybridrl.schedule.readiness import early_stages, early_updates
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_SHARED = "cluster.pools.rollout=0"
 _RUN_PROGRAMS = (RewardKind.code, RewardKind.function)
 """Judges on a sample's rank that may take long enough to be worth an earlier start."""
 
@@ -154,14 +155,14 @@ def _early_obstacle(config: Config, graph: Graph, shape: "PretrainedConfig") -> 
 def _works_apart(config: Config, graph: Graph, role: str) -> bool:
     """Whether a role computes elsewhere than on the ranks' devices, while these generate."""
     if role not in graph.judges or config.is_neural(role):
-        return config.pool_of(role) != "actor"
+        return config.pool_of(role) != config.cluster.home
     if config.home_of(role) is JudgeHome.driver:
         return True
     return config.judge_of(role).kind in _RUN_PROGRAMS
 
 
 def _num_instances(config: Config) -> int:
-    return config.ranks_of("actor") // config.rollout.layout.ranks
+    return config.ranks_of(config.cluster.home) // config.rollout.layout.ranks
 
 
 def early_settings(
@@ -179,6 +180,8 @@ def _obstacle(config: Config, shape: "PretrainedConfig") -> str | None:
     from hybridrl.models.parallel import num_experts
 
     layout, lora = config.trainer.layout, config.actor.lora
+    if config.cluster.home != "actor":
+        return f"ranks that generate hold no training shards; wanted {_SHARED}"
     if config.strict:
         return "deterministic=strict sums gradients in the order of schedule=serial"
     if layout.cp > 1:

@@ -31,18 +31,24 @@ class ModelDescription:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActorDescription:
-    """The actor: parameters, layouts of training and generation, this rank's instance."""
+    """The actor where it is trained: its parameters and their layout."""
 
     parameters: int
     trained_parameters: int
     attention: str
     device: str
     train_layout: TrainAxes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InstanceDescription:
+    """The rollout instance of a rank; ranks are those of the run."""
+
     gen_layout: dict[str, int]
     gen_grouping: str
     instance: int
     peers: list[int]
-    """The ranks of its instance, stage by stage, each in the order of tp."""
+    """The ranks of the instance, stage by stage, each in the order of tp."""
     wide: dict[int, list[int]]
     """Ranks of the wide instances that this rank can be in, by their numbers."""
     kept_tokens: tuple[str, ...] = ()
@@ -51,14 +57,16 @@ class ActorDescription:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankDescription:
-    """A rank that is up; ranks of other pools have no actor."""
+    """A rank that is up: the actor where it is trained, an instance where it generates."""
 
     process: ProcessDescription
     actor: ActorDescription | None = None
+    instance: InstanceDescription | None = None
 
     def record(self) -> dict[str, Any]:
         """All of it in one dict, for the run's records."""
-        return asdict(self.process) | (asdict(self.actor) if self.actor else {})
+        parts = (self.process, self.actor, self.instance)
+        return {name: x for part in parts if part for name, x in asdict(part).items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

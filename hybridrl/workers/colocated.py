@@ -20,7 +20,6 @@ from hybridrl.models.adapters import pair_of
 from hybridrl.models.buffers import copy_buffers
 from hybridrl.models.load import TORCH_DTYPES, end_token_ids
 from hybridrl.system.memory import MemoryReading
-from hybridrl.workers.answers import ActorDescription
 from hybridrl.workers.device_residency import DeviceResidency, DeviceStatus
 from hybridrl.workers.generator import Generator
 from hybridrl.workers.sampling import SamplingTexts
@@ -128,23 +127,6 @@ class ColocatedActor:
     @property
     def _bucket_bytes(self) -> int:
         return self.config.rollout.layout.bucket_bytes(self.device.type)
-
-    def describe(self) -> ActorDescription:
-        """The actor on this rank."""
-        engine, generator = self.trainer.train_engine, self.generator
-        return ActorDescription(
-            parameters=engine.num_parameters,
-            trained_parameters=engine.num_trained,
-            attention=engine.attention.value,
-            device=str(self.device),
-            train_layout=engine.dims.axes,
-            gen_layout=dict(self.switch_plan.plan.dst.mesh.axes),
-            gen_grouping=self.switch_plan.grouping.value,
-            instance=generator.instance,
-            peers=generator.own_peers,
-            wide={number: share.peers for number, share in generator.wide.items()},
-            kept_tokens=tuple(generator.text_of.kept.values()),
-        )
 
     # -- who has the device --------------------------------------------------------------------
 

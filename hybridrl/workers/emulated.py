@@ -41,6 +41,7 @@ from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
 from hybridrl.workers.answers import (
     ActorDescription,
     EnteredPhase,
+    InstanceDescription,
     ModelDescription,
     ProcessDescription,
     RankDescription,
@@ -156,28 +157,32 @@ class EmulatedWorker:
     def setup(self, host: str, port: int, sizes: PoolSizes | None) -> Task:
         """As a rank that is up."""
         process = ProcessDescription(pid=os.getpid(), node=node_name(), log="", peak_flops=1.0)
+        layout, actor = self.config.rollout.layout, None
+        if self.pool == "actor":
+            actor = ActorDescription(
+                parameters=0,
+                trained_parameters=0,
+                attention="emulated",
+                device="emulated",
+                train_layout=TrainAxes.of(self.config.trainer.layout),
+            )
         if self.instance is None:
-            return _at_once(RankDescription(process=process))
-        layout = self.config.rollout.layout
-        actor = ActorDescription(
-            parameters=0,
-            trained_parameters=0,
-            attention="emulated",
-            device="emulated",
-            train_layout=TrainAxes.of(self.config.trainer.layout),
+            return _at_once(RankDescription(process=process, actor=actor))
+        instance = InstanceDescription(
             gen_layout={"pp": layout.pp, "tp": layout.tp},
             gen_grouping="emulated",
             instance=self._number,
             peers=list(self.instance.ranks),
             wide={number: list(wide.ranks) for number, wide in self.wide.items()},
         )
-        return _at_once(RankDescription(process=process, actor=actor))
+        return _at_once(RankDescription(process=process, actor=actor, instance=instance))
 
     @property
     def _number(self) -> int:
         """The number of the rank's instance."""
-        assert self.instance is not None, "generation outside of the actor's pool"
-        return self.instance.ranks.start // len(self.instance.ranks)
+        assert self.instance is not None, "generation outside of its pool"
+        first = self.config.cluster.pool_ranks[self.config.cluster.home].start
+        return (self.instance.ranks.start - first) // len(self.instance.ranks)
 
     @dispatch(Dispatch.SAME)
     def node_info(self) -> Task:

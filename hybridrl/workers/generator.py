@@ -45,6 +45,7 @@ from hybridrl.models.parallel import model_parameters
 from hybridrl.models.response_text import ResponseText
 from hybridrl.models.shard import GenParallel
 from hybridrl.system.memory import free_cached_memory
+from hybridrl.workers.answers import InstanceDescription
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.sampling import SamplingTexts, stop_strings
 from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
@@ -99,7 +100,11 @@ class Generator:
         self._model_config = model_config
         # this rank's place in generation
         self.rank = dist.get_rank()
+        self._first_rank = config.cluster.pool_ranks[config.cluster.home].start
+        self.number = self._first_rank + self.rank
+        """This rank's number among those of the run."""
         self.instance = mesh.coordinates(self.rank)["instance"]
+        self._num_instances = mesh.extent("instance")
         # The ranks of this instance, of which each keeps a share of the finished samples.
         self.own_peers: list[int] = mesh.grid()[self.instance].ravel().tolist()
         self.parallel = GenParallel.make(mesh, device.type, rollout.layout.ep)
@@ -119,6 +124,18 @@ class Generator:
         self.text_of = ResponseText(tokenizer, rollout.skip_special_tokens)
         self.version = NO_VERSION
         self._items: dict[SampleId, tuple[Item, tuple[TokenSpan, ...]]] = {}
+
+    def describe(self, grouping: str) -> InstanceDescription:
+        """The rank's instance, for ranks in the order of `grouping`."""
+        first, layout = self._first_rank, self.config.rollout.layout
+        return InstanceDescription(
+            gen_layout={"instance": self._num_instances, "pp": layout.pp, "tp": layout.tp},
+            gen_grouping=grouping,
+            instance=self.instance,
+            peers=[first + rank for rank in self.own_peers],
+            wide={n: [first + rank for rank in share.peers] for n, share in self.wide.items()},
+            kept_tokens=tuple(self.text_of.kept.values()),
+        )
 
     def load(self, fill: Fill, version: int) -> None:
         """Let `fill` write the weights of a `version`; see `RolloutEngine.load`."""
@@ -259,7 +276,7 @@ class Generator:
             id = cast(SampleId, request.id)
             item, spans = self._items.pop(id)
             spans = grown(spans, len(request.response_ids), self.version)
-            samples[id] = ParkedSample(request, item, spans, self.rank)
+            samples[id] = ParkedSample(request, item, spans, self.number)
             tokens.append(len(request.prompt_ids) + len(request.response_ids))
         version, width = self.version, command.width
         return Parked(tuple(samples), tuple(tokens), version, samples, width)
@@ -357,7 +374,7 @@ class Generator:
         self.store.add(id, StoredSample(num_tokens, item, tensors))
         return Finished(
             id=id,
-            rank=self.rank,
+            rank=self.number,
             prompt_tokens=len(item.prompt_ids),
             response_tokens=num_tokens,
             finish=output.finish,

@@ -8,6 +8,7 @@ from hybridrl.config import Config, RouterReplay
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.flow.graph import Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
+from hybridrl.workers.answers import ActorDescription
 from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.store import SampleStore, StoredSample
 from hybridrl.workers.training import (
@@ -72,6 +73,17 @@ class ActorTrainer(Trainer):
         super().__init__(config, engine, store)
         self.end_ids = end_ids
         self.averages: dict[str, MovingAverage] = {}
+
+    def describe(self, device: torch.device) -> ActorDescription:
+        """The actor on this rank."""
+        engine = self.train_engine
+        return ActorDescription(
+            parameters=engine.num_parameters,
+            trained_parameters=engine.num_trained,
+            attention=engine.attention.value,
+            device=str(device),
+            train_layout=engine.dims.axes,
+        )
 
     def scoring(self, stage: Stage, ids: Sequence[SampleId]) -> RoleScoring:
         """Log-probabilities of the responses under the training weights."""

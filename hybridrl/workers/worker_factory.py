@@ -9,6 +9,8 @@ from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.base_worker import BaseWorker
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.data_plane import DataPlane
+from hybridrl.workers.rollout_worker import RolloutWorker
+from hybridrl.workers.trainer_worker import TrainerWorker
 
 
 def make_worker(
@@ -29,4 +31,11 @@ def make_worker(
     if config.cluster.device is Device.cuda:
         record_collectives(logs / f"{NCCL_TRACE}{name}-", rank_in_pool)
     place = rank_in_pool, len(pools[name]), config, model_path, data_plane
-    return ActorWorker(*place) if name == "actor" else CriticWorker(*place, pool=name)
+    if name == "actor":
+        generates = config.cluster.home == name
+        return ActorWorker(*place) if generates else TrainerWorker(*place)
+    return RolloutWorker(*place) if name == "rollout" else CriticWorker(*place, pool=name)
+
+
+class AnyWorker(ActorWorker, TrainerWorker):
+    """The marks of all workers' methods, for launchers; it has no instance."""

@@ -1,0 +1,210 @@
+"""A push: weights go from training ranks to a generation instance on ranks of its own.
+
+No collective spans both sides. Each training rank packs one flat array for each place (pp, tp) of
+an instance, once, however many instances there are, and a generation rank takes the arrays of its
+place when it has time. So training sends one model in all. The plan is computed once (Perplexity,
+"Weight transfer for RL post-training in under 2 seconds").
+"""
+
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from hybridrl.layout.box_copies import PackedBox, copy_all, joined, packed_boxes
+from hybridrl.layout.layerwise import Load
+from hybridrl.layout.layout import Layout
+from hybridrl.layout.local import LocalTensor
+from hybridrl.layout.mesh import Mesh
+from hybridrl.layout.parameters import Parameter, gen_layout
+from hybridrl.layout.plan import Plan, plan
+from hybridrl.layout.portions import Piece
+from hybridrl.layout.weight_switch import SwitchStats, Tensors, plain_tensors
+
+
+class WeightsDamaged(RuntimeError):
+    """An array of weights is not the one that was sent."""
+
+
+@dataclass(frozen=True)
+class PushPlan:
+    """The boxes that each training rank sends to each place of an instance.
+
+    `plan` numbers the instance's ranks behind those of training, place by place (`pp` x `tp`).
+
+    Example: FSDP over two ranks, tp 2. Each training rank has half of the rows of a matrix, and
+    sends half of the columns of these to either place.
+    """
+
+    plan: Plan
+
+    @classmethod
+    def make(
+        cls,
+        src: Layout,
+        parameters: Sequence[Parameter],
+        pp: int,
+        tp: int,
+        num_layers: int,
+        vocab_multiple: int = 1,
+        ep: int = 1,
+    ) -> "PushPlan":
+        """From the training layout `src`; see `gen_layout` for the instance's."""
+        ranks = range(src.mesh.size, src.mesh.size + pp * tp)
+        mesh = Mesh((("instance", 1), ("pp", pp), ("tp", tp)), tuple(ranks))
+        return cls(plan(src, gen_layout(parameters, mesh, num_layers, vocab_multiple, ep)))
+
+    @property
+    def num_places(self) -> int:
+        """Ranks of an instance."""
+        return self.plan.dst.mesh.size
+
+    def pieces(self, sender: int) -> list[list[Piece]]:
+        """What a training rank sends to each place, in the order of its array."""
+        first = self.plan.src.mesh.size
+        pieces: list[list[Piece]] = [[] for _ in range(self.num_places)]
+        for move in self.plan.moves(sender):
+            pieces[move.dst - first].append(Piece(move.name, move.box))
+        return pieces
+
+    def senders(self, place: int) -> dict[int, list[Piece]]:
+        """The training ranks that send something to a place, and what."""
+        of_sender: dict[int, list[Piece]] = {}
+        for move in self.plan.moves(self.plan.src.mesh.size + place):
+            of_sender.setdefault(move.src, []).append(Piece(move.name, move.box))
+        return dict(sorted(of_sender.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightArray:
+    """Weights of a version that one training rank sends to one place; `data` is one row of bytes.
+
+    `checksum` is the CRC-32 of the bytes.
+    """
+
+    version: int
+    sender: int
+    data: np.ndarray
+    checksum: int
+
+    def check(self, version: int, num_bytes: int) -> None:
+        """Raise WeightsDamaged for another version, size, or contents."""
+        where = f"weights of version {version} from training rank {self.sender}"
+        if self.version != version:
+            raise WeightsDamaged(f"{where}: the array is of version {self.version}")
+        if self.data.size != num_bytes:
+            raise WeightsDamaged(f"{where}: {self.data.size} bytes, wanted {num_bytes}")
+        if checksum(self.data) != self.checksum:
+            raise WeightsDamaged(f"{where}: the bytes are not those that were sent")
+
+
+class PushSource:
+    """Packs the arrays of one training rank."""
+
+    def __init__(self, push: PushPlan, rank: int, dtype: torch.dtype) -> None:
+        self.rank, self.dtype = rank, dtype
+        layout = push.plan.src
+        local = {name: LocalTensor(layout.local(name, rank)) for name in layout.rules}
+        pieces = push.pieces(rank)
+        self._boxes = [joined(packed_boxes(of_place, local)) for of_place in pieces]
+        self.sizes = [sum(piece.box.size for piece in of_place) for of_place in pieces]
+        """Elements by place."""
+
+    @torch.no_grad()
+    def pack(self, source: Tensors, version: int) -> list[WeightArray | None]:
+        """The arrays by place, on the host; None where the rank sends nothing.
+
+        `source` has the rank's shards by name, as in `WeightSwitch.switch`.
+        """
+        source = plain_tensors(source)
+        arrays: list[WeightArray | None] = []
+        for boxes, size in zip(self._boxes, self.sizes, strict=True):
+            if not size:
+                arrays.append(None)
+                continue
+            device = source[boxes[0].name].device
+            row = torch.empty(size, dtype=self.dtype, device=device)
+            copy_all((box.in_row(row), box.in_tensor(source)) for box in boxes)  # casts
+            data = row.cpu().view(torch.uint8).numpy()
+            arrays.append(WeightArray(version, self.rank, data, checksum(data)))
+        return arrays
+
+
+class PushTarget:
+    """Takes the arrays of one place into the tensors of a rollout engine."""
+
+    def __init__(self, push: PushPlan, place: int, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        layout = push.plan.dst
+        rank = push.plan.src.mesh.size + place
+        self._local = {name: LocalTensor(layout.local(name, rank)) for name in layout.rules}
+        self._boxes: dict[int, list[PackedBox]] = {}
+        self._sizes: dict[int, int] = {}
+        for sender, pieces in push.senders(place).items():
+            self._boxes[sender] = joined(packed_boxes(pieces, self._local))
+            self._sizes[sender] = sum(piece.box.size for piece in pieces)
+        self.bytes_theory = int(push.plan.least[rank]) * dtype.itemsize
+
+    @property
+    def senders(self) -> tuple[int, ...]:
+        """The training ranks whose arrays are wanted."""
+        return tuple(self._boxes)
+
+    @torch.no_grad()
+    def load(self, arrays: Iterable[WeightArray], version: int, load: Load) -> SwitchStats:
+        """Let `load` fill an engine's tensors from the arrays of all senders.
+
+        Raises WeightsDamaged before anything is loaded, and ValueError where `load` leaves a
+        parameter out.
+        """
+        begun = time.perf_counter()
+        of_sender = {array.sender: array for array in arrays}
+        missing = [sender for sender in self._boxes if sender not in of_sender]
+        if missing:
+            raise WeightsDamaged(f"no weights of version {version} from training ranks {missing}")
+        rows: dict[int, torch.Tensor] = {}
+        for sender, size in self._sizes.items():
+            array = of_sender[sender]
+            array.check(version, size * self.dtype.itemsize)
+            rows[sender] = from_dlpack(array.data).view(self.dtype)  # takes read-only arrays
+        left = {name for name, local in self._local.items() if local.shape is not None}
+        seconds = time.perf_counter() - begun
+        stats = SwitchStats("push", self.bytes_theory, seconds_wait=seconds)
+        stats.bytes_received = sum(self._sizes.values()) * self.dtype.itemsize
+
+        def fill(tensors: Tensors, names: Sequence[str] | None = None) -> None:
+            wanted = None if names is None else set(names)
+            copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for sender, boxes in self._boxes.items():
+                for box in boxes:
+                    if wanted is None or box.name in wanted:
+                        copies.append((box.in_tensor(tensors), box.in_row(rows[sender])))
+            copy_all(copies)
+            left.difference_update(left if wanted is None else wanted)
+            if names is not None:
+                held = sum(tensor.nbytes for tensor in tensors.values())
+                stats.bytes_held = max(stats.bytes_held, held)
+
+        load(fill)
+        if left:
+            raise ValueError(f"{len(left)} parameters of the push were left out")
+        total = time.perf_counter() - begun
+        return replace(stats, seconds=total, seconds_copy=total - seconds)
+
+
+def checksum(data: np.ndarray) -> int:
+    """The CRC-32 of a row of bytes."""
+    return zlib.crc32(data)
+
+
+def bytes_by_sender(push: PushPlan, itemsize: int) -> Mapping[int, int]:
+    """Bytes that each training rank sends in a push: one model in all."""
+    ranks = push.plan.src.mesh.ranks
+    return {
+        rank: sum(p.box.size for of_place in push.pieces(rank) for p in of_place) * itemsize
+        for rank in ranks
+    }

@@ -1,0 +1,98 @@
+"""One rank that generates and does not train: weights come to it through the data plane."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from transformers import AutoConfig
+
+from hybridrl.costs.memory import PoolSizes
+from hybridrl.flow.executor import ENOUGH_TURNS, Advanced, Command, Load
+from hybridrl.flow.graph import Graph
+from hybridrl.layout.layerwise import Fill
+from hybridrl.layout.push import PushTarget
+from hybridrl.models.buffers import copy_buffers
+from hybridrl.models.load import TORCH_DTYPES, end_token_ids
+from hybridrl.workers.answers import RankDescription
+from hybridrl.workers.base_worker import Published, Reply
+from hybridrl.workers.device_residency import DeviceResidency
+from hybridrl.workers.dispatch import Dispatch, dispatch
+from hybridrl.workers.generator import Generator
+from hybridrl.workers.pushed_weights import instances_layout, push_plan
+from hybridrl.workers.sample_worker import SampleWorker
+from hybridrl.workers.sampling import SamplingTexts
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutWorker(SampleWorker):
+    """One rank of the pool `rollout`: a place of an instance, samples and verifiers.
+
+    The rollout engine is awake from the first `Load` on. An instance takes weights as the first
+    command of a call, while it has no unfinished sample.
+    """
+
+    @dispatch(Dispatch.SAME)
+    def setup(self, host: str, port: int, sizes: PoolSizes | None = None) -> Reply[RankDescription]:
+        """Join the process group, whose first rank listens on `port` of `host`; make the engine."""
+        process = self._join(host, port, sizes)
+        config, path = self.config, self.model_path
+        with self._span("load"):
+            shape = AutoConfig.from_pretrained(path)
+            ends = end_token_ids(path, shape)
+            texts = SamplingTexts(self.tokenizer, config.data.chat, config.stop_texts, ends)
+            layout = instances_layout(config, shape, self.size)
+            model = config, path, shape, self.tokenizer, texts
+            self.generator = Generator(*model, self.store, self.device, layout)
+            self.residency = DeviceResidency(self.device, self._on_reading)
+            dtype = TORCH_DTYPES[config.rollout.dtype]
+            place = self.generator.parallel.instance_rank
+            self._target = PushTarget(push_plan(config, shape), place, dtype)
+            for name in config.eval_judges:  # in every recipe
+                self._add_judge(name)
+        self._begin_records()
+        instance = self.generator.describe("vanilla")
+        return self._reply(RankDescription(process=process, instance=instance))
+
+    def _add_scorers(self, graph: Graph, weights: Sequence[Any]) -> None:
+        """Models that score are elsewhere."""
+
+    @dispatch(Dispatch.SAME)
+    def advance(
+        self,
+        instance: int,
+        commands: Sequence[Command],
+        num_decode_steps: int,
+        enough_turns: int = ENOUGH_TURNS,
+    ) -> Reply[Published[Advanced]]:
+        """See `SampleWorker`. A `Load` comes first, with the references of this rank's place."""
+        loads = [command for command in commands if isinstance(command, Load)]
+        others = [command for command in commands if not isinstance(command, Load)]
+        seconds, num_bytes = 0.0, 0
+        for command in loads:
+            taken = self._load(command)
+            seconds, num_bytes = seconds + taken[0], num_bytes + taken[1]
+        reply = super().advance(instance, others, num_decode_steps, enough_turns)
+        if not loads:
+            return reply
+        event = reply.value.event
+        work = replace(event.work, load_seconds=seconds, load_bytes=num_bytes)
+        published = replace(reply.value, event=replace(event, work=work))
+        return replace(reply, value=published)
+
+    def _load(self, command: Load) -> tuple[float, int]:
+        """Take the weights of a version; gives seconds and bytes."""
+        assert not self.generator.unfinished, "weights change under unfinished samples"
+        with self._span("load weights"):
+            arrays = self.data_plane.get(list(command.arrays))
+
+            def load(fill: Fill) -> None:
+                self.generator.load(fill, command.version)
+
+            stats = self._target.load(arrays, command.version, load)
+            if command.biases is not None and self.generator.shared_model is not None:
+                (biases,) = self.data_plane.get([command.biases])
+                copy_buffers(self.generator.shared_model, biases)
+        logger.debug("weights of version %d are loaded, %.3f s", command.version, stats.seconds)
+        return stats.seconds, stats.bytes_received
