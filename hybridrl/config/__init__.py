@@ -66,6 +66,7 @@ from hybridrl.config.run import (
 )
 from hybridrl.config.schedule import (
     SCHEDULES,
+    AsyncScheduleConfig,
     EarlyBackward,
     FusedScheduleConfig,
     Migration,
@@ -230,6 +231,7 @@ class Config:
     def check_schedule(self) -> None:
         """Raise ConfigError for a schedule that the rollout engine excludes."""
         self.schedule.check()
+        self._check_generating_pool()
         self.environment.check_partial(self.schedule.entry.parks_episodes, self.strict)
         engine, using = self.rollout.features, f"with rollout.engine={self.rollout.engine.value}"
         if self.strict and not engine.deterministic:
@@ -256,6 +258,22 @@ class Config:
             self.schedule.check_kv_stays(using)
         least, most = self.rollout.min_new_tokens, self.rollout.max_new_tokens
         self.schedule.check_lengths(most if self.rollout.ignore_eos else least, most)
+
+    def _check_generating_pool(self) -> None:
+        """Raise ConfigError for a schedule or model that ranks which generate alone exclude."""
+        size, kind = self.cluster.pools.rollout, self.schedule.kind
+        if self.schedule.entry.separate and not size:
+            allowed = f"1 or more ranks that generate with schedule={kind.value}"
+            raise ConfigError("cluster.pools.rollout", size, allowed)
+        if not size:
+            return
+        with_pool = f"with cluster.pools.rollout={size}"
+        kinds = (ScheduleKind.auto, ScheduleKind.serial)
+        if kind not in kinds and not self.schedule.entry.separate:
+            allowed = f"serial, periodic, one_step or async {with_pool}"
+            raise ConfigError("schedule", kind.value, allowed)
+        if self.actor.lora.rank:
+            raise ConfigError("actor.lora.rank", self.actor.lora.rank, f"0 {with_pool}")
 
     def check_experts(self) -> None:
         """Raise ConfigError for settings of experts that the rollout engine or model lacks."""
@@ -473,6 +491,7 @@ __all__ = [
     "VALUE_MODELS",
     "ActivationMode",
     "ActorConfig",
+    "AsyncScheduleConfig",
     "Attention",
     "ClusterConfig",
     "ClusterKind",

@@ -18,6 +18,7 @@ class ScheduleKind(Enum):
     fused = "fused"  # per-sample stages start as samples finish; the long tail is gathered
     partial = "partial"  # more prompts than a step needs; unfinished samples continue in the next
     packed = "packed"  # the prompts of several steps, so that long responses share steps
+    asynchronous = "async"  # ranks that generate are ahead of those that train
 
 
 class Migration(Enum):
@@ -78,6 +79,16 @@ class ScheduleConfig:
 
         Or never pass: then it has no effect. The error says whose lengths these are.
         """
+
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether it may train on samples that older weights made."""
+        return self.entry.may_be_stale
+
+    @property
+    def serial_batches(self) -> bool:
+        """Whether a step trains on the batch that it has under `serial`."""
+        return self.entry.serial_batches
 
     @property
     def fixed_threshold(self) -> int | None:
@@ -229,6 +240,26 @@ class PackedScheduleConfig(OverlappedScheduleConfig):
         raise ConfigError("schedule.limit_tokens", limit, allowed)
 
 
+@dataclass(kw_only=True, slots=True)
+class AsyncScheduleConfig(OverlappedScheduleConfig):
+    """Ranks that generate (`cluster.pools.rollout`) are ahead of those that train."""
+
+    kind: ScheduleKind = ScheduleKind.asynchronous
+    """This schedule."""
+    max_staleness: int = bounded(1, least=0)
+    """Step k trains tokens of the weights after k - max_staleness steps; 0 is on-policy."""
+
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether it trains on samples that older weights made."""
+        return self.max_staleness > 0
+
+    @property
+    def serial_batches(self) -> bool:
+        """Whether a step trains on the batch that it has under `serial`."""
+        return self.max_staleness == 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleEntry:
     """Properties of a schedule: callers ask for these, not for its name."""
@@ -247,6 +278,8 @@ class ScheduleEntry:
     """Whether a step trains on the batch that it has under `serial`."""
     parks_episodes: bool = False
     """Whether a round may end amid an episode, which a later step continues."""
+    separate: bool = False
+    """Whether instances have ranks of their own (`cluster.pools.rollout`), and go on meanwhile."""
     counts_tokens: bool = False
     """Whether its batches follow from what instances finish in calls of so many tokens a sample."""
 
@@ -274,6 +307,12 @@ SCHEDULES = {
         moves_samples=True,
         serial_batches=False,
         counts_tokens=True,
+    ),
+    ScheduleKind.asynchronous: ScheduleEntry(
+        settings=AsyncScheduleConfig,
+        separate=True,
+        may_be_stale=True,
+        serial_batches=False,
     ),
 }
 """Every schedule: its line here, its dataclass above, `conf/schedule/NAME.yaml`, its class."""

@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from hybridrl.config.environment import COUNTED
 from hybridrl.config.renamed_keys import REMOVED_KEYS, with_new_names
 from hybridrl.config.schedule import entry_of
 from hybridrl.driver.inputs import basis_of
+from hybridrl.driver.ray_executor import RayExecutor
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.schedule.base import PendingSample, Schedule
 from hybridrl.telemetry.records import parse, plain
@@ -234,6 +235,8 @@ class DriverState:
 
     record: dict[str, Any]
     pending: tuple[PendingSample, ...] = ()
+    versions: tuple[int, ...] = ()
+    """Pushed weights that unfinished samples go on with."""
 
 
 class Checkpoints:
@@ -248,11 +251,11 @@ class Checkpoints:
         origin: Origin,
         group: WorkerGroup,
         telemetry: Telemetry,
-        drain: Callable[[], None] = lambda: None,
+        executor: RayExecutor,
     ) -> None:
-        """`drain` waits for what ranks do unawaited: a checkpoint comes after it."""
+        """What `executor` has begun, and nobody waits for, ends before a checkpoint."""
         self.config, self.settings = config, origin.settings
-        self.group, self.telemetry, self._drain = group, telemetry, drain
+        self.group, self.telemetry, self.executor = group, telemetry, executor
         self.run_dir = Path(config.run.dir)
         self.inputs = basis_of(config)
         self.scores: dict[int, float | None] = {}
@@ -277,7 +280,7 @@ class Checkpoints:
         """
         self.telemetry.stage("saving")
         logger.debug("writing %s after step %d", path, step)
-        self._drain()
+        self.executor.drain()
         folder.clear(path)
         hidden = folder.hidden(path)
         try:
@@ -309,6 +312,8 @@ class Checkpoints:
         progress = self.group.save_state(resume)
         if state.pending:
             self.group.save_pending(resume, self._shares(state.pending))
+        if state.versions:
+            self.executor.save_pushed(resume, state.versions)
         roles = {role: asdict(steps) for role, steps in progress.items()}
         # What was read unawaited has come since the state was taken, and no later step's.
         records = state.record.get("records", {}) | self.telemetry.late_sizes()
@@ -332,6 +337,8 @@ class Checkpoints:
 
     def load_samples(self, point: Point, schedule: Schedule) -> None:
         """Load the pending samples on the ranks; `schedule` gets references to the parked."""
+        if schedule.needs_versions():
+            self.executor.load_pushed(str(point.tensors))
         pending = schedule.pending()
         if not pending:
             return

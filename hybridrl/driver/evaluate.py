@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from hybridrl.config import Config, EvalSetConfig, FusedScheduleConfig, RewardKind
+from hybridrl.config import (
+    Config,
+    EvalSetConfig,
+    FusedScheduleConfig,
+    RewardKind,
+    ScheduleConfig,
+    SerialScheduleConfig,
+)
 from hybridrl.config.evaluation import MAIN
 from hybridrl.data import Item
 from hybridrl.driver.accuracy import JudgedPrompt, accuracy_metrics
@@ -50,6 +57,8 @@ class HeldOutEvaluation:
         self.executor, self.telemetry, self.record = executor, telemetry, record
         self.last: dict[str, tuple[int, dict[str, float]]] = {}
         self.before: dict[str, float] = {}
+        self.pause: Callable[[], None] = lambda: None
+        """Has the instances of the schedule that trains end what they have."""
 
     def at(self, step: int, steps_trained: int | None = None) -> dict[str, float]:
         """Metrics of the sets that are due at the run's present `step`.
@@ -68,6 +77,7 @@ class HeldOutEvaluation:
             return self.last[name][1]
         self.telemetry.stage(f"evaluating {name}")
         logger.info("evaluation of %s begins at step %d", name, step)
+        self.pause()
         start = time.time()
         graph, items = self.graphs[name], self.items[name]
         metrics = evaluate(self.config, name, graph, self.executor, items, step, self.record)
@@ -148,7 +158,11 @@ def evaluate(
     settings = config.eval.sets[name]
     longest = settings.max_new_tokens or config.rollout.max_new_tokens
     sampling = sampling_of(config, settings, longest, settings.drawn_at)
-    kind = config.schedule if config.schedule.entry.serial_batches else FusedScheduleConfig()
+    kind: ScheduleConfig = FusedScheduleConfig()
+    if config.cluster.home != "actor":  # the ranks that train have nothing to do
+        kind = SerialScheduleConfig()
+    elif config.schedule.serial_batches:
+        kind = config.schedule
     schedule = make_schedule(config, kind, graph, executor, enumerate(items), sampling, len(items))
     with executor.apart():
         result = schedule.run_step(step)

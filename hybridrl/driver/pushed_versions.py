@@ -1,6 +1,6 @@
 """The versions of the actor's weights that generation ranks can take, while instances need them."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from hybridrl.flow.executor import Load
 from hybridrl.flow.sample import NO_VERSION
@@ -20,6 +20,14 @@ class PushedVersions:
 
     def __contains__(self, version: int) -> bool:
         return version in self._shares
+
+    def of(self, versions: Collection[int]) -> dict[int, Sequence[PushedShare]]:
+        """What all training ranks have pushed of these versions."""
+        return {version: self._shares[version] for version in versions}
+
+    def restore(self, by_version: Mapping[int, Sequence[PushedShare]]) -> None:
+        """Older versions are there again."""
+        self._shares |= by_version
 
     def add(self, shares: Sequence[PushedShare]) -> None:
         """All training ranks have pushed a version."""

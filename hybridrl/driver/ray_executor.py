@@ -221,10 +221,18 @@ class RayExecutor:
     def _push(self) -> EventCalls:
         """One event for all training ranks, once the version can be taken."""
         shares = yield from answers_of(self.group.call_push(self._pushed.newest))
-        if shares[0].version not in self._pushed:
+        if shares[0].version != self._pushed.newest:
             self._pushed.add(shares)
             logger.debug("weights of version %d are pushed", self._pushed.newest)
         return [WeightsPushed(self._pushed.newest)]
+
+    def save_pushed(self, path: str, versions: Collection[int]) -> None:
+        """Write pushed weights, from which samples of a checkpoint go on, into its folder."""
+        self.group.save_pushed(path, self._pushed.of(versions))
+
+    def load_pushed(self, path: str) -> None:
+        """Have the versions of `save_pushed` ready to be loaded."""
+        self._pushed.restore(self.group.load_pushed(path))
 
     def keep_versions(self, versions: Collection[int]) -> None:
         """Let go of pushed weights but these and the newest."""

@@ -131,7 +131,7 @@ class Run:
         self.schedule: Schedule | None = None  # of the recipe's steps, where they are replayed
         # checkpoints
         self.origin, self.run_dir = origin, Path(config.run.dir)
-        self.checkpoints = Checkpoints(config, origin, self.group, telemetry, self.executor.drain)
+        self.checkpoints = Checkpoints(config, origin, self.group, telemetry, self.executor)
         if origin.point is not None:
             self._resume_driver(origin.point, origin.damaged)
 
@@ -289,6 +289,7 @@ class Run:
             self.checkpoints.load_samples(point, schedule)
             if self.episodes is not None:
                 self.executor.take_up(schedule.pending(), point.state.get("episodes", []))
+        self.evaluation.pause = schedule.pause
         return schedule
 
     # -- steps ---------------------------------------------------------------------------------
@@ -499,7 +500,7 @@ class Run:
             record["curriculum"] = self.prompts.state_dict()
         if self.episodes is not None:
             record["episodes"] = self.episodes.state(pending)
-        return DriverState(record, pending)
+        return DriverState(record, pending, schedule.needs_versions())
 
     def _resume_driver(self, point: Point, damaged: Sequence[str]) -> None:
         """Be where the driver was at `point`; ranks and schedule follow with their phase."""

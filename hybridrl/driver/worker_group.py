@@ -307,6 +307,17 @@ class WorkerGroup:
             self.gather(self.home.calls.same(ActorWorker.enter, Phase.TRAIN))
         self.gather(self.actor_pool.calls.same(ActorShards.load_weights, path))
 
+    def save_pushed(self, path: str, by_version: Mapping[int, Sequence[PushedShare]]) -> None:
+        """Have the actor's ranks write what they have pushed of these versions."""
+        for rank in self.actor_pool.ranks:
+            shares = {version: shares[rank] for version, shares in by_version.items()}
+            self.gather(self._ranks[rank].same(TrainerWorker.save_pushed, path, shares), rank)
+
+    def load_pushed(self, path: str) -> dict[int, list[PushedShare]]:
+        """Have them put it back into the data plane; answers with the shares by version."""
+        answers = self.gather(self.actor_pool.calls.same(TrainerWorker.load_pushed, path))
+        return {version: [shares[version] for shares in answers] for version in answers[0]}
+
     def save_pending(self, path: str, shares: list[tuple[PendingRecord, ...]]) -> None:
         """Have the ranks where samples live write their shares of the pending samples."""
         paths = [path] * len(shares)

@@ -4,7 +4,7 @@ It has the interface of worker groups, so the simulation runs the schedule itsel
 """
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from hybridrl.flow.executor import (
     EarlyTrained,
     Event,
     Finished,
+    Load,
     Phase,
     Prepared,
     Replied,
@@ -28,6 +29,7 @@ from hybridrl.flow.executor import (
     TargetsLoaded,
     TurnEnded,
     UpdateDone,
+    WeightsPushed,
     WeightsReady,
 )
 from hybridrl.flow.graph import AnswersStage, Stage, StageMethod, UpdateStage
@@ -35,6 +37,9 @@ from hybridrl.flow.mapped_work import MappedWork
 from hybridrl.flow.modeled_instance import ModeledInstance, ModeledRow
 from hybridrl.flow.sample import Sample, SampleId, Scalar, TokenSpan
 from hybridrl.layout.wide import wide_instances
+
+_TRAINER = "actor"
+"""The pool that trains, where instances have ranks of their own."""
 
 EARLY_BACKWARD = "early backward"
 """The name of an instance's part of an update that others wait for."""
@@ -50,6 +55,14 @@ class Slice:
     stop: float
 
 
+@dataclass(frozen=True, slots=True)
+class PushCosts:
+    """Seconds in which training ranks push their weights, and in which an instance loads them."""
+
+    push_s: float = 0.0
+    load_s: float = 0.0
+
+
 class SimulatedExecutor:
     """`hybridrl.flow.executor.Executor` with `Costs` and known lengths, one rank an instance.
 
@@ -63,6 +76,9 @@ class SimulatedExecutor:
     `max_in_flight` is not modeled. An instance decodes at most `max_running` samples at a time, the
     others wait. `widths` are the numbers of instances that may become one (`layout.wide`). With
     `counts_tokens` a call bounds tokens where rows guess ahead.
+
+    With `apart` instances have ranks of their own. Updates and passes of models are in one other
+    pool, which runs one call at a time. An instance decodes with the weights that it has loaded.
 
     With `conversations` a response has turns. The driver hands each to its environment when it
     knows of it, and the reply comes after the seconds of the model.
@@ -93,7 +109,11 @@ class SimulatedExecutor:
         counts_tokens: bool = False,
         mapped: MappedWork | None = None,
         conversations: ConversationModel | None = None,
+        apart: PushCosts | None = None,
     ) -> None:
+        self._apart, self.separate = apart, apart is not None
+        self._pushed: set[int] = set()
+        self._loaded: dict[int, int] = {}
         self._clock = VirtualClock()
         self.clock: Clock = self._clock
         self.costs, self.num_instances = costs, num_instances
@@ -141,6 +161,8 @@ class SimulatedExecutor:
         """Return the mapping's pool; without one, all stages of scope POOL share a pool."""
         if self._mapped is not None:
             return self._mapped.pool(stage)
+        if self.separate:
+            return _TRAINER
         return "critic" if self.scope(stage) is Scope.POOL else "actor"
 
     def _pass_s(
@@ -163,14 +185,34 @@ class SimulatedExecutor:
         tokens = sum(sample.tokens for sample in samples)
         return self.costs.compute(stage.name, tokens / instances)
 
+    def push_weights(self) -> None:
+        """Training ranks pack their weights when they have ended what they do."""
+        assert self._apart is not None
+        end, version = self._take_pool(_TRAINER, self._apart.push_s), self._num_updates
+        self._pushed.add(version)
+        self._push(end, WeightsPushed(version))
+
+    def keep_versions(self, versions: Collection[int]) -> None:
+        """Others cannot be loaded any more."""
+        self._pushed &= {*versions, max(self._pushed, default=0)}
+
     def sync_weights(self) -> None:
-        """The weight switch takes `switch_s`."""
+        """The weight switch takes `switch_s`; a push and loads their own seconds."""
         self._early.clear()
         self.version = self._num_updates
+        if self._apart is not None:
+            self._loaded = dict.fromkeys(self.instances, self.version)
+            end = self._take_pool(_TRAINER, self._apart.push_s) + self._apart.load_s
+            self._free_at = [max(end, at) for at in self._free_at]
+            self._push(end, WeightsReady(self.version))
+            return
         self._change(Phase.GENERATE, self.costs.switch_s, WeightsReady(self.version))
 
     def prepare(self, places: Sequence[int], phase: Phase) -> None:
-        """The switch to training takes `train_switch_s`."""
+        """The switch to training takes `train_switch_s`; ranks that do nothing else are there."""
+        if self.separate:
+            self._push(self.clock.now(), Prepared(tuple(places), phase))
+            return
         self._change(phase, self.costs.train_switch_s, Prepared(tuple(places), phase))
 
     def _change(self, phase: Phase, seconds: float, event: Event) -> None:
@@ -188,13 +230,22 @@ class SimulatedExecutor:
         enough_turns: int = ENOUGH_TURNS,
     ) -> None:
         """Execute the commands, then decode until the steps are done or no row remains."""
-        assert self.phase is Phase.GENERATE, "generation outside of its phase"
+        assert self.separate or self.phase is Phase.GENERATE, "generation outside of its phase"
+        version, load_s = self.version, 0.0
+        if self._apart is not None:
+            for command in commands:
+                if isinstance(command, Load):
+                    assert self._servers[instance].is_empty, "weights change under samples"
+                    assert command.version in self._pushed, f"nobody keeps {command.version}"
+                    self._loaded[instance], load_s = command.version, self._apart.load_s
+            commands = [command for command in commands if not isinstance(command, Load)]
+            version = self._loaded[instance]
         members = self.wide.get(instance, ())
         assert all(self._servers[i].is_empty for i in members), "a member has samples"
         assert self._training.isdisjoint(members), "a member trains"
         self._active.pop(instance, None)
         server = self._servers[instance]
-        advance = server.advance(commands, num_decode_steps, self.version, enough_turns)
+        advance = server.advance(commands, num_decode_steps, version, enough_turns)
         done = tuple(
             Finished(
                 row.id,
@@ -218,6 +269,8 @@ class SimulatedExecutor:
             self._free_at[member] = max(self._free_at[i] for i in members)
         for member in others:
             self._serve(member, name, advance.work.seconds)
+        if load_s:
+            self._serve(last, "load", load_s)
         known = self._serve(last, name, advance.work.seconds, event)
         for turn, row in zip(turns, advance.turns, strict=True):
             self._reply(turn, row, known)
@@ -354,7 +407,7 @@ class SimulatedExecutor:
         """
         (stage, samples), stages = updates[0], [stage for stage, _ in updates]
         in_flight = (isinstance(event, UpdateDone | Replied) for _, _, event in self._pending)
-        assert all(in_flight), "an update while calls are in flight"
+        assert self.separate or all(in_flight), "an update while calls are in flight"
         late = [sample for sample in samples if sample.id not in self._early]
         self._early.clear()
         start, pool = self.clock.now(), self.pool(stage)
@@ -363,7 +416,10 @@ class SimulatedExecutor:
             seconds = self._mapped.update_s(stages, late)
         else:
             seconds = self.costs.train_token_s * sum(sample.tokens for sample in late)
-        if self._mapped is not None and pool != self._mapped.home:
+        if self.separate:
+            end = self._take_pool(_TRAINER, seconds)
+            self._num_updates += 1
+        elif self._mapped is not None and pool != self._mapped.home:
             end = self._take_pool(pool, seconds)
         else:
             end = start + seconds

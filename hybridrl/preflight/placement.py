@@ -134,7 +134,7 @@ def check_apart(config: Config, pool: str, graph: Graph) -> None:
             allowed = f"{wanted} with teacher.by_source: sources of samples stay with them"
             raise ConfigError(key, value, allowed)
         reads_learned = stage.method in (StageMethod.VALUES, StageMethod.LEARNED_SCORE)
-        if reads_learned and schedule.entry.may_be_stale:
+        if reads_learned and schedule.may_be_stale and not schedule.entry.separate:
             # A group that is complete waits for its step with values of an older critic.
             allowed = f"{on_policy_names()} with {role} in pool {pool}"
             raise ConfigError("schedule", schedule.kind.value, allowed)

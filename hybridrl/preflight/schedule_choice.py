@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hybridrl.config import Config
 from hybridrl.config.reward import JudgeHome, RewardKind
 from hybridrl.config.schedule import (
+    AsyncScheduleConfig,
     AutoScheduleConfig,
     EarlyBackward,
     FusedScheduleConfig,
@@ -22,6 +23,7 @@ from hybridrl.flow.graph import ComputeStage
 from hybridrl.flow.ledger import generation_first, sections
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.preflight.placement import ConfiguredPlaces
+from hybridrl.schedule.build import check_graph
 from hybridrl.schedule.readiness import early_stages, early_updates
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ def decide_schedule(config: Config, graph: Graph, shape: "PretrainedConfig") -> 
     """
     if not isinstance(config.schedule, AutoScheduleConfig):
         return ""
+    if config.cluster.home != "actor":
+        return _with_ranks_apart(config, graph)
     obstacles = obstacles_of_tail(config, graph, shape)
     acting = _acting(config, graph, obstacles)
     if not acting:
@@ -62,6 +66,18 @@ def decide_schedule(config: Config, graph: Graph, shape: "PretrainedConfig") -> 
     config.schedule = FusedScheduleConfig(early_backward=early)
     trains = f"no early backward: {obstacle}" if obstacle else "early backward where it is sooner"
     return f"schedule=auto is fused: {'; '.join(acting)}; {trains}"
+
+
+def _with_ranks_apart(config: Config, graph: Graph) -> str:
+    """The schedule where other ranks generate than train, with the batch of `serial`."""
+    periodic = AsyncScheduleConfig(max_staleness=0)
+    try:
+        check_graph(periodic, graph)
+    except ValueError as error:
+        config.schedule = SerialScheduleConfig()
+        return f"schedule=auto is serial: periodic is for other recipes, wanted {error}"
+    config.schedule = periodic
+    return "schedule=auto is periodic: ranks that generate do not train"
 
 
 def obstacles_of_tail(

@@ -359,7 +359,7 @@ def _prepare(request: ReplayRequest, config: Config, begun_after: int) -> _Prepa
     notes, batch, scores, covering = list[str](), None, None, list[RecordedSamples]()
     first = max(begun_after, config.warm_start_steps) + 1
     if request.stage is ReplayStage.train:
-        if not config.schedule.entry.serial_batches:
+        if not config.schedule.serial_batches:
             kind = config.schedule.kind.value
             allowed = f"no stage, or generate: the batch of schedule={kind} follows from decoding"
             raise ConfigError("--stage", "train", allowed)

@@ -175,6 +175,9 @@ class Schedule(ABC):
         self.release()
         return {}
 
+    def pause(self) -> None:  # noqa: B027  # most have nothing to end
+        """Let instances end what they have, so that another schedule may use them."""
+
     @property
     def samples(self) -> tuple[Sample, ...]:
         """Every sample since the last release, in order of dispatch, pending ones too."""
@@ -204,6 +207,10 @@ class Schedule(ABC):
 
     def pending(self) -> tuple[PendingSample, ...]:
         """Samples for a later step that have tensors, which `state_dict` does not hold."""
+        return ()
+
+    def needs_versions(self) -> tuple[int, ...]:
+        """Pushed weights, older than those that train, that unfinished samples go on with."""
         return ()
 
     def restore_parked(self, state: Any) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridrl.config import (
+    AsyncScheduleConfig,
     FusedScheduleConfig,
     Migration,
     PackedScheduleConfig,
@@ -18,12 +19,13 @@ from hybridrl.flow.executor import Executor
 from hybridrl.flow.graph import Graph
 from hybridrl.flow.lengths import RANKERS, LengthModel, PromptKey
 from hybridrl.flow.turns import RoundOrder
+from hybridrl.schedule.asynchronous import Async
 from hybridrl.schedule.base import Prompt, Schedule, StepSettings
 from hybridrl.schedule.fused import Fused
 from hybridrl.schedule.instances import RoundLimits
 from hybridrl.schedule.loop_schedule import LoopSchedule, SchedulePolicy
 from hybridrl.schedule.packed import Packed
-from hybridrl.schedule.partial import Partial
+from hybridrl.schedule.partial import Partial, check_partial
 from hybridrl.schedule.serial import SerialSchedule
 
 _POLICIES: dict[type[ScheduleConfig], type[SchedulePolicy]] = {
@@ -31,6 +33,7 @@ _POLICIES: dict[type[ScheduleConfig], type[SchedulePolicy]] = {
     FusedScheduleConfig: Fused,
     PartialScheduleConfig: Partial,
     PackedScheduleConfig: Packed,
+    AsyncScheduleConfig: Async,
 }
 
 
@@ -65,6 +68,8 @@ class ScheduleParts:
 def check_graph(config: ScheduleConfig, graph: Graph) -> None:
     """Raise `ValueError`, with what is allowed, for a recipe that the schedule cannot run."""
     _POLICIES[type(config)].check_graph(graph)
+    if config.may_be_stale:
+        check_partial(graph)
 
 
 def build(parts: ScheduleParts, config: ScheduleConfig) -> Schedule:
@@ -96,6 +101,8 @@ def build(parts: ScheduleParts, config: ScheduleConfig) -> Schedule:
                 limit_tokens=config.limit_tokens,
                 num_steps=parts.num_steps,
             )
+        case AsyncScheduleConfig():
+            policy = Async(max_staleness=config.max_staleness, num_steps=parts.num_steps)
         case _:
             return SerialSchedule(*step)
     lengths = LengthModel(key_of=parts.key_of, ranker=RANKERS[config.length_ranker]())

@@ -46,6 +46,8 @@ class GroupStatus(Enum):
 class BegunPrompt:
     """A prompt with its samples; `step` is the one in which they began.
 
+    `version` is that of the weights that make them, once these are there; None where all instances
+    have the same weights.
     `chosen` are the samples that have left each filter or join, and `compared` the stages across
     the group that have run (`ReadyTracker`).
     """
@@ -56,6 +58,7 @@ class BegunPrompt:
     status: GroupStatus = GroupStatus.OPEN
     chosen: dict[str, list[Sample]] = field(default_factory=dict)
     compared: set[str] = field(default_factory=set)
+    version: int | None = None
 
     def samples(self, maker: str) -> list[Sample]:
         """Return its samples that this stage makes, in training order."""
@@ -161,7 +164,7 @@ class BegunPrompts:
                 self.turns.is_open(task.sample.id),
             )
             for task in tasks_of(self.open)
-            if self.ledger.status(task.sample.id) is not SampleStatus.QUEUED
+            if self.ledger.status(task.sample.id) in (SampleStatus.PARKED, SampleStatus.FINISHED)
         )
 
     def parked(self, task: GenerationTask) -> Parked | None:

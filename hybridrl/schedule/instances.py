@@ -6,7 +6,7 @@ from enum import Enum
 
 from hybridrl.config import Migration
 from hybridrl.costs.instance import Costs
-from hybridrl.flow.executor import Command
+from hybridrl.flow.executor import Command, Load
 from hybridrl.flow.sample import SampleId
 
 _CALL_SHARE = 0.02  # of the decoding: what calls may cost so that they end sooner
@@ -113,6 +113,8 @@ class Instance:
     """The wide instance that it is, or is to be, a member of."""
     puts_by: bool = False
     """Whether it leaves its samples to their replies, for no other instance."""
+    version: int | None = None
+    """The weights that its next call decodes with, where instances load them one by one."""
 
     @property
     def width(self) -> int:
@@ -124,6 +126,13 @@ class Instance:
         assert not self.held, f"instance {self.number} has samples of the round before"
         self.become(_FREE)
         self.progress, self.keeps, self.joins = 0.0, False, None
+
+    def load(self, version: int) -> None:
+        """It is to be given samples that this version makes."""
+        if version != self.version:
+            assert not self.held, f"instance {self.number} has samples of other weights"
+            self.inbox.insert(0, Load(version))
+            self.version = version
 
     def send(self, now: float) -> None:
         """A call of it begins."""
@@ -198,6 +207,9 @@ class Instances:
             self.remove(wide)
         for number in numbers:
             self._of.setdefault(number, Instance(number)).begin()
+
+    def __len__(self) -> int:
+        return len(self._of)
 
     def __getitem__(self, number: int) -> Instance:
         return self._of[number]

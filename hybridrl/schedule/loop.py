@@ -4,8 +4,9 @@ Invariants (`tests/schedule/test_loop.py` has a test of each, by its name):
 
 - one_call_in_flight: an instance has one call in flight at most.
 - one_place: a sample is queued, owned by one instance, parked, or finished on one rank.
-- versions_change_between_calls: an instance's version changes only as the first command of a call;
-  here before the first call of a round, with the weights of all ranks.
+- versions_change_between_calls: an instance's version changes only as the first command of a call,
+  of an instance without unfinished samples; where ranks train too, before the first call of a
+  round, with the weights of all ranks.
 - leaves_once: each dispatched sample leaves once.
 - order_of_ids: a step's samples are trained in the order of their ids.
 - trains_without_samples: a place trains only while it has no unfinished sample.
@@ -24,6 +25,7 @@ from hybridrl.flow.executor import (
     Advanced,
     Computed,
     EarlyTrained,
+    Event,
     Executor,
     Finished,
     Park,
@@ -33,6 +35,7 @@ from hybridrl.flow.executor import (
     SamplesRead,
     Submit,
     TargetsLoaded,
+    WeightsPushed,
     WorkerDied,
 )
 from hybridrl.flow.graph import AnswersStage
@@ -87,6 +90,10 @@ class Loop:
         self.ledger, self.turns = groups.ledger, groups.turns
         self.limits, self.decode_steps = limits, decode_steps
         self.instances = Instances()
+        self.lasts = False
+        """Whether instances go on with samples of later rounds, when one begins or ends."""
+        self.pushed: Callable[[int], None] = lambda version: None
+        """Called with a version that instances may load."""
         self._queue: list[SampleId] = []
         self._num_loading = 0  # the dataset's answers that are to come
         self._equal_calls = False  # the calls in flight are an equal round
@@ -101,14 +108,15 @@ class Loop:
         may_start: Callable[[int], bool] = lambda prompt: True,
     ) -> None:
         """A round begins; `may_start` says whether its stages may start on a prompt yet."""
-        assert not self.unfinished, "the round before has not ended"
-        self.instances.begin(self.executor.instances)
+        if not (self.lasts and self.has_begun):
+            assert not self.unfinished, "the round before has not ended"
+            self.instances.begin(self.executor.instances)
+            self._lost_tensors: dict[SampleId, frozenset[str]] = {}  # of samples that began anew
+            self._longest, self._equal_calls = 0, False
         self.stages, self.tail, self.may_start = stages, tail, may_start
         self.num_restarted = 0
         self.num_overlapped = 0  # calls of forward passes that began while samples were made
         self.kv_bytes = 0  # that came from other ranks
-        self._longest, self._equal_calls = 0, False
-        self._lost_tensors: dict[SampleId, frozenset[str]] = {}  # of samples that began anew
 
     def make(self, tasks: Sequence[GenerationTask]) -> None:
         """Deal samples to the instances, and load those that are the dataset's answers."""
@@ -153,19 +161,37 @@ class Loop:
         able = [i for i in able if i.status is not _TRAINING]
         if self._queue and not able and not busy:
             raise RuntimeError(_NONE_DECODES)
-        if not self._queue or not any(map(self._room, able)):
+        if not self._queue or not any(self._room(i, len(self._queue)) for i in able):
             return
-        groups: dict[tuple[str, int], list[tuple[SampleId, float]]] = {}
+        if not self.lasts:
+            self._queue = self._dealt(self._queue, able)
+            return
+        by_version: dict[int | None, list[SampleId]] = defaultdict(list)
         for id in self._queue:
+            by_version[self.groups[id.prompt].version].append(id)
+        self._queue = by_version.pop(None, [])  # whose weights are not there yet
+        for version, ids in sorted(by_version.items()):  # None is out
+            takes = [i for i in able if not i.held or i.version == version]
+            self._queue += self._dealt(ids, takes, version) if takes else ids
+
+    def _dealt(
+        self, queue: Sequence[SampleId], able: Sequence[Instance], version: int | None = None
+    ) -> list[SampleId]:
+        """Give samples, which are to be made by a `version`, to instances; gives those left."""
+        groups: dict[tuple[str, int], list[tuple[SampleId, float]]] = {}
+        for id in queue:
             task = self.groups.task(id)
             groups.setdefault((task.stage.name, id.prompt), []).append((id, task.tokens))
         loads = [sum(self.groups.task(id).tokens for id in i.held) for i in able]
-        room = [self._room(i) for i in able]
-        dealt, self._queue = dispatch_groups([*groups.values()], room, loads)
+        room = [self._room(i, len(queue)) for i in able]
+        dealt, left = dispatch_groups([*groups.values()], room, loads)
         for instance, ids in zip(able, dealt, strict=True):
+            if ids and version is not None:
+                instance.load(version)
             self._give(instance, ids)
+        return left
 
-    def _room(self, instance: Instance) -> int:
+    def _room(self, instance: Instance, num_queued: int) -> int:
         """Samples that an instance may be given: those that wait leave their rows to others.
 
         It holds at most twice as many as have rows, since those that wait keep their blocks. Those
@@ -174,15 +200,14 @@ class Loop:
         """
         held = [id for id in instance.held if not self.turns.rests(id)]
         going, most = sum(not self.turns.waits(id) for id in held), self.limits.max_held
-        return max(0, min(most - going, 2 * most - len(held)) + self._ahead)
+        return max(0, min(most - going, 2 * most - len(held)) + self._ahead(num_queued))
 
-    @property
-    def _ahead(self) -> int:
+    def _ahead(self, num_queued: int) -> int:
         """Half of an instance's share of the queue: the other half goes to whoever is done first.
 
         Guided self-scheduling (Polychronopoulos and Kuck, 1987).
         """
-        return len(self._queue) // (2 * len(self.instances.alive)) if self.limits.ahead else 0
+        return num_queued // (2 * len(self.instances.alive)) if self.limits.ahead else 0
 
     def _give(self, instance: Instance, ids: Sequence[SampleId]) -> None:
         """Samples of one prompt that come together share its cached keys and values."""
@@ -221,6 +246,18 @@ class Loop:
                 self.end_calls()
             else:
                 self._start(self._events())
+
+    def run_on(self, until: Callable[[], bool]) -> None:
+        """Go on until `until` holds; instances keep what they have, and calls are in flight."""
+        self._go_on(())
+        while not until():
+            self._go_on(self._events())
+
+    def take_own(self, events: Iterable[Event]) -> list[Event]:
+        """Go on with the loop's own among these events; gives the others."""
+        touched, others = self._handle(events)
+        self._go_on(touched)
+        return others
 
     def run_held(self, until: Callable[[], bool]) -> None:
         """Let the samples that instances hold go on until `until` holds; queued ones wait."""
@@ -291,6 +328,11 @@ class Loop:
         return stopped
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a round has begun in this run."""
+        return bool(self.instances)
+
+    @property
     def held(self) -> Iterator[SampleId]:
         """The samples that instances hold."""
         return chain.from_iterable(i.held for i in self.instances)
@@ -316,8 +358,15 @@ class Loop:
 
     def _events(self) -> Sequence[int]:
         """Wait for events and record them; gives the prompts on which stages may start."""
+        touched, others = self._handle(next_events(self.executor))
+        assert not others, others
+        return touched
+
+    def _handle(self, events: Iterable[Event]) -> tuple[list[int], list[Event]]:
+        """Record the loop's events; gives prompts on which stages may start, and other events."""
         touched: dict[int, None] = {}
-        for event in next_events(self.executor):
+        others: list[Event] = []
+        for event in events:
             match event:
                 case Advanced():
                     touched |= self._advanced(event)
@@ -327,18 +376,22 @@ class Loop:
                 case TargetsLoaded():
                     self._num_loading -= len(event.finished)
                     touched |= self._finish(event.finished)
-                case Computed():
+                case Computed() if self.stages.has(event.stage):
                     touched |= self.stages.computed(event)
                     if event.instance is not None:
                         self._returned(event.instance)
-                case SamplesRead():
+                case SamplesRead() if self.stages.has(event.stage):
                     touched |= self.stages.read(event)
                 case EarlyTrained():
                     touched |= self.tail.trained(event)
                     self._returned(event.instance)
                 case WorkerDied():
                     self._died(self.instances[event.instance])
-        return [prompt for prompt in touched if self.may_start(prompt)]
+                case WeightsPushed():
+                    self.pushed(event.version)
+                case _:
+                    others.append(event)
+        return [prompt for prompt in touched if self.may_start(prompt)], others
 
     def _returned(self, number: int) -> float:
         """The call of an instance has ended; gives the seconds that it was in flight."""

@@ -3,12 +3,19 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from hybridrl.flow.executor import Executor, Phase, Sampling
+from hybridrl.flow.executor import Event, Executor, Phase, Sampling
 from hybridrl.flow.graph import GenerateStage, Graph, SourceStage, Stage, UpdateStage
 from hybridrl.flow.ledger import Drop, phase_of, sampling_of, sections, with_updates_together
 from hybridrl.flow.lengths import LengthModel
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.schedule.base import Batch, PendingSample, Prompt, Schedule, StepSettings
+from hybridrl.schedule.base import (
+    Batch,
+    PendingSample,
+    Prompt,
+    Schedule,
+    StepSettings,
+    next_events,
+)
 from hybridrl.schedule.groups import BegunPrompts, GenerationTask, tasks_of
 from hybridrl.schedule.instances import RoundLimits
 from hybridrl.schedule.loop import Loop
@@ -35,6 +42,10 @@ class SchedulePolicy:
     schedule: "LoopSchedule"
     keeps = False
     """Whether prompts that a step has begun and does not train on go on in the next."""
+    lasts = False
+    """Whether instances go on while a step trains, on ranks of their own."""
+    waits_for_push = False
+    """Whether weights are on their way to where instances may load them."""
 
     @classmethod
     def check_graph(cls, graph: Graph) -> None:
@@ -66,6 +77,15 @@ class SchedulePolicy:
         """A round begins; gives the samples that are to be made first."""
         return self.schedule.begin(self.schedule.pulled)
 
+    def enter(self, phases: set[Phase | None]) -> None:
+        """Have the ranks ready for a round, whose stages run in these phases."""
+        if Phase.GENERATE in phases:
+            self.schedule.enter(Phase.GENERATE)
+
+    def pushed(self, version: int) -> None:
+        """A version of the weights can be loaded."""
+        raise AssertionError(f"version {version} was pushed, and no instance loads weights")
+
     def compares_early(self, section: Sequence[Stage]) -> bool:
         """Whether a section has a use for `by_group` results before the batch is there."""
         return False
@@ -76,6 +96,10 @@ class SchedulePolicy:
 
     def may_start(self, position: int) -> bool:
         """Whether stages may start on a prompt's samples yet."""
+        return True
+
+    def of_step(self, position: int) -> bool:
+        """Whether passes of models in other pools may start on a prompt's samples yet."""
         return True
 
     def make(self, tasks: Sequence[GenerationTask]) -> None:
@@ -92,6 +116,9 @@ class SchedulePolicy:
 
     def update_ended(self) -> None:
         """Updates that followed each other have ended."""
+
+    def step_ended(self) -> None:
+        """All stages of a step have run."""
 
     def metrics(self, used: Sequence[Sample]) -> dict[str, float]:
         """Counts of a step that has ended, which trained on `used`."""
@@ -130,6 +157,7 @@ class LoopSchedule(Schedule):
         self.loop = Loop(executor, self.groups, self.meter, limits, settings.decode_steps)
         self._open_round: int | None = None  # the step of a round that has begun and not ended
         policy.bind(self)
+        self.loop.lasts, self.loop.pushed = policy.lasts, policy.pushed
 
     # -- between steps -------------------------------------------------------------------------
 
@@ -149,6 +177,12 @@ class LoopSchedule(Schedule):
         """Return the samples of open prompts that are parked or finished."""
         return self.groups.pending()
 
+    def needs_versions(self) -> tuple[int, ...]:
+        """Pushed weights that samples of open prompts, which are not finished, go on with."""
+        groups = self.groups
+        open_ones = [group for p, group in groups.open.items() if not groups.is_complete(p)]
+        return tuple(sorted({g.version for g in open_ones if g.version is not None}))
+
     def restore_parked(self, state: Any) -> None:
         """Set the reference to the parked tokens."""
         self.groups.restore_parked(state)
@@ -159,6 +193,7 @@ class LoopSchedule(Schedule):
 
     def close(self) -> dict[SampleId, Drop]:
         """End the run; gives the samples that no step has trained on, with the reason."""
+        self.pause()
         dropped = self.policy.close()
         self.groups.clear()
         return dropped | super().close()
@@ -201,6 +236,31 @@ class LoopSchedule(Schedule):
                     self.policy.update_ended()
                 else:
                     self._run(stage, batch)
+        self.policy.step_ended()
+
+    def enter(self, phase: Phase) -> None:
+        """Bring all ranks into a phase, where they are in another one."""
+        self._enter(phase)
+
+    def _wait(self) -> list[Event]:
+        """Events of stages across the batch; instances go on meanwhile where they may."""
+        if not (self.policy.lasts and self.loop.has_begun):
+            return super()._wait()
+        return self.loop.take_own(next_events(self.executor))
+
+    def pause(self) -> None:
+        """Let instances end what they have, so that another schedule may use them."""
+        loop = self.loop
+        if not (self.policy.lasts and loop.has_begun):
+            return
+
+        def is_idle() -> bool:
+            busy = loop.instances.hold_some or loop.instances.in_flight or loop.stages.running
+            return not busy and not self.policy.waits_for_push
+
+        loop.run_held(is_idle)
+        for instance in loop.instances:
+            instance.version = None  # the other schedule loads weights, too
 
     def _run_round(self, makers: Sequence[SourceStage], batch: Batch) -> Batch:
         """Make samples and run the early stages; gives those that have left these stages."""
@@ -210,8 +270,7 @@ class LoopSchedule(Schedule):
         if self.pulled and not tasks:  # none of the prompts has samples of these stages
             return self._streamed(stages.tracker, [])
         phases = {phase_of(s, self._scope(s)) for s in [*makers, *stages.tracker.computes]}
-        if Phase.GENERATE in phases:
-            self._enter(Phase.GENERATE)
+        policy.enter(phases)
         self._open_round = self.step
         self.begin_loop(stages, *policy.tail(stages, tasks))
         policy.make(tasks)
@@ -283,7 +342,7 @@ class LoopSchedule(Schedule):
 
     def begin_loop(self, stages: StreamedStages, tail: NoTail, overlaps: bool = True) -> None:
         """The loop begins a round; see `StreamedStages` for `overlaps`."""
-        stages.begin(overlaps)
+        stages.begin(overlaps, self.policy.lasts, self.policy.of_step)
         self._turns.expected = self.length_model.expected_turns(len(self.pulled))
         self.loop.begin(stages, tail, self.policy.may_start)
 

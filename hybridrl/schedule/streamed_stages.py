@@ -1,7 +1,7 @@
 """Stages that run on finished samples while others are generated."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hybridrl.costs.instance import Costs
 from hybridrl.costs.meter import CostMeter
@@ -56,10 +56,18 @@ class StreamedStages:
 
         self.begin(overlaps=True)
 
-    def begin(self, overlaps: bool) -> None:
-        """A round begins."""
-        assert not self.running, "stages run beyond the end of a round"
-        self.overlaps = overlaps
+    def begin(
+        self,
+        overlaps: bool,
+        lasts: bool = False,
+        of_step: Callable[[int], bool] = lambda prompt: True,
+    ) -> None:
+        """A round begins; stages may run still if the loop `lasts`.
+
+        Pools of models run passes on prompts `of_step` alone.
+        """
+        assert lasts or not self.running, "stages run beyond the end of a round"
+        self.overlaps, self._of_step = overlaps, of_step
         self._last_stage: dict[int, str] = {}
         self._times: dict[str, list[float]] = {}
 
@@ -67,6 +75,10 @@ class StreamedStages:
     def spans(self) -> list[StageSpan]:
         """From a stage's first start to its last end; those of different stages overlap."""
         return [StageSpan(name, times[0], times[-1]) for name, times in self._times.items()]
+
+    def has(self, stage: str) -> bool:
+        """Whether it runs the stage of this name."""
+        return stage in self._running
 
     @property
     def running(self) -> bool:
@@ -203,7 +215,11 @@ class StreamedStages:
             waiting = self._pooled[stage.name]
             if not waiting or self.executor.pool(stage) in busy:
                 continue
-            here = [sample for id, sample in waiting.items() if id not in self._moving]
+            here = [
+                sample
+                for id, sample in waiting.items()
+                if id not in self._moving and self._of_step(id.prompt)
+            ]
             if here:
                 busy.add(self.executor.pool(stage))
                 for sample in here:

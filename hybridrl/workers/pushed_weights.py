@@ -2,17 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
+from hybridrl.checkpoint.folder import note_sum, write_error
 from hybridrl.config import Config
 from hybridrl.layout.grouping import Grouping, TrainAxes, gen_positions
 from hybridrl.layout.layout import Layout, stages_of_layers
 from hybridrl.layout.mesh import gen_mesh
 from hybridrl.layout.parameters import gen_layout, train_layout
-from hybridrl.layout.push import PushPlan
+from hybridrl.layout.push import PushPlan, WeightArray
 from hybridrl.models.parallel import model_parameters
+from hybridrl.workers.data_plane import DataPlane
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +59,44 @@ def instances_layout(config: Config, shape: PretrainedConfig, ranks: int) -> Lay
     multiple = config.rollout.features.vocab_multiple
     parameters = model_parameters(shape)
     return gen_layout(parameters, mesh, shape.num_hidden_layers, multiple, gen.ep)
+
+
+def save_pushed(
+    folder: Path, rank: int, shares: Mapping[int, PushedShare], plane: DataPlane
+) -> None:
+    """Write a training rank's arrays of some versions; raises OSError with the file's path."""
+    records = {}
+    for version, share in shares.items():
+        arrays = plane.get(list(share.arrays.values()))
+        places = dict(zip(share.arrays, map(_array_record, arrays), strict=True))
+        biases = None if share.biases is None else plane.get([share.biases])[0]
+        records[version] = {"places": places, "biases": biases}
+    file = folder / f"pushed_{rank}.pt"
+    try:
+        with file.open("wb") as opened:  # torch's own files do not say that the disk is full
+            torch.save(records, opened)
+        note_sum(file)
+    except (OSError, RuntimeError) as error:
+        raise write_error(error, file) from error
+
+
+def load_pushed(folder: Path, rank: int, plane: DataPlane) -> dict[int, PushedShare]:
+    """What `save_pushed` has written, in the data plane again; nothing without a file."""
+    file = folder / f"pushed_{rank}.pt"
+    if not file.is_file():
+        return {}
+    shares = {}
+    for version, record in torch.load(file, weights_only=True).items():
+        arrays = {
+            place: WeightArray(version, rank, x["data"].numpy(), x["checksum"])
+            for place, x in record["places"].items()
+        }
+        biases = None if record["biases"] is None else plane.put(record["biases"])
+        references = {place: plane.put(array) for place, array in arrays.items()}
+        num_bytes = sum(array.data.nbytes for array in arrays.values())
+        shares[version] = PushedShare(version, references, num_bytes, 0.0, biases)
+    return shares
+
+
+def _array_record(array: WeightArray) -> dict[str, Any]:
+    return {"data": torch.from_numpy(array.data.copy()), "checksum": array.checksum}

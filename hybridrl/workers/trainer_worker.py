@@ -1,6 +1,8 @@
 """One rank of the actor's pool where others generate: it trains, scores, and pushes weights."""
 
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
@@ -15,7 +17,7 @@ from hybridrl.workers.base_worker import Reply
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.dispatch import Dispatch, dispatch
-from hybridrl.workers.pushed_weights import PushedShare, push_plan
+from hybridrl.workers.pushed_weights import PushedShare, load_pushed, push_plan, save_pushed
 from hybridrl.workers.sampling import SamplingTexts
 from hybridrl.workers.trainer import ActorTrainer
 
@@ -69,6 +71,19 @@ class TrainerWorker(ActorShards, CriticWorker):
         seconds = time.perf_counter() - start
         share = PushedShare(engine.version, references, num_bytes, seconds, biases)
         return self._reply(share)
+
+    @dispatch(Dispatch.SAME)
+    def save_pushed(self, path: str, shares: Mapping[int, PushedShare]) -> Reply[None]:
+        """Write what this rank has pushed of older versions, from which samples go on."""
+        with self._span("save"):
+            save_pushed(Path(path), self.rank, shares, self.data_plane)
+        return self._reply(None)
+
+    @dispatch(Dispatch.SAME)
+    def load_pushed(self, path: str) -> Reply[dict[int, PushedShare]]:
+        """Put what `save_pushed` has written back into the data plane."""
+        with self._span("load"):
+            return self._reply(load_pushed(Path(path), self.rank, self.data_plane))
 
     def _biases(self) -> Any:
         """A reference to the routing biases, of the first rank, if training moves them."""

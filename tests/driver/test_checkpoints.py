@@ -350,7 +350,7 @@ def test_trained_weights_outlive_a_disk_that_has_no_room_for_more(
 ) -> None:
     settings = config("trainer.save_every=2")
     group: Any = FullDisk()
-    checkpoints = Checkpoints(settings, Origin(), group, MagicMock())
+    checkpoints = Checkpoints(settings, Origin(), group, MagicMock(), MagicMock())
     path = tmp_path / "run" / name
     with pytest.raises(OSError, match="No space left") as raised:
         checkpoints.write(path, 2, DriverState({}))
@@ -372,7 +372,7 @@ def test_a_file_beside_the_weights_that_is_missing_is_named(
 ) -> None:
     group: Any = FullDisk()
     telemetry = MagicMock(**{"late_sizes.return_value": {}})
-    checkpoints = Checkpoints(config(), Origin(), group, telemetry)
+    checkpoints = Checkpoints(config(), Origin(), group, telemetry, MagicMock())
     group.save_state = lambda path: Path(path).mkdir() or {}
     checkpoints.write(tmp_path / "run" / "final", 2, DriverState({}))
     (call,) = telemetry.note.call_args_list

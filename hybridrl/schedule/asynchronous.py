@@ -1,0 +1,202 @@
+"""The asynchronous schedule: ranks that generate are ahead of those that train, by a fixed number.
+
+Periodic Asynchrony (arXiv 2511.18871) is `max_staleness=0`; StreamRL (2504.15930) and AsyncFlow's
+deferred update (2507.01663) are `max_staleness=1`.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridrl.flow.executor import Phase
+from hybridrl.flow.graph import Graph, TakeStage
+from hybridrl.flow.ledger import Drop
+from hybridrl.flow.sample import NO_VERSION, Sample, SampleId
+from hybridrl.schedule.base import Prompt
+from hybridrl.schedule.groups import GenerationTask, tasks_of
+from hybridrl.schedule.loop_schedule import SchedulePolicy, check_generates_once
+from hybridrl.schedule.partial import ENDED
+
+_METRICS = ("off_policy_tokens", "trained_tokens", "staleness")
+
+
+@dataclass(kw_only=True, eq=False)
+class Async(SchedulePolicy):
+    """Step k trains batch k, whose tokens were all made by the weights after k - S steps.
+
+    S is `max_staleness`, and a batch is as many prompts as a step trains on, in their order. The
+    first S batches are made by the weights before any step. Training and generation have ranks of
+    their own: while step k trains, instances make batch k + S. So which weights made a token
+    follows from its prompt's position, never from time, and with S = 0 the batch is that of
+    `serial`.
+
+    An instance takes new weights when it has no unfinished sample of an earlier batch (`Load`). A
+    batch of which no step comes, since the run has `num_steps`, does not begin.
+
+    Stages of the samples' ranks and of the driver (verifiers, `map`) start as samples finish.
+    Passes of models wait for the step that trains the samples, so values and the actor's own
+    log-probabilities are of the weights that it begins with.
+
+    Example, S = 1: step 0 begins batches 0 and 1, by v_0. It trains batch 0 to v_1 as soon as this
+    is there. Step 1 begins batch 2, by v_1, and trains batch 1.
+    """
+
+    max_staleness: int
+    num_steps: int | None = None
+    keeps = lasts = True
+    _batches: dict[int, list[int]] = field(default_factory=dict)
+    """The prompts of each batch that has begun and is not trained."""
+    _versions: dict[int, int] = field(default_factory=dict)
+    """What the trainer calls the weights after so many steps."""
+    _pushing: deque[int] = field(default_factory=deque)
+    """The steps behind the weights that are on their way, oldest first."""
+    _wanted: int = 0
+
+    @classmethod
+    def check_graph(cls, graph: Graph) -> None:
+        """Raise `ValueError`, with what is allowed, for a recipe that it cannot run."""
+        check_generates_once(graph)
+        if not graph.generates:
+            raise ValueError("serial: the recipe generates nothing")
+        if any(isinstance(stage, TakeStage) for stage in graph.stages.values()):
+            raise ValueError("serial or fused: a take may ask for another round of prompts")
+
+    # -- between steps -------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The open prompts and their samples, and the weights that make them."""
+        return {
+            "open": self.schedule.groups.to_json(),
+            "batches": {str(batch): positions for batch, positions in self._batches.items()},
+            "versions": {str(steps): version for steps, version in self._versions.items()},
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], prompt_at: Callable[[int], Any], num_ranks: int
+    ) -> None:
+        """Continue with the open prompts' samples; a checkpoint of `serial` has none."""
+        groups = self.schedule.groups
+        groups.load(state.get("open", []), prompt_at, num_ranks, self.schedule.sampling)
+        self._batches = {int(b): list(p) for b, p in state.get("batches", {}).items()}
+        self._versions = {int(s): version for s, version in state.get("versions", {}).items()}
+        for batch, positions in self._batches.items():
+            for position in positions:
+                groups[position].version = self._versions.get(self._made_after(batch))
+        for position, group in groups.open.items():
+            for stage in dict.fromkeys(task.stage for task in group.tasks.values()):
+                self.schedule.stages_of(stage).tracker.choose(position)
+
+    def close(self) -> dict[SampleId, Drop]:
+        """The open prompts' samples are dropped."""
+        groups = self.schedule.groups
+        dropped = {task.sample.id: ENDED for task in tasks_of(groups.open)}
+        groups.ledger.drop(dropped, ENDED)
+        return dropped
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def _made_after(self, batch: int) -> int:
+        """Steps of training behind the weights that make a batch."""
+        return max(0, batch - self.max_staleness)
+
+    @property
+    def _batch(self) -> int:
+        """The batch of the present step."""
+        return self.schedule.steps_done
+
+    def begin_step(self) -> None:
+        """No count yet."""
+        self.schedule.metrics |= {f"samples/{name}": 0.0 for name in _METRICS}
+
+    def pull(self, num: int) -> list[Prompt]:
+        """Prompts are pulled when their batch may begin; a batch has `num`."""
+        self._wanted = num
+        return []
+
+    def enter(self, phases: set[Phase | None]) -> None:
+        """Instances take weights one by one; the first are pushed here."""
+        if not self.schedule.loop.has_begun:
+            self._push(self._batch)
+
+    def begin(self) -> list[GenerationTask]:
+        """All batches begin that the weights of this step may make, and that have a step."""
+        schedule, tasks = self.schedule, list[GenerationTask]()
+        unfinished = [
+            task
+            for task in schedule.groups.tasks
+            if not schedule.groups.ledger.is_finished(task.sample.id)
+        ]
+        if not schedule.loop.has_begun:  # the run continues here
+            tasks += unfinished
+        last = self._batch + self.max_staleness
+        if self.num_steps is not None:
+            last = min(last, self.num_steps - 1)
+        for batch in range(self._batch, last + 1):
+            if batch not in self._batches:
+                pulled = schedule.next_prompts(self._wanted)
+                tasks += schedule.begin(pulled)
+                self._batches[batch] = [position for position, _ in pulled]
+                for position, _ in pulled:
+                    schedule.groups[position].version = self._versions.get(self._made_after(batch))
+        return tasks
+
+    def _push(self, steps: int) -> None:
+        """Have the present weights pushed, which are those after so many steps."""
+        self._pushing.append(steps)
+        self.schedule.executor.push_weights()
+
+    @property
+    def waits_for_push(self) -> bool:  # type: ignore[override]
+        """Whether weights are on their way to where instances may load them."""
+        return bool(self._pushing)
+
+    def pushed(self, version: int) -> None:
+        """Weights can be loaded: the batches that they make begin."""
+        steps = self._pushing.popleft()
+        self._versions[steps] = version
+        for batch, positions in self._batches.items():
+            if self._made_after(batch) == steps:
+                for position in positions:
+                    self.schedule.groups[position].version = version
+
+    def of_step(self, position: int) -> bool:
+        """Whether the present step trains on a prompt."""
+        return position in self._batches.get(self._batch, ())
+
+    def make(self, tasks: Sequence[GenerationTask]) -> None:
+        """Let samples be made until the step's batch is there; others go on."""
+        schedule, positions = self.schedule, self._batches[self._batch]
+        tracker = schedule.loop.stages.tracker
+        schedule.loop.make(tasks)
+
+        def is_there() -> bool:
+            complete = all(map(schedule.groups.is_complete, positions))
+            return complete and not tracker.open_stages(positions)
+
+        schedule.loop.run_on(is_there)
+
+    def take(self) -> list[int]:
+        """The step's batch is trained on."""
+        return self._batches[self._batch]
+
+    def step_ended(self) -> None:
+        """The new weights go to whoever will take them; older ones stay that batches need."""
+        del self._batches[self._batch]
+        after = self._batch + 1
+        needed = {self._made_after(batch) for batch in (*self._batches, after + self.max_staleness)}
+        self._versions = {s: version for s, version in self._versions.items() if s in needed}
+        self.schedule.executor.keep_versions([*self._versions.values()])
+        self._push(after)
+
+    def metrics(self, used: Sequence[Sample]) -> dict[str, float]:
+        """Count the tokens of older weights among those trained, and the staleness in steps."""
+        spans = [span for sample in used for span in sample.spans if span.trained]
+        steps = self.schedule.steps_done - 1  # those before this one, which is counted by now
+        stale = steps - self._made_after(steps)
+        made = sum(span.stop - span.start for span in spans if span.version != NO_VERSION)
+        return {
+            "samples/off_policy_tokens": float(made if stale else 0),
+            "samples/trained_tokens": float(sum(span.stop - span.start for span in spans)),
+            "samples/staleness": float(stale),
+        }
