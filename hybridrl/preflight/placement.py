@@ -143,7 +143,8 @@ def check_apart(config: Config, pool: str, graph: Graph) -> None:
 def _check_sizes(config: Config, pool: str, graph: Graph) -> None:
     """Raise where the ranks of a pool do not fit the layouts of its roles."""
     for role in graph.learned:
-        config.check_value_model(role)
+        if role != "actor":
+            config.check_value_model(role)
     layout, ranks = config.rollout.layout, len(config.cluster.pool_ranks[pool])
     judges = {*graph.judges, *config.eval_judges}
     scorers = {role for role in judges if config.is_neural(role) and config.pool_of(role) == pool}
