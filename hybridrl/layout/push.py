@@ -198,7 +198,7 @@ class PushTarget:
 
 def checksum(data: np.ndarray) -> int:
     """The CRC-32 of a row of bytes."""
-    return zlib.crc32(data)
+    return zlib.crc32(data.data)
 
 
 def bytes_by_sender(push: PushPlan, itemsize: int) -> Mapping[int, int]:

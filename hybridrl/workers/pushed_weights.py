@@ -9,8 +9,8 @@ import torch
 from transformers import PretrainedConfig
 
 from hybridrl.checkpoint.folder import note_sum, write_error
-from hybridrl.config import Config
-from hybridrl.layout.grouping import Grouping, TrainAxes, gen_positions
+from hybridrl.config import Config, Grouping
+from hybridrl.layout.grouping import TrainAxes, gen_positions
 from hybridrl.layout.layout import Layout, stages_of_layers
 from hybridrl.layout.mesh import gen_mesh
 from hybridrl.layout.parameters import gen_layout, train_layout

@@ -8,36 +8,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from numbered_layouts import numbered, own, parameters
 
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layerwise import Fill, LayerwiseSwitch, by_layer, subplan
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.local import LocalTensor
-from hybridrl.layout.parameters import BOTH, LAST, Parameter
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.switching import plan_switch
 from hybridrl.layout.weight_switch import SwitchStats
 
 Ranks = Callable[..., list[Any]]
-NUM_LAYERS = 3
 # Training axes; pp and tp of generation.
 CASES = {
     2: [(TrainAxes(fsdp=2), 1, 2), (TrainAxes(pp=2), 1, 1), (TrainAxes(tp=2), 2, 1)],
     4: [(TrainAxes(fsdp=4), 1, 2), (TrainAxes(fsdp=4), 2, 2), (TrainAxes(pp=2, tp=2), 1, 1)],
 }
-
-
-def parameters() -> list[Parameter]:
-    """An odd vocabulary, tied at both ends; an odd number of layers; norms."""
-    model_parameters = [Parameter("model.embed_tokens.weight", (37, 8), BOTH, 0)]
-    for layer in range(NUM_LAYERS):
-        at = f"model.layers.{layer}"
-        model_parameters += [
-            Parameter(f"{at}.q_proj.weight", (16, 8), layer, 0, units=4),
-            Parameter(f"{at}.o_proj.weight", (8, 16), layer, 1, units=4),
-            Parameter(f"{at}.norm.weight", (8,), layer),
-        ]
-    return [*model_parameters, Parameter("model.norm.weight", (8,), LAST)]
 
 
 def plan_of(axes: TrainAxes, pp: int, tp: int) -> Plan:
@@ -64,23 +50,6 @@ def test_parts_move_what_the_whole_moves(case: tuple[Any, ...]) -> None:
     for there, names in zip(parts, by_layer(whole.dst.rules), strict=True):
         for layout in (there.src, there.dst):
             assert tuple(layout.rules) == tuple(layout.shapes) == names
-
-
-def numbered(layout: Layout) -> dict[str, torch.Tensor]:
-    """The parameters, each element with a value of its own; padding is nan."""
-    full, start = {}, 1
-    for name, shape in layout.shapes.items():
-        size = torch.Size(shape).numel()
-        full[name] = torch.full(layout.rules[name].padded or shape, torch.nan)
-        full[name][tuple(map(slice, shape))] = torch.arange(start, start + size).view(shape) * 1.0
-        start += size
-    return full
-
-
-def own(layout: Layout, full: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """What a rank's tensors of the layout have."""
-    boxes = {name: layout.local(name, rank) for name in layout.rules}
-    return {name: full[name][held[0].slices()] for name, held in boxes.items() if held}
 
 
 class Repacking:

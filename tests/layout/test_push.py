@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_layerwise import NUM_LAYERS, numbered, own, parameters
+from numbered_layouts import NUM_LAYERS, numbered, own, parameters
 
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layerwise import Fill, by_layer
