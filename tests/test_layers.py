@@ -196,6 +196,7 @@ def is_pure_layout(path: Path) -> bool:
         "process_groups.py",
         "layerwise.py",
         "adapters.py",
+        "push.py",
     )
 
 

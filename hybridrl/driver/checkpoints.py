@@ -313,7 +313,7 @@ class Checkpoints:
         if state.pending:
             self.group.save_pending(resume, self._shares(state.pending))
         if state.versions:
-            self.executor.save_pushed(resume, state.versions)
+            self.executor.pushes.save(resume, state.versions)
         roles = {role: asdict(steps) for role, steps in progress.items()}
         # What was read unawaited has come since the state was taken, and no later step's.
         records = state.record.get("records", {}) | self.telemetry.late_sizes()
@@ -338,7 +338,7 @@ class Checkpoints:
     def load_samples(self, point: Point, schedule: Schedule) -> None:
         """Load the pending samples on the ranks; `schedule` gets references to the parked."""
         if schedule.needs_versions():
-            self.executor.load_pushed(str(point.tensors))
+            self.executor.pushes.load(str(point.tensors))
         pending = schedule.pending()
         if not pending:
             return

@@ -33,19 +33,17 @@ from hybridrl.driver.load_balance import (
     joint_work,
     update_shares,
 )
-from hybridrl.driver.pushed_versions import PushedVersions
+from hybridrl.driver.pushes import Pushes
 from hybridrl.driver.recorded_samples import RecordedSamples, load_recorded
 from hybridrl.driver.sample_moves import SampleMoves, by_rank, once
 from hybridrl.driver.worker_group import Pool, WorkerGroup
 from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import (
     ENOUGH_TURNS,
-    Advanced,
     Command,
     Computed,
     EarlyTrained,
     Event,
-    Load,
     Phase,
     Prepared,
     Replied,
@@ -53,7 +51,6 @@ from hybridrl.flow.executor import (
     Scope,
     Submit,
     UpdateDone,
-    WeightsPushed,
     WeightsReady,
     generated_tensors,
 )
@@ -75,7 +72,6 @@ from hybridrl.rewards.results import scalars_of
 from hybridrl.schedule.base import PendingSample
 from hybridrl.system import signals
 from hybridrl.system.node_info import NodeInfo
-from hybridrl.workers.base_worker import Published
 from hybridrl.workers.rank_calls import Reference
 from hybridrl.workers.sample_writer import SampleFacts
 from hybridrl.workers.training import UpdateShare
@@ -98,12 +94,11 @@ class RayExecutor:
     `works` says by role what training on samples costs, so how they are spread. `episodes` answer
     conversations. Roles that are `together` train in one plan, and score in one. An instance of
     several ranks gets every call on all of them; their answers become one event. A rank that dies
-    ends the run (`WorkerError`), since its training shard is gone, so there is never a
-    `WorkerDied`. While `may_abandon`, which an update ends, a signal that asks the run to end
-    raises `Abandoned`.
+    ends the run (`WorkerError`), so there is never a `WorkerDied`. While `may_abandon`, which an
+    update ends, a signal that asks the run to end raises `Abandoned`.
 
-    Samples live in the actor's pool. The fields that another pool reads are copied there for the
-    length of the call. Its results are copied home before the call's event: so `map`, forward
+    Samples live in the pool that generates. The fields that another pool reads are copied there
+    for the length of the call. Its results are copied home before the call's event: so `map`, forward
     passes and the actor's update find them on the sample's rank.
     """
 
@@ -130,10 +125,8 @@ class RayExecutor:
             rank: number for number, ranks in enumerate(group.instances) for rank in ranks
         }
         self._rounds = Rounds(group)
-        # Where ranks generate that do not train: weights that they can take, and have.
         self.separate = group.home is not group.actor_pool
-        self._pushed = PushedVersions()
-        self._loaded: dict[int, int] = {}
+        self.pushes = Pushes(group)
         self._moves = SampleMoves(group)
         # Fields that each role outside of the actor's pool has made; its update may read them.
         self._fields_of_role: dict[str, set[str]] = defaultdict(set)
@@ -216,49 +209,16 @@ class RayExecutor:
 
     def push_weights(self) -> None:
         """Begin to push the newest weights."""
-        self._rounds.begin(self._push())
-
-    def _push(self) -> EventCalls:
-        """One event for all training ranks, once the version can be taken."""
-        shares = yield from answers_of(self.group.call_push(self._pushed.newest))
-        if shares[0].version != self._pushed.newest:
-            self._pushed.add(shares)
-            logger.debug("weights of version %d are pushed", self._pushed.newest)
-        return [WeightsPushed(self._pushed.newest)]
-
-    def save_pushed(self, path: str, versions: Collection[int]) -> None:
-        """Write pushed weights, from which samples of a checkpoint go on, into its folder."""
-        self.group.save_pushed(path, self._pushed.of(versions))
-
-    def load_pushed(self, path: str) -> None:
-        """Have the versions of `save_pushed` ready to be loaded."""
-        self._pushed.restore(self.group.load_pushed(path))
+        self._rounds.begin(self.pushes.push())
 
     def keep_versions(self, versions: Collection[int]) -> None:
         """Let go of pushed weights but these and the newest."""
-        self._pushed.keep(versions)
+        self.pushes.keep(versions)
 
     def _push_and_load(self) -> EventCalls:
         """One event, when every instance has the newest weights."""
-        yield from self._push()
-        self.version = newest = self._pushed.newest
-        calls: dict[Reference[Published[Advanced]], int] = {}
-        for instance in self.instances:
-            if self._loaded.get(instance) != newest:
-                calls |= self._call(instance, [Load(newest)], 0, ENOUGH_TURNS)
-        yield from answers_of(calls)
-        return [WeightsReady(newest)]
-
-    def _call(
-        self, instance: int, commands: Sequence[Command], *limits: int
-    ) -> dict[Reference[Published[Advanced]], int]:
-        """Call every rank of an instance; one that loads weights gets those of its place."""
-        first = commands[0] if commands else None
-        if not isinstance(first, Load):
-            return self.group.call_advance(instance, commands, *limits)
-        self._loaded[instance] = first.version
-        loads = self._pushed.loads(first.version, len(self.group.places[instance]))
-        return self.group.call_load(instance, [[one, *commands[1:]] for one in loads], *limits)
+        self.version = yield from self.pushes.push_and_load(self.instances)
+        return [WeightsReady(self.version)]
 
     def prepare(self, places: Sequence[int], phase: Phase) -> None:
         """Begin to bring the ranks of these instances into `phase`."""
@@ -308,7 +268,7 @@ class RayExecutor:
 
     def _advance(self, instance: int, commands: Sequence[Command], *limits: int) -> EventCalls:
         """One event for an instance: the finished samples and parked state of all its ranks."""
-        calls = self._call(instance, commands, *limits)
+        calls = self.pushes.call_advance(instance, commands, *limits)
         published = yield from answers_of(calls)
         answers = [answer.event for answer in published]
         for answer in published:

@@ -158,7 +158,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadWeights:
     """Take the weights of `version`, which have been pushed, before any other command of a call.
 
     The instance holds no unfinished sample. Schedules leave the rest to the executor: references to
@@ -175,7 +175,7 @@ class Load:
         return ()
 
 
-Command = Load | Submit | Park | Resume | Answer
+Command = LoadWeights | Submit | Park | Resume | Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +369,7 @@ class WeightsReady:
 
 @dataclass(frozen=True, slots=True)
 class WeightsPushed:
-    """Generation ranks can take the weights of `version` (`Load`)."""
+    """Generation ranks can take the weights of `version` (`LoadWeights`)."""
 
     version: int
 
@@ -471,7 +471,7 @@ class Executor(StagePlaces, Protocol):
         ...
 
     def push_weights(self) -> None:
-        """Have training ranks push their weights for `Load`; ends with `WeightsPushed`.
+        """Have training ranks push their weights for `LoadWeights`; ends with `WeightsPushed`.
 
         Only where instances are `separate`. An instance takes them when a call tells it to.
         """

@@ -38,8 +38,9 @@ _UPDATE = "update_"
 
 
 def default_schedules() -> tuple[ScheduleConfig, ...]:
-    """Every registered schedule, with the settings that it starts with."""
-    return tuple(entry.settings(kind=kind) for kind, entry in SCHEDULES.items())
+    """Every schedule of ranks that do both, with the settings that it starts with."""
+    shared = {kind: entry for kind, entry in SCHEDULES.items() if not entry.separate}
+    return tuple(entry.settings(kind=kind) for kind, entry in shared.items())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

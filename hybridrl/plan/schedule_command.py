@@ -152,7 +152,8 @@ def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
         raise ConfigError("--instances", "", "how many, since the costs do not say")
     group_size = options["group_size"] or workload.group_size
     settings = {name: options[name] for name in _SCHEDULE if options[name] is not None}
-    schedules = tuple(_schedule(entry.settings, settings) for entry in SCHEDULES.values())
+    shared = [entry for entry in SCHEDULES.values() if not entry.separate]
+    schedules = tuple(_schedule(entry.settings, settings) for entry in shared)
     setting = Setting(
         **facts,
         schedules=schedules,

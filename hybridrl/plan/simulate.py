@@ -20,7 +20,7 @@ from hybridrl.flow.executor import (
     EarlyTrained,
     Event,
     Finished,
-    Load,
+    LoadWeights,
     Phase,
     Prepared,
     Replied,
@@ -234,11 +234,11 @@ class SimulatedExecutor:
         version, load_s = self.version, 0.0
         if self._apart is not None:
             for command in commands:
-                if isinstance(command, Load):
+                if isinstance(command, LoadWeights):
                     assert self._servers[instance].is_empty, "weights change under samples"
                     assert command.version in self._pushed, f"nobody keeps {command.version}"
                     self._loaded[instance], load_s = command.version, self._apart.load_s
-            commands = [command for command in commands if not isinstance(command, Load)]
+            commands = [command for command in commands if not isinstance(command, LoadWeights)]
             version = self._loaded[instance]
         members = self.wide.get(instance, ())
         assert all(self._servers[i].is_empty for i in members), "a member has samples"

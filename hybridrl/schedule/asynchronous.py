@@ -31,8 +31,8 @@ class Async(SchedulePolicy):
     follows from its prompt's position, never from time, and with S = 0 the batch is that of
     `serial`.
 
-    An instance takes new weights when it has no unfinished sample of an earlier batch (`Load`). A
-    batch of which no step comes, since the run has `num_steps`, does not begin.
+    An instance takes new weights (`LoadWeights`) when it has no unfinished sample of an earlier
+    batch. A batch of which no step comes, since the run has `num_steps`, does not begin.
 
     Stages of the samples' ranks and of the driver (verifiers, `map`) start as samples finish.
     Passes of models wait for the step that trains the samples, so values and the actor's own
@@ -80,9 +80,8 @@ class Async(SchedulePolicy):
         groups.load(state.get("open", []), prompt_at, num_ranks, self.schedule.sampling)
         self._batches = {int(b): list(p) for b, p in state.get("batches", {}).items()}
         self._versions = {int(s): version for s, version in state.get("versions", {}).items()}
-        for batch, positions in self._batches.items():
-            for position in positions:
-                groups[position].version = self._versions.get(self._made_after(batch))
+        for batch in self._batches:
+            self._set_version(batch)
         for position, group in groups.open.items():
             for stage in dict.fromkeys(task.stage for task in group.tasks.values()):
                 self.schedule.stages_of(stage).tracker.choose(position)
@@ -96,9 +95,14 @@ class Async(SchedulePolicy):
 
     # -- a step --------------------------------------------------------------------------------
 
-    def _made_after(self, batch: int) -> int:
+    def _steps_behind(self, batch: int) -> int:
         """Steps of training behind the weights that make a batch."""
         return max(0, batch - self.max_staleness)
+
+    def _set_version(self, batch: int) -> None:
+        """Let the prompts of a batch begin, if its weights are there."""
+        for position in self._batches[batch]:
+            self.schedule.groups[position].version = self._versions.get(self._steps_behind(batch))
 
     @property
     def _batch(self) -> int:
@@ -137,8 +141,7 @@ class Async(SchedulePolicy):
                 pulled = schedule.next_prompts(self._wanted)
                 tasks += schedule.begin(pulled)
                 self._batches[batch] = [position for position, _ in pulled]
-                for position, _ in pulled:
-                    schedule.groups[position].version = self._versions.get(self._made_after(batch))
+                self._set_version(batch)
         return tasks
 
     def _push(self, steps: int) -> None:
@@ -155,10 +158,8 @@ class Async(SchedulePolicy):
         """Weights can be loaded: the batches that they make begin."""
         steps = self._pushing.popleft()
         self._versions[steps] = version
-        for batch, positions in self._batches.items():
-            if self._made_after(batch) == steps:
-                for position in positions:
-                    self.schedule.groups[position].version = version
+        for batch in self._batches:
+            self._set_version(batch)
 
     def of_step(self, position: int) -> bool:
         """Whether the present step trains on a prompt."""
@@ -184,7 +185,9 @@ class Async(SchedulePolicy):
         """The new weights go to whoever will take them; older ones stay that batches need."""
         del self._batches[self._batch]
         after = self._batch + 1
-        needed = {self._made_after(batch) for batch in (*self._batches, after + self.max_staleness)}
+        needed = {
+            self._steps_behind(batch) for batch in (*self._batches, after + self.max_staleness)
+        }
         self._versions = {s: version for s, version in self._versions.items() if s in needed}
         self.schedule.executor.keep_versions([*self._versions.values()])
         self._push(after)
@@ -193,10 +196,10 @@ class Async(SchedulePolicy):
         """Count the tokens of older weights among those trained, and the staleness in steps."""
         spans = [span for sample in used for span in sample.spans if span.trained]
         steps = self.schedule.steps_done - 1  # those before this one, which is counted by now
-        stale = steps - self._made_after(steps)
-        made = sum(span.stop - span.start for span in spans if span.version != NO_VERSION)
+        stale = steps - self._steps_behind(steps)
+        generated = sum(span.stop - span.start for span in spans if span.version != NO_VERSION)
         return {
-            "samples/off_policy_tokens": float(made if stale else 0),
+            "samples/off_policy_tokens": float(generated if stale else 0),
             "samples/trained_tokens": float(sum(span.stop - span.start for span in spans)),
             "samples/staleness": float(stale),
         }

@@ -6,7 +6,7 @@ from enum import Enum
 
 from hybridrl.config import Migration
 from hybridrl.costs.instance import Costs
-from hybridrl.flow.executor import Command, Load
+from hybridrl.flow.executor import Command, LoadWeights
 from hybridrl.flow.sample import SampleId
 
 _CALL_SHARE = 0.02  # of the decoding: what calls may cost so that they end sooner
@@ -131,7 +131,7 @@ class Instance:
         """It is to be given samples that this version makes."""
         if version != self.version:
             assert not self.held, f"instance {self.number} has samples of other weights"
-            self.inbox.insert(0, Load(version))
+            self.inbox.insert(0, LoadWeights(version))
             self.version = version
 
     def send(self, now: float) -> None:

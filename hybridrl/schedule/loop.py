@@ -40,11 +40,11 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.graph import AnswersStage
 from hybridrl.flow.ledger import ON_INSTANCE, SampleStatus
-from hybridrl.flow.lengths import dispatch_groups
 from hybridrl.flow.sample import SampleId
 from hybridrl.flow.turns import enough_turns
 from hybridrl.flow.waits import worth_parking
 from hybridrl.schedule.base import learn, next_events
+from hybridrl.schedule.dealing import Dealer
 from hybridrl.schedule.groups import BegunPrompts, GenerationTask, tasks_of
 from hybridrl.schedule.instances import Instance, Instances, InstanceStatus, RoundLimits
 from hybridrl.schedule.streamed_stages import StreamedStages
@@ -148,11 +148,7 @@ class Loop:
         self.executor.load_targets(stage, ids, prompts)
 
     def deal(self) -> None:
-        """Give the queued samples to instances that have room.
-
-        Groups stay together where they can. Their samples share a prompt and are about as long:
-        spread out, they would keep every instance decoding as long as the longest.
-        """
+        """Give the queued samples to instances that have room (`Dealer`)."""
         alive = self.instances.alive
         able = [i for i in alive if i.joins is None and i.status is not _LEAVING]
         busy = len(able) < len(alive)
@@ -161,53 +157,15 @@ class Loop:
         able = [i for i in able if i.status is not _TRAINING]
         if self._queue and not able and not busy:
             raise RuntimeError(_NONE_DECODES)
-        if not self._queue or not any(self._room(i, len(self._queue)) for i in able):
+        if not self._queue:
             return
-        if not self.lasts:
-            self._queue = self._dealt(self._queue, able)
-            return
-        by_version: dict[int | None, list[SampleId]] = defaultdict(list)
-        for id in self._queue:
-            by_version[self.groups[id.prompt].version].append(id)
-        self._queue = by_version.pop(None, [])  # whose weights are not there yet
-        for version, ids in sorted(by_version.items()):  # None is out
-            takes = [i for i in able if not i.held or i.version == version]
-            self._queue += self._dealt(ids, takes, version) if takes else ids
-
-    def _dealt(
-        self, queue: Sequence[SampleId], able: Sequence[Instance], version: int | None = None
-    ) -> list[SampleId]:
-        """Give samples, which are to be made by a `version`, to instances; gives those left."""
-        groups: dict[tuple[str, int], list[tuple[SampleId, float]]] = {}
-        for id in queue:
-            task = self.groups.task(id)
-            groups.setdefault((task.stage.name, id.prompt), []).append((id, task.tokens))
-        loads = [sum(self.groups.task(id).tokens for id in i.held) for i in able]
-        room = [self._room(i, len(queue)) for i in able]
-        dealt, left = dispatch_groups([*groups.values()], room, loads)
-        for instance, ids in zip(able, dealt, strict=True):
-            if ids and version is not None:
+        dealer = Dealer(self.groups, self.limits, len(alive))
+        deal = dealer.deal_by_version if self.lasts else dealer.deal
+        dealt, self._queue = deal(self._queue, able)
+        for instance, ids, version in dealt:
+            if version is not None:
                 instance.load(version)
             self._give(instance, ids)
-        return left
-
-    def _room(self, instance: Instance, num_queued: int) -> int:
-        """Samples that an instance may be given: those that wait leave their rows to others.
-
-        It holds at most twice as many as have rows, since those that wait keep their blocks. Those
-        that rest until the round ends do not count, or others might never come. Beyond that it is
-        given samples ahead (`_ahead`), which the engine begins when rows are free, within a call.
-        """
-        held = [id for id in instance.held if not self.turns.rests(id)]
-        going, most = sum(not self.turns.waits(id) for id in held), self.limits.max_held
-        return max(0, min(most - going, 2 * most - len(held)) + self._ahead(num_queued))
-
-    def _ahead(self, num_queued: int) -> int:
-        """Half of an instance's share of the queue: the other half goes to whoever is done first.
-
-        Guided self-scheduling (Polychronopoulos and Kuck, 1987).
-        """
-        return num_queued // (2 * len(self.instances.alive)) if self.limits.ahead else 0
 
     def _give(self, instance: Instance, ids: Sequence[SampleId]) -> None:
         """Samples of one prompt that come together share its cached keys and values."""

@@ -15,7 +15,10 @@ from hybridrl.workers.trainer import ActorTrainer
 class ActorShards(BaseWorker):
     """A rank of the pool `actor`."""
 
-    trainer: ActorTrainer
+    @property
+    def trainer(self) -> ActorTrainer:
+        """The actor's shards and optimizer."""
+        raise NotImplementedError
 
     def _actor_weights(
         self, references: Sequence[Any]

@@ -18,9 +18,11 @@ from hybridrl.workers.base_worker import Published, Reply
 from hybridrl.workers.colocated import ColocatedActor
 from hybridrl.workers.device_residency import DeviceStatus
 from hybridrl.workers.dispatch import Dispatch, dispatch
+from hybridrl.workers.generator import Generator
 from hybridrl.workers.role_factory import ActorRoleFactory
 from hybridrl.workers.sample_worker import SampleWorker
 from hybridrl.workers.scorers import ReferenceScorer
+from hybridrl.workers.trainer import ActorTrainer
 from hybridrl.workers.training import UpdateShare
 
 logger = logging.getLogger(__name__)
@@ -51,7 +53,6 @@ class ActorWorker(ActorShards, SampleWorker):
             dist.all_gather_object(nodes, process.node)
             self.actor = actor = ColocatedActor(*model, self.staying, nodes, self._on_reading)
             self.residency = actor.residency
-            self.trainer, self.generator = actor.trainer, actor.generator
             self.build = ActorRoleFactory(*model, actor)
             self.trained["actor"] = actor.trainer
             if old_policy := self.build.old_policy():
@@ -62,6 +63,16 @@ class ActorWorker(ActorShards, SampleWorker):
         instance = actor.generator.describe(actor.switch_plan.grouping.value)
         trained = actor.trainer.describe(self.device)
         return self._reply(RankDescription(process=process, actor=trained, instance=instance))
+
+    @property
+    def generator(self) -> Generator:
+        """The actor's part that generates."""
+        return self.actor.generator
+
+    @property
+    def trainer(self) -> ActorTrainer:
+        """The actor's part that trains."""
+        return self.actor.trainer
 
     def _add_judge(self, name: str) -> None:
         super()._add_judge(name)
@@ -154,12 +165,12 @@ class ActorWorker(ActorShards, SampleWorker):
 
     def _discard_early(self) -> None:
         """Throw away the gradients of a step that has not come to its update."""
-        self.trainer.train_engine.discard()
+        self.actor.trainer.train_engine.discard()
         self._early_s = 0.0
 
     def _refresh_averages(self) -> None:
         """Copy moving averages that have changed into their scorers. Collective."""
-        for name, average in self.trainer.averages.items():
+        for name, average in self.actor.trainer.averages.items():
             if average.moved:
                 scorer = self.scorers[name]
                 assert isinstance(scorer, ReferenceScorer)

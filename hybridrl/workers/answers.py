@@ -65,8 +65,9 @@ class RankDescription:
 
     def record(self) -> dict[str, Any]:
         """All of it in one dict, for the run's records."""
-        parts = (self.process, self.actor, self.instance)
-        return {name: x for part in parts if part for name, x in asdict(part).items()}
+        record = asdict(self.process)
+        record |= asdict(self.instance) if self.instance else {}
+        return record | (asdict(self.actor) if self.actor else {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

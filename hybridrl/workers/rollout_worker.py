@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from hybridrl.costs.memory import PoolSizes
-from hybridrl.flow.executor import ENOUGH_TURNS, Advanced, Command, Load
+from hybridrl.flow.executor import ENOUGH_TURNS, Advanced, Command, LoadWeights
 from hybridrl.flow.graph import Graph
 from hybridrl.layout.layerwise import Fill
 from hybridrl.layout.push import PushTarget
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 class RolloutWorker(SampleWorker):
     """One rank of the pool `rollout`: a place of an instance, samples and verifiers.
 
-    The rollout engine is awake from the first `Load` on. An instance takes weights as the first
-    command of a call, while it has no unfinished sample.
+    An instance takes weights (`LoadWeights`) as the first command of a call, while it has no
+    unfinished sample. The rollout engine is awake all the time.
     """
 
     @dispatch(Dispatch.SAME)
@@ -44,7 +44,7 @@ class RolloutWorker(SampleWorker):
             texts = SamplingTexts(self.tokenizer, config.data.chat, config.stop_texts, ends)
             layout = instances_layout(config, shape, self.size)
             model = config, path, shape, self.tokenizer, texts
-            self.generator = Generator(*model, self.store, self.device, layout)
+            self._generator = Generator(*model, self.store, self.device, layout)
             self.residency = DeviceResidency(self.device, self._on_reading)
             dtype = TORCH_DTYPES[config.rollout.dtype]
             place = self.generator.parallel.instance_rank
@@ -54,6 +54,11 @@ class RolloutWorker(SampleWorker):
         self._begin_records()
         instance = self.generator.describe("vanilla")
         return self._reply(RankDescription(process=process, instance=instance))
+
+    @property
+    def generator(self) -> Generator:
+        """The rank's place in a rollout instance."""
+        return self._generator
 
     def _add_scorers(self, graph: Graph, weights: Sequence[Any]) -> None:
         """Models that score are elsewhere."""
@@ -66,9 +71,9 @@ class RolloutWorker(SampleWorker):
         num_decode_steps: int,
         enough_turns: int = ENOUGH_TURNS,
     ) -> Reply[Published[Advanced]]:
-        """See `SampleWorker`. A `Load` comes first, with the references of this rank's place."""
-        loads = [command for command in commands if isinstance(command, Load)]
-        others = [command for command in commands if not isinstance(command, Load)]
+        """See `SampleWorker`. A `LoadWeights` comes first, with the arrays of this rank's place."""
+        loads = [command for command in commands if isinstance(command, LoadWeights)]
+        others = [command for command in commands if not isinstance(command, LoadWeights)]
         seconds, num_bytes = 0.0, 0
         for command in loads:
             taken = self._load(command)
@@ -81,7 +86,7 @@ class RolloutWorker(SampleWorker):
         published = replace(reply.value, event=replace(event, work=work))
         return replace(reply, value=published)
 
-    def _load(self, command: Load) -> tuple[float, int]:
+    def _load(self, command: LoadWeights) -> tuple[float, int]:
         """Take the weights of a version; gives seconds and bytes."""
         assert not self.generator.unfinished, "weights change under unfinished samples"
         with self._span("load weights"):

@@ -48,8 +48,6 @@ class SampleWorker(BaseWorker):
     A sample stays in `store` from the call that made it until `release`, or until it moves.
     """
 
-    generator: Generator
-
     def __init__(
         self, rank: int, size: int, config: Config, model_path: str, data_plane: DataPlane
     ) -> None:
@@ -58,6 +56,11 @@ class SampleWorker(BaseWorker):
         """This rank's number among those of the run."""
         self.verifiers: dict[str, JudgePool] = {}
         self.writer: SampleWriter | None = None
+
+    @property
+    def generator(self) -> Generator:
+        """The rank's place in a rollout instance."""
+        raise NotImplementedError
 
     def _add_judge(self, name: str) -> None:
         if name not in self.verifiers and self.config.home_of(name) is JudgeHome.rank:

@@ -42,8 +42,8 @@ class TrainerWorker(ActorShards, CriticWorker):
             shape = AutoConfig.from_pretrained(path)
             ends = end_token_ids(path, shape)
             texts = SamplingTexts(self.tokenizer, config.data.chat, config.stop_texts, ends)
-            self.trainer = ActorTrainer(config, path, texts.all_end_ids, self.store, self.device)
-            self.trained["actor"] = self.trainer
+            actor = ActorTrainer(config, path, texts.all_end_ids, self.store, self.device)
+            self._trainer = self.trained["actor"] = actor
             engine = self.trainer.train_engine
             engine.memory.stays = "actor" in self.staying.names
             engine.offload()
@@ -53,6 +53,11 @@ class TrainerWorker(ActorShards, CriticWorker):
             process=reply.value.process, actor=self.trainer.describe(self.device)
         )
         return Reply(described, (*reply.spans, *self._reply(None).spans), reply.memory)
+
+    @property
+    def trainer(self) -> ActorTrainer:
+        """The actor's shards and optimizer."""
+        return self._trainer
 
     @dispatch(Dispatch.SAME)
     def push(self, version: int | None = None) -> Reply[PushedShare]:

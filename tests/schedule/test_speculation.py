@@ -177,7 +177,10 @@ def schedule_of(kind: ScheduleKind, executor):
             return LoopSchedule(*step, policy, **overlapped)
 
 
-@pytest.mark.parametrize("kind", SCHEDULES, ids=lambda kind: kind.value)
+ON_SHARED_RANKS = [kind for kind, entry in SCHEDULES.items() if not entry.separate]
+
+
+@pytest.mark.parametrize("kind", ON_SHARED_RANKS, ids=lambda kind: kind.value)
 def test_the_batch_is_that_without_drafts(virtual_executor, model, kind) -> None:
     def run(seed: int, speculates: bool, tokens: dict[Any, list[int]]):
         counts = SCHEDULES[kind].counts_tokens

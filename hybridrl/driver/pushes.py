@@ -1,0 +1,89 @@
+"""Pushed weights: who has which version, while instances need it, on ranks that generate alone."""
+
+from collections.abc import Collection, Sequence
+
+from hybridrl.driver.async_calls import Calling, EventCalls, answers_of
+from hybridrl.driver.worker_group import WorkerGroup
+from hybridrl.flow.executor import ENOUGH_TURNS, Advanced, Command, LoadWeights, WeightsPushed
+from hybridrl.flow.sample import NO_VERSION
+from hybridrl.workers.base_worker import Published
+from hybridrl.workers.pushed_weights import PushedShare
+from hybridrl.workers.rank_calls import Reference
+
+AdvanceCalls = dict[Reference[Published[Advanced]], int]
+
+
+class Pushes:
+    """References to arrays in the data plane, by version, training rank and place.
+
+    Ranks pull the arrays. Whoever moves them otherwise, by one-sided writes into reserved memory
+    say, gives a `LoadWeights` other references.
+    """
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
+        self._shares: dict[int, Sequence[PushedShare]] = {}
+        self._newest = NO_VERSION
+        self._loaded: dict[int, int] = {}  # by instance
+
+    # -- the actor's ranks ---------------------------------------------------------------------
+
+    def push(self) -> EventCalls:
+        """One event for all training ranks, once their weights can be taken."""
+        shares = yield from answers_of(self.group.call_push(self._newest))
+        versions = {share.version for share in shares}
+        assert len(versions) == 1, f"training ranks have pushed the versions {sorted(versions)}"
+        (version,) = versions
+        if version != self._newest:
+            self._shares[version], self._newest = shares, version
+        return [WeightsPushed(version)]
+
+    def keep(self, versions: Collection[int]) -> None:
+        """Forget all but these and the newest: what nobody refers to leaves the data plane."""
+        wanted = {*versions, self._newest}
+        self._shares = {version: x for version, x in self._shares.items() if version in wanted}
+
+    # -- instances -----------------------------------------------------------------------------
+
+    def push_and_load(self, instances: Sequence[int]) -> Calling[int]:
+        """Have all instances take the newest weights; gives their version."""
+        yield from self.push()
+        calls: AdvanceCalls = {}
+        for instance in instances:
+            if self._loaded.get(instance) != self._newest:
+                load = LoadWeights(self._newest)
+                calls |= self.call_advance(instance, [load], 0, ENOUGH_TURNS)
+        yield from answers_of(calls)
+        return self._newest
+
+    def call_advance(
+        self, instance: int, commands: Sequence[Command], steps: int, enough_turns: int
+    ) -> AdvanceCalls:
+        """Call every rank of an instance; one that loads weights gets those of its place."""
+        first = commands[0] if commands else None
+        if not isinstance(first, LoadWeights):
+            return self.group.call_advance(instance, commands, steps, enough_turns)
+        self._loaded[instance] = first.version
+        loads = self._loads(first.version, len(self.group.places[instance]))
+        of_place = [[load, *commands[1:]] for load in loads]
+        return self.group.call_load(instance, of_place, steps, enough_turns)
+
+    def _loads(self, version: int, num_places: int) -> list[LoadWeights]:
+        """The command for each place of an instance."""
+        shares = self._shares[version]
+        biases = next((share.biases for share in shares if share.biases is not None), None)
+        of_place = [
+            tuple(share.arrays[place] for share in shares if place in share.arrays)
+            for place in range(num_places)
+        ]
+        return [LoadWeights(version, arrays, biases) for arrays in of_place]
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def save(self, path: str, versions: Collection[int]) -> None:
+        """Write pushed weights, from which samples of a checkpoint go on, into its folder."""
+        self.group.save_pushed(path, {version: self._shares[version] for version in versions})
+
+    def load(self, path: str) -> None:
+        """Have the versions of `save` ready to be loaded."""
+        self._shares |= self.group.load_pushed(path)
