@@ -354,7 +354,9 @@ class Checkpoints:
         shares: list[list[PendingRecord]] = [[] for _ in self.group.home.ranks]
         for sample in pending:
             if sample.parked is None:
-                shares[sample.rank].append(PendingRecord(sample.id, sample.prompt))
+                shares[sample.rank - self.group.home.ranks.start].append(
+                    PendingRecord(sample.id, sample.prompt)
+                )
                 continue
             state = sample.parked.state
             reference = state[0][sample.id] if state is not None else None

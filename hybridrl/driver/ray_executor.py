@@ -98,7 +98,7 @@ class RayExecutor:
     update ends, a signal that asks the run to end raises `Abandoned`.
 
     Samples live in the pool that generates. The fields that another pool reads are copied there
-    for the length of the call. Its results are copied home before the call's event: so `map`, forward
+    for the length of the call. Its results are copied home before its event: so `map`, forward
     passes and the actor's update find them on the sample's rank.
     """
 

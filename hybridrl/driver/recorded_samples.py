@@ -14,7 +14,7 @@ from hybridrl.config import ConfigError
 from hybridrl.driver.async_calls import EventCalls, answers_of
 from hybridrl.driver.step_digests import SAMPLES
 from hybridrl.driver.worker_group import WorkerGroup
-from hybridrl.flow.executor import Advanced, Command, Finished, Submit
+from hybridrl.flow.executor import Advanced, Command, Finished, LoadWeights, Submit
 from hybridrl.flow.graph import MapStage, Stage, StageMethod
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.telemetry.digests import read_steps
@@ -124,6 +124,8 @@ def load_recorded(
     ranks, finished = group.instances[instance], []
     shares: dict[int, dict[SampleId, tuple[int, Any]]] = defaultdict(dict)
     for command in commands:
+        if isinstance(command, LoadWeights):
+            continue  # nothing is generated
         assert isinstance(command, Submit), "a recorded sample is whole"
         for id in command.ids:
             rank = ranks[(id.prompt + id.k) % len(ranks)]

@@ -284,7 +284,7 @@ class Run:
             schedule.load_state_dict(
                 point.state["schedule"],
                 prompt_at=self.prompts.at,
-                num_ranks=len(self.group.home.ranks),
+                ranks=self.group.home.ranks,
             )
             self.checkpoints.load_samples(point, schedule)
             if self.episodes is not None:

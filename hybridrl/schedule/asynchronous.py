@@ -51,6 +51,8 @@ class Async(SchedulePolicy):
     """What the trainer calls the weights after so many steps."""
     _pushing: deque[int] = field(default_factory=deque)
     """The steps behind the weights that are on their way, oldest first."""
+    _restored: list[int] = field(default_factory=list)
+    """Prompts of a checkpoint, on whose finished samples stages have still to start."""
     _wanted: int = 0
 
     @classmethod
@@ -73,15 +75,16 @@ class Async(SchedulePolicy):
         }
 
     def load_state_dict(
-        self, state: Mapping[str, Any], prompt_at: Callable[[int], Any], num_ranks: int
+        self, state: Mapping[str, Any], prompt_at: Callable[[int], Any], ranks: range
     ) -> None:
         """Continue with the open prompts' samples; a checkpoint of `serial` has none."""
         groups = self.schedule.groups
-        groups.load(state.get("open", []), prompt_at, num_ranks, self.schedule.sampling)
+        groups.load(state.get("open", []), prompt_at, ranks, self.schedule.sampling)
         self._batches = {int(b): list(p) for b, p in state.get("batches", {}).items()}
         self._versions = {int(s): version for s, version in state.get("versions", {}).items()}
         for batch in self._batches:
             self._set_version(batch)
+        self._restored = [*groups.open]
         for position, group in groups.open.items():
             for stage in dict.fromkeys(task.stage for task in group.tasks.values()):
                 self.schedule.stages_of(stage).tracker.choose(position)
@@ -175,7 +178,8 @@ class Async(SchedulePolicy):
             complete = all(map(schedule.groups.is_complete, positions))
             return complete and not tracker.open_stages(positions)
 
-        schedule.loop.run_on(is_there)
+        restored, self._restored = self._restored, []
+        schedule.loop.run_on(is_there, restored)
 
     def take(self) -> list[int]:
         """The step's batch is trained on."""

@@ -193,12 +193,12 @@ class Schedule(ABC):
         }
 
     def load_state_dict(
-        self, state: Mapping[str, Any], *, prompt_at: Callable[[int], Any], num_ranks: int
+        self, state: Mapping[str, Any], *, prompt_at: Callable[[int], Any], ranks: range
     ) -> None:
         """Continue from a `state_dict`, before the first step. The prompts must be where they were.
 
         `prompt_at` gives the prompt at a position. The tensors of the samples that are `pending`
-        then must be on their ranks, `num_ranks` in all, or where `restore_parked` says.
+        then must be on their `ranks`, or where `restore_parked` says.
         """
         self.steps_done = state["steps_done"]
         self.meter.load_state_dict(state["meter"])

@@ -76,7 +76,7 @@ class Fused(SchedulePolicy):
         return {"plan_errors": self._planner.errors.state_dict()}
 
     def load_state_dict(
-        self, state: Mapping[str, Any], prompt_at: Callable[[int], Any], num_ranks: int
+        self, state: Mapping[str, Any], prompt_at: Callable[[int], Any], ranks: range
     ) -> None:
         """Continue from a `state_dict`; another schedule has tried no plan."""
         self._planner.errors.load_state_dict(state.get("plan_errors", {}))

@@ -210,7 +210,7 @@ class BegunPrompts:
         self,
         records: Sequence[Mapping[str, Any]],
         prompt_at: Callable[[int], Any],
-        num_ranks: int,
+        ranks: range,
         sampling: Callable[[SourceStage], Sampling | None],
     ) -> None:
         """Take up what `to_json` gave; the run may continue with fewer ranks."""
@@ -224,7 +224,7 @@ class BegunPrompts:
         for group in records:
             position = group["position"]
             prompt = prompt_at(position)
-            tasks = [self._load_task(x, prompt, parked, num_ranks, sampling) for x in group["jobs"]]
+            tasks = [self._load_task(x, prompt, parked, ranks, sampling) for x in group["jobs"]]
             self.begin([(position, prompt)], group["step"], tasks)
 
     def _load_task(
@@ -232,7 +232,7 @@ class BegunPrompts:
         record: Mapping[str, Any],
         prompt: Any,
         parked: Parked,
-        num_ranks: int,
+        ranks: range,
         sampling: Callable[[SourceStage], Sampling | None],
     ) -> GenerationTask:
         """A task as it was written; the ledger takes its sample with the status that it had."""
@@ -245,7 +245,8 @@ class BegunPrompts:
             status, task = SampleStatus.PARKED, replace(task, parked=parked)
         elif sample.tensors:
             status = SampleStatus.FINISHED
-            sample.rank %= num_ranks
+            if sample.rank not in ranks:
+                sample.rank = ranks[sample.rank % len(ranks)]
         else:
             status = SampleStatus.QUEUED
         self.ledger.dispatch([sample], status)

@@ -205,9 +205,12 @@ class Loop:
             else:
                 self._start(self._events())
 
-    def run_on(self, until: Callable[[], bool]) -> None:
-        """Go on until `until` holds; instances keep what they have, and calls are in flight."""
-        self._go_on(())
+    def run_on(self, until: Callable[[], bool], touched: Sequence[int] = ()) -> None:
+        """Go on until `until` holds; instances keep what they have, and calls are in flight.
+
+        Stages may start on the `touched` prompts at once.
+        """
+        self._go_on(touched)
         while not until():
             self._go_on(self._events())
 

@@ -62,7 +62,7 @@ class SchedulePolicy:
         return {}
 
     def load_state_dict(
-        self, state: Mapping[str, Any], prompt_at: Callable[[int], Any], num_ranks: int
+        self, state: Mapping[str, Any], prompt_at: Callable[[int], Any], ranks: range
     ) -> None:
         """Continue from a schedule's `state_dict`, which another policy may have written."""
 
@@ -166,12 +166,12 @@ class LoopSchedule(Schedule):
         return super().state_dict() | self.length_model.state_dict() | self.policy.state_dict()
 
     def load_state_dict(
-        self, state: Mapping[str, Any], *, prompt_at: Callable[[int], Any], num_ranks: int
+        self, state: Mapping[str, Any], *, prompt_at: Callable[[int], Any], ranks: range
     ) -> None:
         """Continue from a `state_dict`; another schedule may have learned nothing of lengths."""
-        super().load_state_dict(state, prompt_at=prompt_at, num_ranks=num_ranks)
+        super().load_state_dict(state, prompt_at=prompt_at, ranks=ranks)
         self.length_model.load_state_dict(state)
-        self.policy.load_state_dict(state, prompt_at, num_ranks)
+        self.policy.load_state_dict(state, prompt_at, ranks)
 
     def pending(self) -> tuple[PendingSample, ...]:
         """Return the samples of open prompts that are parked or finished."""

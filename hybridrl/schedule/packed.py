@@ -117,7 +117,7 @@ class Packed(SchedulePolicy):
         return {"waiting": waiting, "longest": list(self._longest)}
 
     def load_state_dict(
-        self, state: Mapping[str, Any], prompt_at: Callable[[int], Any], num_ranks: int
+        self, state: Mapping[str, Any], prompt_at: Callable[[int], Any], ranks: range
     ) -> None:
         """Continue from a `state_dict`; another schedule has no prompts that wait."""
         for position, seen, *_ in state.get("waiting", ()):  # old ones have a third number

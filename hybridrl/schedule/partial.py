@@ -78,11 +78,11 @@ class Partial(SchedulePolicy):
         return {"open": self.schedule.groups.to_json()}
 
     def load_state_dict(
-        self, state: Mapping[str, Any], prompt_at: Callable[[int], Any], num_ranks: int
+        self, state: Mapping[str, Any], prompt_at: Callable[[int], Any], ranks: range
     ) -> None:
         """Continue with the open prompts' samples."""
         groups = self.schedule.groups
-        groups.load(state["open"], prompt_at, num_ranks, self.schedule.sampling)
+        groups.load(state["open"], prompt_at, ranks, self.schedule.sampling)
         for position, group in groups.open.items():
             for stage in dict.fromkeys(task.stage for task in group.tasks.values()):
                 self.schedule.stages_of(stage).tracker.choose(position)

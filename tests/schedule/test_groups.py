@@ -88,7 +88,7 @@ def test_open_ones_go_on_from_what_is_written() -> None:
         task.sample.rank = 3
         task.sample.tensors.add("tokens")
     again = BegunPrompts(groups.graph, Ledger(), OpenTurns())
-    again.load(groups.to_json(), "p{}".format, num_ranks=2, sampling=lambda stage: SAMPLING)
+    again.load(groups.to_json(), "p{}".format, ranks=range(2), sampling=lambda stage: SAMPLING)
     assert again.to_json() != groups.to_json()  # ranks are others
     assert [(p, group.prompt, group.step) for p, group in again.open.items()] == [
         (2, "p2", 3), (3, "p3", 3)

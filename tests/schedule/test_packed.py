@@ -396,7 +396,7 @@ def test_a_run_that_is_cut_within_a_cycle_says_what_it_has_not_trained(virtual_e
     state = json.loads(json.dumps(schedule.state_dict()))
     executor = virtual_executor(2, 0, length_of, cuts=True)
     schedule = make(executor, {}, **options, first_prompt=6, num_prompts=6, num_steps=2)
-    schedule.load_state_dict(state, prompt_at=item_of, num_ranks=2)
+    schedule.load_state_dict(state, prompt_at=item_of, ranks=range(2))
     trained += [s.id.prompt for s in schedule.run_step(1).samples]
     assert sorted({*trained}) == [0, 2, 3, 4]
     left = schedule.close()
@@ -439,7 +439,7 @@ def test_a_new_schedule_goes_on_from_what_an_old_one_has_written(
                 state = json.loads(json.dumps(schedule.state_dict()))
                 pulled = next(schedule.prompts)[0]
                 schedule = make(executor, {}, **options, first_prompt=pulled)
-                schedule.load_state_dict(state, prompt_at=item_of, num_ranks=num_instances)
+                schedule.load_state_dict(state, prompt_at=item_of, ranks=range(num_instances))
         seen.append((executor.updates, [id for _, s in executor.submits for id in s.ids]))
     assert seen[0] == seen[1]
 

@@ -274,7 +274,7 @@ def test_a_new_schedule_goes_on_from_what_an_old_one_has_written(
                 pulled = next(schedule.prompts)[0]
                 schedule = make(executor, cfg, **settings, first_prompt=pulled)
                 schedule.load_state_dict(
-                    state, prompt_at=lambda i: f"prompt {i}", num_ranks=num_instances
+                    state, prompt_at=lambda i: f"prompt {i}", ranks=range(num_instances)
                 )
                 after = schedule.pending()
                 assert [replace(c, parked=None) for c in after] == [
@@ -345,7 +345,7 @@ def test_a_recorded_run_is_repeated_whatever_the_waits(
                 state, pending = json.loads(json.dumps(schedule.state_dict())), schedule.pending()
                 pulled = next(schedule.prompts)[0]
                 schedule = make(executor, cfg, **more, first_prompt=pulled)
-                schedule.load_state_dict(state, prompt_at=lambda i: f"prompt {i}", num_ranks=num)
+                schedule.load_state_dict(state, prompt_at=lambda i: f"prompt {i}", ranks=range(num))
                 if parked := {c.id: c.parked.state[1][c.id] for c in pending if c.parked}:
                     schedule.restore_parked((0, parked))
                 executor.replay_episodes()
