@@ -1,6 +1,6 @@
 """Pushed weights: who has which version, while instances need it, on ranks that generate alone."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from hybridrl.driver.async_calls import Calling, EventCalls, answers_of
 from hybridrl.driver.worker_group import WorkerGroup
@@ -22,6 +22,8 @@ class Pushes:
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
+        self.record: Callable[..., None] = lambda kind, **facts: None
+        """Called with what has moved: `push` or `load`, and its facts."""
         self._shares: dict[int, Sequence[PushedShare]] = {}
         self._newest = NO_VERSION
         self._loaded: dict[int, int] = {}  # by instance
@@ -36,6 +38,14 @@ class Pushes:
         (version,) = versions
         if version != self._newest:
             self._shares[version], self._newest = shares, version
+            self.record(
+                "push",
+                version=version,
+                bytes=sum(share.num_bytes for share in shares),
+                bytes_theory=shares[0].bytes_theory,
+                bytes_most=max(share.num_bytes for share in shares),
+                seconds=max(share.seconds for share in shares),
+            )
         return [WeightsPushed(version)]
 
     def keep(self, versions: Collection[int]) -> None:
@@ -53,7 +63,8 @@ class Pushes:
             if self._loaded.get(instance) != self._newest:
                 load = LoadWeights(self._newest)
                 calls |= self.call_advance(instance, [load], 0, ENOUGH_TURNS)
-        yield from answers_of(calls)
+        answers = yield from answers_of(calls)
+        self.loaded([answer.event for answer in answers])
         return self._newest
 
     def call_advance(
@@ -67,6 +78,17 @@ class Pushes:
         loads = self._loads(first.version, len(self.group.places[instance]))
         of_place = [[load, *commands[1:]] for load in loads]
         return self.group.call_load(instance, of_place, steps, enough_turns)
+
+    def loaded(self, answers: Sequence[Advanced]) -> None:
+        """Record what ranks have loaded in a call."""
+        if num_bytes := sum(answer.work.load_bytes for answer in answers):
+            self.record(
+                "load",
+                instances=sorted({answer.instance for answer in answers}),
+                version=self._loaded[answers[0].instance],
+                bytes=num_bytes,
+                seconds=max(answer.work.load_seconds for answer in answers),
+            )
 
     def _loads(self, version: int, num_places: int) -> list[LoadWeights]:
         """The command for each place of an instance."""

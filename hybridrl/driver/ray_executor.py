@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MappingProxyType
@@ -127,6 +127,7 @@ class RayExecutor:
         self._rounds = Rounds(group)
         self.separate = group.home is not group.actor_pool
         self.pushes = Pushes(group)
+        self.keep_versions = self.pushes.keep
         self._moves = SampleMoves(group)
         # Fields that each role outside of the actor's pool has made; its update may read them.
         self._fields_of_role: dict[str, set[str]] = defaultdict(set)
@@ -211,10 +212,6 @@ class RayExecutor:
         """Begin to push the newest weights."""
         self._rounds.begin(self.pushes.push())
 
-    def keep_versions(self, versions: Collection[int]) -> None:
-        """Let go of pushed weights but these and the newest."""
-        self.pushes.keep(versions)
-
     def _push_and_load(self) -> EventCalls:
         """One event, when every instance has the newest weights."""
         self.version = yield from self.pushes.push_and_load(self.instances)
@@ -279,6 +276,7 @@ class RayExecutor:
             replace(same[0], state={rank: state for p in same for rank, state in p.state.items()})
             for same in zip(*(a.parked for a in answers), strict=True)
         ]
+        self.pushes.loaded(answers)
         slowest = max((a.work for a in answers), key=lambda work: work.seconds)
         slowest = replace(slowest, kv_bytes=sum(a.work.kv_bytes for a in answers))
         if self.episodes is not None:

@@ -108,6 +108,8 @@ class Run:
             self.records.on_memory,
             lambda: self.step,
         )
+        if len(self.group.pools) > 1:
+            telemetry.pools = config.cluster.pool_ranks
         sizes = sizes_of_run(config, prepared.graph, prepared.model_path)
         decided = {"activations": config.trainer.activations.value}
         telemetry.event("ranks", **self.group.setup(sizes), **decided)
@@ -117,6 +119,7 @@ class Run:
         if config.trainer.saves:
             write_rows(telemetry.run_dir, rows.result())
         self.executor = _executor(config, prepared, self.group, self.records.on_switch)
+        self.executor.pushes.record = self.records.on_push
         self.episodes = self.executor.episodes
         self.failures = self.executor.failures = _judge_failures(config, origin)
         # held-out evaluation

@@ -92,6 +92,10 @@ class RunRecords:
             path=switches[0].path,
         )
 
+    def on_push(self, kind: str, **facts: Any) -> None:
+        """Weights were pushed, or loaded by instances."""
+        self.telemetry.event(kind, step=self.current_step(), **facts)
+
     # -- steps ---------------------------------------------------------------------------------
 
     def record_step(

@@ -63,6 +63,11 @@ class PushPlan:
         """Ranks of an instance."""
         return self.plan.dst.mesh.size
 
+    @property
+    def elements(self) -> int:
+        """Elements that the places of an instance have in all: what a push moves at least."""
+        return int(self.plan.least.sum())
+
     def pieces(self, sender: int) -> list[list[Piece]]:
         """What a training rank sends to each place, in the order of its array."""
         first = self.plan.src.mesh.size
@@ -113,6 +118,7 @@ class PushSource:
         self._boxes = [joined(packed_boxes(of_place, local)) for of_place in pieces]
         self.sizes = [sum(piece.box.size for piece in of_place) for of_place in pieces]
         """Elements by place."""
+        self.bytes_theory = push.elements * dtype.itemsize
 
     @torch.no_grad()
     def pack(self, source: Tensors, version: int) -> list[WeightArray | None]:

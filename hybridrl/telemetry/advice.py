@@ -165,12 +165,25 @@ def _waiting(run: _History) -> Advice | None:
     idle, ranks = run.last("bubble_share"), run.setting("cluster.ranks")
     if ranks == 1 or not idle or fmean(idle) < 0.4:
         return None
+    if run.last("bubble_share/rollout"):  # see `_split`
+        return None
     kind = run.setting("schedule.kind")
     known = kind in ScheduleKind.__members__
     waits = known and not entry_of(ScheduleKind[kind]).moves_samples
     why = "the longest responses hold all others up" if waits else "the timeline shows where"
     return Advice(f"ranks wait for {fmean(idle):.0%} of a step: {why}",
                   "schedule" if waits else "rollout.max_running")  # fmt: skip
+
+
+def _split(run: _History) -> Advice | None:
+    """Ranks that generate and ranks that train, of which one kind waits for the other."""
+    trains, generates = run.last("bubble_share/actor"), run.last("bubble_share/rollout")
+    if not trains or not generates or abs(fmean(trains) - fmean(generates)) < 0.3:
+        return None
+    more = "more" if fmean(trains) > fmean(generates) else "fewer"
+    shares = f"{fmean(trains):.0%} of a step, those that generate for {fmean(generates):.0%}"
+    return Advice(f"ranks that train wait for {shares}: {more} should generate",
+                  "cluster.pools.rollout")  # fmt: skip
 
 
 def _preempted(run: _History) -> Advice | None:
@@ -232,4 +245,5 @@ _CHECKS: tuple[Callable[[_History], Advice | None], ...] = (
     _judge_fails,
     _preempted,
     _waiting,
+    _split,
 )

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ from hybridrl.telemetry.trace import (
     TraceSpan,
     bubble_share,
     is_rank,
+    rank_lane,
 )
 
 
@@ -64,6 +66,9 @@ class Telemetry:
         self._phase = ""
         self._offset = 0  # steps of the phases before this one, if steps count over all phases
         self._step_spans: list[TraceSpan] = []
+        self.pools: Mapping[str, Sequence[int]] = {}
+        """The ranks of each pool, where there are several: each has its own `bubble_share`."""
+        self._since, self._spans_since = time.time(), list[TraceSpan]()  # the last step's record
         self._status: dict[str, Any] = {}
         self._environment: dict[str, Any] = {}
         self._files: dict[str, JsonLines] = {}
@@ -195,6 +200,8 @@ class Telemetry:
         span = TraceSpan(name, start, end, lane=lane, step=step, args=args)
         assert self._trace is not None, "span outside of the context"
         self._trace.span(span)
+        if self.pools:
+            self._spans_since.append(span)
         newest = self._step_spans[-1].step if self._step_spans else step
         if newest < step:
             self._step_spans = []
@@ -253,7 +260,15 @@ class Telemetry:
         shares = bubble_share(span for span in self._step_spans if span.step == step)
         self._step_spans = []
         ranks = [share for lane, share in shares.items() if is_rank(lane)]
-        return {"bubble_share": sum(ranks) / len(ranks)} if ranks else {}
+        bubbles = {"bubble_share": fmean(ranks)} if ranks else {}
+        if ranks and self.pools:  # which work across the ends of a step
+            now = time.time()
+            shares = bubble_share(self._spans_since, (self._since, now))
+            self._since, self._spans_since = now, []
+            for name, numbers in self.pools.items():
+                mine = [shares.get(rank_lane(number), 1.0) for number in numbers]
+                bubbles[f"bubble_share/{name}"] = fmean(mine)
+        return bubbles
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         if name not in self._files:

@@ -67,23 +67,26 @@ def is_rank(lane: str) -> bool:
     return lane.startswith("rank ") and "/" not in lane
 
 
-def bubble_share(spans: Iterable[TraceSpan]) -> dict[str, float]:
+def bubble_share(
+    spans: Iterable[TraceSpan], window: tuple[float, float] | None = None
+) -> dict[str, float]:
     """Share of the time in which each lane was idle, between 0 and 1.
 
-    The time runs from the first start to the last end over all `spans`, which should be those of
-    one step. So waiting for another lane counts at both ends too. Nested spans count once. A step
-    without duration has no bubbles.
+    The time is the `window`, where lanes work across the ends of a step. Else it runs from the
+    first start to the last end over all `spans`, which should be those of one step. So waiting for
+    another lane counts at both ends too. Nested spans count once. A step without duration has no
+    bubbles.
     """
     spans = sorted(spans, key=lambda span: span.start)
     if not spans:
         return {}
-    first, last = spans[0].start, max(span.end for span in spans)
+    first, last = window or (spans[0].start, max(span.end for span in spans))
     busy: dict[str, float] = {}
     until: dict[str, float] = {}
     for span in spans:
-        begin = max(span.start, until.get(span.lane, first))
-        busy[span.lane] = busy.get(span.lane, 0.0) + max(0.0, span.end - begin)
-        until[span.lane] = max(span.end, until.get(span.lane, first))
+        begin, end = max(span.start, until.get(span.lane, first)), min(span.end, last)
+        busy[span.lane] = busy.get(span.lane, 0.0) + max(0.0, end - begin)
+        until[span.lane] = max(end, until.get(span.lane, first))
     if last <= first:
         return dict.fromkeys(busy, 0.0)
     return {lane: 1.0 - seconds / (last - first) for lane, seconds in busy.items()}

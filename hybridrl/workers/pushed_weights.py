@@ -24,6 +24,7 @@ class PushedShare:
     """What one training rank has put into the data plane of a version.
 
     `arrays` has a reference by place, where it sends something there (`layout.push.WeightArray`).
+    `num_bytes` are its own, `bytes_theory` those that all places of an instance have in all.
     `biases` refers to routing biases, where training moves them and this rank sends them.
     """
 
@@ -31,6 +32,7 @@ class PushedShare:
     arrays: Mapping[int, Any]
     num_bytes: int
     seconds: float
+    bytes_theory: int = 0
     biases: Any = None
 
 
@@ -94,7 +96,7 @@ def load_pushed(folder: Path, rank: int, plane: DataPlane) -> dict[int, PushedSh
         biases = None if record["biases"] is None else plane.put(record["biases"])
         references = {place: plane.put(array) for place, array in arrays.items()}
         num_bytes = sum(array.data.nbytes for array in arrays.values())
-        shares[version] = PushedShare(version, references, num_bytes, 0.0, biases)
+        shares[version] = PushedShare(version, references, num_bytes, 0.0, biases=biases)
     return shares
 
 

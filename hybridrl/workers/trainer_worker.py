@@ -74,8 +74,8 @@ class TrainerWorker(ActorShards, CriticWorker):
             num_bytes = sum(array.data.nbytes for array in sent.values())
             biases = self._biases()
         seconds = time.perf_counter() - start
-        share = PushedShare(engine.version, references, num_bytes, seconds, biases)
-        return self._reply(share)
+        own = engine.version, references, num_bytes, seconds, self._push.bytes_theory
+        return self._reply(PushedShare(*own, biases))
 
     @dispatch(Dispatch.SAME)
     def save_pushed(self, path: str, shares: Mapping[int, PushedShare]) -> Reply[None]:
