@@ -105,7 +105,8 @@ class Async(SchedulePolicy):
     def _set_version(self, batch: int) -> None:
         """Let the prompts of a batch begin, if its weights are there."""
         for position in self._batches[batch]:
-            self.schedule.groups[position].version = self._versions.get(self._steps_behind(batch))
+            group = self.schedule.groups[position]
+            group.version, group.batch = self._versions.get(self._steps_behind(batch)), batch
 
     @property
     def _batch(self) -> int:

@@ -46,16 +46,21 @@ class Dealer:
     def deal_by_version(
         self, queue: Sequence[SampleId], able: Sequence[Instance]
     ) -> tuple[list[Dealt], list[SampleId]]:
-        """As `deal`, the oldest weights first; an instance holds samples of one version alone.
+        """As `deal`, batch by batch; an instance holds samples of one version of the weights alone.
 
-        Those whose weights are not there yet are left.
+        An instance is given samples of one batch at a time. Those whose weights are not there yet
+        are left.
         """
-        by_version: dict[int | None, list[SampleId]] = defaultdict(list)
+        batches: dict[tuple[int, int], list[SampleId]] = defaultdict(list)
+        left, all_dealt = list[SampleId](), list[Dealt]()
         for id in queue:
-            by_version[self.groups[id.prompt].version].append(id)
-        left, all_dealt = by_version.pop(None, []), list[Dealt]()
+            group = self.groups[id.prompt]
+            if group.version is None:
+                left.append(id)
+            else:
+                batches[group.version, group.batch].append(id)
         free = [*able]
-        for version, ids in sorted(by_version.items()):  # None is out
+        for (version, _), ids in sorted(batches.items()):
             takes = [i for i in free if not i.held or i.version == version]
             dealt, rest = self.deal(ids, takes, version)
             left += rest

@@ -47,7 +47,7 @@ class BegunPrompt:
     """A prompt with its samples; `step` is the one in which they began.
 
     `version` is that of the weights that make them, once these are there; None where all instances
-    have the same weights.
+    have the same weights. `batch` orders prompts that the same weights make.
     `chosen` are the samples that have left each filter or join, and `compared` the stages across
     the group that have run (`ReadyTracker`).
     """
@@ -59,6 +59,7 @@ class BegunPrompt:
     chosen: dict[str, list[Sample]] = field(default_factory=dict)
     compared: set[str] = field(default_factory=set)
     version: int | None = None
+    batch: int = 0
 
     def samples(self, maker: str) -> list[Sample]:
         """Return its samples that this stage makes, in training order."""
