@@ -22,6 +22,7 @@ from hybridrl.driver.async_calls import (
     single,
 )
 from hybridrl.driver.counted_costs import counted_costs, counted_device
+from hybridrl.driver.early_training import EarlyTraining
 from hybridrl.driver.episodes import Episodes
 from hybridrl.driver.event_lines import described
 from hybridrl.driver.judges import DriverJudges, JudgeFailures, read_together
@@ -40,9 +41,9 @@ from hybridrl.driver.worker_group import Pool, WorkerGroup
 from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import (
     ENOUGH_TURNS,
+    TRAINING_POOL,
     Command,
     Computed,
-    EarlyTrained,
     Event,
     Phase,
     Prepared,
@@ -466,25 +467,11 @@ class RayExecutor:
             "stage %s begins early on instance %d, %d samples", stage.name, instance, len(samples)
         )
         self._early[stage.name] |= {sample.id for sample in samples}
-        self._rounds.begin(self._train_early(stage, instance, samples))
-
-    def _train_early(
-        self, stage: UpdateStage, instance: int, samples: Sequence[Sample]
-    ) -> EventCalls:
-        """One event for an instance: each rank has the gradient of its samples."""
-        arriving, parcels = yield from self._moves.to_instance(instance, samples)
-        members = self.group.instances[instance]
-        ranks = [sample.rank for sample in samples]
-        shares = update_shares(stage, samples, ranks, members, self.config.trainer)
-        calls = {}
-        for rank in members:
-            share = replace(shares[rank], parcels=once(parcels[rank]))
-            call = self.group.call_train_early(rank, stage, instance, share, arriving[rank])
-            calls[call] = rank
-        answers = yield from answers_of(calls)
-        ids = tuple(sample.id for sample in samples)
-        seconds = max(answer.seconds for answer in answers)
-        return [EarlyTrained(stage.name, instance, ids, seconds)]
+        training = EarlyTraining(self.group, self._moves, self.config.trainer)
+        if instance == TRAINING_POOL:
+            self._rounds.begin(training.in_pool(stage, samples, self._work(stage)))
+        else:
+            self._rounds.begin(training.on_instance(stage, instance, samples))
 
     def wait(self) -> list[Event]:
         """Events of the calls that have ended, at least one; may raise `Abandoned`."""
@@ -535,7 +522,7 @@ class RayExecutor:
         else:
             places = deal(samples, len(pool.ranks), samples_per_row, work)
             ranks = [pool.ranks[i] for i in places]
-            common = set.intersection(*(sample.tensors for sample in samples))
+            common = set.intersection(*(x.tensors for x in samples)) if samples else set()
             read = {LOSS_MASK, TRAINED}
             for stage in stages:
                 read |= {*stage.inputs, *self._fields_of_role[stage.role or ""]}

@@ -69,6 +69,7 @@ def make_schedule(
         key_of=executor.key_of,
         exports_kv=rollout.features.exports_kv,
         num_steps=num_steps,
+        num_training=config.ranks_of("actor"),
         early=early or EarlySettings(),
         must_widen=bool(rollout.wide_tp),
         timed=config.environment.partial == TIMED,

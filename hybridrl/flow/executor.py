@@ -21,6 +21,10 @@ So it is until costs are known (`turns.enough_turns`).
 """
 
 
+TRAINING_POOL = -1
+"""The place of `train_early` that is all ranks that train, where instances are `separate`."""
+
+
 class Phase(Enum):
     """The use that the ranks' memory is laid out for."""
 
@@ -548,8 +552,9 @@ class Executor(StagePlaces, Protocol):
         Those of other instances move to `instance` for good, as for `infer`. The instance holds no
         unfinished sample. It gives up its generation weights and takes up its training shards. So
         until the next `sync_weights` it decodes no more, and no pass of the actor's runs there.
-        Each sample is trained once. Ends with `EarlyTrained`. The gradients are thrown away where
-        `sync_weights` comes before the update.
+        Where instances are `separate` the place is `TRAINING_POOL`, in any phase, and copies of the
+        samples go there. Each sample is trained once. Ends with `EarlyTrained`. The gradients are
+        thrown away where `sync_weights` comes before the update.
         """
         ...
 

@@ -29,7 +29,6 @@ from hybridrl.schedule.readiness import early_stages, early_updates
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_SHARED = "cluster.pools.rollout=0"
 _RUN_PROGRAMS = (RewardKind.code, RewardKind.function)
 """Judges on a sample's rank that may take long enough to be worth an earlier start."""
 
@@ -186,7 +185,7 @@ def early_settings(
 ) -> EarlySettings:
     """What a run's settings say of early backward; `instances` are the ranks of each."""
     return EarlySettings(
-        obstacle=_obstacle(config, shape) or layout_obstacle(config, instances),
+        obstacle=_obstacle(config, shape) or _of_instances(config, instances),
         epochs=config.trainer.epochs,
         mini_batches=config.trainer.mini_batches,
     )
@@ -196,8 +195,6 @@ def _obstacle(config: Config, shape: "PretrainedConfig") -> str | None:
     from hybridrl.models.parallel import num_experts
 
     layout, lora = config.trainer.layout, config.actor.lora
-    if config.cluster.home != "actor":
-        return f"ranks that generate hold no training shards; wanted {_SHARED}"
     if config.strict:
         return "deterministic=strict sums gradients in the order of schedule=serial"
     if layout.cp > 1:
@@ -207,6 +204,11 @@ def _obstacle(config: Config, shape: "PretrainedConfig") -> str | None:
     if num_experts(shape):
         return "the load of experts is counted over a whole update; wanted a model without experts"
     return None
+
+
+def _of_instances(config: Config, instances: Sequence[Sequence[int]]) -> str | None:
+    """As `layout_obstacle`, where instances train; elsewhere all ranks that train do it."""
+    return None if config.cluster.home != "actor" else layout_obstacle(config, instances)
 
 
 def layout_obstacle(config: Config, instances: Sequence[Sequence[int]]) -> str | None:

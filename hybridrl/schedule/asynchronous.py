@@ -4,19 +4,32 @@ Periodic Asynchrony (arXiv 2511.18871) is `max_staleness=0`; StreamRL (2504.1593
 deferred update (2507.01663) are `max_staleness=1`.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import Phase
-from hybridrl.flow.graph import Graph, TakeStage
+from hybridrl.flow.graph import Graph, Stage, TakeStage, UpdateStage
 from hybridrl.flow.ledger import Drop
 from hybridrl.flow.sample import NO_VERSION, Sample, SampleId
 from hybridrl.schedule.base import Prompt
 from hybridrl.schedule.groups import GenerationTask, tasks_of
-from hybridrl.schedule.loop_schedule import SchedulePolicy, check_generates_once
+from hybridrl.schedule.loop_schedule import (
+    LoopSchedule,
+    SchedulePolicy,
+    check_generates_once,
+)
 from hybridrl.schedule.partial import ENDED
+from hybridrl.schedule.readiness import early_updates
+from hybridrl.schedule.streamed_stages import StreamedStages
+from hybridrl.schedule.tail import NoTail
+from hybridrl.schedule.tail.early import StreamedUpdate
+from hybridrl.schedule.tail.pool_update import PoolUpdate
+
+logger = logging.getLogger(__name__)
 
 _METRICS = ("off_policy_tokens", "trained_tokens", "staleness")
 
@@ -43,8 +56,13 @@ class Async(SchedulePolicy):
     """
 
     max_staleness: int
+    early: EarlySettings
+    num_training: int = 1
+    """Ranks that train: they begin on groups that are a micro-batch for each of them."""
     num_steps: int | None = None
     keeps = lasts = True
+    _updates: dict[str, UpdateStage | None] = field(default_factory=dict)
+    """The update of each section that may begin early."""
     _batches: dict[int, list[int]] = field(default_factory=dict)
     """The prompts of each batch that has begun and is not trained."""
     _versions: dict[int, int] = field(default_factory=dict)
@@ -63,6 +81,15 @@ class Async(SchedulePolicy):
             raise ValueError("serial: the recipe generates nothing")
         if any(isinstance(stage, TakeStage) for stage in graph.stages.values()):
             raise ValueError("serial or fused: a take may ask for another round of prompts")
+
+    def bind(self, schedule: LoopSchedule) -> None:
+        """Belong to a schedule; find the update that may begin before its batch is there."""
+        super().bind(schedule)
+        updates = early_updates(schedule.graph, schedule.executor, self.early)
+        self._updates = {name: update.stage for name, update in updates.items()}
+        for update in updates.values():
+            if update.stage is None:
+                logger.info("groups are trained when all are there: %s", update.reason)
 
     # -- between steps -------------------------------------------------------------------------
 
@@ -116,6 +143,8 @@ class Async(SchedulePolicy):
     def begin_step(self) -> None:
         """No count yet."""
         self.schedule.metrics |= {f"samples/{name}": 0.0 for name in _METRICS}
+        if any(self._updates.values()):
+            self.schedule.metrics["samples/trained_early"] = 0.0
 
     def pull(self, num: int) -> list[Prompt]:
         """Prompts are pulled when their batch may begin; a batch has `num`."""
@@ -169,13 +198,31 @@ class Async(SchedulePolicy):
         """Whether the present step trains on a prompt."""
         return position in self._batches.get(self._batch, ())
 
+    def compares_early(self, section: Sequence[Stage]) -> bool:
+        """Whether groups are trained before the batch is there."""
+        return self._updates.get(section[0].name) is not None
+
+    def tail(self, stages: StreamedStages, tasks: Sequence[GenerationTask]) -> tuple[NoTail, bool]:
+        """Groups of the step are trained as they come, where recipe and settings allow it."""
+        schedule = self.schedule
+        section = next(s for s in schedule.sections if schedule.stages_of(s[0]) is stages)
+        update = self._updates.get(section[0].name)
+        if update is None or schedule.steps_done < update.after:
+            return NoTail(), True
+        limits = schedule.limits
+        streamed = StreamedUpdate(update, stages, limits.chunk_tokens, 0.0)
+        return PoolUpdate(streamed, limits.chunk_tokens * self.num_training, self.of_step), True
+
     def make(self, tasks: Sequence[GenerationTask]) -> None:
         """Let samples be made until the step's batch is there; others go on."""
         schedule, positions = self.schedule, self._batches[self._batch]
         tracker = schedule.loop.stages.tracker
         schedule.loop.make(tasks)
+        schedule.loop.tail.touched(positions)
 
         def is_there() -> bool:
+            if schedule.loop.tail.is_training:
+                return False
             complete = all(map(schedule.groups.is_complete, positions))
             return complete and not tracker.open_stages(positions)
 

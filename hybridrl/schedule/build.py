@@ -44,7 +44,8 @@ class ScheduleParts:
     An instance decodes at most `max_held` samples at a time, and one call of a forward pass has
     `chunk_tokens`. `key_of` gives the key by which a length ranker knows a prompt. Samples travel
     without their keys and values where the engine does not hand them out (`exports_kv`).
-    `num_steps` is the number of steps that the run is to have, where that is known. `early` says
+    `num_steps` is the number of steps that the run is to have, where that is known, and
+    `num_training` that of the ranks that train. `early` says
     whether instances can train alone. With `must_widen` the tail goes to wide instances in any
     case, else where it ends sooner there. With `timed`, and with the recorded `turn_orders` of such
     a run by step, a schedule that stops conversations does so as `Partial` says.
@@ -59,6 +60,7 @@ class ScheduleParts:
     key_of: Callable[[Any], PromptKey]
     exports_kv: bool = True
     num_steps: int | None = None
+    num_training: int = 1
     early: EarlySettings = field(default_factory=EarlySettings)
     must_widen: bool = False
     timed: bool = False
@@ -102,7 +104,12 @@ def build(parts: ScheduleParts, config: ScheduleConfig) -> Schedule:
                 num_steps=parts.num_steps,
             )
         case AsyncScheduleConfig():
-            policy = Async(max_staleness=config.max_staleness, num_steps=parts.num_steps)
+            policy = Async(
+                max_staleness=config.max_staleness,
+                early=parts.early,
+                num_training=parts.num_training,
+                num_steps=parts.num_steps,
+            )
         case _:
             return SerialSchedule(*step)
     lengths = LengthModel(key_of=parts.key_of, ranker=RANKERS[config.length_ranker]())

@@ -22,6 +22,7 @@ from hybridrl.config import Migration
 from hybridrl.costs.meter import CostMeter
 from hybridrl.flow.executor import (
     ENOUGH_TURNS,
+    TRAINING_POOL,
     Advanced,
     Computed,
     EarlyTrained,
@@ -251,6 +252,7 @@ class Loop:
         self._start_calls()
         self._start(touched)
         self._use_spare()
+        self.tail.use_pool()
 
     def recall(self) -> None:
         """Take back the samples that have not reached their instances."""
@@ -345,7 +347,8 @@ class Loop:
                     touched |= self.stages.read(event)
                 case EarlyTrained():
                     touched |= self.tail.trained(event)
-                    self._returned(event.instance)
+                    if event.instance != TRAINING_POOL:
+                        self._returned(event.instance)
                 case WorkerDied():
                     self._died(self.instances[event.instance])
                 case WeightsPushed():

@@ -80,6 +80,12 @@ class StreamedStages:
         """Whether it runs the stage of this name."""
         return stage in self._running
 
+    def uses_pool(self, stage: Stage) -> bool:
+        """Whether some stage runs in the pool of `stage`."""
+        pool = self.executor.pool(stage)
+        running = (name for name in self._pooled if self._running[name])
+        return any(self.executor.pool(self._stage(name)) == pool for name in running)
+
     @property
     def running(self) -> bool:
         """Whether some stage runs on some sample."""

@@ -9,6 +9,9 @@ from transformers import AutoConfig
 
 from hybridrl.config import Config
 from hybridrl.costs.memory import PoolSizes
+from hybridrl.flow.executor import EarlyTrained
+from hybridrl.flow.graph import UpdateStage
+from hybridrl.flow.sample import SampleId
 from hybridrl.layout.push import PushSource
 from hybridrl.models.load import TORCH_DTYPES, end_token_ids
 from hybridrl.workers.actor_shards import ActorShards
@@ -20,6 +23,7 @@ from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.pushed_weights import PushedShare, load_pushed, push_plan, save_pushed
 from hybridrl.workers.sampling import SamplingTexts
 from hybridrl.workers.trainer import ActorTrainer
+from hybridrl.workers.training import UpdateShare
 
 
 class TrainerWorker(ActorShards, CriticWorker):
@@ -53,6 +57,21 @@ class TrainerWorker(ActorShards, CriticWorker):
             process=reply.value.process, actor=self.trainer.describe(self.device)
         )
         return Reply(described, (*reply.spans, *self._reply(None).spans), reply.memory)
+
+    @dispatch(Dispatch.SAME)
+    def train_early(
+        self, stage: UpdateStage, instance: int, share: UpdateShare, arriving: tuple[SampleId, ...]
+    ) -> Reply[EarlyTrained]:
+        """Compute the gradient of a part of an update with all ranks of the replica, on copies."""
+        self._fetch(share.parcels, arriving)
+        with self._span("early backward", len(share.ids)):
+            self.residency.activate(self.trainer.train_engine)
+            start = time.perf_counter()
+            self.trainer.update_steps(stage, share).accumulate()
+            seconds = time.perf_counter() - start
+        self.store.drop(share.ids)
+        self._early_s += seconds
+        return self._reply(EarlyTrained(stage.name, instance, share.ids, seconds))
 
     @property
     def trainer(self) -> ActorTrainer:

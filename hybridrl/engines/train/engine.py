@@ -355,12 +355,12 @@ class TrainEngine(ModelShards):
         """Forward and backward on a few sequences of an update that others are not ready for.
 
         Collective over the ranks of one training replica (pp x fsdp x tp) alone, which may have no
-        sequence; replicas do not wait for each other. The totals by which an update normalizes are
-        not known yet, so tokens have the weights of totals 1. `update` with `continues` applies the
-        factor, before clipping; it has the same `loss` and `compare`. The gradient stays here, in
+        sequence; replicas, if there are several, do not wait for each other. The totals by which an
+        update normalizes are not known yet, so tokens have the weights of totals 1. `update` with
+        `continues` applies the factor, before clipping; it has the same `loss` and `compare`. The
+        gradient stays here, in
         float32, sharded and not summed over replicas. `discard` throws it away.
         """
-        assert self.dims.axes.replicas > 1, "there is one replica"
         assert not self._expert_load.experts, "experts are balanced over all ranks"
         assert not any(module.p for module in self._dropouts), "its seed is the update's"
         early = self._early or UpdateSums()
@@ -387,6 +387,7 @@ class TrainEngine(ModelShards):
         """Throw away what `accumulate` has computed; not collective."""
         if self._early is not None:
             forget_early_gradients(self.roots)
+            self.optimizer.zero_grad()  # of one replica nothing is left to be summed
             self._early = None
 
     def update(

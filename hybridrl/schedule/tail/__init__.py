@@ -22,6 +22,8 @@ class NoTail:
     train_seconds = 0.0
     """Seconds that instances have trained early."""
     spans: Sequence[StageSpan] = ()
+    is_training = False
+    """Whether the pool that trains computes a gradient."""
 
     def gather(self, is_queue_empty: bool) -> None:
         """Calls are about to begin: instances may be told to give their samples away."""
@@ -33,6 +35,9 @@ class NoTail:
     def use(self, instance: Instance, is_queue_empty: bool) -> bool:
         """Give an instance without samples or passes something to do; tells whether it has."""
         return False
+
+    def use_pool(self) -> None:
+        """Give ranks that do not generate something to do."""
 
     def awaits(self, instance: Instance) -> bool:
         """Tell whether the end of one of several samples of an instance lets something begin."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from hybridrl.costs.instance import Costs
-from hybridrl.flow.executor import EarlyTrained
+from hybridrl.flow.executor import TRAINING_POOL, EarlyTrained
 from hybridrl.flow.graph import UpdateStage
 from hybridrl.flow.ledger import ready
 from hybridrl.flow.sample import Sample, SampleId
@@ -71,6 +71,11 @@ class StreamedUpdate:
         return sum(map(len, self._trained.values()))
 
     @property
+    def is_running(self) -> bool:
+        """Whether some gradient is computed."""
+        return bool(self._running)
+
+    @property
     def spans(self) -> list[StageSpan]:
         """From the first start to the last end."""
         return [StageSpan(SPAN, self._times[0], self._times[-1])] if self._times else []
@@ -94,6 +99,18 @@ class StreamedUpdate:
         self._times.append(self.stages.executor.clock.now())
         self.stages.executor.train_early(self.stage, instance.number, samples)
         return True
+
+    def start_in_pool(self, least_tokens: float) -> None:
+        """Let all ranks that train do so on the samples that wait, if they are enough."""
+        samples = [s for s in self._waiting.values() if self.stages.may_move(s)]
+        if not samples or sum(sample.tokens for sample in samples) < least_tokens:
+            return
+        samples.sort(key=lambda sample: sample.id)
+        for sample in samples:
+            self._running[sample.id] = self._waiting.pop(sample.id)
+        self.stages.begin_move(samples)  # nothing else begins on them
+        self._times.append(self.stages.executor.clock.now())
+        self.stages.executor.train_early(self.stage, TRAINING_POOL, samples)
 
     def trained(self, event: EarlyTrained) -> dict[int, None]:
         """An instance has computed the gradient of a chunk; gives the prompts of its samples."""
