@@ -110,8 +110,12 @@ def test_every_token_is_of_the_version_that_its_batch_says(
     check_log_probs(run)
 
 
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
 def weights(run: Any) -> dict[str, torch.Tensor]:
-    return load_file(run.dir / "final" / "model.safetensors")
+    return weights_of(run.dir / "final")
 
 
 def different(one: Any, other: Any) -> list[str]:
@@ -161,6 +165,42 @@ def test_a_run_repeats_and_resumes_bit_for_bit(
     a, b = weights(once), weights(resumed)
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
     assert len(resumed.steps) == STEPS - 2
+
+
+TRAINING = {
+    "one rank": [],
+    "fsdp 2": ["cluster.ranks=3"],
+    "replicas 2": ["cluster.ranks=3", "trainer.layout.replicas=2"],
+    "tp 2": ["cluster.ranks=3", "trainer.layout.tp=2"],
+    "pp 2": ["cluster.ranks=3", "trainer.layout.pp=2"],
+}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, id=name, marks=[] if not layout else pytest.mark.layouts)
+        for name, layout in TRAINING.items()
+    ],
+)
+def test_groups_that_are_trained_as_they_come_have_the_gradient_of_the_batch(
+    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, layout: list[str]
+) -> None:
+    """Plain descent, so that what differs in the weights is what differs in the gradients."""
+    few = ["trainer.max_tokens_per_micro_batch=64", "trainer.mini_batches=1", *layout]
+    runs = {
+        name: start(train_here, long_tail, tmp_path / name, f"schedule={name}", *few)
+        for name in ("serial", "periodic")
+    }
+    before, after = (weights_of(runs["serial"].dir / f) for f in ("start", "final"))
+    for name, tensor in weights(runs["periodic"]).items():
+        largest = float((after[name] - before[name]).abs().max())
+        assert float((tensor - after[name]).abs().max()) < 1e-5 * max(1.0, largest), name
+    for line, other in zip(runs["periodic"].metrics, runs["serial"].metrics, strict=True):
+        assert line["samples/trained_early"] > 0
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert line["loss"] == pytest.approx(other["loss"], abs=1e-6)
+        assert line["tokens"] == other["tokens"]
 
 
 def test_instances_generate_while_the_others_train(

@@ -18,7 +18,7 @@ class PoolUpdate(NoTail):
     def __init__(
         self, update: StreamedUpdate, least_tokens: float, of_step: Callable[[int], bool]
     ) -> None:
-        """Of prompts `of_step` alone; a call has `least_tokens` or more."""
+        """It trains prompts `of_step` alone, and `least_tokens` or more in a call."""
         self.update, self.least_tokens, self.of_step = update, least_tokens, of_step
 
     @property
