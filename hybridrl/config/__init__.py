@@ -272,8 +272,6 @@ class Config:
         if kind not in kinds and not self.schedule.entry.separate:
             allowed = f"serial, periodic, one_step or async {with_pool}"
             raise ConfigError("schedule", kind.value, allowed)
-        if self.actor.lora.rank:
-            raise ConfigError("actor.lora.rank", self.actor.lora.rank, f"0 {with_pool}")
 
     def check_experts(self) -> None:
         """Raise ConfigError for settings of experts that the rollout engine or model lacks."""

@@ -7,7 +7,7 @@ errors do not add up, and freed device weights can be restored.
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,30 @@ from hybridrl.layout.layerwise import Fill, LayerwiseSwitch, Load, by_layer
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
+
+
+@dataclass(frozen=True, slots=True)
+class MergedWeights:
+    """A rank's shards of W by name, in host memory, and the names of A and B of those with both."""
+
+    base: Mapping[str, torch.Tensor]
+    pairs: Mapping[str, tuple[str, str]]
+    scaling: float
+
+    @torch.no_grad()
+    def fill(self, tensors: Tensors, adapters: Tensors) -> None:
+        """W + scaling B A, the product and the sum in float32 and rounded once."""
+        for name, base in self.base.items():
+            if name not in tensors:
+                continue
+            tensor = tensors[name]
+            if name in self.pairs:
+                a, b = (adapters[adapter].float() for adapter in self.pairs[name])
+                # Converted on the device: in one call the host would convert, and wait.
+                weight = base.to(tensor.device, non_blocking=True).float()
+                tensor.copy_(torch.addmm(weight, b, a, alpha=self.scaling))
+            else:
+                tensor.copy_(base, non_blocking=True)
 
 
 class AdapterSwitch:
@@ -41,7 +65,7 @@ class AdapterSwitch:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """`base` moves the weights, `adapters` the pairs; `dtype` is the generation weights'."""
-        self.pairs, self.scaling, self.dtype = pairs, scaling, dtype
+        self.dtype = dtype
         self._base_plan, self._bucket_bytes, self._rank = base, bucket_bytes, rank
         self._adapter_names = adapters.src.shapes.keys()
         self._shapes = {
@@ -54,6 +78,7 @@ class AdapterSwitch:
         self._loaded: SwitchStats | None = None
         self.base: dict[str, torch.Tensor] = {}
         """The rank's shard of W by name, in host memory; read-only."""
+        self._merged = MergedWeights(self.base, pairs, scaling)
 
     def load(self, source: Tensors, device: torch.device) -> None:
         """Bring the base weights, layer by layer over `device`; `source` may hold more names."""
@@ -88,7 +113,7 @@ class AdapterSwitch:
         }
         stats = self._switch.switch(inputs, adapters, waits=False)
         held = sum(tensor.nbytes for tensor in adapters.values())
-        load(lambda tensors, names=None: self._fill(tensors, adapters))
+        load(lambda tensors, names=None: self._merged.fill(tensors, adapters))
         if device.type == "cuda":
             # So that `seconds` counts work, not launches: its own, and not what leaves meanwhile.
             torch.cuda.current_stream(device).synchronize()
@@ -102,18 +127,3 @@ class AdapterSwitch:
                 scratch_bytes=max(stats.scratch_bytes, loaded.scratch_bytes),
             )
         return replace(stats, bytes_held=held, seconds=time.perf_counter() - begun)
-
-    @torch.no_grad()
-    def _fill(self, tensors: Tensors, adapters: Tensors) -> None:
-        """W + scaling B A, the product and the sum in float32 and rounded once."""
-        for name, base in self.base.items():
-            if name not in tensors:
-                continue
-            tensor = tensors[name]
-            if name in self.pairs:
-                a, b = (adapters[adapter].float() for adapter in self.pairs[name])
-                # Converted on the device: in one call the host would convert, and wait.
-                weight = base.to(tensor.device, non_blocking=True).float()
-                tensor.copy_(torch.addmm(weight, b, a, alpha=self.scaling))
-            else:
-                tensor.copy_(base, non_blocking=True)

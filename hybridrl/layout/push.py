@@ -114,6 +114,8 @@ class PushSource:
         self.rank, self.dtype = rank, dtype
         layout = push.plan.src
         local = {name: LocalTensor(layout.local(name, rank)) for name in layout.rules}
+        self.names = tuple(layout.rules)
+        """The parameters that are sent."""
         pieces = push.pieces(rank)
         self._boxes = [joined(packed_boxes(of_place, local)) for of_place in pieces]
         self.sizes = [sum(piece.box.size for piece in of_place) for of_place in pieces]

@@ -1,6 +1,6 @@
 """The push of the actor's weights to generation ranks: what both sides compute from the config."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,19 @@ from transformers import PretrainedConfig
 
 from hybridrl.checkpoint.folder import note_sum, write_error
 from hybridrl.config import Config, Grouping
+from hybridrl.layout.adapters import MergedWeights
 from hybridrl.layout.grouping import TrainAxes, gen_positions
+from hybridrl.layout.layerwise import Load
 from hybridrl.layout.layout import Layout, stages_of_layers
+from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.mesh import gen_mesh
-from hybridrl.layout.parameters import gen_layout, train_layout
-from hybridrl.layout.push import PushPlan, WeightArray
-from hybridrl.models.parallel import model_parameters
+from hybridrl.layout.parameters import Parameter, gen_layout, train_layout
+from hybridrl.layout.push import PushPlan, PushTarget, WeightArray
+from hybridrl.layout.weight_switch import SwitchStats
+from hybridrl.models.adapters import adapter_parameters, add_adapters, pair_of
+from hybridrl.models.load import TORCH_DTYPES
+from hybridrl.models.parallel import meta_model, model_parameters
+from hybridrl.models.stored_weights import StoredWeights
 from hybridrl.workers.data_plane import DataPlane
 
 
@@ -36,10 +43,12 @@ class PushedShare:
     biases: Any = None
 
 
-def push_plan(config: Config, shape: PretrainedConfig) -> PushPlan:
-    """The plan from the actor's training ranks to one instance."""
+def push_plan(
+    config: Config, shape: PretrainedConfig, adapters: Sequence[Parameter] | None = None
+) -> PushPlan:
+    """The plan from the actor's training ranks to one instance, for all weights or `adapters`."""
     train, gen = config.trainer.layout, config.rollout.layout
-    parameters = model_parameters(shape)
+    parameters = model_parameters(shape) if adapters is None else adapters
     stages = stages_of_layers(
         shape.num_hidden_layers,
         train.pp,
@@ -47,10 +56,57 @@ def push_plan(config: Config, shape: PretrainedConfig) -> PushPlan:
         train.zigzag,
         train.chunk_layers,
     )
-    src = train_layout(parameters, TrainAxes.of(train), stages, gen.tp, gen.ep)
-    multiple = config.rollout.features.vocab_multiple
+    ep = gen.ep if adapters is None else 1
+    src = train_layout(parameters, TrainAxes.of(train), stages, gen.tp, ep)
+    multiple = config.rollout.features.vocab_multiple if adapters is None else 1
     size = gen.pp, gen.tp, shape.num_hidden_layers
-    return PushPlan.make(src, parameters, *size, multiple, gen.ep)
+    return PushPlan.make(src, parameters, *size, multiple, ep)
+
+
+def pushed_plan(config: Config, shape: PretrainedConfig) -> PushPlan:
+    """The plan of what a push moves: of a model with adapters these alone."""
+    lora = config.actor.lora
+    if not lora.rank:
+        return push_plan(config, shape)
+    model = meta_model(shape)
+    add_adapters(model, lora, 0, torch.float32)
+    return push_plan(config, shape, adapter_parameters(model, model_parameters(shape)))
+
+
+class AdapterTarget:
+    """A place of a model with adapters: its weights are read from the model's files, once."""
+
+    def __init__(
+        self, config: Config, shape: PretrainedConfig, path: str, place: int, device: torch.device
+    ) -> None:
+        dtype = TORCH_DTYPES[config.rollout.dtype]
+        whole, adapters = push_plan(config, shape).plan, pushed_plan(config, shape)
+        self._adapters = PushTarget(adapters, place, dtype)
+        rank, layout = whole.src.mesh.size + place, whole.dst
+        base: dict[str, torch.Tensor] = {}
+        with StoredWeights(path, shape) as weights:
+            for name in layout.rules:
+                held = LocalTensor(layout.local(name, rank))
+                if held.shape is not None:
+                    tensor = torch.empty(held.shape, dtype=dtype)
+                    weights.fill(tensor, name, held)
+                    base[name] = tensor if device.type == "cpu" else tensor.pin_memory()
+        names = adapters.plan.dst.shapes
+        pairs = {name: pair for name in base if (pair := pair_of(name))[0] in names}
+        self._merged = MergedWeights(base, pairs, config.actor.lora.scaling)
+        own, device_of = adapters.plan.dst, device
+        shapes = {name: LocalTensor(own.local(name, rank)).shape for name in own.rules}
+        self._buffers = {
+            name: torch.empty(size, dtype=dtype, device=device_of)
+            for name, size in shapes.items()
+            if size is not None
+        }
+
+    def load(self, arrays: Iterable[WeightArray], version: int, load: Load) -> SwitchStats:
+        """See `PushTarget.load`; weights are those of the files with the adapters' product."""
+        stats = self._adapters.load(arrays, version, lambda fill: fill(self._buffers))
+        load(lambda tensors, names=None: self._merged.fill(tensors, self._buffers))
+        return stats
 
 
 def instances_layout(config: Config, shape: PretrainedConfig, ranks: int) -> Layout:

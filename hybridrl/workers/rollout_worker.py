@@ -19,7 +19,7 @@ from hybridrl.workers.base_worker import Published, Reply
 from hybridrl.workers.device_residency import DeviceResidency
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.generator import Generator
-from hybridrl.workers.pushed_weights import instances_layout, push_plan
+from hybridrl.workers.pushed_weights import AdapterTarget, instances_layout, push_plan
 from hybridrl.workers.sample_worker import SampleWorker
 from hybridrl.workers.sampling import SamplingTexts
 
@@ -48,7 +48,11 @@ class RolloutWorker(SampleWorker):
             self.residency = DeviceResidency(self.device, self._on_reading)
             dtype = TORCH_DTYPES[config.rollout.dtype]
             place = self.generator.parallel.instance_rank
-            self._target = PushTarget(push_plan(config, shape), place, dtype)
+            self._target: PushTarget | AdapterTarget
+            if config.actor.lora.rank:
+                self._target = AdapterTarget(config, shape, path, place, self.device)
+            else:
+                self._target = PushTarget(push_plan(config, shape), place, dtype)
             for name in config.eval_judges:  # in every recipe
                 self._add_judge(name)
         self._begin_records()

@@ -20,7 +20,7 @@ from hybridrl.workers.base_worker import Reply
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.dispatch import Dispatch, dispatch
-from hybridrl.workers.pushed_weights import PushedShare, load_pushed, push_plan, save_pushed
+from hybridrl.workers.pushed_weights import PushedShare, load_pushed, pushed_plan, save_pushed
 from hybridrl.workers.sampling import SamplingTexts
 from hybridrl.workers.trainer import ActorTrainer
 from hybridrl.workers.training import UpdateShare
@@ -52,7 +52,7 @@ class TrainerWorker(ActorShards, CriticWorker):
             engine.memory.stays = "actor" in self.staying.names
             engine.offload()
             dtype = TORCH_DTYPES[config.rollout.dtype]
-            self._push = PushSource(push_plan(config, shape), self.rank, dtype)
+            self._push = PushSource(pushed_plan(config, shape), self.rank, dtype)
         described = RankDescription(
             process=reply.value.process, actor=self.trainer.describe(self.device)
         )
@@ -87,7 +87,10 @@ class TrainerWorker(ActorShards, CriticWorker):
         start = time.perf_counter()
         with self._span("push"):
             self.residency.activate(engine)
-            arrays = self._push.pack(engine.named_shards(), engine.version)
+            shards = engine.named_shards()
+            arrays = self._push.pack(
+                {n: shards[n] for n in self._push.names if n in shards}, engine.version
+            )
             sent = {place: array for place, array in enumerate(arrays) if array is not None}
             references = {place: self.data_plane.put(array) for place, array in sent.items()}
             num_bytes = sum(array.data.nbytes for array in sent.values())
