@@ -149,6 +149,24 @@ def test_periodic_is_serial_bit_for_bit_whoever_generates(
 
 
 @pytest.mark.layouts
+def test_adapters_alone_are_pushed(
+    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path
+) -> None:
+    """What generates is bit for bit what a switch makes; bytes are those of the adapters."""
+    adapters = ["actor.lora.rank=4", *STRICT]
+    shared = start(
+        train_here, long_tail, tmp_path / "shared", *adapters, "schedule=serial",
+        "cluster.ranks=1", "cluster.pools.rollout=0",
+    )  # fmt: skip
+    apart = start(train_here, long_tail, tmp_path / "apart", *adapters, "schedule=periodic")
+    assert different(shared, apart) == []
+    pushes = [x for x in read_lines(apart.dir / "events.jsonl") if x["kind"] == "push"]
+    sizes = {name: tensor.nbytes for name, tensor in weights(apart).items()}
+    assert len(pushes) >= STEPS
+    assert all(push["bytes"] == push["bytes_theory"] < sum(sizes.values()) / 4 for push in pushes)
+
+
+@pytest.mark.layouts
 @pytest.mark.parametrize("schedule", SCHEDULES[1:], ids=lambda names: names[0])
 def test_a_run_repeats_and_resumes_bit_for_bit(
     train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, schedule: list[str]

@@ -239,6 +239,8 @@ def test_a_step_that_fails_leaves_no_rank_behind() -> None:
 
     group = SimpleNamespace(
         instances=[[0]],
+        home=None,
+        actor_pool=None,
         call_enter=call_enter,
         launcher=SimpleNamespace(wait=lambda calls, timeout: calls),
         value_of=lambda rank, call: SimpleNamespace(version=3, switch=None),

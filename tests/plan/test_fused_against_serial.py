@@ -22,7 +22,7 @@ from hybridrl.costs.instance import Costs, Drafting
 from hybridrl.flow.workload import Group, Workload
 from hybridrl.plan.schedule import Setting, replay, replay_steps
 from hybridrl.plan.schedule_command import read_setting
-from hybridrl.schedule.loop import Loop
+from hybridrl.schedule.dealing import Dealer
 
 RECORDED = Path(__file__).parent / "recorded_run"
 LEARNING, STEPS = 5, 10
@@ -172,7 +172,7 @@ def test_rows_refill_within_a_call(seed: int, monkeypatch: pytest.MonkeyPatch) -
     of = setting(seed, ())
     of = replace(of, max_held=max(4, of.max_held // 4))
     refilled = front(of, FUSED)
-    monkeypatch.setattr(Loop, "_ahead", 0)
+    monkeypatch.setattr(Dealer, "_ahead", lambda self, num_queued: 0)
     by_call = front(of, FUSED)
     print(f"seed {seed}: {by_call / refilled:.3f} of the refilled")
     assert refilled < by_call
