@@ -1,0 +1,84 @@
+"""Ranks that generate alone: what is refused before a process starts, and what `auto` becomes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config import AsyncScheduleConfig, Config, ConfigError, SerialScheduleConfig
+from hybridrl.preflight.prepare import prepare
+
+POOL = "cluster.ranks=2 cluster.pools.rollout=1"
+REFUSED = {
+    "schedule=one_step": (
+        r"cluster\.pools\.rollout=0: wanted 1 or more ranks that generate with schedule=async"
+    ),
+    f"schedule=fused {POOL}": (
+        r"schedule=fused: wanted serial, periodic, one_step or async with cluster\.pools\.rollout=1"
+    ),
+    f"schedule=partial {POOL}": r"schedule=partial: wanted serial, periodic",
+    f"schedule=packed {POOL}": r"schedule=packed: wanted serial, periodic",
+    f"recipe=sft schedule=serial {POOL}": (
+        r"cluster\.pools\.rollout=1: wanted 0: the recipe generates nothing"
+    ),
+    "schedule=one_step cluster.ranks=2 cluster.pools.rollout=2": (
+        r"cluster\.pools=\? \+ 2: wanted actor \+ rollout = cluster\.ranks=2, each 1 or more"
+    ),
+    "schedule=one_step cluster.ranks=4 cluster.pools.rollout=3 rollout.layout.tp=2": (
+        r"rollout\.layout=1 x 2: wanted pp x tp that divides cluster\.pools\.rollout=3"
+    ),
+    "schedule=one_step cluster.ranks=4 cluster.pools.rollout=1 trainer.layout.tp=2": (
+        r"trainer\.layout=.*cluster\.pools\.actor=3"
+    ),
+    f"recipe=rloo schedule=one_step {POOL}": r"schedule=async: wanted .*has no ratio",
+    f"recipe=dapo schedule=periodic {POOL}": r"schedule=async: wanted .*another round of prompts",
+    f"recipe=xrpo schedule=one_step {POOL}": r"schedule=async: wanted .*generates once a step",
+    f"recipe=grpo recipe.kl_coef=0.1 recipe.reference_ema_decay=0.9 schedule=periodic {POOL}": (
+        r"cluster\.pools\.rollout=1: wanted 0: average_reference averages the actor's weights"
+    ),
+    f"recipe=grpo recipe.correction.old_log_probs=trainer schedule=one_step {POOL}": (
+        r"schedule=async: wanted a recipe that takes old_log_probs as the rollout made them"
+    ),
+    f"schedule=async schedule.max_staleness=-1 {POOL}": (
+        r"schedule\.max_staleness=-1: wanted 0 or more"
+    ),
+    f"schedule=one_step rollout.tail_tp=2 {POOL}": r"rollout\.tail_tp=2: wanted off",
+    f"cluster.pool_of.reference=rollout {POOL}": (
+        r"cluster\.pool_of\.reference=rollout: wanted another pool"
+    ),
+}
+
+
+def prepared(make_config: Callable[..., Config], tiny_run: list[str], *settings: str) -> Config:
+    named = any(setting.startswith("recipe=") for setting in settings)
+    kept = [setting for setting in tiny_run if not (named and setting.startswith("recipe"))]
+    config = make_config(*kept, *settings)
+    prepare(config)
+    return config
+
+
+@pytest.mark.parametrize("settings", REFUSED)
+def test_what_cannot_be_is_one_line(
+    make_config: Callable[..., Config], tiny_run: list[str], tmp_path: Path, settings: str
+) -> None:
+    with pytest.raises(ConfigError, match=REFUSED[settings]) as caught:
+        prepared(make_config, tiny_run, f"run.dir={tmp_path / 'run'}", *settings.split())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [([], AsyncScheduleConfig), (["recipe=dapo"], SerialScheduleConfig)],
+    ids=["grpo", "dapo"],
+)
+def test_auto_is_the_batch_of_serial(
+    make_config: Callable[..., Config],
+    tiny_run: list[str],
+    tmp_path: Path,
+    settings: list[str],
+    kind: type,
+) -> None:
+    run = [f"run.dir={tmp_path / 'run'}", "schedule=auto", *POOL.split(), *settings]
+    config = prepared(make_config, tiny_run, *run)
+    assert isinstance(config.schedule, kind)
+    assert not config.schedule.may_be_stale
