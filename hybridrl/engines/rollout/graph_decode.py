@@ -4,19 +4,21 @@ The host writes a sequence's state when it joins, and gives it blocks ahead. All
 on the device, so the host launches the next one before it knows the tokens of the last.
 """
 
+import importlib.util
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
+import torch
 
 from hybridrl.engines.rollout.admission import Admission
 from hybridrl.engines.rollout.device_copies import Array, upload
 from hybridrl.engines.rollout.entries import Entry, GraphRows, Lane
 from hybridrl.engines.rollout.graph_capture import CapturedSteps
 from hybridrl.engines.rollout.graph_step import GraphStep, obstacle
-from hybridrl.engines.rollout.interface import Request, SamplingParams
+from hybridrl.engines.rollout.interface import EngineParts, Request, SamplingParams
 from hybridrl.engines.rollout.kept_groups import Ints
 from hybridrl.engines.rollout.requests import tokens_left
 from hybridrl.engines.rollout.stage import Drawn, RolloutStage
@@ -25,6 +27,7 @@ from hybridrl.models.paged_attention import KVCache
 
 logger = logging.getLogger(__name__)
 
+_FIRST_CAPABILITY = (8, 0)  # of GPUs that the kernels are compiled for
 _STOPS = 8  # stop tokens that the device knows; the host sees any other a step later
 
 
@@ -39,6 +42,25 @@ class GraphSettings:
     kernels: ModuleType
     buckets: tuple[int, ...]
     captures: bool
+
+
+def graph_settings(parts: EngineParts) -> GraphSettings | None:
+    """The settings of an engine on this device; None where it has no graph steps."""
+    buckets = tuple(sorted(parts.rollout.graph_buckets))
+    if parts.device.type == "cuda" and buckets and _runs_kernels(parts.device):
+        from hybridrl.kernels import decode_triton
+
+        return GraphSettings(decode_triton, buckets, captures=True)
+    return None
+
+
+def _runs_kernels(device: torch.device) -> bool:
+    """Whether a GPU runs the Triton kernels of a step, which are compiled for Ampere and later."""
+    recent = torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
+    if recent and torch.version.cuda is not None and importlib.util.find_spec("triton"):
+        return True
+    logger.info("decode steps are no CUDA graphs: their kernels want Triton and an Ampere GPU")
+    return False
 
 
 def can_step(

@@ -24,6 +24,7 @@ from hybridrl.engines.rollout.graph_decode import (
     GraphDecoder,
     GraphSettings,
     can_step,
+    graph_settings,
 )
 from hybridrl.engines.rollout.interface import (
     KV,
@@ -208,6 +209,7 @@ class NativeEngine:
             stops=parts.stops,
             router_replay=parts.router_replay,
             speculation=make_speculation(parts.rollout.draft_length, parts.parallel),
+            graphs=graph_settings(parts),
         )
         engine.parts = parts
         # `load` brings parameters alone.

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from answered_turns import converse, converse_in_lockstep, converse_on_the_move
 from transformers import PreTrainedModel
 from triton_interpreter import interpret, needs_triton
 
-from hybridrl.engines.rollout.graph_decode import GraphSettings
+from hybridrl.config import RolloutConfig
+from hybridrl.engines.rollout.graph_decode import GraphSettings, graph_settings
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
@@ -307,3 +309,28 @@ def test_blocks_are_given_ahead(
     while engine.unfinished:
         engine.step()
     assert len(grown) <= 64 // 8 + 1
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("device", "buckets", "capability", "has_graphs"),
+    [
+        ("cuda", [8, 1, 2], (9, 0), True),
+        ("cuda", [8], (7, 5), False),
+        ("cuda", [], (9, 0), False),
+        ("cpu", [8], (9, 0), False),
+    ],
+)
+def test_which_devices_have_graph_steps(
+    device: str, buckets: list[int], capability: tuple[int, int], has_graphs: bool,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    rollout = RolloutConfig(graph_buckets=buckets)
+    with caplog.at_level(logging.INFO):
+        settings = graph_settings(SimpleNamespace(rollout=rollout, device=torch.device(device)))  # type: ignore[arg-type]
+    assert ("want Triton and an Ampere GPU" in caplog.text) == (capability == (7, 5))
+    assert (settings is not None) == has_graphs
+    if settings is not None:
+        assert (settings.buckets, settings.captures) == ((1, 2, 8), True)
