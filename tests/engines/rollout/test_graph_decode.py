@@ -1,10 +1,13 @@
 """An engine that decodes by graph steps against one that does not, token for token."""
 
+import cProfile
 import logging
+import pstats
 import random
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,15 +17,21 @@ from transformers import PreTrainedModel
 from triton_interpreter import interpret, needs_triton
 
 from hybridrl.config import RolloutConfig
+from hybridrl.engines.rollout import graph_decode
+from hybridrl.engines.rollout.graph_capture import CapturedSteps, Step
 from hybridrl.engines.rollout.graph_decode import GraphSettings, graph_settings
+from hybridrl.engines.rollout.graph_step import GraphStep
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
+from hybridrl.engines.rollout.stage import Drawn
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.kernels import decode_torch
 
 FAMILIES = ("qwen3", "llama", "llama_biased", "mistral", "qwen2")
 BUCKETS = 1, 2, 5, 16
+MOST = 4.0
+"""Python calls of a generated token at 64 rows; a step by torch on a CPU may have 5."""
 VOCAB = 52
 Make = Callable[..., NativeEngine]
 Finish = Callable[..., dict[object, Output]]
@@ -155,13 +164,11 @@ def test_steps_are_launched_before_the_last_tokens_are_read(
     model: PreTrainedModel, make_graph_engine: Make, requests_of: RequestsOf, monkeypatch
 ) -> None:
     """No step is launched where the host knows that its rows have ended."""
-    from hybridrl.engines.rollout import graph_decode, stage
-
     done = []
-    wait, step = stage.Drawn.wait, graph_decode.GraphStep.__call__
-    monkeypatch.setattr(stage.Drawn, "wait", lambda self: done.append("read") or wait(self))
+    wait, step = Drawn.wait, GraphStep.__call__
+    monkeypatch.setattr(Drawn, "wait", lambda self: done.append("read") or wait(self))
     monkeypatch.setattr(
-        graph_decode.GraphStep, "__call__", lambda self, x: done.append("launch") or step(self, x)
+        GraphStep, "__call__", lambda self, x: done.append("launch") or step(self, x)
     )
     engine = make_graph_engine(model)
     engine.submit([replace(requests_of(1)[0], sampling=SamplingParams(3))])
@@ -334,3 +341,76 @@ def test_which_devices_have_graph_steps(
     assert (settings is not None) == has_graphs
     if settings is not None:
         assert (settings.buckets, settings.captures) == ((1, 2, 8), True)
+
+
+class Replayed:
+    """In place of a CUDA graph: a replay computes the step over its slots into its results."""
+
+    captured: list[int]
+
+    def __init__(self, step: GraphStep, slots: torch.Tensor) -> None:
+        self._step, self._slots = step, slots
+        self.drawn = step(slots)
+        self.captured.append(len(slots))
+
+    def replay(self) -> None:
+        for result, drawn in zip(self.drawn, self._step(self._slots), strict=True):
+            result.copy_(drawn)
+
+
+def test_graphs_are_captured_once_and_read_their_own_slots(
+    model: PreTrainedModel, make_engine: Make, finish: Finish, requests_of: RequestsOf, same: Same,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Each bucket once, until the engine sleeps; more rows than the largest have no graph."""
+
+    def captured(steps: CapturedSteps, rows: int) -> tuple[Replayed, Step]:
+        steps._slots.fill_(steps._spare)
+        graph = Replayed(steps._step, steps._slots[:rows])
+        return graph, graph.drawn
+
+    class Copied(Drawn):
+        """Copies what was drawn, as a device does: the next replay overwrites it."""
+
+        def __init__(self, tokens: torch.Tensor, values: list[torch.Tensor]) -> None:
+            super().__init__(tokens, [value.clone() for value in values])
+
+    monkeypatch.setattr(Replayed, "captured", [], raising=False)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", tuple)
+    monkeypatch.setattr(CapturedSteps, "_captured", captured)
+    monkeypatch.setattr(graph_decode, "Drawn", Copied)
+    settings = GraphSettings(decode_torch, (1, 2, 5), captures=True)
+    requests = requests_of(24, group=4, prefix=True, stop_token_ids=(3, 17))
+    wanted = finish(make_engine(model), deepcopy(requests))
+    engine = make_engine(model, graphs=settings, max_running=7)
+    for number in (1, 2):
+        same(finish(engine, deepcopy(requests)), wanted)
+        assert sorted(Replayed.captured) == sorted([1, 2, 5] * number)
+        assert engine.stats().graph_captures == 3 * number
+        engine.sleep()
+        engine.load_weights(model.state_dict().items())
+    assert all_by_graph_steps(engine)
+
+
+def test_a_token_costs_few_calls(
+    make_model: Callable[..., PreTrainedModel], make_graph_engine: Make
+) -> None:
+    """The engine's own Python, without the step's, which a graph replays; see `MOST`."""
+    engine = make_graph_engine(make_model("qwen3"), block_size=16)
+    prompts = [[number] * (12 + number) for number in range(8)]
+    requests = [
+        Request(row, prompts[row // 8], SamplingParams(64), row, prefix=row // 8)
+        for row in range(64)
+    ]
+    with cProfile.Profile() as profile:
+        engine.submit(requests)
+        while engine.unfinished:
+            engine.step()
+    room = f"{Path(graph_decode.__file__).parent}/"
+    replayed = ("graph_step.py", "decode.py", "sampling.py")
+    calls = sum(
+        row[1]
+        for (file, _, _), row in pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
+        if file.startswith(room) and not file.endswith(replayed)
+    )
+    assert 64 < calls <= MOST * 64 * 64
