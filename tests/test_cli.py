@@ -481,6 +481,12 @@ WRONG = [
     ),
     ("rollout.engine=vllm", "rollout.block_size=16: wanted a multiple of 32 with rollout.engine=v"),
     ("rollout=vllm deterministic=strict", "deterministic=strict: wanted off with rollout.engine="),
+    ("rollout.graph_buckets=many", "rollout.graph_buckets=many: wanted a list: [a,b]"),
+    (
+        "rollout.graph_buckets=[0,4]",
+        "rollout.graph_buckets=[0, 4]: wanted numbers of rows, 1 or mo",
+    ),
+    ("rollout=vllm rollout.graph_buckets=[]", "rollout.graph_buckets=[]: wanted left out with rol"),
     (
         "rollout.speculate=0",
         "rollout.speculate=0: wanted off, auto, or tokens: 1 to rollout.max_new_tokens=",

@@ -10,6 +10,8 @@ from hybridrl.config.layout import RolloutLayoutConfig
 from hybridrl.config.model import DType
 from hybridrl.config.sampling import SamplingConfig
 
+GRAPH_BUCKETS = 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256
+"""The rows of decode steps that are CUDA graphs, unless `rollout.graph_buckets` names others."""
 SPECULATED = 64
 """Tokens that a pass with drafts may have in any case, however few samples run at a time."""
 
@@ -47,6 +49,8 @@ class EngineFeatures:
     """Dotted path of its checks before a run starts; this one passes whatever it is asked."""
     host: HostStep
     """The host's part of a decode step, by which plans count its seconds."""
+    replay: HostStep | None = None
+    """Likewise, of a step that is a CUDA graph: on GPUs, of a dense model on one rank."""
     exports_kv: bool = False
     """Whether it hands out the keys and values of a sample."""
     deterministic: bool = False
@@ -81,6 +85,8 @@ ENGINES = {
         build="hybridrl.engines.rollout.native:NativeEngine.build",
         # tests/gpu_dry/counts.json: 741 kernels of a decode step of 36 layers, 19 a layer
         host=HostStep(19, 57, 0.0),
+        # and for 28 layers on one rank a replay and two copies of what was drawn
+        replay=HostStep(0, 3, 0.0),
         exports_kv=True,
         deterministic=True,
         shares_weights=True,
@@ -145,6 +151,9 @@ class RolloutConfig(SamplingConfig):
     tail_tp: str = "off"
     """Tensor parallelism of the last samples of a step, which several instances decode as one:
     `off`, `auto` (where the step ends sooner, by measured times), or a multiple of `layout.tp`."""
+    graph_buckets: list[int] = field(default_factory=lambda: list(GRAPH_BUCKETS))
+    """Numbers of rows for which a decode step is a CUDA graph; a batch is filled up to the next
+    one, and more rows than the largest take the same step uncaptured. []: no graph steps."""
     speculate: str = "off"
     """Guess tokens ahead, and verify several of a response in a pass: `off`, `auto` (as many as
     pay, by measured times and acceptance), or their number. The tokens stay the same."""
@@ -166,6 +175,12 @@ class RolloutConfig(SamplingConfig):
         self.check_sampling("rollout", self.max_new_tokens)
         self._check_speculation()
         self._check_tail_tp()
+        if min(self.graph_buckets, default=1) < 1:
+            allowed = "numbers of rows, 1 or more, or [] for no graphs"
+            raise ConfigError("rollout.graph_buckets", self.graph_buckets, allowed)
+        if self.features.replay is None and tuple(self.graph_buckets) != GRAPH_BUCKETS:
+            allowed = f"left out with rollout.engine={self.engine.value}, which has its own graphs"
+            raise ConfigError("rollout.graph_buckets", self.graph_buckets, allowed)
         if self.kv_host_tokens is not None and not self.features.exports_kv:
             allowed = f"null with rollout.engine={self.engine.value}"
             raise ConfigError("rollout.kv_host_tokens", self.kv_host_tokens, allowed)

@@ -27,6 +27,8 @@ class Accelerator:
     """The host's part of a kernel, from Python to its launch: an assumption."""
     message_s: float = 5e-6
     """A small message to another accelerator; an all-reduce of eight takes three of them."""
+    replays: bool = True
+    """Whether it can replay a sequence of kernels."""
 
 
 ACCELERATORS = {
@@ -40,7 +42,9 @@ ACCELERATORS = {
     # NVIDIA A100 SXM4 80 GB datasheet: NVLink 600 GB/s, PCIe 64 GB/s; 200 Gb/s a GPU.
     "a100": Accelerator(312e12, 2.04e12, 80e9, 25e9, 300e9, 32e9),
     # One core with gloo through its memory: round numbers, which a run's scales correct.
-    "cpu": Accelerator(5e10, 1e10, 16e9, 1e9, 1e9, 1e18, launch_s=2e-5, message_s=2e-4),
+    "cpu": Accelerator(
+        5e10, 1e10, 16e9, 1e9, 1e9, 1e18, launch_s=2e-5, message_s=2e-4, replays=False
+    ),
 }
 
 

@@ -29,6 +29,8 @@ class LayerCosts:
     """Reading or writing a byte of the device's memory."""
     launch_s: float
     host: HostStep
+    replay: HostStep | None = None
+    """As `host`, of a dense model on one rank, where its steps are replayed."""
     row_s: float = _ROW_S
     update_s: float = _CALL_S
     round_trip_s: float = _CALL_S
@@ -40,13 +42,14 @@ class LayerCosts:
         cls, accelerator: Accelerator, itemsize: int = 2, engine: Engine = Engine.native
     ) -> "LayerCosts":
         """By the datasheet; `engine` generates."""
-        flop_s = 1 / (accelerator.flops * _FORWARD_SHARE)
+        flop_s, features = 1 / (accelerator.flops * _FORWARD_SHARE), ENGINES[engine]
         return cls(
             forward_flop_s=flop_s,
             backward_flop_s=3 / (accelerator.flops * _TRAIN_SHARE) - flop_s,
             byte_s=1 / (accelerator.memory_bytes_per_s * _MEMORY_SHARE),
             launch_s=accelerator.launch_s,
-            host=ENGINES[engine].host,
+            host=features.host,
+            replay=features.replay if accelerator.replays else None,
             itemsize=itemsize,
         )
 

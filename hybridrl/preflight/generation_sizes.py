@@ -10,6 +10,7 @@ from hybridrl.config import Config, Device
 from hybridrl.costs.generation_memory import GenerationSizes, NativeSizes, VLLMSizes
 from hybridrl.costs.memory import ScoringSizes
 from hybridrl.engines.rollout.memory import (
+    graph_step_bytes,
     kv_bytes_per_token,
     layer_token_bytes,
     native_step_bytes,
@@ -67,6 +68,9 @@ def generation_sizes(
     )
     if rollout.features.takes_share and config.cluster.device is Device.cuda:
         prefill, logits = vllm_step_bytes(shape, rollout, dtype, tp, capacity)
+    graphs = 0
+    if config.cluster.device is Device.cuda and not rollout.features.takes_share:
+        graphs = graph_step_bytes(shape, rollout, longest, dtype, config.strict)
     merged = 0
     if config.actor.lora.rank:  # a product is added to a weight, in float32
         merged = 2 * 4 * _widest(shape) // tp
@@ -77,7 +81,7 @@ def generation_sizes(
         "passing": dtype.itemsize * _passing(config, shape, stages) if merged else 0,
         "token": token,
         "prefill": prefill,
-        "logits": logits,
+        "logits": logits + graphs,
         "buckets": 2 * rollout.layout.bucket_bytes(config.cluster.device.value),
         "longest": longest,
         "most": rollout.max_running * longest,
@@ -92,7 +96,7 @@ def generation_sizes(
         # On CPUs those of all layers are kept from step to step.
         gathered=token if keeps else layer_token_bytes(shape, tp, dtype),
         copied=inputs.copied,
-        sampling=sampling_bytes(rollout, shape.vocab_size),
+        sampling=sampling_bytes(rollout, shape.vocab_size) + graphs,
         conversations=longest * conversations_held(config, graph),
         host_tokens=rollout.kv_host_tokens,
     )

@@ -25,14 +25,21 @@ _WARM_UP_TOKENS = 4
 
 
 def native(settings: Settings, figures: Figures) -> None:
-    """The native engine."""
-    _measure(settings, figures, Engine.native)
+    """The native engine, whose steps are CUDA graphs on a GPU."""
+    _measure(settings, figures, run_config(settings))
+
+
+def without_graphs(settings: Settings, figures: Figures) -> None:
+    """The native engine, which launches the kernels of a step one by one."""
+    config = run_config(settings)
+    config.rollout.graph_buckets = []
+    _measure(settings, figures, config, "eager_")
 
 
 def vllm(settings: Settings, figures: Figures) -> None:
     """vLLM, in the version that hybridrl supports."""
     check_vllm()
-    _measure(settings, figures, Engine.vllm)
+    _measure(settings, figures, run_config(settings, engine=Engine.vllm))
 
 
 def check_vllm() -> None:
@@ -43,25 +50,27 @@ def check_vllm() -> None:
         raise Skipped(str(error)) from None
 
 
-def _measure(settings: Settings, figures: Figures, kind: Engine) -> None:
+def _measure(settings: Settings, figures: Figures, config: Config, prefix: str = "") -> None:
     sizes = sizes_of(settings)
     with one_rank(settings) as device:
-        config = run_config(settings, engine=kind)
         engine = _engine(config, device)
         blocks = engine.stats().kv_blocks_total
         figures.detail("kv_cache_tokens", blocks * config.rollout.block_size)
         for rows in sizes.decode_rows:
-            _rate(engine, rows, sizes, _WARM_UP_TOKENS, device)
+            # Kernels are compiled and graphs are captured in its steps.
+            _, first_s, *_ = _rate(engine, rows, sizes, _WARM_UP_TOKENS, device)
             prefill_s, decode_s, steps, tokens = _rate(
                 engine, rows, sizes, sizes.new_tokens, device
             )
             about = {"rows": rows, "prompt_tokens": sizes.prompt_tokens}
             prefilled = rows * sizes.prompt_tokens / prefill_s
             figures.add(
-                f"decode_{rows}", tokens / decode_s, "tokens/s",
-                ms_a_step=round(1e3 * decode_s / steps, 3), **about,
+                f"{prefix}decode_{rows}", tokens / decode_s, "tokens/s",
+                ms_a_step=round(1e3 * decode_s / steps, 3),
+                first_steps_s=round(first_s, 3), **about,
             )  # fmt: skip
-            figures.add(f"prefill_{rows}", prefilled, "tokens/s", **about)
+            figures.add(f"{prefix}prefill_{rows}", prefilled, "tokens/s", **about)
+        figures.detail("graph_captures", engine.stats().graph_captures)
         engine.close()
 
 

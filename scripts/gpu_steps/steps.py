@@ -34,6 +34,7 @@ STEPS = {
     "flops": Step("gpu_steps.ceilings:flops", 45),
     "attention": Step("gpu_steps.attention:measure", 75),
     "decode": Step("gpu_steps.decode:native", 90),
+    "decode_without_graphs": Step("gpu_steps.decode:without_graphs", 90, needs_gpu=True),
     "switch": Step("gpu_steps.switch:measure", 180),
     "train": Step("gpu_steps.training:measure", 90),
     "activations": Step("gpu_steps.activations:measure", 120, needs_gpu=True),

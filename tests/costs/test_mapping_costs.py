@@ -259,6 +259,35 @@ def test_the_host_launches_the_kernels_that_were_counted() -> None:
     assert ENGINES[Engine.vllm].host.seconds(36, 6.5e-6) < native.seconds(36, 6.5e-6)
 
 
+def test_the_host_replays_the_graphs_that_were_counted() -> None:
+    """A dense model on one GPU has them; a rank on a CPU, several ranks and experts do not."""
+    text = (Path(__file__).parents[1] / "gpu_dry" / "counts.json").read_text()
+    case = json.loads(text)["1.7b on 1"]
+    decode, features = case["phases"]["decode"], ENGINES[Engine.native]
+    assert features.replay is not None
+    assert decode["replayed"] == decode["kernels"]
+    launches = decode["replays"] + sum(decode["copies"].values())
+    assert features.replay.seconds(case["layers"], 1.0) == launches
+    gpu, cpu = (LayerCosts.of(ACCELERATORS[name]) for name in ("h100", "cpu"))
+    assert (gpu.replay, cpu.replay) == (features.replay, None)
+    layers = ACTOR.shape.layers
+    slower = replace(gpu, launch_s=2 * gpu.launch_s)
+    dense, experts = (
+        ACTOR,
+        replace(ACTOR, shape=replace(ACTOR.shape, experts=8, experts_per_token=2)),
+    )
+    for role, gen, launched in (
+        (dense, GenLayout(), features.replay),
+        (dense, GenLayout(tp=2), features.host),
+        (experts, GenLayout(), features.host),
+    ):
+        one, other = (
+            CostModel(costs, COSTS.cluster).generation(role, gen, range(gen.ranks)).step_s
+            for costs in (gpu, slower)
+        )
+        assert other - one == pytest.approx(launched.seconds(layers, gpu.launch_s))
+
+
 def test_scales_are_factors_of_their_kind_alone() -> None:
     """A run's scales leave proportions within a kind as they are."""
     scales = CostScales(decode=2.0, train=3.0, forward=4.0, switch=5.0, prefill=6.0)

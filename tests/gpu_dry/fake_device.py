@@ -56,10 +56,13 @@ class Counts:
     function and kind: `read` (device to host), `upload` (host to device), `wait`, `pageable`. The
     last is a copy that was not to be waited for, but whose host memory is not pinned. `copies` are
     those between host and device that the host does not wait for, by function: `out` and `in`.
-    `peak` is the most bytes on the device.
+    `replays` are those of CUDA graphs, with `replayed` of the kernels. `peak` is the most bytes on
+    the device.
     """
 
     kernels: int = 0
+    replays: int = 0
+    replayed: int = 0
     collectives: int = 0
     syncs: Counter[str] = field(default_factory=Counter)
     copies: Counter[str] = field(default_factory=Counter)
@@ -72,10 +75,12 @@ class Counts:
         return sum(self.by_name[name] for name in ATTENTION)
 
     def summary(self) -> dict[str, Any]:
-        """As JSON, without the kernels' names and the memory; `copies` where there are any."""
+        """As JSON, without names of kernels and memory; `copies` and graphs where there are any."""
         figures = asdict(self)
         del figures["by_name"], figures["peak"]
         del figures["copies"]
+        if not self.replays:
+            del figures["replays"], figures["replayed"]
         copies = {"copies": dict(sorted(self.copies.items()))} if self.copies else {}
         return figures | {"syncs": dict(sorted(self.syncs.items()))} | copies
 
@@ -97,6 +102,7 @@ class FakeDevice(TorchDispatchMode):
         self.integer = 1
         self.answers: dict[str, int] = {}
         self.counts = Counts()
+        self.captures = False
         self.memory = FakePeakMemory()
 
     @classmethod
@@ -126,8 +132,27 @@ class FakeDevice(TorchDispatchMode):
         self.counts.kernels += 1
         self.counts.by_name[name] += 1
 
+    @contextmanager
+    def capture(self) -> Iterator[Counter[str]]:
+        """Note the kernels that the body launches: they run when they are replayed."""
+        before, self.counts, self.captures = self.counts, Counts(), True
+        try:
+            yield self.counts.by_name
+            assert not self.counts.copies, "a graph copies between host and device"
+        finally:
+            self.counts, self.captures = before, False
+
+    def replay(self, launched: Counter[str]) -> None:
+        """Launch the kernels of a graph."""
+        self.counts.replays += 1
+        self.counts.replayed += launched.total()
+        self.counts.kernels += launched.total()
+        self.counts.by_name += launched
+
     def sync(self, kind: str) -> None:
         """The host waits for the device."""
+        if self.captures:
+            raise HiddenSync(f"{caller()}: {kind} in the capture of a CUDA graph")
         self.counts.syncs[f"{caller()}: {kind}"] += 1
 
     def __torch_dispatch__(

@@ -35,6 +35,16 @@ def _numpy() -> None:
     torch.ones(2, device="cuda").numpy()
 
 
+def _read_in_a_capture() -> None:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.ones(2, device="cuda").sum().item()
+
+
+def _upload_in_a_capture() -> None:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.ones(2).to("cuda")
+
+
 def _flash_in_float32() -> None:
     from flash_attn import flash_attn_varlen_func
 
@@ -85,6 +95,8 @@ MISTAKES: dict[str, Callable[[], None]] = {
     "if tensor": _condition,
     "index by a mask": _mask,
     "numpy": _numpy,
+    "read in a capture": _read_in_a_capture,
+    "upload in a capture": _upload_in_a_capture,
     "flash-attn in float32": _flash_in_float32,
     "varlen_attn in float32": _varlen_in_float32,
     "varlen_attn without grouped heads": _varlen_without_grouped_heads,

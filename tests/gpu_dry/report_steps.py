@@ -38,6 +38,7 @@ RUN = (
     "flops",
     "attention",
     "decode",
+    "decode_without_graphs",
     "switch",
     "train",
     "activations",

@@ -17,7 +17,7 @@ BY_DRIVER = "the driver of test_logical_gpus.py runs it"
 """The reason of lines that this test runs."""
 BY_SAMPLER = "the process of test_vllm_sampler.py runs it"
 NOT_RUN = (
-    "no engine starts these kernels on a device yet",
+    "a graph step draws from all tokens, and no other step takes these kernels",
     "a profile of a GPU needs one",
     "a dry run joins without a worker, and calls it itself",
     "doctor measures a device, and a fake one has no times",

@@ -162,6 +162,19 @@ def test_syncs_of_a_decode_step_do_not_grow_with_the_model(
     assert sum(cases[name]["phases"]["decode"]["syncs"].values()) <= sum(syncs.values())
 
 
+@pytest.mark.parametrize("name", ["1.7b on 1", "1.7b on 8", "8b on 1, torch attention"])
+def test_a_decode_step_is_the_replay_of_a_graph(results: dict[str, Any], name: str) -> None:
+    """At most ten kernels a layer, nothing goes in, and the wait is that for the step before."""
+    decode = results["cases"][name]["phases"]["decode"]
+    assert decode["kernels_per_layer"] <= 10
+    assert (decode["replays"], decode["replayed"]) == (1, decode["kernels"])
+    files = "hybridrl/engines/rollout/device_copies.py"
+    assert decode["syncs"] == {f"{files} wait: wait": 1}
+    assert decode["copies"] == {f"{files} <listcomp>: out": 2}
+    first = results["cases"][name]["phases"]["prefill and first decode"]
+    assert not first["syncs"], "there is no step before it"
+
+
 def test_a_step_copies_the_state_in_few_pieces(results: dict[str, Any]) -> None:
     """Trained weights and moments out and in, with adapters what is frozen in; none is waited for.
 
@@ -257,6 +270,8 @@ def test_lines_that_ordinary_tests_run_are_run_by_them(tmp_path: Path) -> None:
         ("if tensor", "HiddenSync"),
         ("index by a mask", "DynamicOutputShapeException"),
         ("numpy", "HiddenSync"),
+        ("read in a capture", "HiddenSync"),
+        ("upload in a capture", "HiddenSync"),
         ("flash-attn in float32", "AssertionError"),
         ("varlen_attn in float32", "AssertionError"),
         ("varlen_attn without grouped heads", "ValueError"),

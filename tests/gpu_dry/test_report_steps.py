@@ -36,6 +36,7 @@ def test_every_step_takes_its_figures_on_a_gpu(tmp_path: Path) -> None:
     assert names >= {
         "copy_h2d_pinned", "copy_d2h_fresh", "matmul_tf32", "packed_varlen_mixed",
         "packed_flash_mixed", "sdpa_cudnn_alike", "new_length_cudnn", "decode_256",
+        "eager_decode_1",
         "switch_1_to_1x1_rate", "mfu_of_datasheet", "offload_rate", "onload_rate",
         "peak_forward_backward", "activations_offload",
     }  # fmt: skip

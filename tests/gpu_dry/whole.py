@@ -43,6 +43,9 @@ def multiplied(few: Figures, more: Figures, depths: tuple[int, int], layers: int
         for key in ("kernels", "collectives"):
             figures[key] = whole(a[key], b[key], f"{name}, {key}")
             figures[f"{key}_per_layer"] = round((b[key] - a[key]) / (deep - shallow), 2)
+        for key in ("replays", "replayed"):
+            if key in a:
+                figures[key] = whole(a[key], b[key], f"{name}, {key}")
         for key in ("syncs", "copies"):
             one, other = a.get(key, {}), b.get(key, {})
             counts = {

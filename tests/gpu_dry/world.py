@@ -1,6 +1,7 @@
 """The surroundings of a dry run: a process group of one rank, models without weights, kernels."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -335,13 +336,34 @@ def _installed(name: str, module: ModuleType | None) -> Iterator[None]:
             sys.modules[name] = before  # type: ignore[assignment]
 
 
+class _Graph:
+    """A CUDA graph: the names of its kernels, which a replay launches."""
+
+    device: FakeDevice
+
+    def __init__(self) -> None:
+        self.launched: Counter[str] | None = None
+
+    @contextmanager
+    def capture(self, pool: object = None) -> Iterator[None]:
+        assert self.launched is None, "a graph is captured once"
+        with self.device.capture() as self.launched:
+            yield
+
+    def replay(self) -> None:
+        assert self.launched, "nothing was captured"
+        self.device.replay(self.launched)
+
+
 @contextmanager
 def kernels(device: FakeDevice, flash: bool) -> Iterator[None]:
     """Kernels that cannot run: attention, Triton's, torch's fused norm. With `flash` flash-attn.
 
+    CUDA graphs note what they would launch.
+
     DTensor's trial runs for shapes are not counted: they launch nothing.
     """
-    _Attention.device = device
+    _Attention.device = _Graph.device = device
 
     def launch(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
@@ -369,6 +391,9 @@ def kernels(device: FakeDevice, flash: bool) -> Iterator[None]:
         mock.patch.object(functional, "rms_norm", rms_norm),
         mock.patch.object(torch, "rms_norm", rms_norm),
         mock.patch.object(JITFunction, "run", launch),
+        mock.patch.object(torch.cuda, "CUDAGraph", _Graph),
+        mock.patch.object(torch.cuda, "graph", _Graph.capture),
+        mock.patch.object(torch.cuda, "graph_pool_handle", tuple),
         mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted),
     ):
         yield

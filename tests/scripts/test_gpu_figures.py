@@ -43,18 +43,22 @@ def report(card: str = "NVIDIA H100 80GB HBM3", **steps: Any) -> dict[str, Any]:
     return head | {"machine": machine, "steps": steps}
 
 
-DECODED = step(figure("decode_1", 60.0, "tokens/s"), figure("decode_64", 11_500.0, "tokens/s"))
+DECODED = step(
+    figure("eager_decode_1", 60.0, "tokens/s"), figure("eager_decode_64", 11_500.0, "tokens/s")
+)
 MOVED = step(figure("offload_s", 0.2, "s"), figure("onload_s", 30.0, "s"))
-REPORT = report(decode=DECODED, offload=MOVED, flops=step(status="failed", reason="no memory"))
+REPORT = report(
+    decode_without_graphs=DECODED, offload=MOVED, flops=step(status="failed", reason="no memory")
+)
 
 
 def test_estimates_stand_beside_what_was_measured(script: ModuleType) -> None:
     rows = {row["figure"]: row for row in script.compared(REPORT)}
-    assert len(rows) == 15
-    slow = rows["decode_1"]
+    assert len(rows) == 18
+    slow = rows["eager_decode_1"]
     assert (slow["estimate"], slow["measured"], slow["off_by"]) == ([215, 215], 60.0, 0.279)
     assert slow["follows"].startswith("decoding is bound by kernel launches")
-    assert (rows["decode_64"]["follows"], rows["decode_64"]["off_by"]) == ("", 0.92)
+    assert (rows["eager_decode_64"]["follows"], rows["eager_decode_64"]["off_by"]) == ("", 0.92)
     # seconds are better below
     assert rows["offload_s"]["follows"].startswith("better than estimated")
     assert rows["onload_s"]["follows"].startswith("copies are pageable")
@@ -81,8 +85,14 @@ def test_the_table_calls_them_estimates(script: ModuleType) -> None:
     assert "Estimates are arithmetic for one H100" in note
     head, *rows = [re.split(" {2,}", line) for line in rest.strip().splitlines()]
     assert head == ["step", "figure", "estimated", "measured", "unit", "what follows"]
-    assert ["decode", "decode_64", "1.1e+04", "1.15e+04", "tokens/s"] not in rows
-    assert ["decode", "decode_64", "12,500", "11,500", "tokens/s"] in rows
+    assert [
+        "decode_without_graphs",
+        "eager_decode_64",
+        "1.1e+04",
+        "1.15e+04",
+        "tokens/s",
+    ] not in rows
+    assert ["decode_without_graphs", "eager_decode_64", "12,500", "11,500", "tokens/s"] in rows
     assert ["flops", "matmul_bfloat16", "700-800", "not measured", "TFLOP/s"] in rows
 
 
@@ -94,7 +104,7 @@ def test_another_card_or_model_is_not_held_against_them(
 ) -> None:
     from gpu_steps.table import table
 
-    other = report(changes.get("card", "NVIDIA H100"), decode=DECODED) | changes
+    other = report(changes.get("card", "NVIDIA H100"), decode_without_graphs=DECODED) | changes
     assert script.compared(other) == []
     assert "stimate" not in table(other)
 
@@ -102,7 +112,7 @@ def test_another_card_or_model_is_not_held_against_them(
 def test_the_table_names_a_missing_compiler_and_untried_versions(script: ModuleType) -> None:
     from gpu_steps.table import table
 
-    other = report(decode=DECODED)
+    other = report(decode_without_graphs=DECODED)
     other["machine"] |= {"compiler": "no gcc", "versions": {"torch": "2.10.0"}}
     lines = table(other).splitlines()
     assert "No C compiler, which Triton's kernels need: no gcc" in lines
@@ -118,7 +128,7 @@ def test_a_report_is_kept_under_its_card_and_date(script: ModuleType, tmp_path: 
     assert json.loads(kept.read_text()) == REPORT
     text = script.section(tmp_path / "figures")
     assert "1 x NVIDIA H100 80GB HBM3, CUDA 13.0, torch 2.11.0, transformers 5.17.0" in text
-    assert "| `decode` | `decode_64` | 11,500 tokens/s | 12,500 |  |" in text
+    assert "| `decode_without_graphs` | `eager_decode_64` | 11,500 tokens/s | 12,500 |  |" in text
     assert re.search(r"\| `offload` \| `onload_s` \| 30 s \| 0.33-0.4 \| copies are pageable", text)
     assert "| `flops` | | failed | | no memory |" in text
     page = script.written(f"before\n{script.BEGIN}\nold\n{script.END}\nafter\n", text)
@@ -126,7 +136,7 @@ def test_a_report_is_kept_under_its_card_and_date(script: ModuleType, tmp_path: 
 
 
 def test_two_reports_of_a_day_are_both_kept(script: ModuleType, tmp_path: Path) -> None:
-    other = report(decode=step(figure("decode_1", 70.0, "tokens/s")))
+    other = report(decode_without_graphs=step(figure("eager_decode_1", 70.0, "tokens/s")))
     kept = []
     for content in (REPORT, other, REPORT, other):
         file = tmp_path / "report.json"
@@ -137,8 +147,8 @@ def test_two_reports_of_a_day_are_both_kept(script: ModuleType, tmp_path: Path) 
     assert [json.loads(path.read_text()) for path in kept[:2]] == [REPORT, other]
     text = script.section(tmp_path / "figures")
     assert text.count("commit abc1234, measured 2026-11-28T13:50:39Z.") == 2
-    assert "| `decode_1` | 60 tokens/s |" in text
-    assert "| `decode_1` | 70 tokens/s |" in text
+    assert "| `eager_decode_1` | 60 tokens/s |" in text
+    assert "| `eager_decode_1` | 70 tokens/s |" in text
 
 
 TRAINED = {"step": 1, "step_s": 2.5, "tokens_per_s": 12_000.0, "reward_mean": 0.4}
@@ -159,24 +169,27 @@ def test_a_first_run_is_kept_with_its_trainings(script: ModuleType, tmp_path: Pa
     text = script.section(tmp_path / "figures")
     assert "| `demo` | 2 | 2.5 | 12,000 |  |  |  |  |  | 0.4 |  |" in text
     assert text.endswith("\n`large`: failed: no memory.")
-    assert "| `decode` | `decode_64` | 11,500 tokens/s | 12,500 |  |" in text
+    assert "| `decode_without_graphs` | `eager_decode_64` | 11,500 tokens/s | 12,500 |  |" in text
     (tmp_path / "report.json").unlink()
     with pytest.raises(ConfigError, match=r"first_run\.json beside its report"):
         script.keep(first_run, tmp_path / "figures")
 
 
-ON_CPU = step(figure("decode_1", 60.0, "tokens/s"), device="cpu")
+ON_CPU = step(figure("eager_decode_1", 60.0, "tokens/s"), device="cpu")
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (report(decode=DECODED) | {"device": "cpu"}, "figures of a GPU alone"),
-        (report(decode=ON_CPU), "figures of a GPU alone"),
-        (report(decode=DECODED, train=ON_CPU), "figures of a GPU alone"),
+        (report(decode_without_graphs=DECODED) | {"device": "cpu"}, "figures of a GPU alone"),
+        (report(decode_without_graphs=ON_CPU), "figures of a GPU alone"),
+        (report(decode_without_graphs=DECODED, train=ON_CPU), "figures of a GPU alone"),
         (report(other=DECODED), "of this source tree"),
         ({"steps": {}}, "of this source tree"),
-        (report(decode=DECODED) | {"measured": "today"}, "whose `measured` has the form"),
+        (
+            report(decode_without_graphs=DECODED) | {"measured": "today"},
+            "whose `measured` has the form",
+        ),
         ({"report": {}, "demo": {}, "large": {}}, "the first_run.json of gpu_first_run.sh"),
         ([], "of this source tree"),
         (None, "the JSON of gpu_report.py, or first_run.json beside"),

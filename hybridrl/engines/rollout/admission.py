@@ -156,6 +156,8 @@ class Admission:
     def hold(self, ids: Iterable[object]) -> None:
         """The turns of running requests have ended: they leave their lane and keep their blocks."""
         entries = [self._entries[id] for id in ids]
+        for entry in entries:
+            self.cut(entry)
         self._leave(entries, keep=True)
         for entry in entries:
             entry.status, entry.kept = EntryStatus.HELD, entry.length - 1
@@ -312,6 +314,7 @@ class Admission:
     def _start(self, entry: Entry, lane: Lane) -> None:
         lane.end_batch()
         self.num_running += 1
+        entry.runs += 1
         entry.lane, entry.slot = lane, self._free_slots.pop()
         entry.status, entry.kept, entry.lost, entry.moved = EntryStatus.RUNNING, 0, 0, False
         self.num_blocks[entry.slot] = num = len(entry.blocks)
@@ -340,23 +343,32 @@ class Admission:
 
     # Growth
 
-    def _starting(self, lane: Lane) -> Ints:
-        """Slots of the rows whose pending token is the first of a block."""
+    def _starting(self, lane: Lane, ahead: int = 0) -> Ints:
+        """Slots of the rows whose pending token, or the one `ahead` of it, has no block yet."""
         slots, lengths = lane.lengths()
-        return slots[lengths > self.num_blocks[slots] * self._block_size]
+        return slots[lengths + ahead > self.num_blocks[slots] * self._block_size]
 
     def is_short(self, lane: Lane) -> bool:
         """Whether `grow` may preempt; then no lane may have tokens in flight."""
         free = self.allocator.num_free
         return len(lane.entries) > free and len(self._starting(lane)) > free
 
-    def grow(self, lane: Lane) -> None:
-        """A block for every pending token that starts one; preempts the newest when out."""
+    def grow(self, lane: Lane, ahead: bool = False) -> None:
+        """A block for every pending token that starts one; preempts the newest when out.
+
+        With `ahead` a block more for the rows that will soon need it, if it is not missed: one for
+        each running sequence stays free.
+        """
         starting = self._starting(lane)
         if len(starting) > self.allocator.num_free:
             self._take(lane, starting)
         else:
             self._give(starting)
+        if ahead:
+            soon = self._starting(lane, self._block_size)
+            soon = soon[self.num_blocks[soon] < self.tables.shape[1]]
+            if len(soon) + self.num_running < self.allocator.num_free:
+                self._give(soon)
         slots, lengths = lane.lengths()
         room = self.num_blocks[slots] * self._block_size - lengths
         lane.steps_left = int(room.min(initial=self._limits.max_sequence))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
+import torch
 
 from hybridrl.engines.rollout.batch import DecodeBatch, Prefill
 from hybridrl.engines.rollout.blocks import NO_BLOCKS, BlockAllocator, Blocks
@@ -33,7 +34,7 @@ class Entry:
 
     While it runs the blocks of its row cache all tokens but the pending one. Else its `blocks`
     cache the first `kept` ones. `lost` tokens were cached until it gave its blocks up, or they have
-    `moved` to its request.
+    `moved` to its request. `runs` counts how often it has begun to run.
     """
 
     request: Request
@@ -45,6 +46,7 @@ class Entry:
     kept: int = 0
     lost: int = 0
     moved: bool = False
+    runs: int = 0
 
     @property
     def cached(self) -> int:
@@ -62,18 +64,45 @@ class Entry:
 
 
 @dataclass(slots=True, eq=False)
+class GraphRows:
+    """The rows of a lane in its graph steps, for as long as none joins or leaves.
+
+    Each is an entry in its run of that number. `of_slots` [slots] are the positions of all pending
+    tokens, once what is underway is done. `on_device` [rows] are the slots there, perhaps with
+    spare ones behind them; None before the first step.
+    """
+
+    entries: list[Entry]
+    runs: list[int]
+    slots: Ints
+    of_slots: Ints
+    on_device: torch.Tensor | None = None
+
+    @property
+    def positions(self) -> Ints:
+        """Positions [rows] of the pending tokens."""
+        return self.of_slots[self.slots]
+
+    def running(self) -> list[int]:
+        """The rows whose run has not ended."""
+        rows = enumerate(zip(self.entries, self.runs, strict=True))
+        return [row for row, (e, run) in rows if e.runs == run and e.lane is not None]
+
+
+@dataclass(slots=True, eq=False)
 class Lane:
     """Running sequences that decode together; a pipeline has as many lanes as stages.
 
     `drawn` holds the tokens of the last decode step until they are collected, and `routing` its
     experts; until then no sequence joins or leaves. `batch` stays from step to step until one does.
     `kept` are the rows' gathered keys and values, which stay longer. In the next `steps_left` steps
-    no row needs another block.
+    no row needs another block. Rows that take graph steps have `graph` in place of a batch.
     """
 
     index: int
     entries: list[Entry] = field(default_factory=list)
     batch: DecodeBatch | None = None
+    graph: GraphRows | None = None
     kept: KeptGroups | None = None
     steps_left: int = 0
     drawn: Drawn | None = None
@@ -82,12 +111,13 @@ class Lane:
     def end_batch(self) -> None:
         """Drop the batch, before a sequence joins or leaves."""
         assert self.drawn is None, "sampled tokens are in flight"
-        self.batch, self.steps_left = None, 0
+        self.batch, self.graph, self.steps_left = None, None, 0
 
     def lengths(self) -> tuple[Ints, Ints]:
         """The rows' slots and lengths, in any order."""
-        if self.batch is not None:
-            return self.batch.slots, self.batch.positions + 1
+        batch = self.batch or self.graph
+        if batch is not None:
+            return batch.slots, batch.positions + 1
         rows = np.array([(entry.slot, entry.length) for entry in self.entries], np.int64)
         slots, lengths = rows.reshape(-1, 2).T
         return slots, lengths

@@ -1,7 +1,7 @@
 """A decode step as a fixed sequence of kernels that ask the host nothing: a CUDA graph can hold it.
 
 State, block tables and draws are on the device (`DecodeState`). A step embeds the pending tokens,
-computes layers and head, draws, and advances the state. No engine runs it yet.
+computes layers and head, draws, and advances the state.
 """
 
 from types import ModuleType
@@ -34,16 +34,13 @@ class GraphStep:
         kernels: ModuleType,
     ) -> None:
         """Raises ValueError for a model that it does not compute."""
-        decoder, config = stage.decoder, stage.model.config
-        dense = decoder is not None and all(layer.gate_up for layer in decoder.layers)
-        if decoder is None or not dense or not decoder.rotates_alike:
-            raise ValueError(f"model type {config.model_type} has no step of a fixed sequence")
-        if config.hidden_act not in _ACTIVATIONS:
-            raise ValueError(f"activation {config.hidden_act}: wanted one of {set(_ACTIVATIONS)}")
-        assert stage.parallel.tp * stage.parallel.pp == 1
-        self._stage, self._decoder, self._cache, self._state = stage, decoder, cache, state
+        if reason := obstacle(stage):
+            raise ValueError(reason)
+        assert stage.decoder is not None
+        self._stage, self._decoder = stage, stage.decoder
+        self._cache, self._state = cache, state
         self._max_length, self._kernels = max_length, kernels
-        self._activation = _ACTIVATIONS[config.hidden_act]
+        self._activation = _ACTIVATIONS[stage.model.config.hidden_act]
 
     def __call__(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw a token of the sequence in each of `slots` [rows] int32, and advance the state.
@@ -74,6 +71,19 @@ class GraphStep:
         drawn = kernels.sample(logits, slots, counts, state.streams, state.temperatures)
         kernels.advance(state, slots, drawn[0])
         return drawn
+
+
+def obstacle(stage: RolloutStage) -> str:
+    """Why a rank's model has no `GraphStep`; empty if it has one."""
+    decoder, config = stage.decoder, stage.model.config
+    if stage.parallel.tp * stage.parallel.pp > 1:
+        return f"tp={stage.parallel.tp}, pp={stage.parallel.pp}: an instance has several ranks"
+    dense = decoder is not None and all(layer.gate_up for layer in decoder.layers)
+    if decoder is None or not dense or not decoder.rotates_alike:
+        return f"model type {config.model_type} has no step of a fixed sequence"
+    if config.hidden_act not in _ACTIVATIONS:
+        return f"activation {config.hidden_act}: wanted one of {sorted(_ACTIVATIONS)}"
+    return ""
 
 
 def _out(layer: FusedLayer, h: torch.Tensor) -> torch.Tensor:

@@ -199,7 +199,8 @@ class Stats:
     `kv_bytes_per_token` is this rank's. `has_cache` is False from `sleep` until work.
     Of the tokens that held requests had cached when they continued, `kept_tokens` still were.
     `recomputed_tokens` had given way to others, or filled no block of vLLM's. `moved_tokens` gave
-    way to host memory.
+    way to host memory. `graph_steps` decode steps were those of a fixed sequence of kernels
+    (`graph_decode.py`), of which `graph_captures` CUDA graphs were captured.
     """
 
     running: int
@@ -224,6 +225,8 @@ class Stats:
     kept_tokens: int = 0
     moved_tokens: int = 0
     recomputed_tokens: int = 0
+    graph_steps: int = 0
+    graph_captures: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

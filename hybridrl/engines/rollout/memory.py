@@ -13,12 +13,13 @@ from transformers import PretrainedConfig
 
 from hybridrl.config import ConfigError, RolloutConfig
 from hybridrl.engines.rollout.batch import PREFILL_TOKENS
+from hybridrl.engines.rollout.decode import FAMILIES as FUSED_FAMILIES
 from hybridrl.engines.rollout.interface import EngineParts
 from hybridrl.layout.layout import stages_of_layers
 from hybridrl.layout.mesh import Mesh
 from hybridrl.models.activations import prefill_activations
 from hybridrl.models.attention_shape import attention_shape
-from hybridrl.models.parallel import kv_heads_of_rank
+from hybridrl.models.parallel import kv_heads_of_rank, num_experts
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ _LOGITS_COPIES = 8  # of a step's logits in float32, while it samples
 _LARGE_DEVICE = 70 * GIB  # from an H100 on, by vLLM's defaults
 _MANY_TOKENS, _FEW_TOKENS = 16384, 8192
 _PLAIN_COPIES = 3  # where all tokens are drawn from: of tp ranks, joined, exponentiated
+SPLIT = 512  # keys, of which the kernel of attention keeps a part: `paged_attention_triton.SPLIT`
 _DIGITS = 4  # of the share; it is rounded down
 _MORE_TP = "more ranks in rollout.layout.tp need less on each"
 
@@ -146,6 +148,29 @@ def sampling_bytes(rollout: RolloutConfig, vocab_size: int) -> int:
     return (_LOGITS_COPIES if narrow else _PLAIN_COPIES) * 4 * rollout.pass_tokens * vocab_size
 
 
+def graph_step_bytes(
+    config: PretrainedConfig, rollout: RolloutConfig, longest: int, dtype: torch.dtype, strict: bool
+) -> int:
+    """Bytes that CUDA graphs of decode steps keep besides logits; 0 where there are none.
+
+    The parts of attention, of every split of `longest` tokens in float32, what a layer computes,
+    and the block tables. All graphs share them, so they are those of the largest.
+    """
+    layout = rollout.layout
+    dense = config.model_type in FUSED_FAMILIES and not num_experts(config)
+    drafts = rollout.draft_length != 0
+    if not rollout.graph_buckets or not dense or strict or drafts or layout.tp * layout.pp > 1:
+        return 0
+    rows = min((n for n in rollout.graph_buckets if n >= rollout.max_running), default=0)
+    rows = max(rows, rollout.max_running)
+    heads, width = config.num_attention_heads, attention_shape(config).head_size
+    splits = -(-longest // SPLIT)
+    parts = 4 * heads * splits * (width + 2) if splits > 1 else 0
+    features = 2 * config.hidden_size + 3 * config.intermediate_size
+    tables = 4 * -(-longest // rollout.block_size)
+    return rows * (parts + features * dtype.itemsize + tables)
+
+
 def vllm_batched_tokens(total: int, own: Mapping[str, Any] = MappingProxyType({})) -> int:
     """Tokens of a step of vLLM at most, on a GPU of `total` bytes; `own` is `rollout.vllm`.
 
@@ -188,9 +213,10 @@ def native_cache(parts: EngineParts) -> int:
         sent=0 if parts.parallel.last else parts.parallel.pp,
     )
     token = rank_token_bytes(parts)
+    graphs = graph_step_bytes(config, rollout, parts.max_sequence, parts.dtype, parts.deterministic)
     tokens = native_cache_tokens(
         device_memory_left(parts),
-        rank_weight_bytes(parts) + logits + prefill,
+        rank_weight_bytes(parts) + logits + graphs + prefill,
         token + layer_token_bytes(config, parts.parallel.tp, parts.dtype),
         wanted=rollout.kv_cache_tokens,
         most=rollout.max_running * parts.max_sequence,

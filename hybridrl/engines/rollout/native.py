@@ -20,6 +20,12 @@ from hybridrl.engines.rollout.batch import DecodeBatch, PassInputs, VerifyBatch
 from hybridrl.engines.rollout.cache_fill import CacheFiller, KVCosts
 from hybridrl.engines.rollout.entries import Entry, Lane
 from hybridrl.engines.rollout.expert_record import ExpertRecorder, SequenceRows
+from hybridrl.engines.rollout.graph_decode import (
+    GraphDecoder,
+    GraphSettings,
+    can_step,
+    graph_settings,
+)
 from hybridrl.engines.rollout.interface import (
     KV,
     EngineParts,
@@ -47,7 +53,6 @@ from hybridrl.engines.rollout.speculation import (
 from hybridrl.engines.rollout.stage import Drawn, RolloutStage
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.layout.layerwise import Fill
-from hybridrl.layout.weight_switch import Tensors
 from hybridrl.models.load import check_supported
 from hybridrl.models.local_weights import load_buffers
 from hybridrl.models.paged_attention import KVCache
@@ -85,6 +90,9 @@ class NativeEngine:
     With `speculation` a step may make several tokens of a request: guessed ones, where the request
     draws them itself. It excludes `deterministic` and pipeline parallelism.
 
+    With `graphs` rows decode by graph steps where model and batch can (`graph_decode.py`). Their
+    tokens are collected in the next step, too. An engine with any of the above has none.
+
     With a `stage` it computes with that module, and a subclass gives it its cache (`wide.py`).
 
     Example of two stages, lanes a and b: stage 0 computes a1 b1 a2 b2, stage 1, half a step later,
@@ -110,6 +118,7 @@ class NativeEngine:
         stops: StopStrings | None = None,
         router_replay: RouterReplay = RouterReplay.off,
         speculation: Speculation | None = None,
+        graphs: GraphSettings | None = None,
         stage: RolloutStage | None = None,
     ) -> None:
         check_supported(model_config)
@@ -141,6 +150,9 @@ class NativeEngine:
             own = [number for number, _ in self._stage.numbered_layers()]
             shape = ExpertShape.of(model_config)
             recorder = ExpertRecorder(shape, own, self._parallel, self._device)
+        self._graphs: GraphDecoder | None = None
+        if graphs is not None and can_step(self._stage, deterministic, speculation, recorder):
+            self._graphs = GraphDecoder(self._stage, graphs, max_running, max_sequence)
         self._cache: KVCache | None = None
         if stage is None:
             self.take_cache()
@@ -197,6 +209,7 @@ class NativeEngine:
             stops=parts.stops,
             router_replay=parts.router_replay,
             speculation=make_speculation(parts.rollout.draft_length, parts.parallel),
+            graphs=graph_settings(parts),
         )
         engine.parts = parts
         # `load` brings parameters alone.
@@ -315,25 +328,28 @@ class NativeEngine:
         assert not self._asleep, "the engine sleeps"
         if self._admission.waiting:
             self.take_cache()
-        before = self._decode_tokens
+        before, late = self._decode_tokens, 0
         for lane in self._admission.lanes:
             if lane.drawn is not None:
                 self._collect(lane)
             if self._admission.waiting:
                 self._admit(lane)
+            if self._graphs is not None:
+                self._arrange(lane, self._graphs)
             if lane.steps_left:
                 lane.steps_left -= 1
             elif lane.entries:
                 self._grow(lane)
             if lane.entries and self._speculation is None:
-                self._launch(lane)
+                late += self._launch(lane)
             elif lane.entries:
                 self._speculate(lane)
-        self._decode_steps += self._decode_tokens > before
         if self._parallel.pp == 1:
-            self._collect_all()
+            self._collect_all(late)
+        self._decode_steps += self._decode_tokens > before
         finished, self._finished = self._finished, []
-        self._filler.join_records(output.routed_experts for output in finished)
+        if finished:
+            self._filler.join_records(output.routed_experts for output in finished)
         return finished
 
     def take_cache(self) -> KVCache:
@@ -358,16 +374,32 @@ class NativeEngine:
             self._uniforms.forget(slots)
             self._seen.forget(slots)
 
+    def _arrange(self, lane: Lane, graphs: GraphDecoder) -> None:
+        """Let a lane whose rows have changed take graph steps, if they can."""
+        if not lane.entries or lane.graph or lane.batch:
+            return
+        if not graphs.arrange(lane, self._admission.tables):
+            self._collect_all()
+            graphs.forget()
+
     def _grow(self, lane: Lane) -> None:
         """Give blocks to the lane's rows, some of which may lose theirs to older ones."""
         if self._admission.is_short(lane):
             self._collect_all()
-        self._admission.grow(lane)
+        self._admission.grow(lane, ahead=lane.graph is not None)
+        if self._graphs is not None:
+            self._arrange(lane, self._graphs)
 
-    def _launch(self, lane: Lane) -> None:
-        """Feed a lane's pending tokens; on return the sampled tokens may still be in flight."""
+    def _launch(self, lane: Lane) -> bool:
+        """Feed a lane's pending tokens; on return the sampled tokens may still be in flight.
+
+        Returns whether they may stay there until the next step.
+        """
         assert self._cache is not None
         tables = self._admission.tables
+        if lane.graph is not None:
+            assert self._graphs is not None
+            return self._graphs.launch(lane, self._cache, self._admission)
         batch = self._filler.lane_batch(lane, self._cache, tables)
         lane.routing = self._filler.new_routing()
         uniforms = None
@@ -377,6 +409,7 @@ class NativeEngine:
         lane.drawn = self._draw(batch, inputs, self._stage.decode(inputs, lane.routing))
         self._decode_tokens += len(batch.requests)
         self._cached_tokens += int(batch.positions.sum())
+        return False
 
     def _draw(
         self, batch: DecodeBatch | VerifyBatch, inputs: PassInputs, logits: torch.Tensor | None
@@ -388,10 +421,15 @@ class NativeEngine:
             edited = batch.sampling.edits.apply(logits, *drawing, self._seen)
         return self._stage.draw(logits, inputs.uniforms, batch.sampling, edited)
 
-    def _collect_all(self) -> None:
+    def _collect_all(self, late: int = 0) -> None:
+        """Collect the tokens of all steps, but for so many of the last graph steps."""
         for lane in self._admission.lanes:
             if lane.drawn is not None:
                 self._collect(lane)
+        for step in self._graphs.collect(late) if self._graphs is not None else ():
+            self._decode_tokens += len(step.requests)
+            self._cached_tokens += step.cached
+            self._append(step.requests, step.tokens, step.log_probs)
 
     def _collect(self, lane: Lane) -> None:
         """Append the tokens of a lane's last step; remove finished sequences."""
@@ -402,10 +440,14 @@ class NativeEngine:
         if lane.routing is not None:
             self._filler.keep(lane.batch.spans(), lane.routing)
         lane.batch.advance(drawn.tokens)
+        self._append(lane.batch.requests, tokens.tolist(), log_probs.tolist())
+
+    def _append(
+        self, requests: Sequence[Request], tokens: Sequence[int], log_probs: Sequence[float]
+    ) -> None:
+        """Append a token to each of the requests, and end those whose last one it is."""
         ended = []
-        for request, token, log_prob in zip(
-            lane.batch.requests, tokens.tolist(), log_probs.tolist(), strict=True
-        ):
+        for request, token, log_prob in zip(requests, tokens, log_probs, strict=True):
             finish = append_token(request, token, log_prob, self._stops)
             if finish is not None:
                 ended.append((request, finish))
@@ -483,25 +525,12 @@ class NativeEngine:
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load tensors, named as in `state_dict()`, into the engine's parameters and buffers.
+        """Load tensors, named as in `state_dict()`: see `RolloutStage.copy_in`.
 
-        The names of a tied pair fill the same tensor: the pair's second name is skipped. A rank of
-        several passes its own shards. Raises ValueError for an unknown name or another shape.
+        A rank of several passes its own shards.
         """
 
-        def fill(parameters: Tensors, names: Sequence[str] | None = None) -> None:
-            own = {**parameters, **self._stage.buffers}
-            for name, tensor in weights:
-                if name in self._stage.aliases:
-                    continue
-                if name not in own:
-                    raise ValueError(f"the rollout model has no parameter {name!r}")
-                if own[name].shape != tensor.shape:
-                    wanted = tuple(own[name].shape)
-                    raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted {wanted}")
-                own[name].copy_(tensor)
-
-        self.load(fill)
+        self.load(lambda parameters, names=None: self._stage.copy_in(weights))
 
     def _drop_cached(self, what: str) -> None:
         """Drop what these weights have cached, of nothing that runs or is held."""
@@ -512,6 +541,8 @@ class NativeEngine:
     def _free_cache(self) -> None:
         for lane in self._admission.lanes:
             lane.kept = None
+        if self._graphs is not None:
+            self._graphs.free()
         self._cache = None
 
     def sleep(self, keep_weights: bool = False) -> None:
@@ -552,6 +583,8 @@ class NativeEngine:
             restored_tokens=self._filler.restored_tokens,
             shared_prompt_tokens=self._admission.shared_tokens,
             num_preempted=self._admission.num_preempted,
+            graph_steps=0 if self._graphs is None else self._graphs.num_steps,
+            graph_captures=0 if self._graphs is None else self._graphs.num_captured,
             kv_blocks_free=self._admission.allocator.num_free,
             kv_blocks_total=self._num_blocks,
             kv_bytes_per_token=math.prod(self._stage.kv_shape(1)) * self._stage.dtype.itemsize,

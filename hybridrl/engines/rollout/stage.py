@@ -7,7 +7,7 @@ GPUs they go from device to device, where they feed the next step.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ class RolloutStage:
     ) -> None:
         """With `weights` these are the rank's tensors, and stay where they are (`wide.py`)."""
         self.parallel = parallel
-        self.dtype, self._device = dtype, device
+        self.dtype, self.device = dtype, device
         self.model = local_model(
             config,
             parallel,
@@ -131,18 +131,35 @@ class RolloutStage:
         """The rank's own tensors by state-dict name, tied ones once."""
         return {name: parameter.data for name, parameter in self.model.named_parameters()}
 
+    def copy_in(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy tensors, named as in `state_dict()`, into the parameters and buffers.
+
+        The names of a tied pair fill the same tensor: the pair's second name is skipped. Raises
+        ValueError for an unknown name or another shape.
+        """
+        own = {**self.parameters(), **self.buffers}
+        for name, tensor in weights:
+            if name in self.aliases:
+                continue
+            if name not in own:
+                raise ValueError(f"the rollout model has no parameter {name!r}")
+            if own[name].shape != tensor.shape:
+                wanted = tuple(own[name].shape)
+                raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted {wanted}")
+            own[name].copy_(tensor)
+
     def free(self) -> None:
         """Free the weights, after all messages are sent."""
         self._link.flush()
         for parameter in self.model.parameters():
-            parameter.data = torch.empty(0, dtype=self.dtype, device=self._device)
+            parameter.data = torch.empty(0, dtype=self.dtype, device=self.device)
         if self.decoder is not None:
             self.decoder.free()
 
     def allocate(self) -> None:
         """Allocate memory for the weights, uninitialized."""
         for name, parameter in self.model.named_parameters():
-            parameter.data = torch.empty(self._shapes[name], dtype=self.dtype, device=self._device)
+            parameter.data = torch.empty(self._shapes[name], dtype=self.dtype, device=self.device)
         if self.decoder is not None:
             self.decoder.allocate()
 
@@ -164,7 +181,7 @@ class RolloutStage:
             kv_heads=self._kv_heads,
             head_dim=self._head_dim,
             dtype=self.dtype,
-            device=self._device,
+            device=self.device,
             lender=lender,
         )
 
@@ -238,7 +255,7 @@ class RolloutStage:
             message = torch.stack((tokens, log_probs.double().view(torch.int64)))
         else:
             # A rank of the last stage gets them on the device, other stages on the host.
-            device = self._device if parallel.last else None
+            device = self.device if parallel.last else None
             message = torch.empty(2, len(batch.temperature), dtype=torch.int64, device=device)
         if parallel.last and parallel.tp > 1:
             dist.broadcast(message, group=parallel.tp_group, group_src=parallel.tp_peers[0])
@@ -267,7 +284,7 @@ class RolloutStage:
         if self.parallel.first:
             embedded: torch.Tensor = self.model.get_input_embeddings()(token_ids)
             return embedded
-        return self._link.receive((len(token_ids), self._hidden_size), self.dtype, self._device)
+        return self._link.receive((len(token_ids), self._hidden_size), self.dtype, self.device)
 
     def _pass_on(self, hidden: torch.Tensor) -> None:
         """Send hidden states to the next stage; one message a lane may be in flight."""

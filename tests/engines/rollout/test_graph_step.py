@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, Qwen3Config
 from triton_interpreter import interpret, needs_triton
 
+from hybridrl.engines.rollout import memory
 from hybridrl.engines.rollout.graph_step import GraphStep
 from hybridrl.engines.rollout.interface import Output, Request
 from hybridrl.engines.rollout.native import NativeEngine
@@ -175,3 +176,10 @@ def test_a_layer_is_ten_kernels_and_nothing_is_read(monkeypatch, longest, per_la
     assert by_depth[1] - by_depth[0] == per_layer, (launched, operators.launched)
     assert by_depth[0] - 2 * per_layer <= 8, "embedding, norm, head, begin, draw and advance"
     assert not {"_local_scalar_dense", "nonzero"} & set(operators.launched), "the host reads"
+
+
+@needs_triton
+def test_the_memory_plan_counts_the_kernels_parts() -> None:
+    from hybridrl.kernels import paged_attention_triton
+
+    assert memory.SPLIT == paged_attention_triton.SPLIT
