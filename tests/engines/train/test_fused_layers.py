@@ -4,9 +4,19 @@ import math
 from collections import Counter
 
 import pytest
+import torch
 from engines.train.test_layouts import EXTRAS, OTHERS, SIZES, check, oracle, step
+from surrogate_loss import Surrogate
 from triton_interpreter import interpret, needs_triton
 
+from hybridrl.config import (
+    ActivationMode,
+    FuseLayers,
+    ModelConfig,
+    OptimConfig,
+    TrainerConfig,
+)
+from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.kernels import train_layer, train_layer_torch
 
 PARTS = ("norm", "norm_grad", "rotate", "act_mul", "act_mul_grad")
@@ -86,3 +96,34 @@ def test_layouts(fresh_ranks, wanted, layout, schedule, parallel):
         families = families[:4]
     models = [wanted(family) for family in families]
     check_all(fresh_ranks, models, False, layout, schedule, parallel)
+
+
+def each_mode(path, sequences, fuse):
+    """Shards after an update with each choice of activations, and what the engine has fused."""
+    results = []
+    for mode in (ActivationMode.keep, ActivationMode.selective, ActivationMode.recompute):
+        trainer = TrainerConfig(
+            activations=mode, fuse_layers=FuseLayers[fuse], optim=OptimConfig(lr=1e-2)
+        )
+        device = torch.device("cpu")
+        engine = TrainEngine(path, model=ModelConfig(), trainer=trainer, device=device)
+        engine.update(sequences, Surrogate())
+        shards = {name: shard.to_local().clone() for name, shard in engine.named_shards().items()}
+        results.append((shards, engine.describe()["fused_modules"]))
+    return results
+
+
+def test_recomputed_layers_are_the_same_bit_for_bit(ranks, wanted):
+    """Results that `selective` keeps are changed by no kernel."""
+    path, sequences, _ = wanted("llama")
+    ((*results,),) = ranks(1, each_mode, path, sequences, "always")
+    layers = SIZES["num_hidden_layers"]
+    for shards, fused in results:
+        assert fused == 4 * layers + 1  # two norms, a rotation, a gate; and the last norm
+        assert all(torch.equal(shard, results[0][0][name]) for name, shard in shards.items())
+
+
+def test_a_cpu_fuses_nothing_unasked(ranks, wanted):
+    path, sequences, _ = wanted("llama")
+    ((*results,),) = ranks(1, each_mode, path, sequences, "auto")
+    assert {fused for _, fused in results} == {0}
