@@ -17,13 +17,14 @@ def column_chunks(hidden: torch.Tensor, vocab: int, chunk_elements: int) -> Iter
     """Slices of the vocabulary for which [tokens, columns] has at most `chunk_elements` elements.
 
     A chunk is at least as wide as `hidden`: a narrow product is slow, and the input is as large.
-    Wide chunks are whole Triton blocks.
+    Wide chunks are whole Triton blocks. Without tokens there is nothing to compute, and no chunk.
     """
     tokens, features = hidden.shape
     size = max(1, features, chunk_elements // max(1, tokens))
     if size > ALIGNED:
         size -= size % ALIGNED
-    return (slice(start, min(start + size, vocab)) for start in range(0, vocab, size))
+    stop = vocab if tokens else 0
+    return (slice(start, min(start + size, stop)) for start in range(0, stop, size))
 
 
 def partial(

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from decode_cubins import DecodeCase, decode_cases
+from train_cubins import TrainCase, train_cases
 
 KIB = 2**10
 SHARED_LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
@@ -76,10 +77,11 @@ class Case:
         launch(self.kernel, TOKENS, self.shape, dtype, self.with_entropy, self.head)
 
 
-def all_cases() -> list[Case | DecodeCase]:
-    """The cases of log-probabilities, then those of a decode step."""
+def all_cases() -> list[Case | DecodeCase | TrainCase]:
+    """The cases of log-probabilities, those of a decode step, and those of layers in training."""
     decode = [case for capability in SHARED_LIMITS for case in decode_cases(capability)]
-    return [*log_probs_cases(), *decode]
+    train = [case for capability in SHARED_LIMITS for case in train_cases(capability)]
+    return [*log_probs_cases(), *decode, *train]
 
 
 def log_probs_cases() -> list[Case]:
@@ -165,7 +167,7 @@ def launch(
         ours.grad_logits(*inputs, per_token, entropy, per_token, per_token, 1.0, bias, cap)
 
 
-def figures(case: Case | DecodeCase) -> dict[str, Any]:
+def figures(case: Case | DecodeCase | TrainCase) -> dict[str, Any]:
     """What one compilation takes: `stack` and `shared` in bytes a thread and a block."""
     with launches(case.capability) as compiled:
         case.launch()

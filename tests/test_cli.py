@@ -290,6 +290,10 @@ WRONG = [
         "trainer.activations=recompute: wanted auto, keep or offload with trainer.layout.schedule",
     ),
     (
+        "trainer.compile=true trainer.fuse_layers=always",
+        "trainer.fuse_layers=always: wanted auto or never with trainer.compile=true",
+    ),
+    (
         "trainer.compile=true deterministic=strict",
         "trainer.compile=True: wanted false with deterministic=strict",
     ),

@@ -330,6 +330,7 @@ NEEDS_MORE = {
     "hybridrl.kernels.linear_log_probs_triton",
     "hybridrl.kernels.paged_attention_triton",
     "hybridrl.kernels.sample_triton",
+    "hybridrl.kernels.train_layer_triton",
     "hybridrl.telemetry.watch_app",
 }
 

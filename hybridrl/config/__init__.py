@@ -82,6 +82,7 @@ from hybridrl.config.schedule import (
 from hybridrl.config.teacher import TeacherConfig
 from hybridrl.config.trainer import (
     ActivationMode,
+    FuseLayers,
     FuseUpdates,
     LRSchedule,
     OptimConfig,
@@ -509,6 +510,7 @@ __all__ = [
     "EnvironmentKind",
     "EvalConfig",
     "EvalSetConfig",
+    "FuseLayers",
     "FuseUpdates",
     "FusedScheduleConfig",
     "Grouping",

@@ -200,7 +200,7 @@ class RolloutConfig(SamplingConfig):
         if self.draft_length == 0:
             return
         if not self.features.speculates:
-            own = "which draws by no random numbers of a sample's own"
+            own = "which verifies guesses without a sample's own random numbers"
             allowed = f"off with rollout.engine={self.engine.value}, {own}"
             raise ConfigError("rollout.speculate", self.speculate, allowed)
         if self.layout.pp > 1:

@@ -48,6 +48,14 @@ class FuseUpdates(Enum):
     never = "never"
 
 
+class FuseLayers(Enum):
+    """Whether norms, rotations and gated activations of decoder layers are one kernel each."""
+
+    auto = "auto"  # on GPUs
+    always = "always"
+    never = "never"
+
+
 class SharePrompts(Enum):
     """Whether training and scoring compute the prompt of a group once for its responses."""
 
@@ -129,6 +137,9 @@ class TrainerConfig:
     compile: bool = False
     """Train decoder layers as graphs of `torch.compile`: fewer kernels, after a minute or more at
     the start. For runs of hours on GPUs; on CPUs it gains little."""
+    fuse_layers: FuseLayers = FuseLayers.auto
+    """Whether norms, rotations and gated activations are one kernel each, in the families whose
+    formulas these have. `auto`: on GPUs, where `compile` is off. Results differ by rounding."""
     router_replay: RouterReplay = RouterReplay.off
     """The experts that tokens take in the actor's update. `rollout`: those of generation, also in
     the old policy's pass; `trainer`: those of the old policy's pass."""
@@ -169,9 +180,18 @@ class TrainerConfig:
                 f"false with trainer.activations={self.activations.value}, which need eager layers"
             )
             raise ConfigError("trainer.compile", True, allowed)
+        if self.compile and self.fuse_layers is FuseLayers.always:
+            allowed = "auto or never with trainer.compile=true, which fuses them"
+            raise ConfigError("trainer.fuse_layers", "always", allowed)
         if self.resumes and not self.keep_last:
             raise ConfigError("trainer.keep_last", 0, "1 or more, with trainer.resume")
         self.optim.check("trainer.optim")
+
+    def fuses_layers_on(self, device: str) -> bool:
+        """Whether decoder layers are fused on a device of type cpu or cuda."""
+        if self.fuse_layers is FuseLayers.auto:
+            return device == "cuda" and not self.compile
+        return self.fuse_layers is FuseLayers.always
 
     @property
     def fuses(self) -> bool:

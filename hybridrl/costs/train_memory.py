@@ -92,6 +92,8 @@ class TrainSizes:
     layer_activations: ActivationSizes
     ends: ActivationSizes
     """Activations of embedding, last norm and head, where this stage has them."""
+    tied: int = 0
+    """Elements of `head` where it is the embedding, too, whose gradient is the sum of two."""
     embedding: int = 0
     """Elements of the embedding, where its gradient is whole on each of the tp ranks."""
     chunk_keys: int = 0
@@ -251,7 +253,9 @@ class TrainSizes:
             own = copied
         # A vocabulary's gradient under tp is whole before it is cut.
         whole = self.itemsize * self.largest if self.tp > 1 and self.trained_root else 0
-        arriving = self.itemsize * self.root + own + previous + whole
+        # The gradients of a tied weight as head and as embedding are there beside their sum.
+        summed = 2 * self.itemsize * self.tied
+        arriving = self.itemsize * self.root + own + previous + max(whole, summed)
         most = max(arriving, own + copied, copied + copied // self.fsdp)
         return {"gradients": reduced + most, **self._of_chunks(), **self._of_earlier_calls()}
 

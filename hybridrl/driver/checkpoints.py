@@ -30,7 +30,7 @@ MAY_CHANGE = (
     "trainer.resume_changed",
     "trainer.max_bad_steps", "trainer.max_tokens_per_micro_batch", "trainer.chunk_tokens",
     "trainer.activations", "trainer.attention_cost", "trainer.compile",
-    "trainer.fuse_updates", "trainer.share_prompts", "trainer.layout",
+    "trainer.fuse_layers", "trainer.fuse_updates", "trainer.share_prompts", "trainer.layout",
     *(f"{key}.layout" for key in VALUE_MODELS.values()), "model.attention",
     "rollout.layout", "rollout.max_running", "rollout.block_size", "rollout.kv_cache_tokens",
     "rollout.decode_steps", "rollout.speculate", "rollout.tail_tp",

@@ -34,6 +34,7 @@ from hybridrl.models.counted_modules import (
     split_tokens,
 )
 from hybridrl.models.expert_parallel import experts_of
+from hybridrl.models.fused_layers import fuse_layers
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.paged_attention import PagedGroup
 from hybridrl.models.parallel import cuts_heads, head_size, kv_heads_of_rank, meta_model
@@ -154,6 +155,7 @@ def layer_activations(
     earlier: int = 0,
     ep: int | None = None,
     keys: int = 0,
+    fused: bool = False,
 ) -> Activations:
     """Count a decoder layer over a row of `tokens`, on one of `tp` tensor-parallel ranks.
 
@@ -162,7 +164,7 @@ def layer_activations(
     number. `cp` ranks share the row, each with `tokens`. With `earlier` tokens before it, the row
     is the last chunk of a sequence. With `ep` training spreads experts over its ranks, and over
     those of tp; each computes as many tokens. With shared prompts its sequences attend to so many
-    `keys` in all.
+    `keys` in all. `fused` layers keep less (`models.fused_layers`).
     """
     if sequence_parallel:
         tokens += -tokens % tp
@@ -170,7 +172,8 @@ def layer_activations(
     if earlier:
         stop = earlier + tokens * cp
         chunk = ChunkKeys(SequenceKeys(stop, for_backward=True), earlier, stop)
-    row, model = CountedRow(attention, cp, chunk, keys), _narrow_model(config, tp, dtype, lora, ep)
+    row = CountedRow(attention, cp, chunk, keys)
+    model = _narrow_model(config, tp, dtype, lora, ep, fused)
     split = tp if sequence_parallel else 1
     layer, hidden, run, present = _trained_layer(model, tokens, row, mode, fused_dropout, split)
     of_chunk = row.sequence_keys()
@@ -214,11 +217,13 @@ def backward_in_halves(
     cp: int = 1,
     ep: int | None = None,
     keys: int = 0,
+    fused: bool = False,
 ) -> Halves:
     """Count a decoder layer, as zero-bubble pipelines compute its backward pass."""
     if sequence_parallel:
         tokens += -tokens % tp
-    row, model = CountedRow(attention, cp, keys=keys), _narrow_model(config, tp, dtype, lora, ep)
+    row = CountedRow(attention, cp, keys=keys)
+    model = _narrow_model(config, tp, dtype, lora, ep, fused)
     split = tp if sequence_parallel else 1
     layer, hidden, run, present = _trained_layer(
         model, tokens, row, ActivationMode.keep, fused_dropout, split
@@ -373,6 +378,7 @@ def _narrow_model(
     dtype: torch.dtype,
     lora: LoraConfig | None,
     ep: int | None = None,
+    fused: bool = False,
 ) -> Any:
     """One layer, as wide as that of a tensor-parallel rank."""
     config = copy.deepcopy(config)
@@ -392,6 +398,8 @@ def _narrow_model(
         with torch.device("meta"):
             add_adapters(model, lora, 0, frozen=dtype)
         model.to(dtype)  # adapters too, as FSDP gathers them
+    if fused:
+        fuse_layers(model)
     if ep is not None:
         for module in experts_of(model):
             module.forward = SpreadExperts(module, ep, tp)

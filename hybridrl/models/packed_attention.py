@@ -264,7 +264,9 @@ def packed_attention(
         assert sinks is None, "FlashAttention has no attention sinks"
         return _variable_length(q, k, v, packing, scaling, window, softcap)
 
-    tensors, group = (query[0], key[0], value[0]), packing.group
+    # Views: the gradient of `query[0]` would be copied into zeros.
+    tensors = query.squeeze(0), key.squeeze(0), value.squeeze(0)
+    group = packing.group
     if group is not None and len(query[0]) % group.size():
         return _gathered(module, *tensors, s_aux, packing, group, attend)[None], None
     if group is not None:

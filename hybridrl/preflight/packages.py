@@ -7,6 +7,7 @@ from hybridrl.config import (
     Config,
     ConfigError,
     Device,
+    FuseLayers,
     KeptSamples,
     ProcessesClusterConfig,
     RewardKind,
@@ -54,6 +55,8 @@ def _needs(config: Config) -> Iterator[Need]:
             yield "cluster.rank_in_driver", "false", for_children, "true"
     if config.trainer.compile and cluster.device is Device.cuda:
         yield "trainer.compile", "true", ("triton",), "false"
+    if config.trainer.fuse_layers is FuseLayers.always and cluster.device is Device.cuda:
+        yield "trainer.fuse_layers", "always", ("triton",), "auto or never"
     loras = {"actor": config.actor.lora}
     loras |= {place: config.value_model_of(role).lora for role, place in VALUE_MODELS.items()}
     for place, lora in loras.items():

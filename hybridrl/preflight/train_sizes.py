@@ -109,6 +109,7 @@ def train_sizes(
                 earlier_gradients=earlier or row.number > in_flight,
                 early=early,
                 layer_activations=ActivationSizes(layer.kept, layer.backward),
+                tied=head * (shape.tie_word_embeddings and layout.pp == 1),
                 embedding=embedding * (stage == 0),
                 chunk_keys=layer.keys * stages.count(stage),
                 ends=_ends(config, shape, layout, lora, row, stage == stages[-1], classifier),
@@ -236,6 +237,7 @@ def _layer(
         earlier=row.earlier,
         ep=_spread_over(shape, layout),
         keys=row.keys,
+        fused=_fuses(config),
     )
 
 
@@ -258,7 +260,12 @@ def _halves(
         cp=row.ranks,
         ep=_spread_over(shape, layout),
         keys=row.keys,
+        fused=_fuses(config),
     )
+
+
+def _fuses(config: Config) -> bool:
+    return config.trainer.fuses_layers_on(config.cluster.device.value)
 
 
 def _spread_over(shape: PretrainedConfig, layout: TrainLayoutConfig) -> int | None:
@@ -293,7 +300,9 @@ def _ends(
         trained=not lora.rank,
     )
     selected = row.scored * shape.hidden_size * itemsize_of(config)
-    return ActivationSizes(head.kept + 2 * hidden + selected, head.backward)
+    # The last norm keeps its input; transformers' own code also what it makes of it.
+    normed = hidden if _fuses(config) else 2 * hidden
+    return ActivationSizes(head.kept + normed + selected, head.backward)
 
 
 def _received(

@@ -300,6 +300,17 @@ def test_a_logits_processor_selects_the_runner_that_we_know(vllm: Sources) -> No
     assert unsupported(config) == ["custom logits processors"]
 
 
+def test_guesses_exclude_our_sampler(vllm: Sources) -> None:
+    """So `rollout.speculate` is refused: see docs/vllm.md."""
+    build = vllm.load(
+        "vllm.v1.sample.logits_processor:build_logitsprocs",
+        STR_SPEC_DEC_REJECTS_LOGITSPROCS="no custom logits processors",
+    )
+    config = SimpleNamespace(speculative_config=SimpleNamespace(method="ngram"))
+    with pytest.raises(ValueError, match="no custom logits processors"):
+        build(config, "cpu", False, False, _arguments()["logits_processors"])
+
+
 def test_our_sampler_is_a_whole_logits_processor(vllm: Sources) -> None:
     """It has every abstract method, with vLLM's parameters."""
     sampling = ast.parse((OURS[0].parent / "sampling.py").read_text())

@@ -14,6 +14,7 @@ import cubins
 import decode_cubins
 import pytest
 import torch
+import train_cubins
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
@@ -29,7 +30,7 @@ REWRITE = f"`{WRITE}=1 make test-cubins` rewrites {TABLE.name}"
 INSTRUCTIONS = {90: "wgmma", 100: "tcgen05.mma", 103: "tcgen05.mma"}  # elsewhere mma.sync
 SPILLED = {"divisible": 32, "odd vocabulary": 32, "odd features": 352}
 """Bytes of a thread's stack, at most. Widths that 16 does not divide are loaded by the element."""
-SPILLED_IN_DECODING = 16
+SPILLED_IN_LAYERS = 16
 """Four registers: the assembler spills two of some kernels to have 128 left."""
 HALVES = (("sm_80", "sm_86", "sm_89", "sm_90"), ("sm_100", "sm_103", "sm_120"))
 """GPUs, in two processes of about equal time."""
@@ -37,7 +38,7 @@ HALVES = (("sm_80", "sm_86", "sm_89", "sm_90"), ("sm_100", "sm_103", "sm_120"))
 
 def _origin() -> dict[str, str]:
     """What the figures depend on: Triton's version, whose own ptxas makes them, and our sources."""
-    tests = Path(cubins.__file__), Path(decode_cubins.__file__)
+    tests = (Path(module.__file__) for module in (cubins, decode_cubins, train_cubins))
     files = *sorted(ROOT.glob("kernels/*_triton.py")), *tests
     sources = hashlib.sha256(b"".join(file.read_bytes() for file in files))
     return {"triton": importlib.metadata.version("triton"), "sources": sources.hexdigest()}
@@ -96,13 +97,15 @@ def test_the_table_is_whole() -> None:
 
 
 @pytest.mark.parametrize("case", cubins.all_cases(), ids=lambda case: case.name)
-def test_a_cubin_fits_its_gpu(case: cubins.Case | decode_cubins.DecodeCase) -> None:
+def test_a_cubin_fits_its_gpu(
+    case: cubins.Case | decode_cubins.DecodeCase | train_cubins.TrainCase,
+) -> None:
     """Its shared memory, registers of a whole block, few spilled ones, and the tensor cores."""
     taken = _table()[case.name]
     assert taken["shared"] <= cubins.SHARED_LIMITS[case.capability] * cubins.KIB
     per_thread = -(-taken["registers"] // 8) * 8  # GPUs hand them out by eight
     assert per_thread * taken["threads"] <= 65536
-    assert taken["stack"] <= SPILLED.get(case.shape, SPILLED_IN_DECODING)
+    assert taken["stack"] <= SPILLED.get(case.shape, SPILLED_IN_LAYERS)
     tensor_cores = INSTRUCTIONS.get(case.capability, "mma.sync")
     if isinstance(case, decode_cubins.DecodeCase):
         tensor_cores = "mma.sync"  # 16 rows: too few for the newer ones
@@ -127,6 +130,18 @@ def test_a_decode_kernel_is_compiled_once(kernel: str, monkeypatch: pytest.Monke
         for rows, length in ((4, 1024), (20, 5000), (64, 32768)):
             monkeypatch.setattr(decode_cubins, "TOKENS", rows)
             monkeypatch.setattr(decode_cubins, "MAX_LENGTH", length)
+            case.launch()
+    hashes = {one.hash for one in compiled if one.metadata.name == case.function}
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("kernel", train_cubins.KERNELS)
+def test_a_kernel_of_a_layer_is_compiled_once(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any number of tokens: those of micro-batches differ."""
+    case = train_cubins.TrainCase(80, "bfloat16", "1.7b", kernel)
+    with cubins.empty_cache(), cubins.launches(80) as compiled:
+        for tokens in (1, 17, 128, 8192):
+            monkeypatch.setattr(train_cubins, "TOKENS", tokens)
             case.launch()
     hashes = {one.hash for one in compiled if one.metadata.name == case.function}
     assert len(hashes) == 1

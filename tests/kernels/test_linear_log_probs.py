@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from hybridrl.kernels.linear_log_probs import linear_log_probs
+from hybridrl.kernels.linear_log_probs_torch import column_chunks
 
 TOKENS, VOCAB, WIDTH = 13, 29, 8
 
@@ -89,6 +90,7 @@ def test_no_tokens_give_zero_gradients():
     (got.sum() + entropy.sum()).backward()
     assert got.shape == entropy.shape == (0,)
     assert weight.grad.abs().max() == 0
+    assert not [*column_chunks(hidden, VOCAB, 100)], "a chunk would be the whole vocabulary"
 
 
 def test_no_tensor_of_all_logits_exists():

@@ -56,7 +56,7 @@ def test_the_first_that_fits_to_the_byte(overrides: tuple[str, ...]) -> None:
 
 
 def test_a_line_says_what_was_chosen_and_why(caplog: pytest.LogCaptureFixture) -> None:
-    config, graph, shape = run_of("model.attention=torch")
+    config, graph, shape = run_of("model.attention=torch", "trainer.fuse_layers=never")
     with caplog.at_level(logging.INFO, activation_choice.__name__):
         decide_activations(config, graph, shape, 80 * GIB)
     assert config.trainer.activations is ActivationMode.selective

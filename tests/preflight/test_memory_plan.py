@@ -173,6 +173,9 @@ def test_activations_are_counted_in_every_family(family: str) -> None:
     assert lora.kept < long.kept, "frozen weights need no inputs for their gradients"
     halves = layer_activations(shape, 512, tp=2, **sizes)
     assert halves.kept < long.kept
+    fused = layer_activations(shape, 512, fused=True, **sizes)
+    assert fused.kept < 0.75 * long.kept, "norms and activations keep their inputs alone"
+    assert fused.backward < 0.8 * long.backward
 
 
 def test_a_row_is_no_longer_than_the_samples_of_a_step() -> None:
@@ -627,7 +630,7 @@ def test_advice_for_a_critic_names_its_keys() -> None:
 def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     """Qwen3 8B on eight GPUs of 79 GiB: 12 bytes a parameter over eight ranks, 2 in generation."""
     plan = ["plan", "memory", "model=qwen3_8b", "cluster.ranks=8", "--gpu-gib=79"]
-    plan += ["rollout.max_new_tokens=4096", "model.attention=flash"]
+    plan += ["rollout.max_new_tokens=4096", "model.attention=flash", "trainer.fuse_layers=never"]
     cli.main([*plan, "trainer.activations=keep"])
     *table, last = capfd.readouterr().out.splitlines()
     record = json.loads(last)

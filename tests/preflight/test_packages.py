@@ -82,6 +82,18 @@ def test_compiled_layers_on_gpus_need_triton() -> None:
 
 
 @pytest.mark.usefixtures("bare")
+def test_layers_that_must_be_fused_on_gpus_need_triton() -> None:
+    fused = ["trainer.fuse_layers=always", "cluster.device=cuda"]
+    with pytest.raises(ConfigError) as refused:
+        checked(fused)
+    assert str(refused.value) == (
+        "trainer.fuse_layers=always: wanted auto or never, or first: pip install triton"
+    )
+    checked(["trainer.fuse_layers=always"])
+    checked(["cluster.device=cuda"])
+
+
+@pytest.mark.usefixtures("bare")
 def test_a_run_in_the_driver_needs_none() -> None:
     checked([])
 

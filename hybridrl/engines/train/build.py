@@ -35,6 +35,7 @@ from hybridrl.models.adapters import adapter_parameters
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.compiled_layers import compile_layers
 from hybridrl.models.expert_parallel import apply_expert_parallel, experts_of
+from hybridrl.models.fused_layers import fuse_layers
 from hybridrl.models.local_weights import fill_parameters
 from hybridrl.models.parallel import check_train_layout, model_parameters
 from hybridrl.models.recomputation import recompute_layers
@@ -115,7 +116,8 @@ class TrainDims:
 class Parts:
     """This rank's part of a model: its chunks as they were cut, and wrapped as they are called.
 
-    `layout` is that of the model's own `parameters` and of its `adapters`.
+    `layout` is that of the model's own `parameters` and of its `adapters`. So many
+    modules are fused (`models.fused_layers`).
     """
 
     parameters: list[Parameter]
@@ -123,6 +125,7 @@ class Parts:
     layout: Layout
     chunks: list[Chunk]
     roots: list[PackedModel]
+    num_fused: int
 
 
 def build(
@@ -132,6 +135,7 @@ def build(
     compute: torch.dtype,
     activations: ActivationMode,
     compiled: bool,
+    fused: bool,
     keep_unsharded: bool,
     one_group: bool,
     gen_tp: int = 1,
@@ -156,6 +160,8 @@ def build(
     # and FSDP comes last, since it shards what tp has left, around the modules that are called.
     pad_vocabulary(model, axes.tp)
     chunks = _cut_into_chunks(model, dims)
+    # Modules are tried with tensors that no style has distributed.
+    num_fused = sum(fuse_layers(chunk.model).number for chunk in chunks) if fused else 0
     if axes.tp > 1:  # linear layers, and tokens where that is wanted
         for chunk in chunks:
             apply_tensor_parallel(chunk.model, dims.mesh["tp"], dims.config.sequence_parallel)
@@ -184,7 +190,7 @@ def build(
     for root in roots:
         _apply_fsdp(root, sharding, one_group)
     logger.debug("the model is cut into %d chunks and sharded", dims.config.num_chunks)
-    return Parts(parameters, adapters, layout, chunks, roots)
+    return Parts(parameters, adapters, layout, chunks, roots, num_fused)
 
 
 def load(parts: Parts, weights: StoredWeights, device: torch.device) -> StateMemory:

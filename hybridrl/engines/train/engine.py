@@ -140,6 +140,7 @@ class TrainEngine(ModelShards):
                 compute=compute,
                 activations=trainer.activations,
                 compiled=trainer.compile,
+                fused=trainer.fuses_layers_on(device.type),
                 keep_unsharded=self.keep_unsharded,
                 one_group=is_one_group(self.num_parameters),
                 gen_tp=gen_tp,
@@ -235,6 +236,7 @@ class TrainEngine(ModelShards):
             "trained_parameters": self.num_trained,
             "attention": self.attention.value,
             "compiled": self.trainer.compile,
+            "fused_modules": self.num_fused,
             "fsdp_groups": len(self.fsdp_modules),
             "fsdp_keep_unsharded": self.keep_unsharded,
         }

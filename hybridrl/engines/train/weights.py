@@ -44,6 +44,7 @@ class ModelShards:
         self.memory = memory
         self.parameters, self.adapters, self.layout = parts.parameters, parts.adapters, parts.layout
         self.chunks, self.roots = parts.chunks, parts.roots
+        self.num_fused = parts.num_fused
         self.dims, self.device, self.lora = dims, device, lora
         self.fsdp_modules = fsdp_modules(self.roots)
         # Where each parameter is, tied ones once: a walk through the modules takes as long as the

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.config import (
     ActivationMode,
+    FuseLayers,
     ModelConfig,
     OptimConfig,
     PipelineSchedule,
@@ -105,6 +106,7 @@ def step(
     chunk=0,
     ep_grouping="auto",
     chunk_layers=(),
+    fuse="auto",
 ):
     """Log-probabilities, metrics and whole gradients of one update, shares dealt over all ranks."""
     pp, replicas, fsdp, tp, *ep = layout
@@ -115,6 +117,7 @@ def step(
             max_tokens_per_micro_batch=max_tokens,
             chunk_tokens=chunk,
             activations=ActivationMode.recompute if recompute else ActivationMode.keep,
+            fuse_layers=FuseLayers[fuse],
             optim=OptimConfig(lr=1e-2, clip_grad_norm=0.0),
             layout=TrainLayoutConfig(
                 pp=pp,
