@@ -234,7 +234,12 @@ class Async(SchedulePolicy):
         return self._batches[self._batch]
 
     def step_ended(self) -> None:
-        """The new weights go to whoever will take them; older ones stay that batches need."""
+        """The new weights go to whoever will take them; older ones stay that batches need.
+
+        The push of the step before has ended by then: a checkpoint knows all versions but the
+        newest, which a run that continues pushes again.
+        """
+        self.schedule.loop.run_on(lambda: not self._pushing)
         del self._batches[self._batch]
         after = self._batch + 1
         needed = {
