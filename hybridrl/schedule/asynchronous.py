@@ -108,7 +108,9 @@ class Async(SchedulePolicy):
         groups = self.schedule.groups
         groups.load(state.get("open", []), prompt_at, ranks, self.schedule.sampling)
         self._batches = {int(b): list(p) for b, p in state.get("batches", {}).items()}
-        self._versions = {int(s): version for s, version in state.get("versions", {}).items()}
+        # The newest weights are pushed again; only older ones are in the checkpoint.
+        versions = {int(steps): version for steps, version in state.get("versions", {}).items()}
+        self._versions = {s: v for s, v in versions.items() if s < self._batch}
         for batch in self._batches:
             self._set_version(batch)
         self._restored = [*groups.open]

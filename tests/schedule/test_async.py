@@ -16,7 +16,7 @@ from hybridrl.flow.executor import Sampling, Scope, WeightsReady
 from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.sample import NO_VERSION
 from hybridrl.schedule.asynchronous import Async
-from hybridrl.schedule.base import StepSettings
+from hybridrl.schedule.base import StepSettings, next_events
 from hybridrl.schedule.instances import RoundLimits
 from hybridrl.schedule.loop_schedule import LoopSchedule
 from hybridrl.schedule.serial import SerialSchedule
@@ -133,7 +133,9 @@ def run_case(
         if step in case["pauses"] and not serial:
             schedule.pause()
             executor.sync_weights()  # as an evaluation does, whose samples are of all new weights
-            assert executor.wait() == [WeightsReady(executor.version)]
+            while not (ready := next_events(executor)):
+                pass
+            assert ready == [WeightsReady(executor.version)]
         if step in resumes and not serial:
             schedule.release()
             state = json.loads(json.dumps(schedule.state_dict()))
@@ -210,3 +212,20 @@ def check_times(seed, resumes, **case):
 
 test_batches_do_not_depend_on_latencies = settings(max_examples=40)(cases(check_times))
 test_hundreds_of_latencies = pytest.mark.slow(settings(max_examples=500)(cases(check_times)))
+
+
+def test_the_example_of_the_docstring():
+    """Batch k + 1 is made while step k trains batch k; an instance loads each version once."""
+    executor = SeparateExecutor(
+        2, 0, lambda id: 9 + id.prompt % 2, latencies=Latencies(update=100.0)
+    )
+    schedule = make(executor, {"k": 1}, prompts=2, num_steps=3)
+    first = schedule.run_step(0)
+    assert {id.prompt for _, submit in executor.submits for id in submit.ids} == {0, 1, 2, 3}
+    results = [first, schedule.run_step(1), schedule.run_step(2)]
+    assert [[s.id.prompt for s in r.samples] for r in results] == [[0, 1], [2, 3], [4, 5]]
+    assert [{s.spans[0].version for s in r.samples} for r in results] == [{0}, {0}, {1}]
+    assert [r.metrics["samples/off_policy_tokens"] for r in results] == [0.0, 19.0, 19.0]
+    assert sorted(executor.loads) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert any(executor.busy), "nothing was generated while a step trained"
+    assert schedule.close() == {}
