@@ -20,7 +20,7 @@ from hybridrl.flow.executor import (
     WeightsPushed,
     WeightsReady,
 )
-from hybridrl.flow.graph import ComputeStage, Stage, StageMethod, UpdateStage
+from hybridrl.flow.graph import ComputeStage, Stage, StageMethod
 from hybridrl.flow.sample import Sample, SampleId
 
 
@@ -37,8 +37,8 @@ class SeparateExecutor(VirtualExecutor):
     """As `VirtualExecutor`; models train and score in the pool `actor`, instances generate alone.
 
     An instance loads weights that are pushed and still kept, as the first command of a call, while
-    it has no unfinished sample. `passes` has what the pool computed: stage, version, ids. `busy`
-    has for each update the instances that had a call in flight when it began.
+    it has no unfinished sample. `passes` has what the pool computed: stage, version, ids.
+    `num_overlapped` counts the calls of instances that began while an update ran.
     """
 
     separate = True
@@ -53,7 +53,7 @@ class SeparateExecutor(VirtualExecutor):
         self.loaded: dict[int, int] = {}  # by instance
         self.loads: list[tuple[int, int]] = []
         self.passes: list[tuple[str, int, tuple[SampleId, ...]]] = []
-        self.busy: list[frozenset[int]] = []
+        self.num_overlapped = 0
         self._loads_s = 0.0
         self._newest = -1
 
@@ -104,6 +104,7 @@ class SeparateExecutor(VirtualExecutor):
             self.loads.append((instance, first.version))
             self._loads_s, commands = self.latencies.load, commands[1:]
         assert not any(isinstance(command, LoadWeights) for command in commands)
+        self.num_overlapped += any(isinstance(e, UpdateDone) for _, _, e in self._pending)
         super().advance(instance, commands, num_decode_steps, enough_turns)
 
     def _push(self, event: Event, most: float = 1.0) -> None:
@@ -125,10 +126,6 @@ class SeparateExecutor(VirtualExecutor):
         if self.scope(stage) is Scope.POOL:
             self.passes.append((stage.name, self.version, tuple(s.id for s in samples)))
         super().compute(stage, samples)
-
-    def update(self, updates: Sequence[tuple[UpdateStage, Sequence[Sample]]]) -> None:
-        self.busy.append(frozenset(self._busy))
-        super().update(updates)
 
     def most_loads(self) -> int:
         """How often one instance has loaded one version, at most."""
