@@ -167,8 +167,8 @@ def check(staleness, resumes, seed, **case):
         # Its tokens are those of the table's version.
         version = versions[max(0, number - staleness)]
         for sample in result.dispatched:
-            made = {span.version for span in sample.spans if span.trained}
-            assert made <= {version}, (number, sample.id)
+            versions_of_tokens = {span.version for span in sample.spans if span.trained}
+            assert versions_of_tokens <= {version}, (number, sample.id)
             assert all((x.version == NO_VERSION) is not x.trained for x in sample.spans)
         assert result.metrics["samples/staleness"] == min(number, staleness)
     assert Counter(left) == Counter(
