@@ -80,7 +80,9 @@ class Async(SchedulePolicy):
         if not graph.generates:
             raise ValueError("serial: the recipe generates nothing")
         if any(isinstance(stage, TakeStage) for stage in graph.stages.values()):
-            raise ValueError("serial, or fused on shared ranks: a take may ask for another round of prompts")
+            raise ValueError(
+                "serial, or fused on shared ranks: a take may ask for another round of prompts"
+            )
 
     def bind(self, schedule: LoopSchedule) -> None:
         """Belong to a schedule; find the update that may begin before its batch is there."""

@@ -12,6 +12,7 @@ from separate_executor import Latencies, SeparateExecutor
 
 from hybridrl.config.loss import Loss
 from hybridrl.flow import Flow, SampleId, recipe
+from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import Sampling, Scope, WeightsReady
 from hybridrl.flow.lengths import LengthModel, PromptKey
 from hybridrl.flow.sample import NO_VERSION
@@ -43,6 +44,9 @@ def toy(flow: Flow, cfg: dict[str, Any]) -> None:
     flow.actor.update(samples, loss=ToyLoss())
 
 
+WHOLE = EarlySettings(obstacle="these cases train whole batches")
+
+
 def make(
     executor, cfg, *, staleness=1, prompts=4, decode_steps=5, held=100, num_steps=None,
     first_prompt=0, turns=False, serial=False,
@@ -62,7 +66,7 @@ def make(
         return SerialSchedule(*parts)
     return LoopSchedule(
         *parts,
-        Async(max_staleness=staleness, num_steps=num_steps),
+        Async(max_staleness=staleness, early=WHOLE, num_steps=num_steps),
         limits=RoundLimits(max_held=held, chunk_tokens=50),
         length_model=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1, 2, 3))),
     )
