@@ -63,6 +63,8 @@ class VirtualExecutor:
     a reply, by id and turn.
     """
 
+    separate = False
+
     def __init__(
         self,
         num_instances: int = 2,
@@ -189,7 +191,7 @@ class VirtualExecutor:
         num_decode_steps: int,
         enough_turns: int = ENOUGH_TURNS,
     ) -> None:
-        assert self.entered[-1:] == [Phase.GENERATE]
+        assert self._is_in(Phase.GENERATE)
         members = self._members(instance)
         assert self.gone_training.isdisjoint(members), "it has no generation weights any more"
         if len(members) > 1:
@@ -208,7 +210,7 @@ class VirtualExecutor:
         done, turns = ended, []
         for id in going:
             steps = min(num_decode_steps, self._left_of_turn(id, left[id]))
-            self._grow(id, steps)
+            self._grow(id, steps, self._version_on(instance))
             left[id] -= steps
             if self.turns_of is None:
                 done += [id] if not left[id] else []
@@ -304,7 +306,7 @@ class VirtualExecutor:
                         assert left[reply.id] == 0, "an episode that ends too soon"
                         ended.append(reply.id)
                         continue
-                    self._grow(reply.id, len(reply.tokens), trained=False)
+                    self._grow(reply.id, len(reply.tokens))
                     left[reply.id] -= len(reply.tokens)
                     self._stops[reply.id].pop(0)
             case Resume(ids=ids, parked=before):
@@ -322,11 +324,19 @@ class VirtualExecutor:
                     else:
                         lost.append(id)
 
-    def _grow(self, id: SampleId, num: int, trained: bool = True) -> None:
-        """So many more tokens, under the present version or of the environment."""
+    def _is_in(self, phase: Phase) -> bool:
+        """Whether all ranks are in a phase."""
+        return self.entered[-1:] == [phase]
+
+    def _version_on(self, instance: int) -> int:
+        """The version of an instance's weights."""
+        return self.version
+
+    def _grow(self, id: SampleId, num: int, version: int = NO_VERSION) -> None:
+        """So many more tokens, under a version or of the environment."""
         if not num:
             return
-        version = self.version if trained else NO_VERSION
+        trained = version != NO_VERSION
         *before, last = self._spans[id] or [TokenSpan(0, 0, version, trained)]
         if (last.version, last.trained) != (version, trained):
             before, last = [*before, last], TokenSpan(last.stop, last.stop, version, trained)
@@ -513,10 +523,10 @@ class VirtualExecutor:
             self._update(stage, samples)
 
     def _update(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
-        assert self.entered[-1:] == [Phase.TRAIN]
+        assert self._is_in(Phase.TRAIN)
         flying = [e for _, _, e in self._pending if not isinstance(e, Computed) or e.ids]
         flying = [e for e in flying if not isinstance(e, Replied)]
-        assert all(isinstance(event, UpdateDone) for event in flying)
+        assert self.separate or all(isinstance(event, UpdateDone) for event in flying)
         assert all(self._where[s.id] == s.rank for s in samples)
         seen = [(s.id, {x: self._field(s, x) for x in stage.inputs}) for s in samples]
         # Every sample counts once, early or late, with the same fields.
@@ -528,7 +538,8 @@ class VirtualExecutor:
         self.updates.append((stage.name, seen))
         self.version += 1
         self.training[stage.name] = self.pool(stage)
-        self.most_updates = max(self.most_updates, 1 + len(flying))
+        updates = sum(isinstance(event, UpdateDone) for event in flying)
+        self.most_updates = max(self.most_updates, 1 + updates)
         self._push(UpdateDone(stage.name, {"loss": 0.5, "num_samples": float(len(samples))}))
 
     def release(self, ids: Sequence[SampleId]) -> None:
@@ -610,9 +621,9 @@ class VirtualExecutor:
         if isinstance(stage, MapStage):
             return self._map(stage, sample, inputs)
         if self.scope(stage) is Scope.WORLD:
-            assert self.entered[-1:] == [Phase.TRAIN], "the training shards are not there"
+            assert self._is_in(Phase.TRAIN), "the training shards are not there"
         if stage.role == "actor" and self.scope(stage) is Scope.INSTANCE:
-            assert self.entered[-1:] == [Phase.GENERATE], "the generation weights are not there"
+            assert self._is_in(Phase.GENERATE), "the generation weights are not there"
         if self.outputs_of:
             return {name: self.outputs_of(sample.id, name) for name in stage.outputs}
         if stage.method is StageMethod.SCORE:

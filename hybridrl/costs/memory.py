@@ -274,8 +274,10 @@ def _planned(
         tokens = gen.cache_tokens(left)
         loaded = stays or _weights(run, {"actor"}.intersection(staying))
         phases.append(_phase("load rollout engine", loaded, weights, gen.at_start(left)))
-        state = stays or _sum(run.trained["actor"].state, of_others("actor"))
-        phases.append(_phase("switch", state, weights, {"buckets": gen.moving}))
+        trains = "actor" in run.trained  # else its ranks generate alone, and load what is pushed
+        state = stays or _sum(run.trained["actor"].state if trains else {}, of_others("actor"))
+        name = "switch" if trains else "load weights"
+        phases.append(_phase(name, state, weights, {"buckets": gen.moving}))
         waiting_bytes = gen.on_host(left)
         waiting = {WAITING: waiting_bytes if device == "cpu" else 0}
         phases += [
@@ -328,7 +330,7 @@ def _loading(run: PoolSizes, device: str) -> dict[str, dict[str, int]]:
     """
     if device == "cuda":
         loading = {role: s.loading(role in run.from_actor) for role, s in run.trained.items()}
-        if run.generation is not None and run.generation.passing:
+        if run.generation is not None and run.generation.passing and "actor" in loading:
             passing = {"generation weights": run.generation.passing}
             loading["actor"] = _sum(loading["actor"], passing)
         return loading

@@ -42,6 +42,11 @@ class Roofline:
     """Tensor-parallel ranks of the trained roles."""
     mini_batches: int
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the actor's weights in generation."""
+        return self.trained[ACTOR].parameters * _BYTES
+
     @classmethod
     def of(cls, text: str, gpus: int = 8, total: int = 64) -> "Roofline":
         """Raises `ConfigError`; `gpus` and `total` hold where the text has none."""

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, NoReturn
 
-from hybridrl.config import ScheduleConfig
+from hybridrl.config import AsyncScheduleConfig, ScheduleConfig
 from hybridrl.config.loss import Loss
 from hybridrl.config.schedule import SCHEDULES
 from hybridrl.costs.instance import LONGEST_DRAFT, UNLIMITED, Costs, Drafting
+from hybridrl.costs.push import PushCosts
 from hybridrl.flow.conversations import ConversationModel
 from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.graph import (
@@ -69,6 +70,12 @@ class Setting:
     """Turns of the responses, whose lengths are then the model's own tokens; None: of one turn."""
     mapped: MappedWork | None = None
     """The device mapping, whose roles then have stages and updates; see `mapped_setting`."""
+    instance_ranks: int = 1
+    """Ranks of an instance."""
+    splits: Mapping[int, PushCosts] = field(default_factory=dict)
+    """Numbers of instances that may have ranks of their own, with what a push then costs."""
+    apart: PushCosts | None = None
+    """What a push costs where the instances have ranks of their own; see `split_setting`."""
 
     @property
     def scope_of(self) -> dict[str, Scope]:
@@ -221,8 +228,10 @@ def what_if(
     `on_progress` gets the replays done and their total.
     """
     lines = variants(setting)
+    apart = split_variants(setting)
     num_searches = sum(len(_thresholds(setting.num_samples)) + 1 for v in lines if _searched(v))
-    done, total, outcomes = 0, len(lines) + num_searches, []
+    num_splits = sum(map(len, apart.values()))
+    done, total, outcomes = 0, len(lines) + num_searches + num_splits, []
     logger.debug("replaying %d thresholds", num_searches)
     for line in lines:
         outcome = replay(line.setting, line.config)
@@ -238,7 +247,61 @@ def what_if(
                 on_progress(min(done, total), total)
             best = min(tried, key=lambda one: one.front_s)
             outcomes.append(replace(best, mechanisms=f"best of {len(tried)} thresholds"))
+    for name, splits in apart.items():
+        tried = []
+        for line in splits:
+            outcome = replay(line.setting, line.config, skip=2)
+            tried.append(replace(outcome, schedule=name, mechanisms=line.mechanisms))
+            done += 1
+            on_progress(min(done, total), total)
+        outcomes.append(min(tried, key=lambda one: one.step_s))
     return outcomes
+
+
+_SPLIT_SCHEDULES = {"periodic": 0, "one_step": 1}
+"""The schedules of separate ranks, with their staleness."""
+
+
+def split_setting(setting: Setting, instances: int, push: PushCosts) -> Setting:
+    """The setting in which so many of the instances have ranks of their own, and the others train.
+
+    An instance has the seconds that it had. Training ranks share updates and passes of models as
+    all ranks did, so their seconds grow with the share that is gone: layouts that fit are assumed.
+    """
+    costs, train = setting.costs, setting.num_instances - instances
+    assert 0 < instances < setting.num_instances, (instances, setting.num_instances)
+    here = (Scope.RANK, Scope.DRIVER)
+    return replace(
+        setting,
+        num_instances=instances,
+        costs=replace(
+            costs,
+            token_s={
+                name: seconds if setting.scope_of[name] in here else seconds / train
+                for name, seconds in costs.token_s.items()
+            },
+            train_token_s=costs.train_token_s * setting.num_instances / train,
+            drafting=None,
+        ),
+        scopes={
+            **setting.scopes,
+            **{n: s if s in here else Scope.POOL for n, s in setting.scope_of.items()},
+        },
+        widths=(),
+        apart=push,
+    )
+
+
+def split_variants(setting: Setting) -> dict[str, list[Variant]]:
+    """The schedules of separate ranks on every split of the setting, by their names."""
+    lines: dict[str, list[Variant]] = {}
+    for instances, push in setting.splits.items():
+        split, ranks = split_setting(setting, instances, push), instances * setting.instance_ranks
+        for name, staleness in _SPLIT_SCHEDULES.items():
+            config = AsyncScheduleConfig(max_staleness=staleness)
+            variant = Variant(f"{ranks} ranks generate", split, config)
+            lines.setdefault(name, []).append(variant)
+    return lines
 
 
 def _searched(line: Variant) -> bool:
@@ -343,6 +406,7 @@ def replay_steps(
         counts_tokens=config.entry.counts_tokens,
         mapped=setting.mapped,
         conversations=setting.conversations,
+        apart=setting.apart,
     )
     schedule = build(_parts(setting, executor), config)
     steps = list[tuple[dict[str, float], Mapping[str, float]]]()
@@ -350,7 +414,8 @@ def replay_steps(
         start = executor.clock.now()
         executor.slices.clear()
         result = schedule.run_step(step)
-        measured = _measure(setting, executor, result, executor.clock.now() - start)
+        measure = _measure if setting.apart is None else _measure_apart
+        measured = measure(setting, executor, result, executor.clock.now() - start)
         steps.append((measured, result.seconds_by_stage))
     logger.debug("replayed %d steps of %s", len(steps), config.kind.value)
     return steps
@@ -383,6 +448,25 @@ def _measure(
     }
 
 
+def _measure_apart(
+    setting: Setting, executor: SimulatedExecutor, result: StepResult, seconds: float
+) -> dict[str, float]:
+    """As `_measure`; instances work through the step, so they are idle in a share of all of it.
+
+    Calls count in the step that they begin in.
+    """
+    ended = next(span.start for span in result.spans if span.name == "to_train")
+    busy = sum(s.stop - s.start for s in executor.slices)
+    zeros = ("migrated", "trained_early", "widened", "hidden", "threshold")
+    trained = max(1.0, result.metrics["samples/trained_tokens"])
+    return dict.fromkeys(zeros, 0.0) | {
+        "step_s": seconds,
+        "front_s": ended - (executor.clock.now() - seconds),
+        "bubbles": max(0.0, 1 - busy / (setting.num_instances * seconds)) if seconds else 0.0,
+        "off_policy": result.metrics["samples/off_policy_tokens"] / trained,
+    }
+
+
 def _parts(setting: Setting, executor: SimulatedExecutor) -> ScheduleParts:
     tokens_of, drafting = setting.workload.prompt_tokens_of, setting.costs.drafting
     return ScheduleParts(
@@ -403,7 +487,8 @@ def _parts(setting: Setting, executor: SimulatedExecutor) -> ScheduleParts:
         max_held=setting.max_held,
         chunk_tokens=setting.chunk_tokens,
         key_of=lambda prompt: PromptKey(prompt, "", range(tokens_of(prompt))),
-        num_steps=setting.workload.num_steps,
+        # Beyond the last step measured, separate ranks go on: the mean is that of a longer run.
+        num_steps=setting.workload.num_steps if setting.apart is None else None,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from hybridrl.config import SPECULATED, ConfigError, ScheduleConfig
 from hybridrl.config.schedule import SCHEDULES
+from hybridrl.costs.push import PushCosts, push_costs
 from hybridrl.costs.roofline import (
     Roofline,
     layouts_of,
@@ -52,6 +53,7 @@ Replays response lengths under every schedule, in virtual time.
                      lengths are then the model's own tokens
   updates in a plan  --costs=gpu:model=13b,critic=13b,total=64,pp=4[,critic_pp=2][,tp=8]
                      [,mini_batches=8]: actor and critic in pipelines
+  separate ranks     --rollout=auto or a number of ranks that generate and do not train
   speculation        --speculate=auto or a number of tokens, with accept=P in --lengths
   schedule=partial   --over-provision, --max-staleness
 
@@ -76,7 +78,7 @@ _NUMBERS: dict[str, float] = {
     "over_provision": 1,
     "verifier_s": 0,
 }
-_TEXTS = ("lengths", "costs", "turns", "speculate")
+_TEXTS = ("lengths", "costs", "turns", "speculate", "rollout")
 _FRACTIONS = ("over_provision", "verifier_s")
 _MACHINES = ("instances", "max_held", "decode_steps", "chunk_tokens", "verifier_s")
 _SCHEDULE = ("over_provision", "max_staleness")  # settings of whichever schedule has them
@@ -167,6 +169,8 @@ def read_setting(args: Sequence[str]) -> tuple[Setting, Measured | None]:
         raise ConfigError("--speculate", texts["speculate"], allowed)
     if (text := texts["costs"] or "").startswith("gpu:"):
         setting = _with_pipelines(setting, text)
+    if texts["rollout"] is not None:
+        setting = _with_splits(setting, texts["rollout"], texts["costs"], run)
     pass_tokens = max(setting.max_held, SPECULATED)  # the engine's bound
     return replace(setting, pass_tokens=pass_tokens), _measured(run)
 
@@ -178,6 +182,44 @@ def _draft_tokens(text: str | None) -> int | None:
     if not (text.isascii() and text.isdigit() and int(text)):
         raise ConfigError("--speculate", text, "auto, or a number of tokens, 1 or more")
     return int(text)
+
+
+_MOST_SPLITS = 16  # that `--rollout=auto` tries
+
+
+def _with_splits(setting: Setting, text: str, costs: str | None, run: Path) -> Setting:
+    """With the splits that `--rollout` asks for, in whole instances. Raises `ConfigError`."""
+    measured = costs is None and (run / "costs.json").is_file()
+    named = None
+    if not measured and (costs is None or costs.startswith("gpu:")):
+        named = Roofline.of(costs or "gpu:model=8b")
+    size = 1 if named is None else named.gpus
+    ranks, most = setting.num_instances * size, setting.num_instances - 1
+    allowed = f"auto, or a multiple of {size} from {size} to {most * size}, of {ranks} ranks"
+    if most < 1:
+        raise ConfigError("--rollout", text, "two instances or more, of which one can train")
+    if text == "auto":
+        tried = sorted({max(1, round(most * i / _MOST_SPLITS)) for i in range(1, _MOST_SPLITS + 1)})
+    elif text.isascii() and text.isdigit() and not int(text) % size:
+        tried = [int(text) // size]
+    else:
+        raise ConfigError("--rollout", text, allowed)
+    if not 1 <= tried[0] <= most:
+        raise ConfigError("--rollout", text, allowed)
+    if named is None:  # a switch moves about as much as a load
+        splits = dict.fromkeys(tried, PushCosts(load_s=setting.costs.switch_s))
+    else:
+        splits = {
+            instances: push_costs(
+                named.weight_bytes,
+                named.accelerator,
+                train_ranks=ranks - instances * size,
+                instance_ranks=size,
+                instances=instances,
+            )
+            for instances in tried
+        }
+    return replace(setting, instance_ranks=size, splits=splits)
 
 
 def _schedule(kind: type[ScheduleConfig], settings: dict[str, Any]) -> ScheduleConfig:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hybridrl.costs.instance import Costs
 from hybridrl.costs.mapping import ACTOR
+from hybridrl.costs.push import PushCosts
 from hybridrl.flow.clock import Clock, VirtualClock
 from hybridrl.flow.conversations import ConversationModel, ModeledConversation, reply_to
 from hybridrl.flow.executor import (
@@ -53,14 +54,6 @@ class Slice:
     name: str
     start: float
     stop: float
-
-
-@dataclass(frozen=True, slots=True)
-class PushCosts:
-    """Seconds in which training ranks push their weights, and in which an instance loads them."""
-
-    push_s: float = 0.0
-    load_s: float = 0.0
 
 
 class SimulatedExecutor:

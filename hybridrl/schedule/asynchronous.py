@@ -108,7 +108,9 @@ class Async(SchedulePolicy):
         groups = self.schedule.groups
         groups.load(state.get("open", []), prompt_at, ranks, self.schedule.sampling)
         self._batches = {int(b): list(p) for b, p in state.get("batches", {}).items()}
-        self._versions = {int(s): version for s, version in state.get("versions", {}).items()}
+        # The newest weights are pushed again; only older ones are in the checkpoint.
+        versions = {int(steps): version for steps, version in state.get("versions", {}).items()}
+        self._versions = {s: v for s, v in versions.items() if s < self._batch}
         for batch in self._batches:
             self._set_version(batch)
         self._restored = [*groups.open]
@@ -234,7 +236,12 @@ class Async(SchedulePolicy):
         return self._batches[self._batch]
 
     def step_ended(self) -> None:
-        """The new weights go to whoever will take them; older ones stay that batches need."""
+        """The new weights go to whoever will take them; older ones stay that batches need.
+
+        The push of the step before has ended by then: a checkpoint knows all versions but the
+        newest, which a run that continues pushes again.
+        """
+        self.schedule.loop.run_on(lambda: not self._pushing)
         del self._batches[self._batch]
         after = self._batch + 1
         needed = {

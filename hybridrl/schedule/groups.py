@@ -195,7 +195,8 @@ class BegunPrompts:
     def _task_to_json(self, task: GenerationTask) -> dict[str, Any]:
         """`parked` counts the tokens, of prompt and response, of a parked sample.
 
-        `waits` says that its turn has ended: once its conversation was replayed, a reply comes.
+        `waits` says that its turn has ended: once its conversation was replayed, a reply comes. One
+        that an instance still holds begins anew.
         """
         parked = self.parked(task)
         return {
@@ -204,7 +205,7 @@ class BegunPrompts:
             "total": task.total,
             "tokens": task.tokens,
             "parked": None if parked is None else parked.tokens[parked.ids.index(task.sample.id)],
-            "waits": self.turns.is_open(task.sample.id),
+            "waits": parked is not None and self.turns.is_open(task.sample.id),
         }
 
     def load(

@@ -24,6 +24,7 @@ from hybridrl.flow.executor import (
     Computed,
     EarlyTrained,
     Finished,
+    LoadWeights,
     Parked,
     Phase,
     Resume,
@@ -51,10 +52,13 @@ from hybridrl.workers.data_plane import DataPlane, with_parked
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.emulation import (
     emulated_conversations,
+    emulated_push,
+    emulated_train_token_s,
     emulated_workload,
     pass_seconds,
     scaled_costs,
 )
+from hybridrl.workers.pushed_weights import PushedShare
 from hybridrl.workers.roles import Scalars
 from hybridrl.workers.training import Training, UpdateShare
 from hybridrl.workers.turns import CONVERSATION_TENSORS, SampleTexts
@@ -123,7 +127,8 @@ class EmulatedWorker:
 
     It keeps the lengths of its samples where a worker has their tensors, and puts and gets them
     through the same data plane. A rank's number is that of the run, `pool` its pool's name.
-    `instance` is shared with the other ranks of its instance; None outside of the actor's pool.
+    `instance` is shared with the other ranks of its instance; None outside of the pool that
+    generates.
     `wide` are the wide ones that the rank can be in, by their numbers.
     """
 
@@ -140,6 +145,8 @@ class EmulatedWorker:
         self.rank, self.pool, self.config = rank, pool, config
         self.data_plane, self.instance = data_plane, instance
         self.costs: Costs = scaled_costs(config)
+        self._push_costs = emulated_push(config)
+        self._train_token_s = emulated_train_token_s(config)
         self.store: LengthsById = {}
         self.publishes = False
         self.version = self.generating_version = 0
@@ -263,7 +270,12 @@ class EmulatedWorker:
         enough_turns: int = ENOUGH_TURNS,
     ) -> Task:
         """Obey commands and decode for a bounded number of steps, with the instance's ranks."""
-        assert self.instance is not None, "generation outside of the actor's pool"
+        assert self.instance is not None, "generation outside of its pool"
+        load_s = 0.0
+        for command in commands:
+            if isinstance(command, LoadWeights):
+                self.generating_version, load_s = command.version, self._push_costs.load_s
+        commands = [command for command in commands if not isinstance(command, LoadWeights)]
         shared, version = self.wide.get(instance, self.instance), self.generating_version
         place = own_place = self.rank - self.instance.ranks.start
         if shared is not self.instance:  # see `layout.wide`
@@ -290,11 +302,12 @@ class EmulatedWorker:
         )
         assert shared.rows is not None
         unfinished = shared.rows.unfinished
-        event = Advanced(instance, unfinished, finished, parked, work=outcome.work, turns=turns)
+        work = replace(outcome.work, load_seconds=load_s)
+        event = Advanced(instance, unfinished, finished, parked, work=work, turns=turns)
         ids = [f.id for f in finished]
         value = self._published(event, ids, generated_tensors(finished))
         span = outcome.work.name(wide=shared is not self.instance)
-        return _taking(outcome.work.seconds, value, span)
+        return _taking(load_s + outcome.work.seconds, value, span)
 
     def _of_rank(self, rows: Sequence[ModeledRow], ranks: range) -> list[ModeledRow]:
         """Each sample's events are of one rank of the instance, as a worker's are."""
@@ -327,6 +340,12 @@ class EmulatedWorker:
             references = dict.fromkeys(rows, self.data_plane.put(rows)) if rows else {}
         places = range(place * event.width, (place + 1) * event.width)
         return replace(event, state=dict.fromkeys(places, references))
+
+    @dispatch(Dispatch.SAME)
+    def push(self, version: int | None = None) -> Task:
+        """The seconds of a push, unless the weights are those of `version`."""
+        seconds = 0.0 if version == self.version else self._push_costs.push_s
+        return _taking(seconds, PushedShare(self.version, {}, 0, seconds), "push")
 
     # -- per-sample stages -------------------------------------------------------------------
 
@@ -483,7 +502,7 @@ class EmulatedWorker:
             if stage.role == "actor":
                 self.version += steps
             metrics.append({"loss": 0.0, "bad_steps": 0.0, "optimizer_steps": float(steps)})
-        per_token = self.costs.train_token_s / self._num_updates
+        per_token = self._train_token_s / self._num_updates
         tokens = self._tokens(ids)
         if self.instance is None:  # these were copies
             self._drop(ids)

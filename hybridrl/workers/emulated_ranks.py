@@ -75,9 +75,10 @@ class EmulatedRanks:
         self._pool_of = {rank: name for name, own in pools.items() for rank in own if rank in ranks}
         self._pool_sizes = {name: len(own) for name, own in pools.items()}
         instances: dict[int, EmulatedInstance] = {}
+        home = pools[config.cluster.home]
         for rank in ranks:
-            if rank in pools["actor"]:
-                first = rank // size * size
+            if rank in home:
+                first = rank - (rank - home.start) % size
                 instances.setdefault(first, EmulatedInstance(range(first, first + size)))
         self._instance_of = {rank: i for i in instances.values() for rank in i.ranks}
         self._wide = self._wide_instances(config, size)
@@ -99,11 +100,12 @@ class EmulatedRanks:
 
     def _wide_instances(self, config: Config, size: int) -> dict[int, EmulatedInstance]:
         """Return this process's wide instances by number, made of instances of `size` ranks."""
-        num_instances = self._pool_sizes["actor"] // size
+        num_instances = self._pool_sizes[config.cluster.home] // size
+        start = config.cluster.pool_ranks[config.cluster.home].start
         table = wide_instances(num_instances, emulated_widths(config))
         wide = {
             number: EmulatedInstance(
-                range(members[0] * size, (members[-1] + 1) * size), len(members)
+                range(start + members[0] * size, start + (members[-1] + 1) * size), len(members)
             )
             for number, members in table.items()
         }

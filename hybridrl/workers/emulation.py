@@ -13,6 +13,7 @@ from hybridrl.config import (
 )
 from hybridrl.costs.instance import Costs, Drafting
 from hybridrl.costs.model_shape import ModelShape
+from hybridrl.costs.push import PushCosts, push_costs
 from hybridrl.costs.roofline import Roofline, read_roofline
 from hybridrl.flow.conversations import ConversationModel, read_conversations
 from hybridrl.flow.graph import (
@@ -83,7 +84,7 @@ def _costs(config: Config) -> Costs:
         facts: dict[str, Any] = _of_key("cluster.costs", lambda: read_costs(Path(text)))
         costs: Costs = facts["costs"]
         return costs
-    ranks = config.ranks_of("actor")
+    ranks = _model_ranks(config)
     gpus = config.rollout.layout.ranks
     widths = emulated_widths(config)
     costs, instances, *_ = _of_key(
@@ -98,10 +99,37 @@ def _costs(config: Config) -> Costs:
     return costs
 
 
+def _model_ranks(config: Config) -> int:
+    """The ranks that train the actor or generate, which the costs are of."""
+    return sum(config.ranks_of(pool) for pool in {"actor", config.cluster.home})
+
+
+def emulated_train_token_s(config: Config) -> float:
+    """Seconds a token of an update, which the ranks of the pool `actor` share."""
+    share = _model_ranks(config) / config.ranks_of("actor")
+    return scaled_costs(config).train_token_s * share
+
+
+def emulated_push(config: Config) -> PushCosts:
+    """Seconds of a push and a load, as `plan schedule --rollout` has them."""
+    cluster, size = _cluster(config), config.rollout.layout.ranks
+    if not cluster.knows_model:
+        return PushCosts(load_s=scaled_costs(config).switch_s)
+    named = Roofline.of(cluster.costs)
+    costs = push_costs(
+        named.weight_bytes,
+        named.accelerator,
+        train_ranks=config.ranks_of("actor"),
+        instance_ranks=size,
+        instances=config.ranks_of(config.cluster.home) // size,
+    )
+    return PushCosts(costs.push_s * cluster.time_scale, costs.load_s * cluster.time_scale)
+
+
 def emulated_widths(config: Config) -> tuple[int, ...]:
     """Return the numbers of instances that may decode the tail as one."""
     rollout = config.rollout
-    return tuple(rollout.widths(config.ranks_of("actor") // rollout.layout.ranks))
+    return tuple(rollout.widths(config.ranks_of(config.cluster.home) // rollout.layout.ranks))
 
 
 def emulated_workload(config: Config, group_size: int) -> Workload:
