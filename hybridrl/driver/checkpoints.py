@@ -49,6 +49,12 @@ MAY_CHANGE_OF_JUDGES = (
 )  # fmt: skip
 """Ends of the keys of judges' settings that a resumed run may change."""
 
+OF_PUSHES = (
+    "cluster.ranks", "cluster.pools.", "cluster.placement", "cluster.pool_of.", "trainer.layout.",
+    "rollout.layout.",
+)  # fmt: skip
+"""Settings that stay while a checkpoint has pushed weights, which are in a layout."""
+
 FORMER_ONLY_CHOICE = {
     f"{role}.optim.name": OptimName.adamw.value
     for role in ("trainer", "warm_start", *VALUE_MODELS.values())
@@ -186,6 +192,11 @@ def _flat(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 def _check_same(point: Point, now: Mapping[str, Any]) -> None:
     before, now = stored_settings(point, now), REMOVED_KEYS | dict(now)
+    if point.state.get("pushed"):
+        for key in [key for key in now.keys() & before.keys() if key.startswith(OF_PUSHES)]:
+            if now[key] != before[key]:
+                allowed = f"{before[key]}: samples of {point.folder} go on with older weights"
+                raise ConfigError(key, now[key], f"{allowed}, which were pushed in this layout")
     for key in changed_settings(before, now):
         allowed = f"{before[key]}, with which {point.folder} was made"
         named = "schedule" if key == "schedule.kind" else key  # as on the command line
@@ -199,8 +210,7 @@ def stored_settings(point: Point, now: Mapping[str, Any]) -> dict[str, Any]:
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The settings that differ, of those that a resumed run must not change."""
-    kinds = [ScheduleKind(settings["schedule.kind"]) for settings in (before, now)]
-    same_batches = all(entry_of(kind).serial_batches for kind in kinds)
+    same_batches = _has_serial_batches(before) and _has_serial_batches(now)
     may_change = (*MAY_CHANGE, "schedule.kind") if same_batches else MAY_CHANGE
     key = "environment.partial"
     if COUNTED not in (before.get(key), now.get(key)):  # by the times of a run, or by its record
@@ -212,6 +222,14 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         and not any(key == name or key.startswith(f"{name}.") for name in may_change)
         and not key.endswith(MAY_CHANGE_OF_JUDGES)
     ]
+
+
+def _has_serial_batches(settings: Mapping[str, Any]) -> bool:
+    """Whether each step trains on the batch that it has under `serial`."""
+    kind = ScheduleKind(settings["schedule.kind"])
+    if kind is ScheduleKind.asynchronous:
+        return settings["schedule.max_staleness"] == 0
+    return entry_of(kind).serial_batches
 
 
 def _check_warm_start(point: Point, config: Config, reads: bool) -> None:
@@ -323,6 +341,7 @@ class Checkpoints:
             "settings": self.settings,
             "scores": self.scores,
             "inputs": self.inputs,
+            "pushed": state.versions,
         }
         folder.seal(path, plain(record))
 

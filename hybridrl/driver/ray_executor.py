@@ -211,6 +211,7 @@ class RayExecutor:
 
     def push_weights(self) -> None:
         """Begin to push the newest weights."""
+        self._early.clear()  # of a step that has failed before its update
         self._rounds.begin(self.pushes.push())
 
     def _push_and_load(self) -> EventCalls:

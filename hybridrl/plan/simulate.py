@@ -15,6 +15,7 @@ from hybridrl.flow.clock import Clock, VirtualClock
 from hybridrl.flow.conversations import ConversationModel, ModeledConversation, reply_to
 from hybridrl.flow.executor import (
     ENOUGH_TURNS,
+    TRAINING_POOL,
     Advanced,
     Command,
     Computed,
@@ -352,6 +353,13 @@ class SimulatedExecutor:
 
         The others do so at the barrier, in the time of all.
         """
+        if instance == TRAINING_POOL:
+            seconds = self.costs.train_token_s * sum(sample.tokens for sample in samples)
+            ids = tuple(sample.id for sample in samples)
+            self._early.update(ids)
+            end = self._take_pool(_TRAINER, seconds)
+            self._push(end, EarlyTrained(stage.name, instance, ids, seconds))
+            return
         assert self._servers[instance].is_empty, "training beside unfinished samples"
         per_token = self.costs.train_token_s * self.num_instances
         seconds = per_token * sum(sample.tokens for sample in samples)

@@ -72,6 +72,10 @@ class Async(SchedulePolicy):
     _restored: list[int] = field(default_factory=list)
     """Prompts of a checkpoint, on whose finished samples stages have still to start."""
     _wanted: int = 0
+    _continued_at: int = 0
+    """Steps behind the weights that the run began with, or continued with."""
+    _staleness: int = 0
+    """The staleness of the batch that the present step trains."""
 
     @classmethod
     def check_graph(cls, graph: Graph) -> None:
@@ -109,6 +113,7 @@ class Async(SchedulePolicy):
         groups.load(state.get("open", []), prompt_at, ranks, self.schedule.sampling)
         self._batches = {int(b): list(p) for b, p in state.get("batches", {}).items()}
         # The newest weights are pushed again; only older ones are in the checkpoint.
+        self._continued_at = self._batch
         versions = {int(steps): version for steps, version in state.get("versions", {}).items()}
         self._versions = {s: v for s, v in versions.items() if s < self._batch}
         for batch in self._batches:
@@ -128,8 +133,12 @@ class Async(SchedulePolicy):
     # -- a step --------------------------------------------------------------------------------
 
     def _steps_behind(self, batch: int) -> int:
-        """Steps of training behind the weights that make a batch."""
-        return max(0, batch - self.max_staleness)
+        """Steps of training behind the weights that make a batch.
+
+        A run that is longer than its checkpoint knew has no older weights than it continues with.
+        """
+        steps = max(0, batch - self.max_staleness)
+        return steps if steps in self._versions else max(steps, self._continued_at)
 
     def _set_version(self, batch: int) -> None:
         """Let the prompts of a batch begin, if its weights are there."""
@@ -233,6 +242,7 @@ class Async(SchedulePolicy):
 
     def take(self) -> list[int]:
         """The step's batch is trained on."""
+        self._staleness = self._batch - self._steps_behind(self._batch)
         return self._batches[self._batch]
 
     def step_ended(self) -> None:
@@ -254,8 +264,7 @@ class Async(SchedulePolicy):
     def metrics(self, used: Sequence[Sample]) -> dict[str, float]:
         """Count the tokens of older weights among those trained, and the staleness in steps."""
         spans = [span for sample in used for span in sample.spans if span.trained]
-        steps = self.schedule.steps_done - 1  # those before this one, which is counted by now
-        stale = steps - self._steps_behind(steps)
+        stale = self._staleness
         generated = sum(span.stop - span.start for span in spans if span.version != NO_VERSION)
         return {
             "samples/off_policy_tokens": float(generated if stale else 0),

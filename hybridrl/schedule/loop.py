@@ -296,6 +296,11 @@ class Loop:
         return bool(self.instances)
 
     @property
+    def is_loading(self) -> bool:
+        """Whether answers of the dataset are to come."""
+        return self._num_loading > 0
+
+    @property
     def held(self) -> Iterator[SampleId]:
         """The samples that instances hold."""
         return chain.from_iterable(i.held for i in self.instances)
@@ -308,7 +313,7 @@ class Loop:
     @property
     def _waits(self) -> bool:
         """Whether samples are to come from elsewhere: from a reply, or the dataset."""
-        return bool(self.turns.put_by) or self._num_loading > 0
+        return bool(self.turns.put_by) or self.is_loading
 
     def _start_calls(self) -> None:
         for instance in self.instances:

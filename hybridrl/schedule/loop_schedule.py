@@ -256,7 +256,7 @@ class LoopSchedule(Schedule):
 
         def is_idle() -> bool:
             busy = loop.instances.hold_some or loop.instances.in_flight or loop.stages.running
-            return not busy and not self.policy.waits_for_push
+            return not (busy or loop.is_loading or self.policy.waits_for_push)
 
         loop.run_held(is_idle)
         for instance in loop.instances:

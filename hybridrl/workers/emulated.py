@@ -477,6 +477,15 @@ class EmulatedWorker:
     ) -> Task:
         """A part of an update on one instance, which first changes from generation to training."""
         self._accept(share.parcels, arriving)
+        if self.instance is None:  # all ranks that train share the tokens of copies
+            in_pool, of_share = self._train_token_s / self._num_updates, self._tokens(share.ids)
+            self._drop(share.ids)
+            return Task(
+                lambda seconds: EarlyTrained(stage.name, instance, share.ids, seconds),
+                lambda total: in_pool * total,
+                of_share,
+                "early backward",
+            )
         num_instances = (
             len(self.config.cluster.pool_ranks["actor"]) // self.config.rollout.layout.ranks
         )

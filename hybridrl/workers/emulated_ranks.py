@@ -157,10 +157,10 @@ class EmulatedRanks:
         rank = call.lane.rank
         if call.name == "advance" and (wide := self._wide.get(call.args[0])) is not None:
             return (call.name, call.args[0]), len(wide.ranks)
-        if call.name in _OF_INSTANCE:
+        if call.name in _OF_INSTANCE and rank in self._instance_of:
             ranks = self._instance_of[rank].ranks
             return (f"{call.name} of an instance", ranks.start), len(ranks)
-        if call.name in _OF_POOL:
+        if call.name in {*_OF_POOL, *_OF_INSTANCE}:
             pool = self._pool_of[rank]
             return (call.name, pool), list(self._pool_of.values()).count(pool)
         return (call.name, call), 1

@@ -84,6 +84,7 @@ class TrainerWorker(ActorShards, CriticWorker):
         engine = self.trainer.train_engine
         if engine.version == version:
             return self._reply(PushedShare(engine.version, {}, 0, 0.0))
+        engine.discard()  # what a step that failed before its update has left
         start = time.perf_counter()
         with self._span("push"):
             self.residency.activate(engine)

@@ -48,6 +48,13 @@ def test_schedules_of_separate_ranks_train_the_batches_of_serial(tmp_path):
     assert "switch" not in names
 
 
+def test_groups_are_trained_as_they_come(tmp_path):
+    small = "trainer.max_tokens_per_micro_batch=256"
+    runs.train(configured("schedule=periodic", small, f"run.dir={tmp_path / 'small'}"))
+    lines = read_lines(tmp_path / "small" / "metrics.jsonl")
+    assert any(line.get("samples/trained_early", 0) > 0 for line in lines)
+
+
 def test_training_ranks_have_their_share_of_the_seconds():
     """Two of six ranks train: three times the seconds of all; a push scales with time."""
     config = configured("schedule=one_step")
