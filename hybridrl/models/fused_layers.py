@@ -1,4 +1,4 @@
-"""Decoder layers with fewer kernels (`trainer.fused_layers`): see `hybridrl.kernels.train_layer`.
+"""Decoder layers with fewer kernels (`trainer.fuse_layers`): see `hybridrl.kernels.train_layer`.
 
 A module is taken for what it computes, not for its name: a norm, a rotation or a gated activation
 that gives other numbers than the kernel's formula stays as transformers computes it.
