@@ -71,6 +71,7 @@ def test_a_command_fits_its_gpus(command: str) -> None:
 def test_what_is_kept_on_eight_gpus_does_not_fit() -> None:
     """4,096 new tokens of Qwen3-8B: `keep` is refused, `auto` takes another."""
     command = f"{SHAPE} rollout=vllm rollout.layout.tp=2 model.attention=torch"
+    command += " trainer.fuse_layers=never"
     kept = plan_of(f"{command} trainer.activations=keep")
     assert not kept.fits
     assert kept.pools["actor"].peak.name == "train actor"

@@ -145,6 +145,7 @@ def test_streams_besides_the_compute_stream_carry_copies() -> None:
     }
     with_streams = [path for path, text in texts.items() if "cuda.Stream(" in text]
     assert sorted(with_streams) == [
+        "hybridrl/engines/rollout/graph_capture.py",  # the step's kernels, before they are captured
         "hybridrl/engines/train/activation_offload.py",
         "hybridrl/engines/train/state_memory.py",
     ]
@@ -159,7 +160,7 @@ def test_streams_besides_the_compute_stream_carry_copies() -> None:
         if isinstance(call, ast.Call)
     }
     assert on_streams == {
-        "block.copy_out", "_copy_in", "to.copy_", "self._stream.record_event",
+        "block.copy_out", "_copy_in", "to.copy_", "self._stream.record_event", "self._step",
     }  # fmt: skip
     assert not any("dist." in texts[path] for path in with_streams)
 

@@ -479,7 +479,7 @@ def test_a_role_fits_with_micro_batches_of_the_longest_sample() -> None:
 
     With the next power of two its activations would not fit 32 GiB.
     """
-    model = ("model=qwen3_1.7b", "recipe=grpo", "cluster.device=cuda")
+    model = ("model=qwen3_1.7b", "recipe=grpo", "cluster.device=cuda", "trainer.fuse_layers=never")
     lengths = ("data.max_prompt_tokens=1024", "rollout.max_new_tokens=4096")
     cluster = ("--nodes=1", "--gpus-per-node=1", "--gpu-gib=32", "--number=1")
     (best,) = _plan(*model, *lengths, *cluster).result.best
