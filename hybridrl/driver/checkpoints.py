@@ -193,8 +193,8 @@ def _flat(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 def _check_same(point: Point, now: Mapping[str, Any]) -> None:
     before, now = stored_settings(point, now), REMOVED_KEYS | dict(now)
     if point.state.get("pushed"):
-        for key in [key for key in now.keys() & before.keys() if key.startswith(OF_PUSHES)]:
-            if now[key] != before[key]:
+        for key in filter(before.__contains__, now):
+            if key.startswith(OF_PUSHES) and now[key] != before[key]:
                 allowed = f"{before[key]}: samples of {point.folder} go on with older weights"
                 raise ConfigError(key, now[key], f"{allowed}, which were pushed in this layout")
     for key in changed_settings(before, now):

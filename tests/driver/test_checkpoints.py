@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -36,7 +37,7 @@ def config(make_config: Callable[..., Config], tmp_path: Path) -> Callable[..., 
 def publish(config: Callable[..., Config]) -> Callable[..., Path]:
     """`publish(path, step, *overrides)` leaves a checkpoint of a run with `overrides`."""
 
-    def write(path: Path, step: int, *overrides: str) -> Path:
+    def write(path: Path, step: int, *overrides: str, pushed: Sequence[int] = ()) -> Path:
         resume = folder.hidden(path) / "resume"
         resume.mkdir(parents=True)
         (resume / "__0_0.distcp").write_bytes(b"tensors")
@@ -48,6 +49,7 @@ def publish(config: Callable[..., Config]) -> Callable[..., Path]:
             "time": step,
             "phase": "rl",
             "records": {"a.jsonl": step},
+            "pushed": pushed,
             **{key: {} for key in ("scores", "roles", "before", "recipe", "schedule")},
             **{"prompts": 0, "bad_steps": 0, "evaluated": [-1, {}]},
         }
@@ -267,6 +269,38 @@ def test_how_the_tail_is_decoded_and_trained_may_change(
         origin = find_origin(config(*fused, *now, f"trainer.resume={path}"))
         assert origin.point is not None
         assert origin.point.folder == path
+
+
+ALONE = ["cluster.ranks=3", "cluster.pools.rollout=1"]
+
+
+def test_layouts_stay_while_samples_go_on_with_pushed_weights(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = publish(tmp_path / "run" / "final", 6, "schedule=one_step", *ALONE, pushed=[5])
+    assert find_origin(config("schedule=one_step", *ALONE)).point is not None
+    reason = f": samples of {path} go on with older weights, which were pushed in this layout"
+    for changed, named in (
+        ("trainer.layout.tp=2", "trainer.layout.fsdp=1: wanted 2"),  # which these leave for fsdp
+        ("cluster.ranks=4", "trainer.layout.fsdp=3: wanted 2"),
+    ):
+        assert refused(config("schedule=one_step", *ALONE, changed)) == named + reason
+    publish(tmp_path / "run" / "checkpoints" / "step_000007", 7, "schedule=one_step", *ALONE)
+    assert find_origin(config("schedule=one_step", *ALONE, "trainer.layout.tp=2")).point is not None
+
+
+def test_periodic_and_serial_go_on_from_each_other(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    kinds = ("serial", "periodic", "one_step")
+    for before, now in product(kinds, kinds):
+        folder = tmp_path / f"{before}_{now}" / "final"
+        path = publish(folder, 6, f"schedule={before}", *ALONE)
+        resumed = config(f"schedule={now}", *ALONE, f"trainer.resume={path}")
+        if "one_step" in (before, now) and before != now:
+            assert refused(resumed).startswith(("schedule=", "schedule.max_staleness="))
+        else:
+            assert find_origin(resumed).point is not None
 
 
 @pytest.mark.parametrize(
