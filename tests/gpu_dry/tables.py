@@ -19,6 +19,7 @@ BY_SAMPLER = "the process of test_vllm_sampler.py runs it"
 NOT_RUN = (
     "a graph step draws from all tokens, and no other step takes these kernels",
     "a profile of a GPU needs one",
+    "of ranks that generate alone, with adapters, which no dry run has",
     "a dry run joins without a worker, and calls it itself",
     "doctor measures a device, and a fake one has no times",
     "ranks and the doctor measure a device, and a fake one has no times",

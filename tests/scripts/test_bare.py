@@ -38,7 +38,9 @@ MEASURED = {
     "mismatch_mean", "mismatch_max", "decode_1", "decode_64", "decode_256",
 }  # fmt: skip
 PHASES = {"build", "switch", "decode", "forward_backward", "optimizer", "update", "offloaded"}
-NOT_ON_A_CPU = {"tests", "activations", "offload", "decode_vllm", "mismatch_vllm"}
+NOT_ON_A_CPU = {
+    "tests", "activations", "offload", "decode_without_graphs", "decode_vllm", "mismatch_vllm",
+}  # fmt: skip
 
 
 def environment(work: Path) -> dict[str, str]:
