@@ -404,7 +404,7 @@ WRONG = [
     ),
     (
         "schedule.length_ranker=learned",
-        "schedule.length_ranker=learned: wanted schedule=fused or partial or packed with it",
+        "schedule.length_ranker=learned: wanted schedule=fused or partial or packed or async",
     ),
     (
         "schedule=fused schedule.x=1",

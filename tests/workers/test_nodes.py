@@ -24,7 +24,8 @@ def described(model: str, folder: Path, nodes: str) -> tuple[str, list[int], flo
     name = nodes[dist.get_rank()]
     with mock.patch.object(base_worker, "node_name", return_value=name):
         worker = generating_worker(model, folder, rollout)
-    actor = worker.actor.describe()
+    grouping = worker.actor.switch_plan.grouping.value
+    actor = worker.generator.describe(grouping)
     scorer: Any = worker.scorers["actor"]
     generated = scorer.engine.log_probs(SEQUENCES)
     trained = worker.actor.trainer.train_engine.log_probs(SEQUENCES)
