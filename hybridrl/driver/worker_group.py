@@ -41,7 +41,7 @@ from hybridrl.workers.sample_writer import SampleFacts
 from hybridrl.workers.trainer_worker import TrainerWorker
 from hybridrl.workers.training import Training, UpdateShare
 from hybridrl.workers.turns import SampleTexts
-from hybridrl.workers.worker_factory import PoolWorker, make_worker
+from hybridrl.workers.worker_factory import ClusterWorker, make_worker
 
 if TYPE_CHECKING:
     from hybridrl.checkpoint.distributed import Progress
@@ -100,7 +100,9 @@ class WorkerGroup:
         self.launcher, self.config = launcher, config
         self.on_span, self.on_memory, self.current_step = on_span, on_memory, current_step
         self.killed = False
-        workers = launcher.start(PoolWorker, make_worker, config, model_path, launcher.data_plane)
+        workers = launcher.start(
+            ClusterWorker, make_worker, config, model_path, launcher.data_plane
+        )
         order = config.cluster.rank_order
         self._group = launcher.subgroup(workers, order) if order else workers
         self._all = RankCalls(self._group)

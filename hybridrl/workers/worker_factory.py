@@ -37,5 +37,5 @@ def make_worker(
     return RolloutWorker(*place) if name == "rollout" else CriticWorker(*place, pool=name)
 
 
-class PoolWorker(ActorWorker, TrainerWorker):  # type: ignore[misc]  # nobody calls them
+class ClusterWorker(ActorWorker, TrainerWorker):  # type: ignore[misc]  # nobody calls them
     """The marks of all workers' methods, for launchers; it has no instance."""

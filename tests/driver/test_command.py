@@ -92,7 +92,7 @@ def test_a_killed_rank_is_named_with_its_log(
     run = command(*tiny_run, f"cluster.ranks={ranks}", *settings)
     metrics = tmp_path / "killed" / "metrics.jsonl"
     run.wait_for(lambda: len(read_lines(metrics)) > 2)
-    victim = next(p for p in run.alive() if p.name().startswith("ray::PoolWorker"))
+    victim = next(p for p in run.alive() if p.name().startswith("ray::ClusterWorker"))
     victim.send_signal(signal.SIGKILL)
     code, out, err = run.end(timeout=20)
     assert (code, out, run.left) == (1, "", [])

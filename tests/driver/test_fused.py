@@ -231,7 +231,7 @@ def test_a_rank_that_dies_while_samples_move_ends_the_run(
         )
 
     run.wait_for(moving)
-    victim = next(p for p in run.alive() if p.name().startswith("ray::PoolWorker"))
+    victim = next(p for p in run.alive() if p.name().startswith("ray::ClusterWorker"))
     victim.send_signal(signal.SIGKILL)
     code, out, err = run.end(timeout=20)
     assert (code, out, run.left) == (1, "", [])

@@ -222,7 +222,7 @@ def test_killed_at_random_moments(
             for process in run.alive():
                 process.kill()
         else:
-            ranks = [p for p in run.alive() if p.name().startswith("ray::PoolWorker")]
+            ranks = [p for p in run.alive() if p.name().startswith("ray::ClusterWorker")]
             for process in ranks[:1]:  # none where the run is about to end
                 process.send_signal(signal.SIGKILL)
                 killed += 1

@@ -205,7 +205,7 @@ def decoding(run: Any) -> list[psutil.Process]:
     generating = []
     for process in run.alive():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.name().startswith("ray::PoolWorker.advance"):
+            if process.name().startswith("ray::ClusterWorker.advance"):
                 generating.append(process)
     return generating
 

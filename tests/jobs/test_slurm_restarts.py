@@ -104,7 +104,7 @@ def test_a_run_that_always_dies_ends(jobs: Any, exact: list[str]) -> None:
     job = submitted["job"]
     for count in (1, 2):
         jobs.wait_for_steps("run", job)
-        name = "ray::PoolWorker"
+        name = "ray::ClusterWorker"
         next(p for p in jobs.slurm.processes() if p.name().startswith(name)).kill()
         if count == 1:
             jobs.wait_for_restart(job, count)

@@ -18,7 +18,7 @@ from hybridrl.workers.rank_calls import RankCalls, SharedIds
 from hybridrl.workers.rollout_worker import RolloutWorker
 from hybridrl.workers.sample_worker import SampleWorker
 from hybridrl.workers.trainer_worker import TrainerWorker
-from hybridrl.workers.worker_factory import PoolWorker
+from hybridrl.workers.worker_factory import ClusterWorker
 
 KINDS = (BaseWorker, ActorShards, SampleWorker, ActorWorker, CriticWorker, TrainerWorker)
 WORKERS = {worker.__name__: worker for worker in KINDS}
@@ -37,16 +37,16 @@ def called() -> set[tuple[str, str]]:
 
 def test_the_driver_calls_every_marked_method_and_no_other() -> None:
     """A group has the marks of all workers, whichever worker a rank is."""
-    assert {name for _, name in called()} == dispatched_methods(PoolWorker).keys()
+    assert {name for _, name in called()} == dispatched_methods(ClusterWorker).keys()
     assert all(name in dispatched_methods(WORKERS[worker]) for worker, name in called())
 
 
 def test_ranks_that_train_or_generate_alone_spread_what_they_share_alike() -> None:
-    every = dispatched_methods(PoolWorker)
+    every = dispatched_methods(ClusterWorker)
     for worker in (RolloutWorker, TrainerWorker):
         assert dispatched_methods(worker).items() <= every.items()
         for name in dispatched_methods(worker):
-            assert runs_concurrently(worker, name) == runs_concurrently(PoolWorker, name)
+            assert runs_concurrently(worker, name) == runs_concurrently(ClusterWorker, name)
 
 
 def test_both_workers_spread_what_they_share_alike() -> None:
