@@ -16,7 +16,7 @@ from hybridrl.flow.graph import Graph, Stage, TakeStage, UpdateStage
 from hybridrl.flow.ledger import Drop
 from hybridrl.flow.sample import NO_VERSION, Sample, SampleId
 from hybridrl.schedule.base import Prompt
-from hybridrl.schedule.groups import GenerationTask, tasks_of
+from hybridrl.schedule.groups import GenerationTask
 from hybridrl.schedule.loop_schedule import (
     LoopSchedule,
     SchedulePolicy,
@@ -109,8 +109,7 @@ class Async(SchedulePolicy):
         self, state: Mapping[str, Any], prompt_at: Callable[[int], Any], ranks: range
     ) -> None:
         """Continue with the open prompts' samples; a checkpoint of `serial` has none."""
-        groups = self.schedule.groups
-        groups.load(state.get("open", []), prompt_at, ranks, self.schedule.sampling)
+        self.schedule.load_open(state.get("open", []), prompt_at, ranks)
         self._batches = {int(b): list(p) for b, p in state.get("batches", {}).items()}
         # The newest weights are pushed again; only older ones are in the checkpoint.
         self._continued_at = self._batch
@@ -118,17 +117,11 @@ class Async(SchedulePolicy):
         self._versions = {s: v for s, v in versions.items() if s < self._batch}
         for batch in self._batches:
             self._set_version(batch)
-        self._restored = [*groups.open]
-        for position, group in groups.open.items():
-            for stage in dict.fromkeys(task.stage for task in group.tasks.values()):
-                self.schedule.stages_of(stage).tracker.choose(position)
+        self._restored = [*self.schedule.groups.open]
 
     def close(self) -> dict[SampleId, Drop]:
         """The open prompts' samples are dropped."""
-        groups = self.schedule.groups
-        dropped = {task.sample.id: ENDED for task in tasks_of(groups.open)}
-        groups.ledger.drop(dropped, ENDED)
-        return dropped
+        return self.schedule.groups.drop_open(ENDED)
 
     # -- a step --------------------------------------------------------------------------------
 

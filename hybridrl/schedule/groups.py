@@ -7,7 +7,7 @@ from typing import Any
 
 from hybridrl.flow.executor import Parked, Sampling
 from hybridrl.flow.graph import Graph, SourceStage
-from hybridrl.flow.ledger import Ledger, SampleStatus
+from hybridrl.flow.ledger import Drop, Ledger, SampleStatus
 from hybridrl.flow.sample import NO_VERSION, Sample, SampleId
 from hybridrl.flow.turns import OpenTurns
 from hybridrl.schedule.base import PendingSample, Prompt
@@ -139,6 +139,12 @@ class BegunPrompts:
         """These begin again another time, as if they never had, or are dropped."""
         for position in positions:
             assert self._groups.pop(position).status is GroupStatus.OPEN, position
+
+    def drop_open(self, reason: Drop) -> dict[SampleId, Drop]:
+        """No step trains on the open ones: their samples are dropped; gives these."""
+        dropped = {task.sample.id: reason for task in tasks_of(self.open)}
+        self.ledger.drop(dropped, reason)
+        return dropped
 
     def clear(self) -> None:
         """No prompt has begun."""

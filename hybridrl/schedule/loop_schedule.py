@@ -173,6 +173,15 @@ class LoopSchedule(Schedule):
         self.length_model.load_state_dict(state)
         self.policy.load_state_dict(state, prompt_at, ranks)
 
+    def load_open(
+        self, records: Sequence[Mapping[str, Any]], prompt_at: Callable[[int], Any], ranks: range
+    ) -> None:
+        """Continue with `BegunPrompts.to_json`; choosers run for prompts where they can."""
+        self.groups.load(records, prompt_at, ranks, self.sampling)
+        for position, group in self.groups.open.items():
+            for stage in dict.fromkeys(task.stage for task in group.tasks.values()):
+                self.stages_of(stage).tracker.choose(position)
+
     def pending(self) -> tuple[PendingSample, ...]:
         """Return the samples of open prompts that are parked or finished."""
         return self.groups.pending()

@@ -81,18 +81,11 @@ class Partial(SchedulePolicy):
         self, state: Mapping[str, Any], prompt_at: Callable[[int], Any], ranks: range
     ) -> None:
         """Continue with the open prompts' samples."""
-        groups = self.schedule.groups
-        groups.load(state["open"], prompt_at, ranks, self.schedule.sampling)
-        for position, group in groups.open.items():
-            for stage in dict.fromkeys(task.stage for task in group.tasks.values()):
-                self.schedule.stages_of(stage).tracker.choose(position)
+        self.schedule.load_open(state["open"], prompt_at, ranks)
 
     def close(self) -> dict[SampleId, Drop]:
         """The open prompts' samples are dropped."""
-        groups = self.schedule.groups
-        dropped = {task.sample.id: ENDED for task in tasks_of(groups.open)}
-        groups.ledger.drop(dropped, ENDED)
-        return dropped
+        return self.schedule.groups.drop_open(ENDED)
 
     # -- a step --------------------------------------------------------------------------------
 

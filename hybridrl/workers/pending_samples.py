@@ -48,7 +48,11 @@ def save_pending(
         else _record(store, pending.id)
         for pending in share
     ]
-    file = folder / f"samples_{rank}.pt"
+    write_records(folder / f"samples_{rank}.pt", records)
+
+
+def write_records(file: Path, records: Any) -> None:
+    """Write what `torch.load` reads with weights alone; raises OSError with the file's path."""
     try:
         with file.open("wb") as opened:  # torch's own files do not say that the disk is full
             torch.save(records, opened)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from hybridrl.checkpoint.folder import note_sum, write_error
 from hybridrl.config import Config, Grouping
 from hybridrl.layout.adapters import MergedWeights
 from hybridrl.layout.grouping import TrainAxes, gen_positions
@@ -24,6 +23,7 @@ from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.models.parallel import meta_model, model_parameters
 from hybridrl.models.stored_weights import StoredWeights
 from hybridrl.workers.data_plane import DataPlane
+from hybridrl.workers.pending_samples import write_records
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +129,7 @@ def save_pushed(
         places = dict(zip(share.arrays, map(_array_record, arrays), strict=True))
         biases = None if share.biases is None else plane.get([share.biases])[0]
         records[version] = {"places": places, "biases": biases}
-    file = folder / f"pushed_{rank}.pt"
-    try:
-        with file.open("wb") as opened:  # torch's own files do not say that the disk is full
-            torch.save(records, opened)
-        note_sum(file)
-    except (OSError, RuntimeError) as error:
-        raise write_error(error, file) from error
+    write_records(folder / f"pushed_{rank}.pt", records)
 
 
 def load_pushed(folder: Path, rank: int, plane: DataPlane) -> dict[int, PushedShare]:
