@@ -30,7 +30,7 @@ class SchedulePolicy:
     | question                                | method          | here                         |
     |-----------------------------------------|-----------------|------------------------------|
     | which prompts begin                     | `pull`, `begin` | the step's                   |
-    | when instances take new weights         | -               | at the step's start, all     |
+    | when instances take new weights         | `enter`         | at the round's start, all    |
     | until when samples are made             | `make`          | until all are there          |
     | what is left then                       | `make`          | nothing; `close` at the end  |
     | what a step trains on                   | `take`          | all that has begun           |
