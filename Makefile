@@ -86,6 +86,15 @@ test-slow: $(BIN)/.dev  ## tests that take minutes: the demo itself, the wheel, 
 test-adamw8bit: $(BIN)/.dev .cache/torchao  ## 8-bit AdamW against torchao's
 	PYTHONPATH=.cache/torchao $(PYTEST) -q tests/engines/train/test_adamw8bit.py
 
+# verl's metadata holds the installed transformers below 5.11: the newest stands before it.
+.cache/transformers: scripts/constraints-bare.txt
+	@CONSTRAINTS=$< $(PIP) --no-deps --upgrade --target $@ transformers tokenizers
+	@touch $@
+
+test-newest: $(BIN)/.dev .cache/transformers  ## models, engines and whole runs with the newest transformers
+	PYTHONPATH=.cache/transformers $(PYTEST) -q $(PARALLEL) -n 2 tests/models tests/engines
+	PYTHONPATH=.cache/transformers $(PYTEST) -q $(PARALLEL) -n 2 -m "layouts and not slow" tests/driver/test_runs.py
+
 # Separate: the libraries bring packages that nothing else needs.
 .cache/loggers/bin/.installed: pyproject.toml scripts/constraints.txt scripts/install_loggers.sh
 	@scripts/install_loggers.sh $(VENV) .cache/loggers
@@ -222,8 +231,20 @@ bench-driver: $(BIN)/.core  ## what one driver costs a step and a sample, on 8 t
 bench-tail: $(BIN)/.core  ## each mechanism of the tail on emulated devices, next to plan schedule and the bound
 	@$(KEEP) tail scripts/bench/tail.py $(ARGS)
 
+bench-async: $(BIN)/.core  ## ranks that generate alone against shared ranks, emulated, next to plan schedule and the bound
+	@$(KEEP) async scripts/bench/separate_ranks.py $(ARGS)
+
 bench-tail-ranks: $(BIN)/.core  ## each mechanism of the tail on two real ranks, against serial and fused
 	@$(KEEP) tail-ranks scripts/bench/tail_ranks.py $(ARGS)
+
+bench-async-ranks: $(BIN)/.core  ## ranks that generate alone on two real ranks, against serial and their bound
+	@$(KEEP) async-ranks scripts/bench/async_ranks.py $(ARGS)
+
+bench-async-learning: $(BIN)/.curves  ## learning from stale samples with and without correction against serial, over seeds
+	@$(KEEP) async-learning scripts/bench/async_learning.py $(ARGS)
+
+bench-sparse-push: $(BIN)/.core  ## bytes and nanoseconds of a sparse push of SmolLM2-135M's shape, against the whole weights
+	@$(KEEP) sparse-push scripts/bench/sparse_push.py $(ARGS)
 
 bench-fused-update: $(BIN)/.core  ## fused updates of two models against RLHFuse's plans, by searched pipelines
 	@$(KEEP) fused-update scripts/bench/fused_update.py $(ARGS)
@@ -264,4 +285,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-tools train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-agents test-bare test-loggers test-models test-nccl test-pages test-plan test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report gpu-first-run gpu-first-run-wheels install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-turns bench-moe bench-placement bench-long bench-shared-prompts bench-driver bench-tail bench-tail-ranks bench-fused-update bench-plan-steps bench-plan-search bench-vllm
+.PHONY: help curves cut-off install train train-tools train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-newest test-agents test-bare test-loggers test-models test-nccl test-pages test-plan test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report gpu-first-run gpu-first-run-wheels install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-turns bench-moe bench-placement bench-long bench-shared-prompts bench-driver bench-tail bench-async bench-tail-ranks bench-async-ranks bench-async-learning bench-sparse-push bench-fused-update bench-plan-steps bench-plan-search bench-vllm

@@ -60,6 +60,7 @@ COLUMNS = ("family", "train", "native", "vLLM", "tp", "pp", "ep")
 FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
     "bitnet": {},
     "cohere": {},
     "cohere2": {},
@@ -83,9 +84,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.22,
     },
     "granitemoe": {"logits_scaling": 8.0, "num_local_experts": 32, "num_experts_per_tok": 8},
+    "granitemoehybrid": {
+        "num_hidden_layers": 40, "hidden_size": 1536, "num_attention_heads": 12,
+        "num_key_value_heads": 4, "num_local_experts": 64, "num_experts_per_tok": 6,
+        "shared_intermediate_size": 1024, "mamba_n_heads": 48, "mamba_d_head": 64,
+        "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,
+    },
     "helium": {},
     "hunyuan_v1_dense": {"head_dim": 128},
+    "jamba": {},
     "lfm2": {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+    "lfm2_moe": {
+        "num_hidden_layers": 24, "layer_types": ["conv", "conv", "full_attention"] * 8,
+    },
     "llama": {},
     "llama4_text": {},
     "mamba2": {},
@@ -106,6 +117,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {},
     "qwen3": {},
     "qwen3_moe": {},
+    "qwen3_5_moe_text": {},
+    "qwen3_5_text": {},
     "qwen3_next": {},
     "seed_oss": {},
     "smollm3": {},
@@ -187,7 +200,7 @@ def _train_problem(path: str, axis: str) -> str | None:
         n: p.grad for n, p in model.named_parameters() if n in gradients and p.grad is not None
     }
     cut = {name: gradients[name][tuple(map(slice, g.shape))] for name, g in named.items()}
-    return probe.compare_gradients(cut, named)
+    return probe.compare_gradients(cut, named, probe.tolerance(model))
 
 
 def _generation_problem(path: str, axis: str) -> str | None:

@@ -10,7 +10,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from hybridrl.telemetry.records import read_lines
 
-TIMES = ("time", "_s", "bubble_share", "mfu")  # of keys that time decides
+TIMES = ("time", "_s", "mfu", "bubble_share", "bubble_share/actor", "bubble_share/rollout")
+"""Ends of keys that time decides."""
 
 
 def tensors(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:

@@ -51,7 +51,7 @@ class WordService(Service):
             await asyncio.sleep(60)
         if word == "queued":
             for _ in range(4):
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(1.0)
                 self.answer(number)
         if word == "pause":
             await asyncio.sleep(0.2)

@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from hybridrl.cli.replay import Inspection, inspect
 from hybridrl.config import compose, versions
 from hybridrl.config.stored_run import composed_run
 from hybridrl.engines.rollout import available
+from hybridrl.system import owned_folder
 
 RECIPES = """
 from hybridrl.algorithms import losses
@@ -666,6 +668,25 @@ def test_nothing_is_left_of_the_run_directory(
         cli.main(["train", "recipe.kl=k9", "run.dir=runs/mine/first"])
     assert capfd.readouterr().err.startswith("hybridrl: recipe.kl=k9: wanted one of k1, k2, k3, ")
     assert sorted(files.rglob("*")) == before
+
+
+def test_a_directory_to_which_another_run_writes(
+    files: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs, say, that a user has given to sbatch: the second one changes no file."""
+    monkeypatch.setattr(owned_folder, "ENDING_S", 0.0)
+    with owned_folder.owned(files / "out"):
+        before = {path: path.read_bytes() for path in files.rglob("*") if path.is_file()}
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["train", "run.dir=out", "trainer.resume=auto"])
+        assert ended.value.code == 2
+        assert re.fullmatch(
+            "hybridrl: run.dir=out: wanted a directory to which no other run writes "
+            r"\(process \d+ on \S+ does\)\n",
+            capfd.readouterr().err,
+        )
+        after = {path: path.read_bytes() for path in files.rglob("*") if path.is_file()}
+        assert after == before
 
 
 def test_a_directory_with_a_run(files: Path, capfd: pytest.CaptureFixture[str]) -> None:

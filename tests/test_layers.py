@@ -24,7 +24,7 @@ __init__      notebook
 recipes       flow algorithms config
 notebook      driver preflight telemetry config
 cli           jobs doctor plan replay driver preflight runtime telemetry system config
-jobs          driver runtime telemetry config
+jobs          driver runtime telemetry system config
 doctor        runtime compat sandbox costs models telemetry system config
 plan          preflight schedule flow costs models layout telemetry system config
 replay        driver preflight checkpoint data schedule telemetry config

@@ -1,5 +1,6 @@
 """A virtual executor: instances, ranks and phases with random latencies under a virtual clock."""
 
+import copy
 import heapq
 import random
 from collections import Counter
@@ -16,6 +17,7 @@ from hybridrl.flow.executor import (
     Answer,
     Command,
     Computed,
+    CopyTokens,
     EarlyTrained,
     EpisodeReply,
     Event,
@@ -65,6 +67,9 @@ class VirtualExecutor:
 
     separate = False
 
+    steady: Any = UpdateDone | WeightsReady | Prepared
+    """Nobody dies while one of these is to come."""
+
     def __init__(
         self,
         num_instances: int = 2,
@@ -84,6 +89,7 @@ class VirtualExecutor:
         self.turns_of = turns_of
         self.more_tensors: Sequence[str] = ()  # that the engine makes, of `outputs_of`
         self.wait_of = wait_of or (lambda id, turn: self._random.expovariate(1.0))
+        self._rests: dict[SampleId, int] = {}
         self._held: dict[SampleId, int] = {}  # waits for a reply: tokens that are left
         self._stops: dict[SampleId, list[int]] = {}  # of a conversation that goes on
         self._num_stops: dict[SampleId, int] = {}
@@ -136,6 +142,9 @@ class VirtualExecutor:
         self.widened: list[SampleId] = []
         self._where: dict[SampleId, int] = {}
         self._spans: dict[SampleId, list[TokenSpan]] = {}
+        self.loses: random.Random | None = None
+        """Says when a sample loses its keys and values, which would have stayed."""
+        self._recomputed = set[SampleId]()
         self._busy: set[int] = set()
         self._on: Counter[SampleId] = Counter()
         self._arriving: set[SampleId] = set()
@@ -210,6 +219,8 @@ class VirtualExecutor:
         done, turns = ended, []
         for id in going:
             steps = min(num_decode_steps, self._left_of_turn(id, left[id]))
+            if self._rests.get(id):
+                steps = min(steps, self._rests[id] - self._num_tokens(id, left))
             self._grow(id, steps, self._version_on(instance))
             left[id] -= steps
             if self.turns_of is None:
@@ -217,6 +228,10 @@ class VirtualExecutor:
             elif not self._left_of_turn(id, left[id]):
                 self._held[id] = left[id]
                 turns.append(self._turn(id))
+        unfinished = [id for id in going if left[id]]
+        rested = [id for id in unfinished if self._rests.get(id) == self._num_tokens(id, left)]
+        if rested:
+            parked.append(self._park(instance, rested, 1))
         for id in done:
             del left[id]
         self._random.shuffle(done)
@@ -227,7 +242,49 @@ class VirtualExecutor:
         )
         running = sum(id not in self._held for id in left)
         advanced = (instance, running, finished, tuple(parked), tuple(lost))
-        self._push(Advanced(*advanced, turns=tuple(turns)))
+        wanted = any(isinstance(command, CopyTokens) for command in commands)
+        copies = (self._copies(left),) if wanted else ()
+        self._push(Advanced(*advanced, turns=tuple(turns), copies=copies))
+
+    def _copies(self, left: dict[SampleId, int]) -> Parked:
+        """What `take_up` needs of each of these samples."""
+        state = {id: self._snapshot(id, num) for id, num in left.items()}
+        tokens = tuple(3 + self._lengths[id][0] - num for id, num in left.items())
+        return Parked(tuple(state), tokens, self.version, state)
+
+    def _snapshot(self, id: SampleId, left: int) -> Any:
+        tables = [t.get(id) for t in (self._lengths, self._stops, self._num_stops)]
+        return copy.deepcopy((left, self._spans[id], id in self._held, tables))
+
+    def snapshot(self, id: SampleId, parked: Parked) -> Any:
+        """What `take_up` needs of a sample that is parked, or was copied."""
+        if isinstance(parked.state, dict):
+            return parked.state[id]
+        _, left = parked.state
+        return self._snapshot(id, left[id])
+
+    def take_up(self, copies: dict[SampleId, Any]) -> tuple[int, dict[SampleId, int]]:
+        """The run continues here with these copies; gives what they resume from."""
+        for id, (num, spans, waits, tables) in copies.items():
+            self._spans[id] = [*spans]
+            self._lengths[id] = tables[0]
+            if self.turns_of is not None:
+                self._stops[id], self._num_stops[id] = [*tables[1]], tables[2]
+            self.parked.add(id)
+            if waits:
+                self._held[id] = num
+                self._reply(self._turn(id))
+        return min(self.alive), {id: num for id, (num, *_) in copies.items()}
+
+    def _num_tokens(self, id: SampleId, left: dict[SampleId, int]) -> int:
+        return self._lengths[id][0] - left[id]
+
+    def _park(self, instance: int, ids: Sequence[SampleId], width: int) -> Parked:
+        left = self._left[instance]
+        state = {id: left.pop(id) for id in ids if id in left}
+        self.parked |= state.keys()
+        tokens = tuple(3 + self._lengths[id][0] - n for id, n in state.items())
+        return Parked(tuple(state), tokens, self.version, (instance, state), width)
 
     def replay_episodes(self) -> None:
         """The run continues elsewhere: what waits is replayed, and answered once more."""
@@ -277,6 +334,12 @@ class VirtualExecutor:
         ended: list[SampleId],
     ) -> None:
         left = self._left[instance]
+        if isinstance(command, Submit | Resume):
+            self._rests |= dict.fromkeys(command.ids, 0)
+            self._rests |= dict(zip(command.ids, command.rests_at, strict=False))
+            self._recomputed -= {*command.ids}
+            if isinstance(command, Resume) and command.recompute:
+                self._recomputed |= {*command.ids}
         match command:
             case Submit():
                 self.submits.append((instance, command))
@@ -289,11 +352,7 @@ class VirtualExecutor:
                     left[id] = self._draw_length(id, command.sampling.max_new_tokens)
             case Park(ids=ids, with_kv=with_kv, width=width):
                 self.parks_with_kv.append(with_kv)
-                state = {id: left.pop(id) for id in ids if id in left}
-                self.parked |= state.keys()
-                tokens = tuple(3 + self._lengths[id][0] - n for id, n in state.items())
-                kept = tuple(state), tokens, self.version, (instance, state), width
-                parked.append(Parked(*kept))
+                parked.append(self._park(instance, ids, width))
             case Answer(replies=replies):
                 for reply in replies:
                     if reply.id in lost:
@@ -338,9 +397,20 @@ class VirtualExecutor:
             return
         trained = version != NO_VERSION
         *before, last = self._spans[id] or [TokenSpan(0, 0, version, trained)]
-        if (last.version, last.trained) != (version, trained):
-            before, last = [*before, last], TokenSpan(last.stop, last.stop, version, trained)
-        self._spans[id] = [*before, TokenSpan(last.start, last.stop + num, version, trained)]
+        again = trained and self._computes_again(id, version)
+        if (last.version, last.trained) != (version, trained) or again:
+            last, before = TokenSpan(last.stop, last.stop, version, trained, again), [*before, last]
+        self._spans[id] = [*before, replace(last, stop=last.stop + num)]
+
+    def _computes_again(self, id: SampleId, version: int) -> bool:
+        """Whether a version computes what others have: as told, or where a cache is lost."""
+        anew = id in self._recomputed or (self.loses is not None and self.loses.random() < 0.2)
+        self._recomputed.discard(id)
+        versions = set[int]()
+        for span in self._spans[id]:
+            versions = set() if span.recomputed else versions
+            versions |= {span.version} if span.trained else set()
+        return anew and bool(versions - {version})
 
     def load_targets(self, stage: Stage, ids: Sequence[SampleId], prompts: Sequence[Any]) -> None:
         self.prompts.update(zip(ids, prompts, strict=True))
@@ -423,8 +493,7 @@ class VirtualExecutor:
         self._push(SamplesRead(stage.name, ids))
 
     def wait(self) -> list[Event]:
-        steady = UpdateDone | WeightsReady | Prepared
-        trains = any(isinstance(event, steady) for _, _, event in self._pending)
+        trains = any(isinstance(event, self.steady) for _, _, event in self._pending)
         self._num_waits += not trains  # nobody dies in training, or while phases change
         dying = self.deaths.get(self._num_waits)
         if dying in self.alive and not trains:
@@ -527,10 +596,18 @@ class VirtualExecutor:
         flying = [e for _, _, e in self._pending if not isinstance(e, Computed) or e.ids]
         flying = [e for e in flying if not isinstance(e, Replied)]
         assert self.separate or all(isinstance(event, UpdateDone) for event in flying)
-        assert all(self._where[s.id] == s.rank for s in samples)
-        seen = [(s.id, {x: self._field(s, x) for x in stage.inputs}) for s in samples]
         # Every sample counts once, early or late, with the same fields.
         early = self.early.pop(stage.name, {})
+        assert all(self._where[s.id] == s.rank for s in samples if s.id not in early)
+        seen = [
+            (
+                s.id,
+                {x: self._field(s, x) for x in stage.inputs}
+                if s.id in self._where
+                else early[s.id][1],
+            )
+            for s in samples
+        ]
         assert early.keys() <= {id for id, _ in seen}, "a sample that is not of the batch"
         for id, fields in seen:
             assert id not in early or early[id][1] == fields, id

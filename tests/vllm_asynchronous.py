@@ -52,21 +52,23 @@ def asynchronous() -> Iterator[None]:
 
 
 class _Late(Future[Any]):
-    """A batch's result, with which its log-probabilities come."""
+    """A batch's result, with which its log-probabilities and kept ids come."""
 
-    def __init__(self, result: "Future[Any]", copy: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def __init__(
+        self, result: "Future[Any]", copies: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
         super().__init__()
-        self._result, self._copy = result, copy
+        self._result, self._copies = result, copies
 
     def result(self, timeout: float | None = None) -> Any:
         output = self._result.result(timeout)
-        source, target = self._copy
-        target.copy_(source)
+        for source, target in self._copies:
+            target.copy_(source)
         return output
 
 
 def late_draws(engine: VLLMEngine) -> list[int]:
-    """Log-probabilities are there when the batch is read, and not before.
+    """Log-probabilities and kept ids are there when the batch is read, and not before.
 
     The list grows by the number of batches that compute each time that one is begun, less the one.
     """
@@ -77,9 +79,16 @@ def late_draws(engine: VLLMEngine) -> list[int]:
         begun = begin()
         if begun:
             batch = queue._batches.pop()
-            late = torch.full_like(batch.drawn.log_probs, torch.nan)
-            result = _Late(batch.result, (batch.drawn.log_probs, late))
-            drawn = BatchDraws(batch.drawn.numbers, late)
+            early = batch.drawn
+            late = BatchDraws(
+                early.numbers,
+                torch.full_like(early.log_probs, torch.nan),
+                None if early.kept is None else torch.full_like(early.kept, -2),
+            )
+            copies = [(early.log_probs, late.log_probs)]
+            if early.kept is not None and late.kept is not None:
+                copies.append((early.kept, late.kept))
+            result, drawn = _Late(batch.result, copies), late
             queue._batches.append(replace(batch, result=result, drawn=drawn))
             computing.append(len(queue._batches) - 1)
         return begun

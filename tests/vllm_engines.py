@@ -97,8 +97,12 @@ def mixed_requests() -> list[Request]:
     Of the longest prompts more than two blocks, or three parts of a small step.
     """
     ways = [
-        {}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_k": 4}, {"top_p": 0.7},
-        {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "stop_token_ids": (5, 11)},
+        {}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_k": 4, "keeps_ids": True},
+        {"top_p": 0.7},
+        {
+            "temperature": 1.3, "top_k": 9, "top_p": 0.9, "stop_token_ids": (5, 11),
+            "keeps_ids": True,
+        },
         {"stop_token_ids": (3,)}, {"min_p": 0.1, "repetition_penalty": 1.3},
         {"temperature": 0.0, "presence_penalty": 1.0, "frequency_penalty": 0.5},
         {"min_new_tokens": 9, "stop_token_ids": (3, 5), "repetition_penalty": 0.9},
@@ -197,14 +201,24 @@ def tuned(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def ids_of(output: Output) -> list[list[int]]:
+    """The kept ids of each token."""
+    assert output.kept_ids is not None
+    counts, ids = np.split(output.kept_ids.flat(), [len(output.token_ids)])
+    return [piece.tolist() for piece in np.split(ids, np.cumsum(counts)[:-1])]
+
+
 def same(model: PreTrainedModel, requests: list[Request], got: Outputs, wanted: Outputs) -> None:
-    """Tokens and log-probabilities equal; the first difference may be a near-tie."""
+    """Tokens, log-probabilities and kept ids equal; the first difference may be a near-tie."""
     for request in requests:
         a, b = got[request.id], wanted[request.id]
         pairs = enumerate(zip(a.token_ids, b.token_ids, strict=False))
         first = next((i for i, (x, y) in pairs if x != y), None)
         # Measured: 4e-6.
         assert a.log_probs[:first] == pytest.approx(b.log_probs[:first], abs=1e-4)
+        assert (a.kept_ids is not None) == request.sampling.keeps_ids
+        if a.kept_ids is not None:
+            assert ids_of(a)[:first] == ids_of(b)[:first]
         if first is None:
             assert (a.token_ids, a.finish, a.turns) == (b.token_ids, b.finish, b.turns)
             continue

@@ -348,6 +348,12 @@ def train_here(make_config: Callable[..., Config]) -> Callable[..., FinishedRun]
     return train
 
 
+def goes_on(checkpoint: Path) -> bool:
+    """Whether a checkpoint has samples with the tokens that they have had so far."""
+    state = json.loads((checkpoint / "resume" / "state.json").read_text())
+    return any(job["parked"] for group in state["schedule"]["open"] for job in group["jobs"])
+
+
 @pytest.fixture(scope="session")
 def make_run(train_here: Callable[..., Any], tiny_run: list[str]) -> Callable[..., Path]:
     """`make_run(directory, *overrides)` is a run as the command line leaves it.
@@ -383,7 +389,8 @@ def _train(run_dir: Path, config: Config) -> FinishedRun:
 
     def count(self: WorkerGroup, ids: tuple[SampleId, ...]) -> dict[Reference[int], int]:
         """The ranks answer at once, which a run does not wait for."""
-        stored.append(self.gather(self._all.same(BaseWorker.release, SharedIds(ids))))
+        calls = [self._same(p, BaseWorker.release, SharedIds(ids)) for p in self.pools.values()]
+        stored.append([n for of_pool in calls for n in self._gather_living(of_pool)])
         return release(self, ids)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -85,23 +85,13 @@ def load(folder: Path, engine: TrainEngine, progress: Progress, kept: NamedTenso
                 _local(tensor).copy_(_local(state[name]).to(tensor.device))
 
 
-def as_parameters(
-    engine: TrainEngine, shards: Mapping[str, torch.Tensor], role: str
-) -> NamedTensors:
-    """DTensors, for `save`, of local `shards` of the average `role`, in the engine's layout.
-
-    They share the memory of `shards`, on the host: `DTensor.from_local` would copy them to the
-    mesh's device, all at once.
-    """
-    layout = engine.named_shards()
-    return {
-        f"{role}/average/{name}": DTensor(shard, layout[name]._spec, requires_grad=False)
-        for name, shard in shards.items()
-    }
+def named_average(tensors: Mapping[str, torch.Tensor], role: str) -> NamedTensors:
+    """The tensors of the average `role`, under names for `save`."""
+    return {f"{role}/average/{name}": tensor for name, tensor in tensors.items()}
 
 
 def average_shards(kept: Mapping[str, torch.Tensor], role: str) -> NamedTensors:
-    """The inverse of `as_parameters` for `role`: this rank's shards by name."""
+    """The inverse of `named_average` for `role`: this rank's shards by name."""
     start = f"{role}/average/"
     return {x.removeprefix(start): _local(t) for x, t in kept.items() if x.startswith(start)}
 

@@ -8,6 +8,7 @@ Invariant: a folder under its own name is complete. It is written under a hidden
 (`.step_000010.new`), and renamed when it is complete; an earlier folder stays until then.
 """
 
+import ctypes
 import errno
 import json
 import logging
@@ -29,6 +30,7 @@ RESUME, STATE, FORMAT = "resume", "state.json", 1
 
 _SUM = ".crc32"  # written with a file by its rank, until the driver copies it to STATE
 _READ_BYTES = 2**24
+_AT_WORKING_DIR, _EXCHANGE = -100, 2  # of renameat2(2)
 _ENDS = ("final", "warm_start")  # of phases; the other checkpoints are named by their step
 _NUMBER: tuple[type, ...] = (int, float)
 _KINDS: dict[str, type | tuple[type, ...]] = {
@@ -108,11 +110,17 @@ def write_error(error: BaseException, path: Path) -> OSError:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename the directory `source` to `target`; an old `target` is deleted unless that fails."""
+    """Rename the directory `source` to `target`; an old `target` is deleted unless that fails.
+
+    At no moment is `target` missing, except on file systems that cannot exchange names (NFS).
+    """
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)  # a directory that is not empty cannot be renamed over
+    if target.exists():  # a directory that is not empty cannot be renamed over
+        if _exchange(source, target):
+            shutil.rmtree(source, ignore_errors=True)
+            return
+        target.rename(old)
     try:
         source.rename(target)
     except OSError:
@@ -120,6 +128,20 @@ def replace(source: Path, target: Path) -> None:
             old.rename(target)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two directories at once; False where the file system cannot."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    names = (os.fsencode(one), os.fsencode(other))
+    if function(_AT_WORKING_DIR, names[0], _AT_WORKING_DIR, names[1], _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(one))
 
 
 def run_dir_of(folder: Path) -> Path:

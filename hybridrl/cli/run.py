@@ -19,6 +19,7 @@ from hybridrl.preflight.settings import (
 )
 from hybridrl.system import signals
 from hybridrl.system.imports import imports_uncollected
+from hybridrl.system.owned_folder import LOCK
 
 Action = Callable[[Config], dict[str, Any]]
 """A run, from its config to the result that is printed."""
@@ -74,7 +75,7 @@ def _remove_refused(run_dir: Path, new_parents: Sequence[Path]) -> None:
 
     Its parents that were created for it, `new_parents`, go with it, innermost first.
     """
-    if run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= {".hydra", "start"}:
+    if run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= {".hydra", "start", LOCK}:
         shutil.rmtree(run_dir, ignore_errors=True)
         for path in new_parents:
             with contextlib.suppress(OSError):  # it is not empty

@@ -54,7 +54,14 @@ from hybridrl.config.reward import (
     RewardKind,
     RewardPartConfig,
 )
-from hybridrl.config.rollout import SPECULATED, Engine, RolloutConfig
+from hybridrl.config.rollout import (
+    MOST_KEPT,
+    SPECULATED,
+    Engine,
+    Push,
+    RolloutConfig,
+    SamplingReplay,
+)
 from hybridrl.config.run import (
     Deterministic,
     KeptSamples,
@@ -67,6 +74,7 @@ from hybridrl.config.run import (
 from hybridrl.config.schedule import (
     SCHEDULES,
     AsyncScheduleConfig,
+    Batches,
     EarlyBackward,
     FusedScheduleConfig,
     Migration,
@@ -154,7 +162,8 @@ class Config:
         self.check_schedule()
         self.check_experts()
         self.cluster.check_request()
-        self._resolve_dtypes()
+        self.resolve_dtypes()
+        self.rollout.check_push(self.cluster.pools.rollout, self.actor.lora.rank)
         if self.cluster.ranks:
             self._resolve_layouts()
             self._check_layouts()
@@ -190,11 +199,12 @@ class Config:
         `owner` (this machine, say) has `gpus` GPUs. Raises ConfigError where that does not suffice.
         """
         self.cluster.resolve_device(gpus, owner)
-        self._resolve_dtypes()
+        self.resolve_dtypes()
+        self.rollout.check_push(self.cluster.pools.rollout, self.actor.lora.rank)
         self._resolve_layouts()
         self._check_layouts()
 
-    def _resolve_dtypes(self) -> None:
+    def resolve_dtypes(self) -> None:
         """Fill in the formats of training and generation, once the device is known."""
         if self.cluster.device is not Device.auto:
             self.model.compute_dtype = self.model.compute_dtype.on(self.cluster.device.value)
@@ -234,6 +244,8 @@ class Config:
         self.schedule.check()
         self._check_generating_pool()
         self.environment.check_partial(self.schedule.entry.parks_episodes, self.strict)
+        if isinstance(self.schedule, AsyncScheduleConfig):
+            self.environment.check_open_episodes(self.schedule.max_staleness)
         engine, using = self.rollout.features, f"with rollout.engine={self.rollout.engine.value}"
         if self.strict and not engine.deterministic:
             raise ConfigError("deterministic", self.deterministic.value, f"off {using}")
@@ -263,7 +275,7 @@ class Config:
     def _check_generating_pool(self) -> None:
         """Raise ConfigError for a schedule or model that ranks which generate alone exclude."""
         size, kind = self.cluster.pools.rollout, self.schedule.kind
-        if self.schedule.entry.separate and not size:
+        if self.schedule.entry.separate and not size and not self.schedule.follows:
             allowed = f"1 or more ranks that generate with schedule={kind.value}"
             raise ConfigError("cluster.pools.rollout", size, allowed)
         if not size:
@@ -486,12 +498,14 @@ class Config:
 
 __all__ = [
     "CLUSTERS",
+    "MOST_KEPT",
     "SPECULATED",
     "VALUE_MODELS",
     "ActivationMode",
     "ActorConfig",
     "AsyncScheduleConfig",
     "Attention",
+    "Batches",
     "ClusterConfig",
     "ClusterKind",
     "Config",
@@ -540,6 +554,7 @@ __all__ = [
     "PoolOfConfig",
     "PoolsConfig",
     "ProcessesClusterConfig",
+    "Push",
     "Ranker",
     "RayClusterConfig",
     "RewardCall",
@@ -551,6 +566,7 @@ __all__ = [
     "RolloutLayoutConfig",
     "RouterReplay",
     "RunConfig",
+    "SamplingReplay",
     "ScheduleConfig",
     "ScheduleKind",
     "SerialScheduleConfig",

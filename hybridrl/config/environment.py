@@ -172,3 +172,9 @@ class EnvironmentConfig:
                 raise ConfigError("environment.partial", self.partial, allowed)
         if self.is_on and is_partial and not self.replay:
             raise ConfigError("environment.replay", False, "true with schedule=partial")
+
+    def check_open_episodes(self, max_staleness: int) -> None:
+        """Raise ConfigError where episodes are open between steps, and could not continue."""
+        if self.is_on and max_staleness and not self.replay:
+            allowed = "true with schedule=async (or one_step) and schedule.max_staleness above 0"
+            raise ConfigError("environment.replay", False, f"{allowed}: checkpoints have open ones")

@@ -38,7 +38,10 @@ class Attention(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class TinyModelConfig:
-    """A small Qwen3 or Qwen3-MoE with a character tokenizer, made where `model.path` is null."""
+    """A small model with a character tokenizer, made where `model.path` is null.
+
+    It is a Qwen3, a Qwen3-MoE, or a Qwen3.5 (`attention_interval`).
+    """
 
     hidden_size: int = bounded(192, least=1)
     """Width of the residual stream."""
@@ -52,6 +55,9 @@ class TinyModelConfig:
     """Width of an expert."""
     num_layers: int = bounded(3, least=1)
     """Number of decoder layers."""
+    attention_interval: int = bounded(1, least=1)
+    """Every layer of such a number attends, and the others are Gated DeltaNet (a Qwen3.5) with
+    twice the key and value heads; 1: all attend."""
     num_heads: int = bounded(6, least=1)
     """Number of query heads."""
     num_kv_heads: int = bounded(2, least=1)
@@ -62,6 +68,13 @@ class TinyModelConfig:
     """Longest sequence, in tokens."""
     alphabet: str = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 #:,>=+-*/().?"
     """Characters that the tokenizer knows, one token each."""
+
+    @property
+    def model_type(self) -> str:
+        """transformers' name of its family."""
+        if self.attention_interval > 1:
+            return "qwen3_5_text"
+        return "qwen3_moe" if self.num_experts else "qwen3"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,3 +107,6 @@ class ModelConfig:
         if experts and self.tiny.experts_per_token > experts:
             allowed = f"at most model.tiny.num_experts={experts}"
             raise ConfigError("model.tiny.experts_per_token", self.tiny.experts_per_token, allowed)
+        if experts and self.tiny.attention_interval > 1:
+            allowed = f"0 with model.tiny.attention_interval={self.tiny.attention_interval}"
+            raise ConfigError("model.tiny.num_experts", experts, allowed)

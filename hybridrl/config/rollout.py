@@ -12,6 +12,8 @@ from hybridrl.config.sampling import SamplingConfig
 
 GRAPH_BUCKETS = 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256
 """The rows of decode steps that are CUDA graphs, unless `rollout.graph_buckets` names others."""
+MOST_KEPT = 1024
+"""The largest `rollout.top_k` whose ids are recorded (`rollout.sampling_replay`)."""
 SPECULATED = 64
 """Tokens that a pass with drafts may have in any case, however few samples run at a time."""
 
@@ -21,6 +23,20 @@ class Engine(Enum):
 
     native = "native"  # of this repository
     vllm = "vllm"  # vLLM, in the worker processes
+
+
+class SamplingReplay(Enum):
+    """Whether training renormalizes over the tokens that truncated sampling has kept."""
+
+    auto = "auto"  # where training's sampling is truncated
+    off = "off"
+
+
+class Push(Enum):
+    """What ranks that train send to ranks that generate alone."""
+
+    full = "full"  # the weights
+    sparse = "sparse"  # what differs from the version before, where that is smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +92,8 @@ class EngineFeatures:
     """Whether it verifies guessed tokens by each sample's own random numbers."""
     bounds_calls: bool = False
     """Whether it must know a call's steps: it makes tokens ahead of them (`BoundsCalls`)."""
+    dequantizes: bool = False
+    """Whether it has the weights of a quantized checkpoint in its own format (`rollout.dtype`)."""
     ascending: bool = False
     """Whether an instance's ranks must be in ascending order."""
 
@@ -93,6 +111,7 @@ ENGINES = {
         caches_last_token=False,
         records_experts=True,
         speculates=True,
+        dequantizes=True,
         bounds_calls=True,
         wide="hybridrl.engines.rollout.wide:WideEngine",
     ),
@@ -127,6 +146,10 @@ class RolloutConfig(SamplingConfig):
     """Longest response, in tokens."""
     temperature: float = bounded(1.0, least=0, allowed="0 (greedy) or above")
     """Softmax temperature of training rollouts; 0 is greedy."""
+    sampling_replay: SamplingReplay = SamplingReplay.auto
+    """Where `top_k`, `top_p` or `min_p` leave tokens out, `auto` records the ids that were kept, up
+    to 1024 a token, and log-probabilities and entropies are renormalized over them. `off`: they are
+    those of the whole distribution."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a response, besides the end-of-text token. The response keeps them. One that
     is a token of the vocabulary counts as that token alone; any other wherever it appears."""
@@ -146,6 +169,9 @@ class RolloutConfig(SamplingConfig):
     is short. Null: as many as the cache holds. Others are computed again."""
     decode_steps: int = bounded(64, least=1)
     """Decode steps per bounded call of an instance."""
+    push: Push = Push.full
+    """What travels to ranks that generate alone (`cluster.pools.rollout`): `full` weights, or
+    `sparse`, what has changed since the version before. The weights are the same, bit for bit."""
     layout: RolloutLayoutConfig = field(default_factory=RolloutLayoutConfig)
     """Sharding of the weights in generation."""
     tail_tp: str = "off"
@@ -173,6 +199,7 @@ class RolloutConfig(SamplingConfig):
         if "" in self.stop:
             raise ConfigError("rollout.stop", self.stop, "texts of one or more characters")
         self.check_sampling("rollout", self.max_new_tokens)
+        self._check_sampling_replay()
         self._check_speculation()
         self._check_tail_tp()
         if min(self.graph_buckets, default=1) < 1:
@@ -190,6 +217,19 @@ class RolloutConfig(SamplingConfig):
             multiple = self.features.block_multiple
             allowed = f"a multiple of {multiple} with rollout.engine={self.engine.value}"
             raise ConfigError("rollout.block_size", self.block_size, allowed)
+
+    def _check_sampling_replay(self) -> None:
+        """Raise ConfigError for truncated sampling whose kept ids cannot be recorded."""
+        if not self.replays_sampling:
+            return
+        using = " and ".join(f"rollout.{setting}" for setting in self.truncating)
+        otherwise = "or rollout.sampling_replay=off"
+        if not 1 <= self.top_k <= MOST_KEPT:
+            allowed = f"1 to {MOST_KEPT} with {using}: a token's kept ids are recorded; {otherwise}"
+            raise ConfigError("rollout.top_k", self.top_k, allowed)
+        if self.temperature == 0:
+            allowed = f"above 0 with {using}: greedy tokens have no distribution; {otherwise}"
+            raise ConfigError("rollout.temperature", self.temperature, allowed)
 
     def _check_speculation(self) -> None:
         """Raise ConfigError for a draft length that is none, or that the engine cannot have."""
@@ -220,6 +260,23 @@ class RolloutConfig(SamplingConfig):
             allowed = f"off, auto, or a multiple of rollout.layout.tp={tp}, {2 * tp} or more"
             raise ConfigError("rollout.tail_tp", self.tail_tp, allowed)
 
+    def check_push(self, pool: int, lora_rank: int) -> None:
+        """Raise ConfigError for a sparse push of what has no such form, or of no effect.
+
+        `pool` is the number of ranks that generate alone.
+        """
+        if self.push is Push.full:
+            return
+        why = ""
+        if not pool:
+            why = "cluster.pools.rollout=0: no weights are pushed"
+        elif lora_rank:
+            why = f"actor.lora.rank={lora_rank}: adapters are pushed alone, and all of them change"
+        elif self.dtype is not DType.auto and self.dtype.itemsize > 2:
+            why = f"rollout.dtype={self.dtype.value}: in more than 16 bits nearly all values change"
+        if why:
+            raise ConfigError("rollout.push", self.push.value, f"full with {why}")
+
     def check_tail_ranks(self, ranks: int, ranks_key: str) -> None:
         """Raise ConfigError for a tail that takes more than the `ranks`."""
         pp = self.layout.pp
@@ -236,6 +293,17 @@ class RolloutConfig(SamplingConfig):
         if self.wide_tp is not None:
             return (self.wide_tp // self.layout.tp,) if self.wide_tp else ()
         return tuple(2**n for n in range(1, num_instances.bit_length()) if 2**n <= num_instances)
+
+    @property
+    def replays_sampling(self) -> bool:
+        """Whether training renormalizes over the kept ids of the rollouts."""
+        return self.sampling_replay is SamplingReplay.auto and bool(self.truncating)
+
+    @property
+    def off_policy(self) -> list[str]:
+        """The settings that draw from another distribution than the trained one."""
+        trained = self.truncating if self.replays_sampling else []
+        return [setting for setting in self.differing if setting not in trained]
 
     @property
     def draft_length(self) -> int | None:

@@ -52,7 +52,14 @@ class SamplingConfig:
             raise ConfigError(f"{key}.bad_words", self.bad_words, allowed)
 
     @property
-    def off_policy(self) -> list[str]:
+    def truncating(self) -> list[str]:
+        """The settings, as `name=value`, that leave tokens out of the distribution."""
+        names = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p")}
+        neutral = {"top_p": 1, "top_k": 0, "min_p": 0}
+        return [f"{name}={value}" for name, value in names.items() if value != neutral[name]]
+
+    @property
+    def differing(self) -> list[str]:
         """The settings, as `name=value`, that draw from another distribution than the model's."""
         names = (setting.name for setting in fields(SamplingConfig))
         values = {name: getattr(self, name) for name in names if name != "ignore_eos"}

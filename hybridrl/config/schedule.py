@@ -50,6 +50,20 @@ class ParkedKV(Enum):
     keep = "keep"  # used as they are
 
 
+class NewWeights(Enum):
+    """When an instance takes weights that come while it decodes."""
+
+    when_free = "when_free"  # once it has no unfinished sample of an earlier batch
+    in_flight = "in_flight"  # at its next call, under its unfinished samples
+
+
+class Batches(Enum):
+    """Which groups a step trains that older weights may have made."""
+
+    in_order = "in_order"  # those of the next prompts
+    as_complete = "as_complete"  # those that are complete first
+
+
 @dataclass(kw_only=True, slots=True)
 class ScheduleConfig:
     """Settings of every schedule; `schedule=NAME` chooses one."""
@@ -89,6 +103,16 @@ class ScheduleConfig:
     def serial_batches(self) -> bool:
         """Whether a step trains on the batch that it has under `serial`."""
         return self.entry.serial_batches
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether keys and values of unfinished samples stay when weights have changed."""
+        return False
+
+    @property
+    def follows(self) -> bool:
+        """Whether tokens are made by the weights that an earlier run's record names."""
+        return False
 
     @property
     def fixed_threshold(self) -> int | None:
@@ -187,7 +211,25 @@ class FusedScheduleConfig(OverlappedScheduleConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class PartialScheduleConfig(OverlappedScheduleConfig):
+class StaleScheduleConfig(OverlappedScheduleConfig):
+    """Schedules under whose unfinished samples weights may change."""
+
+    parked_kv: ParkedKV = ParkedKV.recompute
+    """The KV cache of unfinished samples, once the weights have changed."""
+
+    def check_kv_stays(self, allowed: str) -> None:
+        """Raise ConfigError where unfinished samples are to keep their keys and values."""
+        if self.parked_kv is ParkedKV.keep:
+            raise ConfigError("schedule.parked_kv", "keep", f"recompute {allowed}")
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether keys and values of unfinished samples stay when weights have changed."""
+        return self.parked_kv is ParkedKV.keep
+
+
+@dataclass(kw_only=True, slots=True)
+class PartialScheduleConfig(StaleScheduleConfig):
     """More prompts than a step needs; unfinished samples continue in the next."""
 
     kind: ScheduleKind = ScheduleKind.partial
@@ -196,8 +238,6 @@ class PartialScheduleConfig(OverlappedScheduleConfig):
     """So many times the prompts that a step trains on are in progress."""
     max_staleness: int = bounded(1, least=1)
     """The most steps between a sample's first token and its training."""
-    parked_kv: ParkedKV = ParkedKV.recompute
-    """The KV cache of parked samples, once the weights have changed."""
 
     @property
     def in_progress(self) -> float:
@@ -210,11 +250,6 @@ class PartialScheduleConfig(OverlappedScheduleConfig):
         if self.over_provision > 1 + self.max_staleness:
             allowed = f"1 to 1 + schedule.max_staleness, which is {1 + self.max_staleness}"
             raise ConfigError("schedule.over_provision", self.over_provision, allowed)
-
-    def check_kv_stays(self, allowed: str) -> None:
-        """Raise ConfigError where parked samples are to keep their keys and values."""
-        if self.parked_kv is ParkedKV.keep:
-            raise ConfigError("schedule.parked_kv", "keep", f"recompute {allowed}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -241,13 +276,50 @@ class PackedScheduleConfig(OverlappedScheduleConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class AsyncScheduleConfig(OverlappedScheduleConfig):
+class AsyncScheduleConfig(StaleScheduleConfig):
     """Ranks that generate (`cluster.pools.rollout`) are ahead of those that train."""
 
     kind: ScheduleKind = ScheduleKind.asynchronous
     """This schedule."""
     max_staleness: int = bounded(1, least=0)
     """Step k trains tokens of the weights after k - max_staleness steps; 0 is on-policy."""
+    new_weights: NewWeights = NewWeights.when_free
+    """When an instance takes new weights; in flight, step k trains newer tokens, too."""
+    batches: Batches = Batches.in_order
+    """Which groups a step trains; as complete, step k trains newer tokens, too."""
+    follow: str | None = None
+    """The directory of a run, whose tokens are made again by the weights that its record names."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether tokens are made by the weights that an earlier run's record names."""
+        return self.follow is not None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether weights change under unfinished samples."""
+        return self.new_weights is NewWeights.in_flight
+
+    @property
+    def depends_on_time(self) -> bool:
+        """Whether time decides which weights make a token, or which groups a step trains."""
+        return self.in_flight or self.batches is Batches.as_complete
+
+    def check(self) -> None:
+        """Raise ConfigError for weights that never change in flight, and caches that none meets.
+
+        Also where no group may be complete before another one's step.
+        """
+        ScheduleConfig.check(self)
+        if self.batches is Batches.as_complete and not self.max_staleness:
+            allowed = "in_order with schedule.max_staleness=0"
+            raise ConfigError("schedule.batches", "as_complete", allowed)
+        if self.in_flight and not self.max_staleness:
+            allowed = "when_free with schedule.max_staleness=0"
+            raise ConfigError("schedule.new_weights", "in_flight", allowed)
+        if not self.in_flight and self.parked_kv is ParkedKV.keep:
+            allowed = "recompute with schedule.new_weights=when_free"
+            raise ConfigError("schedule.parked_kv", "keep", allowed)
 
     @property
     def may_be_stale(self) -> bool:

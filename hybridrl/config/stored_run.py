@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
+from enum import Enum
+from functools import cache
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from hybridrl.config import Config, compose
+from hybridrl.config import Config, ScheduleKind, compose
+from hybridrl.config.cluster import ClusterKind
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.recipe_source import add_recipe
 from hybridrl.config.renamed_keys import (
@@ -43,14 +46,43 @@ def overrides_of(run_dir: Path, following: Sequence[str] = ()) -> list[str]:
     _rename(settings)
     settings.cluster.pop("requeue", None)  # what repeats a run, or evaluates it, starts once
     recipe = settings.pop("recipe")
-    kinds = {group: settings[group].kind for group in compose.KINDS}
+    # A file has an Enum's names, of which `asynchronous` is not the value.
+    enums: dict[str, type[Enum]] = {"schedule": ScheduleKind, "cluster": ClusterKind}
+    kinds = {group: enum[settings[group].kind].value for group, enum in enums.items()}
     for group in replaced:
         settings.pop(group, None)
     add_recipe(_NAME, recipe)
     ConfigStore.instance().store(group=_NAME, name="settings", package="_global_", node=settings)
     choices = {"recipe": _NAME, **kinds}
     chosen = [f"{group}={name}" for group, name in choices.items() if group not in replaced]
-    return [*chosen, f"+{_NAME}=settings"]
+    defaults = _defaults().copy()
+    for group in {"recipe", *replaced}:
+        defaults.pop(group)
+    return [*chosen, f"+{_NAME}=settings", *_without(defaults, settings)]
+
+
+@cache
+def _defaults() -> DictConfig:
+    """The settings of a run that chooses nothing."""
+    node = compose.composed(["recipe=grpo"])
+    OmegaConf.set_struct(node, False)
+    return node
+
+
+def _without(defaults: DictConfig, settings: DictConfig, path: str = "") -> list[str]:
+    """Overrides that leave out what mappings have by default, and the run's own do not have.
+
+    Hydra merges mappings: a source of the default data would be a second one.
+    """
+    overrides = []
+    for key in defaults:
+        default, own = defaults._get_node(key), settings._get_node(key)
+        if own is None:
+            if OmegaConf.get_type(defaults) is dict and path:
+                overrides.append(f"~{path}{key!s}")
+        elif isinstance(default, DictConfig) and isinstance(own, DictConfig):
+            overrides += _without(default, own, f"{path}{key!s}.")
+    return overrides
 
 
 def composed_run(overrides: Sequence[str], writes: bool = True) -> Config:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from hybridrl.config import (
     VALUE_MODELS,
+    AsyncScheduleConfig,
     Config,
     FuseUpdates,
     Grouping,
@@ -41,6 +42,9 @@ def overrides(mapping: DeviceMapping) -> list[str]:
         "trainer.activations": next(iter(layouts)).activations.value,
         "trainer.max_tokens_per_micro_batch": max(x.micro_batch_tokens for x in layouts),
     }
+    if isinstance(mapping.schedule, AsyncScheduleConfig):
+        settings["schedule.max_staleness"] = mapping.schedule.max_staleness
+        settings["schedule.new_weights"] = mapping.schedule.new_weights.value
     if mapping.rank_order:
         settings["cluster.rank_order"] = _listed(mapping.rank_order)
     if len(mapping.train) > 1:

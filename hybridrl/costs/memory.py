@@ -10,19 +10,21 @@
     train ROLE    training state, gathered weights, activations, gradients, at the largest moment
     train together  the same of all roles that one pipeline plan trains, at once
     save ROLE     training state, one parameter whole
+    push actor    training state, an array of weights for a rank that generates alone
 
 Ranks on GPUs offload what a phase does not need, but for trained roles that can stay in all of
 them (`MemoryPlan.staying`). Ranks on CPUs keep all of it: there the training state of every role
 and the generation weights are in each phase. A pool of ranks without the actor neither switches nor
 generates. Keys and values of conversations that give way are in host memory, on CPUs in the phases
 of generation. For ranks on GPUs they count apart, with weights and moments of the roles that wait
-there (`MemoryPlan.on_host`).
+there (`MemoryPlan.on_host`). So do pushed weights (`costs.push_memory`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from hybridrl.costs.generation_memory import GenerationSizes
+from hybridrl.costs.push_memory import ADAPTERS, LOADED, PACKED, ReceivedSizes, SentSizes
 from hybridrl.costs.train_memory import MASTER, MOMENTS, TrainSizes
 
 GIB = 2**30
@@ -62,6 +64,10 @@ class PoolSizes:
     """Trained roles that are on the device at once (`trainer.fuse_updates`)."""
     staying: Sequence[str] | None = None
     """Trained roles that are never offloaded; None: those for which there is room."""
+    sent: SentSizes | None = None
+    """Weights that the pool pushes to instances on ranks of their own."""
+    received: ReceivedSizes | None = None
+    """Weights that come so, where the pool generates alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +259,9 @@ def _planned(
     """The plan where `staying` are never offloaded; with the largest moments of `updates`."""
     stays: dict[str, int] = {}
     if device == "cpu":
-        stays = _sum(_states(run, run.trained), _scoring_weights(run))
+        base = run.received.stays if run.received else {}
+        stored = run.sent.stored if run.sent else {}
+        stays = _total(_states(run, run.trained), _scoring_weights(run), base, stored)
 
     def of_others(*roles: str) -> dict[str, int]:
         """What stays of other roles than these."""
@@ -266,18 +274,23 @@ def _planned(
     gen, weights, tokens, waiting_bytes = run.generation, {}, None, 0
     if gen is not None:
         weights = {"generation weights": gen.weights}
+        if run.received is not None and run.received.adapters:
+            weights[ADAPTERS] = run.received.adapters
         left = None
         if device == "cuda":
-            left = (
-                capacity - reserved - gen.weights - gen.buckets - reserved_for_staying(run, staying)
-            )
+            taken = sum(weights.values()) + gen.buckets + reserved_for_staying(run, staying)
+            left = capacity - reserved - taken
         tokens = gen.cache_tokens(left)
         loaded = stays or _weights(run, {"actor"}.intersection(staying))
         phases.append(_phase("load rollout engine", loaded, weights, gen.at_start(left)))
-        trains = "actor" in run.trained  # else its ranks generate alone, and load what is pushed
-        state = stays or _sum(run.trained["actor"].state if trains else {}, of_others("actor"))
-        name = "switch" if trains else "load weights"
-        phases.append(_phase(name, state, weights, {"buckets": gen.moving}))
+        if run.received is None:
+            state = stays or _sum(run.trained["actor"].state, of_others("actor"))
+            phases.append(_phase("switch", state, weights, {"buckets": gen.moving}))
+        else:  # weights come from host memory, without buckets
+            moving = {"joined weights": gen.joined}
+            arrays = {LOADED: run.received.arrays if device == "cpu" else 0}
+            cache = gen.at_start(left)
+            phases.append(_phase("load weights", stays, weights, cache, moving, arrays))
         waiting_bytes = gen.on_host(left)
         waiting = {WAITING: waiting_bytes if device == "cpu" else 0}
         phases += [
@@ -292,6 +305,9 @@ def _planned(
         state = _sum(stays, weights) if stays else _sum(trained.state, of_others(role))
         phases.append(_phase(f"train {role}", state, updates[role]))
         phases.append(_phase(f"save {role}", state, trained.saving()))
+        if role == "actor" and run.sent is not None:
+            arrays = run.sent.packed if device == "cpu" else {PACKED: run.sent.largest}
+            phases.append(_phase("push actor", state, arrays))
     for roles in run.together:
         states = [_sum(stays, weights)] if stays else [_states(run, roles), of_others(*roles)]
         phases.append(_phase(f"train {TOGETHER}", *states, *(updates[role] for role in roles)))
@@ -299,9 +315,18 @@ def _planned(
     if device == "cuda":
         leaving = _states(run, [role for role in run.trained if role not in staying])
         moved = _sum(leaving, _scoring_weights(run))
-        on_host = _phase("", moved, {WAITING: waiting_bytes}).sizes
+        on_host = _total(moved, {WAITING: waiting_bytes}, _pushed_on_host(run))
     sizes_of = {role: sum(run.trained[role].state.values()) for role in staying}
     return MemoryPlan(device, phases, capacity, reserved, tokens, on_host=on_host, staying=sizes_of)
+
+
+def _pushed_on_host(run: PoolSizes) -> dict[str, int]:
+    """What pushed weights take in the memory of a GPU's node."""
+    sent, received = run.sent, run.received
+    return _total(
+        {**sent.stored, **sent.packed} if sent else {},
+        {LOADED: received.arrays, **received.stays} if received else {},
+    )
 
 
 def _states(run: PoolSizes, roles: Collection[str]) -> dict[str, int]:
@@ -347,10 +372,15 @@ def _loading(run: PoolSizes, device: str) -> dict[str, dict[str, int]]:
 
 
 def _phase(name: str, *sizes: Mapping[str, int]) -> MemoryPhase:
+    return MemoryPhase(name, _total(*sizes))
+
+
+def _total(*sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sums by owner, of owners that have any."""
     total: dict[str, int] = {}
     for mapping in sizes:
         total = _sum(total, mapping)
-    return MemoryPhase(name, {owner: size for owner, size in total.items() if size})
+    return {owner: size for owner, size in total.items() if size}
 
 
 def _sum(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:

@@ -41,6 +41,8 @@ class Roofline:
     tp: int
     """Tensor-parallel ranks of the trained roles."""
     mini_batches: int
+    train_times: int = 1
+    """Updates take so many times what their roofline says."""
 
     @property
     def weight_bytes(self) -> int:
@@ -51,22 +53,23 @@ class Roofline:
     def of(cls, text: str, gpus: int = 8, total: int = 64) -> "Roofline":
         """Raises `ConfigError`; `gpus` and `total` hold where the text has none."""
         allowed = (
-            f"gpu:model=MODEL[,critic=MODEL][,gpu=GPU][,gpus=N][,total=N] with MODEL one of "
-            f"{', '.join(MODELS)}, GPU one of {', '.join(ACCELERATORS)}; with a critic also "
-            "[,pp=N][,critic_pp=N][,tp=N][,mini_batches=N]"
+            "gpu:model=MODEL[,critic=MODEL][,gpu=GPU][,gpus=N][,total=N][,train_times=N] with "
+            f"MODEL one of {', '.join(MODELS)}, GPU one of {', '.join(ACCELERATORS)}; with a "
+            "critic also [,pp=N][,critic_pp=N][,tp=N][,mini_batches=N], without train_times"
         )
         settings = dict(
             item.split("=", 1) for item in text.removeprefix("gpu:").split(",") if "=" in item
         )
         name, critic = settings.pop("model", ""), settings.pop("critic", None)
         gpu = settings.pop("gpu", "h100")
-        numbers = {"gpus": str(gpus), "total": str(total)}
+        numbers = {"gpus": str(gpus), "total": str(total), "train_times": "1"}
         if critic is not None:
             pp = settings.get("pp", "1")
             numbers |= {"pp": pp, "critic_pp": pp, "tp": "1", "mini_batches": "1"}
         has_pipelines = not {"pp", "critic_pp"}.isdisjoint(settings)
         numbers = {key: settings.pop(key, default) for key, default in numbers.items()}
         known = name in MODELS and gpu in ACCELERATORS and (critic is None or critic in MODELS)
+        known = known and not (has_pipelines and numbers["train_times"] != "1")
         if not known or settings or not all(n.isdecimal() and int(n) for n in numbers.values()):
             raise ConfigError("--costs", text, allowed)
         sizes = {key: int(number) for key, number in numbers.items()}
@@ -85,6 +88,7 @@ class Roofline:
             pp={"actor": sizes["pp"], "critic": sizes["critic_pp"]} if has_pipelines else {},
             tp=sizes.get("tp", 1),
             mini_batches=sizes.get("mini_batches", 1),
+            train_times=sizes["train_times"],
         )
 
 
@@ -163,8 +167,9 @@ def read_roofline(
     as one.
 
     Also the actor, the accelerator and the number of them in an instance. With a critic there is a
-    reward model of its size too (PPO), else only the reference. Pipelines that the text has change
-    nothing here: see `with_pipelines`. Raises `ConfigError`.
+    reward model of its size too (PPO), else only the reference. `train_times=6` makes updates six
+    times as long. Pipelines that the text has change nothing here: see `with_pipelines`. Raises
+    `ConfigError`.
     """
     named = Roofline.of(text, gpus, total)
     actor, critic = named.trained["actor"], named.trained.get("critic")
@@ -210,4 +215,4 @@ def _train_token_s(model: CostModel, named: Roofline, layouts: Layouts) -> float
     seconds = sum(
         model.update_s(role, layouts[role.name], ranks, samples) for role in roles_of(named)
     )
-    return seconds / sum(sample.tokens for sample in samples)
+    return named.train_times * seconds / sum(sample.tokens for sample in samples)

@@ -43,6 +43,7 @@ from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.ray_cluster import RANK_BYTES, check_ranks, ranks_placement, ray_runtime
 from hybridrl.system.node_info import OBJECT_STORE_LEAST, NodeInfo, read_node_info
+from hybridrl.system.owned_folder import temporary_folder
 from hybridrl.telemetry.records import write_json
 
 logger = logging.getLogger(__name__)
@@ -89,17 +90,17 @@ def examine(config: Config, directory: Path, all_links: bool = False) -> Report:
     resolve_device(config)
     needs, cluster, kind = needs_of(config), config.cluster, jail_kind_of(config)
     trouble: list[Finding] = []
-    with tempfile.TemporaryDirectory(prefix=".doctor", dir=directory) as folder:
+    with temporary_folder(directory, ".doctor") as folder:
         try:
             check_ranks(cluster)
             logger.debug("starting %d ranks", cluster.ranks)
-            logs = Path(folder) / "logs"
+            logs = folder / "logs"
             with ray_runtime(cluster, verl.environment(cluster.device), logs) as ray:
                 dtype = config.model.compute_dtype
-                facts = gather(ray, cluster, Path(folder), kind, dtype, all_links)
+                facts = gather(ray, cluster, folder, kind, dtype, all_links)
         except (RayStartError, ConfigError, TimeoutError) as error:
             what, fix = "the ranks do not come up", "see the reason, and the findings below"
-            why = "; ".join([str(error), *_last_lines(Path(folder) / "logs")])
+            why = "; ".join([str(error), *_last_lines(folder / "logs")])
             trouble.append(Finding(Severity.ERROR, what, why, fix))
             logger.debug("%s; this node is examined alone", what)
             facts = _this_node_alone(directory, kind)

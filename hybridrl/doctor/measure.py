@@ -19,6 +19,7 @@ from hybridrl.config import ClusterConfig, ConfigError, JailKind
 from hybridrl.costs.links import LinkTable
 from hybridrl.sandbox import jail
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
+from hybridrl.system.owned_folder import temporary_folder
 from hybridrl.system.rendezvous import join_group, open_store
 
 _DISK_BYTES = 32 * 2**20
@@ -84,8 +85,7 @@ def measure_disk(role: str, folder: Path, node: str) -> Disk:
     Raises OSError if it is not writable.
     """
     usage = shutil.disk_usage(folder)
-    with tempfile.TemporaryDirectory(prefix=".doctor", dir=folder) as folder_name:
-        directory = Path(folder_name)
+    with temporary_folder(folder, ".doctor") as directory:
         size = min(_DISK_BYTES, usage.free // 4)
         written, read = _throughput(directory / "large", size)
         replaced = _replacing(directory / "small")

@@ -9,8 +9,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
+from hybridrl.driver.rank_failures import InstanceEnded
 from hybridrl.driver.worker_group import WorkerGroup
-from hybridrl.flow.executor import Computed, Event
+from hybridrl.flow.executor import Computed, Event, WorkerDied
+from hybridrl.flow.sample import SampleId
 from hybridrl.runtime.launcher import POLL_S, CallFailed
 from hybridrl.workers.rank_calls import Reference
 
@@ -36,10 +38,13 @@ class _Round:
     work: EventCalls
     calls: list[AnyCall[Any]]
     answers: dict[AnyCall[Any], Any] = field(default_factory=dict)
+    is_over: bool = False
+    """Whether the work has gone on without all answers, since an instance has ended."""
 
 
 Then = Callable[[list[Any]], None]
-"""What is done with the answers to a reading's calls, in the order of the calls."""
+"""What is done with the answers to a reading's calls, in the order of the calls; instances that
+have ended give none."""
 
 
 @dataclass(slots=True)
@@ -59,6 +64,9 @@ class _Unawaited:
 class Rounds:
     """Drives several pieces of work at once: each continues when its own round is answered.
 
+    Where a generation instance has ended, the work that called one of its ranks is thrown
+    `InstanceEnded`, after `WorkerDied`. Work that lets it pass has no event.
+
     Example: two ranks export copies of samples; when both have answered, a third is called with
     them; its answer is the event. Meanwhile other ranks decode.
     """
@@ -71,6 +79,7 @@ class Rounds:
         self._unawaited: dict[Reference[Any], tuple[int, _Unawaited]] = {}
         self._readings: deque[_Unawaited] = deque()  # those whose answers somebody wants
         self._ready: list[Event] = []  # events for the next `wait`
+        self._num_told = 0  # instances that have ended, and `wait` has said so
         self._is_later: Callable[[Event], bool] = lambda event: False
         self._later: list[Event] = []
 
@@ -89,26 +98,56 @@ class Rounds:
         in flight.
         """
         events, self._ready = self._now(self._ready), []
-        while not events:
+        while not (events := events + self._deaths()):
             meanwhile()
             self._read_unawaited(0.0)
             if not (self._pending or self._here):
                 self.drain()  # its failure comes first
                 raise RuntimeError("nothing is in flight")
-            for call in self._ended():
-                if isinstance(call, Future):
-                    _, calls = self._here.pop(call)
-                    if call.cancelled():  # what it was for has left: an episode was given up
-                        calls.work.close()
-                        continue
-                    calls.answers[call] = call.result()
-                else:
-                    rank, calls = self._pending.pop(call)
-                    calls.answers[call] = self.group.value_of(rank, call)
-                if len(calls.answers) == len(calls.calls):
-                    answers = [calls.answers[call] for call in calls.calls]
-                    events += self._now(self._start_next(calls.work, answers))
+            events += self._now(self._collect())
         return events
+
+    def discard(self) -> None:
+        """Wait for all work, whose events nobody wants but those for later."""
+        self._now(self._ready)
+        self._ready = []
+        while self._pending or self._here:
+            self._now(self._collect())
+
+    def _collect(self) -> list[Event]:
+        """Events of the work whose last calls have ended, soon after there are any."""
+        events = list[Event]()
+        for call in self._ended():
+            if isinstance(call, Future):
+                _, calls = self._here.pop(call)
+                if call.cancelled():  # what it was for has left: an episode was given up
+                    calls.work.close()
+                    continue
+                calls.answers[call] = call.result()
+            else:
+                rank, calls = self._pending.pop(call)
+                try:
+                    calls.answers[call] = self.group.value_of(rank, call)
+                except InstanceEnded as ended:
+                    events += self._ended_within(ended, calls)
+            if len(calls.answers) == len(calls.calls):
+                answers = [calls.answers[call] for call in calls.calls]
+                events += self._start_next(calls.work, answers)
+        return events
+
+    def _ended_within(self, ended: InstanceEnded, calls: _Round) -> list[Event]:
+        """Events of an instance's end, and of work that called a rank of it."""
+        events = self._deaths()
+        if not calls.is_over:
+            calls.is_over = True
+            events += self._start_next(calls.work, ended)
+        return events
+
+    def _deaths(self) -> list[Event]:
+        """Instances that have ended, whoever has learned of it; each once."""
+        ended = self.group.failures.ended
+        told, self._num_told = self._num_told, len(ended)
+        return [WorkerDied(instance) for instance in ended[told:]]
 
     def begin_unawaited(
         self, calls: Mapping[Reference[Any], int], then: Then | None = None
@@ -154,14 +193,18 @@ class Rounds:
         if self._unawaited:
             for call in self.group.launcher.wait(list(self._unawaited), timeout):
                 rank, begun = self._unawaited.pop(call)
-                begun.answers[call] = self.group.value_of(rank, call, begun.step)
+                try:
+                    begun.answers[call] = self.group.value_of(rank, call, begun.step)
+                except InstanceEnded:
+                    begun.answers[call] = None
             self._hand_on()
 
     def _hand_on(self) -> None:
         while self._readings and self._readings[0].is_answered:
             reading = self._readings.popleft()
             assert reading.then is not None
-            reading.then([reading.answers[call] for call in reading.calls])
+            answers = [reading.answers[call] for call in reading.calls]
+            reading.then([answer for answer in answers if answer is not None])
 
     @contextmanager
     def apart(self, is_later: Callable[[Event], bool]) -> Iterator[None]:
@@ -188,15 +231,22 @@ class Rounds:
         timeout = 0.0 if ended else MIXED_POLL_S if self._here else POLL_S
         return ended + self.group.launcher.wait(list(self._pending), timeout)
 
-    def _start_next(self, work: EventCalls, answers: list[Any] | None) -> list[Event]:
+    def _start_next(
+        self, work: EventCalls, answers: list[Any] | InstanceEnded | None
+    ) -> list[Event]:
         """Start the next round of `work`; its events where there is none."""
         try:
-            calls = work.send(answers) if answers is not None else next(work)
+            if isinstance(answers, InstanceEnded):
+                calls = work.throw(answers)
+            else:
+                calls = work.send(answers) if answers is not None else next(work)
             while not calls:
                 calls = work.send([])
         except StopIteration as ended:
             events: list[Event] = ended.value
             return events
+        except InstanceEnded:
+            return []
         started = _Round(work, list(calls))
         for call, rank in calls.items():
             if isinstance(call, Future):
@@ -225,6 +275,16 @@ def result_of(work: "Future[Answer]") -> Calling[Answer]:
 def single(call: Reference[Event], rank: int) -> EventCalls:
     """One call, whose answer is an event."""
     return (yield from answers_of({call: rank}))
+
+
+def with_ids(event: Computed, ids: Sequence[SampleId]) -> Computed:
+    """The event of some of its samples."""
+    kept = {*ids}
+    scalars = {
+        name: tuple(x for id, x in zip(event.ids, values, strict=True) if id in kept)
+        for name, values in event.scalars.items()
+    }
+    return replace(event, ids=tuple(id for id in event.ids if id in kept), scalars=scalars)
 
 
 def as_one(answers: Sequence[Computed]) -> Computed:

@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,12 @@ from hybridrl.config.environment import COUNTED
 from hybridrl.config.renamed_keys import REMOVED_KEYS, with_new_names
 from hybridrl.config.schedule import entry_of
 from hybridrl.driver.inputs import basis_of
+from hybridrl.driver.rank_failures import InstanceEnded
 from hybridrl.driver.ray_executor import RayExecutor
 from hybridrl.driver.worker_group import WorkerGroup
+from hybridrl.flow.sample import SampleId
 from hybridrl.schedule.base import PendingSample, Schedule
+from hybridrl.schedule.groups import begun_anew
 from hybridrl.telemetry.records import parse, plain
 from hybridrl.telemetry.run import Telemetry
 from hybridrl.workers.pending_samples import PendingRecord
@@ -33,7 +36,7 @@ MAY_CHANGE = (
     "trainer.fuse_layers", "trainer.fuse_updates", "trainer.share_prompts", "trainer.layout",
     *(f"{key}.layout" for key in VALUE_MODELS.values()), "model.attention",
     "rollout.layout", "rollout.max_running", "rollout.block_size", "rollout.kv_cache_tokens",
-    "rollout.decode_steps", "rollout.speculate", "rollout.tail_tp",
+    "rollout.decode_steps", "rollout.speculate", "rollout.tail_tp", "rollout.push",
     "schedule.migration_threshold", "schedule.migration", "schedule.early_backward",
     "environment.num_processes", "environment.memory_mb", "environment.port",
     "environment.turn_timeout_s", "environment.episode_timeout_s", "environment.max_failed_share",
@@ -65,8 +68,6 @@ logger = logging.getLogger(__name__)
 
 FINAL = "final"
 """The folder of the trained model in a run's directory."""
-
-_PARKED_ON = 0  # the rank that saves and loads parked samples, which are in the data plane
 
 
 @dataclass(frozen=True)
@@ -255,6 +256,21 @@ class DriverState:
     pending: tuple[PendingSample, ...] = ()
     versions: tuple[int, ...] = ()
     """Pushed weights that unfinished samples go on with."""
+    group_fields: frozenset[str] = frozenset()
+    """Fields of samples that follow from those of all of their prompt."""
+
+    def without(self, lost: Collection[SampleId]) -> "DriverState":
+        """The state in which these samples begin anew: their instance has died meanwhile."""
+        if not lost:
+            return self
+        pending = tuple(sample for sample in self.pending if sample.id not in lost)
+        record = dict(self.record)
+        opened = begun_anew(record["schedule"]["open"], lost, self.group_fields)
+        record["schedule"] = {**record["schedule"], "open": opened}
+        if "episodes" in record:
+            episodes = [one for one in record["episodes"] if SampleId.read(one["id"]) not in lost]
+            record["episodes"] = episodes
+        return replace(self, record=record, pending=pending)
 
 
 class Checkpoints:
@@ -285,10 +301,24 @@ class Checkpoints:
         """Write the checkpoint of `step`, and let go of those that are no longer kept."""
         self.scores[step] = accuracy
         self.write(self._of(step), step, state, accuracy=accuracy)
-        for old in self.scores.keys() - to_keep(self.scores, self.config.trainer.keep_last):
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Delete what is not kept; the newest may still become the best, unless it has a score."""
+        kept = to_keep(self.scores, self.config.trainer.keep_last)
+        newest = max(self.scores)
+        if self.scores[newest] is None:
+            kept |= {newest}
+        for old in self.scores.keys() - kept:
             del self.scores[old]
             with contextlib.suppress(FileNotFoundError):  # someone else has let go of it
                 shutil.rmtree(self._of(old))
+
+    def score(self, step: int, accuracy: float) -> None:
+        """Note the accuracy of a checkpoint, if it is there; an evaluation may end after it."""
+        if step in self.scores:
+            self.scores[step] = accuracy
+            self._let_go()
 
     def write(self, path: Path, step: int, state: DriverState, **event: Any) -> None:
         """Write the weights to `path`, and the state that a run resumes from, if this one can.
@@ -328,8 +358,7 @@ class Checkpoints:
         """Write all that a run resumes from beside the weights, into the hidden folder."""
         resume = str(folder.hidden(path) / folder.RESUME)
         progress = self.group.save_state(resume)
-        if state.pending:
-            self.group.save_pending(resume, self._shares(state.pending))
+        state = self._save_pending(resume, state)
         if state.versions:
             self.executor.pushes.save(resume, state.versions)
         roles = {role: asdict(steps) for role, steps in progress.items()}
@@ -344,6 +373,19 @@ class Checkpoints:
             "pushed": state.versions,
         }
         folder.seal(path, plain(record))
+
+    def _save_pending(self, resume: str, state: DriverState) -> DriverState:
+        """Write the pending samples; gives the state without those that died with an instance."""
+        while state.pending:
+            living = {*self.group.living(self.group.home.ranks)}
+            finished = [sample for sample in state.pending if sample.parked is None]
+            state = state.without({x.id for x in finished if x.rank not in living})
+            try:
+                lost = self.group.save_pending(resume, self._shares(state.pending))
+                return state.without(lost)
+            except InstanceEnded:  # another one, meanwhile
+                pass
+        return state
 
     def load(self, point: Point) -> None:
         """Have the ranks load `point`; raises OSError for files that cannot be read."""
@@ -365,23 +407,22 @@ class Checkpoints:
         parked = [sample.id for sample in pending if sample.parked is not None]
         if parked:
             instance_ranks = range(len(self.group.instances[0]))
-            by_sample = dict.fromkeys(parked, references[_PARKED_ON])
+            by_sample = dict.fromkeys(parked, references[0])
             schedule.restore_parked(dict.fromkeys(instance_ranks, by_sample))
 
-    def _shares(self, pending: Sequence[PendingSample]) -> list[tuple[PendingRecord, ...]]:
+    def _shares(self, pending: Sequence[PendingSample]) -> dict[int, tuple[PendingRecord, ...]]:
         """Each rank's share of the samples to write or load; the first rank has all parked ones."""
-        shares: list[list[PendingRecord]] = [[] for _ in self.group.home.ranks]
+        ranks = self.group.living(self.group.home.ranks)
+        shares: dict[int, list[PendingRecord]] = {rank: [] for rank in ranks}
         for sample in pending:
             if sample.parked is None:
-                shares[sample.rank - self.group.home.ranks.start].append(
-                    PendingRecord(sample.id, sample.prompt)
-                )
+                shares[sample.rank].append(PendingRecord(sample.id, sample.prompt))
                 continue
             state = sample.parked.state
             reference = state[0][sample.id] if state is not None else None
             record = PendingRecord(sample.id, sample.prompt, sample.sampling, reference)
-            shares[_PARKED_ON].append(record)
-        return [tuple(share) for share in shares]
+            shares[ranks[0]].append(record)
+        return {rank: tuple(share) for rank, share in shares.items()}
 
     def _of(self, step: int) -> Path:
         return self.run_dir / "checkpoints" / f"step_{step:06d}"

@@ -12,6 +12,7 @@ from typing import Any
 
 from hybridrl.config import Config, ConfigError, RunConfig
 from hybridrl.driver.checkpoints import find_origin
+from hybridrl.driver.followed_run import check_followed
 from hybridrl.driver.resumed_inputs import check_inputs, known_rows
 from hybridrl.preflight.prepare import prepare
 from hybridrl.preflight.turn_orders import check_record
@@ -42,6 +43,7 @@ def check_runs(
         origin = find_origin(replace(config, run=replace(config.run, dir=str(run_dir))), reads)
         if known is None or origin.point is not None:
             check_record(config)
+            check_followed(config)
             logger.debug("checking the run in %s", run_dir)
             with tempfile.TemporaryDirectory() as folder:
                 known = deepcopy(replace(config, run=replace(config.run, dir=folder)))

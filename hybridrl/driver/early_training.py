@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from hybridrl.config import TrainerConfig
 from hybridrl.driver.async_calls import EventCalls, answers_of
 from hybridrl.driver.load_balance import RankWork, deal, update_shares
-from hybridrl.driver.sample_moves import SampleMoves, once
+from hybridrl.driver.sample_moves import Homes, SampleMoves, once
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.executor import TRAINING_POOL, EarlyTrained
 from hybridrl.flow.graph import UpdateStage
@@ -38,17 +38,21 @@ class EarlyTraining:
         return [_event(stage, instance, samples, answers)]
 
     def in_pool(self, stage: UpdateStage, samples: Sequence[Sample], work: RankWork) -> EventCalls:
-        """All ranks that train do so on copies."""
-        pool = self.group.actor_pool
-        places = deal(samples, len(pool.ranks), stage.samples_per_row, work)
-        ranks = [pool.ranks[i] for i in places]
-        common = set.intersection(*(sample.tensors for sample in samples))
-        parcels = yield from self.moves.copies(samples, ranks, common)
+        """All ranks that train do so on copies, of groups whose samples all live until then."""
+        pool, homes = self.group.actor_pool, Homes(samples, self.group)
+        while samples := homes.living(samples, whole_groups=True):
+            places = deal(samples, len(pool.ranks), stage.samples_per_row, work)
+            ranks = [pool.ranks[i] for i in places]
+            common = set.intersection(*(sample.tensors for sample in samples))
+            with homes.may_die():
+                yield from self.moves.copy(samples, ranks, common)
+                break
+        else:
+            return [EarlyTrained(stage.name, TRAINING_POOL, (), 0.0)]
         shares = update_shares(stage, samples, ranks, pool.ranks, self.trainer)
         calls = {}
         for rank in pool.ranks:
-            share = replace(shares[rank], parcels=once(parcels[rank]))
-            call = self.group.call_train_early(rank, stage, TRAINING_POOL, share, share.ids)
+            call = self.group.call_train_early(rank, stage, TRAINING_POOL, shares[rank], ())
             calls[call] = rank
         answers = yield from answers_of(calls)
         return [_event(stage, TRAINING_POOL, samples, answers)]

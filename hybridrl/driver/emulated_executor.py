@@ -12,10 +12,10 @@ from hybridrl.driver.load_balance import RankWork
 from hybridrl.driver.ray_executor import OnSwitch, RayExecutor
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.conversations import ModeledTurn, reply_to
-from hybridrl.flow.executor import EpisodeReply, TurnEnded
-from hybridrl.flow.graph import Graph
+from hybridrl.flow.executor import Compared, EpisodeReply, TurnEnded
+from hybridrl.flow.graph import Graph, UpdateStage
 from hybridrl.flow.lengths import PromptKey
-from hybridrl.flow.sample import SampleId
+from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.runtime.emulated_launcher import EmulatedLauncher
 from hybridrl.system.node_info import NodeInfo
 from hybridrl.workers.emulation import (
@@ -56,6 +56,10 @@ class EmulatedExecutor(RayExecutor):
     def device_name(self, nodes: Sequence[NodeInfo]) -> str:
         """Scales of seconds that a text names say nothing of a device."""
         return "emulated"
+
+    def compare(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
+        """Ranks that compute nothing have nothing to compare."""
+        self._rounds.ready(Compared({}))
 
     def key_of(self, item: Item) -> PromptKey:
         """The prompt as a length ranker may know it: no length follows from its text.

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Protocol, cast, get_args
 
 import numpy as np
@@ -27,9 +28,11 @@ from hybridrl.environments import (
 )
 from hybridrl.environments.tool_calls import CallForm
 from hybridrl.flow.clock import Clock, WallClock
-from hybridrl.flow.executor import EpisodeReply, Replied, TurnEnded, Work
+from hybridrl.flow.executor import EpisodeReply, Replied, TurnEnded
+from hybridrl.flow.instance_work import Work
 from hybridrl.flow.sample import ENVIRONMENT_FAILURE, NOTE, OUT_OF_TOKENS, SampleId
 from hybridrl.flow.turns import failed_turns
+from hybridrl.flow.versions import FailureRecord
 from hybridrl.preflight.turn_orders import recorded_orders
 from hybridrl.runtime.launcher import Launcher
 from hybridrl.schedule.base import PendingSample
@@ -104,14 +107,21 @@ class Episodes:
     The processes start with the first episode.
     """
 
-    def __init__(self, config: Config, composer: Composer | None, launcher: Launcher) -> None:
+    def __init__(
+        self,
+        config: Config,
+        composer: Composer | None,
+        launcher: Launcher,
+        failures: FailureRecord = MappingProxyType({}),
+    ) -> None:
+        """With the `failures` of a run that is followed."""
         self.config, self._composer, self._launcher = config, composer, launcher
         self.clock: Clock = WallClock()
         self._pool: NodePools | None = None
         self._there: dict[SampleId, _Conversation] = {}
         self._counts, self._checked = _StepCounts(), (0, 0)
         self._recorded: Counter[str] = Counter()
-        self._fails = failed_turns(recorded_orders(config) or {})
+        self._fails = {**failed_turns(recorded_orders(config) or {}), **failures}
 
     @property
     def pool(self) -> NodePools:

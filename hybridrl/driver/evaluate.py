@@ -19,18 +19,23 @@ from hybridrl.config.evaluation import MAIN
 from hybridrl.data import Item
 from hybridrl.driver.accuracy import JudgedPrompt, accuracy_metrics
 from hybridrl.driver.ray_executor import RayExecutor
-from hybridrl.driver.schedule_factory import make_schedule, sampling_of
+from hybridrl.driver.schedule_factory import make_guest, make_schedule, sampling_of
 from hybridrl.flow import Flow, Graph
-from hybridrl.flow.judgements import check_failed_share, with_parts
+from hybridrl.flow.executor import Sampling
+from hybridrl.flow.judgements import JudgeFailed, check_failed_share, with_parts
 from hybridrl.flow.ledger import DropReason
 from hybridrl.flow.roles import Judge
 from hybridrl.flow.sample import Sample
+from hybridrl.schedule import StepResult
+from hybridrl.schedule.base import Schedule
+from hybridrl.schedule.guest import GuestSteps, GuestWork, may_be_guest
+from hybridrl.schedule.lost_samples import InstanceDied
 from hybridrl.telemetry.run import Telemetry
 
 logger = logging.getLogger(__name__)
 
-Record = Callable[[str, Sequence[Sample]], None]
-"""Called with a set's name and its samples, in the items' order, while the ranks hold them."""
+Record = Callable[[str, int, Sequence[Sample]], None]
+"""Called with a set's name, the step, and its samples in the items' order, which ranks hold yet."""
 
 ANSWER = "answer"
 """The scalar with the judged text of an evaluated response."""
@@ -42,6 +47,9 @@ class HeldOutEvaluation:
     `last` has the step and the metrics of each set's latest, `before` all metrics before the
     recipe's first step. Both are part of a checkpoint. `graphs` has a graph for each set that the
     recipe's model can be evaluated on, `items` the prompts.
+
+    Where the schedule that trains takes guests, sets that need its instances alone are evaluated
+    while training goes on (`begin`); `ended` is called with the step and the metrics of each set.
     """
 
     def __init__(
@@ -57,38 +65,121 @@ class HeldOutEvaluation:
         self.executor, self.telemetry, self.record = executor, telemetry, record
         self.last: dict[str, tuple[int, dict[str, float]]] = {}
         self.before: dict[str, float] = {}
-        self.pause: Callable[[], None] = lambda: None
-        """Has the instances of the schedule that trains end what they have."""
+        self.schedule: Schedule | None = None
+        """The schedule that trains."""
+        self.under_way: int | None = None
+        """The step after which sets are evaluated that training has not waited for."""
+        self.ended: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
+        self._failure: JudgeFailed | None = None
+        """What has ended an evaluation under which training went on; a step's end raises it."""
 
     def at(self, step: int, steps_trained: int | None = None) -> dict[str, float]:
-        """Metrics of the sets that are due at the run's present `step`.
+        """Metrics of the sets that are due at the run's present `step`, once they are there.
 
         Those are the ones whose `every` divides the recipe's `steps_trained`; without it, all.
         """
+        self.wait()
         metrics: dict[str, float] = {}
-        for name in self.graphs:
-            every = self.config.eval.sets[name].every
-            if steps_trained is None or (every and steps_trained % every == 0):
-                metrics |= self._of_set(name, step)
+        for name in self._due(steps_trained):
+            metrics |= self._of_set(name, step)
         return metrics
 
+    def begin(self, step: int, steps_trained: int) -> dict[str, float]:
+        """Begin what is due, as `at` says; gives the metrics of sets that training waits for."""
+        due, schedule = self._due(steps_trained), self.schedule
+        self._check()
+        if not due:
+            return {}
+        self.wait()
+        guests = list[str]()
+        if schedule is not None and schedule.takes_guests:
+            guests = [name for name in due if may_be_guest(self.graphs[name], self.executor)]
+        metrics: dict[str, float] = {}
+        for name in due:
+            if name not in guests:
+                metrics |= self._of_set(name, step)
+        left = [name for name in guests if not self._is_known(name, step)]
+        if left:
+            assert schedule is not None
+            self.under_way = step
+            schedule.admit(lambda version: GuestWork(version, self._as_guest(left, step, version)))
+        return metrics
+
+    def wait(self) -> None:
+        """Wait until no evaluation is under way; raises what has ended it early."""
+        if self.under_way is not None:
+            assert self.schedule is not None
+            self.schedule.wait_for_guest()
+        self._check()
+
+    def accuracy_at(self, step: int) -> float | None:
+        """`eval_accuracy` after `step`; None where it is not known, perhaps not yet."""
+        of_step, metrics = self.last.get(MAIN, (None, {}))
+        return metrics.get("eval_accuracy") if of_step == step else None
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _due(self, steps_trained: int | None) -> list[str]:
+        every = {name: self.config.eval.sets[name].every for name in self.graphs}
+        if steps_trained is None:
+            return [*every]
+        return [name for name, number in every.items() if number and steps_trained % number == 0]
+
+    def _is_known(self, name: str, step: int) -> bool:
+        return name in self.last and self.last[name][0] == step
+
     def _of_set(self, name: str, step: int) -> dict[str, float]:
-        if name in self.last and self.last[name][0] == step:
+        if self._is_known(name, step):
             return self.last[name][1]
-        self.telemetry.stage(f"evaluating {name}")
-        logger.info("evaluation of %s begins at step %d", name, step)
-        self.pause()
-        start = time.time()
+        start = self._note_begin(name, step)
+        if self.schedule is not None:
+            self.schedule.pause()
         graph, items = self.graphs[name], self.items[name]
         metrics = evaluate(self.config, name, graph, self.executor, items, step, self.record)
         if self.executor.episodes is not None:
             self.executor.episodes.check(f"the evaluation of {name}")
+        self._note_end(name, step, start, metrics)
+        return metrics
+
+    def _as_guest(self, names: Sequence[str], step: int, version: int) -> GuestSteps:
+        """Evaluate sets one after the other on instances whose schedule trains meanwhile.
+
+        The share of episodes that have failed is that of the step, which has some, too.
+        """
+        for name in names:
+            start = self._note_begin(name, step)
+            graph, items = self.graphs[name], self.items[name]
+            how, prompts = _sampling(self.config, name), enumerate(items)
+            parts = self.config, graph, self.executor, prompts, how, len(items)
+            guest = make_guest(*parts, version)
+            guest.start(step)
+            result = yield guest
+            try:
+                metrics = _metrics(self.config, name, graph, result, step, self.record)
+            except JudgeFailed as error:  # amid a step of training
+                self._failure = error
+            guest.release()
+            if name == names[-1] or self._failure is not None:
+                self.under_way = None
+            if self._failure is not None:
+                return
+            self._note_end(name, step, start, metrics)
+
+    def _note_begin(self, name: str, step: int) -> float:
+        """Say that a set is evaluated; gives the time."""
+        self.telemetry.stage(f"evaluating {name}")
+        logger.info("evaluation of %s begins at step %d", name, step)
+        return time.time()
+
+    def _note_end(self, name: str, step: int, start: float, metrics: dict[str, float]) -> None:
         self.telemetry.log(step, metrics)
         seconds = time.time() - start
         self.telemetry.event("evaluation", set=name, step=step, seconds=seconds, **metrics)
         logger.info("evaluation of %s ended", name)
         self.last[name] = (step, metrics)
-        return metrics
+        self.ended(step, metrics)
 
     def state(self) -> list[Any]:
         """The driver's state for a checkpoint."""
@@ -155,23 +246,44 @@ def evaluate(
 
     Of several samples a prompt `record` gets the first, also where its judge has failed.
     """
-    settings = config.eval.sets[name]
-    longest = settings.max_new_tokens or config.rollout.max_new_tokens
-    sampling = sampling_of(config, settings, longest, settings.drawn_at)
+    sampling = _sampling(config, name)
     kind: ScheduleConfig = FusedScheduleConfig()
     if config.cluster.home != "actor":  # the ranks that train have nothing to do
         kind = SerialScheduleConfig()
     elif config.schedule.serial_batches:
         kind = config.schedule
-    schedule = make_schedule(config, kind, graph, executor, enumerate(items), sampling, len(items))
-    with executor.apart():
-        result = schedule.run_step(step)
+    while True:
+        parts = config, kind, graph, executor, enumerate(items), sampling, len(items)
+        schedule = make_schedule(*parts)
+        with executor.apart():
+            try:
+                result = schedule.run_step(step)
+                break
+            except InstanceDied as died:
+                logger.warning("the evaluation of %s begins again: %s", name, died)
+                executor.discard()
+                schedule.release()
+    metrics = _metrics(config, name, graph, result, step, record)
+    schedule.release()
+    return metrics
+
+
+def _sampling(config: Config, name: str) -> Sampling:
+    """How the responses of a set are drawn."""
+    settings = config.eval.sets[name]
+    longest = settings.max_new_tokens or config.rollout.max_new_tokens
+    return sampling_of(config, settings, longest, settings.drawn_at)
+
+
+def _metrics(
+    config: Config, name: str, graph: Graph, result: StepResult, step: int, record: Record
+) -> dict[str, float]:
+    """Metrics of the samples of a set, which the ranks still hold, and their record."""
     samples = result.samples
     judged_in_vain = {id for id, drop in result.dropped.items() if drop.reason is DropReason.JUDGE}
     shown = {sample.id for sample in samples} | judged_in_vain
-    record(name, [s for s in result.dispatched if s.id.k == 0 and s.id in shown])
+    record(name, step, [s for s in result.dispatched if s.id.k == 0 and s.id in shown])
     check_failed_share(graph, result.dispatched, failed_shares(config), f"the evaluation of {name}")
-    schedule.release()
     if not graph.columns:
         return of_answers(name, config.eval.sets[name], samples)
     by_branch: dict[str, list[Sample]] = defaultdict(list)

@@ -2,6 +2,7 @@
 
 from hybridrl.flow.executor import (
     Advanced,
+    Compared,
     Computed,
     EarlyTrained,
     Event,
@@ -10,6 +11,7 @@ from hybridrl.flow.executor import (
     SamplesRead,
     TargetsLoaded,
     UpdateDone,
+    UpdateRefused,
     WeightsPushed,
     WeightsReady,
     WorkerDied,
@@ -25,10 +27,14 @@ def described(event: Event) -> str:
             return f"environments answered {len(event.replies)} turns"
         case Computed():
             return f"stage {event.stage} on {len(event.ids)} samples"
+        case Compared():
+            return "the engines' log-probabilities are compared"
         case SamplesRead():
             return f"stage {event.stage} has read {len(event.ids)} samples"
         case UpdateDone():
             return f"stage {event.stage}"
+        case UpdateRefused():
+            return f"stage {event.stage} before it began: samples of it have died"
         case TargetsLoaded():
             return "targets were loaded"
         case EarlyTrained():

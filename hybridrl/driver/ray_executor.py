@@ -1,9 +1,8 @@
 """The executor of real runs: worker groups and wall time behind the schedules' seam."""
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -20,28 +19,27 @@ from hybridrl.driver.async_calls import (
     answers_of,
     as_one,
     single,
+    with_ids,
 )
 from hybridrl.driver.counted_costs import counted_costs, counted_device
-from hybridrl.driver.early_training import EarlyTraining
 from hybridrl.driver.episodes import Episodes
 from hybridrl.driver.event_lines import described
 from hybridrl.driver.judges import DriverJudges, JudgeFailures, read_together
 from hybridrl.driver.load_balance import (
     UNKNOWN_WORK,
     RankWork,
-    assign_ranks,
     deal,
-    joint_work,
-    update_shares,
 )
 from hybridrl.driver.pushes import Pushes
+from hybridrl.driver.rank_failures import InstanceEnded
+from hybridrl.driver.rank_pool import Pool
 from hybridrl.driver.recorded_samples import RecordedSamples, load_recorded
-from hybridrl.driver.sample_moves import SampleMoves, by_rank, once
-from hybridrl.driver.worker_group import Pool, WorkerGroup
+from hybridrl.driver.sample_moves import Homes, SampleMoves, by_rank, once
+from hybridrl.driver.training_calls import TrainingCalls
+from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import (
     ENOUGH_TURNS,
-    TRAINING_POOL,
     Command,
     Computed,
     Event,
@@ -51,7 +49,6 @@ from hybridrl.flow.executor import (
     SamplesRead,
     Scope,
     Submit,
-    UpdateDone,
     WeightsReady,
     generated_tensors,
 )
@@ -64,7 +61,7 @@ from hybridrl.flow.graph import (
     UpdateStage,
 )
 from hybridrl.flow.lengths import PromptKey
-from hybridrl.flow.sample import LOSS_MASK, NO_VERSION, TRAINED, Sample, SampleId
+from hybridrl.flow.sample import NO_VERSION, Sample, SampleId
 from hybridrl.layout.weight_switch import SwitchStats
 from hybridrl.preflight.placement import pool_of, scope_of
 from hybridrl.preflight.roles_together import fuses
@@ -75,7 +72,6 @@ from hybridrl.system import signals
 from hybridrl.system.node_info import NodeInfo
 from hybridrl.workers.rank_calls import Reference
 from hybridrl.workers.sample_writer import SampleFacts
-from hybridrl.workers.training import UpdateShare
 from hybridrl.workers.turns import SampleTexts
 
 logger = logging.getLogger(__name__)
@@ -95,8 +91,9 @@ class RayExecutor:
     `works` says by role what training on samples costs, so how they are spread. `episodes` answer
     conversations. Roles that are `together` train in one plan, and score in one. An instance of
     several ranks gets every call on all of them; their answers become one event. A rank that dies
-    ends the run (`WorkerError`), so there is never a `WorkerDied`. While `may_abandon`, which an
-    update ends, a signal that asks the run to end raises `Abandoned`.
+    ends the run (`WorkerError`); where instances have ranks of their own, one of these ends its
+    instance (`WorkerDied`). While `may_abandon`, which an update ends, a signal that asks the run
+    to end raises `Abandoned`.
 
     Samples live in the pool that generates. The fields that another pool reads are copied there
     for the length of the call. Its results are copied home before its event: so `map`, forward
@@ -130,10 +127,7 @@ class RayExecutor:
         self.pushes = Pushes(group)
         self.keep_versions = self.pushes.keep
         self._moves = SampleMoves(group)
-        # Fields that each role outside of the actor's pool has made; its update may read them.
-        self._fields_of_role: dict[str, set[str]] = defaultdict(set)
-        # By update, samples whose gradient is on some instance, or on its way.
-        self._early: dict[str, set[SampleId]] = defaultdict(set)
+        self._training = TrainingCalls(group, self._moves, config, self._pool, self._work)
 
     def counted_costs(
         self, graph: Graph, model_path: str, nodes: Sequence[NodeInfo]
@@ -151,8 +145,9 @@ class RayExecutor:
 
     @property
     def instances(self) -> Sequence[int]:
-        """All generation instances."""
-        return range(len(self.group.instances))
+        """All generation instances that live."""
+        dead = self.group.failures.dead
+        return [n for n, ranks in enumerate(self.group.instances) if dead.isdisjoint(ranks)]
 
     @property
     def wide(self) -> Mapping[int, tuple[int, ...]]:
@@ -200,9 +195,9 @@ class RayExecutor:
     def _sync_weights(self) -> EventCalls:
         """One event for all ranks; what the switch cost is reported."""
         instances = self.instances
-        if self._early:  # a step has failed before its update
+        if self._training.early:  # a step has failed before its update
             yield from answers_of(self.group.call_enter(instances, Phase.TRAIN))  # so all switch
-            self._early.clear()
+            self._training.early.clear()
         answers = yield from answers_of(self.group.call_enter(instances, Phase.GENERATE))
         self.version = answers[0].version
         if switches := [answer.switch for answer in answers if answer.switch is not None]:
@@ -211,7 +206,7 @@ class RayExecutor:
 
     def push_weights(self) -> None:
         """Begin to push the newest weights."""
-        self._early.clear()  # of a step that has failed before its update
+        self._training.early.clear()  # of a step that has failed before its update
         self._rounds.begin(self.pushes.push())
 
     def _push_and_load(self) -> EventCalls:
@@ -272,12 +267,17 @@ class RayExecutor:
         answers = [answer.event for answer in published]
         for answer in published:
             finished = answer.event.finished
-            self._moves.publish(answer, [f.id for f in finished], generated_tensors(finished))
+            ids = [f.id for f in finished]
+            self._moves.forget(ids)  # what those were before they began anew
+            self._moves.publish(answer, ids, generated_tensors(finished))
         in_order = sorted((f for a in answers for f in a.finished), key=lambda f: f.id)
-        parked = [
-            replace(same[0], state={rank: state for p in same for rank, state in p.state.items()})
-            for same in zip(*(a.parked for a in answers), strict=True)
-        ]
+        parked, copies = (
+            tuple(
+                replace(same[0], state={rank: s for p in same for rank, s in p.state.items()})
+                for same in zip(*of_ranks, strict=True)
+            )
+            for of_ranks in ([a.parked for a in answers], [a.copies for a in answers])
+        )
         self.pushes.loaded(answers)
         slowest = max((a.work for a in answers), key=lambda work: work.seconds)
         slowest = replace(slowest, kv_bytes=sum(a.work.kv_bytes for a in answers))
@@ -287,8 +287,8 @@ class RayExecutor:
         for turn in turns:
             assert self.episodes is not None, "a turn without an environment"
             self._rounds.begin(self.episodes.answer(turn))
-        one = replace(answers[0], finished=tuple(in_order), parked=tuple(parked), work=slowest)
-        return [replace(one, turns=turns)]
+        one = replace(answers[0], finished=tuple(in_order), parked=parked, copies=copies)
+        return [replace(one, work=slowest, turns=turns)]
 
     def take_up(
         self, pending: Sequence[PendingSample], conversations: Sequence[Mapping[str, Any]]
@@ -312,15 +312,23 @@ class RayExecutor:
     ) -> None:
         """Deal the dataset's targets to the ranks."""
         logger.debug("stage %s begins on %d samples", stage.name, len(ids))
-        ranks = self.group.home.ranks
+        ranks = self.group.living(self.group.home.ranks)
         prompts = with_next_targets(prompts) if stage.of_next else prompts
-        for rank in ranks:
-            mine = slice(rank - ranks.start, None, len(ranks))
+        for first in range(len(ranks)):
+            mine = slice(first, None, len(ranks))
             if ids[mine]:
-                call = self.group.call_load_targets(
-                    rank, stage, tuple(ids[mine]), tuple(prompts[mine])
-                )
-                self._rounds.begin(single(call, rank))
+                self._rounds.begin(self._load_targets(stage, first, ids[mine], prompts[mine]))
+
+    def _load_targets(
+        self, stage: AnswersStage, first: int, ids: Sequence[SampleId], prompts: Sequence[Any]
+    ) -> EventCalls:
+        """One event, of a rank that lives."""
+        while True:
+            ranks = self.group.living(self.group.home.ranks)
+            rank = ranks[first % len(ranks)]
+            call = self.group.call_load_targets(rank, stage, tuple(ids), tuple(prompts))
+            with suppress(InstanceEnded):
+                return (yield from single(call, rank))
 
     def compute(self, stage: Stage, samples: Sequence[Sample]) -> None:
         """Start a stage on the samples' ranks; if it needs the world, on the other ranks too.
@@ -379,10 +387,19 @@ class RayExecutor:
     def _judge(self, stage: Stage, samples: Sequence[Sample]) -> EventCalls:
         """Read samples for a judge that the driver calls, and begin to have them judged."""
         assert stage.role is not None
-        ids_of = {rank: [s.id for s in mine] for rank, mine in by_rank(samples).items()}
-        calls = {self.group.call_reward_inputs(rank, ids): rank for rank, ids in ids_of.items()}
+        homes = Homes(samples, self.group)
+        whole = isinstance(stage, ComputeStage) and stage.whole_groups
+        while True:
+            samples = homes.living(samples, whole)
+            ids_of = {rank: [s.id for s in mine] for rank, mine in by_rank(samples).items()}
+            calls = {self.group.call_reward_inputs(rank, ids): rank for rank, ids in ids_of.items()}
+            with homes.may_die():
+                answers = yield from answers_of(calls)
+                break
+        if not samples:
+            return []
         inputs: dict[SampleId, RewardInput] = {}
-        for ids, answer in zip(ids_of.values(), (yield from answers_of(calls)), strict=True):
+        for ids, answer in zip(ids_of.values(), answers, strict=True):
             inputs |= zip(ids, answer, strict=True)
         ids = [sample.id for sample in samples]
         call = self.config.judge_of(stage.role).call
@@ -390,7 +407,7 @@ class RayExecutor:
         for unit in units:
             queued = self.judges.is_full(stage.role)
             judging = self.judges.judge(stage.role, [inputs[id] for id in unit])
-            self._rounds.begin(self._results(stage, unit, judging, queued))
+            self._rounds.begin(self._results(stage, unit, judging, queued, homes))
         return [SamplesRead(stage.name, tuple(ids))]
 
     def _results(
@@ -399,41 +416,59 @@ class RayExecutor:
         ids: Sequence[SampleId],
         judging: Calling[list[RewardResult]],
         queued: bool,
+        homes: "Homes",
     ) -> EventCalls:
-        """One event for responses that are judged together.
+        """One event for responses that are judged together, none where one of them has died.
 
         Only those that were not `queued` behind others say what judging takes.
         """
         start = self.clock.now()
         judged = yield from judging
         seconds = None if queued else self.clock.now() - start
+        if not homes.live(ids):
+            return []
         scalars = scalars_of(stage.scalars, judged)
         return [Computed(stage.name, tuple(ids), scalars, (), seconds=seconds)]
 
     def _compute_in_pool(self, stage: Stage, samples: Sequence[Sample]) -> EventCalls:
-        """Export copies to the stage's pool, compute there, and import the new tensors at home."""
-        ranks = self._pool(stage).ranks
-        receivers = [ranks[i] for i in deal(samples, len(ranks), work=self._work(stage))]
+        """Bring copies to the stage's pool, compute there, and import the new tensors at home.
+
+        The event is of the samples that live to its end.
+        """
+        ranks, homes = self._pool(stage).ranks, Homes(samples, self.group)
         fields = {name for name in stage.inputs if name in samples[0].tensors}
-        judges = stage.method is StageMethod.SCORE  # may read the text of a row
-        parcels = yield from self._moves.copies(samples, receivers, fields, judges)
+        whole = self._reads_items(stage)
+        while samples := homes.living(samples):
+            receivers = [ranks[i] for i in deal(samples, len(ranks), work=self._work(stage))]
+            with homes.may_die():
+                yield from self._moves.copy(samples, receivers, fields, whole)
+                break
+        else:
+            return []
         ids: dict[int, list[SampleId]] = {rank: [] for rank in ranks}
         for sample, rank in zip(samples, receivers, strict=True):
             ids[rank].append(sample.id)
         published = yield from answers_of(
-            {
-                self.group.call_compute_copies(rank, stage, ids[rank], once(parcels[rank])): rank
-                for rank in ranks
-            }
+            {self.group.call_compute_copies(rank, stage, ids[rank]): rank for rank in ranks}
         )
         event = as_one([answer.event for answer in published])
         for answer in published:
-            self._moves.publish(answer, answer.event.ids, event.tensors)
+            self._moves.publish(answer, homes.those_living(answer.event.ids), event.tensors)
         if event.tensors:
             assert stage.role is not None
-            self._fields_of_role[stage.role].update(event.tensors)
-            yield from self._moves.import_at_home(samples, event.tensors[0])
-        return [event]
+            self._training.fields_of_role[stage.role].update(event.tensors)
+            while samples := homes.living(samples):
+                with homes.may_die():
+                    yield from self._moves.import_at_home(samples, event.tensors[0])
+                    break
+        return [with_ids(event, homes.those_living(event.ids))]
+
+    def _reads_items(self, stage: Stage) -> bool:
+        """Whether a stage reads a sample's row: its text, its source or its privileged prompt."""
+        if isinstance(stage, ComputeStage) and stage.privileged:
+            return True
+        by_source = stage.role == "teacher" and self.config.teacher.by_source
+        return bool(by_source) or stage.method is StageMethod.SCORE
 
     def infer(self, stage: Stage, instance: int, samples: Sequence[Sample]) -> None:
         """Export samples from elsewhere, each to one rank of the instance; then start.
@@ -467,12 +502,11 @@ class RayExecutor:
         logger.debug(
             "stage %s begins early on instance %d, %d samples", stage.name, instance, len(samples)
         )
-        self._early[stage.name] |= {sample.id for sample in samples}
-        training = EarlyTraining(self.group, self._moves, self.config.trainer)
-        if instance == TRAINING_POOL:
-            self._rounds.begin(training.in_pool(stage, samples, self._work(stage)))
-        else:
-            self._rounds.begin(training.on_instance(stage, instance, samples))
+        self._rounds.begin(self._training.train_early(stage, instance, samples))
+
+    def compare(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
+        """Copy samples to the ranks that train, which compare the two engines."""
+        self._rounds.begin(self._training.compare(stage, samples))
 
     def wait(self) -> list[Event]:
         """Events of the calls that have ended, at least one; may raise `Abandoned`."""
@@ -502,46 +536,7 @@ class RayExecutor:
         self.may_abandon = False
         for stage, samples in updates:
             logger.debug("stage %s begins on %d samples", stage.name, len(samples))
-        self._rounds.begin(self._update(updates))
-
-    def _update(self, updates: Sequence[tuple[UpdateStage, Sequence[Sample]]]) -> EventCalls:
-        """One event for each stage. A sample of several has one rank, by the work of all roles."""
-        stages = [stage for stage, _ in updates]
-        early = {stage.name: self._early.pop(stage.name, set()) for stage in stages}
-        batches = []
-        for stage, samples in updates:
-            done = early[stage.name]
-            assert done <= {sample.id for sample in samples}, "trained early, and not of the batch"
-            batches.append([sample for sample in samples if sample.id not in done])
-        pool, samples_per_row = self._pool(stages[0]), stages[0].samples_per_row
-        work = joint_work([self._work(stage) for stage in stages])
-        samples = list({sample.id: sample for batch in batches for sample in batch}.values())
-        if pool is self.group.home:
-            move = self.config.strict
-            ranks = assign_ranks(samples, len(pool.ranks), samples_per_row, move, work)
-            parcels = yield from self._moves.to_ranks(samples, ranks)
-        else:
-            places = deal(samples, len(pool.ranks), samples_per_row, work)
-            ranks = [pool.ranks[i] for i in places]
-            common = set.intersection(*(x.tensors for x in samples)) if samples else set()
-            read = {LOSS_MASK, TRAINED}
-            for stage in stages:
-                read |= {*stage.inputs, *self._fields_of_role[stage.role or ""]}
-            if pool is self.group.actor_pool:  # also what the engines' gap is measured by
-                read = common
-            parcels = yield from self._moves.copies(samples, ranks, common & read)
-        rank_of = {sample.id: rank for sample, rank in zip(samples, ranks, strict=True)}
-        shares: dict[int, list[UpdateShare]] = {rank: [] for rank in pool.ranks}
-        for stage, batch in zip(stages, batches, strict=True):
-            ranks = [rank_of[sample.id] for sample in batch]
-            of_stage = update_shares(stage, batch, ranks, pool.ranks, self.config.trainer)
-            for rank, share in of_stage.items():
-                first = () if shares[rank] else once(parcels[rank])
-                own = replace(share, parcels=first, num_early=len(early[stage.name]))
-                shares[rank].append(own)
-        filled = [tuple(shares[rank]) for rank in pool.ranks]
-        answers = yield from answers_of(self.group.call_update(pool, tuple(stages), filled))
-        return [UpdateDone(s.name, metrics) for s, metrics in zip(stages, answers[0], strict=True)]
+        self._rounds.begin(self._training.update(updates))
 
     def release(self, ids: Sequence[SampleId]) -> None:
         """Let the ranks forget samples."""
@@ -576,6 +571,10 @@ class RayExecutor:
             then({id: texts for answer in answers for id, texts in answer.items()})
 
         self.read(self.group.call_texts(ids_of_rank), merged)
+
+    def discard(self) -> None:
+        """Wait for all calls that are in flight; nobody wants their events."""
+        self._rounds.discard()
 
     def drain(self) -> None:
         """Wait for what ranks do without anyone waiting for it; raises the failure of one."""

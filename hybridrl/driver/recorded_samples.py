@@ -19,7 +19,7 @@ from hybridrl.flow.graph import MapStage, Stage, StageMethod
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.telemetry.digests import read_steps
 from hybridrl.telemetry.records import parse
-from hybridrl.workers.store import ROUTED_EXPERTS
+from hybridrl.workers.store import KEPT_IDS, ROUTED_EXPERTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class RecordedSamples:
         if sample is None:
             allowed = f"a batch with sample {id}, which {self.folder} has not"
             raise ConfigError("--stage", "train", allowed)
-        more = (ROUTED_EXPERTS,) if ROUTED_EXPERTS in sample.tensors else ()
+        more = tuple(name for name in (ROUTED_EXPERTS, KEPT_IDS) if name in sample.tensors)
         finish = str(sample.scalars["finish"])
         return Finished(
             id, rank, sample.prompt_tokens, sample.response_tokens, finish, sample.spans, more

@@ -24,6 +24,7 @@ from hybridrl.driver.checkpoints import Checkpoints, DriverState, Origin
 from hybridrl.driver.emulated_executor import EmulatedExecutor
 from hybridrl.driver.episodes import EnvironmentFailed, Episodes
 from hybridrl.driver.evaluate import HeldOutEvaluation, evaluation_graphs, failed_shares
+from hybridrl.driver.followed_run import followed_run, recorded_run
 from hybridrl.driver.inputs import inputs_of
 from hybridrl.driver.judges import JudgeFailures
 from hybridrl.driver.load_balance import work_of_roles
@@ -108,6 +109,7 @@ class Run:
             self.records.on_memory,
             lambda: self.step,
         )
+        self.group.failures.on_death = self._note_death
         if len(self.group.pools) > 1:
             telemetry.pools = config.cluster.pool_ranks
         sizes = sizes_of_run(config, prepared.graph, prepared.model_path)
@@ -131,6 +133,8 @@ class Run:
             telemetry,
             self._record_evaluated,
         )
+        self.evaluation.ended = self._evaluated
+        self._before: DriverState | None = None  # the state before the step that runs
         self.schedule: Schedule | None = None  # of the recipe's steps, where they are replayed
         # checkpoints
         self.origin, self.run_dir = origin, Path(config.run.dir)
@@ -138,9 +142,22 @@ class Run:
         if origin.point is not None:
             self._resume_driver(origin.point, origin.damaged)
 
-    def _record_evaluated(self, name: str, samples: Sequence[Sample]) -> None:
+    def _note_death(self, instance: int, line: str) -> None:
+        self.telemetry.note(line, step=self.step)
+        self.telemetry.event("death", step=self.step, instance=instance)
+
+    def _record_evaluated(self, name: str, step: int, samples: Sequence[Sample]) -> None:
         """Begin to record samples of the evaluation set `name`."""
-        self.records.record_evaluated(name, samples, self.executor.read_texts)
+        self.records.record_evaluated(name, step, samples, self.executor.read_texts)
+
+    def _evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        """A set is evaluated on the weights after `step`; training may be in the next one."""
+        if "eval_accuracy" in metrics:
+            self.checkpoints.score(step, metrics["eval_accuracy"])
+        if self._before is not None:  # a signal may have it saved: it has been evaluated
+            self._before.record["evaluated"] = self.evaluation.state()
+            lines = "metrics.jsonl"
+            self._before.record["records"][lines] = self.telemetry.sizes()[lines]
 
     def end_processes(self) -> None:
         """End those of judges and environments that the driver calls. May be called twice."""
@@ -198,8 +215,8 @@ class Run:
         settings = [f"rollout.{setting}" for setting in self.config.rollout.off_policy]
         if settings and any(isinstance(stage, GenerateStage) for stage in stages):
             logger.warning(
-                "sampling is off-policy with %s: recorded log-probabilities are of the whole "
-                "distribution after temperature",
+                "sampling is off-policy with %s: recorded log-probabilities are of the "
+                "distribution without that",
                 ", ".join(settings),
             )
 
@@ -232,7 +249,8 @@ class Run:
             if self.config.cluster.holds_models:
                 final = self.run_dir / "final"
                 self.checkpoints.write(final, self.step, self._state(phase, schedule))
-        self._close(schedule)
+        if self.evaluation.under_way is None:  # else a judgement of it will never come
+            self._close(schedule)
         if spent is not None:
             raise self._spent(spent)
         return after
@@ -268,6 +286,7 @@ class Run:
         """The schedule of a phase whose roles are there; where it was, if the run resumes in it."""
         rollout, graph = self.config.rollout, phase.graph
         sampling = sampling_of(self.config, rollout, rollout.max_new_tokens, rollout.temperature)
+        sampling = replace(sampling, keeps_ids=rollout.replays_sampling)
         schedule = make_schedule(
             self.config,
             phase.schedule,
@@ -292,7 +311,7 @@ class Run:
             self.checkpoints.load_samples(point, schedule)
             if self.episodes is not None:
                 self.executor.take_up(schedule.pending(), point.state.get("episodes", []))
-        self.evaluation.pause = schedule.pause
+        self.evaluation.schedule = schedule
         return schedule
 
     # -- steps ---------------------------------------------------------------------------------
@@ -305,9 +324,11 @@ class Run:
             self._evaluate_due(phase, schedule)
         while self.step < phase.last_step:
             self._stop_if_requested(phase, schedule)
-            before = self._state(phase, schedule) if self.config.trainer.resumes else None
+            resumes = self.config.trainer.resumes
+            self._before = self._state(phase, schedule, copies=False) if resumes else None
             start = time.time()
-            result = self._run_step(schedule, before)
+            result = self._run_step(schedule, self._before)
+            self._before = None
             seconds = time.time() - start
             logger.info("step %d ended after %.3f s", self.step, seconds)
             if self.config.telemetry.samples is KeptSamples.all:
@@ -420,26 +441,31 @@ class Run:
 
     def _evaluate_and_save(self, phase: RunPhase, schedule: Schedule) -> None:
         """After a step of a phase that continues."""
-        accuracy, save_every = self._evaluate_due(phase, schedule), self.config.trainer.save_every
+        save_every = self.config.trainer.save_every
         # A warm start is short, and made again unless the run is a resumed one.
         keeps = phase.name == "rl" or self.config.trainer.resumes
-        if keeps and save_every and (self.step - phase.first_step) % save_every == 0:
-            self.checkpoints.save(self.step, accuracy, self._state(phase, schedule))
+        saves = keeps and save_every > 0 and (self.step - phase.first_step) % save_every == 0
+        self._evaluate_due(phase, schedule, waits=saves)
+        if saves:
+            state = self._state(phase, schedule)  # an evaluation may end meanwhile
+            self.checkpoints.save(self.step, self.evaluation.accuracy_at(self.step), state)
 
-    def _evaluate_due(self, phase: RunPhase, schedule: Schedule) -> float | None:
-        """Accuracy after a step of a phase that continues, where that is wanted.
+    def _evaluate_due(self, phase: RunPhase, schedule: Schedule, waits: bool = False) -> None:
+        """Evaluate after a step of a phase that continues, where that is wanted, or begin to.
 
-        If a budget is spent in it, the step's checkpoint is written.
+        With `waits` evaluations of earlier steps end before, so that a checkpoint has them. If one
+        fails, or a budget is spent in it, the step's checkpoint is written.
         """
         if phase.name != "rl":
-            return None
+            return
         try:
-            metrics = self.evaluation.at(self.step, self.step - phase.first_step)
+            if waits:
+                self.evaluation.wait()
+            self.evaluation.begin(self.step, self.step - phase.first_step)
         except CUT_SHORT as error:
             if self.config.trainer.saves:
                 self._save_stopped(self._state(phase, schedule))
             raise self._spent(error) from None
-        return metrics.get("eval_accuracy")
 
     def _close(self, schedule: Schedule) -> None:
         left = schedule.close()
@@ -472,7 +498,13 @@ class Run:
         )
 
     def _save_stopped(self, state: DriverState) -> None:
-        """Write the checkpoint of the last whole step, if there is none."""
+        """Write the checkpoint of the last whole step, if there is none.
+
+        An evaluation of earlier weights that is still under way is given up: the run is to end.
+        """
+        late = self.evaluation.under_way
+        if late is not None and late < self.step:
+            self.telemetry.note(f"the evaluation after step {late} is given up: the run ends")
         begun = self.origin.point.state["step"] if self.origin.point else 0
         if self.step > begun and self.step not in self.checkpoints.scores:
             self.checkpoints.save(self.step, None, state)
@@ -485,8 +517,10 @@ class Run:
         resumes = f"; trainer.resume=auto continues {how}" if saved else ""
         return type(error)(f"{error}; stopped after step {self.step}{resumes}")
 
-    def _state(self, phase: RunPhase, schedule: Schedule) -> DriverState:
-        """The driver's part of a checkpoint."""
+    def _state(self, phase: RunPhase, schedule: Schedule, *, copies: bool = True) -> DriverState:
+        """The driver's part of a checkpoint; without `copies` what instances have begins anew."""
+        if copies:
+            schedule.copy_open()
         record = {
             "phase": phase.name,
             "prompts": self.prompts.position,
@@ -503,7 +537,7 @@ class Run:
             record["curriculum"] = self.prompts.state_dict()
         if self.episodes is not None:
             record["episodes"] = self.episodes.state(pending)
-        return DriverState(record, pending, schedule.needs_versions())
+        return DriverState(record, pending, schedule.needs_versions(), schedule.group_fields)
 
     def _resume_driver(self, point: Point, damaged: Sequence[str]) -> None:
         """Be where the driver was at `point`; ranks and schedule follow with their phase."""
@@ -533,6 +567,8 @@ def _judge_failures(config: Config, origin: Origin) -> JudgeFailures:
     """Judgements that have failed in steps that the run makes again; none where it begins anew."""
     run_dir = Path(config.run.dir)
     failures = JudgeFailures(run_dir)
+    if (followed := followed_run(config)) is not None:
+        failures.follow(followed)
     if origin.point is not None and origin.continues(run_dir):
         failures.resume(origin.point.state["step"] if origin.goes_back else None)
     elif config.trainer.resumes:
@@ -549,6 +585,8 @@ def _executor(
     if isinstance(config.cluster, EmulatedClusterConfig):
         return EmulatedExecutor(group, config, on_switch, works, graph)
     turns, launcher = prepared.turns, group.launcher
-    episodes = Episodes(config, turns, launcher) if turns is not None else None
+    record = recorded_run(config)
+    failures = {} if record is None else record.failures
+    episodes = Episodes(config, turns, launcher, failures) if turns is not None else None
     together = roles_together(config, graph, "actor") if config.trainer.fuses else ()
     return RayExecutor(group, config, on_switch, works, episodes, together)

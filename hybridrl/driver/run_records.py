@@ -6,12 +6,14 @@ The driver writes it through `hybridrl.telemetry`; docs/telemetry.md lists files
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
+from types import MappingProxyType
 from typing import Any
 
 from hybridrl.flow.judgements import OK, failed_status, score_of
 from hybridrl.flow.ledger import Drop, DropReason
 from hybridrl.flow.sample import ENVIRONMENT_FAILURE, Sample, SampleId
 from hybridrl.flow.turns import order_to_json
+from hybridrl.flow.versions import RunRecord, failures_of, record_to_json
 from hybridrl.layout.weight_switch import SwitchStats
 from hybridrl.schedule import StepResult
 from hybridrl.system.memory import MemoryReading
@@ -59,7 +61,7 @@ class RunRecords:
         self.current_step, self.kinds_of, self.origin_of = current_step, kinds_of, origin_of
         self.observe = observe
         self.driver_metrics = driver_metrics
-        self._noted_no_training = self._noted_no_rewards = False
+        self._noted_no_training = self._noted_no_rewards = self._noted_no_mismatch = False
 
     # -- callbacks -----------------------------------------------------------------------------
 
@@ -110,6 +112,7 @@ class RunRecords:
         metrics |= self.driver_metrics()
         self._note_no_training(result, metrics)
         self._note_no_rewards(result.dispatched)
+        self._note_no_mismatch(metrics)
         end = 0.0
         for span in sorted(result.spans, key=lambda span: span.start):
             # A lane's slices must not overlap, and a schedule's stages may.
@@ -125,6 +128,9 @@ class RunRecords:
         )
         if result.turn_orders:
             self.telemetry.turn_orders(step, [order_to_json(one) for one in result.turn_orders])
+        if result.versions:
+            record = RunRecord(result.versions, failures_of(result.dispatched))
+            self.telemetry.versions(step, record_to_json(record))
         return metrics
 
     def record_samples(
@@ -134,24 +140,24 @@ class RunRecords:
         dropped: Mapping[SampleId, Drop] | None = None,
     ) -> None:
         """Record the texts of the step's first samples; without `dropped`, not whether used."""
-        facts: list[dict[str, Any]] = []
+        facts: dict[SampleId, dict[str, Any]] = {}
         for sample in samples[: self.samples_per_step]:
             source, task = self.origin_of(sample.id.prompt)
-            facts.append({"source": source, "task": task})
+            facts[sample.id] = {"source": source, "task": task}
             if dropped is not None:
                 drop = dropped.get(sample.id)
-                facts[-1]["drop_reason"] = drop and drop.reason.value
+                facts[sample.id]["drop_reason"] = drop and drop.reason.value
         step = self.current_step()
 
-        def record(texts: list[dict[str, Any]]) -> None:
-            lines = [text | of_sample for text, of_sample in zip(texts, facts, strict=True)]
+        def record(lines: list[dict[str, Any]]) -> None:
             self.telemetry.samples(step, lines)
 
-        self._read(samples, read_texts, record)
+        self._read(samples, read_texts, record, facts)
 
-    def record_evaluated(self, name: str, samples: Sequence[Sample], read_texts: ReadTexts) -> None:
-        """Record samples of the evaluation set `name`."""
-        step = self.current_step()
+    def record_evaluated(
+        self, name: str, step: int, samples: Sequence[Sample], read_texts: ReadTexts
+    ) -> None:
+        """Record samples of the evaluation set `name` after `step`."""
 
         def record(texts: list[dict[str, Any]]) -> None:
             lines = [{"set": name, **text} for text in texts]
@@ -186,13 +192,30 @@ class RunRecords:
             step=step,
         )
 
+    def _note_no_mismatch(self, metrics: dict[str, float]) -> None:
+        """Say it, the first time, where all tokens of a step are of older weights."""
+        is_compared = "mismatch/mean" in metrics or not metrics.get("samples/off_policy_tokens")
+        if self._noted_no_mismatch or is_compared:
+            return
+        self._noted_no_mismatch = True
+        step = self.current_step()
+        self.telemetry.note(
+            f"step {step}: mismatch/* compares engines at equal weights, and no sample had the"
+            " trainer's before they changed: such steps have staleness/* alone",
+            step=step,
+        )
+
     def _read(
         self,
         samples: Sequence[Sample],
         read_texts: ReadTexts,
         record: Callable[[list[dict[str, Any]]], None],
+        facts: Mapping[SampleId, dict[str, Any]] = MappingProxyType({}),
     ) -> None:
-        """Have `record` called with what is known of the first samples, and their texts."""
+        """Have `record` called with what is known of the first samples, their texts and `facts`.
+
+        Samples whose instance has died meanwhile have no texts, and no line.
+        """
         shown = samples[: self.samples_per_step]
         by_rank: dict[int, list[SampleId]] = defaultdict(list)
         for sample in shown:
@@ -200,7 +223,13 @@ class RunRecords:
         others = [name for name in judged(shown) if name != "reward"]
         read_texts(
             by_rank,
-            lambda texts: record([_as_line(one, texts[one.id], others) for one in shown]),
+            lambda texts: record(
+                [
+                    _as_line(one, texts[one.id], others) | facts.get(one.id, {})
+                    for one in shown
+                    if one.id in texts
+                ]
+            ),
         )
 
 
@@ -317,6 +346,9 @@ def step_metrics(result: StepResult, seconds: float) -> dict[str, float]:
     if trained := result.metrics.get("samples/trained_tokens"):
         old_tokens = result.metrics["samples/off_policy_tokens"]
         metrics["samples/off_policy_share"] = old_tokens / trained
+    if "samples/generated_tokens" in metrics:  # ranks that train do so on copies, meanwhile
+        metrics["tokens_per_s/rollout"] = metrics["samples/generated_tokens"] / seconds
+        metrics["tokens_per_s/actor"] = metrics["samples/tokens"] / seconds
     metrics |= {f"{name.replace(' ', '_')}_s": s for name, s in result.seconds_by_stage.items()}
     for name in ("kl", *judged(samples)):
         if values := [x for s in samples if (x := score_of(s, name)) is not None]:

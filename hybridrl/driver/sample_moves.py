@@ -1,10 +1,12 @@
 """Samples on their way between ranks: as parcels in the object store, the driver has references."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from hybridrl.driver.async_calls import Calling, answers_of
+from hybridrl.driver.rank_failures import InstanceEnded
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.executor import Advanced, Computed
 from hybridrl.flow.sample import Sample, SampleId
@@ -42,21 +44,46 @@ class SampleMoves:
                 self._published[id] |= dict.fromkeys(fields, published.reference)
 
     def forget(self, ids: Sequence[SampleId]) -> None:
-        """These are released."""
+        """These are released, or made anew."""
         for id in ids:
             self._published.pop(id, None)
 
-    def copies(
+    def copy(
         self,
         samples: Sequence[Sample],
         receivers: Sequence[int],
         fields: Collection[str],
         whole: bool = False,
-    ) -> Calling[Parcels]:
-        """`fields` of samples that stay on their ranks, for a receiver each; `whole` with items."""
-        parcels, moves = self._published_or_moves(samples, receivers, lambda sample: fields)
-        yield from self._export(moves, parcels, None if whole else sorted(fields), keep=True)
-        return parcels
+    ) -> Calling[None]:
+        """Bring `fields` of samples, which stay on their ranks, to a receiver each.
+
+        With `whole` their items, too. When this returns the receivers have them, whatever becomes
+        of the samples' ranks.
+        """
+        # A parcel may have more samples than are wanted of it, some as they were before they began
+        # anew: so each is taken with its ids.
+        shares: dict[int, dict[int, tuple[Any, list[SampleId]]]] = defaultdict(dict)
+        moves: _Moves = {}
+        moving: dict[int, list[SampleId]] = defaultdict(list)
+        for sample, receiver in zip(samples, receivers, strict=True):
+            known = self._published[sample.id]
+            if not known.keys() >= set(fields):
+                moves.setdefault(sample.rank, {}).setdefault(receiver, []).append(sample.id)
+                moving[receiver].append(sample.id)
+                continue
+            for parcel in once(known[name] for name in sorted(fields)):
+                _, ids = shares[receiver].setdefault(id(parcel), (parcel, []))
+                ids.append(sample.id)
+        exported: Parcels = defaultdict(list)
+        yield from self._export(moves, exported, None if whole else sorted(fields), keep=True)
+        for receiver, parcels in exported.items():
+            for parcel in parcels:
+                shares[receiver][id(parcel)] = parcel, moving[receiver]
+        calls = {}
+        for receiver, share in sorted(shares.items()):
+            of_parcels = [(parcel, tuple(ids)) for parcel, ids in share.values()]
+            calls[self.group.call_fetch(receiver, of_parcels)] = receiver
+        yield from answers_of(calls)
 
     def import_at_home(self, samples: Sequence[Sample], field: str) -> Calling[None]:
         """Have the ranks of samples import `field`, which another pool has published."""
@@ -134,6 +161,43 @@ class SampleMoves:
         for exported in (yield from answers_of(calls)):
             for receiver, references in exported.items():
                 parcels[receiver] += references
+
+
+class Homes:
+    """Where samples are as a piece of work begins: they may begin anew elsewhere meanwhile."""
+
+    def __init__(self, samples: Sequence[Sample], group: WorkerGroup) -> None:
+        self._rank_of = {sample.id: sample.rank for sample in samples}
+        self._dead = group.failures.dead
+        self._num_dead = len(self._dead)
+
+    @contextmanager
+    def may_die(self) -> Iterator[None]:
+        """Within, instances with some of the samples may end; the work is to begin again then.
+
+        Raises RuntimeError where some are lost, and no rank has died since it was last asked.
+        """
+        try:
+            yield
+        except InstanceEnded:
+            before, self._num_dead = self._num_dead, len(self._dead)
+            if before == self._num_dead:
+                raise RuntimeError("samples are lost, and ranks that had them live") from None
+
+    def live(self, ids: Iterable[SampleId]) -> bool:
+        """Whether the ranks of all of them live."""
+        return not any(self._rank_of[id] in self._dead for id in ids)
+
+    def those_living(self, ids: Iterable[SampleId]) -> tuple[SampleId, ...]:
+        """Give the ids of samples whose rank lives."""
+        return tuple(id for id in ids if self._rank_of[id] not in self._dead)
+
+    def living(self, samples: Sequence[Sample], whole_groups: bool = False) -> list[Sample]:
+        """Give the samples whose rank lives; with `whole_groups` those of all of their prompt."""
+        gone = {id.prompt for id, rank in self._rank_of.items() if rank in self._dead}
+        if whole_groups:
+            return [sample for sample in samples if sample.id.prompt not in gone]
+        return [sample for sample in samples if self._rank_of[sample.id] not in self._dead]
 
 
 def by_rank(samples: Iterable[Sample]) -> dict[int, list[Sample]]:

@@ -8,6 +8,7 @@ from hybridrl.config import Config, ScheduleConfig
 from hybridrl.config.environment import TIMED
 from hybridrl.config.sampling import SamplingConfig
 from hybridrl.costs.instance import Costs
+from hybridrl.driver.followed_run import recorded_run, recorded_steps
 from hybridrl.driver.ray_executor import RayExecutor
 from hybridrl.flow import Graph
 from hybridrl.flow.early_updates import EarlySettings
@@ -19,7 +20,8 @@ from hybridrl.schedule.base import (
     Schedule,
     StepSettings,
 )
-from hybridrl.schedule.build import ScheduleParts, build
+from hybridrl.schedule.build import ScheduleParts, build, build_guest
+from hybridrl.schedule.guest import GuestStep
 
 
 def sampling_of(
@@ -51,8 +53,48 @@ def make_schedule(
 
     `early` says whether instances can train alone. `counted` are seconds by operations.
     """
+    if schedule.follows and num_steps is not None:  # a replay's record may be of fewer
+        num_steps = min(num_steps, recorded_steps(config) or num_steps)
+    parts = _parts(config, graph, executor, prompts, sampling, prompts_per_step)
+    parts = replace(
+        parts,
+        settings=replace(parts.settings, counted=counted),
+        num_steps=num_steps,
+        num_training=config.ranks_of("actor"),
+        early=early or EarlySettings(),
+        must_widen=bool(config.rollout.wide_tp),
+        timed=config.environment.partial == TIMED,
+        turn_orders=recorded_orders(config) if schedule.entry.parks_episodes else None,
+        record=recorded_run(config) if schedule.follows else None,
+    )
+    return build(parts, schedule)
+
+
+def make_guest(
+    config: Config,
+    graph: Graph,
+    executor: RayExecutor,
+    prompts: Iterator[Prompt],
+    sampling: Sampling,
+    num_prompts: int,
+    version: int,
+) -> GuestStep:
+    """A step over `graph` by one version of the weights, as a guest of the one that trains."""
+    parts = _parts(config, graph, executor, prompts, sampling, num_prompts)
+    return build_guest(parts, version)
+
+
+def _parts(
+    config: Config,
+    graph: Graph,
+    executor: RayExecutor,
+    prompts: Iterator[Prompt],
+    sampling: Sampling,
+    prompts_per_step: int,
+) -> ScheduleParts:
+    """What every schedule needs."""
     rollout = config.rollout
-    parts = ScheduleParts(
+    return ScheduleParts(
         graph=graph,
         executor=executor,
         prompts=prompts,
@@ -62,20 +104,12 @@ def make_schedule(
             prompts_per_step=prompts_per_step,
             draft_tokens=rollout.draft_length,
             pass_tokens=rollout.pass_tokens,
-            counted=counted,
         ),
         max_held=config.samples_held,
         chunk_tokens=config.trainer.max_tokens_per_micro_batch,
         key_of=executor.key_of,
         exports_kv=rollout.features.exports_kv,
-        num_steps=num_steps,
-        num_training=config.ranks_of("actor"),
-        early=early or EarlySettings(),
-        must_widen=bool(rollout.wide_tp),
-        timed=config.environment.partial == TIMED,
-        turn_orders=recorded_orders(config) if schedule.entry.parks_episodes else None,
     )
-    return build(parts, schedule)
 
 
 def replay_setting(config: Config, executor: RayExecutor, graph: Graph) -> dict[str, Any]:

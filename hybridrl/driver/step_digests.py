@@ -40,7 +40,9 @@ def read_step_digests(
     of_weights = group.call_digest_weights()
 
     def complete(answers: list[Any]) -> None:
-        samples, weights = answers[: len(of_samples)], answers[len(of_samples) :]
+        # Ranks that train answer all, others if their instance lives.
+        num_samples = len(answers) - len(of_weights)
+        samples, weights = answers[:num_samples], answers[num_samples:]
         then(_line(graph, result, finished, samples, weights))
 
     read({**of_samples, **of_weights}, complete)
@@ -66,6 +68,7 @@ def _line(
         str(sample.id): {k: str(x) if isinstance(x, list) else x for k, x in sample.scalars.items()}
         | {name: joined([shard]) for name, shard in digests[sample.id].items()}
         for sample in finished
+        if sample.id in digests
     }
     numbers: dict[str, dict[str, float]] = {}
     for key, value in result.metrics.items():

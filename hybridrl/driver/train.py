@@ -16,13 +16,15 @@ from hybridrl.driver.checkpoints import (
     settings_of,
 )
 from hybridrl.driver.episodes import EnvironmentFailed
+from hybridrl.driver.followed_run import check_followed
+from hybridrl.driver.rank_failures import WorkerError
 from hybridrl.driver.resumed_inputs import check_inputs, known_rows
 from hybridrl.driver.run import Run, TrainingDiverged
-from hybridrl.driver.worker_group import WorkerError
 from hybridrl.flow.judgements import JudgeFailed
 from hybridrl.flow.turns import RecordDiffers
 from hybridrl.preflight.first_samples import write_first_samples
 from hybridrl.preflight.prepare import PreparedRun, prepare
+from hybridrl.preflight.settings import own_run_dir
 from hybridrl.preflight.turn_orders import check_record
 from hybridrl.rewards.results import BudgetSpent
 from hybridrl.runtime.errors import RayStartError
@@ -57,8 +59,14 @@ RUN_ERRORS = (
 
 def train(config: Config) -> dict[str, Any]:
     """Run warm start and recipe; returns the summary that the command line prints."""
+    with own_run_dir(config):
+        return _train(config)
+
+
+def _train(config: Config) -> dict[str, Any]:
     origin = find_origin(config, reads=True)
     check_record(config)
+    check_followed(config)
     known = known_rows(origin)
     prepared = prepare(config, known=known)
     check_inputs(config, origin, known, prepared)

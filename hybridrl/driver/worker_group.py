@@ -1,15 +1,16 @@
 """The ranks as the driver sees them: typed calls, one error for a dead worker."""
 
+import contextlib
 import logging
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate
 
-from hybridrl.config import Config, ConfigError
+from hybridrl.config import Config
 from hybridrl.costs.memory import PoolSizes
+from hybridrl.driver.rank_failures import InstanceEnded, RankFailures
+from hybridrl.driver.rank_pool import Pool
 from hybridrl.flow.executor import (
     Advanced,
     Command,
@@ -25,7 +26,6 @@ from hybridrl.rewards import RewardInput
 from hybridrl.runtime.launcher import CallFailed, Launcher
 from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo
-from hybridrl.system.rendezvous import NCCL_TRACE, recorded_collectives
 from hybridrl.telemetry.digests import ShardDigest
 from hybridrl.telemetry.trace import ThreadSlice, TimeSpan, rank_lane
 from hybridrl.workers.actor_shards import ActorShards
@@ -35,7 +35,14 @@ from hybridrl.workers.base_worker import BaseWorker, Published, Reply
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.pending_samples import PendingRecord
 from hybridrl.workers.pushed_weights import PushedShare
-from hybridrl.workers.rank_calls import Answer, RankCalls, Reference, SharedIds
+from hybridrl.workers.rank_calls import (
+    Answer,
+    Params,
+    RankCalls,
+    Reference,
+    SharedIds,
+    Worker,
+)
 from hybridrl.workers.sample_worker import SampleWorker
 from hybridrl.workers.sample_writer import SampleFacts
 from hybridrl.workers.trainer_worker import TrainerWorker
@@ -52,37 +59,15 @@ OnSpan = Callable[[str, TimeSpan, int], None]
 """Called with the lane of a rank, what it did, and the step of the run that asked for it."""
 
 OnMemory = Callable[[int, MemoryReading], None]
-_UNKNOWN = ("?", "")  # node and log of a rank that has not answered yet
-
-
-class WorkerError(RuntimeError):
-    """A rank failed: which roles, which rank, which node, where its log is, and why.
-
-    `died` says that its process or its node is gone, which may be otherwise next time.
-    """
-
-    def __init__(self, message: str, died: bool = False) -> None:
-        super().__init__(message)
-        self.died = died
-
-
-@dataclass(slots=True)
-class Pool:
-    """Ranks that are one process group: `calls` calls all of them. `roles` is for error messages.
-
-    A rank's number is that of the run; inside, ranks count from 0.
-    """
-
-    ranks: range
-    calls: RankCalls
-    roles: list[str]
 
 
 class WorkerGroup:
     """All ranks, in pools: that of the actor first. Samples live in `home`, which generates.
 
-    `call_*` start work and return references; `gather` waits for them. Any failure ends every rank
-    at once: a rank in a collective would otherwise wait for the dead one without end. `instances`
+    `call_*` start work and return references; `gather` waits for them. A failure ends every rank at
+    once: a rank in a collective would otherwise wait for the dead one without end. But where
+    instances have ranks of their own, a failure of one ends its instance (`InstanceEnded`), while
+    another lives. What is asked of a whole pool is asked of the ranks that live. `instances`
     lists the ranks of each generation instance, `places` in the order of stage and tp, `wide` those
     of each wide one by its number, known after `setup`.
     """
@@ -104,22 +89,22 @@ class WorkerGroup:
             ClusterWorker, make_worker, config, model_path, launcher.data_plane
         )
         order = config.cluster.rank_order
-        self._group = launcher.subgroup(workers, order) if order else workers
-        self._all = RankCalls(self._group)
+        self.all_ranks = launcher.subgroup(workers, order) if order else workers
+        self._all = RankCalls(self.all_ranks)
         self._ranks = [
-            RankCalls(launcher.subgroup(self._group, [rank])) for rank in range(self.size)
+            RankCalls(launcher.subgroup(self.all_ranks, [rank])) for rank in range(self.size)
         ]
         self.pools = {
-            name: Pool(ranks, RankCalls(launcher.subgroup(self._group, ranks)), [name])
+            name: Pool(ranks, RankCalls(launcher.subgroup(self.all_ranks, ranks)), [name])
             for name, ranks in config.cluster.pool_ranks.items()
         }
         self.home, self.actor_pool = self.pools[config.cluster.home], self.pools["actor"]
-        self._locations = [_UNKNOWN] * self.size
+        self.failures = RankFailures(self)
         self._first_rank_on: dict[str, int] = {}  # by node
         self.instances: list[list[int]] = []
         self.places: list[list[int]] = []
         self.wide: dict[int, list[int]] = {}
-        self._logs = Path(config.run.dir) / "logs"
+        self.logs = Path(config.run.dir) / "logs"
 
     @property
     def size(self) -> int:
@@ -133,10 +118,12 @@ class WorkerGroup:
 
         `step` began the call, if that is not the present one.
         """
+        if rank in self.failures.dead:  # it may have answered before, and nobody wants that
+            raise self.failures.ended_with(rank)
         try:
             reply: Reply[Answer] = self.launcher.get(reference)
         except CallFailed as error:
-            raise self._fail(rank, error) from error
+            raise self.failures.of(rank, error) from error
         done = ", ".join(span.name for span in reply.spans)
         logger.debug("rank %d answered%s", rank, f": {done}" if done else "")
         step = self.current_step() if step is None else step
@@ -160,39 +147,21 @@ class WorkerGroup:
     def kill(self) -> None:
         """End every rank now."""
         self.killed = True
-        self.launcher.kill(self._group)
+        self.launcher.kill(self.all_ranks)
 
-    def _fail(self, rank: int, error: CallFailed) -> BaseException:
-        """End every rank; the error to raise."""
-        if isinstance(error.cause, RuntimeError):
-            # A death makes the others' collectives fail, and their errors may arrive before it.
-            rank, error = self.launcher.first_dead(self._group) or (rank, error)
-        self.kill()
-        if isinstance(error.cause, ConfigError | OSError):
-            return error.cause
-        # Only here: one line says all of what a user can mend, and of a death.
-        print(error.trace, end="", file=sys.stderr, flush=True)
-        if error.died:
-            reason = "its process ended (killed, out of memory, or crashed)"
-            if self._locations[rank] == _UNKNOWN:
-                reason = f"{reason}: {error}"
-        else:
-            reason = f"{type(error.cause).__name__}: {error.cause}" if error.cause else str(error)
-        node, log = self._locations[rank]
-        (roles,) = (pool.roles for pool in self.pools.values() if rank in pool.ranks)
-        return WorkerError(
-            f"rank {rank} of {self.size} ({', '.join(roles)}) on node {node} failed:"
-            f" {reason}; its log is {log or self._logs}{self._traces()}",
-            error.died,
-        )
+    def _gather_living(self, calls: Mapping[Reference[Answer], int]) -> list[Answer]:
+        """Values of calls, each with its rank, without those of instances that end."""
+        values: dict[Reference[Answer], Answer] = {}
+        pending = dict(calls)
+        while pending:
+            for call in self.launcher.wait(list(pending)):
+                with contextlib.suppress(InstanceEnded):
+                    values[call] = self.value_of(pending.pop(call), call)
+        return [values[call] for call in calls if call in values]
 
-    def _traces(self) -> str:
-        """Where NCCL's last collectives are, if a timeout has written them."""
-        files = recorded_collectives(self._logs)
-        if not files:
-            return ""
-        named = files[0] if len(files) == 1 else f"{self._logs}/{NCCL_TRACE}*"
-        return f"; the last collectives are in {named} (`torchfrtrace` reads them)"
+    def living(self, ranks: Iterable[int]) -> list[int]:
+        """These ranks without those of instances that have ended."""
+        return [rank for rank in ranks if rank not in self.failures.dead]
 
     # -- whole group, blocking -----------------------------------------------------------------
 
@@ -210,8 +179,8 @@ class WorkerGroup:
         processes = [answer.process for answer in answers]
         for rank, process in enumerate(processes):
             logger.info("rank %d is up on %s, pid %d", rank, process.node, process.pid)
-        self._locations = [
-            (f"{process.node} (pid {process.pid})", self.launcher.log(process.log, self._logs))
+        self.failures.locations = [
+            (f"{process.node} (pid {process.pid})", self.launcher.log(process.log, self.logs))
             for process in processes
         ]
         for rank in reversed(range(self.size)):
@@ -250,6 +219,7 @@ class WorkerGroup:
         for name, pool in self.pools.items():
             graph, weights = graphs[name], tuple[Any, ...]()
             used = ["actor"] * (pool is self.actor_pool) + ["reward"] * (pool is self.home)
+            used = ["rollout"] if pool is self.home and pool is not self.actor_pool else used
             pool.roles = list(dict.fromkeys([*used, *graph.roles])) or [name]
             trains = {role for role in training if role in graph.learned}
             if pool is self.actor_pool:
@@ -258,22 +228,23 @@ class WorkerGroup:
                 # They may begin as the actor is now.
                 weights = self.gather(self.actor_pool.calls.same(ActorShards.export_weights))[0]
             mine = {role: how for role, how in training.items() if role in trains}
-            calls = pool.calls.same(BaseWorker.begin, graph, mine, publishes, weights)
-            descriptions |= self.gather(calls, pool.ranks[0])[0]
+            calls = self._same(pool, BaseWorker.begin, graph, mine, publishes, weights)
+            descriptions |= self._gather_living(calls)[0]
         return descriptions
 
     def start_profile(self, ranks: Sequence[int]) -> None:
         """Let these ranks record torch's operations."""
-        for rank in ranks:
-            self.gather(self._ranks[rank].same(BaseWorker.start_profile), rank)
+        for rank in self.living(ranks):
+            self._gather_living({self._ranks[rank].same(BaseWorker.start_profile)[0]: rank})
 
     def end_profile(self, ranks: Sequence[int], folder: Path) -> dict[int, list[ThreadSlice]]:
         """The operations by rank; snapshots of GPU memory go to files in `folder`."""
         slices = {}
-        for rank in ranks:
+        for rank in self.living(ranks):
             snapshot = str(folder / f"memory-rank-{rank}.pickle")
             calls = self._ranks[rank].same(BaseWorker.end_profile, snapshot)
-            slices[rank] = self.gather(calls, rank)[0]
+            for of_rank in self._gather_living({calls[0]: rank}):
+                slices[rank] = of_rank
         return slices
 
     def save_weights(self, path: str) -> list[str]:
@@ -283,24 +254,23 @@ class WorkerGroup:
         """
         missing: list[str] = []
         for pool in self.pools.values():  # one after the other: the actor's folder takes its place
-            calls = pool.calls.same(BaseWorker.save_weights, path)
-            missing += self.gather(calls, pool.ranks[0])[0]
+            calls = self._same(pool, BaseWorker.save_weights, path)
+            missing += self._gather_living(calls)[0]
         return missing
 
     def save_state(self, path: str) -> "dict[str, Progress]":
         """Write the state that training resumes from; answers with how far each role is."""
         progress: dict[str, Progress] = {}
         for pool in self.pools.values():
-            calls = pool.calls.same(BaseWorker.save_state, path)
-            progress |= self.gather(calls, pool.ranks[0])[0]
+            calls = self._same(pool, BaseWorker.save_state, path)
+            progress |= self._gather_living(calls)[0]
         return progress
 
     def load(self, path: str, progress: "Mapping[str, Progress]") -> str:
         """Have every rank load `path`; answers with the error, if any."""
         wrong: list[str] = []
         for pool in self.pools.values():
-            calls = pool.calls.same(BaseWorker.load, path, dict(progress))
-            wrong += self.gather(calls, pool.ranks[0])
+            wrong += self._gather_living(self._same(pool, BaseWorker.load, path, dict(progress)))
         return next(filter(None, wrong), "")
 
     def load_weights(self, path: str) -> None:
@@ -320,21 +290,30 @@ class WorkerGroup:
         answers = self.gather(self.actor_pool.calls.same(TrainerWorker.load_pushed, path))
         return {version: [shares[version] for shares in answers] for version in answers[0]}
 
-    def save_pending(self, path: str, shares: list[tuple[PendingRecord, ...]]) -> None:
-        """Have the ranks where samples live write their shares of the pending samples."""
-        paths = [path] * len(shares)
-        calls = self.home.calls.per_rank(SampleWorker.save_pending, paths, shares)
-        self.gather(calls, self.home.ranks.start)
+    def save_pending(
+        self, path: str, shares: Mapping[int, tuple[PendingRecord, ...]]
+    ) -> set[SampleId]:
+        """Have ranks where samples live write their shares of the pending samples.
 
-    def load_pending(self, path: str, shares: list[tuple[PendingRecord, ...]]) -> list[Any]:
+        Answers with those that they could not fetch, since instances that ended had them. Raises
+        `InstanceEnded`.
+        """
+        calls = {
+            rank: self._ranks[rank].per_rank(SampleWorker.save_pending, [path], [share])[0]
+            for rank, share in shares.items()
+        }
+        answers = [self.value_of(rank, call) for rank, call in calls.items()]
+        return {id for lost in answers for id in lost}
+
+    def load_pending(self, path: str, shares: Mapping[int, tuple[PendingRecord, ...]]) -> list[Any]:
         """Have them take up their shares; a reference to the parked ones of each, or None."""
         paths = [path] * len(shares)
-        calls = self.home.calls.per_rank(SampleWorker.load_pending, paths, shares)
+        calls = self.home.calls.per_rank(SampleWorker.load_pending, paths, [*shares.values()])
         return self.gather(calls, self.home.ranks.start)
 
     def finish_records(self) -> None:
         """Wait until the ranks have written the samples of all steps; raises OSError."""
-        self.gather(self.home.calls.same(SampleWorker.finish_records), self.home.ranks.start)
+        self._gather_living(self._same(self.home, SampleWorker.finish_records))
 
     def save_tensors(self, folder: str, by_rank: Mapping[int, Iterable[SampleId]]) -> None:
         """Write all tensors of samples, each rank into a separate file."""
@@ -347,7 +326,8 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End child processes and the ranks."""
-        self.gather(self._all.same(BaseWorker.close))
+        for pool in self.pools.values():
+            self._gather_living(self._same(pool, BaseWorker.close))
         self.kill()
 
     # -- one rank, not blocking ----------------------------------------------------------------
@@ -390,7 +370,7 @@ class WorkerGroup:
 
     def call_compute(self, rank: int, stage: Stage, ids: Sequence[SampleId]) -> Reference[Computed]:
         """Start a stage that all ranks where samples live take part in on one of them."""
-        return self._ranks[rank].same(ActorWorker.compute, stage, tuple(ids), ())[0]
+        return self._ranks[rank].same(ActorWorker.compute, stage, tuple(ids))[0]
 
     def call_compute_together(
         self, rank: int, stages: Sequence[Stage], ids: Sequence[SampleId]
@@ -400,11 +380,16 @@ class WorkerGroup:
         return call(ActorWorker.compute_together, tuple(stages), tuple(ids))[0]
 
     def call_compute_copies(
-        self, rank: int, stage: Stage, ids: Sequence[SampleId], parcels: Sequence[Any]
+        self, rank: int, stage: Stage, ids: Sequence[SampleId]
     ) -> Reference[Published[Computed]]:
-        """Start a stage on one rank of another pool; `parcels` hold the copies of its samples."""
-        call = self._ranks[rank].same
-        return call(CriticWorker.compute, stage, tuple(ids), tuple(parcels))[0]
+        """Start a stage on one rank of another pool, which has copies of its samples."""
+        return self._ranks[rank].same(CriticWorker.compute, stage, tuple(ids))[0]
+
+    def call_compare(
+        self, rank: int, stage: UpdateStage, ids: Sequence[SampleId]
+    ) -> Reference[dict[str, float]]:
+        """Compare the engines on copies of samples; all ranks of the actor's pool are called."""
+        return self._ranks[rank].same(TrainerWorker.compare, stage, tuple(ids))[0]
 
     def call_local_stage(
         self, rank: int, stage: Stage, ids: tuple[SampleId, ...], scalars: tuple[Any, ...]
@@ -435,6 +420,12 @@ class WorkerGroup:
     ) -> Reference[None]:
         """Have one rank store others' results for its samples, concurrently with its other work."""
         return self._ranks[rank].same(SampleWorker.import_samples, tuple(ids), tuple(parcels))[0]
+
+    def call_fetch(
+        self, rank: int, parcels: Sequence[tuple[Any, tuple[SampleId, ...]]]
+    ) -> Reference[None]:
+        """Have a rank of another pool take copies of samples, which its next call reads."""
+        return self._ranks[rank].same(BaseWorker.fetch, tuple(parcels))[0]
 
     def call_infer(
         self,
@@ -486,8 +477,8 @@ class WorkerGroup:
         """Start to have the ranks that hold samples write them to files."""
         record = SampleWorker.record_samples
         return {
-            self._ranks[rank].same(record, step, phase, tuple(samples))[0]: rank
-            for rank, samples in by_rank.items()
+            self._ranks[rank].same(record, step, phase, tuple(by_rank[rank]))[0]: rank
+            for rank in self.living(by_rank)
         }
 
     def call_texts(
@@ -495,26 +486,45 @@ class WorkerGroup:
     ) -> dict[Reference[dict[SampleId, SampleTexts]], int]:
         """Ask ranks for prompts, responses and turns of samples that they hold."""
         texts = SampleWorker.texts
-        return {self._ranks[r].same(texts, tuple(ids))[0]: r for r, ids in by_rank.items()}
+        living = self.living(by_rank)
+        return {self._ranks[rank].same(texts, tuple(by_rank[rank]))[0]: rank for rank in living}
 
     def call_digest_samples(
         self, by_rank: Mapping[int, Iterable[SampleId]]
     ) -> dict[Reference[dict[SampleId, dict[str, ShardDigest]]], int]:
         """Ask ranks for digests of all tensors of samples that they hold."""
         digests = SampleWorker.digest_samples
-        return {self._ranks[r].same(digests, tuple(ids))[0]: r for r, ids in by_rank.items()}
+        living = self.living(by_rank)
+        return {self._ranks[rank].same(digests, tuple(by_rank[rank]))[0]: rank for rank in living}
 
     def call_digest_weights(self) -> dict[Reference[dict[str, dict[str, ShardDigest]]], int]:
-        """Ask all ranks for digests of their shards of trained weights, by role and parameter."""
+        """Ask ranks that train for digests of their shards of weights, by role and parameter."""
         calls: dict[Reference[dict[str, dict[str, ShardDigest]]], int] = {}
         for pool in self.pools.values():
-            calls |= _by_rank(pool, pool.calls.same(BaseWorker.digest_weights))
+            if pool is self.home and pool is not self.actor_pool:
+                continue
+            calls |= self._same(pool, BaseWorker.digest_weights)
         return calls
 
     def call_release(self, ids: tuple[SampleId, ...]) -> dict[Reference[int], int]:
         """Start to have every rank forget samples."""
-        calls = self._all.same(BaseWorker.release, SharedIds(ids))
-        return {call: rank for rank, call in enumerate(calls)}
+        calls: dict[Reference[int], int] = {}
+        for pool in self.pools.values():
+            calls |= self._same(pool, BaseWorker.release, SharedIds(ids))
+        return calls
+
+    def _same(
+        self,
+        pool: Pool,
+        method: Callable[Concatenate[Worker, Params], Reply[Answer]],
+        *args: Params.args,
+        **kwargs: Params.kwargs,
+    ) -> dict[Reference[Answer], int]:
+        """Start a method of all ranks of a pool that live; references and ranks."""
+        if self.failures.dead.isdisjoint(pool.ranks):
+            return _by_rank(pool, pool.calls.same(method, *args, **kwargs))
+        living = self.living(pool.ranks)
+        return {self._ranks[rank].same(method, *args, **kwargs)[0]: rank for rank in living}
 
 
 def _by_rank(pool: Pool, references: Sequence[Reference[Answer]]) -> dict[Reference[Answer], int]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from hybridrl.config.sampling import SamplingConfig
 from hybridrl.flow.clock import Clock
 from hybridrl.flow.graph import AnswersStage, Stage, UpdateStage
+from hybridrl.flow.instance_work import NO_WORK, Work
 from hybridrl.flow.sample import Sample, SampleId, Scalar, TokenSpan
 
 ENOUGH_TURNS = 8
@@ -47,7 +48,8 @@ class Sampling:
     """Settings with which one response is drawn.
 
     `temperature` 0 is greedy; `max_new_tokens` in tokens. The rest is that of `SamplingConfig`, and
-    the defaults draw from the whole distribution; `bad_words` are texts.
+    the defaults draw from the whole distribution; `bad_words` are texts. With `keeps_ids` training
+    renormalizes over the ids that each token was drawn from, where these are not all.
     """
 
     max_new_tokens: int
@@ -63,6 +65,12 @@ class Sampling:
     bad_words: tuple[str, ...] = ()
     ignore_eos: bool = False
     max_turn_tokens: int = 0  # of one turn of a conversation; 0: the response is one turn
+    keeps_ids: bool = False
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn at random from a part of the distribution."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @classmethod
     def of(cls, settings: SamplingConfig, max_new_tokens: int, temperature: float) -> "Sampling":
@@ -79,12 +87,14 @@ class Sampling:
 class Submit:
     """Start these samples of one prompt on an instance; they share the prompt's KV blocks.
 
-    `prompt` is opaque to schedules (token ids and the item to be judged).
+    `prompt` is opaque to schedules (token ids and the item to be judged). With `rests_at` each is
+    parked once it has so many response tokens and has not ended; 0: never.
     """
 
     ids: tuple[SampleId, ...]
     prompt: Any
     sampling: Sampling
+    rests_at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +130,15 @@ class Resume:
     """Continue some of the samples of `parked`, on any instance of its width. Each is resumed once.
 
     Keys and values that were kept are used if they are of the instance's weights, or with
-    `stale_kv`. Else they are computed again from the tokens.
+    `stale_kv`. Else, and with `recompute`, they are computed again from the tokens. `rests_at` is
+    as for `Submit`.
     """
 
     ids: tuple[SampleId, ...]
     parked: Parked
     stale_kv: bool = False
+    rests_at: tuple[int, ...] = ()
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,21 +178,36 @@ class Answer:
 class LoadWeights:
     """Take the weights of `version`, which have been pushed, before any other command of a call.
 
-    The instance holds no unfinished sample. Schedules leave the rest to the executor: references to
-    the arrays of a rank's place, and to routing biases.
+    Unfinished samples go on under them. With `keeps_kv` they do so on the keys and values that they
+    have, else these are computed again. Schedules leave the rest to the executor: references to the
+    arrays of a rank's place, to the deltas that make them of what the rank has (None where one goes
+    whole), and to routing biases.
     """
 
     version: int
+    keeps_kv: bool = False
     arrays: tuple[Any, ...] = ()
+    deltas: tuple[Any, ...] = ()
     biases: Any = None
-
-    @property
-    def ids(self) -> tuple[SampleId, ...]:
-        """No sample is meant."""
-        return ()
+    ids = ()
 
 
-Command = LoadWeights | Submit | Park | Resume | Answer
+@dataclass(frozen=True, slots=True)
+class FetchWeights:
+    """Begin to bring weights to the rank that it will load; executors add it to calls."""
+
+    arrays: tuple[Any, ...]
+    ids = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTokens:
+    """Give copies of all unfinished samples at the end of the call; they go on."""
+
+    ids = ()
+
+
+Command = LoadWeights | FetchWeights | Submit | Park | Resume | Answer | CopyTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,59 +252,13 @@ def generated_tensors(finished: Sequence[Finished]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """The work that a call of an instance did, for the cost model.
-
-    `admitted` samples began or resumed, `preempted` ones lost their KV cache. `rows` sums the
-    samples over the decode steps, `cached` the tokens that they attended to. `drafted` tokens were
-    guessed, and count as rows; `accepted` of them were right, and `refused` drafts had one that was
-    not. `kv_tokens` are those whose keys and values were packed or unpacked, in `kv_seconds` of the
-    whole. `kv_bytes` came from other ranks. Of the tokens that held samples had cached when they
-    continued, `kept_tokens` still were, and `recomputed_tokens` had given way to others.
-    `moved_tokens` gave way to host memory. New weights of `load_bytes` took `load_seconds`, besides
-    the rest.
-    """
-
-    seconds: float = 0.0
-    decode_steps: int = 0
-    rows: int = 0
-    cached: int = 0
-    prefill_tokens: int = 0
-    kv_tokens: int = 0
-    kv_seconds: float = 0.0
-    admitted: int = 0
-    preempted: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    refused: int = 0
-    kv_bytes: int = 0
-    kept_tokens: int = 0
-    moved_tokens: int = 0
-    recomputed_tokens: int = 0
-    load_seconds: float = 0.0
-    load_bytes: int = 0
-
-    def name(self, wide: bool = False) -> str:
-        """What the call was, for the trace: with drafts, how many of them were right."""
-        if self.drafted:
-            return f"{'wide ' * wide}verify {self.accepted}/{self.drafted}"
-        return "wide decode" if wide else "generate"
-
-    @property
-    def tokens_of_row(self) -> float:
-        """Tokens that a row has made, on average over the rows."""
-        if not self.drafted:
-            return float(self.decode_steps)
-        return self.decode_steps * (1 + self.accepted / (self.rows - self.drafted))
-
-
-@dataclass(frozen=True, slots=True)
 class Advanced:
     """One bounded call of an instance has returned, with `running` samples still unfinished.
 
     `lost` are samples that could not resume, since their parked state died with its instance.
     `turns` are samples that wait for their environments from now on; `running` counts none of those
-    that wait.
+    that wait. `copies` has all that are not finished, without keys and values, where `CopyTokens`
+    asked for them.
     """
 
     instance: int
@@ -284,8 +266,9 @@ class Advanced:
     finished: tuple[Finished, ...]
     parked: tuple[Parked, ...] = ()
     lost: tuple[SampleId, ...] = ()
-    work: Work = Work()
+    work: Work = NO_WORK
     turns: tuple[TurnEnded, ...] = ()
+    copies: tuple[Parked, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +319,13 @@ class SamplesRead:
 
 
 @dataclass(frozen=True, slots=True)
+class Compared:
+    """The rollout engine's log-probabilities are compared; no metrics where samples were lost."""
+
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class TargetsLoaded:
     """Answers of the dataset have become responses: `tokens` of each is on its rank."""
 
@@ -347,7 +337,8 @@ class TargetsLoaded:
 class EarlyTrained:
     """An instance has the gradient of these samples of an update; `seconds` of its work.
 
-    Nothing of it has left the instance yet: the update sums the gradients of all.
+    Where an instance died before the pool that trains had copies, it passes over groups that lost a
+    sample. Nothing of it has left the instance yet: the update sums the gradients of all.
     """
 
     stage: str
@@ -362,6 +353,16 @@ class UpdateDone:
 
     stage: str
     metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRefused:
+    """An update has not begun, since some of its samples died with their instance (`WorkerDied`).
+
+    Ranks that train are as they were, with what they have trained early.
+    """
+
+    stage: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +391,8 @@ class Prepared:
 class WorkerDied:
     """An instance is gone, with its calls in flight, the samples it held and the tensors there.
 
-    Later events with these ids are about the samples that are made anew.
+    Later events with these ids are about the samples that are made anew. No results come of a stage
+    of whole groups for a group that has lost a sample.
     """
 
     instance: int
@@ -400,10 +402,12 @@ Event = (
     Advanced
     | Replied
     | Computed
+    | Compared
     | SamplesRead
     | TargetsLoaded
     | EarlyTrained
     | UpdateDone
+    | UpdateRefused
     | WeightsReady
     | WeightsPushed
     | Prepared
@@ -555,6 +559,14 @@ class Executor(StagePlaces, Protocol):
         Where instances are `separate` the place is `TRAINING_POOL`, in any phase, and copies of the
         samples go there. Each sample is trained once. Ends with `EarlyTrained`. The gradients are
         thrown away where `sync_weights` comes before the update.
+        """
+        ...
+
+    def compare(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
+        """Compare both engines' log-probabilities of samples that an update is not to train on.
+
+        Only where instances are `separate`, before the actor's update begins. Its present weights
+        have made the samples, which stay as they are. Ends with `Compared`.
         """
         ...
 

@@ -154,6 +154,10 @@ class Ledger:
         assert id in self._records, f"sample {id} was never dispatched"
         return self._records[id].status in (_F, _USED)
 
+    def has_left(self, id: SampleId) -> bool:
+        """Whether a sample has left a stream, for whatever reason."""
+        return self._records[id].left is not None
+
     def dispatch(
         self, samples: Iterable[Sample], status: SampleStatus = SampleStatus.QUEUED
     ) -> None:
@@ -186,13 +190,20 @@ class Ledger:
         sample.tensors.update(set(stage.outputs) - set(stage.scalars), event.more_tensors)
         return sample
 
-    def restart(self, id: SampleId) -> None:
-        """A sample begins anew; its scalars stand, since they follow from its identity too."""
+    def restart(self, id: SampleId, same_weights: bool = False) -> None:
+        """A sample begins anew, without the fields that it had.
+
+        By the `same_weights` it gets the same tokens, and its scalars stand: what has read them
+        need not run again.
+        """
         if self.status(id) is not _Q:
             self.move(id, _Q)
         sample = self._records[id].sample
         sample.rank, sample.spans = NO_RANK, ()
         sample.tensors.clear()
+        if not same_weights:
+            sample.prompt_tokens = sample.response_tokens = 0
+            sample.scalars.clear()
 
     def withdraw(self, ids: Iterable[SampleId]) -> None:
         """These are as if they had never been dispatched: a later step begins their prompts again.
@@ -220,6 +231,11 @@ class Ledger:
             assert sample.id in self._records, f"sample {sample.id} was never dispatched"
             record = self._records[sample.id]
             record.left = record.left or Drop(reason, text)
+
+    def come_back(self, ids: Iterable[SampleId]) -> None:
+        """These are in their streams again: one of their prompt begins anew, so filters run."""
+        for id in ids:
+            self._records[id].left = None
 
     def settle(
         self, pending: Collection[SampleId] = ()

@@ -6,7 +6,7 @@ The planner gives it virtual time (`simulate.py`), an emulated rank wall time (`
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hybridrl.costs.instance import UNLIMITED, Costs
 from hybridrl.flow.conversations import ModeledConversation, ModeledTurn
@@ -14,13 +14,15 @@ from hybridrl.flow.executor import (
     ENOUGH_TURNS,
     Answer,
     Command,
+    CopyTokens,
     EpisodeReply,
+    LoadWeights,
     Park,
     Parked,
     Resume,
     Submit,
-    Work,
 )
+from hybridrl.flow.instance_work import Work
 from hybridrl.flow.sample import NO_VERSION, SampleId, TokenSpan
 
 
@@ -130,13 +132,14 @@ class _Tally:
 class Advance:
     """The outcome of a bounded call: whole responses, parked ones, the work.
 
-    Of `turns` a turn has ended, so that they wait.
+    Of `turns` a turn has ended, so that they wait. `copies` are those of `CopyTokens`.
     """
 
     finished: tuple[ModeledRow, ...]
     parked: tuple[Parked, ...]
     work: Work
     turns: tuple[ModeledRow, ...] = ()
+    copies: tuple[Parked, ...] = ()
 
 
 class ModeledInstance:
@@ -201,6 +204,8 @@ class ModeledInstance:
         parked: list[Parked] = []
         for command in commands:
             match command:
+                case LoadWeights(keeps_kv=keeps_kv):
+                    self._load(keeps_kv)
                 case Submit():
                     self._submit(command)
                 case Park():
@@ -235,7 +240,21 @@ class ModeledInstance:
         turns = tuple(row for row in finished if row.waits)
         self.held |= {row.id: row for row in turns}
         ended = tuple(row for row in finished if not row.waits)
-        return Advance(ended, tuple(parked), tally.work(self.costs), turns)
+        copies = (
+            (self._copies(version),) if any(isinstance(c, CopyTokens) for c in commands) else ()
+        )
+        return Advance(ended, tuple(parked), tally.work(self.costs), turns, copies)
+
+    def _load(self, keeps_kv: bool) -> None:
+        """Other weights: without `keeps_kv` all rows compute their keys and values again."""
+        if keeps_kv:
+            return
+        for row in [*self.running.values(), *self.held.values()]:
+            row.prefill = row.tokens
+        for row in self.waiting:
+            row.prefill, row.restore = row.prefill + row.restore, 0
+        self.waiting.extendleft(reversed(self.running.values()))
+        self.running.clear()
 
     def _submit(self, command: Submit) -> None:
         most = command.sampling.max_new_tokens
@@ -253,6 +272,7 @@ class ModeledInstance:
     def _resume(self, command: Resume, version: int) -> None:
         parked = command.parked
         usable = command.stale_kv or parked.version == version
+        usable &= not command.recompute
         for id in command.ids:
             row, with_kv = parked.state[id]
             row.restore, row.prefill = (row.tokens, 0) if with_kv and usable else (0, row.tokens)
@@ -291,6 +311,12 @@ class ModeledInstance:
         tally.kv_calls += any(kv for _, kv in state.values())
         tokens = tuple(row.tokens for row, _ in state.values())
         return Parked(tuple(state), tokens, version, state, command.width)
+
+    def _copies(self, version: int) -> Parked:
+        """Copies of all rows, as if they were parked without keys and values."""
+        rows = [*self.running.values(), *self.held.values(), *self.waiting]
+        state = {row.id: (replace(row, spans=[*row.spans]), False) for row in rows}
+        return Parked(tuple(state), tuple(row.tokens for row in rows), version, state)
 
     def _admit(self, tally: _Tally) -> None:
         restored = False

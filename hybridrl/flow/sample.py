@@ -1,6 +1,6 @@
 """The driver's metadata of a sample: identity, lengths, scalars, and which tensors exist where."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -45,13 +45,15 @@ class TokenSpan:
     """Response tokens [start, stop) that one policy version made, or that are not to be trained.
 
     `version` is the actor's optimizer step at generation; `trained` is False for tokens that an
-    environment wrote (multi-turn).
+    environment wrote (multi-turn). With `recomputed` the version has first computed the keys and
+    values of all tokens before, where they would have stayed (`schedule.parked_kv=keep`).
     """
 
     start: int
     stop: int
     version: int
     trained: bool = True
+    recomputed: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -108,6 +110,12 @@ class Sample:
             if not span.trained:
                 number -= span.stop - span.start
         return number
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Fields of these names are to be made again."""
+        for name in names:
+            self.scalars.pop(name, None)
+            self.tensors.discard(name)
 
     def has(self, name: str) -> bool:
         """Whether the field `name` exists, in the driver or on the rank."""

@@ -33,10 +33,10 @@ def enough_turns(costs: Costs, rows: float, turn_tokens: float) -> int:
 
 
 class RecordDiffers(RuntimeError):
-    """A run is not the one whose record it is to repeat."""
+    """A run is not the one whose record it is to repeat, as the setting `key` says."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(f"environment.partial: the run is not the recorded one: {text}")
+    def __init__(self, text: str, key: str = "environment.partial") -> None:
+        super().__init__(f"{key}: the run is not the recorded one: {text}")
 
 
 class TurnsTaken(NamedTuple):

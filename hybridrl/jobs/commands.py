@@ -9,7 +9,6 @@ import logging
 import re
 import shlex
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from hybridrl.jobs.batch import BatchScript
 from hybridrl.jobs.ray_jobs import RayJob
 from hybridrl.runtime import slurm
 from hybridrl.runtime.errors import JobError
+from hybridrl.system.owned_folder import temporary_folder
 from hybridrl.telemetry.log import command_log
 
 logger = logging.getLogger(__name__)
@@ -203,8 +203,8 @@ def examine_nodes(
     """
     containers.check_image(cluster)
     slurm.check_partition(cluster)
-    with tempfile.TemporaryDirectory(prefix=".doctor", dir=directory) as folder:
-        batch = BatchScript(cluster, Path(folder), Path.cwd(), tuple(args), command="doctor")
+    with temporary_folder(directory, ".doctor") as folder:
+        batch = BatchScript(cluster, folder, Path.cwd(), tuple(args), command="doctor")
         batch.script.parent.mkdir()
         batch.script.write_text(batch.text())
         job = _sbatch(batch)
@@ -216,7 +216,7 @@ def examine_nodes(
             raise
         (entry,) = slurm.jobs(job)
         log = batch.log(job)
-        text = log.read_text() if log.is_file() else f"{_state(job, Path(folder))}\n"
+        text = log.read_text() if log.is_file() else f"{_state(job, folder)}\n"
         return text, int(entry["ExitCode"].partition(":")[0])
 
 

@@ -69,9 +69,15 @@ def _of(layout: Layout, mesh: Mesh, rules: dict[str, Rule]) -> Layout:
 def matrices_of(parameters: Iterable[Parameter]) -> list[str]:
     """The names of the matrices of decoder layers, and of their batches of matrices.
 
-    The biases of a layer's experts are a batch of vectors (gpt-oss), and not among them.
+    The biases of a layer's experts are a batch of vectors (gpt-oss), and not among them. Nor are
+    the filters of a convolution by channel, and rates of decay by channel and state.
     """
-    return [p.name for p in parameters if p.layer >= 0 and len(p.shape) - (p.experts > 0) > 1]
+    return [p.name for p in parameters if p.layer >= 0 and _is_matrix(p)]
+
+
+def _is_matrix(parameter: Parameter) -> bool:
+    shape = parameter.shape[parameter.experts > 0 :]
+    return len(shape) > 1 and min(shape[-2:]) > 1 and not parameter.name.endswith(".A_log")
 
 
 def restricted(layout: Layout, names: Iterable[str]) -> Layout:

@@ -8,7 +8,7 @@ place when it has time. So training sends one model in all. The plan is computed
 
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -107,6 +107,10 @@ class WeightArray:
             raise WeightsDamaged(f"{where}: the bytes are not those that were sent")
 
 
+Again = Callable[[int, str], WeightArray]
+"""Gets the array of a training rank once more, and is told why."""
+
+
 class PushSource:
     """Packs the arrays of one training rank."""
 
@@ -163,22 +167,23 @@ class PushTarget:
         return tuple(self._boxes)
 
     @torch.no_grad()
-    def load(self, arrays: Iterable[WeightArray], version: int, load: Load) -> SwitchStats:
+    def load(
+        self,
+        arrays: Iterable[WeightArray],
+        version: int,
+        load: Load,
+        again: Again | None = None,
+    ) -> SwitchStats:
         """Let `load` fill an engine's tensors from the arrays of all senders.
 
-        Raises WeightsDamaged before anything is loaded, and ValueError where `load` leaves a
-        parameter out.
+        An array that is missing or damaged comes once more from `again`. Raises WeightsDamaged
+        before anything is loaded, and ValueError where `load` leaves a parameter out.
         """
         begun = time.perf_counter()
-        of_sender = {array.sender: array for array in arrays}
-        missing = [sender for sender in self._boxes if sender not in of_sender]
-        if missing:
-            raise WeightsDamaged(f"no weights of version {version} from training ranks {missing}")
-        rows: dict[int, torch.Tensor] = {}
-        for sender, size in self._sizes.items():
-            array = of_sender[sender]
-            array.check(version, size * self.dtype.itemsize)
-            rows[sender] = from_dlpack(array.data).view(self.dtype)  # takes read-only arrays
+        rows = {
+            sender: from_dlpack(array.data).view(self.dtype)  # takes read-only arrays
+            for sender, array in self._checked(arrays, version, again).items()
+        }
         left = {name for name, local in self._local.items() if local.shape is not None}
         seconds = time.perf_counter() - begun
         stats = SwitchStats("push", self.bytes_theory, seconds_wait=seconds)
@@ -202,6 +207,25 @@ class PushTarget:
             raise ValueError(f"{len(left)} parameters of the push were left out")
         total = time.perf_counter() - begun
         return replace(stats, seconds=total, seconds_copy=total - seconds)
+
+    def _checked(
+        self, arrays: Iterable[WeightArray], version: int, again: Again | None
+    ) -> dict[int, WeightArray]:
+        """The arrays by sender, all of which are those that were sent."""
+        of_sender = {array.sender: array for array in arrays}
+        for sender, size in self._sizes.items():
+            num_bytes = size * self.dtype.itemsize
+            try:
+                if sender not in of_sender:
+                    where = f"weights of version {version} from training rank {sender}"
+                    raise WeightsDamaged(f"{where}: none have come")
+                of_sender[sender].check(version, num_bytes)
+            except WeightsDamaged as error:
+                if again is None:
+                    raise
+                of_sender[sender] = again(sender, str(error))
+                of_sender[sender].check(version, num_bytes)
+        return {sender: of_sender[sender] for sender in self._sizes}
 
 
 def checksum(data: np.ndarray) -> int:

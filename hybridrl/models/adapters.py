@@ -106,6 +106,8 @@ def check_lora(config: PretrainedConfig, lora: LoraConfig, key: str) -> None:
     """
     if not lora.rank:
         return
+    if config.model_type == "jamba":  # transformers 5.24 reads weights of layers without a call
+        raise ConfigError(f"{key}.rank", lora.rank, "0 (jamba's mixers pass adapters by)")
     model = meta_model(config)
     known = _linear_layers(model)
     if not known:  # GPT-2's are transformers' Conv1D

@@ -13,23 +13,32 @@ from hybridrl.config import (
     TrainLayoutConfig,
 )
 
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-"""The layers that packed and paged attention compute; recurrent ones would leak between
-sequences."""
+RECURRENT_TYPES = frozenset({"linear_attention", "mamba", "conv"})
+"""The layers that `models.recurrent` computes, where it finds a mixer in them."""
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", *RECURRENT_TYPES})
+"""The layers that are computed: the probe says of which families they are right."""
 
 _UNSUPPORTED_KEYS = {
     "attention_chunk_size": "chunked attention",
-    "linear_num_key_heads": "linear attention",
     "lru_width": "linear attention",
     "rescale_every": "linear attention",
-    "mamba_d_state": "mamba",
     "ssm_state_size": "mamba",
     "state_size": "mamba",
     "vision_config": "images",
     "audio_config": "sound",
-    "quantization_config": "quantized weights",
 }
 """Keys of a config that only models with such parts have."""
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """The kinds of a model's layers, as its Hugging Face config names them; none if it does not."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    return list(kinds or ())
+
+
+def num_recurrent(config: Any) -> int:
+    """The layers that have a state in place of keys and values."""
+    return sum(kind in RECURRENT_TYPES for kind in layer_kinds(config))
 
 
 def unsupported(settings: Mapping[str, Any]) -> str | None:
@@ -44,7 +53,28 @@ def unsupported(settings: Mapping[str, Any]) -> str | None:
     for key, component in _UNSUPPORTED_KEYS.items():
         if settings.get(key):
             return component
+    quantization = settings.get("quantization_config")
+    if quantization and not is_read(quantization):
+        method = quantization.get("quant_method", "an unknown method")
+        return f"weights quantized by {method}"
     return None
+
+
+def is_read(quantization: Mapping[str, Any] | None) -> bool:
+    """Whether weights are quantized in a way that `hybridrl.models.quantized` reads."""
+    if not quantization:
+        return False
+    return quantization.get("quant_method") == "mxfp4" or scale_block(quantization) is not None
+
+
+def scale_block(quantization: Mapping[str, Any] | None) -> tuple[int, int] | None:
+    """Rows and columns of an FP8 weight that have one scale; None where it is not of that kind."""
+    if not quantization or quantization.get("quant_method") != "fp8":
+        return None
+    block = quantization.get("weight_block_size")
+    if not isinstance(block, list | tuple) or len(block) != 2:
+        return None
+    return int(block[0]), int(block[1])
 
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -92,8 +122,7 @@ def _of_actor(model: ModelConfig) -> Mapping[str, Any]:
     """The settings of the actor's model, as far as they are known here."""
     if model.path is not None or model.shape:
         return _read(model.path)
-    experts = model.tiny.num_experts
-    return {"model_type": "qwen3_moe" if experts else "qwen3", "num_experts": experts}
+    return {"model_type": model.tiny.model_type, "num_experts": model.tiny.num_experts}
 
 
 def _check_ep(settings: Mapping[str, Any], ep: int, key: str) -> None:
@@ -135,7 +164,7 @@ def check_config_json(path: str | None, key: str) -> None:
     settings = _read(path)
     if component := unsupported(settings):
         model_type = settings.get("model_type", "unknown")
-        allowed = f"a decoder of full or sliding-window attention ({model_type} has {component})"
+        allowed = f"a decoder of layers that are computed ({model_type} has {component})"
         raise ConfigError(key, path, allowed)
     if wrong := wrong_experts(settings):
         raise ConfigError(key, path, f"a config.json {wrong}")

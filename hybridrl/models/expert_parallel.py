@@ -120,10 +120,14 @@ class _Forward:
 
 
 class LocalExperts:
-    """A rank's experts as transformers' functions read them: plain tensors, fewer experts."""
+    """A rank's experts as transformers' functions read them: plain tensors, fewer experts.
 
-    def __init__(self, module: nn.Module) -> None:
+    `elsewhere`: a choice of `num_experts` is an expert of another rank, and adds nothing.
+    """
+
+    def __init__(self, module: nn.Module, elsewhere: bool = False) -> None:
         self._module = module
+        self._is_expert_parallel = elsewhere  # transformers from 5.20 on asks for it
         named = module.named_parameters(recurse=False)
         self._weights = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in named}
         self.num_experts = len(next(iter(self._weights.values())))
@@ -135,7 +139,7 @@ class LocalExperts:
     def __call__(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """transformers' forward pass; a choice of `num_experts` is an expert of another rank."""
+        """transformers' forward pass."""
         if self.takes_grouped_products():
             return grouped_mm_experts_forward(self, hidden, chosen, weights)
         elsewhere = chosen == self.num_experts

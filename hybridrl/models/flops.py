@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from hybridrl.models.attention_shape import attention_shape
+from hybridrl.models.config_json import num_recurrent
 from hybridrl.models.parallel import experts_per_token, model_parameters, num_experts
 from hybridrl.models.stages import modules_before
 
@@ -19,7 +20,8 @@ class ForwardFlops:
     Each pair of a query and a key up to it takes `per_pair`, two for each feature of keys and of
     values. In layers with a window it takes `per_windowed_pair`, if less than `window` apart.
 
-    Recomputed activations do not count: they are no work of the model.
+    Recomputed activations do not count: they are no work of the model. Of recurrent layers the
+    products with parameters count, which are nearly all of their work.
     """
 
     per_token: int
@@ -49,7 +51,7 @@ class ForwardFlops:
         pair = 2 * config.num_attention_heads * (shape.key_size + shape.value_size)
         windowed = _windowed_layers(config)
         window = getattr(config, "sliding_window", None) or 0
-        full = config.num_hidden_layers - windowed
+        full = config.num_hidden_layers - windowed - num_recurrent(config)
         return cls(2 * layers, 2 * head, pair * full, pair * windowed, window)
 
     def __call__(self, tokens: int, scored: int) -> int:

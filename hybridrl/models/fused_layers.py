@@ -172,9 +172,10 @@ def _with_fused_rotation(attention: type[nn.Module]) -> FunctionType | None:
     """The forward pass of an attention with a rotation of one kernel; None where it has another.
 
     It is the class's own code, which finds another function under the name `ROTATION`. Others that
-    use its file, as generation in the same process, keep the function that they have.
+    use its file, as generation in the same process, keep the function that they have. A decorator,
+    which gives the cache its older name, is left out: training has no cache.
     """
-    forward: Any = attention.forward
+    forward: Any = inspect.unwrap(attention.forward)
     if not inspect.isfunction(forward) or ROTATION not in forward.__code__.co_names:
         return None
     if not _rotates_by_halves(forward.__globals__.get(ROTATION)):

@@ -18,8 +18,9 @@ from transformers import (
 
 from hybridrl.config import ConfigError, DType
 from hybridrl.models.buffers import fill_buffers
-from hybridrl.models.config_json import unsupported, wrong_experts
+from hybridrl.models.config_json import is_read, unsupported, wrong_experts
 from hybridrl.models.logits import logits_transform
+from hybridrl.models.recurrent import use_batches
 from hybridrl.models.stages import prepare_training
 
 TORCH_DTYPES = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16}
@@ -28,7 +29,8 @@ TORCH_DTYPES = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16}
 def load_config(path: str, key: str = "model.path") -> PretrainedConfig:
     """The model's config. A local directory stays local.
 
-    Raises ConfigError, which names `key`, if `path` is no model.
+    Where the files are quantized in a way that is read (`hybridrl.models.quantized`), the config is
+    that of the dequantized model. Raises ConfigError, which names `key`, if `path` is no model.
     """
     directory = Path(path)
     if not directory.exists() and path.startswith(("/", ".", "~")):
@@ -37,12 +39,15 @@ def load_config(path: str, key: str = "model.path") -> PretrainedConfig:
         raise ConfigError(key, path, "a directory with config.json and *.safetensors")
     try:
         local = directory.exists()
-        return AutoConfig.from_pretrained(path, local_files_only=local, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, local_files_only=local, trust_remote_code=False)
     # A family's config class raises the last two.
     except (
         OSError, ValueError, TypeError, StrictDataclassError, LookupError, ArithmeticError
     ) as error:  # fmt: skip
         raise ConfigError(key, path, f"a Hugging Face model ({one_line(error)})") from error
+    if is_read(getattr(config, "quantization_config", None)):
+        del config.quantization_config
+    return config
 
 
 def empty_causal_lm(
@@ -111,7 +116,9 @@ def _empty(
         model = auto.from_config(
             config, dtype=torch.float32, attn_implementation=attn_implementation
         )
-    if not model._supports_attention_backend:
+    mixers = use_batches(model)
+    # Hybrids are said not to ask the interface, though they do; the probe tells who is right.
+    if not (model._supports_attention_backend or mixers):
         raise ValueError(
             f"model type {config.model_type}: its attention does not go through transformers'"
             " attention interface, which packed sequences need"
@@ -172,10 +179,9 @@ def _is_dropout(name: str, value: object) -> bool:
 def check_supported(config: PretrainedConfig) -> None:
     """Raise ValueError for a model whose config shows that no engine computes it, with the reason.
 
-    Refused: layers that are neither full nor sliding-window attention (recurrent ones would leak
-    between sequences), encoders, images, and logits that `logits_transform` does not know. Whether
-    the others come out right is a matter of the numbers, see `hybridrl.engines.probe`. Dropout is
-    not refused: it is turned off.
+    Refused: layers of a kind that no engine computes, encoders, images, and logits that
+    `logits_transform` does not know. Whether the others come out right is a matter of the numbers,
+    see `hybridrl.engines.probe`. Dropout is not refused: it is turned off.
     """
     logits_transform(config)
     component = unsupported(config.to_dict()) or unsupported(
@@ -184,7 +190,7 @@ def check_supported(config: PretrainedConfig) -> None:
     if component:
         raise ValueError(
             f"model type {config.model_type}: {component} is not supported; supported are decoders"
-            " of full or sliding-window attention"
+            " of full or sliding-window attention and of recurrent layers"
         )
     if wrong := wrong_experts(config.to_dict()):
         raise ValueError(f"a config {wrong}")

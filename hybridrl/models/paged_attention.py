@@ -17,6 +17,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from hybridrl.models.attention_shape import check_keywords
+from hybridrl.models.states import StateBatch, StateCache
 
 NAME = "hybridrl_paged"
 
@@ -32,7 +33,8 @@ def reads_whole_pages(device: torch.device) -> bool:
 class KVCache:
     """Keys and values of all layers: `blocks` [layers, blocks, 2, kv_heads, block_size, head_dim].
 
-    The tokens of a block are contiguous per head, so that gathered blocks are, too.
+    The tokens of a block are contiguous per head, so that gathered blocks are, too. Recurrent
+    layers have `states` instead; the layers here are those with keys.
 
     On a GPU attention reads whole pages, so that shapes change once a page, and masks have the
     alignment that its kernels want. The cache then also has room for what `gather` copies: a layer
@@ -72,6 +74,7 @@ class KVCache:
         self._pages = [layer.view(-1, block_size * head_dim) for layer in self.blocks]
         self._gathered = self._memory[layers].view(-1) if self._whole_pages else None
         self._heads = torch.arange(2 * kv_heads, device=device)
+        self.states: StateCache | None = None
         self._arenas: dict[int, torch.Tensor] = {}
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
@@ -323,11 +326,15 @@ class PagedGroup:
 
 @dataclass(slots=True)
 class PagedBatch:
-    """One forward pass: keys and values are written to `places`, None if workspaces hold them."""
+    """One forward pass: keys and values are written to `places`, None if workspaces hold them.
+
+    `states` are those of recurrent layers.
+    """
 
     cache: KVCache
     places: Places | None
     groups: list[PagedGroup]
+    states: StateBatch | None = None
 
     def attend(
         self,

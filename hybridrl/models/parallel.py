@@ -24,7 +24,7 @@ from hybridrl.config.versions import release_of
 from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import layers_name
-from hybridrl.models.config_json import EXPERTS, EXPERTS_PER_TOKEN, ep_allowed
+from hybridrl.models.config_json import EXPERTS, EXPERTS_PER_TOKEN, ep_allowed, num_recurrent
 from hybridrl.models.stages import modules_before
 
 FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
@@ -180,6 +180,9 @@ def computes_halves() -> bool:
 def check_tail_tp(config: PretrainedConfig, rollout: RolloutConfig) -> None:
     """Raise ConfigError for a `rollout.tail_tp` that the model does not allow."""
     layout, tp = rollout.layout, rollout.wide_tp
+    if tp != 0 and num_recurrent(config):
+        reason = f"model type {config.model_type} has recurrent layers, which tp does not cut"
+        raise ConfigError("rollout.tail_tp", rollout.tail_tp, f"off ({reason})")
     if tp and (allowed := _wide_allowed(config, layout.tp, tp // layout.tp, layout.ep)) is not None:
         raise ConfigError("rollout.tail_tp", tp, allowed)
 
@@ -263,6 +266,8 @@ def _tp_allowed(
     """
     if tp == 1:
         return None
+    if num_recurrent(config):
+        return f"1 (model type {config.model_type} has recurrent layers, which tp does not cut)"
     plan = config.base_model_tp_plan or {}
     if not plan:
         return f"1 (transformers has no tensor-parallel plan for model type {config.model_type})"

@@ -78,13 +78,16 @@ class ExpertShape:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The format in which samples keep experts: a byte where that suffices."""
-        return torch.uint8 if self.experts <= 256 else torch.uint16
+        """The format in which samples keep experts: a byte where that suffices.
+
+        Ranks send each other pickles, and torch 2.13 reads none of uint16.
+        """
+        return torch.uint8 if self.experts <= 256 else torch.int16
 
     @property
     def numpy_dtype(self) -> "np.dtype[Any]":
-        """`dtype` on the host, as numpy's: torch writes to no part of a tensor of uint16."""
-        return np.dtype(np.uint8 if self.experts <= 256 else np.uint16)
+        """`dtype` on the host, as numpy's."""
+        return np.dtype(np.uint8 if self.experts <= 256 else np.int16)
 
 
 def enable_replay(

@@ -32,6 +32,7 @@ from hybridrl.models.parallel import (
     num_experts,
     tp_style,
 )
+from hybridrl.models.recurrent import has_keys, is_recurrent, use_batches
 from hybridrl.models.stages import head_name, modules_after, modules_before
 
 
@@ -215,7 +216,7 @@ class ExpertsShard:
 
     def __init__(self, module: nn.Module, parallel: GenParallel) -> None:
         self._module: Any = module
-        self._parallel, self._local = parallel, LocalExperts(module)
+        self._parallel, self._local = parallel, LocalExperts(module, parallel.ep > 1)
         number, device = self._local.num_experts, next(module.parameters()).device
         self._numbers = torch.arange(number, device=device)
         self._places: torch.Tensor | None = None
@@ -332,11 +333,11 @@ def local_model(
 ) -> PreTrainedModel:
     """The rank's shard of the model with uninitialized weights, under the full model's names.
 
-    Layers of other stages are `Elsewhere`; `layer_idx` counts this stage's layers. Only the first
-    stage has an embedding to call (elsewhere a tied one holds the head's weight), only the last
-    norm and head. Memory is allocated for the rank's shards alone. With `classifier` the head is a
-    sequence classifier's, see `instance_layout`. With `weights` these are the rank's tensors, and
-    no memory is allocated.
+    Layers of other stages are `Elsewhere`; `layer_idx` counts this stage's layers that have keys.
+    Only the first stage has an embedding to call (elsewhere a tied one holds the head's weight),
+    only the last norm and head. Memory is allocated for the rank's shards alone. With `classifier`
+    the head is a sequence classifier's, see `instance_layout`. With `weights` these are the rank's
+    tensors, and no memory is allocated.
     """
     ep = parallel.ep if num_experts(config) else 1
     check_gen_layout(config, parallel.pp, parallel.tp, ep=ep)
@@ -367,11 +368,13 @@ def local_model(
     else:
         shard_experts(model, parallel)
     # Its buffers are computed from the config, so not on the meta device.
-    if hasattr(body, "rotary_emb"):
+    if getattr(body, "rotary_emb", None) is not None:  # Granite 4 has none
         body.rotary_emb = type(body.rotary_emb)(config).to(device)
     fill_buffers(model, device)
     left = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     assert not left, f"without memory: {', '.join(left)}"
+    if use_batches(model):
+        _number_keys(model)
     return model.eval()
 
 
@@ -380,6 +383,14 @@ def shard_experts(model: nn.Module, parallel: GenParallel) -> None:
     for experts in experts_of(model):
         if hasattr(experts, "has_gate"):  # it is called as transformers' functions are
             experts.forward = ExpertsShard(experts, parallel)
+
+
+def _number_keys(model: PreTrainedModel) -> None:
+    """Number the layers that have keys and values, by which attention asks the cache."""
+    for index, layer in enumerate(filter(has_keys, own_layers(model))):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx") and not is_recurrent(module):
+                module.layer_idx = index
 
 
 def own_layers(model: PreTrainedModel) -> list[Any]:

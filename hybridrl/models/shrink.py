@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from hybridrl.models.blocks import decoder_layers
-from hybridrl.models.config_json import EXPERTS, EXPERTS_PER_TOKEN
+from hybridrl.models.config_json import EXPERTS, EXPERTS_PER_TOKEN, num_recurrent
 from hybridrl.models.parallel import meta_model
 from hybridrl.models.stages import per_layer_lists
 
@@ -27,6 +27,13 @@ _AT_MOST = {
     "sliding_window": WINDOW,
     "q_lora_rank": 24,
     "kv_lora_rank": 24,
+    # Gated DeltaNet and Mamba.
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_dt_rank": 8,
+    "mamba_chunk_size": 16,
 }
 
 
@@ -34,13 +41,17 @@ def shrink(config: PretrainedConfig, head_dim: int = HEAD_DIM) -> PretrainedConf
     """`config` with small widths, heads of `head_dim`, a small vocabulary and its first layers.
 
     Layers reach as far as needed for two of every kind: of a type, with or without experts, with or
-    without rotation. The ratio of query to key heads and the experts per token stay, as far as
-    small numbers allow. Raises ValueError for a config whose widths are not among those known here.
+    without rotation. Of a hybrid's equal layers in a row two are enough. The ratio of query to key
+    heads and the experts per token stay, as far as small numbers allow. Raises ValueError for a
+    config whose widths are not among those known here.
     """
     settings = copy.deepcopy(config.to_dict())
     own_names = {name: config.attribute_map.get(name, name) for name in _RENAMED}
     settings |= {name: settings.pop(own) for name, own in own_names.items() if own in settings}
+    if "hidden_size" not in settings:  # a composite, whose parts have configs of their own
+        raise ValueError("it has widths that cannot be told by name: there is no hidden_size")
     _shrink_heads(settings, head_dim)
+    _shrink_mixers(settings, head_dim)
     at_most = {**_AT_MOST, "qk_nope_head_dim": head_dim, "v_head_dim": head_dim}
     for name, value in settings.items():
         if not isinstance(value, int) or isinstance(value, bool):
@@ -58,8 +69,14 @@ def shrink(config: PretrainedConfig, head_dim: int = HEAD_DIM) -> PretrainedConf
             settings[name] = 1
     depth = settings["num_hidden_layers"]
     small = _remade(config, settings)
-    kept = _layers_needed(_kinds(small, depth))
-    small = _remade(config, _cut_layers(small.to_dict(), depth, kept))
+    settings, kinds = small.to_dict(), _kinds(small, depth)
+    kept = [*range(_layers_needed(kinds))]
+    small = _remade(config, _cut_layers(settings, depth, kept))
+    if num_recurrent(config):  # rounding grows with the depth, and more with recurrent layers
+        shorter = [i for i in kept if i < 2 or not kinds[i] == kinds[i - 1] == kinds[i - 2]]
+        cut = _remade(config, _cut_layers(settings, depth, shorter))
+        if _kinds(cut, len(shorter)) == [kinds[i] for i in shorter]:
+            small = cut
     size = sum(parameter.numel() for parameter in meta_model(small).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"it has widths that cannot be told by name: {size:,} parameters are left")
@@ -91,6 +108,17 @@ def _shrink_heads(settings: dict[str, Any], width: int) -> None:
     equal = hidden == heads * size or "head_dim" not in settings
     settings["hidden_size"] = groups * kv * width + (0 if equal else 32)
     _shrink_rotation(settings, width, size)
+
+
+def _shrink_mixers(settings: dict[str, Any], width: int) -> None:
+    """Fewer heads of recurrent layers, in the ratio of their kinds; Mamba's have this `width`."""
+    if keys := settings.get("linear_num_key_heads"):
+        shared = min(settings["linear_num_value_heads"] // keys, 4)
+        settings["linear_num_key_heads"] = keys = min(keys, 2)
+        settings["linear_num_value_heads"] = keys * shared
+    if settings.get("mamba_n_heads"):
+        inner = settings["mamba_expand"] * settings["hidden_size"]
+        settings |= {"mamba_d_head": width, "mamba_n_heads": inner // width}
 
 
 def _shrink_rotation(settings: dict[str, Any], width: int, size: int) -> None:
@@ -126,11 +154,12 @@ def _layers_needed(kinds: Iterable[tuple[Any, ...]]) -> int:
     return max(place for two in places for place in two) + 1
 
 
-def _cut_layers(settings: dict[str, Any], depth: int, kept: int) -> dict[str, Any]:
-    """The first layers alone, and what the config says of each."""
-    cut = {**settings, "num_hidden_layers": kept}
+def _cut_layers(settings: dict[str, Any], depth: int, kept: list[int]) -> dict[str, Any]:
+    """The layers of these numbers alone, and what the config says of each."""
+    cut = {**settings, "num_hidden_layers": len(kept)}
     for name, values in per_layer_lists(settings, depth).items():
-        cut[name] = values[:kept]
+        cut[name] = [values[layer] for layer in kept]
     if isinstance(cut.get("mlp_only_layers"), list):
-        cut["mlp_only_layers"] = [layer for layer in cut["mlp_only_layers"] if layer < kept]
+        dense = cut["mlp_only_layers"]
+        cut["mlp_only_layers"] = [new for new, layer in enumerate(kept) if layer in dense]
     return cut

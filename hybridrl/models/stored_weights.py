@@ -27,6 +27,7 @@ from hybridrl.layout.box import Box
 from hybridrl.layout.local import LocalTensor
 from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.parallel import meta_model
+from hybridrl.models.quantized import dequantized
 from hybridrl.models.stages import head_name
 from hybridrl.models.stored_tensor import (
     NotBySlices,
@@ -146,7 +147,7 @@ class StoredWeights:
             if file not in opened:
                 opened[file] = self._files.enter_context(open_file(file))
             stored[name] = opened[file].get_slice(name)
-        return stored
+        return dequantized(stored, self.path)
 
     def _converted(self) -> dict[str, StoredTensor]:
         """The tensors by transformers' names; raises OSError for what no conversion takes."""

@@ -1,4 +1,4 @@
-"""A small Qwen3, or Qwen3-MoE, with random weights and a character tokenizer, created locally.
+"""A small Qwen3, Qwen3-MoE or Qwen3.5 with random weights and a character tokenizer, made here.
 
 It is an ordinary Hugging Face directory, so that callers treat it as a downloaded model.
 """
@@ -35,16 +35,32 @@ def make_tiny_model(path: str | Path, config: TinyModelConfig, seed: int) -> Non
 
 
 def _shape(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
-    experts: dict[str, object] = {}
+    others: dict[str, object] = {}
+    if config.attention_interval > 1:
+        heads = 2 * config.num_kv_heads
+        others = {
+            "full_attention_interval": config.attention_interval,
+            "linear_num_key_heads": heads,
+            "linear_num_value_heads": heads,
+            "linear_key_head_dim": config.head_dim,
+            "linear_value_head_dim": max(1, config.hidden_size // heads),
+            # A head of 32 rotated by a quarter, as published ones are, tells too few positions.
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 1.0,
+            },
+            "partial_rotary_factor": 1.0,
+        }
     if config.num_experts:
-        experts = {
+        others = {
             "num_experts": config.num_experts,
             "num_experts_per_tok": config.experts_per_token,
             "moe_intermediate_size": config.moe_intermediate_size,
             "norm_topk_prob": True,
         }
     return AutoConfig.for_model(
-        "qwen3_moe" if experts else "qwen3",
+        config.model_type,
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -58,7 +74,7 @@ def _shape(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> Pretr
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype=torch.float32,
-        **experts,
+        **others,
     )
 
 

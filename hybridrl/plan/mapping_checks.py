@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from hybridrl.config import ActivationMode, Config, ConfigError
-from hybridrl.config.schedule import SCHEDULES
 from hybridrl.costs.mapping import ACTOR, SampleLength
 from hybridrl.flow import Graph
 
@@ -60,7 +59,7 @@ def assumptions(config: Config) -> list[str]:
         if value not in ("off", "never"):
             lines.append(f"{key}={value}: the seconds are those without it")
     kind = config.schedule.kind
-    if not SCHEDULES[kind].serial_batches:
+    if not config.schedule.serial_batches:
         lines.append(
             f"schedule={kind.value}: its batches are not those of serial, a step's seconds"
             " alone do not compare them"

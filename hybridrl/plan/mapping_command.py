@@ -8,7 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.config import ActivationMode, ClusterKind, Config, ConfigError, Device, FuseUpdates
+from hybridrl.config import (
+    ActivationMode,
+    AsyncScheduleConfig,
+    ClusterKind,
+    Config,
+    ConfigError,
+    Device,
+    FuseUpdates,
+)
 from hybridrl.config.cluster import PoolName
 from hybridrl.config.schedule import SCHEDULES, ScheduleConfig, SerialScheduleConfig
 from hybridrl.costs.devices import ACCELERATORS
@@ -47,14 +55,20 @@ from hybridrl.plan.mapping_checks import (
 )
 from hybridrl.plan.mapping_price import MappingPrices
 from hybridrl.plan.mapping_report import MappingReport, describe
-from hybridrl.plan.mapping_search import MappingResults, MappingSearch
+from hybridrl.plan.mapping_search import MappingResults, MappingSearch, PricedMapping
+from hybridrl.plan.mapping_split import ROLLOUT, PricedSplit, SplitSearch
 from hybridrl.plan.options import option_name, read_number
 from hybridrl.plan.search_space import SearchSpace, micro_batch_choices
 from hybridrl.preflight import memory_plan
 from hybridrl.preflight.activation_choice import decide_activations
 from hybridrl.preflight.environment import check_environment
 from hybridrl.preflight.fused_updates import decide_fused_updates
-from hybridrl.preflight.placement import check_apart, check_placement, graphs_of
+from hybridrl.preflight.placement import (
+    ConfiguredPlaces,
+    check_apart,
+    check_placement,
+    graphs_of,
+)
 from hybridrl.preflight.prepare import (
     build_recipe,
     check_attention,
@@ -64,8 +78,9 @@ from hybridrl.preflight.prepare import (
 )
 from hybridrl.preflight.prompt_sharing import decide_prompt_sharing
 from hybridrl.preflight.roles_together import roles_together
-from hybridrl.preflight.schedule_choice import decide_schedule
+from hybridrl.preflight.schedule_choice import decide_schedule, early_settings
 from hybridrl.schedule.build import check_graph
+from hybridrl.schedule.readiness import early_updates
 from hybridrl.telemetry.log import command_log
 from hybridrl.telemetry.rundata import COSTS
 
@@ -89,6 +104,8 @@ schedule, for the least seconds of a step. The last line is the best mapping as 
                      its node, to other nodes, to the host (the datasheet's); --links=FILE, a table
                      of all workers' links where they differ
   --costs=RUN        a run's directory: its costs.json has the scale of each kind of work
+  separate ranks     --max-staleness=S (0): steps that generation may be ahead of training, where
+                     ranks that generate alone are compared
   the search         --number=N of results (10), --seconds=N at most (60)
   --out=FILE         writes the overrides of the best mapping, one a line
 
@@ -99,6 +116,7 @@ _NUMBERS = {
     "nodes": 1.0,
     "gpus_per_node": 1.0,
     "prompt_tokens": 1.0,
+    "max_staleness": 0.0,
     "number": 1.0,
     "seconds": 1.0,
     "gpu_gib": 1.0,
@@ -107,7 +125,7 @@ _NUMBERS = {
     "host_gbs": 0.001,
 }
 """Options that are numbers, and the least of each."""
-_WHOLE = ("nodes", "gpus_per_node", "prompt_tokens", "number")
+_WHOLE = ("nodes", "gpus_per_node", "prompt_tokens", "max_staleness", "number")
 _TEXTS = ("lengths", "costs", "gpu", "out", "links")
 _FLAGS = ("--price",)
 
@@ -402,25 +420,71 @@ def _search(
         result = search.run(number, options.get("seconds", 60.0), on_progress)
     except DoesNotFit as error:
         raise ConfigError("--nodes", cluster.nodes, f"more, or larger ones: {error}") from None
-    best, settings, refused = [], [], []
+    best, refused = list[PricedMapping](), list[str]()
     for one in result.best:
-        own = overrides(one.mapping)
-        try:
-            _, memory = checked(problem, [*problem.user_args, *own])
-        except ConfigError as error:
-            refused.append(f"{describe(one)} ({error})")
-            continue
-        best.append(replace(one, memory=memory))
-        settings.append(own)
+        memory = _memory_of(problem, one, refused)
+        if memory is not None:
+            best.append(replace(one, memory=memory))
     if not best:
         allowed = f"a recipe and cluster of which a mapping runs: {'; '.join(refused)}"
         raise ConfigError("plan", "auto", allowed)
+    shared_s = best[0].seconds.step_s
+    split, separate = _split(problem, search, options, shared_s, refused)
+    if split is not None and split.wins(shared_s):
+        best = [split.priced, *best][:number]
+    settings = [overrides(one.mapping) for one in best]
     if "out" in options:
         _write(options["out"], settings[0])
     source = options.get("costs", "datasheet")
     result = replace(result, best=best)
     assumed = cut_lengths(problem.config, problem.prices.samples)
-    return MappingReport(result, settings, refused, problem.user_args, source, assumed)
+    return MappingReport(
+        result, settings, refused, problem.user_args, source, assumed, separate=separate
+    )
+
+
+def _memory_of(
+    problem: _Problem, one: PricedMapping, refused: list[str]
+) -> Mapping[str, MemoryPlan] | None:
+    """The memory of a mapping that a run can have; else None, and one reason more."""
+    try:
+        return checked(problem, [*problem.user_args, *overrides(one.mapping)])[1]
+    except ConfigError as error:
+        refused.append(f"{describe(one)} ({error})")
+        return None
+
+
+def _split(
+    problem: _Problem,
+    search: MappingSearch,
+    options: Mapping[str, Any],
+    shared_s: float,
+    refused: list[str],
+) -> tuple[PricedSplit | None, str]:
+    """The quickest split that a run can have, and the line that says why it wins or loses."""
+    max_staleness = int(options.get("max_staleness", 0))
+    config = AsyncScheduleConfig(max_staleness=max_staleness)
+    try:
+        check_graph(config, problem.graph)
+    except ValueError as error:
+        return None, f"ranks that generate alone are not tried: the recipe runs with {error}"
+    splits = _split_search(problem, search)
+    for split in splits.run(max_staleness, options.get("seconds", 60.0)):
+        memory = _memory_of(problem, split.priced, refused)
+        if memory is not None:
+            return replace(split, priced=replace(split.priced, memory=memory)), split.reason(
+                shared_s
+            )
+    return None, "ranks that generate alone are not tried: no split of these ranks fits"
+
+
+def _split_search(problem: _Problem, search: MappingSearch) -> SplitSearch:
+    """The search for a split, which knows whether a run would train groups as they come."""
+    places = deepcopy(problem.config)
+    places.cluster.pools.rollout = 1
+    early = early_settings(places, (), problem.shapes[ACTOR])
+    updates = early_updates(problem.graph, ConfiguredPlaces(places), early).values()
+    return SplitSearch(search, any(update.stage for update in updates))
 
 
 def _price(problem: _Problem, options: Mapping[str, Any]) -> MappingReport:
@@ -436,7 +500,18 @@ def _price(problem: _Problem, options: Mapping[str, Any]) -> MappingReport:
         problem.prices.costs.cluster.ranks,
         _space(problem),
     )
-    priced = search.price(mapping, memory)
+    if alone := config.cluster.pools.rollout:
+        if len(mapping.pools) > 1 or not isinstance(mapping.schedule, AsyncScheduleConfig):
+            allowed = "0, or with schedule=periodic, one_step or async and no other pool with roles"
+            raise ConfigError("cluster.pools.rollout", alone, f"{allowed}: others have no price")
+        mapping = replace(
+            mapping,
+            pools={**mapping.pools, ROLLOUT: ()},
+            ranks={**mapping.ranks, ROLLOUT: alone},
+        )
+        priced = replace(_split_search(problem, search).price(mapping).priced, memory=memory)
+    else:
+        priced = search.price(mapping, memory)
     result = MappingResults(
         best=[priced],
         num_candidates=1,

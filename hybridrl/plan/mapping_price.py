@@ -93,8 +93,8 @@ class MappingPrices:
         self._updates = lru_cache(None)(self._update_s)
         self._bounds = lru_cache(None)(self._update_bound_s)
         self._borders = lru_cache(None)(self._chunk_layers)
-        self._scores = lru_cache(None)(self._score_s)
-        self._generation = lru_cache(None)(self._generation_bound)
+        self.score_s = lru_cache(None)(self._score_s)
+        self.generation_bound = lru_cache(None)(self._generation_bound)
         self._dealt = lru_cache(None)(self._dealt_bound)
 
     def on(self, cluster: ClusterShape) -> "MappingPrices":
@@ -166,7 +166,7 @@ class MappingPrices:
         """The least seconds of a step, whatever the schedule; `updates` are seconds by role."""
         home = mapping.ranks_of(ACTOR)
         place, dealt = (mapping.gen, self.costs.cluster.aligned(home)), 0.0
-        decode, alone = self._generation(*place)
+        decode, alone = self.generation_bound(*place)
         infer = self._infer(mapping)
         # Inference by who does it: instances, all of the actor's ranks after generation, a pool.
         shared, after, pools = 0.0, 0.0, dict[str, float]()
@@ -251,7 +251,7 @@ class MappingPrices:
             if role.passes:
                 layout, _ = self.costs.stage_layout(role, mapping)
                 ranks = self.costs.cluster.aligned(mapping.ranks_of(role.name))
-                seconds[role.name] = len(role.passes) * self._scores(role, layout, ranks)
+                seconds[role.name] = len(role.passes) * self.score_s(role, layout, ranks)
                 if role.name != ACTOR or role.scores_with_shards:  # else its weights are there
                     seconds[role.name] += self.costs.activate_s(role, layout)
         return seconds
@@ -266,12 +266,14 @@ class MappingPrices:
     def front_bound_s(self, gen: GenLayout, frame: DeviceMapping) -> float:
         """The least seconds of generation and inference, for all schedules and training layouts."""
         home = frame.pool_of(ACTOR)
-        decode, alone = self._generation(gen, self.costs.cluster.aligned(frame.ranks_of(ACTOR)))
+        decode, alone = self.generation_bound(
+            gen, self.costs.cluster.aligned(frame.ranks_of(ACTOR))
+        )
         pools = dict.fromkeys(frame.pools, 0.0)
         for role in self.roles:
             if role.passes and not role.trained:
                 ranks = self.costs.cluster.aligned(frame.ranks_of(role.name))
-                seconds = len(role.passes) * self._scores(role, gen, ranks)
+                seconds = len(role.passes) * self.score_s(role, gen, ranks)
                 pools[frame.pool_of(role.name)] += seconds
         return max(decode + pools.pop(home), alone, *pools.values())
 

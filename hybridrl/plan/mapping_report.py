@@ -23,6 +23,8 @@ class MappingReport:
     """Where the seconds come from."""
     assumed: Sequence[str] = ()
     """What they assume of the lengths, and of a mapping by hand."""
+    separate: str = ""
+    """Why ranks that generate alone are chosen, or not."""
 
     def table(self) -> list[tuple[str, ...]]:
         """A header, then a line for each mapping."""
@@ -51,6 +53,7 @@ class MappingReport:
                 f"the search was not through, it has replayed {result.num_replayed}: {left};"
                 " --seconds gives it longer"
             )
+        lines += [self.separate] * bool(self.separate)
         lines += [f"left out: {reason}" for reason in self.refused]
         lines += [f"assumed: {assumption}" for assumption in self.assumed]
         command = shlex.join(["hybridrl", "train", *self.user_args, *self.overrides[0]])
@@ -67,6 +70,7 @@ class MappingReport:
             "search_s": result.seconds,
             "complete": result.is_complete,
             "rest_s": result.rest_s,
+            "separate": self.separate,
             "refused": list(self.refused),
             "assumed": list(self.assumed),
             "mappings": [
@@ -80,7 +84,8 @@ def describe(one: PricedMapping) -> str:
     """Placement, generation, schedule and training in one line."""
     mapping = one.mapping
     pools = " | ".join(
-        f"{mapping.ranks[pool]}: {', '.join(roles)}" for pool, roles in mapping.pools.items()
+        f"{mapping.ranks[pool]}: {', '.join(roles) or 'generation'}"
+        for pool, roles in mapping.pools.items()
     )
     trained = "; ".join(f"{role} {_axes_text(x)}" for role, x in mapping.train.items())
     others = {"pp": mapping.gen.pp, "ep": mapping.gen.ep}

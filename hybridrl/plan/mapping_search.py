@@ -430,6 +430,27 @@ class MappingSearch:
                 best = seconds, layout
         return best[1]
 
+    def training_on(self, ranks: int) -> dict[str, TrainLayout] | None:
+        """The layouts of all trained roles whose updates on so many ranks are quickest in turn.
+
+        None where some role fits in no layout.
+        """
+        within, quickest = self.prices.costs.cluster.aligned(range(ranks)), float("inf")
+        best: dict[str, TrainLayout] | None = None
+        trained = [role for role in self.roles if role.trained]
+        for shared in itertools.product(self.space.activations, self.space.all_tokens):
+            if not all(next(iter(self._layouts(role, within, *shared)), None) for role in trained):
+                continue
+            train = {role.name: self._best(role, within, *shared) for role in trained}
+            seconds = sum(self.prices.update_s(role, train[role.name], within) for role in trained)
+            if seconds < quickest:
+                quickest, best = seconds, train
+        return best
+
+    def gens_on(self, ranks: int) -> list[GenLayout]:
+        """Layouts of instances on so many ranks that hold a full sample at least."""
+        return self._gens(ranks)
+
     def _fitting_together(self, mapping: DeviceMapping) -> DeviceMapping:
         """The mapping, in other training layouts where a rank cannot hold these.
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, NoReturn
 
-from hybridrl.config import AsyncScheduleConfig, ScheduleConfig
+from hybridrl.config import ScheduleConfig
 from hybridrl.config.loss import Loss
 from hybridrl.config.schedule import SCHEDULES
 from hybridrl.costs.instance import LONGEST_DRAFT, UNLIMITED, Costs, Drafting
 from hybridrl.costs.push import PushCosts
 from hybridrl.flow.conversations import ConversationModel
+from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import Sampling, Scope
 from hybridrl.flow.graph import (
     ComputeStage,
@@ -27,7 +28,7 @@ from hybridrl.flow.lengths import PromptKey
 from hybridrl.flow.mapped_work import MappedWork, step_samples
 from hybridrl.flow.sample import SampleId
 from hybridrl.flow.workload import Workload
-from hybridrl.plan.simulate import EARLY_BACKWARD, SimulatedExecutor
+from hybridrl.plan.simulate import EARLY_BACKWARD, LOAD, SimulatedExecutor
 from hybridrl.schedule import StepResult
 from hybridrl.schedule.base import StepSettings
 from hybridrl.schedule.build import ScheduleParts, build
@@ -75,7 +76,11 @@ class Setting:
     splits: Mapping[int, PushCosts] = field(default_factory=dict)
     """Numbers of instances that may have ranks of their own, with what a push then costs."""
     apart: PushCosts | None = None
-    """What a push costs where the instances have ranks of their own; see `split_setting`."""
+    """What a push costs where the instances have ranks of their own; see `separate.py`."""
+    num_training: int = 1
+    """Ranks that train then: each begins on groups when there is a micro-batch for it."""
+    early: EarlySettings = field(default_factory=EarlySettings)
+    """What keeps updates from beginning before their batch is there."""
 
     @property
     def scope_of(self) -> dict[str, Scope]:
@@ -138,6 +143,8 @@ class Outcome:
     """Samples that decoded on a wide instance, a step."""
     off_policy: float
     """Share of trained tokens that older weights generated."""
+    decode_s: float
+    """Seconds a step in which an instance decodes, on average."""
     hidden: float
     """Share of the instances' forward passes that ran while others decoded, or all waited."""
     stages: Mapping[str, float] = field(default_factory=dict)
@@ -228,10 +235,8 @@ def what_if(
     `on_progress` gets the replays done and their total.
     """
     lines = variants(setting)
-    apart = split_variants(setting)
     num_searches = sum(len(_thresholds(setting.num_samples)) + 1 for v in lines if _searched(v))
-    num_splits = sum(map(len, apart.values()))
-    done, total, outcomes = 0, len(lines) + num_searches + num_splits, []
+    done, total, outcomes = 0, len(lines) + num_searches, []
     logger.debug("replaying %d thresholds", num_searches)
     for line in lines:
         outcome = replay(line.setting, line.config)
@@ -247,61 +252,7 @@ def what_if(
                 on_progress(min(done, total), total)
             best = min(tried, key=lambda one: one.front_s)
             outcomes.append(replace(best, mechanisms=f"best of {len(tried)} thresholds"))
-    for name, splits in apart.items():
-        tried = []
-        for line in splits:
-            outcome = replay(line.setting, line.config, skip=2)
-            tried.append(replace(outcome, schedule=name, mechanisms=line.mechanisms))
-            done += 1
-            on_progress(min(done, total), total)
-        outcomes.append(min(tried, key=lambda one: one.step_s))
     return outcomes
-
-
-_SPLIT_SCHEDULES = {"periodic": 0, "one_step": 1}
-"""The schedules of separate ranks, with their staleness."""
-
-
-def split_setting(setting: Setting, instances: int, push: PushCosts) -> Setting:
-    """The setting in which so many of the instances have ranks of their own, and the others train.
-
-    An instance has the seconds that it had. Training ranks share updates and passes of models as
-    all ranks did, so their seconds grow with the share that is gone: layouts that fit are assumed.
-    """
-    costs, train = setting.costs, setting.num_instances - instances
-    assert 0 < instances < setting.num_instances, (instances, setting.num_instances)
-    here = (Scope.RANK, Scope.DRIVER)
-    return replace(
-        setting,
-        num_instances=instances,
-        costs=replace(
-            costs,
-            token_s={
-                name: seconds if setting.scope_of[name] in here else seconds / train
-                for name, seconds in costs.token_s.items()
-            },
-            train_token_s=costs.train_token_s * setting.num_instances / train,
-            drafting=None,
-        ),
-        scopes={
-            **setting.scopes,
-            **{n: s if s in here else Scope.POOL for n, s in setting.scope_of.items()},
-        },
-        widths=(),
-        apart=push,
-    )
-
-
-def split_variants(setting: Setting) -> dict[str, list[Variant]]:
-    """The schedules of separate ranks on every split of the setting, by their names."""
-    lines: dict[str, list[Variant]] = {}
-    for instances, push in setting.splits.items():
-        split, ranks = split_setting(setting, instances, push), instances * setting.instance_ranks
-        for name, staleness in _SPLIT_SCHEDULES.items():
-            config = AsyncScheduleConfig(max_staleness=staleness)
-            variant = Variant(f"{ranks} ranks generate", split, config)
-            lines.setdefault(name, []).append(variant)
-    return lines
 
 
 def _searched(line: Variant) -> bool:
@@ -443,6 +394,7 @@ def _measure(
         "trained_early": result.metrics.get("samples/trained_early", 0.0),
         "widened": result.metrics.get("samples/widened", 0.0),
         "off_policy": old / max(1, sum(s.stop - s.start for s in spans)),
+        "decode_s": sum(s.stop - s.start for s in others) / setting.num_instances,
         "hidden": hidden / (sum(s.stop - s.start for s in passes) or 1.0),
         "threshold": result.metrics.get("samples/migration_threshold", 0.0),
     }
@@ -457,6 +409,7 @@ def _measure_apart(
     """
     ended = next(span.start for span in result.spans if span.name == "to_train")
     busy = sum(s.stop - s.start for s in executor.slices)
+    decoding = sum(s.stop - s.start for s in executor.slices if s.name != LOAD)
     zeros = ("migrated", "trained_early", "widened", "hidden", "threshold")
     trained = max(1.0, result.metrics["samples/trained_tokens"])
     return dict.fromkeys(zeros, 0.0) | {
@@ -464,6 +417,7 @@ def _measure_apart(
         "front_s": ended - (executor.clock.now() - seconds),
         "bubbles": max(0.0, 1 - busy / (setting.num_instances * seconds)) if seconds else 0.0,
         "off_policy": result.metrics["samples/off_policy_tokens"] / trained,
+        "decode_s": decoding / setting.num_instances,
     }
 
 
@@ -489,6 +443,8 @@ def _parts(setting: Setting, executor: SimulatedExecutor) -> ScheduleParts:
         key_of=lambda prompt: PromptKey(prompt, "", range(tokens_of(prompt))),
         # Beyond the last step measured, separate ranks go on: the mean is that of a longer run.
         num_steps=setting.workload.num_steps if setting.apart is None else None,
+        num_training=setting.num_training,
+        early=setting.early,
     )
 
 

@@ -38,6 +38,7 @@ from hybridrl.plan.schedule import (
     lower_bound,
     what_if,
 )
+from hybridrl.plan.separate import best_splits
 
 USAGE = f"""usage: hybridrl plan schedule --lengths=... [--costs=...] [OPTIONS]
 
@@ -110,7 +111,7 @@ def run(args: Sequence[str], on_progress: OnProgress) -> Printed:
     `on_progress` gets the replays done and their total. Raises `ConfigError`.
     """
     setting, measured = read_setting(args)
-    outcomes = what_if(setting, on_progress)
+    outcomes = [*what_if(setting, on_progress), *best_splits(setting, on_progress)]
     results = setting, outcomes, measured
     return table(outcomes), remarks(*results), record(*results)
 

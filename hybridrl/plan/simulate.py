@@ -18,6 +18,7 @@ from hybridrl.flow.executor import (
     TRAINING_POOL,
     Advanced,
     Command,
+    Compared,
     Computed,
     EarlyTrained,
     Event,
@@ -45,6 +46,9 @@ _TRAINER = "actor"
 
 EARLY_BACKWARD = "early backward"
 """The name of an instance's part of an update that others wait for."""
+
+LOAD = "load"
+"""The name of an instance's time for new weights, where it has ranks of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,10 +233,8 @@ class SimulatedExecutor:
         if self._apart is not None:
             for command in commands:
                 if isinstance(command, LoadWeights):
-                    assert self._servers[instance].is_empty, "weights change under samples"
                     assert command.version in self._pushed, f"nobody keeps {command.version}"
                     self._loaded[instance], load_s = command.version, self._apart.load_s
-            commands = [command for command in commands if not isinstance(command, LoadWeights)]
             version = self._loaded[instance]
         members = self.wide.get(instance, ())
         assert all(self._servers[i].is_empty for i in members), "a member has samples"
@@ -256,7 +258,15 @@ class SimulatedExecutor:
             TurnEnded(row.id, (0,) * row.turns[0].tokens, "", "stop", row.num_generated)
             for row in advance.turns
         )
-        event = Advanced(instance, server.unfinished, done, advance.parked, (), advance.work, turns)
+        event = Advanced(
+            instance,
+            server.unfinished,
+            done,
+            advance.parked,
+            work=advance.work,
+            turns=turns,
+            copies=advance.copies,
+        )
         name = advance.work.name(wide=bool(members))
         *others, last = members or (instance,)
         for member in members:
@@ -264,7 +274,7 @@ class SimulatedExecutor:
         for member in others:
             self._serve(member, name, advance.work.seconds)
         if load_s:
-            self._serve(last, "load", load_s)
+            self._serve(last, LOAD, load_s)
         known = self._serve(last, name, advance.work.seconds, event)
         for turn, row in zip(turns, advance.turns, strict=True):
             self._reply(turn, row, known)
@@ -347,6 +357,10 @@ class SimulatedExecutor:
             sample.rank = instance
         event = self._computed(stage, samples, instance, seconds)
         self._serve(instance, stage.name, seconds, event)
+
+    def compare(self, stage: UpdateStage, samples: Sequence[Sample]) -> None:
+        """One group's pass in a step costs nothing here."""
+        self._push(self.clock.now(), Compared({}))
 
     def train_early(self, stage: UpdateStage, instance: int, samples: Sequence[Sample]) -> None:
         """A part of an update on one instance, which first changes from generation to training.

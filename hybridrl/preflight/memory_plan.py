@@ -21,6 +21,7 @@ from hybridrl.config import (
     TrainLayoutConfig,
 )
 from hybridrl.costs.memory import SCORING, MemoryPlan, PoolSizes, RunPlan, plan_memory
+from hybridrl.costs.push_memory import LOADED
 from hybridrl.costs.train_memory import TrainSizes
 from hybridrl.flow import Graph
 from hybridrl.preflight.memory_advice import advice
@@ -116,7 +117,8 @@ def _node_host(config: Config, graph: Graph, pools: Mapping[str, MemoryPlan]) ->
     """Bytes that the ranks of one node have in its memory, of the node that has most.
 
     Its ranks with the same shards of frozen weights share them (`engines.score.node_copy`), unless
-    a role that only scores is a moving average. An instance has each shard once.
+    a role that only scores is a moving average, and those of a place share the arrays that they
+    load. An instance has each shard once.
     """
     cluster, layout = config.cluster, config.rollout.layout
     per_node = -(-cluster.ranks // cluster.nodes)
@@ -124,11 +126,11 @@ def _node_host(config: Config, graph: Graph, pools: Mapping[str, MemoryPlan]) ->
     nodes = Counter[int]()
     for pool, ranks in cluster.pool_ranks.items():
         sizes = pools[pool].on_host
-        frozen = 0 if changes else sizes.get(SCORING, 0)
+        shared = sizes.get(LOADED, 0) + (0 if changes else sizes.get(SCORING, 0))
         by_node = Counter(cluster.worker_of_rank[rank] // per_node for rank in ranks)
         for node, number in by_node.items():
-            nodes[node] += (sum(sizes.values()) - frozen) * number
-            nodes[node] += frozen * min(number, layout.pp * layout.tp)
+            nodes[node] += (sum(sizes.values()) - shared) * number
+            nodes[node] += shared * min(number, layout.pp * layout.tp)
     return max(nodes.values())
 
 
@@ -147,16 +149,22 @@ def _pool_sizes(
         model_shape_at,
         scoring_sizes,
     )
+    from hybridrl.preflight.pushed_sizes import received_sizes, sent_sizes
 
     train_stage, gen_stage = stages or (None, None)
-    trained, from_actor, generation = {}, set(), None
+    trained, from_actor = {}, set[str]()
+    generation = sent = received = None
     if pool == config.cluster.home:
         generation = generation_sizes(config, graph, shape, inputs, gen_stage, capacity)
+        if pool != "actor":
+            received = received_sizes(config, shape, generation.weights)
     if pool == "actor":
         layout, optim = config.trainer.layout, config.trainer.optim
         rows = rows_of(layout, config.ranks_of(pool), inputs)
         args = shape, layout, config.actor.lora, optim
         trained["actor"] = heaviest(config, rows, train_stage, *args)
+        if pool != config.cluster.home:
+            sent = sent_sizes(config, shape)
     for role in VALUE_MODELS:
         if role in graph.learned and pool == config.pool_of(role):
             own = config.value_model_of(role)
@@ -171,6 +179,8 @@ def _pool_sizes(
         generation=generation,
         from_actor=from_actor,
         together=roles_together(config, graph, pool) if config.trainer.fuses else (),
+        sent=sent,
+        received=received,
     )
 
 

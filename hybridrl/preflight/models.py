@@ -12,6 +12,7 @@ from hybridrl.config import VALUE_MODELS, Config, ConfigError, EmulatedClusterCo
 from hybridrl.costs.mapping import ACTOR
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import ComputeStage, StageMethod
+from hybridrl.preflight.recurrent_layers import check_recurrent_numbers, check_recurrent_value_model
 from hybridrl.workers.emulation import imitated_shapes, llama_config
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -28,9 +29,11 @@ def check_role_models(config: Config, graph: Graph, actor_path: str, tokenizer: 
         judge = config.judge_of(role)
         if judge.kind is RewardKind.model:
             _check_no_text(graph, role)
+            from hybridrl.models.load import load_config
             from hybridrl.rewards.model import check_reward_model
 
             check_reward_model(config, actor_path, tokenizer, role)
+            check_recurrent_numbers(config, load_config(str(judge.model), f"{role}.model"))
     for role in VALUE_MODELS:
         if role in graph.learned:
             _check_value_model(config, role, actor_path, tokenizer)
@@ -124,6 +127,8 @@ def _check_value_model(config: Config, role: str, actor_path: str, tokenizer: An
     check_has_classifier(model, path, key)
     check_model(model, key, train=True, native=False)
     check_train_layout(model, settings.layout, f"{name}.layout")
+    own = settings.path is not None
+    check_recurrent_value_model(config, model, settings.layout, name, own)
     if num_experts(model):
         check_balance(model, config.trainer)
     check_lora(model, settings.lora, f"{name}.lora")
@@ -144,11 +149,25 @@ def _check_teacher(config: Config, path: str, key: str, actor_path: str, tokeniz
     if is_classifier(model):
         raise ConfigError(key, path, "a language model (it is a sequence classifier)")
     check_model(model, key, train=True, native=True)
+    check_recurrent_numbers(config, model)
     gen = config.rollout.layout
     ep = gen.ep if num_experts(model) else 1
     check_gen_layout(model, gen.pp, gen.tp, ep)
     check_reads_samples(config, path, model, actor_path, tokenizer, key)
     check_stored(path, model, key=key)
+
+
+def check_quantized(config: Config, path: str) -> None:
+    """Raise ConfigError for a quantized checkpoint with an engine that would keep it quantized."""
+    from hybridrl.models.config_json import is_read
+    from hybridrl.models.quantized import stored_quantization
+
+    if not config.rollout.features.dequantizes and is_read(stored_quantization(path)):
+        engine = config.rollout.engine.value
+        allowed = (
+            f"native with the quantized weights of model.path={path}, which {engine} would keep so"
+        )
+        raise ConfigError("rollout.engine", engine, allowed)
 
 
 def _check_supported(model: Any, path: str, key: str) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from hybridrl.config import Config, ConfigError, PoolOfConfig, on_policy_names
 from hybridrl.flow.executor import Scope
 from hybridrl.flow.graph import (
-    ComputeStage,
     GenerateStage,
     Graph,
     MapStage,
@@ -98,12 +97,14 @@ def check_placement(config: Config, graph: Graph) -> None:
 
 
 def _check_has_work(config: Config, graphs: Mapping[str, Graph]) -> None:
+    generates = any(
+        isinstance(s, GenerateStage) for g in graphs.values() for s in g.stages.values()
+    )
+    if "rollout" in graphs and not generates:
+        size = len(config.cluster.pool_ranks["rollout"])
+        raise ConfigError("cluster.pools.rollout", size, "0: the recipe generates nothing")
     for pool, of_pool in graphs.items():
         has_work = "actor" in of_pool.roles if pool == "actor" else bool(of_pool.stages)
-        stages = of_pool.stages.values()
-        if pool == "rollout" and not any(isinstance(s, GenerateStage) for s in stages):
-            size = len(config.cluster.pool_ranks[pool])
-            raise ConfigError("cluster.pools.rollout", size, "0: the recipe generates nothing")
         if not has_work:
             fields = PoolOfConfig.__dataclass_fields__
             roles = [role for role in fields if config.cluster.pool_of_role(role) == pool]
@@ -116,23 +117,14 @@ def _check_has_work(config: Config, graphs: Mapping[str, Graph]) -> None:
 
 def check_apart(config: Config, pool: str, graph: Graph) -> None:
     """Raise where a stage of another pool than the samples' needs what only that one has."""
-    schedule, home = config.schedule, config.cluster.home
+    schedule = config.schedule
     for stage in graph.stages.values():
         role = str(stage.role)
-        if home == "actor":
-            key, value, wanted = f"cluster.pool_of.{config.pool_field(role)}", pool, "actor"
-        else:
-            key, value, wanted = f"cluster.pools.{home}", str(config.ranks_of(home)), "0"
         copy = graph.copies.get(role)
-        if copy is not None and copy.update != "frozen":
-            allowed = f"{wanted}: {role} averages the actor's weights after every update"
-            raise ConfigError(key, value, allowed)
-        if isinstance(stage, ComputeStage) and stage.privileged:
-            allowed = f"{wanted}: {role} reads prompts of data.privileged_template"
-            raise ConfigError(key, value, f"{allowed}, which stay with the samples")
-        if role == "teacher" and config.teacher.by_source:
-            allowed = f"{wanted} with teacher.by_source: sources of samples stay with them"
-            raise ConfigError(key, value, allowed)
+        if copy is not None and copy.update != "frozen" and pool != "actor":
+            field = f"cluster.pool_of.{config.pool_field(role)}"
+            allowed = f"actor: {role} averages the actor's weights after every update"
+            raise ConfigError(field, pool, allowed)
         reads_learned = stage.method in (StageMethod.VALUES, StageMethod.LEARNED_SCORE)
         if reads_learned and schedule.may_be_stale and not schedule.entry.separate:
             # A group that is complete waits for its step with values of an older critic.

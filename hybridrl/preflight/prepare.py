@@ -51,6 +51,7 @@ from hybridrl.preflight.fused_updates import decide_fused_updates
 from hybridrl.preflight.judges import IsRecorded, check_rows, try_judges, warn_of_long_answers
 from hybridrl.preflight.memory_plan import check_memory, local_obstacle, unknown_room
 from hybridrl.preflight.models import (
+    check_quantized,
     check_role_models,
     imitated_model,
     resolve_model_path,
@@ -67,6 +68,8 @@ from hybridrl.preflight.nothing_to_learn import (
 from hybridrl.preflight.packages import check_packages, check_ray
 from hybridrl.preflight.placement import check_placement
 from hybridrl.preflight.prompt_sharing import decide_prompt_sharing
+from hybridrl.preflight.recurrent_layers import check_recurrent_layers
+from hybridrl.preflight.sampling_replay import check_sampling_replay
 from hybridrl.preflight.schedule_choice import decide_schedule
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
@@ -188,6 +191,7 @@ def check_recipe(config: Config, graph: Graph) -> None:
     """Raise where the recipe and the other settings do not go together."""
     _check_on_policy(config, graph)
     _check_recorded(config, graph)
+    check_sampling_replay(config, graph)
     _check_curriculum(config, graph)
     _check_privileged(config, graph)
     check_groups(graph)
@@ -385,6 +389,7 @@ def _load(
     if config.cluster.holds_models:
         check_side_files(model_path, tokenizer, Path(config.run.dir))
         check_stored(model_path, model)
+        check_quantized(config, model_path)
         check_role_models(config, graph, model_path, tokenizer)
         resolve_role_paths(config, graph)
     stop_strings(tokenizer, config.rollout.stop)
@@ -421,6 +426,7 @@ def check_model_settings(config: Config, model: Any) -> None:
     from hybridrl.models.parallel import check_gen_layout, check_tail_tp, check_train_layout
     from hybridrl.models.router_balance import check_bias_update
 
+    check_recurrent_layers(config, model)
     check_train_layout(model, config.trainer.layout)
     gen = config.rollout.layout
     check_gen_layout(model, gen.pp, gen.tp, ep=gen.ep)

@@ -43,7 +43,10 @@ def decide_prompt_sharing(config: Config, graph: Graph, shape: "PretrainedConfig
 def _obstacle(config: Config, graph: Graph, shape: "PretrainedConfig") -> str | None:
     """Why shared prompts would change a run by more than rounding, or take memory unplanned."""
     from hybridrl.models.attention_shape import attention_shape
+    from hybridrl.models.config_json import num_recurrent
 
+    if num_recurrent(shape):
+        return "recurrent layers compute each sequence from its first token on"
     if config.strict:
         return "deterministic=strict sums gradients sequence by sequence"
     loras = {"actor": config.actor.lora}

@@ -1,9 +1,11 @@
 """Checks of a run's settings alone: before its directory is made, and before any heavy import."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from hybridrl.config import VALUE_MODELS, Config, ConfigError
+from hybridrl.system.owned_folder import FolderInUse, check_free, owned
 
 
 def check_config_files(args: Sequence[str]) -> None:
@@ -45,3 +47,23 @@ def check_run_dir(config: Config) -> None:
         if config.cluster.holds_models:
             allowed += ", or trainer.resume=auto to continue it"
         raise ConfigError("run.dir", config.run.dir, allowed)
+    with _not_in_use(config):
+        check_free(Path(config.run.dir))
+
+
+@contextmanager
+def own_run_dir(config: Config) -> Iterator[None]:
+    """Keep other runs from `run.dir`; raises ConfigError where one writes to it."""
+    with ExitStack() as stack:
+        with _not_in_use(config):
+            stack.enter_context(owned(Path(config.run.dir)))
+        yield
+
+
+@contextmanager
+def _not_in_use(config: Config) -> Iterator[None]:
+    try:
+        yield
+    except FolderInUse as owner:
+        allowed = f"a directory to which no other run writes ({owner} does)"
+        raise ConfigError("run.dir", config.run.dir, allowed) from owner

@@ -14,9 +14,10 @@ from typing import Any
 
 from hybridrl.checkpoint import folder
 from hybridrl.checkpoint.folder import Point
-from hybridrl.config import Config, ConfigError, DType, compose
+from hybridrl.config import AsyncScheduleConfig, Config, ConfigError, DType, compose
 from hybridrl.config.stored_run import composed_run, overrides_of
 from hybridrl.data.known_rows import read_rows
+from hybridrl.driver import followed_run
 from hybridrl.driver.checkpoints import Origin, changed_settings, run_status, settings_of
 from hybridrl.driver.inputs import changed_inputs, inputs_of
 from hybridrl.driver.recorded_samples import (
@@ -158,7 +159,7 @@ def replay(request: ReplayRequest) -> ReplayReport:
         raise ConfigError("run", run_dir, allowed)
     stored = compose_replay(request, own, (), writes=False)
     _check_step(request, stored)
-    point = starting_point(request, stored)
+    point = starting_point(request, compose_replay(request, own, request.overrides, writes=False))
     if own.exists() and any(own.iterdir()):
         raise ConfigError("--dir", own, "a directory that is not there yet, or is empty")
     begun_after = point.state["step"] if point else 0
@@ -216,8 +217,8 @@ def compose_replay(
     keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
     if "run.dir" in keys:
         raise ConfigError("run.dir", "", "--dir=DIR, the replay's own directory")
-    stored = overrides_of(request.run_dir, overrides)
-    follows = (request.run_dir / turn_orders.FILE).is_file()
+    choices = _recorded_choices(request.run_dir, overrides)
+    stored = overrides_of(request.run_dir, overrides)  # last: it leaves out groups of `overrides`
     config = composed_run(
         [
             *stored,
@@ -227,8 +228,7 @@ def compose_replay(
             "telemetry.report=false",
             "telemetry.digests=true",
             f"trainer.save_every={10**9 if request.saves else 0}",
-            # The run's own batches, not those of other waits.
-            *([f"environment.partial='{request.run_dir}'"] if follows else []),
+            *choices,
             *overrides,
         ],
         writes,
@@ -236,6 +236,19 @@ def compose_replay(
     for settings in config.eval.sets.values():
         settings.every = None
     return config
+
+
+def _recorded_choices(run_dir: Path, overrides: Sequence[str]) -> list[str]:
+    """Settings with which a replay takes from the run's records what time has decided in it."""
+    choices = []
+    if (run_dir / turn_orders.FILE).is_file():
+        choices.append(f"environment.partial='{run_dir}'")
+    keeps_schedule = not any(override.startswith("schedule=") for override in overrides)
+    if keeps_schedule and (run_dir / followed_run.FILE).is_file():
+        schedule = composed_run(overrides_of(run_dir), writes=False).schedule
+        if isinstance(schedule, AsyncScheduleConfig) and schedule.depends_on_time:
+            choices.append(f"schedule.follow='{run_dir}'")
+    return choices
 
 
 def _check_stage(request: ReplayRequest) -> None:
@@ -258,18 +271,23 @@ def _check_step(request: ReplayRequest, stored: Config) -> None:
         raise ConfigError("--step", request.step, allowed)
 
 
-def starting_point(request: ReplayRequest, stored: Config) -> Point | None:
-    """The nearest whole checkpoint before the step; None for the run's start."""
+def starting_point(request: ReplayRequest, config: Config) -> Point | None:
+    """The nearest whole checkpoint before the step; None for the run's start.
+
+    `config` has the replay's settings.
+    """
     points, damaged = folder.search(request.run_dir)
     earliest = request.earliest or request.step
     before = [point for point in points if point.state["step"] < earliest]
     before.sort(key=lambda point: int(point.state["step"]), reverse=True)
     for point in before:
-        wrong = folder.changed(point)
-        if not wrong:
+        if wrong := folder.changed(point):
+            damaged.append(wrong)
+        elif (lack := _lack(config, point)) is None:
             return point
-        damaged.append(wrong)
-    if earliest <= stored.warm_start_steps + 1 or request.from_start:
+        elif not request.from_start:
+            raise lack
+    if earliest <= config.warm_start_steps + 1 or request.from_start:
         return None
     there = sorted(int(point.state["step"]) for point in points)
     allowed = f"a run with a checkpoint before it, which {request.run_dir} has not"
@@ -278,6 +296,27 @@ def starting_point(request: ReplayRequest, stored: Config) -> Point | None:
     damages = f"; damaged: {'; '.join(damaged)}" if damaged else ""
     allowed += f"; --from-start makes all {request.step} steps again{damages}"
     raise ConfigError("--step", request.step, allowed)
+
+
+def _lack(config: Config, point: Point) -> ConfigError | None:
+    """Why samples of a checkpoint cannot go on in the replay; None where they can."""
+    if not config.schedule.follows:
+        return None
+    schedule = point.state["schedule"]
+    jobs = [job for group in schedule.get("open", []) for job in group["jobs"]]
+    if config.schedule.keeps_kv and any(job["parked"] is not None for job in jobs):
+        allowed = "recompute: checkpoints have no keys and values (--from-start needs none)"
+        return ConfigError("schedule.parked_kv", "keep", allowed)
+    # Ranks that train, too, have the step's weights alone; in flight samples go on with these.
+    begun_by = {tuple(id): int(steps) for id, steps in schedule.get("births", ())}
+    unfinished = {tuple(job["sample"]["id"]) for job in jobs if not job["sample"]["tensors"]}
+    older = {begun_by[id] for id in begun_by.keys() & unfinished} - {schedule["steps_done"]}
+    if older and not schedule["in_flight"] and not config.cluster.pools.rollout:
+        allowed = f"as in the run: after step {point.state['step']} samples go on by"
+        allowed += f" v_{min(older)}, which ranks that train, too, have no longer"
+        allowed += " (--from-start makes all steps again)"
+        return ConfigError("cluster.pools.rollout", 0, allowed)
+    return None
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from hybridrl.runtime.ray_node import RANK
 from hybridrl.runtime.ray_on_slurm import ray_on_slurm
 from hybridrl.system import signals
 from hybridrl.system.node_info import object_store_bytes, usable_memory
+from hybridrl.system.owned_folder import owned, remove_abandoned
 
 __all__ = ["RayStartError", "check_ranks", "ranks_placement", "ray_runtime"]
 
@@ -84,6 +85,7 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
                 raise _no_cluster(address, error) from error
             yield ray
         return
+    remove_abandoned(Path(tempfile.gettempdir()), "hrl", lambda left: kill_marked(str(left)))
     temp = Path(tempfile.mkdtemp(prefix="hrl"))  # short: Ray's sockets below it have 107 characters
     options |= {
         "num_cpus": config.ranks + 2,
@@ -95,7 +97,7 @@ def ray_runtime(config: ClusterConfig, env: dict[str, str], logs: Path) -> Itera
     }
     os.environ[MARK] = str(temp)
     try:
-        with no_process_stays(str(temp)), _ended(ray):
+        with owned(temp), no_process_stays(str(temp)), _ended(ray):
             _start_local(ray, options, str(temp))
             yield ray
     finally:

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-
-class SamplesLost(RuntimeError):
-    """Values of a rank are no longer in the store: the rank has ended."""
+from hybridrl.workers.data_plane import SamplesLost
 
 
 class RayDataPlane:
     """References are wrapped in a list, so that Ray hands them over instead of their values."""
+
+    has_transfers = True
 
     def put(self, value: Any) -> Any:
         """Write `value` into the node's shared memory, once."""
@@ -30,3 +30,13 @@ class RayDataPlane:
                 "samples that another rank had put into the object store are gone, because that"
                 f" rank's process has ended ({type(error).__name__})"
             ) from error
+
+    def prefetch(self, references: list[Any]) -> None:
+        """Begin to bring values into this node's shared memory, until the rank's call ends.
+
+        A wait that gives up leaves its requests to Ray (ray-project/ray, pull request 5234).
+        """
+        import ray
+
+        wanted = [reference for (reference,) in references]
+        ray.wait(wanted, num_returns=len(wanted), timeout=0, fetch_local=True)

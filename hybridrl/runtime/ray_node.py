@@ -22,9 +22,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hybridrl.runtime.ray_cleanup import MARK, keep_logs, no_process_stays
+from hybridrl.runtime.ray_cleanup import MARK, keep_logs, kill_marked, no_process_stays
 from hybridrl.runtime.slurm import RENDEZVOUS
 from hybridrl.system.node_info import object_store_bytes
+from hybridrl.system.owned_folder import owned, remove_abandoned
 
 RANK = "hybridrl_rank"  # Ray's custom resource, one unit per rank
 HIDDEN = 3
@@ -73,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hybridrl: node {name} does not see run.dir={run_dir}", file=sys.stderr, flush=True)
         return HIDDEN
     # Ray's directory is short: its sockets below it have 107 characters.
+    remove_abandoned(Path("/tmp"), "hrl", lambda left: kill_marked(str(left)))
     temp = options.temp or Path(tempfile.mkdtemp(prefix="hrl", dir="/tmp"))
     env = (
         os.environ
@@ -101,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextlib.contextmanager
 def _cleared(temp: Path, spill: Path, logs: Path) -> Any:
     try:
-        with no_process_stays(str(temp)):
+        with owned(temp), no_process_stays(str(temp)):
             yield
     finally:
         shutil.rmtree(spill, ignore_errors=True)

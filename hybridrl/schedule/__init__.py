@@ -1,10 +1,11 @@
 """Schedules: when and where each sample's next subtask runs, on a virtual clock as on ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hybridrl.flow.ledger import Drop
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.flow.turns import RoundOrder
+from hybridrl.flow.versions import VersionRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,8 @@ class StepResult:
     dispatch. `dropped` maps those that were not used to the reason. `metrics` are the updates' own
     under `<role>/<name>`, counts under `samples/<name>`, and the recipe's numbers under
     `state/<name>`. `spans` are the stages as they ran. `turn_orders` are those of its rounds, where
-    the batch follows from the times of replies.
+    the batch follows from the times of replies. `versions` has the weights that made the tokens of
+    what was dispatched, where these are not those of the step.
     """
 
     step: int
@@ -34,6 +36,7 @@ class StepResult:
     metrics: dict[str, float]
     spans: tuple[StageSpan, ...]
     turn_orders: tuple[RoundOrder, ...] = ()
+    versions: VersionRecord = field(default_factory=dict)
 
     @property
     def seconds_by_stage(self) -> dict[str, float]:

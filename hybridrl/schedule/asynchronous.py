@@ -5,18 +5,24 @@ deferred update (2507.01663) are `max_staleness=1`.
 """
 
 import logging
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import Phase
-from hybridrl.flow.graph import Graph, Stage, TakeStage, UpdateStage
+from hybridrl.flow.graph import Graph, Stage, UpdateStage
 from hybridrl.flow.ledger import Drop
 from hybridrl.flow.sample import NO_VERSION, Sample, SampleId
+from hybridrl.flow.turns import RecordDiffers
+from hybridrl.flow.versions import failures_of, segments_of
 from hybridrl.schedule.base import Prompt
-from hybridrl.schedule.groups import GenerationTask
+from hybridrl.schedule.dealing import Dealer, Dealt
+from hybridrl.schedule.following import KEY, Followed, no_longer_there
+from hybridrl.schedule.groups import GenerationTask, GroupStatus, tasks_of
+from hybridrl.schedule.instances import Instance
 from hybridrl.schedule.loop_schedule import (
     LoopSchedule,
     SchedulePolicy,
@@ -31,7 +37,7 @@ from hybridrl.schedule.tail.pool_update import PoolUpdate
 
 logger = logging.getLogger(__name__)
 
-_METRICS = ("off_policy_tokens", "trained_tokens", "staleness")
+_METRICS = ("off_policy_tokens", "trained_tokens", "staleness", "mean_staleness")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -45,7 +51,12 @@ class Async(SchedulePolicy):
     `serial`.
 
     An instance takes new weights (`LoadWeights`) when it has no unfinished sample of an earlier
-    batch. A batch of which no step comes, since the run has `num_steps`, does not begin.
+    batch. With `in_flight` it takes them at its next call, under its unfinished samples (AReaL,
+    arXiv 2505.24298; PipelineRL, 2509.19128). Batch k then begins on the weights after k - S steps
+    or more, and so does each later token: no token of step k is older. A batch of which no step
+    comes, since the run has `num_steps`, does not begin.
+
+    With `follows` the record says which weights make each token, and not `in_flight`.
 
     Stages of the samples' ranks and of the driver (verifiers, `map`) start as samples finish.
     Passes of models wait for the step that trains the samples, so values and the actor's own
@@ -57,6 +68,8 @@ class Async(SchedulePolicy):
 
     max_staleness: int
     early: EarlySettings
+    in_flight: bool = False
+    follows: Followed | None = None
     num_training: int = 1
     """Ranks that train: they begin on groups that are a micro-batch for each of them."""
     num_steps: int | None = None
@@ -71,11 +84,17 @@ class Async(SchedulePolicy):
     """The steps behind the weights that are on their way, oldest first."""
     _restored: list[int] = field(default_factory=list)
     """Prompts of a checkpoint, on whose finished samples stages have still to start."""
+    _gone: Collection[int] = ()
+    """The steps behind weights that have made tokens, and are not in the checkpoint."""
     _wanted: int = 0
     _continued_at: int = 0
     """Steps behind the weights that the run began with, or continued with."""
-    _staleness: int = 0
-    """The staleness of the batch that the present step trains."""
+    _num_tokens_before: int = 0
+    """Tokens that instances had made before the present step."""
+    _has_compared: bool = False
+    """Whether the engines' log-probabilities have been compared in the present step."""
+    _ages: dict[int, int] = field(default_factory=dict)
+    """The staleness in the present step of what a version has made."""
 
     @classmethod
     def check_graph(cls, graph: Graph) -> None:
@@ -83,8 +102,6 @@ class Async(SchedulePolicy):
         check_generates_once(graph)
         if not graph.generates:
             raise ValueError("serial: the recipe generates nothing")
-        if any(isinstance(stage, TakeStage) for stage in graph.stages.values()):
-            raise ValueError("serial: a take may ask for another round of prompts")
 
     def bind(self, schedule: LoopSchedule) -> None:
         """Belong to a schedule; find the update that may begin before its batch is there."""
@@ -103,6 +120,7 @@ class Async(SchedulePolicy):
             "open": self.schedule.groups.to_json(),
             "batches": {str(batch): positions for batch, positions in self._batches.items()},
             "versions": {str(steps): version for steps, version in self._versions.items()},
+            "in_flight": self.in_flight,
         }
 
     def load_state_dict(
@@ -111,13 +129,28 @@ class Async(SchedulePolicy):
         """Continue with the open prompts' samples; a checkpoint of `serial` has none."""
         self.schedule.load_open(state.get("open", []), prompt_at, ranks)
         self._batches = {int(b): list(p) for b, p in state.get("batches", {}).items()}
-        # The newest weights are pushed again; only older ones are in the checkpoint.
+        # The newest weights are pushed again. Of older ones the checkpoint has those that samples
+        # go on with, and names those that have made tokens.
         self._continued_at = self._batch
         versions = {int(steps): version for steps, version in state.get("versions", {}).items()}
-        self._versions = {s: v for s, v in versions.items() if s < self._batch}
+        versions = {s: v for s, v in versions.items() if self.in_flight or s < self._batch}
+        self._versions = versions
+        if state.get("in_flight"):  # whose samples go on with the newest
+            self._gone = {*versions}
         for batch in self._batches:
             self._set_version(batch)
         self._restored = [*self.schedule.groups.open]
+
+    def needs_versions(self) -> Collection[int]:
+        """The versions of open prompts; in flight these go on with the newest."""
+        if self.in_flight:
+            return ()
+        groups = self.schedule.groups
+        if self.follows is not None:
+            known = {*self._versions} - {*self._gone}
+            return {self._versions[steps] for steps in known if steps < self._batch}
+        # Of complete groups, too: an instance may die with one.
+        return {group.version for group in groups.open.values() if group.version is not None}
 
     def close(self) -> dict[SampleId, Drop]:
         """The open prompts' samples are dropped."""
@@ -137,7 +170,70 @@ class Async(SchedulePolicy):
         """Let the prompts of a batch begin, if its weights are there."""
         for position in self._batches[batch]:
             group = self.schedule.groups[position]
-            group.version, group.batch = self._versions.get(self._steps_behind(batch)), batch
+            group.version, group.batch = self._version_for(batch), batch
+
+    def _version_for(self, batch: int) -> int | None:
+        """The weights with which the prompts of a batch may begin, if they are there."""
+        if not self.in_flight:
+            return self._versions.get(self._steps_behind(batch))
+        newest = max(self._versions, default=-1)
+        return self.schedule.loop.newest if newest >= batch - self.max_staleness else None
+
+    def deal(
+        self, dealer: Dealer, queue: Sequence[SampleId], able: Sequence[Instance]
+    ) -> tuple[list[Dealt], list[SampleId]]:
+        """Batch by batch, to instances that have their weights or may load them."""
+        return dealer.deal_by_batch(queue, able, self._version_of, self.in_flight)
+
+    def _version_of(self, id: SampleId) -> int | None:
+        """The weights that make a sample's next tokens; None where they are not there yet."""
+        if self.follows is None:
+            return self.schedule.groups[id.prompt].version
+        if not self._has_step(id):
+            return None
+        num_tokens = self._num_tokens(id)
+        if self._awaits_end(id, num_tokens):
+            return self.schedule.loop.newest
+        segment = self.follows.segment(id, num_tokens)
+        if segment.steps in self._gone:
+            if self.waits_for_push:  # perhaps of the same, where a step has trained nothing
+                return None
+            raise no_longer_there(id, segment)
+        return self._versions.get(segment.steps)
+
+    def _has_step(self, id: SampleId) -> bool:
+        """Whether a step of the run trains a sample; those of a checkpoint may have been more."""
+        batch = self.schedule.groups[id.prompt].batch
+        return batch >= 0 and (self.num_steps is None or batch < self.num_steps)
+
+    def _awaits_end(self, id: SampleId, num_tokens: int) -> bool:
+        """Whether only the end of its episode is to come of a sample, whose record is followed."""
+        assert self.follows is not None
+        is_open = self.schedule.groups.turns.is_open(id)
+        return is_open and self.follows.is_whole(id, num_tokens)
+
+    def rests_at(self, id: SampleId) -> int:
+        """Where the record has other weights."""
+        return 0 if self.follows is None else self.follows.rests_at(id, self._num_tokens(id))
+
+    def recomputes(self, id: SampleId) -> bool:
+        """Whether a cache was lost there in the record, which these weights compute again."""
+        return self.follows is not None and self.follows.recomputes(id, self._num_tokens(id))
+
+    def _num_tokens(self, id: SampleId) -> int:
+        """Response tokens of a sample that waits for an instance."""
+        task = self.schedule.groups.task(id)
+        parked = self.schedule.groups.parked(task)
+        if parked is None:
+            return 0
+        prompt_tokens = self.schedule.length_model.prompt_tokens(task.prompt)
+        return parked.tokens[parked.ids.index(id)] - prompt_tokens
+
+    @property
+    def _round(self) -> list[int]:
+        """The prompts of the step's present round; a recipe without a take has one round."""
+        groups, batch = self.schedule.groups, self._batches[self._batch]
+        return [position for position in batch if groups[position].status is GroupStatus.OPEN]
 
     @property
     def _batch(self) -> int:
@@ -147,6 +243,8 @@ class Async(SchedulePolicy):
     def begin_step(self) -> None:
         """No count yet."""
         self.schedule.metrics |= {f"samples/{name}": 0.0 for name in _METRICS}
+        self.schedule.metrics["training_wait_s"] = 0.0
+        self._has_compared = False
         if any(self._updates.values()):
             self.schedule.metrics["samples/trained_early"] = 0.0
 
@@ -163,28 +261,54 @@ class Async(SchedulePolicy):
     def begin(self) -> list[GenerationTask]:
         """All batches begin that the weights of this step may make, and that have a step."""
         schedule, tasks = self.schedule, list[GenerationTask]()
+        begun_ones = {position for positions in self._batches.values() for position in positions}
         unfinished = [
             task
             for task in schedule.groups.tasks
             if not schedule.groups.ledger.is_finished(task.sample.id)
+            and task.sample.id.prompt in begun_ones
         ]
         if not schedule.loop.has_begun:  # the run continues here
             tasks += unfinished
         last = self._batch + self.max_staleness
         if self.num_steps is not None:
             last = min(last, self.num_steps - 1)
-        for batch in range(self._batch, last + 1):
-            if batch not in self._batches:
+        begun = [batch for batch in range(self._batch, last + 1) if batch not in self._batches]
+        # Another round of a step, where a take wants it; a record has the prompts of all rounds.
+        another = [self._batch] * (not self.max_staleness and self.follows is None)
+        for batch in begun or another:
+            if self.follows is None:
                 pulled = schedule.next_prompts(self._wanted)
                 tasks += schedule.begin(pulled)
-                self._batches[batch] = [position for position, _ in pulled]
-                self._set_version(batch)
+                positions = [position for position, _ in pulled]
+            else:
+                positions = [*self.follows.record.batches[batch]]
+                tasks += self._begin_recorded(positions)
+            self._batches.setdefault(batch, []).extend(positions)
+            self._set_version(batch)
         return tasks
+
+    def _begin_recorded(self, positions: Sequence[int]) -> list[GenerationTask]:
+        """These prompts begin; those before them are for batches that come later."""
+        schedule = self.schedule
+        while missing := {*positions} - schedule.groups.open.keys():
+            ((position, prompt),) = schedule.next_prompts(1)
+            if position > max(missing):
+                raise RecordDiffers(f"prompt {min(missing)} has been trained before", KEY)
+            schedule.begin([(position, prompt)])
+        tasks = (task for p in positions for task in schedule.groups[p].tasks.values())
+        # A checkpoint of groups as they complete has finished samples of batches that begin here.
+        return [task for task in tasks if not schedule.groups.ledger.is_finished(task.sample.id)]
 
     def _push(self, steps: int) -> None:
         """Have the present weights pushed, which are those after so many steps."""
         self._pushing.append(steps)
         self.schedule.executor.push_weights()
+
+    @property
+    def takes_guests(self) -> bool:  # type: ignore[override]
+        """Whether a step may have its groups while others use the instances."""
+        return self.lasts and self.max_staleness > 0
 
     @property
     def waits_for_push(self) -> bool:  # type: ignore[override]
@@ -195,12 +319,13 @@ class Async(SchedulePolicy):
         """Weights can be loaded: the batches that they make begin."""
         steps = self._pushing.popleft()
         self._versions[steps] = version
+        self._gone = {s for s in self._gone if self._versions.get(s, version) != version}
         for batch in self._batches:
             self._set_version(batch)
 
     def of_step(self, position: int) -> bool:
         """Whether the present step trains on a prompt."""
-        return position in self._batches.get(self._batch, ())
+        return self.schedule.groups[position].batch == self._batch
 
     def compares_early(self, section: Sequence[Stage]) -> bool:
         """Whether groups are trained before the batch is there."""
@@ -219,24 +344,84 @@ class Async(SchedulePolicy):
 
     def make(self, tasks: Sequence[GenerationTask]) -> None:
         """Let samples be made until the step's batch is there; others go on."""
-        schedule, positions = self.schedule, self._batches[self._batch]
-        tracker = schedule.loop.stages.tracker
-        schedule.loop.make(tasks)
-        schedule.loop.tail.touched(positions)
+        self.schedule.loop.make(tasks)
+        restored, self._restored = self._restored, []
+        self._run_on(self._round, restored)
+
+    def make_again(self, positions: Sequence[int]) -> None:
+        """The batch's lost samples are made again, by the newest weights or those of the batch."""
+        self._run_on(positions, positions)
+
+    def _run_on(self, positions: Sequence[int], touched: Sequence[int]) -> None:
+        """Go on until all samples of these prompts are there, with what early stages make."""
+        loop, groups = self.schedule.loop, self.schedule.groups
 
         def is_there() -> bool:
-            if schedule.loop.tail.is_training:
+            if loop.tail.is_training:
                 return False
-            complete = all(map(schedule.groups.is_complete, positions))
-            return complete and not tracker.open_stages(positions)
+            complete = all(map(groups.is_complete, positions))
+            return complete and not loop.stages.tracker.open_stages(positions)
 
-        restored, self._restored = self._restored, []
-        schedule.loop.run_on(is_there, restored)
+        with self._training_waits():
+            loop.tail.touched(positions)
+            loop.run_on(is_there, touched)
+
+    @contextmanager
+    def _training_waits(self) -> Iterator[None]:
+        """Count the seconds in which the ranks that train have nothing to do.
+
+        Those in which a guest has the instances are not waits for a group.
+        """
+        loop = self.schedule.loop
+        start, busy_s = loop.executor.clock.now(), loop.tail.train_seconds
+        yield
+        start = loop.executor.clock.now() if loop.guest else max(start, loop.returned_at)
+        busy_s = (loop.tail.train_seconds - busy_s) / len(loop.executor.instances)
+        waited_s = loop.executor.clock.now() - start - busy_s
+        self.schedule.metrics["training_wait_s"] += max(0.0, waited_s)
 
     def take(self) -> list[int]:
         """The step's batch is trained on."""
-        self._staleness = self._batch - self._steps_behind(self._batch)
-        return self._batches[self._batch]
+        positions = self._round
+        self._record(positions)
+        return positions
+
+    def _record(self, positions: Sequence[int]) -> None:
+        """Note which weights have made the tokens that the step trains on."""
+        # A step that used no sample leaves the version as it is: its tokens count as the older.
+        newest_first = sorted(self._versions.items(), reverse=True)
+        steps_of = {version: steps for steps, version in newest_first}
+        self._ages = {version: self._batch - steps for version, steps in steps_of.items()}
+        samples = [
+            task.sample
+            for position in positions
+            for task in self.schedule.groups[position].tasks.values()
+            if task.sampling is not None
+        ]
+        versions = {sample.id: segments_of(sample.spans, steps_of) for sample in samples}
+        self.schedule.versions = {**self.schedule.versions, **versions}
+        if self.follows is not None:
+            self.follows.check(versions, failures_of(samples))
+
+    def update_begins(self, updates: Sequence[UpdateStage]) -> None:
+        """Where the step has no sample of the trainer's weights alone, compare a group that has.
+
+        It is the first one that is complete, and no step has taken it yet. It is scored for
+        `mismatch/*` alone, before the weights change.
+        """
+        update = next((one for one in updates if one.role == "actor"), None)
+        version = self._versions.get(self._batch)
+        if not self.lasts or update is None or version is None or self._has_compared:
+            return
+        self._has_compared = True
+        groups = self.schedule.groups
+        if any(_is_of_version(task.sample, version) for task in tasks_of(groups.taken)):
+            return
+        for position in groups.complete():
+            samples = [task.sample for task in groups[position].tasks.values()]
+            if all(_is_of_version(sample, version) for sample in samples):
+                self.schedule.compare(update, samples)
+                return
 
     def step_ended(self) -> None:
         """The new weights go to whoever will take them; older ones stay that batches need.
@@ -245,22 +430,47 @@ class Async(SchedulePolicy):
         newest, which a run that continues pushes again.
         """
         self.schedule.loop.run_on(lambda: not self._pushing)
-        del self._batches[self._batch]
+        # What trains groups early is of this step; the next one has its own.
+        self.schedule.loop.tail = NoTail()
         after = self._batch + 1
-        needed = {
-            self._steps_behind(batch) for batch in (*self._batches, after + self.max_staleness)
-        }
+        needed = self._end_batch(after)
         self._versions = {s: version for s, version in self._versions.items() if s in needed}
-        self.schedule.executor.keep_versions([*self._versions.values()])
+        guest = self.schedule.loop.guest
+        of_guest = [] if guest is None else [guest.version]
+        self.schedule.executor.keep_versions([*self._kept_versions(), *of_guest])
         self._push(after)
+
+    def _end_batch(self, after: int) -> Collection[int]:
+        """The step's prompts are trained; gives the steps behind weights that are of use yet."""
+        del self._batches[self._batch]
+        if self.in_flight or self.follows is not None:
+            return range(after - self.max_staleness, after)
+        return {*map(self._steps_behind, (*self._batches, after + self.max_staleness))}
+
+    def _kept_versions(self) -> Collection[int]:
+        """The versions that instances may load, besides the newest."""
+        return [] if self.in_flight else [*self._versions.values()]
 
     def metrics(self, used: Sequence[Sample]) -> dict[str, float]:
         """Count the tokens of older weights among those trained, and the staleness in steps."""
         spans = [span for sample in used for span in sample.spans if span.trained]
-        stale = self._staleness
-        generated = sum(span.stop - span.start for span in spans if span.version != NO_VERSION)
+        generated = [span for span in spans if span.version != NO_VERSION]  # not the dataset's own
+        tokens = Counter[int]()
+        for span in generated:
+            tokens[self._ages[span.version]] += span.stop - span.start
+        num_tokens = self.schedule.loop.num_tokens
+        before, self._num_tokens_before = self._num_tokens_before, num_tokens
         return {
-            "samples/off_policy_tokens": float(generated if stale else 0),
+            "samples/generated_tokens": float(num_tokens - before),
+            "samples/off_policy_tokens": float(tokens.total() - tokens[0]),
             "samples/trained_tokens": float(sum(span.stop - span.start for span in spans)),
-            "samples/staleness": float(stale),
+            "samples/staleness": float(max(+tokens, default=0)),
+            "samples/mean_staleness": sum(age * n for age, n in tokens.items())
+            / max(1, tokens.total()),
         }
+
+
+def _is_of_version(sample: Sample, version: int) -> bool:
+    """Whether the weights of a version have made all tokens of a finished response."""
+    versions = {span.version for span in sample.spans if span.trained}
+    return versions == {version} and "log_probs" in sample.tensors

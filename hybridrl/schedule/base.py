@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from operator import itemgetter
 from typing import Any, final
 
 from hybridrl.costs.instance import UNLIMITED, Costs
 from hybridrl.costs.meter import CostMeter
 from hybridrl.flow.barriers import run_barrier
 from hybridrl.flow.executor import (
-    Advanced,
     Computed,
     Event,
     Executor,
@@ -24,6 +24,7 @@ from hybridrl.flow.executor import (
     Sampling,
     Scope,
     UpdateDone,
+    UpdateRefused,
     WeightsReady,
     WorkerDied,
 )
@@ -51,7 +52,10 @@ from hybridrl.flow.ledger import (
 )
 from hybridrl.flow.sample import ENVIRONMENT_FAILURE, Sample, SampleId
 from hybridrl.flow.turns import OpenTurns, RoundOrder
+from hybridrl.flow.versions import VersionRecord
 from hybridrl.schedule import StageSpan, StepResult
+from hybridrl.schedule.events import Guest, learn, next_events
+from hybridrl.schedule.lost_samples import InstanceDied, SamplesDied, not_died
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +140,7 @@ class Schedule(ABC):
             self._run_rounds() if self._take else self._begin_round(self.settings.prompts_per_step)
         )
         self._run_stages([s for s in self._order if s.name not in batch], batch)
+        self._step_ended()
         pending = self._pending_ids()
         used, dropped = self._ledger.settle(pending)
         num_dispatched = self._ledger.num_dispatched - dispatched_before
@@ -154,14 +159,24 @@ class Schedule(ABC):
         if self._train_costs:  # of every role that the step trains
             seconds, tokens = zip(*self._train_costs, strict=True)
             self.meter.saw_train(sum(seconds), max(tokens))
+        return self._result(used, dropped, pending)
+
+    def _result(
+        self,
+        used: Sequence[Sample],
+        dropped: dict[SampleId, Drop],
+        pending: Collection[SampleId] = (),
+    ) -> StepResult:
+        """The record of the present step, whose samples are settled but those `pending`."""
         return StepResult(
-            step,
+            self.step,
             tuple(used),
             tuple([s for s in self._ledger.samples if s.id not in pending]),
             dropped,
             self._summary(used, len(dropped)),
             tuple(self._spans),
             tuple(self.turn_orders),
+            self.versions,
         )
 
     def release(self) -> None:
@@ -175,8 +190,20 @@ class Schedule(ABC):
         self.release()
         return {}
 
-    def pause(self) -> None:  # noqa: B027  # most have nothing to end
-        """Let instances end what they have, so that another schedule may use them."""
+    def pause(self) -> None:  # noqa: B027  # most leave nothing to instances
+        """Have instances park what they have, so that another schedule may use them."""
+
+    @property
+    def takes_guests(self) -> bool:
+        """Whether a guest may use the instances while training goes on (`LoopSchedule.admit`)."""
+        return False
+
+    def admit(self, guest_of: Callable[[int], Guest]) -> None:
+        """Have a guest, made of the weights' version, use the instances until it is over."""
+        raise AssertionError("a schedule without guests")
+
+    def wait_for_guest(self) -> None:  # noqa: B027
+        """Wait until no guest uses the instances."""
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -209,9 +236,17 @@ class Schedule(ABC):
         """Samples for a later step that have tensors, which `state_dict` does not hold."""
         return ()
 
+    def copy_open(self) -> None:  # noqa: B027  # most leave nothing to instances
+        """Have in `state_dict` and `pending` the tokens so far of what instances go on with."""
+
     def needs_versions(self) -> tuple[int, ...]:
         """Pushed weights, older than those that train, that unfinished samples go on with."""
         return ()
+
+    @property
+    def group_fields(self) -> frozenset[str]:
+        """Fields of samples for a later step that follow from those of all of their prompt."""
+        return frozenset()
 
     def restore_parked(self, state: Any) -> None:
         """After `load_state_dict`: `state` refers to all parked tokens (`Parked.state`)."""
@@ -230,9 +265,12 @@ class Schedule(ABC):
         self._spans: list[StageSpan] = []
         self.metrics: dict[str, float] = {}
         self.turn_orders: list[RoundOrder] = []
+        self.versions: VersionRecord = {}
         self._num_preempted = self.meter.num_preempted
         self._drafts = self.meter.num_drafted, self.meter.num_accepted
         self._phase: Phase | None = None
+        self._has_updated = False  # an update of the step has ended
+        self._refused: list[str] = []  # updates, by instances that died
         self._has_run: set[str] = set()  # stages that an earlier one has taken along
         self.pulled: list[Prompt] = []
         self._train_costs: list[tuple[float, int]] = []  # seconds, tokens of the step's updates
@@ -274,6 +312,8 @@ class Schedule(ABC):
             all_pulled += self.pulled
             for name, samples in batch.items():
                 merged.setdefault(name, []).extend(samples)
+                # A later round may have earlier prompts, where groups come as they complete.
+                merged[name].sort(key=lambda sample: sample.id.prompt)
             passed = groups(merged[take.upstream[0]])
             logger.debug("%s: %d groups have come, %d wanted", take.name, len(passed), wanted)
             if len(passed) >= wanted:
@@ -288,7 +328,7 @@ class Schedule(ABC):
         for group in passed[wanted:]:
             self._ledger.leave(group, DropReason.TAKE, past)
         merged[take.name] = [sample for group in passed[:wanted] for sample in group]
-        self.pulled = all_pulled
+        self.pulled = sorted(all_pulled, key=itemgetter(0))
         return merged
 
     # -- stages --------------------------------------------------------------------------------
@@ -296,6 +336,9 @@ class Schedule(ABC):
     @abstractmethod
     def _run_stages(self, stages: Sequence[Stage], batch: Batch) -> None:
         """Run `stages`, in their order or as if so; `batch` gets the samples that leave each."""
+
+    def _step_ended(self) -> None:  # noqa: B027  # most do nothing then
+        """All stages of a step have run, of all its rounds."""
 
     def _run(self, stage: Stage, batch: Batch) -> None:
         """Run one stage on everything that has left its upstream."""
@@ -363,7 +406,7 @@ class Schedule(ABC):
                 for event in ended:
                     if isinstance(event, WorkerDied):
                         number = event.instance
-                        raise RuntimeError(f"generation instance {number} died between phases")
+                        raise InstanceDied(f"generation instance {number} died between phases")
                     assert isinstance(event, WeightsReady | Prepared), event
             saw = self.meter.saw_switch if phase is Phase.GENERATE else self.meter.saw_train_switch
             saw(self.executor.clock.now() - start)
@@ -409,10 +452,11 @@ class Schedule(ABC):
         else:
             self.executor.compute(stage, samples)
         waiting = {(one.name, id) for one in stages for id in by_id}
-        while waiting:
+        whole = isinstance(stage, ComputeStage) and stage.whole_groups
+        while waiting := not_died(waiting, self._died, whole):
             for event in self._wait():
                 if isinstance(event, WorkerDied):
-                    raise RuntimeError(
+                    raise InstanceDied(
                         f"generation instance {event.instance} died while {stage.name!r} ran"
                     )
                 if isinstance(event, SamplesRead):
@@ -421,6 +465,12 @@ class Schedule(ABC):
                 record_computed(self.graph.stages[event.stage], by_id, event)
                 waiting.difference_update([(event.stage, id) for id in event.ids])
                 learn(self.meter, event, [by_id[id] for id in event.ids])
+        self._check_alive()
+
+    @property
+    def _died(self) -> Collection[SampleId]:
+        """Samples of the step that have died since it has taken them."""
+        return ()
 
     def _update(self, stages: Sequence[UpdateStage], batch: Batch) -> None:
         """Updates that follow each other: those of different pools of ranks run at once.
@@ -433,6 +483,7 @@ class Schedule(ABC):
         due = [s for s in stages if batch[s.name] and self.steps_done >= s.after]
         if not due:
             return
+        self._check_alive()
         self._enter(Phase.TRAIN)
         begun, running = self.executor.clock.now(), dict[str, float]()
         for call in self._calls(due):
@@ -447,6 +498,10 @@ class Schedule(ABC):
             self.executor.update(updates)
         while running:
             self._trained(running)
+        if refused := self._refused:
+            self._refused = []
+            text = f"an instance died with samples that {refused[0]!r} was to train on"
+            raise (InstanceDied if self._has_updated else SamplesDied)(text)
         seconds = self.executor.clock.now() - begun + self._early_train_s
         tokens = max(sum(sample.tokens for sample in batch[stage.name]) for stage in due)
         self._train_costs.append((seconds, tokens))
@@ -470,12 +525,20 @@ class Schedule(ABC):
         """Wait until an update or more have ended; they leave `running`, which has their starts."""
         for event in self._wait():
             if isinstance(event, WorkerDied):
-                raise RuntimeError(f"generation instance {event.instance} died during training")
+                raise InstanceDied(f"generation instance {event.instance} died during training")
+            if isinstance(event, UpdateRefused):
+                del running[event.stage]
+                self._refused.append(event.stage)
+                continue
             assert isinstance(event, UpdateDone), event
+            self._has_updated = True
             stage, start = self.graph.stages[event.stage], running.pop(event.stage)
             self._spans.append(StageSpan(stage.name, start, self.executor.clock.now()))
             for name, value in event.metrics.items():
                 self.metrics[f"{stage.role}/{name}"] = value
+
+    def _check_alive(self) -> None:  # noqa: B027  # most begin on what no death takes away
+        """Raise SamplesDied where samples of the step have died since it has taken them."""
 
     def _wait(self) -> list[Event]:
         """Events other than replies, which may come at any time."""
@@ -516,43 +579,3 @@ class Schedule(ABC):
             summary["samples/accepted_tokens"] = float(accepted)
             summary["samples/draft_acceptance"] = accepted / drafted if drafted else 0.0
         return summary | {f"state/{name}": value for name, value in self.graph.states.items()}
-
-
-def learn(
-    meter: CostMeter,
-    event: Advanced | Computed,
-    samples: Sequence[Sample] = (),
-    width: int = 1,
-) -> None:
-    """Let the meter learn from a call; `samples` are those of a `Computed`.
-
-    `width` is that of a wide instance.
-    """
-    if isinstance(event, Computed):
-        if event.seconds is not None:
-            tokens = sum([sample.tokens for sample in samples])
-            meter.saw_compute(event.stage, event.seconds, tokens)
-        return
-    work = event.work
-    meter.num_preempted += work.preempted
-    meter.num_drafted += work.drafted
-    meter.num_accepted += work.accepted
-    if work.drafted:
-        meter.saw_drafts(work.accepted, work.refused)
-    meter.saw_advance(
-        max(0.0, work.seconds - work.kv_seconds),
-        work.decode_steps,
-        work.rows,
-        work.prefill_tokens,
-        work.cached,
-        work.admitted,
-        width,
-    )
-    if work.kv_tokens:  # one end of two
-        meter.saw_kv(2 * work.kv_seconds, work.kv_tokens)
-
-
-def next_events(executor: Executor) -> list[Event]:
-    """Wait for events, without the empty answers of ranks that had no sample. May give none."""
-    events = executor.wait()
-    return [e for e in events if not isinstance(e, Computed) or e.ids or e.instance is not None]

@@ -6,26 +6,31 @@ from typing import Any
 
 from hybridrl.config import (
     AsyncScheduleConfig,
+    Batches,
     FusedScheduleConfig,
     Migration,
     PackedScheduleConfig,
-    ParkedKV,
     PartialScheduleConfig,
     ScheduleConfig,
     SerialScheduleConfig,
 )
 from hybridrl.flow.early_updates import EarlySettings
 from hybridrl.flow.executor import Executor
-from hybridrl.flow.graph import Graph
+from hybridrl.flow.graph import Graph, TakeStage
 from hybridrl.flow.lengths import RANKERS, LengthModel, PromptKey
 from hybridrl.flow.turns import RoundOrder
+from hybridrl.flow.versions import RunRecord
+from hybridrl.schedule.as_complete import AsComplete
 from hybridrl.schedule.asynchronous import Async
 from hybridrl.schedule.base import Prompt, Schedule, StepSettings
+from hybridrl.schedule.followed_rounds import FollowedRounds
+from hybridrl.schedule.following import Followed
 from hybridrl.schedule.fused import Fused
+from hybridrl.schedule.guest import GuestStep
 from hybridrl.schedule.instances import RoundLimits
 from hybridrl.schedule.loop_schedule import LoopSchedule, SchedulePolicy
 from hybridrl.schedule.packed import Packed
-from hybridrl.schedule.partial import Partial, check_partial
+from hybridrl.schedule.partial import Partial, check_stale
 from hybridrl.schedule.serial import SerialSchedule
 
 _POLICIES: dict[type[ScheduleConfig], type[SchedulePolicy]] = {
@@ -48,7 +53,8 @@ class ScheduleParts:
     `num_training` that of the ranks that train. `early` says
     whether instances can train alone. With `must_widen` the tail goes to wide instances in any
     case, else where it ends sooner there. With `timed`, and with the recorded `turn_orders` of such
-    a run by step, a schedule that stops conversations does so as `Partial` says.
+    a run by step, a schedule that stops conversations does so as `Partial` says. The `record`
+    of a run is followed (`Followed`).
     """
 
     graph: Graph
@@ -65,19 +71,28 @@ class ScheduleParts:
     must_widen: bool = False
     timed: bool = False
     turn_orders: Mapping[int, Sequence[RoundOrder]] | None = None
+    record: RunRecord | None = None
 
 
 def check_graph(config: ScheduleConfig, graph: Graph) -> None:
     """Raise `ValueError`, with what is allowed, for a recipe that the schedule cannot run."""
     _POLICIES[type(config)].check_graph(graph)
-    if config.may_be_stale:
-        check_partial(graph)
+    if isinstance(config, AsyncScheduleConfig) and config.may_be_stale:
+        in_order = config.batches is Batches.in_order
+        if in_order and any(isinstance(stage, TakeStage) for stage in graph.stages.values()):
+            raise ValueError(
+                "serial, periodic, or schedule.batches=as_complete: a take may ask for another "
+                "round of prompts"
+            )
+        check_stale(graph, "serial or periodic")
 
 
 def build(parts: ScheduleParts, config: ScheduleConfig) -> Schedule:
     """The schedule of these settings."""
     step = parts.graph, parts.executor, parts.prompts, parts.settings
     limits = RoundLimits(max_held=parts.max_held, chunk_tokens=parts.chunk_tokens)
+    if config.keeps_kv:  # wherever samples go, by passes that wait too
+        limits = replace(limits, stale_kv=True, migration=Migration.kv)
     policy: SchedulePolicy
     match config:
         case FusedScheduleConfig():
@@ -90,7 +105,7 @@ def build(parts: ScheduleParts, config: ScheduleConfig) -> Schedule:
             )
         case PartialScheduleConfig():
             # A step ends once its first groups are complete: what is ahead would stop unbegun.
-            limits = replace(limits, stale_kv=config.parked_kv is ParkedKV.keep, ahead=False)
+            limits = replace(limits, ahead=False)
             policy = Partial(
                 over_provision=config.over_provision,
                 max_staleness=config.max_staleness,
@@ -104,8 +119,19 @@ def build(parts: ScheduleParts, config: ScheduleConfig) -> Schedule:
                 num_steps=parts.num_steps,
             )
         case AsyncScheduleConfig():
-            policy = Async(
+            if not config.keeps_kv:
+                how = Migration.auto if parts.exports_kv else Migration.recompute
+                limits = replace(limits, migration=how)
+            follows, kind = None, Async
+            if parts.record is not None:
+                follows = Followed(parts.record)
+                kind = Async if parts.executor.separate else FollowedRounds
+            elif config.batches is Batches.as_complete:
+                kind = AsComplete
+            policy = kind(
                 max_staleness=config.max_staleness,
+                in_flight=config.in_flight and follows is None,
+                follows=follows,
                 early=parts.early,
                 num_training=parts.num_training,
                 num_steps=parts.num_steps,
@@ -114,3 +140,16 @@ def build(parts: ScheduleParts, config: ScheduleConfig) -> Schedule:
             return SerialSchedule(*step)
     lengths = LengthModel(key_of=parts.key_of, ranker=RANKERS[config.length_ranker]())
     return LoopSchedule(*step, policy, limits=limits, length_model=lengths)
+
+
+def build_guest(parts: ScheduleParts, version: int) -> GuestStep:
+    """A step by one version of the weights, for a guest of another schedule."""
+    return GuestStep(
+        parts.graph,
+        parts.executor,
+        parts.prompts,
+        parts.settings,
+        version,
+        limits=RoundLimits(max_held=parts.max_held, chunk_tokens=parts.chunk_tokens),
+        length_model=LengthModel(key_of=parts.key_of),
+    )

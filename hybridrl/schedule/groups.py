@@ -1,16 +1,24 @@
 """Prompts that have begun and are not trained yet, with their samples, within and across steps."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from hybridrl.flow.executor import Parked, Sampling
 from hybridrl.flow.graph import Graph, SourceStage
-from hybridrl.flow.ledger import Drop, Ledger, SampleStatus
+from hybridrl.flow.ledger import ON_INSTANCE, Drop, Ledger, SampleStatus
 from hybridrl.flow.sample import NO_VERSION, Sample, SampleId
 from hybridrl.flow.turns import OpenTurns
 from hybridrl.schedule.base import PendingSample, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedSample:
+    """The tokens so far of a sample that its instance goes on with; whether its turn has ended."""
+
+    tokens: Parked
+    waits: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +26,7 @@ class GenerationTask:
     """A sample to be made, from the beginning or from where it was parked.
 
     `total` response tokens are predicted, of which `tokens` are still to come. Without `sampling`
-    it is the dataset's own answer.
+    it is the dataset's own answer. `copied` is for a checkpoint.
     """
 
     sample: Sample
@@ -28,6 +36,7 @@ class GenerationTask:
     total: float
     tokens: float
     parked: Parked | None = None
+    copied: CopiedSample | None = None
 
     @property
     def converses(self) -> bool:
@@ -47,7 +56,7 @@ class BegunPrompt:
     """A prompt with its samples; `step` is the one in which they began.
 
     `version` is that of the weights that make them, once these are there; None where all instances
-    have the same weights. `batch` orders prompts that the same weights make.
+    have the same weights. `batch` orders prompts that the same weights make; -1: it is in none yet.
     `chosen` are the samples that have left each filter or join, and `compared` the stages across
     the group that have run (`ReadyTracker`).
     """
@@ -59,7 +68,7 @@ class BegunPrompt:
     chosen: dict[str, list[Sample]] = field(default_factory=dict)
     compared: set[str] = field(default_factory=set)
     version: int | None = None
-    batch: int = 0
+    batch: int = -1
 
     def samples(self, maker: str) -> list[Sample]:
         """Return its samples that this stage makes, in training order."""
@@ -73,6 +82,7 @@ class BegunPrompts:
     |-------|-------|--------------------------------------------------------|
     | open  | taken | a round ends, and its step is to train on the prompt   |
     | taken | open  | a later stage of the step makes more samples of it     |
+    | taken | open  | an instance has died with samples of the step          |
 
     A prompt that is withdrawn, or whose step has ended, is in it no more. Whether an open one is
     complete follows from its samples, since a death may undo it.
@@ -135,6 +145,11 @@ class BegunPrompts:
             assert group.status is GroupStatus.OPEN, f"prompt {position} is taken twice"
             group.status = GroupStatus.TAKEN
 
+    def reopen(self, positions: Iterable[int]) -> None:
+        """Samples of these are to be made again, before the present step trains on them."""
+        for position in positions:
+            self._groups[position].status = GroupStatus.OPEN
+
     def withdraw(self, positions: Iterable[int]) -> None:
         """These begin again another time, as if they never had, or are dropped."""
         for position in positions:
@@ -160,7 +175,8 @@ class BegunPrompts:
     # -- between steps -------------------------------------------------------------------------
 
     def pending(self) -> tuple[PendingSample, ...]:
-        """Samples of open prompts that are parked or finished."""
+        """Samples of open prompts that are finished, parked, or copied."""
+        finished = SampleStatus.FINISHED
         return tuple(
             PendingSample(
                 task.sample.id,
@@ -168,16 +184,35 @@ class BegunPrompts:
                 task.sampling,
                 task.sample.rank,
                 self.parked(task),
-                self.turns.is_open(task.sample.id),
+                self._waits(task),
             )
             for task in tasks_of(self.open)
-            if self.ledger.status(task.sample.id) in (SampleStatus.PARKED, SampleStatus.FINISHED)
+            if self.ledger.status(task.sample.id) is finished or self.parked(task) is not None
         )
 
     def parked(self, task: GenerationTask) -> Parked | None:
-        """A parked sample's tokens."""
-        parked = self.ledger.status(task.sample.id) is SampleStatus.PARKED
-        return task.parked if parked else None
+        """The tokens so far of a sample that is parked, or of which there is a copy."""
+        status = self.ledger.status(task.sample.id)
+        if status in ON_INSTANCE:
+            return None if task.copied is None else task.copied.tokens
+        return task.parked if status is SampleStatus.PARKED else None
+
+    def _waits(self, task: GenerationTask) -> bool:
+        """Whether the turn of a sample had ended when it was parked or copied."""
+        status = self.ledger.status(task.sample.id)
+        if status in ON_INSTANCE and task.copied is not None:
+            return task.copied.waits
+        return self.turns.is_open(task.sample.id)
+
+    def copied(self, copies: Parked) -> None:
+        """These samples, which go on, have had so many tokens."""
+        for id in copies.ids:
+            copied = CopiedSample(copies, self.turns.is_open(id))
+            self.update([replace(self.task(id), copied=copied)])
+
+    def drop_copies(self) -> None:
+        """Copies are of no use: samples have gone on since."""
+        self.update(replace(task, copied=None) for task in self.tasks if task.copied is not None)
 
     def restore_parked(self, state: Any) -> None:
         """Set the reference to the parked tokens of a checkpoint."""
@@ -202,7 +237,7 @@ class BegunPrompts:
         """`parked` counts the tokens, of prompt and response, of a parked sample.
 
         `waits` says that its turn has ended: once its conversation was replayed, a reply comes. One
-        that an instance still holds begins anew.
+        that an instance holds begins anew, unless there is a copy.
         """
         parked = self.parked(task)
         return {
@@ -211,7 +246,7 @@ class BegunPrompts:
             "total": task.total,
             "tokens": task.tokens,
             "parked": None if parked is None else parked.tokens[parked.ids.index(task.sample.id)],
-            "waits": parked is not None and self.turns.is_open(task.sample.id),
+            "waits": parked is not None and self._waits(task),
         }
 
     def load(
@@ -261,6 +296,28 @@ class BegunPrompts:
         if record.get("waits"):  # an older checkpoint has no conversations
             self.turns.wait_for([sample.id])
         return task
+
+
+def begun_anew(
+    records: Sequence[Mapping[str, Any]], lost: Collection[SampleId], group_fields: Collection[str]
+) -> list[dict[str, Any]]:
+    """`BegunPrompts.to_json` where these samples have no token yet.
+
+    `group_fields`, which follow from those of all samples of a prompt, go with them.
+    """
+    prompts = {id.prompt for id in lost}
+
+    def anew(record: Mapping[str, Any]) -> Mapping[str, Any]:
+        sample = Sample.from_json(record["sample"])
+        id = sample.id
+        if id not in lost:
+            if id.prompt in prompts:
+                sample.forget(group_fields)
+            return {**record, "sample": sample.to_json()}
+        begins = {"sample": Sample(id=id).to_json(), "parked": None, "waits": False}
+        return {**record, **begins, "tokens": record["total"]}
+
+    return [{**group, "jobs": [anew(record) for record in group["jobs"]]} for group in records]
 
 
 def tasks_of(groups: Mapping[int, BegunPrompt]) -> list[GenerationTask]:

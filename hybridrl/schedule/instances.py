@@ -128,10 +128,15 @@ class Instance:
         self.progress, self.keeps, self.joins = 0.0, False, None
 
     def load(self, version: int) -> None:
-        """It is to be given samples that this version makes."""
+        """It is to be given samples that this version makes, and has no others."""
         if version != self.version:
             assert not self.held, f"instance {self.number} has samples of other weights"
-            self.inbox.insert(0, LoadWeights(version))
+            self.load_in_flight(version)
+
+    def load_in_flight(self, version: int, keeps_kv: bool = False) -> None:
+        """Its next call begins with this version, under the samples that it has."""
+        if version != self.version:
+            self.inbox.insert(0, LoadWeights(version, keeps_kv))
             self.version = version
 
     def send(self, now: float) -> None:

@@ -5,8 +5,8 @@ Invariants (`tests/schedule/test_loop.py` has a test of each, by its name):
 - one_call_in_flight: an instance has one call in flight at most.
 - one_place: a sample is queued, owned by one instance, parked, or finished on one rank.
 - versions_change_between_calls: an instance's version changes only as the first command of a call,
-  of an instance without unfinished samples; where ranks train too, before the first call of a
-  round, with the weights of all ranks.
+  and unless `in_flight` while it has no unfinished sample; where ranks train too, before the first
+  call of a round, with the weights of all ranks.
 - leaves_once: each dispatched sample leaves once.
 - order_of_ids: a step's samples are trained in the order of their ids.
 - trains_without_samples: a place trains only while it has no unfinished sample.
@@ -21,10 +21,10 @@ from itertools import chain
 from hybridrl.config import Migration
 from hybridrl.costs.meter import CostMeter
 from hybridrl.flow.executor import (
-    ENOUGH_TURNS,
     TRAINING_POOL,
     Advanced,
     Computed,
+    CopyTokens,
     EarlyTrained,
     Event,
     Executor,
@@ -42,10 +42,11 @@ from hybridrl.flow.executor import (
 from hybridrl.flow.graph import AnswersStage
 from hybridrl.flow.ledger import ON_INSTANCE, SampleStatus
 from hybridrl.flow.sample import SampleId
-from hybridrl.flow.turns import enough_turns
 from hybridrl.flow.waits import worth_parking
-from hybridrl.schedule.base import learn, next_events
-from hybridrl.schedule.dealing import Dealer
+from hybridrl.schedule.call_limits import CallLimits
+from hybridrl.schedule.dealing import Dealer, Deals
+from hybridrl.schedule.deaths import Deaths
+from hybridrl.schedule.events import Guest, learn, next_events
 from hybridrl.schedule.groups import BegunPrompts, GenerationTask, tasks_of
 from hybridrl.schedule.instances import Instance, Instances, InstanceStatus, RoundLimits
 from hybridrl.schedule.streamed_stages import StreamedStages
@@ -76,7 +77,9 @@ class Loop:
     is room once they are answered.
 
     Death: samples that an instance held, and finished ones on its ranks, are made again on the
-    others. Their tokens are the same, since they follow from the sample's identity.
+    others (`Deaths`).
+
+    A `guest` may have the instances, whose samples are parked meanwhile. Stages and training go on.
     """
 
     def __init__(
@@ -90,14 +93,32 @@ class Loop:
         self.executor, self.groups, self.meter = executor, groups, meter
         self.ledger, self.turns = groups.ledger, groups.turns
         self.limits, self.decode_steps = limits, decode_steps
+        self.calls = CallLimits(groups, meter, limits, decode_steps)
         self.instances = Instances()
+        self.deaths = Deaths(self)
         self.lasts = False
         """Whether instances go on with samples of later rounds, when one begins or ends."""
+        self.in_flight = False
+        """Whether instances take the newest weights under unfinished samples."""
+        self.newest: int | None = None
+        """The newest version that instances may load."""
+        self.deals: Deals = Dealer.deal
+        """Says which instance gets which of the queued samples."""
+        self.rests_at: Callable[[SampleId], int] = lambda id: 0
+        """Gives the tokens with which a sample is to be parked next; 0: it is not."""
+        self.recomputes: Callable[[SampleId], bool] = lambda id: False
+        """Whether a parked sample goes on with keys and values that are computed again."""
         self.pushed: Callable[[int], None] = lambda version: None
         """Called with a version that instances may load."""
+        self.guest: Guest | None = None
+        self.returned_at = 0.0
+        """When a guest has last given the instances back, by the executor's clock."""
+        self.num_tokens = 0
+        """Tokens that instances have made so far."""
         self._queue: list[SampleId] = []
         self._num_loading = 0  # the dataset's answers that are to come
         self._equal_calls = False  # the calls in flight are an equal round
+        self._copying = set[int]()  # instances that are to give copies of what they hold
         self._parks_kv: bool | None = None  # while all samples stop: whether with keys and values
 
     # -- what is to be made --------------------------------------------------------------------
@@ -112,12 +133,13 @@ class Loop:
         if not (self.lasts and self.has_begun):
             assert not self.unfinished, "the round before has not ended"
             self.instances.begin(self.executor.instances)
-            self._lost_tensors: dict[SampleId, frozenset[str]] = {}  # of samples that began anew
+            self.deaths.begin()
             self._longest, self._equal_calls = 0, False
         self.stages, self.tail, self.may_start = stages, tail, may_start
-        self.num_restarted = 0
         self.num_overlapped = 0  # calls of forward passes that began while samples were made
         self.kv_bytes = 0  # that came from other ranks
+        if self.lasts:
+            self.deaths.notice()
 
     def make(self, tasks: Sequence[GenerationTask]) -> None:
         """Deal samples to the instances, and load those that are the dataset's answers."""
@@ -125,14 +147,13 @@ class Loop:
             status = self.ledger.status(task.sample.id)
             assert status in (SampleStatus.QUEUED, SampleStatus.PARKED), (task.sample.id, status)
             self.stages.stamp(task.stage)
-        self._queue += [task.sample.id for task in tasks if task.sampling is not None]
+        self.queue(tasks)
         self.deal()
-        logger.debug(
-            "%d samples to generate on %d instances; %d wait for room",
-            len(tasks),
-            len(self.instances.alive),
-            len(self._queue),
-        )
+        logger.debug("%d samples to generate; %d wait for room", len(tasks), len(self._queue))
+
+    def queue(self, tasks: Sequence[GenerationTask]) -> None:
+        """These wait for an instance; those that are the dataset's answers are loaded."""
+        self._queue += [task.sample.id for task in tasks if task.sampling is not None]
         targets: dict[str, list[GenerationTask]] = {}
         for task in tasks:
             if task.sampling is None:
@@ -150,6 +171,8 @@ class Loop:
 
     def deal(self) -> None:
         """Give the queued samples to instances that have room (`Dealer`)."""
+        if self.guest is not None:
+            return
         alive = self.instances.alive
         able = [i for i in alive if i.joins is None and i.status is not _LEAVING]
         busy = len(able) < len(alive)
@@ -161,8 +184,7 @@ class Loop:
         if not self._queue:
             return
         dealer = Dealer(self.groups, self.limits, len(alive))
-        deal = dealer.deal_by_version if self.lasts else dealer.deal
-        dealt, self._queue = deal(self._queue, able)
+        dealt, self._queue = self.deals(dealer, self._queue, able)
         for instance, ids, version in dealt:
             if version is not None:
                 instance.load(version)
@@ -171,22 +193,24 @@ class Loop:
     def _give(self, instance: Instance, ids: Sequence[SampleId]) -> None:
         """Samples of one prompt that come together share its cached keys and values."""
         fresh: dict[tuple[str, int], list[SampleId]] = defaultdict(list)
-        parked: dict[int, list[SampleId]] = defaultdict(list)
+        parked: dict[tuple[int, bool], list[SampleId]] = defaultdict(list)
         for number in ids:
             instance.hold(number)
             task = self.groups.task(number)
             if self.ledger.status(number) is SampleStatus.QUEUED:
                 fresh[task.stage.name, number.prompt].append(number)
             else:
-                parked[id(task.parked)].append(number)
+                parked[id(task.parked), self.recomputes(number)].append(number)
         for group in fresh.values():
             task = self.groups.task(group[0])
             assert task.sampling is not None
-            instance.inbox.append(Submit(tuple(group), task.prompt, task.sampling))
-        for group in parked.values():
+            rests = tuple(map(self.rests_at, group))
+            instance.inbox.append(Submit(tuple(group), task.prompt, task.sampling, rests))
+        for (_, recompute), group in parked.items():
             state = self.groups.task(group[0]).parked
             assert state is not None
-            instance.inbox.append(Resume(tuple(group), state, self.limits.stale_kv))
+            stale, rests = self.limits.stale_kv, tuple(map(self.rests_at, group))
+            instance.inbox.append(Resume(tuple(group), state, stale, rests, recompute))
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -211,6 +235,7 @@ class Loop:
 
         Stages may start on the `touched` prompts at once.
         """
+        self.deaths.notice()
         self._go_on(touched)
         while not until():
             self._go_on(self._events())
@@ -236,13 +261,23 @@ class Loop:
     def finish(self) -> None:
         """Return when all samples are made and every early stage has run on its own."""
         self._go_on(())
-        while self.unfinished or self._waits or self.instances.in_flight or self.stages.running:
+        while not self.is_done:
             self._go_on(self._events())
+        self.check_done()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all samples are made, and nothing runs on one."""
+        goes_on = self.unfinished or self._waits or self.instances.in_flight or self.stages.running
+        return not goes_on
+
+    def check_done(self) -> None:
+        """Raise RuntimeError where something is left that no instance can do."""
         if self.stages.waiting and any(i.status is _TRAINING for i in self.instances.alive):
             raise RuntimeError(_NONE_DECODES)  # for its generation weights
         assert not self.stages.waiting, "forward passes still wait"
-        self._check_restored()
-        numbers = self.tail.num_migrated, self.num_restarted
+        self.deaths.check_restored()
+        numbers = self.tail.num_migrated, self.deaths.num_restarted
         logger.debug("the round ended: %d samples migrated, %d restarted", *numbers)
 
     def _go_on(self, touched: Sequence[int]) -> None:
@@ -253,6 +288,20 @@ class Loop:
         self._start(touched)
         self._use_spare()
         self.tail.use_pool()
+
+    def copy(self) -> None:
+        """Have copies of what instances hold, which goes on (`BegunPrompts.copied`).
+
+        Calls that begin meanwhile give them, too: so each is of the last event of its instance.
+        """
+        self.deaths.notice()
+        self._copying = {i.number for i in self.instances if i.held}
+        if self._copying:
+            self._go_on(())
+        while self._copying:
+            touched = self._events()
+            self._copying &= {i.number for i in self.instances if i.held}
+            self._go_on(touched)
 
     def recall(self) -> None:
         """Take back the samples that have not reached their instances."""
@@ -290,6 +339,13 @@ class Loop:
         logger.debug("%d samples are left to a later round", len(stopped))
         return stopped
 
+    def put_down(self, with_kv: bool) -> None:
+        """Park what instances have, once their calls have ended; it is queued."""
+        self.end_calls()
+        begun = {*self._queue, *self.held}  # others of prompts that have begun come later
+        stopped = [task.sample.id for task in self.park(with_kv)]
+        self._queue += filter(begun.__contains__, stopped)
+
     @property
     def has_begun(self) -> bool:
         """Whether a round has begun in this run."""
@@ -316,8 +372,9 @@ class Loop:
         return bool(self.turns.put_by) or self.is_loading
 
     def _start_calls(self) -> None:
-        for instance in self.instances:
-            self._go(instance)
+        if self.guest is None:
+            for instance in self.instances:
+                self._go(instance)
 
     def _start(self, touched: Sequence[int]) -> None:
         """Stages may start on these prompts."""
@@ -326,9 +383,20 @@ class Loop:
 
     def _events(self) -> Sequence[int]:
         """Wait for events and record them; gives the prompts on which stages may start."""
-        touched, others = self._handle(next_events(self.executor))
+        touched, others = self._handle(self.next_events())
         assert not others, others
         return touched
+
+    def next_events(self) -> list[Event]:
+        """Wait for events, without those of a guest, which goes on with them. May give none."""
+        events, guest = next_events(self.executor), self.guest
+        if guest is None:
+            return events
+        try:
+            return guest.take(events)
+        finally:
+            if guest.is_over:
+                self.guest, self.returned_at = None, self.executor.clock.now()
 
     def _handle(self, events: Iterable[Event]) -> tuple[list[int], list[Event]]:
         """Record the loop's events; gives prompts on which stages may start, and other events."""
@@ -352,11 +420,13 @@ class Loop:
                     touched |= self.stages.read(event)
                 case EarlyTrained():
                     touched |= self.tail.trained(event)
+                    self.deaths.settle()
                     if event.instance != TRAINING_POOL:
                         self._returned(event.instance)
                 case WorkerDied():
-                    self._died(self.instances[event.instance])
+                    self.deaths.died(event.instance)
                 case WeightsPushed():
+                    self.newest = event.version
                     self.pushed(event.version)
                 case _:
                     others.append(event)
@@ -405,9 +475,11 @@ class Loop:
     def _advanced(self, event: Advanced) -> dict[int, None]:
         passed = self._returned(event.instance)
         instance = self.instances[event.instance]
-        self.meter.saw_round_trip(max(0.0, passed - event.work.seconds))
+        work_s = event.work.seconds + event.work.load_seconds
+        self.meter.saw_round_trip(max(0.0, passed - work_s))
         learn(self.meter, event, width=instance.width)
         instance.progress += event.work.tokens_of_row
+        self.num_tokens += event.work.rows - event.work.drafted + event.work.accepted
         self.kv_bytes += event.work.kv_bytes
         for finished in event.finished:
             instance.lose(finished.id)
@@ -415,11 +487,14 @@ class Loop:
             self._parked(instance, parked)
         for id in event.lost:
             instance.lose(id)
-            self._restart(id)
+            self.deaths.restart(id)
         self.turns.ended(event.turns, self.executor.clock.now())
         for turn in event.turns:
             if self.ledger.status(turn.id) is SampleStatus.DECODING:  # else it was parked, too
                 self.ledger.move(turn.id, SampleStatus.WAITING)
+        for copies in event.copies:
+            self.groups.copied(copies)
+            self._copying.discard(event.instance)
         going = (self.ledger.status(id) is SampleStatus.DECODING for id in instance.held)
         assert event.running == sum(going), event
         return self._finish(event.finished)
@@ -441,8 +516,11 @@ class Loop:
             return
         if any(self.instances[member].status is not _JOINED for member in instance.members):
             return
-        if not stops and not instance.inbox and not self.turns.can_go(held):
+        idle = not instance.inbox and not self.turns.can_go(held)
+        if idle and not stops and instance.number not in self._copying:
             return
+        if self.in_flight and self.newest is not None:
+            instance.load_in_flight(self.newest, self.limits.stale_kv)
         commands, instance.inbox = instance.inbox, []
         for id in chain.from_iterable(command.ids for command in commands):
             waits = self.turns.is_open(id)
@@ -455,38 +533,20 @@ class Loop:
             for id in chain.from_iterable(answer.ids for answer in answers):
                 self.ledger.move(id, SampleStatus.DECODING)
             commands += answers
+        if self._copying:
+            commands.append(CopyTokens())
         instance.send(self.executor.clock.now())
         # Under pipeline parallelism a sample with its last token is handed out by one more step;
         # else nothing is left to decode.
         steps = 1 if stops else self._steps(instance)
-        self.executor.advance(instance.number, commands, steps, self._enough_turns(instance))
+        turns = self.calls.enough_turns(instance)
+        self.executor.advance(instance.number, commands, steps, turns)
 
     def _steps(self, instance: Instance) -> int:
-        """Decode steps of the next call: as many as allowed where nothing waits for its end.
-
-        Where samples wait in the driver that is until rows are likely to have none ahead.
-        """
-        costs, steps = self.meter.costs(), self.decode_steps
-        if self._equal_calls or costs is None:
-            return steps
-        rows = min(len(instance.held), self.limits.max_held)
-        short = self.limits.steps(costs.at_width(instance.width), rows, steps)
-        if self._end_is_awaited(instance):
-            return short
-        if self._queue:
-            ahead = len(instance.held) - rows
-            tokens = sum(self.groups.task(id).tokens for id in instance.held)
-            return max(short, min(steps, round(ahead * tokens / len(instance.held) / rows)))
-        return steps
-
-    def _enough_turns(self, instance: Instance) -> int:
-        """One in how many turns that have ended ends the next call."""
-        costs, tokens = self.meter.costs(), self.turns.turn_tokens
-        if costs is None or not tokens:
-            return ENOUGH_TURNS
-        going = sum(not self.turns.waits(id) for id in instance.held)
-        costs = costs.at_width(instance.width)
-        return enough_turns(costs, min(going, self.limits.max_held), tokens)
+        if self._equal_calls:
+            return self.decode_steps
+        awaited = bool(self._copying) or self._end_is_awaited(instance)
+        return self.calls.steps(instance, awaited, bool(self._queue))
 
     def _end_is_awaited(self, instance: Instance) -> bool:
         """Whether something can begin once it is known that one of several samples has ended.
@@ -512,12 +572,15 @@ class Loop:
         if puts_by:
             self._queue += self.turns.put_away(parked.ids)
             return
+        if self.lasts:  # they rest
+            self._queue += parked.ids
+            return
         left = self.tail.arrive(source, parked)
         if parked.width == 1:  # any instance with room
             self._queue += left
         else:  # their state is that of a wide instance, which has died
             for id in left:
-                self._restart(id)
+                self.deaths.restart(id)
 
     def _with_kv(self) -> bool:
         if self._parks_kv is not None:
@@ -526,53 +589,3 @@ class Loop:
             return self.limits.migration is Migration.kv
         costs = self.meter.costs()
         return costs is not None and costs.cheaper_by_kv(self._longest)
-
-    # -- deaths --------------------------------------------------------------------------------
-
-    def _died(self, instance: Instance) -> None:
-        """Make again the samples that an instance held, and those whose tensors it had."""
-        lost = instance.die()
-        if not self.instances.alive:
-            raise RuntimeError("every generation instance has died")
-        lost += self.tail.dies(instance)
-        finished = [
-            sample
-            for sample in self.ledger.samples
-            if self.ledger.is_finished(sample.id) and self.stages.is_on(sample, instance.number)
-        ]
-        for sample in finished:
-            self.stages.forget(sample)
-            lost.append(sample.id)
-        logger.debug("instance %d died; %d samples begin anew", instance.number, len(lost))
-        for id in lost:
-            self._restart(id)
-        self.tail.lost(instance, finished)
-
-    def _check_restored(self) -> None:
-        """Samples that began anew have the tensors again that they had.
-
-        Raises RuntimeError where one came from a stage of an earlier round that waits for the whole
-        batch: it does not run again.
-        """
-        for id, lost in self._lost_tensors.items():
-            missing = lost - self.groups.task(id).sample.tensors
-            if missing and self.ledger.is_finished(id):
-                raise RuntimeError(
-                    f"a generation instance died with {', '.join(sorted(missing))} of sample {id},"
-                    " which an earlier round has computed"
-                )
-
-    def _restart(self, id: SampleId) -> None:
-        """Begin a sample anew."""
-        task = self.groups.task(id)
-        lost = self._lost_tensors.get(id, frozenset())
-        self._lost_tensors[id] = lost | task.sample.tensors
-        self.ledger.restart(id)
-        self.turns.forget([id])
-        task = replace(task, parked=None, tokens=task.total)
-        self.groups.update([task])
-        self.num_restarted += 1
-        if isinstance(task.stage, AnswersStage):
-            self._load([task])
-        else:
-            self._queue.append(id)

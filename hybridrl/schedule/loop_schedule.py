@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from hybridrl.flow.executor import Event, Executor, Phase, Sampling
+from hybridrl.flow.executor import Compared, Event, Executor, Phase, Sampling
 from hybridrl.flow.graph import GenerateStage, Graph, SourceStage, Stage, UpdateStage
 from hybridrl.flow.ledger import Drop, phase_of, sampling_of, sections, with_updates_together
 from hybridrl.flow.lengths import LengthModel
@@ -14,11 +14,13 @@ from hybridrl.schedule.base import (
     Prompt,
     Schedule,
     StepSettings,
-    next_events,
 )
+from hybridrl.schedule.dealing import Dealer, Dealt
+from hybridrl.schedule.events import Guest
 from hybridrl.schedule.groups import BegunPrompts, GenerationTask, tasks_of
-from hybridrl.schedule.instances import RoundLimits
+from hybridrl.schedule.instances import Instance, RoundLimits
 from hybridrl.schedule.loop import Loop
+from hybridrl.schedule.lost_samples import InstanceDied, SamplesDied
 from hybridrl.schedule.readiness import ReadyTracker, early_stages
 from hybridrl.schedule.streamed_stages import StreamedStages
 from hybridrl.schedule.tail import NoTail
@@ -44,6 +46,10 @@ class SchedulePolicy:
     """Whether prompts that a step has begun and does not train on go on in the next."""
     lasts = False
     """Whether instances go on while a step trains, on ranks of their own."""
+    takes_guests = False
+    """Whether steps may be trained while others use the instances."""
+    in_flight = False
+    """Whether instances take new weights under unfinished samples."""
     waits_for_push = False
     """Whether weights are on their way to where instances may load them."""
 
@@ -82,6 +88,20 @@ class SchedulePolicy:
         if Phase.GENERATE in phases:
             self.schedule.enter(Phase.GENERATE)
 
+    def deal(
+        self, dealer: Dealer, queue: Sequence[SampleId], able: Sequence[Instance]
+    ) -> tuple[list[Dealt], list[SampleId]]:
+        """What each instance gets of a queue, and what is left of it."""
+        return dealer.deal(queue, able)
+
+    def rests_at(self, id: SampleId) -> int:
+        """The tokens with which a sample stops for other weights; 0 where it does not."""
+        return 0
+
+    def recomputes(self, id: SampleId) -> bool:
+        """Whether keys and values of a parked sample are computed again in any case."""
+        return False
+
     def pushed(self, version: int) -> None:
         """A version of the weights can be loaded."""
         raise AssertionError(f"version {version} was pushed, and no instance loads weights")
@@ -114,6 +134,13 @@ class SchedulePolicy:
     def round_ended(self) -> None:
         """A round is recorded, and its lengths are learned."""
 
+    def make_again(self, positions: Sequence[int]) -> None:
+        """Let samples of these prompts be made that an instance has lost since they were taken."""
+        raise NotImplementedError
+
+    def update_begins(self, updates: Sequence[UpdateStage]) -> None:
+        """Updates that follow each other are to begin, each with samples."""
+
     def update_ended(self) -> None:
         """Updates that followed each other have ended."""
 
@@ -123,6 +150,10 @@ class SchedulePolicy:
     def metrics(self, used: Sequence[Sample]) -> dict[str, float]:
         """Counts of a step that has ended, which trained on `used`."""
         return {}
+
+    def needs_versions(self) -> Collection[int]:
+        """Pushed weights that samples of open prompts, which are not finished, go on with."""
+        return ()
 
     def close(self) -> dict[SampleId, Drop]:
         """The run ends; gives the samples that no step has trained on, with the reason."""
@@ -157,7 +188,9 @@ class LoopSchedule(Schedule):
         self.loop = Loop(executor, self.groups, self.meter, limits, settings.decode_steps)
         self._open_round: int | None = None  # the step of a round that has begun and not ended
         policy.bind(self)
-        self.loop.lasts, self.loop.pushed = policy.lasts, policy.pushed
+        self.loop.lasts, self.loop.in_flight = policy.lasts, policy.in_flight
+        self.loop.pushed, self.loop.deals = policy.pushed, policy.deal
+        self.loop.rests_at, self.loop.recomputes = policy.rests_at, policy.recomputes
 
     # -- between steps -------------------------------------------------------------------------
 
@@ -183,14 +216,29 @@ class LoopSchedule(Schedule):
                 self.stages_of(stage).tracker.choose(position)
 
     def pending(self) -> tuple[PendingSample, ...]:
-        """Return the samples of open prompts that are parked or finished."""
+        """Return the samples of open prompts that are finished, parked or copied."""
         return self.groups.pending()
+
+    def copy_open(self) -> None:
+        """Have copies of the samples that instances go on with, in `state_dict` and `pending`.
+
+        In flight instances take the newest weights first, so that whoever continues from the copies
+        needs no others.
+        """
+        if self.policy.lasts and self.loop.has_begun:
+            if self.policy.in_flight:
+                self.loop.run_on(lambda: not self.policy.waits_for_push)
+            self.loop.copy()
 
     def needs_versions(self) -> tuple[int, ...]:
         """Pushed weights that samples of open prompts, which are not finished, go on with."""
-        groups = self.groups
-        open_ones = [group for p, group in groups.open.items() if not groups.is_complete(p)]
-        return tuple(sorted({g.version for g in open_ones if g.version is not None}))
+        return tuple(sorted(self.policy.needs_versions()))
+
+    @property
+    def group_fields(self) -> frozenset[str]:
+        """Fields of samples for a later step that follow from those of all of their prompt."""
+        fields = [stages.tracker.group_fields for stages in self._sections.values()]
+        return frozenset[str]().union(*fields)
 
     def restore_parked(self, state: Any) -> None:
         """Set the reference to the parked tokens."""
@@ -216,11 +264,13 @@ class LoopSchedule(Schedule):
                 " flight, so no other step can begin"
             )
         super()._begin_step(step)
+        self.loop.deaths.taken.clear()  # after the update of the step before
         self.metrics |= {"samples/migrated": 0.0, "samples/restarted": 0.0}
         if self.executor.wide:
             self.metrics |= {"samples/widened": 0.0, "samples/moved_kv_bytes": 0.0}
         if self.policy.keeps:
             self.groups.end_step()
+            self.groups.drop_copies()
         else:  # a step that failed has left some
             self.groups.clear()
         self.policy.begin_step()
@@ -239,12 +289,54 @@ class LoopSchedule(Schedule):
                 streamed = self._run_round(makers, batch)
                 batch |= {s.name: streamed[s.name] for s in section if s.name in streamed}
             left = [stage for stage in section if stage.name not in batch]
-            for stage in with_updates_together(left):
-                if isinstance(stage, list):
-                    self._update(stage, batch)
-                    self.policy.update_ended()
-                else:
-                    self._run(stage, batch)
+            while True:
+                try:
+                    self._run_left(left, batch)
+                    break
+                except SamplesDied:
+                    streamed = self._make_again(makers)
+                    for stage in section:
+                        batch.pop(stage.name, None)
+                        self._has_run.discard(stage.name)
+                    batch |= {s.name: streamed[s.name] for s in section if s.name in streamed}
+
+    def _run_left(self, stages: Sequence[Stage], batch: Batch) -> None:
+        """Run what is left of a section after its round."""
+        for stage in with_updates_together(stages):
+            if isinstance(stage, list):
+                self.policy.update_begins([one for one in stage if batch[one.upstream[0]]])
+                self._update(stage, batch)
+                self.policy.update_ended()
+            else:
+                self._run(stage, batch)
+
+    def _make_again(self, makers: Sequence[Stage]) -> Batch:
+        """Make the samples again that died after the round's prompts were taken.
+
+        Raises InstanceDied where some are of an earlier round, or an update has ended.
+        """
+        positions = [position for position, _ in self.pulled]
+        of_round = {id.prompt for id in self.loop.deaths.taken} <= {*positions}
+        died = bool(self.loop.deaths.taken) and of_round
+        if not makers or not died or self._has_updated:
+            raise InstanceDied("an instance died with samples of which the step has used some")
+        self.groups.reopen(positions)
+        self.loop.deaths.make_taken()
+        self.policy.make_again(positions)
+        positions = self.policy.take()
+        self.groups.take(positions)
+        self._count_restarted()
+        return self._streamed(self.stages_of(makers[0]).tracker, positions)
+
+    @property
+    def _died(self) -> Collection[SampleId]:
+        return self.loop.deaths.taken
+
+    def _check_alive(self) -> None:
+        if self.loop.deaths.taken:
+            raise SamplesDied("an instance died with samples that the step had taken")
+
+    def _step_ended(self) -> None:
         self.policy.step_ended()
 
     def enter(self, phase: Phase) -> None:
@@ -255,34 +347,79 @@ class LoopSchedule(Schedule):
         """Events of stages across the batch; instances go on meanwhile where they may."""
         if not (self.policy.lasts and self.loop.has_begun):
             return super()._wait()
-        return self.loop.take_own(next_events(self.executor))
+        return self.loop.take_own(self.loop.next_events())
+
+    @property
+    def takes_guests(self) -> bool:
+        """Whether a guest may use the instances while training goes on."""
+        return self.policy.takes_guests and self.loop.has_begun
+
+    def compare(self, update: UpdateStage, samples: Sequence[Sample]) -> None:
+        """Have both engines compared on samples that the step does not train on."""
+        with self._span("compare", len(samples)):
+            self.executor.compare(update, samples)
+            while not (events := self._wait()):
+                pass
+        (event,) = events
+        assert isinstance(event, Compared), event
+        self.metrics |= {f"{update.role}/{name}": x for name, x in event.metrics.items()}
 
     def pause(self) -> None:
-        """Let instances end what they have, so that another schedule may use them."""
+        """Have instances park what they have, so that another schedule may use them.
+
+        They go on with it afterwards, by the weights that it needs. A guest ends before.
+        """
         loop = self.loop
         if not (self.policy.lasts and loop.has_begun):
             return
-
-        def is_idle() -> bool:
-            busy = loop.instances.hold_some or loop.instances.in_flight or loop.stages.running
-            return not (busy or loop.is_loading or self.policy.waits_for_push)
-
-        loop.run_held(is_idle)
+        self.wait_for_guest()
+        loop.run_held(lambda: not (loop.is_loading or self.policy.waits_for_push))
+        loop.put_down(self.limits.stale_kv)
         for instance in loop.instances:
-            instance.version = None  # the other schedule loads weights, too
+            instance.version = None  # whoever has it meanwhile loads weights, too
+
+    def admit(self, guest_of: Callable[[int], Guest]) -> None:
+        """Have a guest use the instances until it is over, by the newest weights.
+
+        `guest_of` makes it of their version. Stages and training go on meanwhile, with samples that
+        are finished; new weights are pushed, and no instance loads them.
+        """
+        self.pause()
+        assert self.loop.newest is not None, "no weights have been pushed"
+        guest = guest_of(self.loop.newest)
+        self.loop.guest = None if guest.is_over else guest
+
+    def wait_for_guest(self) -> None:
+        """Wait until no guest uses the instances."""
+        if self.loop.guest is not None:
+            self.loop.run_on(lambda: self.loop.guest is None)
 
     def _run_round(self, makers: Sequence[SourceStage], batch: Batch) -> Batch:
         """Make samples and run the early stages; gives those that have left these stages."""
+        tasks = self._begin_making(makers, batch)
+        if self.pulled and not tasks:  # none of the prompts has samples of these stages
+            return self._streamed(self.stages_of(makers[0]).tracker, [])
+        self.policy.make(tasks)
+        return self._end_making(makers)
+
+    def _begin_making(
+        self, makers: Sequence[SourceStage], batch: Batch
+    ) -> Sequence[GenerationTask]:
+        """Begin a round of the loop; gives the samples that are to be made first."""
         self._makers, self._batch = makers, batch
         stages, policy = self.stages_of(makers[0]), self.policy
         tasks = policy.begin()
-        if self.pulled and not tasks:  # none of the prompts has samples of these stages
-            return self._streamed(stages.tracker, [])
+        if self.pulled and not tasks:
+            return tasks
         phases = {phase_of(s, self._scope(s)) for s in [*makers, *stages.tracker.computes]}
         policy.enter(phases)
         self._open_round = self.step
         self.begin_loop(stages, *policy.tail(stages, tasks))
-        policy.make(tasks)
+        return tasks
+
+    def _end_making(self, makers: Sequence[SourceStage]) -> Batch:
+        """A round has ended; gives the samples that the step trains on, by the stage they left."""
+        stages, policy = self.stages_of(makers[0]), self.policy
         positions = policy.take()
         self.pulled = self.pulled or [(p, self.groups[p].prompt) for p in positions]
         waiting = stages.tracker.open_stages(positions)
@@ -360,13 +497,18 @@ class LoopSchedule(Schedule):
         loop, tail = self.loop, self.loop.tail
         self._spans += [*loop.stages.spans, *tail.spans]
         self.metrics["samples/migrated"] += tail.num_migrated
-        self.metrics["samples/restarted"] += loop.num_restarted
+        self._count_restarted()
         if self.executor.wide:
             self.metrics["samples/widened"] += tail.num_widened
             self.metrics["samples/moved_kv_bytes"] += loop.kv_bytes
         if "samples/trained_early" in self.metrics:
             self.metrics["samples/trained_early"] += tail.num_trained
             self._early_train_s += tail.train_seconds / len(self.executor.instances)
+
+    def _count_restarted(self) -> None:
+        deaths = self.loop.deaths
+        self.metrics["samples/restarted"] += deaths.num_restarted
+        deaths.num_restarted = 0
 
     def _token_s(self) -> float:
         """Seconds of a token of a row that is alone, as far as they are known."""

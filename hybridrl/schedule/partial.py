@@ -69,7 +69,7 @@ class Partial(SchedulePolicy):
     @classmethod
     def check_graph(cls, graph: Graph) -> None:
         """Raise `ValueError`, with what is allowed, for a recipe whose samples cannot be parked."""
-        check_partial(graph)
+        check_stale(graph, "serial or fused")
 
     # -- between steps -------------------------------------------------------------------------
 
@@ -211,8 +211,11 @@ class Partial(SchedulePolicy):
         )
 
 
-def check_partial(graph: Graph) -> None:
-    """Raise `ValueError`, with what is allowed, for a recipe whose samples cannot be parked."""
+def check_stale(graph: Graph, on_policy: str) -> None:
+    """Raise `ValueError`, with what is allowed, for a recipe whose tokens cannot be stale.
+
+    `on_policy` names the schedules under which they are not.
+    """
     check_generates_once(graph)
     updates = [stage for stage in graph.stages.values() if isinstance(stage, UpdateStage)]
     single = {
@@ -224,14 +227,14 @@ def check_partial(graph: Graph) -> None:
     for update in updates:
         if update.loss.on_policy:
             raise ValueError(
-                f"serial or fused: the loss of stage {update.name!r} has no ratio, so samples must "
-                "be the present policy's"
+                f"{on_policy}: the loss of stage {update.name!r} has no ratio, so samples must be "
+                "the present policy's"
             )
         field = update.fields.get("old_log_probs")
         if field in single and "rollout_weights" not in update.inputs:
             raise ValueError(
                 "a recipe that takes old_log_probs as the rollout made them, or has a correction "
                 "(recipe.correction.old_log_probs=rollout, recipe.correction.weights=truncate): "
-                "tokens are of several "
-                f"versions, and stage {single[field]!r} gives those of the present weights"
+                "tokens may be of "
+                f"older weights, and stage {single[field]!r} gives those of the present ones"
             )

@@ -1,6 +1,7 @@
 """When a sample may enter a stage, prompt by prompt, while others are still generated."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 
 from hybridrl.flow.barriers import run_barrier
 from hybridrl.flow.early_updates import EarlySettings, EarlyUpdate, early_update
@@ -33,9 +34,9 @@ class ReadyTracker:
     stages before it need not have run.
 
     Invariants: a chooser runs once for a prompt, on samples in training order, so it chooses the
-    same as from the whole batch. A per-sample stage runs once on each sample that comes to it
-    (again if the sample is made anew). What choosers and `by_group` have done for a prompt is noted
-    there (`BegunPrompt`), so that it ends with it.
+    same as from the whole batch. A per-sample stage runs once on each sample that comes to it. If a
+    sample is made anew they run again (`undo`). What choosers and `by_group` have done for a prompt
+    is noted there (`BegunPrompt`), so that it ends with it.
 
     Example of generate, score, filter, reference: sample 3.0 is scored when it is finished. When
     3.1 is scored too, the filter keeps both. Then both wait for the reference.
@@ -88,6 +89,30 @@ class ReadyTracker:
         if all(ready(stage, sample) for sample in samples):
             compared.add(stage.name)
             run_barrier(stage, samples, [], self.ledger)
+
+    def undo(self, prompt: int) -> frozenset[str]:
+        """A sample of `prompt` begins anew: what was chosen and compared is not, and fields go.
+
+        Gives the fields that follow from those of all samples of the prompt; no sample has them.
+        """
+        group = self.groups[prompt]
+        group.chosen.clear()
+        group.compared.clear()
+        for task in group.tasks.values():
+            task.sample.forget(self.group_fields)
+        return self.group_fields
+
+    @cached_property
+    def group_fields(self) -> frozenset[str]:
+        """Fields that early stages make of a sample from those of others of its prompt."""
+        fields = set[str]()
+        for stage in self._order:
+            across = isinstance(stage, ByGroupStage | JoinStage) or (
+                isinstance(stage, ComputeStage) and stage.whole_groups
+            )
+            if across or not fields.isdisjoint(stage.inputs):
+                fields |= {*stage.outputs}
+        return frozenset(fields)
 
     def startable(self, prompt: int) -> Iterator[tuple[Stage, list[Sample]]]:
         """The per-sample stages that can run, or are running, on samples of `prompt`.

@@ -15,7 +15,9 @@ from hybridrl.flow.executor import (
 from hybridrl.flow.graph import AnswersStage, GenerateStage, Stage
 from hybridrl.flow.ledger import SampleStatus, sampling_of, with_updates_together
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.schedule.base import Batch, Schedule, learn
+from hybridrl.schedule.base import Batch, Schedule
+from hybridrl.schedule.events import learn
+from hybridrl.schedule.lost_samples import InstanceDied
 
 
 class SerialSchedule(Schedule):
@@ -65,14 +67,17 @@ class SerialSchedule(Schedule):
         """Let each instance, which has a call in flight, run the samples that it holds.
 
         Each call ends with events. An instance gets its next one unless all of its samples wait for
-        their environments.
+        their environments. Where an instance dies the others end what they have; then this raises
+        InstanceDied.
         """
-        in_flight = set(held)
+        in_flight, dead = set(held), list[int]()
         while in_flight or any(held.values()):
             for event in self._wait():
                 match event:
                     case WorkerDied(instance=instance):
-                        raise RuntimeError(f"generation instance {instance} died")
+                        dead.append(instance)
+                        in_flight.discard(instance)
+                        held.get(instance, {}).clear()
                     case Advanced(instance=instance):
                         learn(self.meter, event)
                         in_flight.remove(instance)
@@ -91,6 +96,8 @@ class SerialSchedule(Schedule):
                         self._ledger.move(id, SampleStatus.DECODING)
                     self.executor.advance(instance, answers, self.settings.decode_steps)
                     in_flight.add(instance)
+        if dead:
+            raise InstanceDied(f"generation instance {dead[0]} died")
 
     def _load_targets(self, stage: AnswersStage, batch: Batch) -> list[Sample]:
         """Make the dataset's targets samples."""

@@ -10,7 +10,7 @@ from hybridrl.flow.graph import ComputeStage, Stage
 from hybridrl.flow.ledger import record_computed
 from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.schedule import StageSpan
-from hybridrl.schedule.base import learn
+from hybridrl.schedule.events import learn
 from hybridrl.schedule.readiness import ReadyTracker
 from hybridrl.schedule.waiting_samples import WaitingSamples
 
@@ -47,6 +47,7 @@ class StreamedStages:
         self._kept_on: dict[SampleId, int] = {}  # where they do
         self._read: set[tuple[str, SampleId]] = set()  # stages that run, and let it move
         self._moving: set[SampleId] = set()  # on its way to a forward pass elsewhere
+        self._outdated: set[tuple[str, SampleId]] = set()  # stages that run on what was undone
         for stage in tracker.computes:
             if executor.scope(stage) is Scope.POOL:
                 self._pooled[stage.name] = {}
@@ -162,6 +163,9 @@ class StreamedStages:
         running = self._running[event.stage]
         stage = self._stage(event.stage)
         record_computed(stage, running, event)
+        for id in [id for id in event.ids if (event.stage, id) in self._outdated]:
+            self._outdated.remove((event.stage, id))
+            running[id].forget(stage.outputs)
         self.stamp(stage)
         samples = [running.pop(id) for id in event.ids]
         for sample in samples:
@@ -188,7 +192,34 @@ class StreamedStages:
         for name, running in self._running.items():
             if running.pop(sample.id, None) is not None:
                 self._let_go(name, sample.id)
+            self._outdated.discard((name, sample.id))
         self._moving.discard(sample.id)
+
+    def undo(self, prompt: int) -> None:
+        """A sample of a prompt begins anew.
+
+        What runs on the others, and follows from fields of all of them, is to run again. No
+        results come of a stage of whole groups.
+        """
+        follow = self.tracker.undo(prompt)
+        others = [task.sample for task in self.tracker.groups[prompt].tasks.values()]
+        for name, running in self._running.items():
+            stage = self._stage(name)
+            if follow.isdisjoint(stage.outputs):
+                continue
+            for sample in others:
+                for waiting in (self._pooled.get(name), self._spare.get(name)):
+                    if isinstance(waiting, dict):
+                        waiting.pop(sample.id, None)
+                    elif waiting is not None:
+                        waiting.remove(sample.id)
+                if sample.id not in running:
+                    continue
+                if isinstance(stage, ComputeStage) and stage.whole_groups:
+                    del running[sample.id]
+                    self._let_go(name, sample.id)
+                else:
+                    self._outdated.add((name, sample.id))
 
     def is_on(self, sample: Sample, instance: int) -> bool:
         """Whether a sample's tensors are on a rank of an instance."""
@@ -221,10 +252,12 @@ class StreamedStages:
             waiting = self._pooled[stage.name]
             if not waiting or self.executor.pool(stage) in busy:
                 continue
+            # Many samples of later steps may wait, so each prompt is asked for once.
+            of_step = {p for p in {id.prompt for id in waiting} if self._of_step(p)}
             here = [
                 sample
                 for id, sample in waiting.items()
-                if id not in self._moving and self._of_step(id.prompt)
+                if id.prompt in of_step and id not in self._moving
             ]
             if here:
                 busy.add(self.executor.pool(stage))

@@ -6,11 +6,14 @@ Ray, vLLM, multiprocessing and users' code put sockets below TMPDIR. Ray's are t
 
 import logging
 import os
+import shutil
 import tempfile
+from contextlib import ExitStack
 from multiprocessing.util import Finalize
 from pathlib import Path
 
 from hybridrl.config import ConfigError
+from hybridrl.system.owned_folder import owned, remove_abandoned
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +32,12 @@ def shorten_tmpdir() -> None:
     target = os.path.abspath(tempfile.gettempdir())
     if len(os.fsencode(target)) <= MOST_BYTES:
         return
+    owner = ExitStack()
     for place in PLACES:
         try:
+            remove_abandoned(Path(place), "hrl")
             folder = Path(tempfile.mkdtemp(prefix="hrl", dir=place))
+            owner.enter_context(owned(folder))
             link = folder / "t"
             link.symlink_to(target)
         except OSError:
@@ -43,11 +49,7 @@ def shorten_tmpdir() -> None:
         )
         raise ConfigError("TMPDIR", target, f"{allowed} in {', '.join(PLACES)})")
     # After multiprocessing has removed its own folder, which has -100.
-    Finalize(None, _remove, args=(link,), exitpriority=-200)
+    owner.callback(shutil.rmtree, folder, ignore_errors=True)
+    Finalize(None, owner.close, exitpriority=-200)
     os.environ["TMPDIR"] = tempfile.tempdir = str(link)
     logger.info("TMPDIR=%s is too long for sockets below it: %s leads there", target, link)
-
-
-def _remove(link: Path) -> None:
-    link.unlink(missing_ok=True)
-    link.parent.rmdir()

@@ -4,6 +4,7 @@ A check looks at the recipe's last steps, and says nothing about a run that is t
 Thresholds are wide: no advice on a run that learns (`tests/telemetry/test_advice.py`).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -175,15 +176,62 @@ def _waiting(run: _History) -> Advice | None:
                   "schedule" if waits else "rollout.max_running")  # fmt: skip
 
 
-def _split(run: _History) -> Advice | None:
-    """Ranks that generate and ranks that train, of which one kind waits for the other."""
+@dataclass(frozen=True, slots=True)
+class _Waits:
+    """Shares of a step in which the ranks that train wait, and those that generate alone."""
+
+    trains: float
+    generates: float
+    text: str
+
+
+def _waits(run: _History) -> _Waits | None:
+    """The mean waits of a run whose ranks do one or the other; None of another run."""
     trains, generates = run.last("bubble_share/actor"), run.last("bubble_share/rollout")
-    if not trains or not generates or abs(fmean(trains) - fmean(generates)) < 0.3:
+    step_s = run.last("step_s")
+    if not trains or not generates or not step_s:
         return None
-    more = "more" if fmean(trains) > fmean(generates) else "fewer"
-    shares = f"{fmean(trains):.0%} of a step, those that generate for {fmean(generates):.0%}"
-    return Advice(f"ranks that train wait for {shares}: {more} should generate",
-                  "cluster.pools.rollout")  # fmt: skip
+    shares = fmean(trains), fmean(generates)
+    of_train, of_generate = (f"{share:.0%} of a step ({share * fmean(step_s):.3g} s)"
+                             for share in shares)  # fmt: skip
+    text = f"ranks that train wait for {of_train}, those that generate for {of_generate}"
+    return _Waits(*shares, text)
+
+
+def _split(run: _History) -> Advice | None:
+    """Ranks that generate and ranks that train, of which one kind waits for the other.
+
+    The number under which both are as busy, in whole instances, if their work stays what it is.
+    """
+    waits = _waits(run)
+    size, ranks = run.setting("cluster.pools.rollout"), run.setting("cluster.ranks")
+    if waits is None or not size or not ranks or abs(waits.trains - waits.generates) < 0.3:
+        return None
+    layout = run.setting("rollout.layout") or {}
+    instance = layout.get("pp", 1) * layout.get("tp", 1)
+    generating, training = size * (1 - waits.generates), (ranks - size) * (1 - waits.trains)
+    share = generating / ((generating + training) or 1.0)
+    better = min(max(1, round(ranks * share / instance)), (ranks - 1) // instance) * instance
+    if better == size:
+        return None
+    return Advice(f"{waits.text}: {better} of {ranks} should generate", "cluster.pools.rollout")
+
+
+def _staleness(run: _History) -> Advice | None:
+    """Ranks of each kind wait: the longest samples of S + 1 batches take longer than the work.
+
+    Instances wait at their limit, since no batch further ahead may begin. A step takes A / (S + 1)
+    then, and the staleness is named under which it takes what the busier ranks need.
+    """
+    waits, most = _waits(run), run.setting("schedule.max_staleness")
+    if waits is None or run.setting("schedule.kind") != ScheduleKind.asynchronous.name:
+        return None
+    idle = min(waits.trains, waits.generates)
+    if not isinstance(most, int) or idle < 0.3:
+        return None
+    better = math.ceil((most + 1) / max(1 - idle, 0.1)) - 1
+    return Advice(f"{waits.text} at their limit: up to {better} steps of staleness, not {most},"
+                  " would let both go on", "schedule.max_staleness")  # fmt: skip
 
 
 def _preempted(run: _History) -> Advice | None:
@@ -246,4 +294,5 @@ _CHECKS: tuple[Callable[[_History], Advice | None], ...] = (
     _preempted,
     _waiting,
     _split,
+    _staleness,
 )

@@ -187,6 +187,10 @@ class Telemetry:
         """Record what replies have come into each round of `step`: lists of [id, turns, ended]."""
         self._append("turn_orders", {"step": step, "phase": self._phase, "rounds": list(rounds)})
 
+    def versions(self, step: int, record: Mapping[str, Any]) -> None:
+        """Record which weights have made the tokens of a step: `flow.versions.record_to_json`."""
+        self._append("versions", {"step": step, "phase": self._phase, **record})
+
     def digests(self, step: int, record: Mapping[str, Any]) -> None:
         """Record the digests of a step: a `StepRecord` of `telemetry.digests`."""
         self._append("digests", {"step": step, "phase": self._phase, **record})
@@ -258,7 +262,8 @@ class Telemetry:
 
     def _bubbles(self, step: int) -> dict[str, float]:
         shares = bubble_share(span for span in self._step_spans if span.step == step)
-        self._step_spans = []
+        # An evaluation may be logged while a later step is under way.
+        self._step_spans = [span for span in self._step_spans if span.step > step]
         ranks = [share for lane, share in shares.items() if is_rank(lane)]
         bubbles = {"bubble_share": fmean(ranks)} if ranks else {}
         if ranks and self.pools:  # which work across the ends of a step
@@ -318,8 +323,8 @@ def _evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
     return shown | {k: metrics[k] for k in estimates if not (shown and "/avg@" in k)}
 
 
-_AT_ONCE = ("metrics", "lengths", "events", "turn_orders", "trace")
-_GROWING = ("metrics", "samples", "lengths", "events", "digests", "turn_orders")
+_AT_ONCE = ("metrics", "lengths", "events", "turn_orders", "versions", "trace")
+_GROWING = ("metrics", "samples", "lengths", "events", "digests", "turn_orders", "versions")
 
 
 def records_of(run_dir: Path) -> list[Path]:

@@ -49,7 +49,7 @@ class ActorShards(BaseWorker):
         """The actor's moving averages."""
         tensors: distributed.NamedTensors = {}
         for name, average in self.trainer.averages.items() if role == "actor" else ():
-            tensors |= distributed.as_parameters(average.engine, average.shards, name)
+            tensors |= distributed.named_average(average.as_tensors(), name)
         return tensors
 
     def _restore_averages(self, averages: distributed.NamedTensors) -> None:

@@ -110,11 +110,9 @@ class ActorWorker(ActorShards, SampleWorker):
     # -- per-sample stages -------------------------------------------------------------------
 
     @dispatch(Dispatch.SAME)
-    def compute(
-        self, stage: Stage, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]
-    ) -> Reply[Computed]:
+    def compute(self, stage: Stage, ids: tuple[SampleId, ...]) -> Reply[Computed]:
         """Run a stage that all ranks of the pool take part in; new tensors stay here."""
-        return self._run_stage(stage, ids, parcels)
+        return self._run_stage(stage, ids)
 
     @dispatch(Dispatch.SAME)
     def compute_together(

@@ -277,14 +277,8 @@ class BaseWorker:
 
     # -- work --------------------------------------------------------------------------------
 
-    def _run_stage(
-        self, stage: Stage, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]
-    ) -> Reply[Computed]:
-        """Run a stage that is collective over the pool on this rank's samples.
-
-        Those that live on other ranks are in `parcels`, among others.
-        """
-        self._fetch(parcels, ids)
+    def _run_stage(self, stage: Stage, ids: tuple[SampleId, ...]) -> Reply[Computed]:
+        """Run a stage that is collective over the pool on this rank's samples, or copies."""
         assert stage.role is not None
         if stage.method is not StageMethod.SCORE and stage.role in self.trained:
             (event,) = self._score([stage], ids)
@@ -352,6 +346,21 @@ class BaseWorker:
             engines = [self.trained[role].train_engine for role in roles]
             self._together[roles] = FusedUpdate(engines)
         return self._together[roles]
+
+    @dispatch(Dispatch.SAME)
+    def fetch(self, parcels: tuple[tuple[Any, tuple[SampleId, ...]], ...]) -> Reply[None]:
+        """Take copies of samples of other ranks, in place of those of a call that came to nothing.
+
+        Of each parcel these samples are wanted. Raises SamplesLost where a rank that had put some
+        has ended.
+        """
+        wanted = [ids for _, ids in parcels]
+        with self._span("fetch", sum(map(len, wanted))):
+            self.store.drop({id for ids in wanted for id in ids})
+            values = self.data_plane.get([reference for reference, _ in parcels])
+            for parcel, ids in zip(values, wanted, strict=True):
+                self.store.accept(parcel, frozenset(ids))
+        return self._reply(None)
 
     @dispatch(Dispatch.SAME)
     def digest_weights(self) -> Reply[dict[str, dict[str, ShardDigest]]]:

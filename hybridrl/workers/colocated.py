@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridrl.config import Config, DType
 from hybridrl.flow.graph import UpdateStage
@@ -18,7 +18,7 @@ from hybridrl.layout.switching import Switch, plan_switch
 from hybridrl.layout.weight_switch import SwitchStats, WeightSwitch, connect_peers, gather_groups
 from hybridrl.models.adapters import pair_of
 from hybridrl.models.buffers import copy_buffers
-from hybridrl.models.load import TORCH_DTYPES, end_token_ids
+from hybridrl.models.load import TORCH_DTYPES, end_token_ids, load_config
 from hybridrl.system.memory import MemoryReading
 from hybridrl.workers.device_residency import DeviceResidency, DeviceStatus
 from hybridrl.workers.generator import Generator
@@ -55,7 +55,7 @@ class ColocatedActor:
         `DeviceResidency`.
         """
         self.config, self.device = config, device
-        model_config = AutoConfig.from_pretrained(model_path)
+        model_config = load_config(model_path)
         ends = end_token_ids(model_path, model_config)
         sampling = SamplingTexts(tokenizer, config.data.chat, config.stop_texts, ends)
         # the training shards

@@ -31,8 +31,8 @@ class CriticWorker(BaseWorker):
     """One rank of a pool without the actor (`cluster.placement`, `cluster.pool_of`).
 
     It hosts value models, which it trains, neural judges, the reference and the teacher. It never
-    generates. Samples live in the actor's pool: `parcels` bring copies of the samples that a call
-    reads, and the call drops them when it ends. New tensors go into the data plane.
+    generates. Samples live in the pool that does: `fetch` brings copies of those that a call reads,
+    and the call drops them when it ends. New tensors go into the data plane.
     """
 
     def __init__(
@@ -94,11 +94,9 @@ class CriticWorker(BaseWorker):
                 logger.debug("scorer %s made", name)
 
     @dispatch(Dispatch.SAME)
-    def compute(
-        self, stage: Stage, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]
-    ) -> Reply[Published[Computed]]:
+    def compute(self, stage: Stage, ids: tuple[SampleId, ...]) -> Reply[Published[Computed]]:
         """Run a stage that all ranks of the pool take part in; it publishes the new tensors."""
-        reply = self._run_stage(stage, ids, parcels)
+        reply = self._run_stage(stage, ids)
         published = self._published(reply.value, ids, reply.value.tensors)
         self.store.drop(ids)
         return Reply(published, reply.spans, reply.memory)

@@ -6,8 +6,15 @@ from typing import Any, Protocol
 from hybridrl.flow.executor import Resume
 
 
+class SamplesLost(RuntimeError):
+    """Values of a rank are no longer in the store: the rank has ended."""
+
+
 class DataPlane(Protocol):
     """An object store: any rank gets an object that one rank puts, by its reference."""
+
+    has_transfers: bool
+    """Whether values travel apart from references, so that they may travel early."""
 
     def put(self, value: Any) -> Any:
         """Store `value`; the reference is valid while this rank lives."""
@@ -17,9 +24,15 @@ class DataPlane(Protocol):
         """The values behind `references`, arrays without a copy where the store allows."""
         ...
 
+    def prefetch(self, references: list[Any]) -> None:
+        """Begin to bring values to this node, until the present call of the rank ends."""
+        ...
+
 
 class LocalDataPlane:
     """The store of a single process: the reference is the value."""
+
+    has_transfers = False
 
     def put(self, value: Any) -> Any:
         """`value` itself."""
@@ -28,6 +41,9 @@ class LocalDataPlane:
     def get(self, references: list[Any]) -> list[Any]:
         """The values themselves."""
         return references
+
+    def prefetch(self, references: list[Any]) -> None:
+        """They are here."""
 
 
 def with_parked(command: Resume, instance_rank: int, data_plane: DataPlane) -> Resume:

@@ -30,6 +30,18 @@ class MovingAverage:
             self.shards[name].lerp_(weights.cpu(), 1 - self.decay)
         self.version, self.moved = self.engine.version, True
 
+    def as_tensors(self) -> dict[str, DTensor]:
+        """The average in the engine's layout.
+
+        It shares the memory of `shards`, on the host: `DTensor.from_local` would copy it to the
+        mesh's device, all at once.
+        """
+        layout = self.engine.named_shards()
+        return {
+            name: DTensor(shard, layout[name]._spec, requires_grad=False)
+            for name, shard in self.shards.items()
+        }
+
     def restore(self, shards: Mapping[str, torch.Tensor]) -> None:
         """Resume from the `shards` of an earlier run, whose weights the engine has already."""
         for name, tensor in shards.items():

@@ -275,7 +275,6 @@ class EmulatedWorker:
         for command in commands:
             if isinstance(command, LoadWeights):
                 self.generating_version, load_s = command.version, self._push_costs.load_s
-        commands = [command for command in commands if not isinstance(command, LoadWeights)]
         shared, version = self.wide.get(instance, self.instance), self.generating_version
         place = own_place = self.rank - self.instance.ranks.start
         if shared is not self.instance:  # see `layout.wide`
@@ -303,7 +302,10 @@ class EmulatedWorker:
         assert shared.rows is not None
         unfinished = shared.rows.unfinished
         work = replace(outcome.work, load_seconds=load_s)
-        event = Advanced(instance, unfinished, finished, parked, work=work, turns=turns)
+        copies = tuple(self._export_parked(place, event) for event in outcome.copies)
+        event = Advanced(
+            instance, unfinished, finished, parked, work=work, turns=turns, copies=copies
+        )
         ids = [f.id for f in finished]
         value = self._published(event, ids, generated_tensors(finished))
         span = outcome.work.name(wide=shared is not self.instance)
@@ -364,9 +366,8 @@ class EmulatedWorker:
         return _at_once(TargetsLoaded(stage.name, tuple(events)))
 
     @dispatch(Dispatch.SAME)
-    def compute(self, stage: Stage, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]) -> Task:
+    def compute(self, stage: Stage, ids: tuple[SampleId, ...]) -> Task:
         """A stage of all ranks of the pool, which share the tokens among the instances."""
-        self._accept(parcels, ids)
         instances = max(1, self.config.ranks_of(self.pool) // self.config.rollout.layout.ranks)
         task = self._pass(stage, ids, None, lambda tokens: tokens / instances)
         if self.instance is not None:
@@ -452,6 +453,13 @@ class EmulatedWorker:
             if not keep:
                 self._drop(ids)
         return _taking(0.0, references, "export")
+
+    @dispatch(Dispatch.SAME)
+    def fetch(self, parcels: tuple[tuple[Any, tuple[SampleId, ...]], ...]) -> Task:
+        """Know copies of samples of other ranks."""
+        for reference, ids in parcels:
+            self._accept((reference,), ids)
+        return _taking(0.0, None, "fetch")
 
     @dispatch(Dispatch.SAME, concurrent=True)
     def import_samples(self, ids: tuple[SampleId, ...], parcels: tuple[Any, ...]) -> Task:

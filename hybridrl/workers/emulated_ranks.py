@@ -160,10 +160,15 @@ class EmulatedRanks:
         if call.name in _OF_INSTANCE and rank in self._instance_of:
             ranks = self._instance_of[rank].ranks
             return (f"{call.name} of an instance", ranks.start), len(ranks)
-        if call.name in {*_OF_POOL, *_OF_INSTANCE}:
+        if self._is_of_pool(call):
             pool = self._pool_of[rank]
             return (call.name, pool), list(self._pool_of.values()).count(pool)
         return (call.name, call), 1
+
+    def _is_of_pool(self, call: _Call) -> bool:
+        """Whether all ranks of a pool are in the call; in early backward those that only train."""
+        of_instance = call.name in _OF_INSTANCE and call.lane.rank not in self._instance_of
+        return call.name in _OF_POOL or of_instance
 
     def _run(self, calls: Sequence[_Call]) -> None:
         """Run the methods of calls that belong together, and note when they end."""
@@ -178,7 +183,7 @@ class EmulatedRanks:
                 call.done(None, error)
             return
         tokens: float = sum(task.tokens for task in tasks)
-        if calls[0].name in _OF_POOL:  # those of other processes do their share
+        if self._is_of_pool(calls[0]):  # those of other processes do their share
             tokens *= self._pool_sizes[self._pool_of[calls[0].lane.rank]] / len(calls)
         seconds = tasks[0].seconds(tokens)
         end = begins + seconds

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from hybridrl.config import Config
 from hybridrl.data import Item
 from hybridrl.engines.rollout.interface import (
+    REST,
     BoundsCalls,
     EngineParts,
     HeldTurn,
@@ -22,12 +23,14 @@ from hybridrl.engines.rollout.interface import (
     SharesWeights,
     build_engine,
 )
+from hybridrl.engines.rollout.kept_ids import whole_distributions
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.flow.executor import (
     ENOUGH_TURNS,
     Answer,
     Command,
+    CopyTokens,
     EpisodeReply,
     Finished,
     Park,
@@ -35,8 +38,8 @@ from hybridrl.flow.executor import (
     Resume,
     Submit,
     TurnEnded,
-    Work,
 )
+from hybridrl.flow.instance_work import Work
 from hybridrl.flow.sample import NO_RANK, NO_VERSION, SampleId, TokenSpan
 from hybridrl.layout.layerwise import Fill
 from hybridrl.layout.layout import Layout
@@ -48,12 +51,13 @@ from hybridrl.system.memory import free_cached_memory
 from hybridrl.workers.answers import InstanceDescription
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.sampling import SamplingTexts, stop_strings
-from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
+from hybridrl.workers.store import KEPT_IDS, ROUTED_EXPERTS, SampleStore, StoredSample
 from hybridrl.workers.turns import (
     CONVERSATION_TENSORS,
     answered,
     conversation_tensors,
     grown,
+    recomputed,
 )
 from hybridrl.workers.wide import WideShare, cut_samples, wide_shares
 
@@ -69,6 +73,16 @@ class ParkedSample:
     item: Item
     spans: tuple[TokenSpan, ...]
     rank: int = NO_RANK
+
+
+class Generated(NamedTuple):
+    """What a call has made; the state of `Parked` is a dict of `ParkedSample` by id."""
+
+    finished: list[Finished]
+    parked: list[Parked]
+    turns: list[TurnEnded]
+    work: Work
+    copies: list[Parked]
 
 
 class Generator:
@@ -97,6 +111,7 @@ class Generator:
         """
         self.config, self.store, self.sampling = config, store, sampling
         rollout, mesh = config.rollout, layout.mesh
+        self._keeps_ids, self._keeps_kv = rollout.replays_sampling, config.schedule.keeps_kv
         self._model_config = model_config
         # this rank's place in generation
         self.rank = dist.get_rank()
@@ -124,6 +139,7 @@ class Generator:
         self.text_of = ResponseText(tokenizer, rollout.skip_special_tokens)
         self.version = NO_VERSION
         self._items: dict[SampleId, tuple[Item, tuple[TokenSpan, ...]]] = {}
+        self._last_version: dict[SampleId, int] = {}  # of those that ended just before a load
 
     def describe(self, grouping: str) -> InstanceDescription:
         """The rank's instance, for ranks in the order of `grouping`."""
@@ -137,10 +153,23 @@ class Generator:
             kept_tokens=tuple(self.text_of.kept.values()),
         )
 
-    def load(self, fill: Fill, version: int) -> None:
-        """Let `fill` write the weights of a `version`; see `RolloutEngine.load`."""
-        self.rollout.load(fill)
+    def load(self, fill: Fill, version: int, keeps_kv: bool = False) -> int:
+        """Let `fill` write the weights of a `version`; see `RolloutEngine.load`.
+
+        Unfinished samples go on under them, with `keeps_kv` on the keys and values that they have.
+        Gives their number.
+        """
+        going: list[Request] = []
+        if self._items:
+            going = self.rollout.copy() if keeps_kv else self.rollout.park(self._items)
+        before, ended = self._parked(going).state, self._items.keys() - {r.id for r in going}
+        self._last_version |= dict.fromkeys(ended, self.version)
+        self._items |= {id: (sample.item, sample.spans) for id, sample in before.items()}
+        self.rollout.load(fill, keeps_kv)
         self.version = version
+        if not keeps_kv:
+            self.rollout.submit(going)
+        return len(going)
 
     def close(self) -> None:
         """End the rollout engine."""
@@ -196,14 +225,13 @@ class Generator:
         commands: Sequence[Command],
         num_decode_steps: int,
         enough_turns: int = ENOUGH_TURNS,
-    ) -> tuple[list[Finished], list[Parked], list[TurnEnded], Work]:
+    ) -> Generated:
         """Obey commands, then decode.
 
-        Returns finished samples, parked ones, turns that have ended, and the work done. The state
-        of `Parked` and of `Resume` is a dict of `ParkedSample` by id. Unless
-        calls must be equal, one ends early where a turn has ended for one in `enough_turns` of the
-        samples that are left. So their environments need not wait for it. That follows from tokens
-        alone, so all ranks of an instance agree.
+        The state of `Resume` is a dict of `ParkedSample` by id. Unless calls must be equal, one
+        ends early where a turn has ended for one in `enough_turns` of the samples that are left. So
+        their environments need not wait for it. That follows from tokens alone, so all ranks of an
+        instance agree.
         """
         start, before, kv_seconds, kv_tokens = time.perf_counter(), self.engine.stats(), 0.0, 0
         # commands
@@ -237,10 +265,18 @@ class Generator:
             steps += 1
             if ended and not equal and enough_turns * len(ended) >= self.unfinished:
                 break
+        copies = [self._copies()] if any(isinstance(c, CopyTokens) for c in commands) else []
+        told: list[HeldTurn] = []
+        # Copies, and parking, have collected the last step's tokens.
+        while ended := ended + engine.take_turns():
+            told += [turn for turn in ended if turn.finish != REST]
+            if rested := tuple(cast(SampleId, turn.id) for turn in ended if turn.rests):
+                parked.append(self._park(Park(rested, self.config.schedule.keeps_kv)))
+            ended = []
         # results, and what they have cost
         after = self.engine.stats()
         finished = [sample for o, reply in outputs if (sample := self._finish(o, reply))]
-        turns = [told for turn in ended if (told := self._turn_ended(turn))]
+        turns = [turn for ended_turn in told if (turn := self._turn_ended(ended_turn))]
         work = Work(
             seconds=time.perf_counter() - start,
             decode_steps=after.decode_steps - before.decode_steps,
@@ -259,7 +295,7 @@ class Generator:
             moved_tokens=after.moved_tokens - before.moved_tokens,
             recomputed_tokens=after.recomputed_tokens - before.recomputed_tokens,
         )
-        return finished, parked, turns, work
+        return Generated(finished, parked, turns, work, copies)
 
     def _bounded_call(self, limit: int | None) -> BoundsCalls | None:
         """Begin a call of so many steps, in an engine that must know them."""
@@ -270,25 +306,34 @@ class Generator:
         return engine
 
     def _park(self, command: Park) -> Parked:
+        parked = self._parked(self.engine.park(command.ids, command.with_kv), command.width)
+        for id in parked.ids:
+            del self._items[id]
+        return parked
+
+    def _copies(self) -> Parked:
+        return self._parked(self.engine.copy())
+
+    def _parked(self, requests: Sequence[Request], width: int = 1) -> Parked:
+        """These requests with the versions of their tokens."""
         samples: dict[SampleId, ParkedSample] = {}
-        tokens = []
-        for request in self.engine.park(command.ids, command.with_kv):
+        for request in requests:
             id = cast(SampleId, request.id)
-            item, spans = self._items.pop(id)
+            item, spans = self._items[id]
             spans = grown(spans, len(request.response_ids), self.version)
             samples[id] = ParkedSample(request, item, spans, self.number)
-            tokens.append(len(request.prompt_ids) + len(request.response_ids))
-        version, width = self.version, command.width
-        return Parked(tuple(samples), tuple(tokens), version, samples, width)
+        tokens = tuple(request.num_tokens for request in requests)
+        return Parked(tuple(samples), tokens, self.version, samples, width)
 
     def _resume(self, command: Resume) -> None:
         same = command.parked.version == self.version
         samples: Mapping[SampleId, ParkedSample] = command.parked.state
         requests = []
-        for id in command.ids:
+        for id, rests_at in zip(command.ids, _rests(command), strict=True):
             request = samples[id].request
-            if not (same or command.stale_kv):
-                request = replace(request, kv=None)
+            usable = (same or command.stale_kv) and not command.recompute
+            kv = request.kv if usable else None
+            request = replace(request, kv=kv, rests_at=rests_at)
             self._items[id] = (samples[id].item, samples[id].spans)
             requests.append(request)
         self.engine.submit(requests)
@@ -333,7 +378,10 @@ class Generator:
         for id in command.ids:
             self._items[id] = (item, ())
         shares, params = len(command.ids) > 1, self.sampling.params(command.sampling)
-        return [self.request(id, item, params, shares) for id in command.ids]
+        requests = [self.request(id, item, params, shares) for id in command.ids]
+        for request, rests_at in zip(requests, _rests(command), strict=True):
+            request.rests_at = rests_at
+        return requests
 
     def request(self, id: SampleId, item: Item, params: SamplingParams, shares: bool) -> Request:
         """The request of a new response; with `shares` it reads its prompt's cached prefix."""
@@ -353,6 +401,7 @@ class Generator:
         """
         id: SampleId = output.id  # type: ignore[assignment]  # a `cast` for each sample is a call
         item, spans = self._items.pop(id)
+        version = self._last_version.pop(id, self.version)
         if not self._tells(id):
             return None
         num_tokens = len(output.token_ids)
@@ -366,19 +415,26 @@ class Generator:
         if output.routed_experts is not None:
             tensors[ROUTED_EXPERTS] = torch.from_numpy(output.routed_experts.whole())
             more = (ROUTED_EXPERTS,)
+        if self._keeps_ids:
+            kept = output.kept_ids or whole_distributions(num_tokens)
+            tensors[KEPT_IDS] = torch.from_numpy(kept.flat())
+            more += (KEPT_IDS,)
         if reply is not None:
             texts = item.prompt_ids, output.token_ids
             tensors |= conversation_tensors(output.turns, *texts, reply.turn_rewards)
             more += CONVERSATION_TENSORS
             scalars = {"num_turns": len(output.turns), **reply.scalars}
         self.store.add(id, StoredSample(num_tokens, item, tensors))
+        spans = grown(spans, num_tokens, version)
+        if self._keeps_kv:
+            spans = recomputed(spans, output.recomputed_at)
         return Finished(
             id=id,
             rank=self.number,
             prompt_tokens=len(item.prompt_ids),
             response_tokens=num_tokens,
             finish=output.finish,
-            spans=grown(spans, num_tokens, self.version),
+            spans=spans,
             more_tensors=more,
             scalars=scalars,
         )
@@ -437,8 +493,12 @@ def make_rollout_engine(
     )
 
 
+def _rests(command: Submit | Resume) -> tuple[int, ...]:
+    return command.rests_at or (0,) * len(command.ids)
+
+
 def _num_admitted(command: Command) -> int:
     """The samples that a command begins or continues."""
     if isinstance(command, Answer):
         return sum(reply.tokens is not None for reply in command.replies)
-    return 0 if isinstance(command, Park) else len(command.ids)
+    return len(command.ids) if isinstance(command, Submit | Resume) else 0

@@ -1,5 +1,6 @@
 """Checkpoints of pending samples, written by the ranks that have their tensors."""
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -10,9 +11,10 @@ import torch
 from hybridrl.checkpoint.folder import note_sum, write_error
 from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import Request, Turn
+from hybridrl.engines.rollout.kept_ids import KeptIds
 from hybridrl.flow.executor import Sampling
 from hybridrl.flow.sample import SampleId, TokenSpan
-from hybridrl.workers.data_plane import DataPlane
+from hybridrl.workers.data_plane import DataPlane, SamplesLost
 from hybridrl.workers.generator import Generator, ParkedSample
 from hybridrl.workers.store import SampleStore, StoredSample
 
@@ -33,29 +35,40 @@ class PendingRecord:
 
 def save_pending(
     folder: Path, rank: int, share: Sequence[PendingRecord], store: SampleStore, plane: DataPlane
-) -> None:
+) -> list[SampleId]:
     """Write a rank's share. Keys and values are left out: they are computed again.
 
-    Raises OSError with the file's path.
+    Gives those that are lost: ranks that have ended had parked them. Raises OSError with the file's
+    path.
     """
+    # The same sample may be in several, with the tokens that it had at several times.
     references = {id(c.reference): c.reference for c in share if c.reference is not None}
-    parked = {
-        key: s for samples in plane.get(list(references.values())) for key, s in samples.items()
-    }
-    records = [
-        _parked_record(parked[pending.id])
-        if pending.reference is not None
-        else _record(store, pending.id)
-        for pending in share
-    ]
+    parked: dict[int, Any] = {}
+    for key, reference in references.items():
+        with contextlib.suppress(SamplesLost):
+            (parked[key],) = plane.get([reference])
+    records, lost = list[dict[str, Any]](), list[SampleId]()
+    for pending in share:
+        if pending.reference is None:
+            records.append(_record(store, pending.id))
+        elif id(pending.reference) in parked:
+            records.append(_parked_record(parked[id(pending.reference)][pending.id]))
+        else:
+            lost.append(pending.id)
     write_records(folder / f"samples_{rank}.pt", records)
+    return lost
 
 
 def write_records(file: Path, records: Any) -> None:
-    """Write what `torch.load` reads with weights alone; raises OSError with the file's path."""
+    """Write what `torch.load` reads with weights alone; raises OSError with the file's path.
+
+    If the rank dies meanwhile the file is not there.
+    """
+    hidden = file.with_name(f".{file.name}.new")
     try:
-        with file.open("wb") as opened:  # torch's own files do not say that the disk is full
+        with hidden.open("wb") as opened:  # torch's own files do not say that the disk is full
             torch.save(records, opened)
+        hidden.rename(file)
         note_sum(file)
     except (OSError, RuntimeError) as error:
         raise write_error(error, file) from error
@@ -102,19 +115,24 @@ def _parked_record(sample: ParkedSample) -> dict[str, Any]:
         "log_probs": list(request.log_probs),
         "spans": [list(astuple(span)) for span in sample.spans],
         "routed_experts": torch.from_numpy(experts.whole()) if experts else None,
+        "kept_ids": torch.from_numpy(request.kept_ids.flat()) if request.kept_ids else None,
         "turns": [list(astuple(turn)) for turn in request.turns],
         "turn_start": request.turn_start,
+        "recomputed_at": list(request.recomputed_at),
     }
 
 
 def _as_parked(request: Request, item: Any, record: Mapping[str, Any]) -> ParkedSample:
     experts = record.get("routed_experts")  # checkpoints from before have none, and no turns
+    kept = record.get("kept_ids")
     request = replace(
         request,
         response_ids=record["response_ids"],
         log_probs=record["log_probs"],
         routed_experts=None if experts is None else ExpertRecord([experts.numpy()]),
+        kept_ids=None if kept is None else KeptIds.of(kept.numpy(), len(record["response_ids"])),
         turns=[Turn(*turn) for turn in record.get("turns", [])],
         turn_start=record.get("turn_start", 0),
+        recomputed_at=record.get("recomputed_at", []),
     )
     return ParkedSample(request, item, tuple(TokenSpan(*span) for span in record["spans"]))

@@ -1,7 +1,7 @@
 """The push of the actor's weights to generation ranks: what both sides compute from the config."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from hybridrl.config import Config, Grouping
+from hybridrl.flow.sample import NO_VERSION
 from hybridrl.layout.adapters import MergedWeights
 from hybridrl.layout.grouping import TrainAxes, gen_positions
 from hybridrl.layout.layerwise import Load
@@ -30,9 +31,11 @@ from hybridrl.workers.pending_samples import write_records
 class PushedShare:
     """What one training rank has put into the data plane of a version.
 
-    `arrays` has a reference by place, where it sends something there (`layout.push.WeightArray`).
-    `num_bytes` are its own, `bytes_theory` those that all places of an instance have in all.
-    `biases` refers to routing biases, where training moves them and this rank sends them.
+    `arrays` has a reference by place, where it sends something there (`layout.push.WeightArray`),
+    and `deltas` one by place where what has changed since version `base` is smaller
+    (`layout.push_deltas.WeightDelta`). `num_bytes` are its own, of deltas where it has them,
+    `bytes_theory` those that all places of an instance have in all. `biases` refers to routing
+    biases, where training moves them and this rank sends them.
     """
 
     version: int
@@ -41,6 +44,8 @@ class PushedShare:
     seconds: float
     bytes_theory: int = 0
     biases: Any = None
+    base: int = NO_VERSION
+    deltas: Mapping[int, Any] = field(default_factory=dict)
 
 
 def push_plan(

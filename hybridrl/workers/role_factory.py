@@ -1,6 +1,6 @@
 """Makes the roles of a rank: the class for a name, and the weights that it starts with."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -83,10 +83,32 @@ class RoleFactory:
         The teacher's own model, or the actor's with its present `weights`, whole parameters; None
         where they are those of its file.
         """
-        path = self.config.teacher.path if name == "teacher" else None
-        if path is not None:
-            return self.frozen(path, parallel, key="teacher.path")
+        if name == "teacher":
+            return self._teacher(parallel, lambda: self._copy(parallel, weights))
+        return self._copy(parallel, weights)
+
+    def _copy(
+        self, parallel: GenParallel, weights: Iterable[tuple[str, torch.Tensor]] | None
+    ) -> ReferenceScorer:
         return self.frozen(self.model_path, parallel, present=weights)
+
+    def _teacher(
+        self, parallel: GenParallel, actor: Callable[[], ReferenceScorer]
+    ) -> ReferenceScorer:
+        """The teacher, or one for each of `teacher.by_source`; those of one path are one.
+
+        A teacher without a path is the `actor` as it is.
+        """
+        teacher = self.config.teacher
+        path, sources = teacher.path, teacher.by_source
+        rest = actor() if path is None else self.frozen(path, parallel, key="teacher.path")
+        if not sources:
+            return rest
+        scorers = {} if path is None else {path: rest}
+        for source, own in sources.items():
+            if own not in scorers:
+                scorers[own] = self.frozen(own, parallel, key=f"teacher.by_source.{source}")
+        return TeachersBySource(rest, {source: scorers[own] for source, own in sources.items()})
 
     def frozen(
         self,
@@ -124,26 +146,13 @@ class ActorRoleFactory(RoleFactory):
     def scorer(self, name: str, graph: Graph) -> InstanceScorer:
         """A role that only scores: the teacher, or the actor as it is now."""
         if name == "teacher":
-            return self._teacher()
+            return self._teacher(self.actor.generator.parallel, self.frozen_copy)
         copy = graph.copies.get(name)
         assert name == "reference" or (copy and copy.of == "actor"), name
         if copy and copy.update == "ewma":
             trainer = self.actor.trainer
             trainer.averages[name] = MovingAverage(trainer.train_engine, copy.decay)
         return self.frozen_copy()
-
-    def _teacher(self) -> ReferenceScorer:
-        """The teacher, or one for each of `teacher.by_source`; those of one path are one."""
-        teacher = self.config.teacher
-        path, sources = teacher.path, teacher.by_source
-        rest = self.frozen_copy() if path is None else self._frozen(path, "teacher.path")
-        if not sources:
-            return rest
-        scorers = {} if path is None else {path: rest}
-        for source, own in sources.items():
-            if own not in scorers:
-                scorers[own] = self._frozen(own, f"teacher.by_source.{source}")
-        return TeachersBySource(rest, {source: scorers[own] for source, own in sources.items()})
 
     def old_policy(self) -> OldPolicyScorer | None:
         """A scorer over the generation weights, where the engine shares them."""

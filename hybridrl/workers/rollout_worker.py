@@ -5,15 +5,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from transformers import AutoConfig
-
+from hybridrl.config import Push
 from hybridrl.costs.memory import PoolSizes
-from hybridrl.flow.executor import ENOUGH_TURNS, Advanced, Command, LoadWeights
+from hybridrl.flow.executor import (
+    ENOUGH_TURNS,
+    Advanced,
+    Command,
+    FetchWeights,
+    LoadWeights,
+)
 from hybridrl.flow.graph import Graph
 from hybridrl.layout.layerwise import Fill
 from hybridrl.layout.push import PushTarget
+from hybridrl.layout.weight_switch import SwitchStats
 from hybridrl.models.buffers import copy_buffers
-from hybridrl.models.load import TORCH_DTYPES, end_token_ids
+from hybridrl.models.load import TORCH_DTYPES, end_token_ids, load_config
 from hybridrl.workers.answers import RankDescription
 from hybridrl.workers.base_worker import Published, Reply
 from hybridrl.workers.device_residency import DeviceResidency
@@ -22,6 +28,7 @@ from hybridrl.workers.generator import Generator
 from hybridrl.workers.pushed_weights import AdapterTarget, instances_layout, push_plan
 from hybridrl.workers.sample_worker import SampleWorker
 from hybridrl.workers.sampling import SamplingTexts
+from hybridrl.workers.sparse_pushes import DeltaTarget
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +36,8 @@ logger = logging.getLogger(__name__)
 class RolloutWorker(SampleWorker):
     """One rank of the pool `rollout`: a place of an instance, samples and verifiers.
 
-    An instance takes weights (`LoadWeights`) as the first command of a call, while it has no
-    unfinished sample. The rollout engine is awake all the time.
+    An instance takes weights (`LoadWeights`) as the first command of a call. The rollout engine is
+    awake all the time.
     """
 
     @dispatch(Dispatch.SAME)
@@ -39,7 +46,7 @@ class RolloutWorker(SampleWorker):
         process = self._join(host, port, sizes)
         config, path = self.config, self.model_path
         with self._span("load"):
-            shape = AutoConfig.from_pretrained(path)
+            shape = load_config(path)
             ends = end_token_ids(path, shape)
             texts = SamplingTexts(self.tokenizer, config.data.chat, config.stop_texts, ends)
             layout = instances_layout(config, shape, self.size)
@@ -49,10 +56,13 @@ class RolloutWorker(SampleWorker):
             dtype = TORCH_DTYPES[config.rollout.dtype]
             place = self.generator.parallel.instance_rank
             self._target: PushTarget | AdapterTarget
+            self._deltas: DeltaTarget | None = None
             if config.actor.lora.rank:
                 self._target = AdapterTarget(config, shape, path, place, self.device)
             else:
                 self._target = PushTarget(push_plan(config, shape), place, dtype)
+                if config.rollout.push is Push.sparse:
+                    self._deltas = DeltaTarget(self._target, self.data_plane)
             for name in config.eval_judges:  # in every recipe
                 self._add_judge(name)
         self._begin_records()
@@ -75,33 +85,48 @@ class RolloutWorker(SampleWorker):
         num_decode_steps: int,
         enough_turns: int = ENOUGH_TURNS,
     ) -> Reply[Published[Advanced]]:
-        """See `SampleWorker`. A `LoadWeights` comes first, with the arrays of this rank's place."""
+        """See `SampleWorker`. A `LoadWeights` comes first, with the arrays of this rank's place.
+
+        Or a `FetchWeights`: they come while the rank decodes.
+        """
+        for command in commands:
+            if isinstance(command, FetchWeights):
+                self.data_plane.prefetch(list(command.arrays))
         loads = [command for command in commands if isinstance(command, LoadWeights)]
-        others = [command for command in commands if not isinstance(command, LoadWeights)]
-        seconds, num_bytes = 0.0, 0
+        others = [c for c in commands if not isinstance(c, LoadWeights | FetchWeights)]
+        stats, num_again = None, 0
         for command in loads:
-            taken = self._load(command)
-            seconds, num_bytes = seconds + taken[0], num_bytes + taken[1]
+            stats, num_going = self._load(command)
+            num_again += 0 if command.keeps_kv else num_going
         reply = super().advance(instance, others, num_decode_steps, enough_turns)
-        if not loads:
+        if stats is None:
             return reply
         event = reply.value.event
-        work = replace(event.work, load_seconds=seconds, load_bytes=num_bytes)
+        work = replace(
+            event.work,
+            admitted=event.work.admitted + num_again,
+            load_seconds=stats.seconds,
+            load_bytes=stats.bytes_received,
+        )
         published = replace(reply.value, event=replace(event, work=work))
         return replace(reply, value=published)
 
-    def _load(self, command: LoadWeights) -> tuple[float, int]:
-        """Take the weights of a version; gives seconds and bytes."""
-        assert not self.generator.unfinished, "weights change under unfinished samples"
+    def _load(self, command: LoadWeights) -> tuple[SwitchStats, int]:
+        """Take the weights of a version; gives what that took, and the samples that go on."""
+        num_going = 0
         with self._span("load weights"):
-            arrays = self.data_plane.get(list(command.arrays))
 
             def load(fill: Fill) -> None:
-                self.generator.load(fill, command.version)
+                nonlocal num_going
+                num_going = self.generator.load(fill, command.version, command.keeps_kv)
 
-            stats = self._target.load(arrays, command.version, load)
+            if self._deltas is not None:
+                stats = self._deltas.load(command, load)
+            else:
+                arrays = self.data_plane.get(list(command.arrays))
+                stats = self._target.load(arrays, command.version, load)
             if command.biases is not None and self.generator.shared_model is not None:
                 (biases,) = self.data_plane.get([command.biases])
                 copy_buffers(self.generator.shared_model, biases)
         logger.debug("weights of version %d are loaded, %.3f s", command.version, stats.seconds)
-        return stats.seconds, stats.bytes_received
+        return stats, num_going

@@ -15,9 +15,11 @@ from hybridrl.data import Item
 from hybridrl.flow.executor import (
     ENOUGH_TURNS,
     Advanced,
+    Answer,
     Command,
     Computed,
     Finished,
+    Parked,
     Resume,
     TargetsLoaded,
     generated_tensors,
@@ -29,7 +31,7 @@ from hybridrl.rewards.results import scalars_of
 from hybridrl.telemetry.digests import ShardDigest
 from hybridrl.telemetry.trace import TimeSpan
 from hybridrl.workers.base_worker import BaseWorker, Published, Reply
-from hybridrl.workers.data_plane import DataPlane, with_parked
+from hybridrl.workers.data_plane import DataPlane, SamplesLost, with_parked
 from hybridrl.workers.digests import digests_of_samples, load_tensors, save_tensors
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.generator import Generator, ParkedSample
@@ -106,21 +108,17 @@ class SampleWorker(BaseWorker):
         start = time.perf_counter()
         self.generator.join(instance)
         is_wide = instance != self.generator.instance
-        commands = [self._import_parked(c) if isinstance(c, Resume) else c for c in commands]
+        commands, lost = self._import_parked(commands)
         fetch_s = time.perf_counter() - start
         # decode
         with self._span("wide decode" if is_wide else "generate"):
-            finished, parked, turns, work = self.generator.advance(
-                commands, num_decode_steps, enough_turns
-            )
+            outcome = self.generator.advance(commands, num_decode_steps, enough_turns)
+        finished, work = outcome.finished, outcome.work
         if work.drafted:
             self._name_last_span(work.name(is_wide))
         # hand on what was parked
         start = time.perf_counter()
-        exported = [
-            replace(event, state=self.generator.export_parked(event, self.data_plane))
-            for event in parked
-        ]
+        parked, copies = self._exported(outcome.parked), self._exported(outcome.copies)
         put_s = time.perf_counter() - start
         # keys and values that came or went, with the time of their way
         work = replace(work, kv_bytes=sum(map(self._kv_bytes, commands)))
@@ -132,20 +130,56 @@ class SampleWorker(BaseWorker):
         unfinished = self.generator.unfinished
         self.generator.leave()
         value = Advanced(
-            instance, unfinished, tuple(finished), tuple(exported), work=work, turns=tuple(turns)
+            instance,
+            unfinished,
+            tuple(finished),
+            parked,
+            lost,
+            work=work,
+            turns=tuple(outcome.turns),
+            copies=copies,
         )
         ids = [event.id for event in finished]
         return self._reply(
             self._published(value, ids, generated_tensors(finished), with_items=True)
         )
 
+    def _exported(self, parked: Sequence[Parked]) -> tuple[Parked, ...]:
+        """These with references in place of the samples."""
+        return tuple(
+            replace(event, state=self.generator.export_parked(event, self.data_plane))
+            for event in parked
+        )
+
     def _before_decoding(self) -> None:
         """Have the device free for the rollout engine."""
 
-    def _import_parked(self, command: Resume) -> Resume:
-        """The command with the parked samples themselves in place of their references."""
-        with self._span("fetch", len(command.ids)):
-            return with_parked(command, self.generator.instance_rank, self.data_plane)
+    def _import_parked(
+        self, commands: Sequence[Command]
+    ) -> tuple[list[Command], tuple[SampleId, ...]]:
+        """The commands with parked samples themselves in place of their references.
+
+        Samples that are lost, since the rank that had put them has ended, leave the commands.
+        Raises SamplesLost in an instance of several ranks, of which others may have had theirs.
+        """
+        imported, lost = list[Command](), dict[SampleId, None]()
+        for command in commands:
+            match command:
+                case Resume():
+                    try:
+                        with self._span("fetch", len(command.ids)):
+                            place = self.generator.instance_rank
+                            imported.append(with_parked(command, place, self.data_plane))
+                    except SamplesLost:
+                        if self.config.rollout.layout.ranks > 1:
+                            raise
+                        lost |= dict.fromkeys(command.ids)
+                case Answer() if not lost.keys().isdisjoint(command.ids):
+                    replies = tuple(reply for reply in command.replies if reply.id not in lost)
+                    imported.append(Answer(replies))
+                case _:
+                    imported.append(command)
+        return imported, tuple(lost)
 
     def _kv_bytes(self, command: Command) -> int:
         """Bytes of keys and values that a command has brought from other ranks."""
@@ -300,11 +334,11 @@ class SampleWorker(BaseWorker):
     # -- checkpoints -------------------------------------------------------------------------
 
     @dispatch(Dispatch.PER_RANK)
-    def save_pending(self, path: str, share: tuple[PendingRecord, ...]) -> Reply[None]:
-        """Write this rank's share of the pending samples."""
+    def save_pending(self, path: str, share: tuple[PendingRecord, ...]) -> Reply[list[SampleId]]:
+        """Write this rank's share of the pending samples; answers with those that are lost."""
         with self._span("save"):
-            save_pending(Path(path), self.rank, share, self.store, self.data_plane)
-        return self._reply(None)
+            lost = save_pending(Path(path), self.rank, share, self.store, self.data_plane)
+        return self._reply(lost)
 
     @dispatch(Dispatch.PER_RANK)
     def load_pending(self, path: str, share: tuple[PendingRecord, ...]) -> Reply[Any]:

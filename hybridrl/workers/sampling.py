@@ -55,6 +55,7 @@ class SamplingTexts:
             bad_words=bad_word_ids(self._tokenizer, sampling.bad_words),
             ignored_stop_ids=tuple(sorted(ignored)),
             max_turn_tokens=sampling.max_turn_tokens,
+            keeps_ids=sampling.keeps_ids and sampling.truncates,
         )
 
 

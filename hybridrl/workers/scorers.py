@@ -6,14 +6,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridrl.config import Config, DType, RouterReplay
 from hybridrl.engines.score.engine import ScoreEngine
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.graph import ComputeStage, Stage, StageMethod
 from hybridrl.flow.sample import SampleId
-from hybridrl.models.load import TORCH_DTYPES
+from hybridrl.models.load import TORCH_DTYPES, load_config
 from hybridrl.models.response_text import ResponseText
 from hybridrl.models.shard import GenParallel
 from hybridrl.rewards.model import TextReader, other_token
@@ -78,7 +78,7 @@ class InstanceScorer:
         if privileged:
             prompt = torch.tensor(sample.item.privileged_ids, dtype=torch.long)
             ids = torch.cat([prompt, sample.response_ids])
-            sequence = TrainSequence(ids, sample.response_tokens)
+            sequence = TrainSequence(ids, sample.response_tokens, kept_ids=sequence.kept_ids)
         return sequence, self._source(sample)
 
     def _set_temperature(self, temperature: float) -> None:
@@ -135,7 +135,7 @@ class ReferenceScorer(InstanceScorer):
 
         Or share `weights`, see `ScoreEngine.share`. Errors name `key`.
         """
-        model_config = AutoConfig.from_pretrained(model_path)
+        model_config = load_config(model_path)
         engine = _engine(config, model_config, parallel, device, num_likeliest=num_likeliest)
         if weights is None:
             engine.load_once(model_path, key=key)
@@ -272,7 +272,7 @@ class NeuralReward(InstanceScorer):
         """
         self.text_of = ResponseText(tokenizer, config.rollout.skip_special_tokens)
         self.reader = TextReader(model_path) if other_token(model_path, tokenizer, key) else None
-        model_config = AutoConfig.from_pretrained(model_path)
+        model_config = load_config(model_path)
         engine = _engine(config, model_config, parallel, device, classifier=True)
         engine.load_once(model_path, key=key)
         super().__init__(engine, store)

@@ -11,9 +11,11 @@ from torch.utils.dlpack import from_dlpack
 from hybridrl.flow.sample import LOSS_MASK, TRAINED, TURN_REWARDS, TURN_STATE, SampleId
 
 ROUTED_EXPERTS = "routed_experts"
-"""The field of the experts that a sample's tokens take (uint8 or uint16)."""
+"""The field of the experts that a sample's tokens take (uint8 or int16)."""
+KEPT_IDS = "kept_ids"
+"""The field of the ids that each token was drawn from (int32): see `KeptIds.flat`."""
 # Fields that do not have one entry a response token.
-_OF_ALL_TOKENS = ("tokens", ROUTED_EXPERTS, TURN_REWARDS, TURN_STATE)
+_OF_ALL_TOKENS = ("tokens", ROUTED_EXPERTS, KEPT_IDS, TURN_REWARDS, TURN_STATE)
 
 
 @dataclass(slots=True)
@@ -22,7 +24,8 @@ class StoredSample:
 
     `tensors` holds `tokens` [prompt + response] (int64) and per-response-token fields
     [response_tokens] (`log_probs`, ...), and where experts are replayed `ROUTED_EXPERTS`
-    [tokens - 1, layers, k]. The dataset's own responses have a bool `LOSS_MASK` [response_tokens],
+    [tokens - 1, layers, k]. Where rollouts are truncated they have `KEPT_IDS`
+    [response_tokens + ids]. The dataset's own responses have a bool `LOSS_MASK` [response_tokens],
     and conversations `turns.conversation_tensors`.
     `item` is for the verifier (an opaque object).
     """

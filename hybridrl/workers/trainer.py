@@ -6,6 +6,8 @@ import torch
 
 from hybridrl.config import Config, RouterReplay
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.engines.train.fused_update import ScoreInputs
+from hybridrl.engines.train.update_sums import response_distances
 from hybridrl.flow.graph import Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.answers import ActorDescription
@@ -17,6 +19,7 @@ from hybridrl.workers.training import (
     UpdateShare,
     UpdateSteps,
     log_probs_stage,
+    sequence_of,
 )
 
 
@@ -71,7 +74,7 @@ class ActorTrainer(Trainer):
             seed=config.run.seed,
         )
         super().__init__(config, engine, store)
-        self.end_ids = end_ids
+        self.end_ids, self.device = end_ids, device
         self.averages: dict[str, MovingAverage] = {}
 
     def describe(self, device: torch.device) -> ActorDescription:
@@ -90,6 +93,23 @@ class ActorTrainer(Trainer):
         replay = self.config.trainer.router_replay
         self.train_engine.temperature = stage.temperature
         return log_probs_stage(self.train_engine, self.store, stage, ids, replay)
+
+    def compare(self, stage: UpdateStage, ids: Sequence[SampleId]) -> dict[str, float]:
+        """`mismatch/*` of samples that the present weights have made. Collective.
+
+        Nothing is stored, and the update computes as without it.
+        """
+        self.train_engine.temperature = stage.temperature
+        samples = [self.store[id] for id in ids]
+        replays = self.config.trainer.router_replay is RouterReplay.rollout
+        sequences = [sequence_of(sample, replays=replays) for sample in samples]
+        scored = ScoreInputs(sequences=sequences).score(self.train_engine)
+        pairs = []
+        for sample, own in zip(samples, scored, strict=True):
+            of_rollout, own = sample.tensors["log_probs"], own.cpu()
+            is_trained = slice(None) if sample.mask is None else sample.mask
+            pairs.append((own[is_trained], of_rollout[is_trained]))
+        return response_distances(pairs, "mismatch", self.device)
 
     def update_steps(self, stage: UpdateStage, share: UpdateShare) -> UpdateSteps:
         """The steps of training on this rank's share.

@@ -13,7 +13,7 @@ from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.graph import Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.roles import Scalars
-from hybridrl.workers.store import ROUTED_EXPERTS, SampleStore, StoredSample
+from hybridrl.workers.store import KEPT_IDS, ROUTED_EXPERTS, SampleStore, StoredSample
 
 SampleFields = dict[str, torch.Tensor | float]
 
@@ -171,13 +171,17 @@ def train(updates: Sequence[UpdateSteps], together: FusedUpdate | None) -> list[
 def sequence_of(
     sample: StoredSample, fields: SampleFields | None = None, replays: bool = False
 ) -> TrainSequence:
-    """A sample as the engines take it; with `replays` together with its experts, if it has any."""
+    """A sample as the engines take it, with the ids that its tokens were drawn from, if it has any.
+
+    With `replays` it has its experts, too.
+    """
     return TrainSequence(
         sample.tensors["tokens"],
         sample.response_tokens,
         fields or {},
         mask=sample.mask,
         routed_experts=sample.tensors.get(ROUTED_EXPERTS) if replays else None,
+        kept_ids=sample.tensors.get(KEPT_IDS),
     )
 
 

@@ -1,6 +1,6 @@
 """A conversation on its rank: what is known of its tokens, and how its response is told apart."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import pairwise
@@ -61,6 +61,30 @@ def grown(spans: tuple[TokenSpan, ...], num_tokens: int, version: int) -> tuple[
     if spans and spans[-1].version == version and spans[-1].trained:
         return (*spans[:-1], replace(spans[-1], stop=num_tokens))
     return (*spans, TokenSpan(start, num_tokens, version))
+
+
+def recomputed(spans: tuple[TokenSpan, ...], positions: Collection[int]) -> tuple[TokenSpan, ...]:
+    """`spans` cut where keys and values were computed again: with so many tokens.
+
+    Not where they were computed by the version that had made all of them.
+    Example: 5 tokens of version 1 and 8 of version 2, computed again with 3 and with 9 tokens:
+    (0 to 5 of 1, 5 to 9 of 2, 9 to 13 of 2, recomputed).
+    """
+    if not positions:
+        return spans
+    cut, versions = list[TokenSpan](), set[int]()  # the versions of keys and values
+    for span in spans:
+        if not span.trained:
+            cut.append(span)
+            continue
+        within = [p for p in positions if span.start <= p < span.stop]
+        if within and versions - {span.version}:
+            if (position := min(within)) > span.start:
+                cut.append(replace(span, stop=position))
+            span, versions = replace(span, start=position, recomputed=True), set()
+        cut.append(span)
+        versions.add(span.version)
+    return tuple(cut)
 
 
 def answered(spans: tuple[TokenSpan, ...], num_tokens: int, version: int) -> tuple[TokenSpan, ...]:

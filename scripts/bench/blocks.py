@@ -55,6 +55,7 @@ class Blocks:
         self._answer(
             {
                 "samples_per_s": samples / seconds,
+                "wall_s": seconds / self._steps,
                 "response_tokens_mean": sum(self._lengths) / samples,
                 "response_tokens_max": max(self._lengths),
                 **{name: total / self._steps for name, total in self._facts.items()},

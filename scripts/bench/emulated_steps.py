@@ -16,8 +16,11 @@ from hybridrl.driver.run import Run
 from hybridrl.driver.train import running
 from hybridrl.flow.executor import Scope
 from hybridrl.plan.schedule import Setting, replay
+from hybridrl.plan.separate import split_setting
 from hybridrl.preflight.prepare import prepare
 from hybridrl.workers.emulation import (
+    emulated_conversations,
+    emulated_push,
     emulated_widths,
     emulated_workload,
     scaled_costs,
@@ -45,8 +48,13 @@ def config_of(settings: Sequence[str], run_dir: Path) -> Config:
     return compose.check(overrides)
 
 
-def measure(config: Config, profile: cProfile.Profile | None = None, skip: int = 1) -> Steps:
-    """Run all steps of `trainer.steps` and time each; `profile` sees all but the first `skip`."""
+def measure(
+    config: Config, profile: cProfile.Profile | None = None, skip: int = 1, rest: int = 0
+) -> Steps:
+    """Run all steps of `trainer.steps` and time each; `profile` sees all but the first `skip`.
+
+    Neither these nor the last `rest` steps count.
+    """
     prepared, seconds, cpu, samples = prepare(config), [], [], []
     with running(config, prepared, Origin()) as run:
         run.begin_recipe()
@@ -57,7 +65,8 @@ def measure(config: Config, profile: cProfile.Profile | None = None, skip: int =
             seconds.append(time.perf_counter() - start)
             cpu.append(time.process_time() - start_cpu)
             samples.append(_trained(run))
-    return Steps(fmean(seconds[skip:]), fmean(cpu[skip:]), fmean(samples[skip:]))
+    counted = slice(skip, len(seconds) - rest)
+    return Steps(fmean(seconds[counted]), fmean(cpu[counted]), fmean(samples[counted]))
 
 
 def setting_of(config: Config, stages: Sequence[str], round_trip_s: float | None = None) -> Setting:
@@ -73,17 +82,21 @@ def setting_of(config: Config, stages: Sequence[str], round_trip_s: float | None
     if round_trip_s is not None:
         costs = replace(costs, round_trip_s=round_trip_s)
     group_size = int(config.recipe.get("group_size") or config.recipe["num_samples"])
-    return Setting(
+    size, apart = config.rollout.layout.ranks, config.cluster.pools.rollout
+    setting = Setting(
         costs=costs,
-        num_instances=config.cluster.ranks // config.rollout.layout.ranks,
+        num_instances=config.cluster.ranks // size,
+        instance_ranks=size,
         max_held=config.samples_held,
         decode_steps=config.rollout.decode_steps,
         chunk_tokens=config.trainer.max_tokens_per_micro_batch,
         workload=emulated_workload(config, group_size).cut_at(config.rollout.max_new_tokens),
         group_size=group_size,
         widths=emulated_widths(config),
+        conversations=emulated_conversations(config),
         scopes={"critic": Scope.WORLD},  # values need the critic's training shards
     )
+    return split_setting(setting, apart // size, emulated_push(config)) if apart else setting
 
 
 def predict(

@@ -3,8 +3,10 @@
 import json
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from blocks import Blocks
 from tasks import side_arguments
@@ -24,7 +26,8 @@ class _Done(Exception):
 class TurnTaking(Telemetry):
     """The run's record, kept in full, that also lets the other sides have their turn.
 
-    A block's answer has the means of the metrics `facts`, where a step has them.
+    A block's answer has the means of the metrics `facts`, where a step has them, and of the seconds
+    of events: `push_s` are those of a step's events `push`.
     """
 
     def __init__(
@@ -32,12 +35,19 @@ class TurnTaking(Telemetry):
     ) -> None:
         super().__init__(run_dir, config, total_steps=1)
         self.blocks, self.facts = blocks, facts
+        self._seconds: Counter[str] = Counter()
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Record it, and count its seconds."""
+        super().event(kind, **facts)
+        self._seconds[f"{kind}_s"] += facts.get("seconds", 0.0)
 
     def lengths(self, step: int, response_lengths: Sequence[int], **others: Sequence[int]) -> None:
         """Record them; a step has ended."""
         super().lengths(step, response_lengths, **others)
         *_, last = (self.run_dir / "metrics.jsonl").read_text().splitlines()
-        metrics = json.loads(last)
+        metrics = json.loads(last) | self._seconds
+        self._seconds.clear()
         facts = {name: metrics[name] for name in self.facts if name in metrics}
         if not self.blocks.after_step(response_lengths, facts):
             raise _Done

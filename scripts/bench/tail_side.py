@@ -1,4 +1,4 @@
-"""A side of the two-rank part of `make bench-tail`: a run with the settings of its command line."""
+"""A side of a bench on two real ranks: a run with the settings of its command line."""
 
 import argparse
 from pathlib import Path
@@ -9,6 +9,10 @@ from our_side import take_turns
 
 FACTS = (
     "bubble_share",
+    "bubble_share/actor",
+    "bubble_share/rollout",
+    "push_s",
+    "load_s",
     "generate_s",
     "samples/trained_early",
     "samples/migrated",

@@ -61,6 +61,35 @@ def test_what_is_replaced_stays_when_that_fails(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
 
 
+def test_what_is_replaced_is_never_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before the earlier one is deleted: each has a name, and the name has the new one."""
+    publish(tmp_path / "final", step=3)
+    write(tmp_path / "final", step=6)
+    present = []
+    rename = Path.rename
+
+    def watched(source: Path, target: Path) -> Path:
+        renamed = rename(source, target)
+        present.append((tmp_path / "final").exists())
+        return renamed
+
+    monkeypatch.setattr(Path, "rename", watched)
+    monkeypatch.setattr(folder.shutil, "rmtree", lambda *_, **__: None)
+    folder.replace(folder.hidden(tmp_path / "final"), tmp_path / "final")
+    assert all(present)
+    assert folder.read(tmp_path / "final").state["step"] == 6
+
+
+def test_a_file_system_that_exchanges_no_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "_exchange", lambda *_: False)
+    publish(tmp_path / "final", step=3)
+    publish(tmp_path / "final", step=6)
+    assert folder.read(tmp_path / "final").state["step"] == 6
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
 def test_other_bytes_are_found(tmp_path: Path) -> None:
     publish(tmp_path / "final")
     point = folder.read(tmp_path / "final")

@@ -1,5 +1,6 @@
 """The settings of a run, with those of a command line after them."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,22 @@ def test_a_run_of_old_has_its_settings_under_the_names_of_now(run: Path) -> None
         correction = config.recipe["correction"]
         assert (correction["weights"], correction["old_log_probs"]) == ("truncate", "trainer")
         composed_run(overrides_of(run))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["experiment=tools_tiny"],
+        ["data=products", "~eval.sets.main", "+eval.sets={own: {temperature: 1.0}}"],
+        ["+rollout.logit_bias={3: 1.0}"],
+    ],
+    ids=lambda settings: settings[0],
+)
+def test_what_mappings_have_by_default_is_not_added(tmp_path: Path, settings: list[str]) -> None:
+    """The run has its own sources and sets, and no others."""
+    register()
+    before = composed_run([f"run.dir='{tmp_path}'", *settings])
+    after = with_settings(tmp_path)
+    assert before.data.sources.keys() == after.data.sources.keys()
+    assert before.eval.sets.keys() == after.eval.sets.keys()
+    assert asdict(before) == asdict(after)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
+from whole_runs import USER_CODE, goes_on
 
+from hybridrl.config.stored_run import composed_run
 from hybridrl.layout.push import WeightsDamaged
 from hybridrl.telemetry.records import read_lines
 from hybridrl.workers.trainer_worker import TrainerWorker
@@ -25,10 +27,24 @@ SCHEDULES = [[name] for name in STALENESS]
 SCHEDULES[-1].append("schedule.max_staleness=2")
 
 
-def start(train: Callable[..., Any], long_tail: list[str], folder: Path, *more: str) -> Any:
+def settings_of(long_tail: list[str], *more: str) -> list[str]:
     ours = tuple(setting.partition("=")[0] + "=" for setting in ASYNC)
-    kept = [setting for setting in long_tail if not setting.startswith(ours)]
-    return train(folder, *kept, *ASYNC, *more)
+    return [setting for setting in long_tail if not setting.startswith(ours)] + [*ASYNC, *more]
+
+
+def start(train: Callable[..., Any], long_tail: list[str], folder: Path, *more: str) -> Any:
+    return train(folder, *settings_of(long_tail, *more))
+
+
+def write_settings(run: Any, long_tail: list[str], *more: str) -> None:
+    """Have the settings that a run was started with in its directory, as the command line does."""
+    composed_run([*settings_of(long_tail, *more), "cluster=processes", f"run.dir={run.dir}"])
+
+
+def version_of(sample: Any) -> int:
+    """The one version of all spans, which are turns of the model and replies between them."""
+    (version,) = {span.version for span in sample.spans}
+    return int(version)
 
 
 def check_versions(run: Any, staleness: int, updates: int = 1) -> None:
@@ -41,9 +57,9 @@ def check_versions(run: Any, staleness: int, updates: int = 1) -> None:
         assert {s.id.prompt for s in step.samples} == {*batch}
         behind = max(0, number - staleness)
         for sample in step.samples:
-            (span,) = sample.spans
-            assert (span.start, span.stop) == (0, sample.response_tokens)
-            assert span.version == updates * behind, (number, sample.id)
+            spans = sample.spans
+            assert (spans[0].start, spans[-1].stop) == (0, sample.response_tokens)
+            assert version_of(sample) == updates * behind, (number, sample.id)
         assert line["samples/staleness"] == number - behind
         stale = line["samples/off_policy_tokens"] > 0
         assert stale == (number > behind)
@@ -59,22 +75,37 @@ def check_log_probs(run: Any) -> None:
     for sample in (sample for step in run.steps for sample in step.samples):
         tokens, log_probs, _ = json.loads(sample.scalars["told"])
         recorded = torch.tensor(log_probs, dtype=torch.float64)
-        version, drawn = sample.spans[0].version, torch.tensor(tokens[sample.prompt_tokens :])
+        drawn = torch.tensor(tokens[sample.prompt_tokens :])
 
         def under(model: Any, ids: list[int] = tokens, sample: Any = sample) -> torch.Tensor:
             scores = model(torch.tensor([ids])).logits[0].log_softmax(-1)
             return scores[sample.prompt_tokens - 1 : -1]
 
-        wanted = under(models[version]).gather(1, drawn[:, None])[:, 0]
-        torch.testing.assert_close(recorded, wanted, atol=1e-5, rtol=0)
-        if version:
-            other = under(models[version - 1]).gather(1, drawn[:, None])[:, 0]
-            apart = max(apart, float((wanted - other).abs().max()))
+        told = 0  # replies have no log-probability
+        for span in (span for span in sample.spans if span.trained):
+            own = slice(span.start, span.stop)
+            wanted = under(models[span.version]).gather(1, drawn[:, None])[own, 0]
+            of_span = recorded[told : told + len(wanted)]
+            torch.testing.assert_close(of_span, wanted, atol=1e-5, rtol=0)
+            told += len(wanted)
+            if span.version:
+                other = under(models[span.version - 1]).gather(1, drawn[:, None])[own, 0]
+                apart = max(apart, float((wanted - other).abs().max()))
+        assert told == len(recorded)
     assert apart > 1e-3  # so that one version cannot be mistaken for another
 
 
+TALKING = [
+    "environment=function", f"environment.path={Path(__file__).parents[1] / 'talking.py'}:talk",
+    "environment.max_turn_tokens=8", "+environment.params={turns: 4, ends: 0.2, fails: 0}",
+]  # fmt: skip
 LAYOUTS = {
     "1 + 1": [],
+    "conversations": TALKING,
+    "conversations, two instances": [
+        *TALKING, "+environment.params.sleep=0.02", "cluster.ranks=4", "cluster.pools.rollout=2",
+    ],
+    "2 + 2": ["cluster.ranks=4", "cluster.pools.rollout=2"],
     "fsdp 2, tp 2": ["cluster.ranks=4", "cluster.pools.rollout=2", "rollout.layout.tp=2"],
     "tp 2, two instances": [
         "cluster.ranks=4", "cluster.pools.rollout=2", "trainer.layout.tp=2",
@@ -82,6 +113,7 @@ LAYOUTS = {
     ],
     "pp 2, one instance": ["cluster.ranks=3", "cluster.pools.rollout=1", "trainer.layout.pp=2"],
     "one trains, three generate": ["cluster.ranks=4", "cluster.pools.rollout=3"],
+    "adapters": ["actor.lora.rank=8", "actor.lora.alpha=64", "trainer.optim.lr=20000"],
 }  # fmt: skip
 QUICK = [("schedule=one_step", "1 + 1")]
 CASES = [
@@ -108,6 +140,100 @@ def test_every_token_is_of_the_version_that_its_batch_says(
     run = start(train_here, long_tail, tmp_path / "run", *schedule, *layout)
     check_versions(run, STALENESS[schedule[0]])
     check_log_probs(run)
+
+
+IN_FLIGHT = [
+    "schedule=async", "schedule.max_staleness=2", "schedule.new_weights=in_flight",
+    "rollout.decode_steps=2",
+]  # fmt: skip
+
+
+def check_in_flight(run: Any, staleness: int, updates: int = 1) -> None:
+    """No token is older than allowed, and some responses are of several versions."""
+    reached = 0
+    for number, (step, line) in enumerate(zip(run.steps, run.metrics, strict=True)):
+        batch = range(number * PROMPTS, (number + 1) * PROMPTS)
+        assert {s.id.prompt for s in step.samples} == {*batch}
+        spans = [span for sample in step.samples for span in sample.spans]
+        ages = [number - span.version // updates for span in spans]
+        assert 0 <= min(ages) <= max(ages) <= staleness
+        assert line["samples/staleness"] == max(ages)
+        sizes = [(span.stop - span.start) * span.trained for span in spans]
+        mean = sum(age * size for age, size in zip(ages, sizes, strict=True)) / sum(sizes)
+        assert line["samples/mean_staleness"] == pytest.approx(mean)
+        reached = max(reached, *ages)
+    assert reached > 0
+    assert any(len(sample.spans) > 1 for step in run.steps for sample in step.samples)
+    num_tokens = sum(sample.model_tokens for step in run.steps for sample in step.samples)
+    assert sum(line["samples/generated_tokens"] for line in run.metrics) == num_tokens
+    assert all(line["tokens_per_s/rollout"] >= 0 <= line["training_wait_s"] for line in run.metrics)
+    assert max(line["training_wait_s"] for line in run.metrics) > 0
+
+
+@pytest.mark.vllm
+def test_weights_of_vllm_change_under_samples(
+    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path
+) -> None:
+    vllm = ["rollout=vllm", "model.tiny.head_dim=32"]  # its attention has no smaller ones
+    run = start(train_here, long_tail, tmp_path / "run", *IN_FLIGHT, *vllm)
+    check_in_flight(run, 2)
+    check_log_probs(run)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, id=name, marks=[] if not layout else pytest.mark.layouts)
+        for name, layout in LAYOUTS.items()
+    ],
+)
+def test_weights_change_under_samples(
+    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, layout: list[str]
+) -> None:
+    run = start(train_here, long_tail, tmp_path / "run", *IN_FLIGHT, *layout)
+    check_in_flight(run, 2)
+    check_log_probs(run)
+
+
+@torch.no_grad()
+def check_kept(run: Any) -> None:
+    """Against transformers in float64, on a cache of which each version has made its part.
+
+    The last token of a version has no keys and values before the next version computes them.
+    """
+    folders = ["start", *(f"checkpoints/step_{step:06d}" for step in range(1, STEPS))]
+    models = [AutoModelForCausalLM.from_pretrained(run.dir / f).double().eval() for f in folders]
+    apart = 0.0
+    for sample in (sample for step in run.steps for sample in step.samples):
+        tokens, log_probs, _ = json.loads(sample.scalars["told"])
+        recorded = torch.tensor(log_probs, dtype=torch.float64)
+        drawn = torch.tensor(tokens[sample.prompt_tokens :])
+        cache, done = DynamicCache(), 0
+        for span in sample.spans:
+            stop, own = sample.prompt_tokens + span.stop - 1, slice(span.start, span.stop)
+
+            def of_own(logits: torch.Tensor, drawn: torch.Tensor = drawn[own]) -> torch.Tensor:
+                scores = logits[0, -len(drawn) :].log_softmax(-1)
+                return scores.gather(1, drawn[:, None])[:, 0]
+
+            model = models[span.version]
+            wanted = of_own(model(torch.tensor([tokens[done:stop]]), past_key_values=cache).logits)
+            torch.testing.assert_close(recorded[own], wanted, atol=1e-5, rtol=0)
+            again = of_own(model(torch.tensor([tokens[:stop]])).logits)
+            apart = max(apart, float((again - wanted).abs().max()))
+            done = stop
+    assert apart > 1e-3  # so that a cache that was computed again cannot be mistaken for a kept one
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("layout", ["1 + 1", "fsdp 2, tp 2"])
+def test_weights_change_and_caches_stay(
+    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, layout: str
+) -> None:
+    kept = [*IN_FLIGHT, "schedule.parked_kv=keep", *LAYOUTS[layout]]
+    run = start(train_here, long_tail, tmp_path / "run", *kept)
+    check_in_flight(run, 2)
+    check_kept(run)
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -149,6 +275,27 @@ def test_periodic_is_serial_bit_for_bit_whoever_generates(
 
 
 @pytest.mark.layouts
+@pytest.mark.parametrize("layout", ["conversations", "conversations, two instances"])
+def test_conversations_of_periodic_are_those_of_serial(
+    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, layout: str
+) -> None:
+    """Replies come when they come; turns, tokens, rewards and weights are bit for bit those."""
+    shared = start(
+        train_here, long_tail, tmp_path / "shared", *STRICT, *TALKING, "schedule=serial",
+        "cluster.ranks=1", "cluster.pools.rollout=0",
+    )  # fmt: skip
+    apart = start(
+        train_here, long_tail, tmp_path / "apart", *STRICT, *LAYOUTS[layout],
+        f"cluster.ranks={1 + 1 + ('two' in layout)}", "schedule=periodic",
+    )  # fmt: skip
+    assert different(shared, apart) == []
+    check_versions(apart, 0, updates=2)
+    assert {len(s.spans) for step in apart.steps for s in step.samples} == {1, 3, 5, 7}
+    for line in apart.metrics:
+        assert line["environment/turns"] > 2 * line["environment/episodes"] > 0
+
+
+@pytest.mark.layouts
 def test_adapters_alone_are_pushed(
     train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path
 ) -> None:
@@ -177,12 +324,194 @@ def test_a_run_repeats_and_resumes_bit_for_bit(
     point = once.dir / "checkpoints" / "step_000002"
     state = json.loads((point / "resume" / "state.json").read_text())
     assert state["schedule"]["batches"]
+    assert goes_on(point), "no sample goes on with its tokens"
     resumed = start(
         train_here, long_tail, tmp_path / "resumed", *STRICT, *schedule, f"trainer.resume={point}"
     )
     a, b = weights(once), weights(resumed)
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
     assert len(resumed.steps) == STEPS - 2
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize(
+    ("kv", "layout"),
+    [("recompute", []), ("keep", []),
+     ("recompute", ["cluster.ranks=4", "cluster.pools.rollout=2", "rollout.layout.pp=2"])],
+    ids=["recompute", "keep", "pp 2"],
+)  # fmt: skip
+def test_a_record_is_followed_bit_for_bit(
+    train_here: Callable[..., Any],
+    long_tail: list[str],
+    tmp_path: Path,
+    kv: str,
+    layout: list[str],
+) -> None:
+    """By two instances in place of one, and resumed amid samples that rest."""
+    flying = [*STRICT, *IN_FLIGHT, f"schedule.parked_kv={kv}"]
+    flying += layout
+    first = start(train_here, long_tail, tmp_path / "first", *flying)
+    check_in_flight(first, 2, updates=2)
+    write_settings(first, long_tail, *flying)
+    more = [] if layout else ["cluster.ranks=3", "cluster.pools.rollout=2"]
+    flying += [f"schedule.follow={first.dir}", *more]
+    again = start(train_here, long_tail, tmp_path / "again", *flying)
+    assert different(first, again) == []
+    if kv == "keep":  # a checkpoint has no keys and values
+        return
+    point = again.dir / "checkpoints" / "step_000002"
+    resumed = start(train_here, long_tail, tmp_path / "resumed", *flying, f"trainer.resume={point}")
+    a, b = weights(first), weights(resumed)
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+    records = [read_lines(run.dir / "versions.jsonl") for run in (first, again, resumed)]
+    samples = [[line["samples"] for line in record] for record in records]
+    assert samples[0] == samples[1]
+    assert samples[0][2:] == samples[2]
+
+
+FOLLOWERS = {
+    "apart": ["cluster.ranks=3", "cluster.pools.rollout=2"],
+    "shared": ["cluster.ranks=1", "cluster.pools.rollout=0"],
+}
+LOSING = """
+from hybridrl.workers.generator import Generator
+
+tell_at_once = tell
+
+
+def losing(load):
+    def loading(generator, fill, version, keeps_kv=False):
+        num = load(generator, fill, version, keeps_kv)
+        admission = generator.rollout._admission
+        for lane in [lane for lane in admission.lanes if lane.entries][1::2]:
+            (victim,) = lane.entries
+            admission._leave([victim])
+            admission._release(victim)
+            admission._queue(victim)
+            admission.num_preempted += 1
+        return num
+
+    loading.loses = True
+    return loading
+
+
+def tell(*fields):
+    if not hasattr(Generator.load, "loses"):
+        Generator.load = losing(Generator.load)
+    return tell_at_once(*fields)
+
+
+losing_told = make_told("losing", False)
+"""
+
+
+@pytest.mark.layouts
+def test_caches_that_were_lost_are_computed_again_where_they_were(
+    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path
+) -> None:
+    """One instance has no room for its samples, and loses some with each load; others have room.
+
+    Those that follow load no weights under samples, so they lose none.
+    """
+    (tmp_path / "losing.py").write_text(USER_CODE + LOSING)
+    settings = [*STRICT, *IN_FLIGHT, "schedule.parked_kv=keep", "rollout.stop=[]"]
+    settings += [f"recipe={{target: '{tmp_path}/losing.py:losing_told'}}"]
+    full = [*settings, "rollout.kv_cache_tokens=192", "rollout.block_size=4"]
+    first = start(train_here, long_tail, tmp_path / "first", *full)
+    check_in_flight(first, 2, updates=2)
+    assert sum(line["samples/preempted"] for line in first.metrics) > 0
+    record = read_lines(first.dir / "versions.jsonl")
+    segments = [of_sample for line in record for _, of_sample in line["samples"]]
+    lost = [x for of_sample in segments for x in of_sample if len(x) == 3]
+    assert lost, "no cache of several versions was lost"
+    write_settings(first, long_tail, *full)
+    settings.append(f"schedule.follow={first.dir}")
+    for name, ranks in FOLLOWERS.items():
+        again = start(train_here, long_tail, tmp_path / name, *settings, *ranks)
+        assert different(first, again) == []
+        assert read_lines(again.dir / "versions.jsonl") == record
+        assert sum(line["samples/preempted"] for line in again.metrics) == 0
+
+
+SLOWED = """
+import time
+
+tell_at_once = tell
+
+
+def tell(*fields):
+    if dist.get_rank() == 1:  # of those that generate
+        time.sleep(0.02)
+    return tell_at_once(*fields)
+
+
+slowed = make_told("slowed", False)
+"""
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_a_record_is_followed_bit_for_bit_by_ranks_that_train_too(
+    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, kv: str
+) -> None:
+    """Two generate, one of them slowed, and two train; two that do both follow, also resumed."""
+    (tmp_path / "slowed.py").write_text(USER_CODE + SLOWED)
+    settings = [*STRICT, *IN_FLIGHT, f"schedule.parked_kv={kv}"]
+    settings.append(f"recipe={{target: '{tmp_path}/slowed.py:slowed'}}")
+    apart = [*settings, "cluster.ranks=4", "cluster.pools.rollout=2"]
+    first = start(train_here, long_tail, tmp_path / "first", *apart)
+    check_in_flight(first, 2, updates=2)
+    write_settings(first, long_tail, *apart)
+    settings += [f"schedule.follow={first.dir}", "cluster.ranks=2", "cluster.pools.rollout=0"]
+    again = start(train_here, long_tail, tmp_path / "again", *settings)
+    assert different(first, again) == []
+    record = read_lines(first.dir / "versions.jsonl")
+    assert record == read_lines(again.dir / "versions.jsonl")
+    if kv == "keep":  # a checkpoint has no keys and values
+        return
+    points = {n: again.dir / "checkpoints" / f"step_{n:06d}" for n in range(1, STEPS - 1)}
+    resting = [step for step, point in points.items() if goes_on(point)]
+    assert resting, "no sample rests"
+    for step in {resting[0], resting[-1]}:
+        point = points[step]
+        resumed = start(
+            train_here, long_tail, tmp_path / f"{step}", *settings, f"trainer.resume={point}"
+        )
+        a, b = weights(first), weights(resumed)
+        assert [name for name in a if not torch.equal(a[name], b[name])] == []
+        assert record[step:] == read_lines(resumed.dir / "versions.jsonl")
+
+
+FAILING = [
+    *TALKING, "environment.max_failed_share=1", "environment.turn_timeout_s=0.3",
+    "+environment.params.sleep=0.4",
+]  # fmt: skip
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("ranks", FOLLOWERS.values(), ids=FOLLOWERS)
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_a_record_of_conversations_is_followed_bit_for_bit(
+    train_here: Callable[..., Any],
+    long_tail: list[str],
+    tmp_path: Path,
+    ranks: list[str],
+    kv: str,
+) -> None:
+    """Replies come when they come, some too late: these episodes fail again, at their turns."""
+    flying = [*STRICT, *IN_FLIGHT, *FAILING, f"schedule.parked_kv={kv}"]
+    first = start(train_here, long_tail, tmp_path / "first", *flying)
+    write_settings(first, long_tail, *flying)
+    record = read_lines(first.dir / "versions.jsonl")
+    failed = [kind for line in record for _, _, kind in line.get("failed", ())]
+    assert "timeout" in failed
+    # None fails but for the record.
+    flying += [f"schedule.follow={first.dir}", *ranks, "environment.turn_timeout_s=30"]
+    again = start(train_here, long_tail, tmp_path / "again", *flying)
+    assert different(first, again) == []
+    assert record == read_lines(again.dir / "versions.jsonl")
+    several = [segments for line in record for _, segments in line["samples"] if len(segments) > 1]
+    assert several, "no conversation has tokens of several versions"
 
 
 TRAINING = {

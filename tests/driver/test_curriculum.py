@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from hybridrl.config import ConfigError
+from hybridrl.config.compose import register
+from hybridrl.config.stored_run import composed_run
 from hybridrl.preflight.prepare import prepare
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.sample_files import files_by_step, read
@@ -93,3 +97,25 @@ def test_a_recipe_without_a_reward(make_config: Callable[..., Any], tmp_path: Pa
     config = make_config("recipe=sft", "data.curriculum.hard_rest=2", f"run.dir={tmp_path / 'run'}")
     with pytest.raises(ConfigError, match=r"^data\.curriculum\.hard_rest=2: wanted 0 for a recipe"):
         prepare(config)
+
+
+@pytest.mark.layouts
+def test_a_followed_run_chooses_the_same_prompts(
+    train_here: Callable[..., Any], settings: list[str], tmp_path: Path
+) -> None:
+    """Prompts are chosen steps before their rewards come, and time decides nothing of it."""
+    flying = [setting for setting in settings if not setting.startswith("recipe")]
+    flying += [
+        "recipe=grpo", "recipe.group_size=2", "schedule=async", "schedule.max_staleness=2",
+        "schedule.new_weights=in_flight", "telemetry.samples=all", "trainer.prompts_per_step=6",
+    ]  # fmt: skip
+    apart = [*flying, "cluster.ranks=2", "cluster.pools.rollout=1", f"run.dir={tmp_path / 'first'}"]
+    register()
+    composed_run(["cluster=processes", *apart])  # which writes them, as the command line does
+    first = train_here(tmp_path / "first", *apart)
+    follow = [f"schedule.follow={first.dir}", "cluster.ranks=1"]
+    again = train_here(tmp_path / "again", *flying, *follow)
+    assert max(line["pool/resting"] for line in first.metrics) > 0
+    assert prompts(first) == prompts(again)
+    one, other = (load_file(run.dir / "final" / "model.safetensors") for run in (first, again))
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []

@@ -122,7 +122,22 @@ LAYOUTS = [
         id="pp 2",
         marks=pytest.mark.layouts,
     ),
+    pytest.param(
+        ["cluster.ranks=2", "cluster.pools.rollout=1", "schedule=periodic"],
+        id="others generate",
+        marks=pytest.mark.layouts,
+    ),
+    pytest.param(
+        ["cluster.ranks=3", "cluster.pools.rollout=1", "schedule=periodic"],
+        id="others generate, fsdp 2",
+        marks=pytest.mark.layouts,
+    ),
 ]
+APART = pytest.param(
+    ["cluster.ranks=2", "cluster.pool_of.teacher=teacher"],
+    id="a pool of its own",
+    marks=pytest.mark.layouts,
+)
 
 
 def told_run(
@@ -176,7 +191,7 @@ def check_step(
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, APART])
 def test_the_likeliest_tokens_of_two_teachers(
     train_here: Callable[..., Any],
     tiny_run: list[str],

@@ -241,12 +241,13 @@ def test_a_step_that_fails_leaves_no_rank_behind() -> None:
         instances=[[0]],
         home=None,
         actor_pool=None,
+        failures=SimpleNamespace(dead=set(), ended=[]),
         call_enter=call_enter,
         launcher=SimpleNamespace(wait=lambda calls, timeout: calls),
         value_of=lambda rank, call: SimpleNamespace(version=3, switch=None),
     )
     executor = RayExecutor(cast(Any, group), Config(), lambda _: None)
-    executor._early = defaultdict(set, {"update_actor": {SampleId(0)}})
+    executor._training.early = defaultdict(set, {"update_actor": {SampleId(0)}})
     for _ in range(2):
         executor.sync_weights()
         assert executor.wait() == [WeightsReady(3)]

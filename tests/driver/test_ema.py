@@ -39,7 +39,17 @@ def averaged(flow, cfg):
         pytest.param(
             ["schedule=fused", "rollout.layout.tp=2", "cluster.ranks=4"], marks=pytest.mark.slow
         ),
+        ["schedule=periodic", "cluster.pools.rollout=1"],
+        ["schedule=periodic", "cluster.pools.rollout=1", "cluster.ranks=3"],
+        [
+            "schedule=serial",
+            "cluster.pools.rollout=1",
+            "cluster.ranks=3",
+            "trainer.layout.pp=2",
+            "model.tiny.num_layers=2",
+        ],
     ],
+    ids=["", "fused, tp 2", "apart", "apart, fsdp 2", "apart, pp 2"],
 )
 def test_it_is_the_average_of_the_checkpoints(
     train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path, more: list[str]

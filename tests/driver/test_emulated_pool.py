@@ -6,10 +6,18 @@ from typing import Any
 import pytest
 
 from hybridrl.config import compose
+from hybridrl.config.loss import Loss
 from hybridrl.driver import train as runs
+from hybridrl.flow.executor import TRAINING_POOL
+from hybridrl.flow.graph import UpdateStage
+from hybridrl.flow.sample import SampleId
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.trace import read_timeline
+from hybridrl.workers.data_plane import LocalDataPlane
+from hybridrl.workers.emulated import StoredLengths
+from hybridrl.workers.emulated_ranks import EmulatedRanks
 from hybridrl.workers.emulation import emulated_push, emulated_train_token_s, scaled_costs
+from hybridrl.workers.training import UpdateShare
 
 STEPS = 4
 HERE = (
@@ -18,6 +26,11 @@ HERE = (
     "rollout.max_new_tokens=500", "rollout.max_running=8", "data.size=200", "data.eval_size=8",
     "telemetry.progress=false", "telemetry.loggers=[]", "telemetry.report=false",
 )  # fmt: skip
+
+
+class NoLoss(Loss[Any]):
+    def __call__(self, *args: object) -> Any:
+        raise AssertionError("an emulated update computes nothing")
 
 
 def configured(*settings: str) -> Any:
@@ -62,3 +75,23 @@ def test_training_ranks_have_their_share_of_the_seconds():
     assert 0 < emulated_push(config).push_s < emulated_push(config).load_s
     longer = emulated_push(configured("schedule=one_step", "cluster.time_scale=0.002"))
     assert longer.load_s == pytest.approx(2 * emulated_push(config).load_s)
+
+
+@pytest.mark.parametrize("here", [1, 2], ids=["half of the pool", "all of it"])
+def test_ranks_in_other_processes_train_their_share_of_early_groups(here):
+    """The pool has two ranks: a process that has one of them counts the tokens of both."""
+    config = configured("schedule=periodic")
+    ranks = EmulatedRanks(range(here), config, LocalDataPlane())
+    stage = UpdateStage(
+        name="update", upstream=(), role="actor", inputs=(), loss=NoLoss(), fields={}
+    )
+    replies: list[Any] = []
+    for rank in range(here):
+        id = SampleId(rank)
+        share = UpdateShare(((id,),), {}, {}, ({id: StoredLengths(20, 80)},))
+        call = stage, TRAINING_POOL, share, (id,)
+        ranks.call(rank, "train_early", call, {}, 0.0, lambda reply, error: replies.append(reply))
+    ranks.end_due(1e9)
+    assert len(replies) == here
+    wanted = pytest.approx(200 * emulated_train_token_s(config))
+    assert [reply.value.seconds for reply in replies] == [wanted] * here

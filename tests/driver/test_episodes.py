@@ -54,6 +54,7 @@ async def differs(task, model, rng):
     await model.turn(task.messages)
     await model.turn(str(os.getpid()))
 """
+NOBODY = SimpleNamespace(failures=SimpleNamespace(ended=[]))  # no ranks are called
 ITEM = SimpleNamespace(prompt="q", prompt_ids=(1, 2), task=task("q"))
 Make = Callable[..., Episodes]
 
@@ -180,7 +181,7 @@ def test_what_has_failed_in_a_recorded_run_fails_again(make: Make, tmp_path: Pat
 
 
 def test_replies_of_another_schedule_come_after_it() -> None:
-    rounds = Rounds(None)  # no ranks are called
+    rounds = Rounds(NOBODY)
     mine = Computed("s", (), {}, ())
     theirs = Replied((EpisodeReply(SampleId(0), None),), (0.0,))
     rounds.ready(theirs)
@@ -280,7 +281,7 @@ def test_a_sample_says_how_many_of_its_replies_were_cut(make: Make) -> None:
 @pytest.mark.parametrize("program", ["waits", "talk"])
 def test_a_reply_to_a_sample_that_has_left_is_no_event(make: Make, program: str) -> None:
     """Its environment has not replied, or has and it is not seen yet; it has begun anew."""
-    episodes, id, rounds = make(program), SampleId(0), Rounds(None)
+    episodes, id, rounds = make(program), SampleId(0), Rounds(NOBODY)
     episodes.start([id], ITEM, 64)
     episodes._there[id].start.result(60)
     rounds.begin(episodes.answer(TurnEnded(id, (1,), "ab", "stop", 3)))
@@ -321,7 +322,11 @@ def test_an_emulated_reply_to_a_sample_that_has_left_is_no_event(
     config = make_config(*settings, "rollout.max_new_tokens=200")
     launcher, id = EmulatedLauncher(config.cluster), SampleId(0)
     launcher.start(object, object, config)
-    group = SimpleNamespace(launcher=launcher, value_of=lambda rank, call: launcher.get(call).value)
+    group = SimpleNamespace(
+        failures=NOBODY.failures,
+        launcher=launcher,
+        value_of=lambda rank, call: launcher.get(call).value,
+    )
     rounds = Rounds(group)
     with closing(EmulatedEpisodes(config, build_recipe(config.recipe), launcher)) as episodes:
         for begins_anew in (True, False):

@@ -98,7 +98,9 @@ def test_what_stands_when_a_run_goes_on(tmp_path: Path) -> None:
             goes_back=goes_back,
         )
         config: Any = SimpleNamespace(
-            run=SimpleNamespace(dir=tmp_path), trainer=SimpleNamespace(resumes=resumes)
+            run=SimpleNamespace(dir=tmp_path),
+            trainer=SimpleNamespace(resumes=resumes),
+            schedule=None,
         )
         failures = _judge_failures(config, origin)
         event = failures.followed(failed_event(*(sample.id for sample in samples)))

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from hybridrl.config import ClusterConfig, Config, Device, RunConfig
-from hybridrl.driver.worker_group import WorkerError, WorkerGroup
+from hybridrl.driver.rank_failures import WorkerError
+from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.runtime.launcher import CallFailed
 from hybridrl.workers import worker_factory
 from hybridrl.workers.worker_factory import make_worker

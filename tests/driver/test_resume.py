@@ -123,9 +123,20 @@ def test_going_back_holds(
         [*PPO, "cluster.placement=split"],
         SAFE,
         ["averaged"],
+        ["averaged", "schedule=periodic", "cluster.pools.rollout=1"],
         [*PPO, *ADAPTERS],
     ],
-    ids=["fused", "partial", "packed", "ppo", "split", "safe_rlhf", "averaged", "adapters"],
+    ids=[
+        "fused",
+        "partial",
+        "packed",
+        "ppo",
+        "split",
+        "safe_rlhf",
+        "averaged",
+        "averaged, apart",
+        "adapters",
+    ],
 )
 def test_so_does_every_kind_of_run(
     train: Callable[..., Any],
@@ -136,12 +147,12 @@ def test_so_does_every_kind_of_run(
 ) -> None:
     """Whatever there is to go on from: schedules' samples, critics, averages, adapters, ..."""
     changed = tuple(setting.partition("=")[0] + "=" for setting in [*STRICT, *ADAM])
-    if more[0].startswith("recipe") or more == ["averaged"]:
+    if more[0].startswith(("recipe", "averaged")):
         changed += ("recipe=",)
-    if more == ["averaged"]:
+    if more[0] == "averaged":
         file = tmp_path / "averaged.py"
         file.write_text(AVERAGED)
-        more = [f"recipe={{target: '{file}:averaged'}}", "warm_start.steps=2"]
+        more = [f"recipe={{target: '{file}:averaged'}}", "warm_start.steps=2", *more[1:]]
     kept = [setting for setting in long_tail if not setting.startswith(changed)]
     settings = [*kept, *STRICT, *ADAM, *more]
     train(tmp_path / "run", *settings)

@@ -43,6 +43,8 @@ KINDS = {
     "chat": "cluster.ranks=1 recipe=grpo trainer.steps=1 warm_start.steps=0 reward=chat"
     " reward.endpoint.url={url} reward.endpoint.model=stub",
     "rm": "cluster.ranks=1 recipe=rm trainer.steps=1",
+    "apart": "cluster.ranks=2 cluster.pools.rollout=1 recipe=grpo schedule=one_step"
+    " trainer.steps=1 warm_start.steps=0",
     "conversations": "cluster.ranks=1 recipe=grpo trainer.steps=1 warm_start.steps=0"
     " environment=function environment.path={talking}:talk environment.max_turn_tokens=3"
     " environment.max_failed_share=1",
@@ -156,7 +158,7 @@ def test_lines_of_samples_say_where_they_come_from_and_whether_they_are_used(
         )
         records.record_samples(samples, texts, dropped)
         records.record_samples(samples, texts)
-        records.record_evaluated("main", samples, texts)
+        records.record_evaluated("main", 1, samples, texts)
     failures = [line.get("failure") for line in read_lines(tmp_path / "samples.jsonl")]
     assert failures == [None, "crash"] * 3
     columns = ("id", "source", "task", "drop_reason")

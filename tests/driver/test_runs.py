@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from hybridrl.config import ClusterConfig, ConfigError
+from hybridrl.driver.rank_failures import WorkerError
 from hybridrl.driver.run import TrainingDiverged
-from hybridrl.driver.worker_group import WorkerError
 from hybridrl.runtime.ray_cluster import ranks_placement, ray_runtime
 from hybridrl.schedule import StepResult
 from hybridrl.telemetry import sample_files

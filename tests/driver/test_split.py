@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file
 
 from hybridrl.config import ConfigError
+from hybridrl.driver.rank_failures import WorkerError
 from hybridrl.driver.ray_executor import RayExecutor
-from hybridrl.driver.worker_group import WorkerError
 from hybridrl.preflight.placement import check_placement
 from hybridrl.preflight.prepare import build_recipe
 from hybridrl.telemetry.records import read_lines

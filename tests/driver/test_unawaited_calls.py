@@ -11,8 +11,9 @@ import pytest
 
 from hybridrl.config import Config
 from hybridrl.config.cluster import Placement
+from hybridrl.driver.rank_failures import WorkerError
 from hybridrl.driver.ray_executor import RayExecutor
-from hybridrl.driver.worker_group import WorkerError, WorkerGroup
+from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.flow.executor import Phase, Prepared, WeightsReady
 from hybridrl.flow.sample import SampleId
 from hybridrl.runtime.launcher import CallFailed

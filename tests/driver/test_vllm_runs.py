@@ -28,6 +28,7 @@ LONGER = [  # of which some are unfinished when a window of turns ends
     *TALKING[:2], "environment.max_turn_tokens=4", "schedule.max_staleness=2",
     "+environment.params={turns: 8, ends: 0.35, fails: 0}",
 ]  # fmt: skip
+APART = ["cluster.pools.rollout=1"]
 RUNS = {
     "native": [],
     "serial": ["rollout=vllm"],
@@ -40,6 +41,9 @@ RUNS = {
     "fused, conversations": ["rollout=vllm", *TALKING, *FUSED],
     "native, partial conversations": [*PARTIAL, *LONGER],
     "partial conversations": ["rollout=vllm", *PARTIAL, *LONGER],
+    "native, one_step": ["schedule=one_step", *APART, *TALKING],
+    "one_step": ["rollout=vllm", "schedule=one_step", *APART, *TALKING],
+    "periodic": ["rollout=vllm", "schedule=periodic", *APART],
 }
 FIGURES = [f"mismatch/{name}" for name in ("mean", "max", "kl", "ess_token", "ess_sequence")]
 
@@ -65,6 +69,8 @@ def run_of(
         ("fused", "serial"),
         ("fused, tp 2", "native"),
         ("fused, conversations", "native, conversations"),
+        ("periodic", "native"),
+        ("one_step", "native, one_step"),
         pytest.param(
             "partial conversations", "native, partial conversations", marks=pytest.mark.slow
         ),
@@ -78,7 +84,15 @@ def test_runs_train_on_the_same(
     """Tokens, rewards and gradients are equal with each engine, also where samples move."""
     run = run_of(name)
     check_same(run_of(other), run)
-    if "conversations" in name:  # whose tail follows their waits, too
+    if "pools" in " ".join(RUNS[name]):
+        stale = [line["samples/off_policy_tokens"] > 0 for line in run.metrics]
+        assert stale == [False] + 2 * [name == "one_step"]
+        events = read_lines(run.dir / "events.jsonl")
+        loads = {event["version"] for event in events if event["kind"] == "load"}
+        assert loads == (
+            {0, 1, 3} if name == "one_step" else {0, 1, 2, 3}
+        )  # 3: the last evaluation
+    elif "conversations" in name:  # whose tail follows their waits, too
         # A step of `partial` may train on pending samples alone.
         assert sum(line.get("environment/kept_kv_tokens", 0) for line in run.metrics) > 0
         if "partial" in name:
@@ -88,6 +102,29 @@ def test_runs_train_on_the_same(
         assert all(line["samples/migrated"] > 0 for line in run.metrics)
     else:  # with tp 2 there is one instance
         assert not any(line.get("samples/migrated") for line in run.metrics)
+
+
+def test_tools_on_ranks_that_generate_alone(train_here: Callable[..., Any], tmp_path: Path) -> None:
+    """A model that has seen calls makes some under `one_step`: texts and answers are equal."""
+    turns = {}
+    for engine in ("native", "vllm"):
+        run = train_here(
+            tmp_path / engine, "experiment=tools_tiny", HEADS, "model.tiny.hidden_size=64",
+            "model.tiny.intermediate_size=128", "model.tiny.num_layers=2", "model.tiny.num_heads=2",
+            "model.tiny.num_kv_heads=2", "warm_start.steps=100", "warm_start.prompts_per_step=64",
+            "trainer.steps=3", "trainer.prompts_per_step=4", "recipe.group_size=4",
+            "recipe.skip_equal_groups=false", "data.eval_size=16", "eval.sets.main.every=null",
+            "telemetry.loggers=[]", "telemetry.report=false", "telemetry.samples_per_step=1000",
+            "cluster.ranks=2", *APART, "schedule=one_step", f"rollout={engine}",
+        )  # fmt: skip
+        stale = [line.get("samples/staleness") for line in run.metrics]
+        assert stale[-3:] == [0, 1, 1]  # of the steps after the warm start
+        records = [x for x in read_lines(run.dir / "samples.jsonl") if x["phase"] == "rl"]
+        turns[engine] = {record["id"]: record["turns"] for record in records}
+    assert len(turns["native"]) == 3 * 4 * 4
+    replies = [first["reply"] for first, *_ in turns["native"].values()]
+    assert sum(reply.isdecimal() for reply in replies) > 10  # products: calls that were right
+    assert turns["native"] == turns["vllm"]
 
 
 def test_the_mismatch_is_of_rounding(run_of: Callable[[str], Any]) -> None:

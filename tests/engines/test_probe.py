@@ -1,6 +1,7 @@
 """A family is taken because it computes right: the probe finds what an engine gets wrong."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from transformers import (
     Qwen3MoeConfig,
     StableLmConfig,
 )
+from transformers.models.granitemoe import modeling_granitemoe
 
 from hybridrl.config import ConfigError, RouterReplay
 from hybridrl.engines import probe as probe_module
@@ -160,7 +162,10 @@ def test_a_model_that_stays_large_is_not_tried() -> None:
     """Fuyu's sizes are in a config of its own: a random model of them would fill the memory."""
     verdict = probe(FuyuConfig())
     assert verdict.train == verdict.native
-    assert "widths that cannot be told by name: 9,397,261,728 parameters are left" in verdict.train
+    told = re.search("widths that cannot be told by name: (.*)", verdict.train)
+    # transformers 5.10 gives its own widths, too, and 5.24 none.
+    assert told
+    assert told[1] in ("9,397,261,728 parameters are left", "there is no hidden_size")
 
 
 def test_the_callers_randomness_is_untouched() -> None:
@@ -190,7 +195,14 @@ def test_routers_take_the_experts_that_they_are_told(config: PretrainedConfig) -
     ("config", "reason"),
     [
         (Qwen3Config(), "qwen3 has no experts"),
-        (GraniteMoeConfig(), "granitemoe: its experts are no separate module"),
+        pytest.param(
+            GraniteMoeConfig(),
+            "granitemoe: its experts are no separate module",
+            marks=pytest.mark.skipif(
+                hasattr(modeling_granitemoe, "GraniteMoeExperts"),
+                reason="this transformers has one",
+            ),
+        ),
         (PhimoeConfig(), "phimoe: its router does not choose by topk over the experts"),
     ],
 )

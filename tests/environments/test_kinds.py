@@ -107,7 +107,7 @@ HOSTILE = {
 
 @pytest.fixture(scope="module")
 def jailed() -> Any:
-    limits = JailLimits(seconds=1.0, processes=8, output_kb=64)
+    limits = JailLimits(seconds=3.0, processes=8, output_kb=64)
     episodes = EpisodePool(config("python", max_turns=12), limits=limits)
     yield episodes
     episodes.close()

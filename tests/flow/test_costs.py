@@ -13,7 +13,7 @@ from hybridrl.costs.instance import LONGEST_DRAFT, UNLIMITED, Costs, Drafting
 from hybridrl.costs.meter import CostMeter
 from hybridrl.flow.executor import Computed
 from hybridrl.flow.sample import Sample, SampleId
-from hybridrl.schedule.base import learn
+from hybridrl.schedule.events import learn
 from hybridrl.workers.emulation import scaled
 
 TRUE = Costs(

@@ -204,7 +204,7 @@ class DryRun:
     def _averages(self) -> distributed.NamedTensors:
         if self.average is None:
             return {}
-        return distributed.as_parameters(self.average.engine, self.average.shards, AVERAGE)
+        return distributed.named_average(self.average.as_tensors(), AVERAGE)
 
     def _train_critic(self, ids: tuple[SampleId, ...]) -> None:
         """Values, and two optimizer steps of a value model that starts as the actor."""

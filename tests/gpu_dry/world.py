@@ -169,6 +169,9 @@ class _Slice:
     def get_shape(self) -> tuple[int, ...]:
         return self._shape
 
+    def get_dtype(self) -> str:
+        return "BF16"
+
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         sizes = [len(range(*i.indices(n))) for i, n in zip(index, self._shape, strict=True)]
         with self._device.fake:

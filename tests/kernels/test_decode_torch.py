@@ -88,7 +88,7 @@ def test_draws_are_those_of_the_engine():
     params = [SamplingParams(999, temperature=float(t)) for t in temperatures[slots]]
     drawn = random.uniforms(streams[slots].numpy().view(np.uint64), counts.numpy())
     batch = sampling.SamplingBatch.of(params, vocab, torch.device("cpu"))
-    tokens, log_probs = sampling.sample(logits, torch.from_numpy(drawn), batch)
+    tokens, log_probs, _ = sampling.sample(logits, torch.from_numpy(drawn), batch)
     assert torch.equal(got[0].long(), tokens)
     torch.testing.assert_close(got[1], log_probs)
 

@@ -66,7 +66,10 @@ def test_experts_on_axes_of_their_own_do_not_move() -> None:
     """ep puts two of them on each rank, as owners have them; biases are no matrices."""
     weights = Parameter("layers.0.experts.down_proj", (6, 8, 6), 0, experts=6)
     biases = Parameter("layers.0.experts.down_proj_bias", (6, 8), 0, experts=6)
-    assert matrices_of([weights, biases]) == [weights.name]
+    mixer = "layers.0.mamba."
+    filters = Parameter(f"{mixer}conv1d.weight", (32, 1, 4), 0)
+    decay = Parameter(f"{mixer}A_log", (32, 16), 0)
+    assert matrices_of([weights, biases, filters, decay]) == [weights.name]
     layout = train_layout([weights, biases], TrainAxes(fsdp=3, ep=3), [0])
     (owners,) = owner_layouts(layout, [weights.name])
     shards = restricted(layout, [weights.name])

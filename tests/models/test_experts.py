@@ -93,7 +93,7 @@ def test_whole_experts_of_several_ranks(dtype: torch.dtype) -> None:
         partial = ExpertsShard(own, parallel)(hidden, chosen, weights)
         local = chosen - number * rank
         local = local.masked_fill((local < 0) | (local >= number), number)
-        assert torch.equal(partial, LocalExperts(own)(hidden, local, weights))
+        assert torch.equal(partial, LocalExperts(own, elsewhere=True)(hidden, local, weights))
         assert bool(partial.any()) == (rank < ranks - 1)
         total += partial
     whole = ExpertsShard(block.experts, GenParallel())(hidden, chosen, weights)

@@ -71,8 +71,8 @@ def test_logits_that_would_come_out_wrong() -> None:
 
 
 def test_layers_that_no_engine_computes() -> None:
-    with pytest.raises(ValueError, match="linear_attention is not supported"):
-        check_supported(LlamaConfig(layer_types=["linear_attention"] * 32))
+    with pytest.raises(ValueError, match="chunked_attention is not supported"):
+        check_supported(LlamaConfig(layer_types=["chunked_attention"] * 32))
     with pytest.raises(ValueError, match="an encoder is not supported"):
         check_supported(T5Config())
 
@@ -82,12 +82,12 @@ def test_layers_that_no_engine_computes() -> None:
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder"),
         ({"model_type": "mamba2", "state_size": 128}, "mamba"),
-        ({"model_type": "qwen3_next", "linear_num_key_heads": 16}, "linear attention"),
+        ({"model_type": "nemotron_h", "ssm_state_size": 128}, "mamba"),
         ({"model_type": "llama4_text", "attention_chunk_size": 8192}, "chunked attention"),
         ({"model_type": "gemma3", "vision_config": {"depth": 1}}, "images"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "attention to later"),
-        ({"model_type": "gpt_oss", "quantization_config": {"bits": 4}}, "quantized weights"),
-        ({"model_type": "x", "layer_types": ["full_attention", "conv"]}, "conv"),
+        ({"model_type": "gpt_oss", "quantization_config": {"bits": 4}}, "weights quantized by"),
+        ({"model_type": "x", "layer_types": ["full_attention", "hybrid"]}, "hybrid"),
     ],
 )
 def test_what_config_json_alone_rules_out(tmp_path, settings, component):

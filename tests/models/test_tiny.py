@@ -75,3 +75,15 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
     assert model.model.layers[1].mlp.experts.gate_up_proj.shape == (4, 32, 32)
     with pytest.raises(ConfigError, match=r"experts_per_token=5: wanted at most .*num_experts=4"):
         ModelConfig(tiny=replace(SMALL, num_experts=4, experts_per_token=5)).check()
+
+
+def test_a_small_hybrid(tmp_path: Path) -> None:
+    """Every second layer attends."""
+    make_tiny_model(tmp_path, replace(SMALL, attention_interval=2), seed=3)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.model_type == "qwen3_5_text"
+    assert model.config.layer_types == ["linear_attention", "full_attention"]
+    assert torch.isfinite(model(torch.tensor([[3, 4, 5]])).logits).all()
+    config = ModelConfig(tiny=replace(SMALL, attention_interval=2, num_experts=4))
+    with pytest.raises(ConfigError, match=r"num_experts=4: wanted 0 with model.tiny.attention_int"):
+        config.check()

@@ -17,7 +17,7 @@ from hybridrl.flow.turns import OpenTurns
 from hybridrl.flow.workload import Group, Workload
 from hybridrl.plan import schedule, schedule_command
 from hybridrl.plan.simulate import SimulatedExecutor
-from hybridrl.schedule import loop as schedule_loop
+from hybridrl.schedule import call_limits
 from hybridrl.schedule.base import StepSettings
 from hybridrl.schedule.fused import Fused
 from hybridrl.schedule.instances import RoundLimits
@@ -280,5 +280,5 @@ def test_calls_end_by_what_they_cost(monkeypatch, call_s, one_in):
         conversations=ConversationModel(turns=8, reply_tokens=20, wait_s=0.1),
     )  # fmt: skip
     seconds = schedule.replay(setting, FusedScheduleConfig()).front_s
-    monkeypatch.setattr(schedule_loop, "enough_turns", lambda *_: one_in)
+    monkeypatch.setattr(call_limits, "enough_turns", lambda *_: one_in)
     assert seconds < 0.97 * schedule.replay(setting, FusedScheduleConfig()).front_s

@@ -20,6 +20,7 @@ from hybridrl.costs.mapping_overrides import overrides
 from hybridrl.costs.memory import GIB
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.plan import mapping_command
+from hybridrl.plan.mapping_split import ROLLOUT
 from hybridrl.plan.search_space import set_partitions
 from hybridrl.preflight import prepare as preflight
 from hybridrl.preflight.prepare import prepare
@@ -81,6 +82,8 @@ def _random_problem(draw: random.Random, reward_model: str) -> list[str]:
         problem += ["actor.lora.rank=4"]
     if draw.random() < 0.5:
         problem += ["cluster.device=cuda", "cluster.memory_check=refuse", f"--gpu-gib={GPU_GIB}"]
+    if draw.random() < 0.5:
+        problem += ["--max-staleness=1"]
     return problem
 
 
@@ -96,6 +99,7 @@ KINDS: dict[str, Callable[[DeviceMapping], bool]] = {
     "pipeline": lambda mapping: any(layout.pp > 1 for layout in mapping.train.values()),
     "pools": lambda mapping: len(mapping.pools) > 1,
     "updates in one plan": lambda mapping: mapping.fuses,
+    "ranks that generate alone": lambda mapping: ROLLOUT in mapping.pools,
 }
 """What is to occur among the proposals."""
 

@@ -151,3 +151,13 @@ def test_the_command_compares_updates_in_one_plan() -> None:
 def test_pipelines_that_do_not_divide_are_refused(sizes: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         step_s(f"--costs={TEXT},{sizes}")
+
+
+def test_updates_may_take_a_multiple_of_their_roofline():
+    """Nothing else changes; pipelines have their own seconds, so there it is refused."""
+    plain, *_ = read_roofline(TEXT)
+    longer, *_ = read_roofline(f"{TEXT},train_times=6")
+    assert longer == replace(plain, train_token_s=longer.train_token_s)
+    assert longer.train_token_s == pytest.approx(6 * plain.train_token_s)
+    with pytest.raises(ConfigError, match="without train_times"):
+        Roofline.of(f"{TEXT},pp=2,train_times=6")

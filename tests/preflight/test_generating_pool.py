@@ -8,7 +8,9 @@ import pytest
 from hybridrl.config import AsyncScheduleConfig, Config, ConfigError, SerialScheduleConfig
 from hybridrl.preflight.prepare import prepare
 
+KEEP = "schedule.new_weights=in_flight schedule.parked_kv=keep"
 POOL = "cluster.ranks=2 cluster.pools.rollout=1"
+TOOLS = "environment=tools environment.path=hybridrl.environments.calculator:TOOLS"
 REFUSED = {
     "schedule=one_step": (
         r"cluster\.pools\.rollout=0: wanted 1 or more ranks that generate with schedule=async"
@@ -30,17 +32,51 @@ REFUSED = {
     "schedule=one_step cluster.ranks=4 cluster.pools.rollout=1 trainer.layout.tp=2": (
         r"trainer\.layout=.*cluster\.pools\.actor=3"
     ),
-    f"recipe=rloo schedule=one_step {POOL}": r"schedule=async: wanted .*has no ratio",
-    f"recipe=dapo schedule=periodic {POOL}": r"schedule=async: wanted .*another round of prompts",
+    f"recipe=rm {POOL}": r"cluster\.pools\.rollout=1: wanted 0: the recipe generates nothing",
+    f"recipe=rloo schedule=one_step {POOL}": (
+        r"schedule=async: wanted serial or periodic: .*has no ratio"
+    ),
+    f"recipe=dapo schedule=one_step {POOL}": (
+        r"schedule=async: wanted serial, periodic, or schedule\.batches=as_complete: a take may ask"
+    ),
+    f"schedule=periodic schedule.batches=as_complete {POOL}": (
+        r"schedule\.batches=as_complete: wanted in_order with schedule\.max_staleness=0"
+    ),
+    "schedule=partial schedule.batches=as_complete": r"batches",
     f"recipe=xrpo schedule=one_step {POOL}": r"schedule=async: wanted .*generates once a step",
-    f"recipe=grpo recipe.kl_coef=0.1 recipe.reference_ema_decay=0.9 schedule=periodic {POOL}": (
-        r"cluster\.pools\.rollout=1: wanted 0: average_reference averages the actor's weights"
+    "recipe=grpo recipe.kl_coef=0.1 recipe.reference_ema_decay=0.9 schedule=periodic "
+    "cluster.ranks=3 cluster.pools.rollout=1 cluster.pool_of.reference=reference": (
+        r"cluster\.pool_of\.reference=reference: wanted actor: .* averages the actor's weights"
     ),
     f"recipe=grpo recipe.correction.old_log_probs=trainer schedule=one_step {POOL}": (
         r"schedule=async: wanted a recipe that takes old_log_probs as the rollout made them"
     ),
     f"schedule=async schedule.max_staleness=-1 {POOL}": (
         r"schedule\.max_staleness=-1: wanted 0 or more"
+    ),
+    f"schedule=periodic schedule.new_weights=in_flight {POOL}": (
+        r"schedule\.new_weights=in_flight: wanted when_free with schedule\.max_staleness=0"
+    ),
+    f"schedule=one_step schedule.parked_kv=keep {POOL}": (
+        r"schedule\.parked_kv=keep: wanted recompute with schedule\.new_weights=when_free"
+    ),
+    f"schedule=one_step rollout=vllm {KEEP} {POOL}": (
+        r"schedule\.parked_kv=keep: wanted recompute with rollout\.engine=vllm"
+    ),
+    f"schedule=one_step rollout.push=sparse rollout.dtype=float32 {POOL}": (
+        r"rollout\.push=sparse: wanted full with rollout\.dtype=float32: in more than 16 bits"
+    ),
+    f"schedule=one_step rollout.push=sparse {POOL}": (
+        r"rollout\.push=sparse: wanted full with rollout\.dtype=float32"  # of a CPU
+    ),
+    f"schedule=one_step rollout.push=sparse rollout.dtype=bfloat16 actor.lora.rank=4 {POOL}": (
+        r"rollout\.push=sparse: wanted full with actor\.lora\.rank=4: adapters"
+    ),
+    "rollout.push=sparse rollout.dtype=bfloat16": (
+        r"rollout\.push=sparse: wanted full with cluster\.pools\.rollout=0: no weights"
+    ),
+    f"schedule=one_step {TOOLS} environment.replay=false {POOL}": (
+        r"environment\.replay=False: wanted true with schedule=async"
     ),
     f"schedule=one_step rollout.tail_tp=2 {POOL}": r"rollout\.tail_tp=2: wanted off",
     f"cluster.pool_of.reference=rollout {POOL}": (
@@ -68,8 +104,12 @@ def test_what_cannot_be_is_one_line(
 
 @pytest.mark.parametrize(
     ("settings", "kind"),
-    [([], AsyncScheduleConfig), (["recipe=dapo"], SerialScheduleConfig)],
-    ids=["grpo", "dapo"],
+    [
+        ([], AsyncScheduleConfig),
+        (["recipe=dapo"], AsyncScheduleConfig),
+        (["recipe=xrpo"], SerialScheduleConfig),
+    ],
+    ids=["grpo", "dapo", "xrpo"],
 )
 def test_auto_is_the_batch_of_serial(
     make_config: Callable[..., Config],

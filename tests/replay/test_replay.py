@@ -12,9 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from whole_runs import goes_on
 
 from hybridrl.config import ConfigError
-from hybridrl.replay.step import Promise, ReplayReport, ReplayRequest, ReplayStage, replay
+from hybridrl.replay.step import (
+    Promise,
+    ReplayReport,
+    ReplayRequest,
+    ReplayStage,
+    replay,
+)
 from hybridrl.telemetry.digests import FILE, read_steps
 from hybridrl.telemetry.records import read_lines
 
@@ -130,6 +137,101 @@ def test_a_run_that_did_not_wait_is_replayed_from_its_record(
         assert names >= {"tokens", "reward", "loss", "weights"}
         recorded = read_lines(report.directory / "turn_orders.jsonl")
         assert recorded == [line for line in orders if report.begun_after < line["step"] <= step]
+
+
+@pytest.fixture(scope="module")
+def make_flying(make_run: Callable[..., Path]) -> Callable[..., Path]:
+    """Makes a run with weights in flight: long responses, short calls, one rank of each kind."""
+
+    def make(directory: Path, *overrides: str) -> Path:
+        run = make_run(
+            directory, "schedule=async", "schedule.max_staleness=2", "deterministic=strict",
+            "schedule.new_weights=in_flight", "cluster.ranks=2", "cluster.pools.rollout=1",
+            "rollout.max_new_tokens=48", "rollout.decode_steps=2", "rollout.ignore_eos=true",
+            "trainer.steps=6", "trainer.save_every=2", *overrides,
+            without=["rollout.max_new_tokens"],
+        )  # fmt: skip
+        if "schedule.new_weights=when_free" not in overrides:
+            lines = read_lines(run / "versions.jsonl")
+            assert any(len(segments) > 1 for line in lines for _, segments in line["samples"])
+        return run
+
+    return make
+
+
+@pytest.mark.layouts
+def test_a_run_with_weights_in_flight_follows_its_record(
+    make_flying: Callable[..., Path], tmp_path: Path
+) -> None:
+    """From checkpoints whose samples go on, on ranks apart and on ranks that train too."""
+    run = make_flying(tmp_path / "run")
+    lines = read_lines(run / "versions.jsonl")
+    assert goes_on(run / "checkpoints" / "step_000002"), "no sample goes on with its tokens"
+    # The last step of a run that was ended, whose later batches had begun.
+    (run / "versions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:4]))
+    shared = ("cluster.ranks=1", "cluster.pools.rollout=0")
+    for step, begun_after, ranks in ((4, 2, ()), (3, 2, ()), (4, 2, shared)):
+        report = replay(ReplayRequest(run_dir=run, step=step, overrides=ranks))
+        assert report.begun_after == begun_after
+        assert report.promise is (Promise.rounding if ranks else Promise.bits)
+        assert differing(report) == []
+        recorded = read_lines(report.directory / "versions.jsonl")
+        assert recorded == lines[begun_after:step]
+
+
+@pytest.mark.layouts
+def test_a_demo_with_tools_and_weights_in_flight_follows_its_record(
+    make_flying: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Its command line has a data source and evaluation sets beside those of the default."""
+    run = make_flying(
+        tmp_path / "run", "experiment=tools_tiny", "environment.max_turn_tokens=6",
+        "trainer.steps=5",
+    )  # fmt: skip
+    lines = read_lines(run / "versions.jsonl")
+    report = replay(ReplayRequest(run_dir=run, step=4))
+    assert report.promise is Promise.bits
+    assert differing(report) == []
+    assert {c.name for c in report.comparisons if c.compared} >= {"tokens", "reward", "weights"}
+    assert read_lines(report.directory / "versions.jsonl") == lines[2:4]
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("new_weights", ["when_free", "in_flight"])
+def test_a_run_of_groups_as_they_complete_follows_its_record(
+    make_flying: Callable[..., Path], tmp_path: Path, new_weights: str
+) -> None:
+    """Its steps have other groups than in order; checkpoints have some of later steps."""
+    run = make_flying(
+        tmp_path / "run", "schedule.batches=as_complete", f"schedule.new_weights={new_weights}",
+        "rollout.stop=[a,e,i,o,u]", "rollout.ignore_eos=false",
+    )  # fmt: skip
+    lines = read_lines(run / "versions.jsonl")
+    steps = [{id[0] // 4 for id, _ in line["samples"]} for line in lines]
+    assert max(map(len, steps)) > 1, "groups have completed in order"
+    shared = ("cluster.ranks=1", "cluster.pools.rollout=0")
+    for ranks in ((), shared):
+        request = ReplayRequest(run_dir=run, step=4, overrides=ranks)
+        if ranks and new_weights == "when_free":
+            with pytest.raises(ConfigError, match=r"rollout=0: .*after step 2 samples go on by v_"):
+                replay(request)
+            request = replace(request, from_start=True)
+        report = replay(request)
+        assert report.begun_after == (0 if request.from_start else 2)
+        assert report.promise is (Promise.rounding if ranks else Promise.bits)
+        assert differing(report) == []
+        recorded = read_lines(report.directory / "versions.jsonl")
+        assert recorded == lines[report.begun_after : 4]
+
+
+@pytest.mark.layouts
+def test_kept_caches_are_in_no_checkpoint(make_flying: Callable[..., Path], tmp_path: Path) -> None:
+    run = make_flying(tmp_path / "run", "schedule.parked_kv=keep")
+    line = refused(run, step=4)
+    assert "schedule.parked_kv=keep: wanted recompute: checkpoints have no keys and values" in line
+    report = replay(ReplayRequest(run_dir=run, step=4, from_start=True))
+    assert report.begun_after == 0
+    assert differing(report) == []
 
 
 @pytest.mark.layouts
@@ -315,9 +417,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "replay.md"
 @pytest.mark.slow
 def test_the_commands_of_the_page(tiny_run: list[str], tmp_path: Path) -> None:
     """First the runs, then what the page does with them; the last one finds a difference."""
-    lines = re.findall(r"^hybridrl (?:train|replay|blame) .*$", PAGE.read_text(), re.MULTILINE)
-    lines.sort(key=lambda line: "train" not in line.split()[1])
-    assert [line.split()[1] for line in lines] == ["train"] * 2 + ["replay"] * 4 + ["blame"]
+    of_page = re.findall(r"^hybridrl (?:replay|blame) .*$", PAGE.read_text(), re.MULTILINE)
+    assert [line.split()[1] for line in of_page] == ["replay"] * 4 + ["blame"]
+    run = "hybridrl train experiment=spell_tiny trainer.steps=6 trainer.save_every=2"
+    other = "trainer.optim.lr=1e-4 run.dir=OTHER"
+    lines = [f"{run} deterministic=strict {rest}" for rest in ("run.dir=RUN", other)] + of_page
     small = [*tiny_run, "cluster=processes", "cluster.ranks=1"]
     for line in lines:
         args = [

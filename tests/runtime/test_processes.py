@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from hybridrl.config import Config, ConfigError, ProcessesClusterConfig
 from hybridrl.driver import train as controller_train
-from hybridrl.driver.worker_group import WorkerError
+from hybridrl.driver.rank_failures import WorkerError
 from hybridrl.runtime.launcher import CallFailed
 from hybridrl.runtime.process_launcher import ProcessLauncher
 from hybridrl.telemetry.records import read_lines

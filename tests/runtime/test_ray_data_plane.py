@@ -14,7 +14,8 @@ import torch
 from hybridrl.config import ClusterConfig
 from hybridrl.flow.sample import SampleId
 from hybridrl.runtime.ray_cluster import ray_runtime
-from hybridrl.runtime.ray_data_plane import RayDataPlane, SamplesLost
+from hybridrl.runtime.ray_data_plane import RayDataPlane
+from hybridrl.workers.data_plane import SamplesLost
 from hybridrl.workers.store import SampleStore, StoredSample
 
 pytestmark = pytest.mark.ray

@@ -56,7 +56,7 @@ def test_who_is_told_from_the_others_by_being_alone(make: Make) -> None:
 
 
 def test_one_that_is_queued_has_its_time_anew(make: Make) -> None:
-    assert make(seconds=0.5).all("queued")[0][1] == ["queued"]
+    assert make(seconds=3.0).all("queued")[0][1] == ["queued"]  # after four waits of 1 s
 
 
 def test_a_process_has_so_many_tasks_and_no_more(make: Make) -> None:

@@ -1,159 +1,20 @@
 """The asynchronous schedule: which weights made each token, whatever the latencies."""
 
-import json
+import random
 from collections import Counter
-from typing import Any
 
 import pytest
-from conversations import of_turns
+from async_cases import CASES, NUM_EVALUATED, make, of_id, run_case
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from separate_executor import Latencies, SeparateExecutor
 
-from hybridrl.config.loss import Loss
-from hybridrl.flow import Flow, SampleId, recipe
-from hybridrl.flow.early_updates import EarlySettings
-from hybridrl.flow.executor import Sampling, Scope, WeightsReady
-from hybridrl.flow.lengths import LengthModel, PromptKey
+from hybridrl.flow import SampleId
 from hybridrl.flow.sample import NO_VERSION
-from hybridrl.schedule.asynchronous import Async
-from hybridrl.schedule.base import StepSettings, next_events
-from hybridrl.schedule.instances import RoundLimits
+from hybridrl.flow.versions import RunRecord
 from hybridrl.schedule.loop_schedule import LoopSchedule
-from hybridrl.schedule.serial import SerialSchedule
 
-
-class ToyLoss(Loss):
-    fields = ("advantages", "old_log_probs", "reference_log_probs")
-
-    def __call__(self, log_probs, entropy, fields):
-        raise AssertionError("only what it reads matters here")
-
-
-@recipe("toy")
-def toy(flow: Flow, cfg: dict[str, Any]) -> None:
-    """GRPO with a reference; `cfg` may ask for a filter, a judge and the trainer's own pass."""
-    samples = flow.actor.generate(flow.prompts, num_samples=cfg.get("k", 2))
-    samples = flow.reward.score(samples)
-    if cfg.get("filter"):
-        samples = samples.filter(lambda rewards: max(rewards) > min(rewards), name="spread")
-    samples = flow.reference.log_probs(samples)
-    if cfg.get("own"):
-        samples = flow.actor.log_probs(samples)
-    samples = samples.by_group(lambda rewards: [r - max(rewards) for r in rewards])
-    flow.actor.update(samples, loss=ToyLoss())
-
-
-WHOLE = EarlySettings(obstacle="these cases train whole batches")
-
-
-def make(
-    executor, cfg, *, staleness=1, prompts=4, decode_steps=5, held=100, num_steps=None,
-    first_prompt=0, turns=False, serial=False,
-):  # fmt: skip
-    most = 20
-    parts = (
-        toy.build(cfg),
-        executor,
-        ((i, f"prompt {i}") for i in range(first_prompt, 10_000)),
-        StepSettings(
-            sampling=Sampling(max_new_tokens=most, max_turn_tokens=most if turns else 0),
-            decode_steps=decode_steps,
-            prompts_per_step=prompts,
-        ),
-    )
-    if serial:
-        return SerialSchedule(*parts)
-    return LoopSchedule(
-        *parts,
-        Async(max_staleness=staleness, early=WHOLE, num_steps=num_steps),
-        limits=RoundLimits(max_held=held, chunk_tokens=50),
-        length_model=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1, 2, 3))),
-    )
-
-
-def of_id(values):
-    return lambda id: values[(7 * id.prompt + 3 * id.k) % len(values)]
-
-
-latencies = st.builds(
-    Latencies,
-    push=st.sampled_from([0.0, 1.0, 30.0]),
-    load=st.sampled_from([0.0, 1.0, 30.0]),
-    update=st.sampled_from([0.1, 1.0, 100.0]),
-)
-cases = given(
-    seed=st.integers(0, 2**16),
-    num_instances=st.integers(1, 4),
-    decode_steps=st.integers(1, 12),
-    k=st.integers(1, 3),
-    prompts=st.integers(1, 5),
-    staleness=st.integers(0, 3),
-    held=st.integers(1, 30),
-    kind=st.sampled_from(["plain", "filter", "own"]),
-    judges=st.booleans(),
-    lengths=st.one_of(
-        st.lists(st.integers(0, 20), min_size=1, max_size=9),
-        st.integers(0, 20).map(lambda n: [n]),
-        st.integers(1, 10).map(lambda n: [n] * 12 + [100 * n]),
-    ),
-    rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=5),
-    finishes=st.lists(st.sampled_from(["stop", "stop", "stop", "abort"]), min_size=1, max_size=7),
-    hangs=st.lists(st.booleans(), min_size=1, max_size=7),
-    turns=st.sampled_from([0, 0, 1, 4]),
-    late=latencies,
-    steps=st.integers(1, 6),
-    resumes=st.sets(st.integers(0, 5), max_size=2),
-    pauses=st.sets(st.integers(0, 5), max_size=1),
-)
-
-
-def run_case(
-    case: dict[str, Any], seed: int, *, serial: bool = False, resumes: frozenset[int] = frozenset()
-):
-    """Run the steps of a case, resumed after some of them; gives what executors saw, and results.
-
-    A resumed run is a fresh schedule on a fresh executor, which has what a checkpoint has.
-    """
-    length_of, turns = of_id(case["lengths"]), case["turns"]
-    cfg = {"k": case["k"], case["kind"]: True}
-
-    def new_executor(seed: int) -> SeparateExecutor:
-        return SeparateExecutor(
-            case["num_instances"], seed, length_of, lambda id: (of_id(case["rewards"])(id), "ok"),
-            of_id(case["finishes"]), of_id(case["hangs"]),
-            scopes={"reward": Scope.DRIVER} if case["judges"] else None,
-            turns_of=of_turns(length_of, turns) if turns else None, latencies=case["late"],
-        )  # fmt: skip
-
-    more = {x: case[x] for x in ("staleness", "prompts", "decode_steps", "held")}
-    more |= {"num_steps": case["steps"], "turns": bool(turns), "serial": serial}
-    executor = new_executor(seed)
-    schedule = make(executor, cfg, **more)
-    executors, results, versions = [executor], [], [0]
-    for step in range(case["steps"]):
-        results.append(schedule.run_step(step))
-        versions.append(executor.version)
-        if step in case["pauses"] and not serial:
-            schedule.pause()
-            executor.sync_weights()  # as an evaluation does, whose samples are of all new weights
-            while not (ready := next_events(executor)):
-                pass
-            assert ready == [WeightsReady(executor.version)]
-        if step in resumes and not serial:
-            schedule.release()
-            state = json.loads(json.dumps(schedule.state_dict()))
-            pulled = next(schedule.prompts)[0]
-            before, executor = executor, new_executor(seed + 1 + step)
-            executor.continues(before, {*schedule.needs_versions()})
-            schedule = make(executor, cfg, **more, first_prompt=pulled)
-            ranks = range(case["num_instances"])
-            schedule.load_state_dict(state, prompt_at=lambda i: f"prompt {i}", ranks=ranks)
-            for one in schedule.pending():
-                executor.place(one.id, one.rank, before.tensors[one.id])
-            executors.append(executor)
-    assert schedule.close() == {}, "the run has ended, and samples are left"
-    return executors, results, versions
+cases = given(**CASES)
 
 
 def check(staleness, resumes, seed, **case):
@@ -174,7 +35,8 @@ def check(staleness, resumes, seed, **case):
             versions_of_tokens = {span.version for span in sample.spans if span.trained}
             assert versions_of_tokens <= {version}, (number, sample.id)
             assert all((x.version == NO_VERSION) is not x.trained for x in sample.spans)
-        assert result.metrics["samples/staleness"] == min(number, staleness)
+        has_tokens = any(span.trained for sample in result.samples for span in sample.spans)
+        assert result.metrics["samples/staleness"] == min(number, staleness) * has_tokens
     assert Counter(left) == Counter(
         SampleId(p, k=k) for p in range(case["steps"] * prompts) for k in range(case["k"])
     )
@@ -182,13 +44,18 @@ def check(staleness, resumes, seed, **case):
         # Models compute with the weights that the step of their samples begins with.
         for name, version, ids in executor.passes:
             assert {versions[id.prompt // prompts] for id in ids} == {version}, name
-        assert executor.most_loads() <= 1 + len(case["pauses"])
-        assert max(executor.most_held) <= case["k"] * prompts * (staleness + 1)
+        assert executor.most_loads() <= 1 + len(case["pauses"]) + 3 * len(case["evaluations"])
+        held = case["k"] * prompts * (staleness + 1)
+        assert max(executor.most_held) <= (
+            max(held, NUM_EVALUATED) if case["evaluations"] else held
+        )
     last = executors[-1]
     assert not last.tensors, "samples are stored beyond the end"
     overlapped = any(executor.num_overlapped for executor in executors)
     event("instances decode while an update runs" if overlapped else "none decodes meanwhile")
     event(f"resumed {len(executors) - 1} times")
+    event("goes on with copies" if any(e.num_copied for e in executors) else "no copies")
+    event("trained early" if any(executor.num_early for executor in executors) else "trained late")
     if resumes or staleness == 0:
         _, wanted = trained_of(case, seed + 7, serial=staleness == 0)
         got = [update for executor in executors for update in executor.updates]
@@ -206,6 +73,131 @@ test_tokens_are_of_the_table_s_version = settings(max_examples=100)(cases(check)
 test_thousands_of_cases = pytest.mark.slow(settings(max_examples=5000)(cases(check)))
 
 
+def check_takes(staleness, resumes, seed, groups, per_round, **case):
+    """Further rounds of a step are of its weights, and what it takes is what `serial` takes."""
+    case |= {"staleness": 0, "kind": "filter"}
+    take = {"num_groups": groups, "round_prompts": per_round, "max_rounds": 4, "allow_fewer": True}
+    case["more"] = {"take": take}
+    executors, results, versions = run_case(case, seed, resumes=frozenset(resumes))
+    again, wanted = trained_of(case, seed + 7, serial=True)
+    assert [update for executor in executors for update in executor.updates] == wanted
+    for number, (result, other) in enumerate(zip(results, again, strict=True)):
+        assert {s.id for s in result.dispatched} == {s.id for s in other.dispatched}
+        assert result.dropped == other.dropped
+        spans = [span for sample in result.dispatched for span in sample.spans if span.trained]
+        assert {span.version for span in spans} <= {versions[number]}
+        assert result.versions.keys() == {s.id for s in result.dispatched}
+    several = any(len({s.id.prompt for s in r.dispatched}) > per_round for r in results)
+    event("steps of several rounds" if several else "one round a step")
+
+
+take_cases = given(**(CASES | {"groups": st.integers(1, 3), "per_round": st.integers(1, 3)}))
+test_rounds_of_a_take_are_of_its_step = settings(max_examples=60)(take_cases(check_takes))
+
+
+def check_in_flight(staleness, resumes, seed, **case):
+    case |= {"staleness": staleness, "in_flight": True}
+    executors, results, versions = run_case(case, seed, resumes=frozenset(resumes))
+    prompts, num_steps, reached = case["prompts"], case["steps"], 0
+    for number, result in enumerate(results):
+        batch = {*range(number * prompts, (number + 1) * prompts)}
+        assert {sample.id.prompt for sample in result.dispatched} == batch
+        allowed = versions[max(0, number - staleness) : number + 1]
+        for sample in result.dispatched:
+            of_tokens = [span.version for span in sample.spans if span.trained]
+            assert of_tokens == sorted(of_tokens)
+            assert {*of_tokens} <= {*allowed}, (number, sample.id)
+        if result.samples:
+            # A step whose samples are all dropped leaves the weights as they are.
+            last = {version: steps for steps, version in enumerate(versions[: number + 1])}
+            spans = [span for s in result.samples for span in s.spans if span.trained]
+            least, most = (
+                max((number - steps(span.version) for span in spans), default=0)
+                for steps in (last.__getitem__, versions.index)
+            )
+            assert least <= result.metrics["samples/staleness"] <= most
+            reached = max(reached, most)
+    changed = any(
+        len({span.version for span in sample.spans if span.trained}) > 1
+        for result in results
+        for sample in result.samples
+    )
+    event("weights change within a response" if changed else "responses are of one version")
+    event(f"staleness {reached} of {min(staleness, num_steps - 1)}")
+    assert not executors[-1].tensors, "samples are stored beyond the end"
+
+
+in_flight_cases = given(**(CASES | {"staleness": st.integers(1, 3)}))
+test_no_token_in_flight_is_older = settings(max_examples=100)(in_flight_cases(check_in_flight))
+test_thousands_in_flight = pytest.mark.slow(
+    settings(max_examples=5000)(in_flight_cases(check_in_flight))
+)
+
+
+def check_followed(staleness, resumes, pauses, seed, lengths, others, shared, loses, **case):
+    """On other numbers of instances, that train too or not, resumed or not: the same batches.
+
+    Where the run `loses` caches that would stay, they are computed again at the same tokens.
+    """
+    case |= {"staleness": staleness, "lengths": [1 + 4 * n for n in lengths]}
+    first, results, _ = run_case(case | {"in_flight": True, "pauses": pauses, "loses": loses}, seed)
+    record = RunRecord(
+        {id: segments for result in results for id, segments in result.versions.items()},
+        {},
+        dict(enumerate(sorted({id.prompt for id in result.versions}) for result in results)),
+    )
+    case |= {"record": record, "num_instances": others, "late": Latencies(), "pauses": set()}
+    case["shared"] = shared
+    executors, again, _ = run_case(case, seed + 1, resumes=frozenset(resumes))
+    for one, other in zip(results, again, strict=True):
+        assert one.versions == other.versions
+        assert [s.spans for s in one.samples] == [s.spans for s in other.samples]
+        assert one.metrics["samples/mean_staleness"] == other.metrics["samples/mean_staleness"]
+    assert [x for e in executors for x in e.updates] == first[0].updates
+    segments = record.versions.values()
+    rests = sum(len(of_sample) > 1 for of_sample in segments)
+    event("caches are lost" if any(x.recomputed for one in segments for x in one) else "none is")
+    event("samples rest" if rests else "none rests")
+
+
+FOLLOWED = {
+    "staleness": st.integers(1, 3), "others": st.integers(1, 4), "shared": st.booleans(),
+    "loses": st.booleans(),
+}  # fmt: skip
+followed_cases = given(**(CASES | FOLLOWED))
+test_a_record_is_followed = settings(max_examples=100)(followed_cases(check_followed))
+test_thousands_are_followed = pytest.mark.slow(
+    settings(max_examples=3000)(followed_cases(check_followed))
+)
+
+
+def check_replayed(staleness, seed, lengths, replays, **case):
+    """From the checkpoints of a run with weights in flight, each by the weights that it has."""
+    case |= {"staleness": staleness, "lengths": [1 + 4 * n for n in lengths], "in_flight": True}
+    record, checkpoints = RunRecord({}, {}, {}), dict[int, LoopSchedule]()
+    case |= {"replays": replays, "replayed": record, "checkpoints": checkpoints}
+    _, results, _ = run_case(case, seed)
+    for number, result in enumerate(results):
+        record.versions.update(result.versions)
+        record.batches[number] = sorted({id.prompt for id in result.versions})
+    for step, schedule in checkpoints.items():
+        for number in range(step + 1, case["steps"]):
+            again = schedule.run_step(number)
+            assert again.versions == results[number].versions
+            assert [s.spans for s in again.samples] == [s.spans for s in results[number].samples]
+        assert schedule.close() == {}
+        event("goes on with copies" if schedule.executor.num_copied else "no copies")
+
+
+REPLAYED = {
+    "staleness": st.integers(1, 3), "replays": st.sets(st.integers(0, 2), min_size=1),
+    "steps": st.integers(3, 6), "decode_steps": st.integers(1, 4), "resumes": st.just(set()),
+    "lengths": st.lists(st.integers(2, 20), min_size=1, max_size=9),
+}  # fmt: skip
+replayed_cases = given(**(CASES | REPLAYED))
+test_steps_are_replayed_from_checkpoints = settings(max_examples=50)(replayed_cases(check_replayed))
+
+
 def check_times(seed, resumes, **case):
     """Nor from the times in which environments reply, weights are pushed and judges judge."""
     seen = [trained_of(case, seed + other)[1] for other in (0, 1)]
@@ -216,6 +208,87 @@ def check_times(seed, resumes, **case):
 
 test_batches_do_not_depend_on_latencies = settings(max_examples=40)(cases(check_times))
 test_hundreds_of_latencies = pytest.mark.slow(settings(max_examples=500)(cases(check_times)))
+
+
+def check_deaths(staleness, seed, deaths, in_flight, early, maps, **case):
+    """Each step has its batch, once, of weights that are not too old; all is computed anew."""
+    case |= {"staleness": staleness, "resumes": (), "in_flight": in_flight}
+    case["num_instances"] += 1
+    mortal = {n: who for n, who in deaths.items() if who < case["num_instances"] - 1}
+    case |= {"early": early, "deaths": mortal, "more": {"maps": maps}}
+    (executor,), results, versions = run_case(case, seed)
+    prompts = case["prompts"]
+    for number, result in enumerate(results):
+        batch = {*range(number * prompts, (number + 1) * prompts)}
+        used, dropped = [s.id for s in result.samples], [*result.dropped]
+        assert used == sorted(used)
+        assert sorted(used + dropped) == [
+            SampleId(p, k=k) for p in sorted(batch) for k in range(case["k"])
+        ]
+        allowed = {*versions[max(0, number - staleness) : number + 1]}
+        if not in_flight:
+            allowed = {versions[max(0, number - staleness)]}
+        for sample in result.dispatched:
+            assert {span.version for span in sample.spans if span.trained} <= allowed
+        trained = {s.id.prompt: [] for s in result.samples}
+        for sample in result.samples:
+            trained[sample.id.prompt].append(sample)
+        for group in trained.values():
+            most = max(sample.number("reward") for sample in group)
+            for sample in group:
+                assert sample.number("advantage") == sample.number("reward") - most
+                if maps:
+                    assert sample.number("twice") == 2 * sample.number("advantage")
+                tokens = sum((1 + x.version) * (x.stop - x.start) for x in sample.spans)
+                assert sample.number("reward") == of_id(case["rewards"])(sample.id) + tokens
+    if not in_flight:
+        _, wanted = trained_of(case | {"deaths": {}}, seed + 7)
+        assert executor.updates == wanted
+    assert not executor.tensors, "samples are stored beyond the end"
+    restarted = sum(result.metrics["samples/restarted"] for result in results)
+    event("samples began anew" if restarted else "none began anew")
+    event("the trainer was refused samples" if executor.num_refused else "it had all")
+    event("trained early" if executor.num_early else "trained late")
+
+
+death_cases = given(
+    **{x: cases for x, cases in CASES.items() if x != "resumes"},
+    deaths=st.dictionaries(st.integers(1, 80), st.integers(0, 3), max_size=3),
+    in_flight=st.booleans(),
+    maps=st.booleans(),
+)
+test_deaths_cost_no_step = settings(max_examples=200)(death_cases(check_deaths))
+test_thousands_of_deaths = pytest.mark.slow(settings(max_examples=5000)(death_cases(check_deaths)))
+
+
+def test_groups_are_trained_while_others_are_made():
+    """`periodic` trains the first group as it comes, by the step's weights; the batch is whole."""
+    executor = SeparateExecutor(2, 0, lambda id: 5 if id.prompt % 2 else 20)
+    schedule = make(executor, {"k": 2}, staleness=0, prompts=4, num_steps=2, early=True)
+    results = [schedule.run_step(step) for step in range(2)]
+    early = [(version, ids) for name, version, ids in executor.passes if "update" in name]
+    assert {id.prompt for _, ids in early for id in ids} >= {1, 3, 5, 7}
+    assert all({id.prompt // 4 for id in ids} == {version} for version, ids in early)
+    assert [len(result.samples) for result in results] == [8, 8]
+    assert executor.num_early == sum(r.metrics["samples/trained_early"] for r in results)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_checkpoint_between_steps_trains_nothing_early(seed):
+    """Groups of the next step may be complete while instances give copies."""
+    draw = random.Random(seed)
+    length_of = of_id([draw.randint(1, 20) for _ in range(draw.randint(2, 9))])
+    executor = SeparateExecutor(
+        draw.randint(1, 4), seed, length_of, of_id([(0.0, "ok"), (1.0, "ok")])
+    )
+    more = {"prompts": draw.randint(2, 5), "decode_steps": draw.randint(1, 6)}
+    schedule = make(executor, {"k": draw.randint(1, 3)}, num_steps=6, early=True, **more)
+    for step in range(6):
+        result = schedule.run_step(step)
+        assert result.metrics["samples/trained_early"] <= len(result.samples)
+        schedule.copy_open()
+    assert executor.num_early > 0
+    assert schedule.close() == {}
 
 
 def test_the_example_of_the_docstring():
@@ -233,3 +306,32 @@ def test_the_example_of_the_docstring():
     assert sorted(executor.loads) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert executor.num_overlapped, "nothing was generated while a step trained"
     assert schedule.close() == {}
+
+
+@pytest.mark.parametrize("more", [{}, {"in_flight": True}, {"as_complete": True}])
+def test_engines_are_compared_on_a_group_of_the_trainer_s_weights(more):
+    """One that a later step trains, once a step, and only where the step has none of its own."""
+    num_compared = 0
+    for seed in range(6):
+        executor = SeparateExecutor(
+            3, seed, of_id([3, 3, 14, 60, 12]), latencies=Latencies(push=0.1, load=0.1, update=0.1),
+            in_flight=more.get("in_flight", False),
+        )  # fmt: skip
+        schedule = make(executor, {"k": 2}, prompts=3, num_steps=6, held=4, decode_steps=4, **more)
+        results = [schedule.run_step(step) for step in range(6)]
+        assert schedule.close() == {}
+        trained = {s.id.prompt: step for step, r in enumerate(results) for s in r.samples}
+        compared = dict(executor.compared)
+        assert len(compared) == len(executor.compared)
+        for step, result in enumerate(results):
+            own = {
+                step in {s.version for s in one.spans} and len({*one.spans}) == 1
+                for one in result.samples
+            }
+            assert ("actor/mismatch/mean" in result.metrics) is (step in compared)
+            if step in compared:
+                assert own == {False}
+                (prompt,) = compared[step]
+                assert trained[prompt] > step
+        num_compared += len(compared)
+    assert num_compared > 3

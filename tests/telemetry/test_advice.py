@@ -117,3 +117,57 @@ def test_a_short_run_and_one_without_settings_get_none(tmp_path: Path) -> None:
     short = run_with(tmp_path / "short", filtered=250.0)
     short.metrics = dict(list(short.metrics.items())[:19])
     assert advise(short) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "generate", "trains", "generates", "better"),
+    [
+        (4, 2, 0.6, 0.1, 3),
+        (4, 2, 0.1, 0.6, 1),
+        (32, 16, 0.6, 0.0, 24),  # 16 ranks' work and 6.4 ranks' work, in instances of 4
+        (32, 16, 0.0, 0.6, 8),
+        (4, 3, 0.6, 0.1, None),  # the one that trains is the only one
+        (4, 1, 0.1, 0.6, None),
+        (4, 2, 0.3, 0.4, None),
+    ],
+)
+def test_another_split_of_ranks_where_there_is_one(
+    ranks: int, generate: int, trains: float, generates: float, better: int | None, tmp_path: Path
+) -> None:
+    """By hand: the ranks that would be busy, of each kind, share all ranks."""
+    waits = {"bubble_share__actor": trains, "bubble_share__rollout": generates}
+    run = run_with(tmp_path, step_s=5.0, **waits)
+    cluster = {"ranks": ranks, "pools": {"rollout": generate}}
+    layout = {"layout": {"pp": 1, "tp": 4 if ranks == 32 else 1}}
+    run.config = yaml.safe_dump(SETTINGS | {"cluster": cluster, "rollout": layout})
+    if better is None:
+        assert advise(run) == []
+        return
+    (advice,) = advise(run)
+    wait = f"ranks that train wait for {trains:.0%} of a step ({5 * trains:.3g} s), "
+    assert advice.text.startswith(wait)
+    assert advice.text.endswith(f"({5 * generates:.3g} s): {better} of {ranks} should generate")
+    assert advice.key == "cluster.pools.rollout"
+
+
+@pytest.mark.parametrize(
+    ("most", "trains", "generates", "better"),
+    [(0, 0.5, 0.5, 1), (1, 0.5, 0.6, 3), (2, 0.4, 0.4, 4), (1, 0.2, 0.4, None)],
+)
+def test_more_staleness_where_both_kinds_of_ranks_wait(
+    most: int, trains: float, generates: float, better: int | None, tmp_path: Path
+) -> None:
+    """A step of A / (S + 1), of which the busier ranks work a half, takes the half of it then."""
+    waits = {"bubble_share__actor": trains, "bubble_share__rollout": generates}
+    run = run_with(tmp_path, step_s=5.0, **waits)
+    cluster = {"ranks": 4, "pools": {"rollout": 2}}
+    schedule = {"kind": "asynchronous", "max_staleness": most}
+    run.config = yaml.safe_dump(SETTINGS | {"cluster": cluster, "schedule": schedule})
+    if better is None:
+        assert advise(run) == []
+        return
+    (advice,) = advise(run)
+    assert f"at their limit: up to {better} steps of staleness, not {most}," in advice.text
+    assert advice.key == "schedule.max_staleness"
+    run.config = yaml.safe_dump(SETTINGS | {"cluster": cluster, "schedule": {"kind": "serial"}})
+    assert advise(run) == []

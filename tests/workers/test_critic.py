@@ -105,14 +105,14 @@ def live(model: str, folder: Path, layout: dict[str, int]) -> dict[str, Any]:
         worker.enter(Phase.GENERATE)
         worker.enter(Phase.TRAIN)
         for name in ("cost_values", "values"):
-            worker.compute(stages[name], ids, ())
+            worker.compute(stages[name], ids)
         results["values"] = worker.store[ids[0]].tensors["values"]
         worker.run_local_stage(stages["ones_like"], ids, ({},))
         for name in ("critic", "cost_critic", "actor"):
             (results[name],) = worker.update((stages[f"update_{name}"],), (share,)).value
         worker.enter(Phase.GENERATE)
     worker.enter(Phase.TRAIN)
-    worker.compute(stages["values"], ids, ())
+    worker.compute(stages["values"], ids)
     results["learned"] = worker.store[ids[0]].tensors["values"]
     worker.save_weights(str(folder / "trained"))
     return results

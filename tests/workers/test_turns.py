@@ -28,7 +28,13 @@ from hybridrl.flow.sample import SampleId, TokenSpan
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.pending_samples import PendingRecord
-from hybridrl.workers.turns import answered, conversation_tensors, grown, turn_texts
+from hybridrl.workers.turns import (
+    answered,
+    conversation_tensors,
+    grown,
+    recomputed,
+    turn_texts,
+)
 
 IDS = tuple(SampleId(0, k=k) for k in range(6))
 SAMPLING = Sampling(40, max_turn_tokens=6)
@@ -272,6 +278,22 @@ def test_tensors_of_a_conversation() -> None:
     assert turn_texts(torch.arange(7), {}, str) == ()
     with pytest.raises(ValueError, match="1 turn rewards for 2 turns"):
         conversation_tensors(turns, [1, 2], response, (1.0,))
+
+
+def test_caches_that_are_computed_again_begin_spans() -> None:
+    """Where one version has made all and computes it again, none begins."""
+    spans = (TokenSpan(0, 5, 1), TokenSpan(5, 8, 2), TokenSpan(8, 10, 2, False))
+    spans += (TokenSpan(10, 14, 2), TokenSpan(14, 20, 3))
+    assert recomputed(spans, []) is spans
+    assert recomputed(spans, [2, 20]) == spans
+    assert recomputed(spans, [6, 12, 14]) == (
+        spans[0],
+        TokenSpan(5, 6, 2),
+        TokenSpan(6, 8, 2, recomputed=True),
+        *spans[2:4],
+        TokenSpan(14, 20, 3, recomputed=True),
+    )
+    assert recomputed(spans, [10])[3] == TokenSpan(10, 14, 2, recomputed=True)
 
 
 def test_replies_are_spans_of_their_own() -> None:

@@ -19,6 +19,7 @@ from hybridrl.engines.rollout.entries import (
     EntryStatus,
     Lane,
     Prefix,
+    StateSlots,
 )
 from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import Request
@@ -43,6 +44,11 @@ class Admission:
     With `replays` a prefill ends before the response; the engine feeds its tokens one by one. With
     `records` every request has a record of its tokens' experts. Without `whole_records` these lack
     the layers of other stages, and must decide nothing: all ranks of an instance decide alike.
+
+    A model with recurrent layers has `num_states` slots of states, at least one more than rows. A
+    sequence has one for as long as it has blocks, and so has a prefix. Where they run out they are
+    taken as blocks are, and a prefix that finds none is not shared. In host memory they count as
+    `state_tokens`.
     """
 
     def __init__(
@@ -58,9 +64,15 @@ class Admission:
         records: bool = False,
         whole_records: bool = True,
         save: Callable[[Entry, int], bool] = lambda entry, in_host: False,
+        num_states: int = 0,
+        state_tokens: int = 0,
     ) -> None:
         self.lanes = [Lane(index) for index in range(num_lanes)]
         self.allocator = BlockAllocator(num_blocks)
+        assert not num_states or num_states > max_running, (
+            "a row needs states, and so does a prefix"
+        )
+        self.states = StateSlots(num_states) if num_states else None
         self.tables: Ints = np.zeros((max_running, -(-max_sequence // block_size)), np.int64)
         self.num_blocks: Ints = np.zeros(max_running, np.int64)
         self.shared_tokens = self.num_preempted = 0
@@ -73,7 +85,7 @@ class Admission:
             num_blocks=num_blocks,
         )
         self._replays, self._records, self._whole_records = replays, records, whole_records
-        self._save = save
+        self._save, self._state_tokens = save, state_tokens
         self._free_slots = list(range(max_running - 1, -1, -1))
         self._submitted = 0
         self.num_running = 0  # sequences in lanes
@@ -81,6 +93,11 @@ class Admission:
         self._held: dict[object, Entry] = {}  # the longest held first
         self._entries: dict[object, Entry] = {}
         self._prefixes: dict[object, Prefix] = {}
+
+    @property
+    def requests(self) -> list[Request]:
+        """All that wait, run, or are held."""
+        return [entry.request for entry in self._entries.values()]
 
     @property
     def num_held(self) -> int:
@@ -105,7 +122,9 @@ class Admission:
                 response_ids=list(request.response_ids),
                 log_probs=list(request.log_probs),
                 routed_experts=record.copy() if self._records else None,
+                kept_ids=request.own_kept_ids() if request.sampling.keeps_ids else None,
                 turns=list(request.turns),
+                recomputed_at=list(request.recomputed_at),
             )
             if copied.prefix is not None:
                 prefix = self._prefixes.setdefault(copied.prefix, Prefix(list(copied.prompt_ids)))
@@ -142,14 +161,14 @@ class Admission:
                 prefix = self._prefixes[name]
                 prefix.users -= 1
                 if not prefix.users:
-                    prefix.release(self.allocator)
+                    prefix.release(self.allocator, self.states)
                     del self._prefixes[name]
         return [entry.request for entry in entries]
 
     def drop_prefixes(self) -> None:
         """Release the blocks of shared prompts."""
         for prefix in self._prefixes.values():
-            prefix.release(self.allocator)
+            prefix.release(self.allocator, self.states)
 
     # Turns
 
@@ -202,7 +221,8 @@ class Admission:
     def _evict(self, entry: Entry) -> None:
         """Take the blocks of a request that does not run."""
         kvs = (other.request.kv for other in self._entries.values() if other.moved)
-        entry.moved = self._save(entry, sum(kv.tokens for kv in kvs if kv is not None))
+        in_host = sum(kv.tokens + self._state_tokens for kv in kvs if kv is not None)
+        entry.moved = self._save(entry, in_host)
         if entry.moved:
             self.moved_tokens += entry.kept
         else:
@@ -212,6 +232,8 @@ class Admission:
     def _release(self, entry: Entry) -> None:
         self.allocator.release(entry.blocks)
         entry.blocks, entry.kept = NO_BLOCKS, 0
+        if self.states is not None:
+            self.states.release(entry)
 
     # Admission
 
@@ -226,18 +248,23 @@ class Admission:
             if cached is None:
                 break
             self.waiting.popleft()
+            if self.states is not None and not entry.state:
+                admitted.reset.append(self.states.give(entry))
             tokens, request = entry.tokens(), entry.request
             if request.kv is not None:
                 admitted.restored.append(entry)
             elif self._replays and not entry.kept:
                 tokens = tokens[: len(request.prompt_ids)]
                 admitted.replayed += [entry] if request.response_ids else []
+            if request.response_ids and request.kv is None and not entry.kept:
+                request.recomputed_at.append(len(request.response_ids))
             self.kept_tokens += entry.kept
             self.recomputed_tokens += max(0, entry.lost - cached)
             self._start(entry, lane)
             admitted.entries.append(entry)
             table = self.tables[entry.slot]
-            job = Prefill(tokens[cached:-1], cached, table, request.routed_experts)
+            experts = request.routed_experts
+            job = Prefill(tokens[cached:-1], cached, table, experts, entry.state)
             admitted.prompts.append(job)
         return admitted
 
@@ -248,11 +275,15 @@ class Admission:
         preemption in the next step.
         """
         kv, prefix = entry.request.kv, self._prefixes.get(entry.request.prefix)
+        if self.states is not None and not entry.state and not self._spare(self.states, admitted):
+            return None
         if kv is not None or entry.kept:
             prefix = None  # it has its keys and values itself, perhaps of other weights
         elif prefix is not None:
             record = entry.request.routed_experts
             prefix = prefix if prefix.suits(record, self._whole_records) else None
+            if prefix is not None and self.states is not None and not prefix.state:
+                prefix = prefix if self.states.num_free > 1 else None
         cached = entry.kept if kv is None else kv.tokens
         need = -(-entry.length // self._block_size) - len(entry.blocks)
         spare = self.num_running + 1
@@ -273,6 +304,19 @@ class Admission:
         self.drop_prefixes()
         entry.blocks = np.append(entry.blocks, self.allocator.allocate(need))
         return cached
+
+    def _spare(self, states: StateSlots, admitted: Admitted) -> bool:
+        """Whether a slot of states is free, if need be one of those that do not run.
+
+        Shared prompts give theirs up only before the first of an admission: the work of the others
+        names their slots and blocks. They are then admitted in the next step.
+        """
+        for entry in () if states.num_free else self._idle():
+            if not states.num_free:
+                self._evict(entry)
+        if not states.num_free and not admitted.entries:
+            self.drop_prefixes()
+        return states.num_free > 0
 
     def _make_room(self, num: int) -> bool:
         """Whether `num` blocks are free, if need be those of held requests, the longest held first.
@@ -300,7 +344,10 @@ class Admission:
             if record:  # whoever comes next shares what this sequence had
                 prefix.record.append(record.rows(0, shared))
             recording = prefix.record if record is not None else None
-            admitted.prefixes.append(Prefill(prefix.prompt_ids[:-1], 0, prefix.blocks, recording))
+            if self.states is not None:
+                admitted.reset.append(self.states.give(prefix))
+            job = Prefill(prefix.prompt_ids[:-1], 0, prefix.blocks, recording, prefix.state)
+            admitted.prefixes.append(job)
         else:
             self.shared_tokens += shared
         self.allocator.share(prefix.blocks[:full])
@@ -309,6 +356,8 @@ class Admission:
             admitted.sharing.append((record, prefix.record))
         if partly:
             admitted.copies.append((int(prefix.blocks[full]), int(entry.blocks[full])))
+        if self.states is not None:
+            admitted.state_copies.append((prefix.state, self.states.give(entry)))
         return shared
 
     def _start(self, entry: Entry, lane: Lane) -> None:

@@ -89,8 +89,12 @@ class VLLMChecks(EngineChecks):
 
 def vllm_obstacle(model: Any) -> str | None:
     """Why vLLM cannot generate for a run with a model of the Hugging Face config `model`."""
+    from hybridrl.models.config_json import num_recurrent
+
     if getattr(model, "kv_lora_rank", None) is not None:
         return "vLLM keeps products of its compressed keys, which a switch does not compute"
+    if num_recurrent(model):
+        return "no switch writes the weights of recurrent layers into vLLM's"
     lacks = VLLM_LACKS | (CPU_LACKS if check_vllm_installed() == CPU_BUILD else {})
     return lacks.get(model.model_type)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from hybridrl.engines.rollout.kept_groups import Ints, KeptGroups, group_pages, 
 from hybridrl.engines.rollout.random import UniformsOf
 from hybridrl.engines.rollout.sampling import SamplingBatch
 from hybridrl.models.paged_attention import KVCache, PagedBatch, PagedGroup
+from hybridrl.models.states import StateBatch, StateCache, StateRows, draft_states, state_batch
 
 # What one more group costs in tokens of a prefill, by type of device: 3 GFLOP each on a GPU.
 _GROUP_TOKENS = {"cpu": 4, "cuda": 160}
@@ -39,7 +41,7 @@ class DecodeBatch:
     are response tokens so far, `slots` [rows] the rows' indices in the engine's block tables. With
     `kept` the rows are in its order, and a pass reads the keys and values there. Without, the
     longest are first, and a pass depends only on tokens, positions and the rows' blocks in the
-    cache.
+    cache. `states` are the slots of the rows' recurrent states, by their slots in the tables.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class DecodeBatch:
         vocab_size: int,
         device: torch.device,
         kept: KeptGroups | None = None,
+        states: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         if kept is None:
             rows = sorted(rows, key=lambda row: -row[2])
@@ -61,6 +64,8 @@ class DecodeBatch:
         self.counts: Ints = np.array([len(request.response_ids) for request in self.requests])
         self.sampling = sampling_batch([r.sampling for r in self.requests], vocab_size, device)
         self._device, self._kept = device, kept
+        self._states = np.array([states[slot] for slot in self.slots.tolist()] if states else [])
+        self._state_batch: StateBatch | None = None
         self._cuts: list[tuple[int, int]] = []
         if kept is None:
             pages = [length // block_size + 1 for _, _, length in rows]
@@ -91,7 +96,16 @@ class DecodeBatch:
             paged = PagedBatch(cache, places, groups)
         else:
             paged = PagedBatch(cache, None, self._kept.paged_groups())
+        if cache.states is not None:
+            paged.states = self._states_of(cache.states)
         return PassInputs(paged, self._tokens, sent["positions"], sent.get("uniforms"))
+
+    def _states_of(self, states: StateCache) -> StateBatch:
+        """The states of the rows' recurrent layers, which stay in their slots."""
+        if self._state_batch is None:
+            rows = StateRows(0, 1, np.ones_like(self.slots), self._states, self.positions)
+            self._state_batch = state_batch(states, [rows], self._device, False)
+        return self._state_batch
 
     def _groups(
         self, cache: KVCache, positions: torch.Tensor, tables: torch.Tensor
@@ -142,13 +156,14 @@ class Prefill:
     """Tokens to cache at positions `start`, `start` + 1, ... of a sequence that has `blocks`.
 
     These may have padding behind them: a row of the block tables. `record` is that of the sequence,
-    where experts are recorded.
+    where experts are recorded, `state` the slot of its recurrent states.
     """
 
     tokens: list[int]
     start: int
     blocks: Ints
     record: ExpertRecord | None = None
+    state: int = 0
 
     @property
     def stop(self) -> int:
@@ -240,6 +255,8 @@ class VerifyBatch:
         if uniforms_of is not None:
             arrays["uniforms"] = uniforms_of(requests, slots, counts)
         inputs, sent = _prefill_inputs(groups, cache, device, arrays)
+        if cache.states is not None:
+            inputs.paged.states = draft_states(cache.states, _state_rows(groups), device)
         return cls(
             inputs=inputs,
             places=sent["places"],
@@ -274,7 +291,22 @@ def _prefill_pass(
                 first = start + row * width
                 spans.append(SequenceRows(job.record, job.start, len(job.tokens), first))
         start += len(jobs) * width
-    return _prefill_inputs(groups, cache, device, {})[0], spans
+    inputs, _ = _prefill_inputs(groups, cache, device, {})
+    if cache.states is not None:
+        rows = _state_rows(groups)
+        inputs.paged.states = state_batch(cache.states, rows, device, cache.states.continues)
+    return inputs, spans
+
+
+def _state_rows(groups: Sequence[Sequence[Prefill]]) -> list[StateRows]:
+    """The recurrent states of a pass's groups, each padded to its first row."""
+    rows, start = [], 0
+    for jobs in groups:
+        columns = ((len(job.tokens), job.state, job.start) for job in jobs)
+        counts, slots, begins = map(np.array, zip(*columns, strict=True))
+        rows.append(StateRows(start, int(counts[0]), counts, slots, begins))
+        start += len(jobs) * int(counts[0])
+    return rows
 
 
 def _prefill_inputs(

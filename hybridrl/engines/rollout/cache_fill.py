@@ -12,7 +12,7 @@ from hybridrl.engines.rollout.batch import DecodeBatch, Prefill, prefill_batches
 from hybridrl.engines.rollout.device_copies import upload
 from hybridrl.engines.rollout.entries import Admitted, Entry, Lane
 from hybridrl.engines.rollout.expert_record import ExpertRecord, ExpertRecorder, SequenceRows
-from hybridrl.engines.rollout.interface import Request
+from hybridrl.engines.rollout.interface import KV, Request
 from hybridrl.engines.rollout.kept_groups import Ints, KeptGroups, group_pages
 from hybridrl.engines.rollout.stage import RolloutStage
 from hybridrl.models.paged_attention import KVCache
@@ -79,7 +79,8 @@ class KVCosts:
 
 def _finish(memory: torch.Tensor) -> None:
     """Wait for what a device still does with its memory: by reading a number of it."""
-    memory.view(-1)[0].item()
+    if memory.numel():  # a stage of recurrent layers alone has none
+        memory.view(-1)[0].item()
 
 
 class CacheFiller:
@@ -108,12 +109,16 @@ class CacheFiller:
 
     def fill(self, admitted: Admitted, cache: KVCache, tables: Ints, timed: bool) -> None:
         """Do the work of an admission, in its order; `timed`: learn what a prefill costs."""
+        if cache.states is not None and admitted.reset:
+            cache.states.reset(admitted.reset)
         self._prefill(admitted.prefixes, cache, timed)
         for record, prefix in admitted.sharing:
             record.append(prefix.whole())
         if admitted.copies:
             pairs = upload({"copies": np.array(admitted.copies)}, self._device)["copies"]
             cache.copy(*pairs.unbind(1))
+        if cache.states is not None and admitted.state_copies:
+            cache.states.copy(admitted.state_copies)
         for entry in admitted.restored:
             self._restore(entry, cache, tables)
         self._prefill(admitted.prompts, cache, timed)
@@ -134,6 +139,18 @@ class CacheFiller:
                 f"wanted [layers, 2, kv_heads, tokens, head_dim] = {list(wanted)} "
                 f"{self._stage.dtype}"
             )
+        states, size = request.kv.states, self._stage.state_bytes
+        if (0 if states is None else len(states)) != size:
+            got_bytes = "none" if states is None else f"{len(states)} bytes"
+            raise ValueError(
+                f"request {request.id!r} comes with recurrent states of {got_bytes}; wanted {size}"
+            )
+
+    def read(self, entry: Entry, tables: Ints, cache: KVCache) -> KV:
+        """What an entry has cached, in host memory."""
+        blocks = entry.blocks if entry.lane is None else tables[entry.slot]
+        kept = cache.read_blocks(blocks.tolist(), entry.cached)
+        return KV(kept, None if cache.states is None else cache.states.read(entry.state))
 
     def lane_batch(self, lane: Lane, cache: KVCache, tables: Ints) -> DecodeBatch:
         """The batch of a lane's next step; it stays while no sequence joins or leaves."""
@@ -145,14 +162,18 @@ class CacheFiller:
                 lane.kept = KeptGroups(cache, lane.index, overhead, tables.shape[1])
             lane.kept.arrange([(entry.slot, entry.length - 1) for entry in lane.entries], tables)
         rows = [(entry.request, entry.slot, entry.length) for entry in lane.entries]
-        lane.batch = self._batch(rows, lane.kept)
+        lane.batch = self._batch(rows, {e.slot: e.state for e in lane.entries}, lane.kept)
         return lane.batch
 
     def _batch(
-        self, rows: Sequence[tuple[Request, int, int]], kept: KeptGroups | None = None
+        self,
+        rows: Sequence[tuple[Request, int, int]],
+        states: dict[int, int],
+        kept: KeptGroups | None = None,
     ) -> DecodeBatch:
-        """Rows (request, slot, length) that decode together."""
-        return DecodeBatch(rows, self._block_size, self._vocab_size, self._device, kept)
+        """Rows (request, slot, length) that decode together, and their `states` by slot."""
+        sizes = self._block_size, self._vocab_size
+        return DecodeBatch(rows, *sizes, self._device, kept, states)
 
     # Experts
 
@@ -196,6 +217,9 @@ class CacheFiller:
         request = entry.request
         assert request.kv is not None
         cache.write_blocks(tables[entry.slot].tolist(), request.kv.blocks)
+        if cache.states is not None:
+            assert request.kv.states is not None
+            cache.states.write(entry.state, request.kv.states)
         self.restored_tokens += request.kv.tokens
         request.kv = None  # if it is preempted, its tokens are recomputed
 
@@ -212,8 +236,8 @@ class CacheFiller:
             if start > 0:
                 first, last = num_prompt + cached - 1, num_prompt + start - 1
                 reply = entry.tokens()[first:last]
-                table = tables[entry.slot]
-                self._prefill([Prefill(reply, first, table, request.routed_experts)], cache)
+                rest = tables[entry.slot], request.routed_experts, entry.state
+                self._prefill([Prefill(reply, first, *rest)], cache)
             self._feed(entry, start, stop, cache, tables)
             cached = stop
 
@@ -221,7 +245,7 @@ class CacheFiller:
         """The decode steps that have made response tokens [start, stop)."""
         request = entry.request
         before = replace(request, response_ids=request.response_ids[:start])
-        batch = self._batch([(before, entry.slot, before.num_tokens)])
+        batch = self._batch([(before, entry.slot, before.num_tokens)], {entry.slot: entry.state})
         for token in request.response_ids[start:stop]:
             spans = batch.spans()
             routing = self.routing(spans, 1)

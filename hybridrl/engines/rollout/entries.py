@@ -25,7 +25,7 @@ class EntryStatus(Enum):
 
     WAITING = "waiting"  # in the queue
     RUNNING = "running"  # in a lane
-    HELD = "held"  # its turn has ended
+    HELD = "held"  # its turn has ended, or it rests
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,8 @@ class Entry:
     """An unfinished request: `lane` and `slot` (its row in the block tables) while it runs.
 
     While it runs the blocks of its row cache all tokens but the pending one. Else its `blocks`
-    cache the first `kept` ones. `lost` tokens were cached until it gave its blocks up, or they have
+    cache the first `kept` ones. Its recurrent states, of the same tokens, are in the slot `state`;
+    0: it has none. `lost` tokens were cached until it gave its blocks up, or they have
     `moved` to its request. `runs` counts how often it has begun to run.
     """
 
@@ -47,6 +48,7 @@ class Entry:
     lost: int = 0
     moved: bool = False
     runs: int = 0
+    state: int = 0
 
     @property
     def cached(self) -> int:
@@ -138,24 +140,52 @@ class Lane:
         self.kept = None
 
 
+class StateSlots:
+    """Gives slots of recurrent states to sequences and prefixes: each has one or none."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(range(num_slots, 0, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Slots that no one has."""
+        return len(self._free)
+
+    def give(self, owner: "Entry | Prefix") -> int:
+        """A slot for one that has none; the caller has checked `num_free`."""
+        assert not owner.state, f"it has slot {owner.state}"
+        owner.state = self._free.pop()
+        return owner.state
+
+    def release(self, owner: "Entry | Prefix") -> None:
+        """Take the owner's slot, if it has one."""
+        if owner.state:
+            self._free.append(owner.state)
+        owner.state = 0
+
+
 @dataclass(slots=True)
 class Prefix:
     """A shared prompt: `blocks` cache all but its last token, None while they are not computed.
 
     The prefix holds its blocks while `users` unfinished requests name it. Sequences share the full
-    blocks and copy the last, partly filled one, since they write to it. `record` has the experts of
-    the cached tokens, once they are computed.
+    blocks and copy the last, partly filled one, since they write to it. They copy its recurrent
+    states, too, which are in the slot `state`. `record` has the experts of the cached tokens, once
+    they are computed.
     """
 
     prompt_ids: list[int]
     users: int = 0
     blocks: Blocks | None = None
     record: ExpertRecord = field(default_factory=ExpertRecord)
+    state: int = 0
 
-    def release(self, allocator: BlockAllocator) -> None:
+    def release(self, allocator: BlockAllocator, states: "StateSlots | None") -> None:
         """Forget what is cached."""
         if self.blocks is not None:
             allocator.release(self.blocks)
+        if states is not None:
+            states.release(self)
         self.blocks, self.record = None, ExpertRecord()
 
     def suits(self, record: ExpertRecord | None, whole: bool) -> bool:
@@ -177,7 +207,8 @@ class Prefix:
 class Admitted:
     """The work that fills the cache for the admitted `entries`, in this order.
 
-    First `prefixes`, then block copies (`copies`: source, destination). Then the keys and values
+    First the states in the slots `reset` become those of no tokens. Then `prefixes`, then copies of
+    blocks and of states (`copies`, `state_copies`: source, destination). Then the keys and values
     that the requests of `restored` entries carry, then `prompts`, then the responses of `replayed`.
     The records of `sharing` entries begin with that of their prefix.
     """
@@ -185,6 +216,8 @@ class Admitted:
     entries: list[Entry] = field(default_factory=list)
     prefixes: list[Prefill] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    reset: list[int] = field(default_factory=list)
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
     prompts: list[Prefill] = field(default_factory=list)
     replayed: list[Entry] = field(default_factory=list)
     restored: list[Entry] = field(default_factory=list)

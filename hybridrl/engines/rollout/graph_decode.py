@@ -21,7 +21,7 @@ from hybridrl.engines.rollout.graph_step import GraphStep, obstacle
 from hybridrl.engines.rollout.interface import EngineParts, Request, SamplingParams
 from hybridrl.engines.rollout.kept_groups import Ints
 from hybridrl.engines.rollout.requests import tokens_left
-from hybridrl.engines.rollout.stage import Drawn, RolloutStage
+from hybridrl.engines.rollout.stage import Drawn, DrawnTokens, RolloutStage
 from hybridrl.kernels.decode_state import RUNNING, DecodeState
 from hybridrl.models.paged_attention import KVCache
 
@@ -94,8 +94,7 @@ class LateTokens:
     """What a step has drawn for the requests that still run; they had `cached` tokens together."""
 
     requests: list[Request]
-    tokens: list[int]
-    log_probs: list[float]
+    drawn: DrawnTokens
     cached: int
 
 
@@ -280,11 +279,10 @@ class GraphDecoder:
             rows = step.rows.running()
             if not rows:
                 continue
-            tokens, log_probs = (values.tolist() for values in step.drawn.wait())
+            tokens, log_probs, _ = step.drawn.wait()
             yield LateTokens(
                 [step.rows.entries[row].request for row in rows],
-                [tokens[row] for row in rows],
-                [log_probs[row] for row in rows],
+                DrawnTokens([tokens[row] for row in rows], [log_probs[row] for row in rows]),
                 int(step.positions[rows].sum()),
             )
 

@@ -3,7 +3,7 @@
 import pkgutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config import RolloutConfig, RouterReplay
 from hybridrl.engines.rollout.expert_record import ExpertRecord
+from hybridrl.engines.rollout.kept_ids import KeptIds
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.layout.layerwise import Fill
 from hybridrl.layout.layout import Layout
@@ -28,6 +29,9 @@ class SamplingParams:
     They are vLLM's, but for `logit_bias` (pairs of token id and bias) and `bad_words` (token ids of
     each word). Before `min_new_tokens`, tokens of `stop_token_ids` and of `ignored_stop_ids` are
     not drawn; the latter end no response.
+
+    With `keeps_ids` the ids that each token was drawn from are recorded, which are `top_k` at most.
+    Log-probabilities are then those of the distribution renormalized over them.
 
     With `max_turn_tokens` the response is a conversation. What ends a response ends a turn of it,
     and so do that many tokens. 0: the response is one turn.
@@ -47,6 +51,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     ignored_stop_ids: tuple[int, ...] = ()
     max_turn_tokens: int = 0
+    keeps_ids: bool = False
 
     @property
     def has_penalty(self) -> bool:
@@ -66,12 +71,15 @@ class KV:
 
     `blocks` [layers, 2, kv_heads, tokens, head_dim]: keys and values of the rank's own layers and
     heads, contiguous. They are of all tokens of prompt and response but the pending last one.
-    Of a conversation a reply may be missing, too, that was not computed yet. It
-    pickles as a numpy array, so that an object store needs no copy. Such a tensor may be in
+    Of a conversation a reply may be missing, too, that was not computed yet. `states` [bytes] are
+    the rank's recurrent states behind the same tokens, where the model has such layers
+    (`StateCache.read`). Both
+    pickle as numpy arrays, so that an object store needs no copy. Such a tensor may be in
     read-only memory: do not write to it.
     """
 
     blocks: torch.Tensor
+    states: torch.Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -80,19 +88,23 @@ class KV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values: layers * 2 * kv_heads * tokens * head_dim * itemsize."""
-        return self.blocks.nbytes
+        """Bytes of states, and layers * 2 * kv_heads * tokens * head_dim * itemsize of the rest."""
+        return self.blocks.nbytes + (0 if self.states is None else self.states.nbytes)
 
     def __reduce__(self) -> tuple[Callable[..., "KV"], tuple[Any, ...]]:
         # As bytes: numpy has no bfloat16.
-        return _unpickle_kv, (self.blocks.view(torch.uint8).numpy(), self.blocks.dtype)
+        states = None if self.states is None else self.states.numpy()
+        return _unpickle_kv, (self.blocks.view(torch.uint8).numpy(), self.blocks.dtype, states)
 
 
-def _unpickle_kv(array: npt.NDArray[np.uint8], dtype: torch.dtype) -> KV:
+def _unpickle_kv(
+    array: npt.NDArray[np.uint8], dtype: torch.dtype, states: npt.NDArray[np.uint8] | None
+) -> KV:
     with warnings.catch_warnings():
         # An object store returns read-only memory, and nothing writes to it.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        return KV(torch.from_numpy(array).view(dtype))
+        kept = None if states is None else torch.from_numpy(states)
+        return KV(torch.from_numpy(array).view(dtype), kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +136,14 @@ class Request:
     (`EngineFeatures.records_experts`). It then fills them in, and computes those tokens again with
     the experts that they had.
 
+    `kept_ids` has the ids that each response token was drawn from, where `sampling.keeps_ids`.
+
+    With `rests_at` it is held once it has so many response tokens and has not ended, until it is
+    parked. 0: never.
+
+    `recomputed_at` has the response tokens that it had whenever all its keys and values were
+    computed again: after a park without them, or where the cache had no room.
+
     A conversation has `turns` that have ended, and the turn in progress begins at `turn_start`.
     Replies are tokens of the response, with log-probabilities of 0.
     """
@@ -139,8 +159,30 @@ class Request:
     siblings: dict[object, list[int]] = field(default_factory=dict)
     kv: KV | None = None
     routed_experts: ExpertRecord | None = None
+    kept_ids: KeptIds | None = None
     turns: list[Turn] = field(default_factory=list)
     turn_start: int = 0
+    rests_at: int = 0
+    recomputed_at: list[int] = field(default_factory=list)
+
+    def copy(self) -> "Request":
+        """One with lists of its own, and without keys and values."""
+        return replace(
+            self,
+            response_ids=list(self.response_ids),
+            log_probs=list(self.log_probs),
+            kv=None,
+            routed_experts=None if self.routed_experts is None else self.routed_experts.copy(),
+            kept_ids=self.own_kept_ids(),
+            turns=list(self.turns),
+            recomputed_at=list(self.recomputed_at),
+        )
+
+    def own_kept_ids(self) -> KeptIds | None:
+        """A record of kept ids that may grow by itself; None where none are kept."""
+        if not self.sampling.keeps_ids:
+            return None
+        return KeptIds() if self.kept_ids is None else self.kept_ids.copy()
 
     @property
     def num_tokens(self) -> int:
@@ -160,8 +202,10 @@ class Output:
     After `stop` the last token is the stop token, or completes a stop text.
 
     `log_probs[i]` is that of `token_ids[i]` under the sampling distribution: after temperature,
-    before all that restricts it. `routed_experts` are those of prompt and response but the last
-    token, which was never computed, where the engine records them. `turns` are a conversation's.
+    before all that restricts it, or renormalized over the kept ids. `routed_experts` are those of
+    prompt and response but the last token, which was never computed, where the engine records them.
+    `kept_ids` are those that each token was drawn from, where they are kept. `turns` are a
+    conversation's. `recomputed_at` is that of the request.
     """
 
     id: object
@@ -170,6 +214,12 @@ class Output:
     finish: str
     routed_experts: ExpertRecord | None = None
     turns: tuple[Turn, ...] = ()
+    kept_ids: KeptIds | None = None
+    recomputed_at: tuple[int, ...] = field(default=(), compare=False)
+
+
+REST = "rest"
+"""The finish of a `HeldTurn` whose request rests (`Request.rests_at`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +227,14 @@ class HeldTurn:
     """The turn of a conversation has ended with `token_ids`: it is held until `answer`.
 
     `finish` is `stop` or `length`; `response_tokens` are those of all turns and replies so far.
+    With `rests` it ended where its request rests, or the request rests there amid a turn (`REST`).
     """
 
     id: object
     token_ids: list[int]
     finish: str
     response_tokens: int
+    rests: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,11 +316,11 @@ class EngineParts:
 
 
 class RolloutEngine(Protocol):
-    """Continuous batching over a paged KV cache: these ten members are what a new engine writes.
+    """Continuous batching over a paged KV cache: these eleven members are what a new engine writes.
 
     `build_engine` makes one: awake, with random weights. Asleep it has no weights and no cache;
     `load` wakes it. A ready engine may free its cache alone, and allocates a new one when there is
-    work. Weights may be loaded only while nothing runs.
+    work. Weights may be loaded only while nothing runs, or with `keeps_kv`.
 
     What some engines can do beyond this is a line of `EngineFeatures`, and a protocol below.
     """
@@ -290,7 +342,8 @@ class RolloutEngine(Protocol):
     def take_turns(self) -> list[HeldTurn]:
         """The turns that have ended since the last call; their requests are held.
 
-        A held request has no row of the batch, and keeps its KV cache while there is room.
+        A held request has no row of the batch, and keeps its KV cache while there is room. One that
+        rests (`Request.rests_at`) comes with the finish `REST`: its turn has not ended.
         """
         ...
 
@@ -313,10 +366,16 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def load(self, fill: Fill) -> None:
+    def copy(self) -> list[Request]:
+        """Copies of all unfinished requests, which go on: as `park` gives them, without a cache."""
+        ...
+
+    def load(self, fill: Fill, keeps_kv: bool = False) -> None:
         """Take other weights: let `fill` write this rank's shards, all at once or layer by layer.
 
-        An engine that sleeps wakes. Cached prompts are dropped: the old weights computed them.
+        An engine that sleeps wakes. Cached prompts are dropped: the old weights computed them. With
+        `keeps_kv`, where `EngineFeatures.exports_kv`, requests may run or be held. They go on, on
+        the keys and values that they have.
         """
         ...
 

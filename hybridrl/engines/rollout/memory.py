@@ -144,7 +144,7 @@ def native_step_bytes(
 
 def sampling_bytes(rollout: RolloutConfig, vocab_size: int) -> int:
     """Bytes of a decode step's logits, as this config samples."""
-    narrow = bool(rollout.off_policy) or rollout.temperature not in (0, 1)
+    narrow = bool(rollout.differing) or rollout.temperature not in (0, 1)
     return (_LOGITS_COPIES if narrow else _PLAIN_COPIES) * 4 * rollout.pass_tokens * vocab_size
 
 

@@ -5,6 +5,7 @@ step feeds the pending tokens of all and draws the next ones. Prefill fills the 
 pending token and draws nothing, so a fresh, a resumed and a preempted request are one case.
 """
 
+import itertools
 import logging
 import math
 import time
@@ -19,7 +20,7 @@ from hybridrl.engines.rollout.admission import Admission
 from hybridrl.engines.rollout.batch import DecodeBatch, PassInputs, VerifyBatch
 from hybridrl.engines.rollout.cache_fill import CacheFiller, KVCosts
 from hybridrl.engines.rollout.entries import Entry, Lane
-from hybridrl.engines.rollout.expert_record import ExpertRecorder, SequenceRows
+from hybridrl.engines.rollout.expert_record import ExpertRecorder
 from hybridrl.engines.rollout.graph_decode import (
     GraphDecoder,
     GraphSettings,
@@ -27,7 +28,7 @@ from hybridrl.engines.rollout.graph_decode import (
     graph_settings,
 )
 from hybridrl.engines.rollout.interface import (
-    KV,
+    REST,
     EngineParts,
     HeldTurn,
     Output,
@@ -50,7 +51,7 @@ from hybridrl.engines.rollout.speculation import (
     make_speculation,
     verify_batch,
 )
-from hybridrl.engines.rollout.stage import Drawn, RolloutStage
+from hybridrl.engines.rollout.stage import Drawn, DrawnTokens, RolloutStage
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.layout.layerwise import Fill
 from hybridrl.models.load import check_supported
@@ -144,6 +145,7 @@ class NativeEngine:
             device=self._device,
             max_sequence=max_sequence,
             takes_routing=router_replay is not RouterReplay.off,
+            max_running=max_running,
         )
         recorder: ExpertRecorder | None = None
         if router_replay is RouterReplay.rollout:
@@ -170,6 +172,8 @@ class NativeEngine:
             records=recorder is not None,
             whole_records=self._parallel.pp == 1,
             save=self._save,
+            num_states=self._stage.num_states,
+            state_tokens=self._stage.state_tokens,
         )
         # Both ways are exact; stages decide at different times.
         compares = not deterministic and self._parallel.pp == 1
@@ -185,7 +189,6 @@ class NativeEngine:
         self._turns: list[HeldTurn] = []
 
         self._asleep = False
-
         # Counters of `stats`.
         self._decode_steps = self._decode_tokens = self._cached_tokens = 0
 
@@ -249,9 +252,7 @@ class NativeEngine:
         self._collect_all()
         ids = list(ids)
         for entry in self._admission.cached(ids) if with_kv else ():
-            assert self._cache is not None
-            blocks = entry.blocks if entry.lane is None else self._admission.tables[entry.slot]
-            entry.request.kv = KV(self._cache.read_blocks(blocks.tolist(), entry.cached))
+            entry.request.kv = self._filler.read(entry, self._admission.tables, self.take_cache())
         parked = self._admission.remove(ids)
         for request in parked:
             if not with_kv:
@@ -260,16 +261,23 @@ class NativeEngine:
                 request.siblings = self._speculation.source.siblings(request)
                 self._speculation.source.end(request)
         self._filler.join_records([request.routed_experts for request in parked])
-        logger.debug("parked %d requests%s", len(parked), ", with KV cache" if with_kv else "")
         return parked
+
+    @torch.inference_mode()
+    def copy(self) -> list[Request]:
+        """See `RolloutEngine`."""
+        self._collect_all()
+        requests = self._admission.requests
+        self._filler.join_records([request.routed_experts for request in requests])
+        return [request.copy() for request in requests]
 
     def _save(self, entry: Entry, in_host: int) -> bool:
         """Copy what a request has cached, which gives way, if it pays: whether that was done."""
-        if not self._costs.copies(entry.kept, in_host):
+        if not self._costs.copies(entry.kept + self._stage.state_tokens, in_host):
             return False
         assert self._cache is not None
         with self._costs.timing(self._costs.copy, entry.kept, self._cache.blocks):
-            entry.request.kv = KV(self._cache.read_blocks(entry.blocks.tolist(), entry.kept))
+            entry.request.kv = self._filler.read(entry, self._admission.tables, self._cache)
         return True
 
     # Turns
@@ -293,12 +301,12 @@ class NativeEngine:
         return None
 
     def _end(self, ended: Sequence[tuple[Request, str]]) -> None:
-        """Responses of a lane have ended, or turns of conversations, which are held then."""
+        """Responses of a lane have ended. Ended turns are held, and so is what rests."""
         done, held = [], []
         for request, finish in ended:
             if self._speculation is not None:
                 self._speculation.source.end(request)
-            if request.sampling.max_turn_tokens:
+            if finish == REST or request.sampling.max_turn_tokens:
                 self._turns.append(end_turn(request, finish))
                 held.append(request.id)
             else:
@@ -429,26 +437,25 @@ class NativeEngine:
         for step in self._graphs.collect(late) if self._graphs is not None else ():
             self._decode_tokens += len(step.requests)
             self._cached_tokens += step.cached
-            self._append(step.requests, step.tokens, step.log_probs)
+            self._append(step.requests, step.drawn)
 
     def _collect(self, lane: Lane) -> None:
         """Append the tokens of a lane's last step; remove finished sequences."""
         assert lane.drawn is not None
         assert lane.batch is not None
         drawn, lane.drawn = lane.drawn, None
-        tokens, log_probs = drawn.wait()
+        values = drawn.wait()
         if lane.routing is not None:
             self._filler.keep(lane.batch.spans(), lane.routing)
         lane.batch.advance(drawn.tokens)
-        self._append(lane.batch.requests, tokens.tolist(), log_probs.tolist())
+        self._append(lane.batch.requests, values)
 
-    def _append(
-        self, requests: Sequence[Request], tokens: Sequence[int], log_probs: Sequence[float]
-    ) -> None:
+    def _append(self, requests: Sequence[Request], drawn: DrawnTokens) -> None:
         """Append a token to each of the requests, and end those whose last one it is."""
-        ended = []
-        for request, token, log_prob in zip(requests, tokens, log_probs, strict=True):
-            finish = append_token(request, token, log_prob, self._stops)
+        ended, ids = [], drawn.kept or itertools.repeat(None)
+        rows = zip(requests, drawn.tokens, drawn.log_probs, ids, strict=False)
+        for request, token, log_prob, kept in rows:
+            finish = append_token(request, token, log_prob, kept, self._stops)
             if finish is not None:
                 ended.append((request, finish))
         if ended:
@@ -488,18 +495,9 @@ class NativeEngine:
         drawn = self._draw(batch, batch.inputs, logits).wait()
         self._decode_tokens += len(batch.requests)
         self._cached_tokens += sum(guess.entry.length - 1 for guess in guesses)
-        tokens, log_probs = (values.tolist() for values in drawn)
-        spans, ended = [], []
-        for guess, start, row in zip(guesses, batch.starts, batch.rows, strict=True):
-            request, cached = guess.entry.request, guess.entry.length - 1
-            num_new, finish = speculation.accept(
-                guess, tokens[start:], log_probs[start:], self._stops
-            )
-            if request.routed_experts is not None:
-                spans.append(SequenceRows(request.routed_experts, cached, num_new, row))
+        spans, ended = speculation.accept_all(guesses, batch, drawn, self._stops)
+        for guess in guesses:
             self._admission.cut(guess.entry)
-            if finish is not None:
-                ended.append((request, finish))
         self._filler.keep(spans, routing)
         self._end(ended)
 
@@ -514,9 +512,12 @@ class NativeEngine:
         assert not self._asleep, "the engine sleeps"
         return self._stage.parameters()
 
-    def load(self, fill: Fill) -> None:
+    def load(self, fill: Fill, keeps_kv: bool = False) -> None:
         """See `RolloutEngine`. All shards are filled at once."""
-        self._drop_cached("its weights cannot change")
+        self._collect_all()
+        self._admission.drop_prefixes()
+        if not keeps_kv:
+            self._drop_cached("its weights cannot change")
         if self._asleep:
             self._stage.allocate()
             self._asleep = False

@@ -3,7 +3,8 @@
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from hybridrl.engines.rollout.interface import HeldTurn, Output, Request, Turn
+from hybridrl.engines.rollout.interface import REST, HeldTurn, Output, Request, Turn
+from hybridrl.engines.rollout.kept_ids import IdArray
 from hybridrl.engines.rollout.stops import StopStrings
 
 
@@ -68,19 +69,29 @@ def _check(request: Request, limits: AdmissionLimits) -> None:
 
 
 def append_token(
-    request: Request, token: int, log_prob: float, stops: StopStrings | None
+    request: Request,
+    token: int,
+    log_prob: float,
+    kept: IdArray | None,
+    stops: StopStrings | None,
 ) -> str | None:
-    """Append a drawn token to a response; returns what `finish_of` says then."""
+    """Append a drawn token to a response; returns what `finish_of` says then.
+
+    `kept` are the ids that it was drawn from, where the request keeps them.
+    """
     request.response_ids.append(token)
     request.log_probs.append(log_prob)
+    if request.kept_ids is not None:
+        assert kept is not None, f"request {request.id!r} keeps ids"
+        request.kept_ids.append(kept)
     return finish_of(request, stops)
 
 
 def finish_of(request: Request, stops: StopStrings | None) -> str | None:
     """Why the last token ends the response, or the turn of a conversation: `stop` or `length`.
 
-    None if it goes on. Call it after every drawn token. Stop texts are looked for in the turn
-    alone.
+    `REST` where it does not, but the request rests there; None if it goes on. Call it after every
+    drawn token. Stop texts are looked for in the turn alone.
     """
     sampling, start = request.sampling, request.turn_start
     if request.response_ids[-1] in sampling.stop_token_ids:
@@ -89,23 +100,36 @@ def finish_of(request: Request, stops: StopStrings | None) -> str | None:
         turn = request.response_ids[start:] if start else request.response_ids
         if stops.ended(turn, max(0, sampling.min_new_tokens - start)):
             return "stop"
-    return "length" if tokens_left(request) <= 0 else None
+    num_tokens = len(request.response_ids)
+    if num_tokens >= _limit(request):
+        return "length"
+    return REST if num_tokens == request.rests_at else None
 
 
 def tokens_left(request: Request) -> int:
-    """The tokens that may still be drawn in the response, or in the turn of a conversation."""
-    sampling, num_tokens = request.sampling, len(request.response_ids)
-    most = sampling.max_new_tokens
+    """The tokens that may be drawn until the response or its turn has to end, or it rests."""
+    most = _limit(request)
+    if request.rests_at:
+        most = min(most, request.rests_at)
+    return most - len(request.response_ids)
+
+
+def _limit(request: Request) -> int:
+    """The most response tokens when the present turn, or the response, ends."""
+    sampling = request.sampling
     if sampling.max_turn_tokens:
-        most = min(most, request.turn_start + sampling.max_turn_tokens)
-    return most - num_tokens
+        return min(sampling.max_new_tokens, request.turn_start + sampling.max_turn_tokens)
+    return sampling.max_new_tokens
 
 
 def end_turn(request: Request, finish: str) -> HeldTurn:
-    """The turn in progress has ended; the request is held from now on."""
+    """The turn in progress has ended, or rests; the request is held from now on."""
     stop = len(request.response_ids)
+    rests = stop == request.rests_at
+    if finish == REST:
+        return HeldTurn(request.id, [], finish, stop, rests)
     request.turns.append(Turn(request.turn_start, stop, finish))
-    return HeldTurn(request.id, request.response_ids[request.turn_start :], finish, stop)
+    return HeldTurn(request.id, request.response_ids[request.turn_start :], finish, stop, rests)
 
 
 def append_reply(request: Request, tokens: Sequence[int], vocab_size: int) -> None:
@@ -127,10 +151,20 @@ def append_reply(request: Request, tokens: Sequence[int], vocab_size: int) -> No
         )
     request.response_ids += tokens
     request.log_probs += [0.0] * len(tokens)
+    if request.kept_ids is not None:
+        request.kept_ids.append_whole(len(tokens))
     request.turn_start = total
 
 
 def output_of(request: Request, finish: str) -> Output:
     """A response that has ended."""
-    response = request.response_ids, request.log_probs
-    return Output(request.id, *response, finish, request.routed_experts, tuple(request.turns))
+    return Output(
+        id=request.id,
+        token_ids=request.response_ids,
+        log_probs=request.log_probs,
+        finish=finish,
+        routed_experts=request.routed_experts,
+        turns=tuple(request.turns),
+        kept_ids=request.kept_ids,
+        recomputed_at=tuple(request.recomputed_at),
+    )

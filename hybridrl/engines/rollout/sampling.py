@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from hybridrl.engines.rollout.device_copies import Array, upload
 from hybridrl.engines.rollout.interface import SamplingParams
@@ -22,7 +23,9 @@ class SamplingBatch:
     `top_k` [rows] int64 (the vocabulary's size where all) or None, `top_p` [rows] float64 or None.
     `widest` is the largest number of `top_k` but those of all tokens, which the host knows. `min_p`
     is [rows] float32 or None. `plain` says that every row has temperature 1. `edits` is None where
-    all rows draw from the model's own logits.
+    all rows draw from the model's own logits. `num_kept` is the largest `top_k` of the rows whose
+    kept ids are recorded (`SamplingParams.keeps_ids`), 0 where no row's are; `keeps` [rows] bool
+    says which rows' are, None where all are or none.
     """
 
     temperature: torch.Tensor
@@ -33,6 +36,8 @@ class SamplingBatch:
     widest: int = 0
     min_p: torch.Tensor | None = None
     edits: LogitEdits | None = None
+    num_kept: int = 0
+    keeps: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -51,6 +56,9 @@ class SamplingBatch:
             columns["top_p"] = np.array([p.top_p for p in params], np.float64)
         if any(p.min_p > 0 for p in params):
             columns["min_p"] = np.array([p.min_p for p in params], np.float32)
+        keeping = [p for p in params if p.keeps_ids]
+        if 0 < len(keeping) < len(params):
+            columns["keeps"] = np.array([p.keeps_ids for p in params])
         sent = upload(columns, device)
         return cls(
             temperature=sent["temperature"],
@@ -61,6 +69,8 @@ class SamplingBatch:
             widest=widest,
             min_p=sent.get("min_p"),
             edits=LogitEdits(params, device) if any(p.edits_logits for p in params) else None,
+            num_kept=min(vocab_size, max([p.top_k for p in keeping], default=0)),
+            keeps=sent.get("keeps"),
         )
 
     @classmethod
@@ -82,6 +92,7 @@ class SamplingBatch:
             top_p=column(params.top_p, torch.float64) if params.top_p < 1 else None,
             widest=params.top_k if narrow else 0,
             min_p=column(params.min_p, torch.float32) if params.min_p > 0 else None,
+            num_kept=min(params.top_k, vocab_size) if params.keeps_ids else 0,
         )
 
 
@@ -90,22 +101,23 @@ def sample(
     uniforms: torch.Tensor,
     batch: SamplingBatch,
     edited: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [rows] and their log-probabilities [rows] float32.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Tokens [rows], their log-probabilities [rows] float32, and the kept ids [rows, num_kept].
 
     `logits` [rows, vocab], `uniforms` [rows] float64 in [0, 1). The log-probability is that of the
     temperature-scaled distribution before all restrictions (of temperature 1 for greedy rows). The
     token is the first one whose cumulative probability, in the order of ids, exceeds the uniform.
     With `edited` logits (`LogitEdits`) the token is drawn from those.
+
+    A row that keeps ids returns those that it was drawn from, int32, rising, with -1 behind them.
+    Its log-probability is that of the temperature-scaled distribution renormalized over them. Other
+    rows have -1 alone, and where there is no row that keeps ids there are none.
     """
-    # The distribution whose log-probability is returned.
+    # The model's distribution after temperature.
     logits = _scaled(logits, batch)
     best, argbest = logits.max(-1)
-    weights = (logits - best[:, None]).exp_()
-    ends = _ends(weights)
-    total = ends[:, -1]
+    of_model = weights = (logits - best[:, None]).exp_()
     # The one that is drawn from.
-    restricted = edited is not None
     if edited is not None:
         edited = _scaled(edited, batch)
         highest, argbest = edited.max(-1)
@@ -113,17 +125,78 @@ def sample(
     if batch.min_p is not None:
         # The most probable token has weight 1.
         weights = weights.where(weights >= batch.min_p[:, None], 0.0)
-        restricted = True
-    if batch.top_k is not None or batch.top_p is not None:
-        weights = restrict(weights, batch.top_k, batch.widest, batch.top_p)
-        restricted = True
-    if restricted:
-        ends = _ends(weights)
-    tokens = _invert(weights, ends, uniforms)
+    kept = None
+    if batch.num_kept:
+        kept = kept_ids(weights, batch)
+        tokens, total = _draw_kept(kept, weights, of_model, uniforms)
+    if kept is None:
+        tokens, total = _draw(weights, of_model, uniforms, batch)
+    elif batch.keeps is not None:
+        others = _draw(weights, of_model, uniforms, batch)
+        tokens = torch.where(batch.keeps, tokens, others[0])
+        total = torch.where(batch.keeps, total, others[1])
     if batch.greedy is not None:
         tokens = torch.where(batch.greedy, argbest, tokens)
     drawn = logits.gather(-1, tokens[:, None])[:, 0]
-    return tokens, ((drawn - best).double() - total.log()).float()
+    log_probs = ((drawn - best).double() - total.log()).float()
+    return tokens, log_probs, None if kept is None else kept.int()
+
+
+def _draw(
+    weights: torch.Tensor, of_model: torch.Tensor, uniforms: torch.Tensor, batch: SamplingBatch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [rows] of restricted `weights`, and the sums [rows] float64 of the model's.
+
+    Both weights are [rows, vocab], and may be one tensor.
+    """
+    ends = _ends(of_model)
+    total = ends[:, -1]
+    if batch.top_k is not None or batch.top_p is not None:
+        weights = restrict(weights, batch.top_k, batch.widest, batch.top_p)
+    if weights is not of_model:
+        ends = _ends(weights)
+    return _invert(weights, ends, uniforms), total
+
+
+def _draw_kept(
+    kept: torch.Tensor, weights: torch.Tensor, of_model: torch.Tensor, uniforms: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_draw`, from the `kept` ids [rows, num_kept] alone; the sums are of their weights.
+
+    A row without kept ids has a total of 0, and its token means nothing.
+    """
+    inside, ids = kept >= 0, kept.clamp(min=0)
+    ends = weights.gather(-1, ids).where(inside, 0.0).cumsum(-1, dtype=torch.float64)
+    place = _first_above(ends, (uniforms * ends[:, -1])[:, None])
+    tokens = ids.gather(-1, place.clamp(max=ids.shape[1] - 1))[:, 0]
+    total = of_model.gather(-1, ids).where(inside, 0.0).sum(-1, dtype=torch.float64)
+    return tokens, total
+
+
+def kept_ids(weights: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """The ids [rows, num_kept] that rows which keep them are drawn from, rising; -1 behind them.
+
+    `weights` [rows, vocab] float32 are probabilities up to a factor per row. Of equal ones the
+    lower id is the likelier, so a row has `top_k` ids at most, whichever rows are beside it.
+    """
+    vocab, device = weights.shape[-1], weights.device
+    # A float32 that is not negative orders as its bits do; below them, the lower ids are larger.
+    keys = weights.view(torch.int32).to(torch.int64).bitwise_left_shift_(32)
+    keys += torch.arange(vocab - 1, -1, -1, device=device)
+    ids = vocab - 1 - (keys.topk(batch.num_kept, -1).values & (2**32 - 1))
+    largest = weights.gather(-1, ids)
+    inside = largest > 0
+    if batch.top_k is not None:
+        inside &= torch.arange(batch.num_kept, device=device) < batch.top_k[:, None]
+    if batch.top_p is not None:
+        ends = largest.where(inside, 0.0).cumsum(-1, dtype=torch.float64)
+        before = functional.pad(ends[:, :-1], (1, 0))
+        top_p = batch.top_p[:, None]
+        inside &= (before < top_p * ends[:, -1:]) | (top_p >= 1)
+    if batch.keeps is not None:
+        inside &= batch.keeps[:, None]
+    ids = ids.masked_fill(~inside, vocab).sort(-1).values
+    return ids.masked_fill(ids == vocab, -1)
 
 
 def _scaled(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

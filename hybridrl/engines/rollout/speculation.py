@@ -19,10 +19,12 @@ from hybridrl.engines.rollout.draft_lengths import (
 )
 from hybridrl.engines.rollout.drafts import DraftSource, SeenTexts
 from hybridrl.engines.rollout.entries import Entry, Lane
+from hybridrl.engines.rollout.expert_record import SequenceRows
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.kept_groups import Ints
 from hybridrl.engines.rollout.random import UniformsOf
 from hybridrl.engines.rollout.requests import append_token, tokens_left
+from hybridrl.engines.rollout.stage import DrawnTokens
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.models.paged_attention import KVCache
 from hybridrl.models.shard import GenParallel
@@ -123,23 +125,48 @@ class Speculation:
             drafts.append(draft)
         return drafts
 
+    def accept_all(
+        self,
+        guesses: Sequence[Guess],
+        batch: VerifyBatch,
+        drawn: DrawnTokens,
+        stops: StopStrings | None,
+    ) -> tuple[list[SequenceRows], list[tuple[Request, str]]]:
+        """Append what a pass has `drawn` to the requests, as `accept`.
+
+        Gives where the experts of the new tokens are, and the requests that end, with the reason.
+        """
+        spans, ended, counts = [], [], []
+        for guess, start, row in zip(guesses, batch.starts, batch.rows, strict=True):
+            request, cached = guess.entry.request, guess.entry.length - 1
+            num_new, finish = self.accept(guess, drawn, start, stops)
+            counts.append(num_new)
+            if request.routed_experts is not None:
+                spans.append(SequenceRows(request.routed_experts, cached, num_new, row))
+            if finish is not None:
+                ended.append((request, finish))
+        if batch.inputs.paged.states is not None:  # those behind refused tokens are undone
+            batch.inputs.paged.states.accept(counts)
+        return spans, ended
+
     def accept(
         self,
         guess: Guess,
-        tokens: Sequence[int],
-        log_probs: Sequence[float],
+        drawn: DrawnTokens,
+        start: int,
         stops: StopStrings | None,
     ) -> tuple[int, str | None]:
         """Append what was drawn behind the pending token and behind each guess, while it is right.
 
-        The first of `tokens` is. If it is the first guess, so is the one drawn behind that guess,
-        and so on: each from its own uniform. Gives the number of tokens that the request has made,
-        and why its response ends, or None.
+        The first of its tokens, at `start` in `drawn`, is. If it is the first guess, so is the one
+        drawn behind that guess, and so on: each from its own uniform. Gives the number of tokens
+        that the request has made, and why its response ends, or None.
         """
         request, num_tokens, accepted, finish = guess.entry.request, 0, 0, None
         for guessed in (*guess.tokens, None):
-            token = tokens[num_tokens]
-            finish = append_token(request, token, log_probs[num_tokens], stops)
+            row = start + num_tokens
+            token, kept = drawn.tokens[row], None if drawn.kept is None else drawn.kept[row]
+            finish = append_token(request, token, drawn.log_probs[row], kept, stops)
             num_tokens += 1
             accepted += token == guessed
             if token != guessed or finish is not None:
@@ -167,7 +194,8 @@ def verify_batch(
     for guess in guesses:
         entry, request = guess.entry, guess.entry.request
         pending = (request.response_ids or request.prompt_ids)[-1]
-        job = Prefill([pending, *guess.tokens], entry.length - 1, tables[entry.slot])
+        start, table = entry.length - 1, tables[entry.slot]
+        job = Prefill([pending, *guess.tokens], start, table, state=entry.state)
         rows.append((request, entry.slot, job))
     return VerifyBatch.of(rows, cache, vocab_size, device, uniforms_of)
 

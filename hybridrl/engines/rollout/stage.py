@@ -8,6 +8,7 @@ GPUs they go from device to device, where they feed the next step.
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,14 +20,17 @@ from hybridrl.engines.rollout.batch import PassInputs
 from hybridrl.engines.rollout.decode import FAMILIES as FUSED_FAMILIES
 from hybridrl.engines.rollout.decode import FusedDecoder
 from hybridrl.engines.rollout.device_copies import Download
+from hybridrl.engines.rollout.kept_ids import IdArray, rows_of
 from hybridrl.engines.rollout.sampling import SamplingBatch, sample
 from hybridrl.models import paged_attention
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import persistent_buffers
+from hybridrl.models.config_json import num_recurrent
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.paged_attention import KVCache
 from hybridrl.models.parallel import kv_heads_of_rank
+from hybridrl.models.recurrent import continues, has_keys, state_shapes, state_tokens
 from hybridrl.models.router_replay import (
     KEYWORD,
     ExpertShape,
@@ -35,32 +39,45 @@ from hybridrl.models.router_replay import (
     enable_replay,
 )
 from hybridrl.models.shard import GenParallel, StageLink, local_model, own_layers
+from hybridrl.models.states import StateCache, state_bytes
+
+
+class DrawnTokens(NamedTuple):
+    """Tokens [rows] of a step on the host, their log-probabilities, and the ids of `sample`.
+
+    `kept` is None where no row keeps its ids.
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+    kept: list[IdArray] | None = None
 
 
 class Drawn:
-    """Tokens [rows] and their log-probabilities [rows] of a decode step, perhaps still in flight.
+    """What a decode step has drawn for its rows, perhaps still in flight.
 
     `tokens` are the pending ones of the next step. They stay on the device, and their copies are on
-    the way to the host. Stages of a pipeline send each other one int64 message [2, rows] from host
-    to host, the log-probabilities as bits of a double.
+    the way to the host. Stages of a pipeline send each other one int64 message [2 + num_kept, rows]
+    from host to host, the log-probabilities as bits of a double.
     """
 
     def __init__(self, tokens: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
-        """`values` are tokens and log-probabilities, or a message with both."""
+        """`values` are those of `sample`, or a message with all of them."""
         self.tokens = tokens
         self.underway: list[dist.Work] = []
         self._copies = Download(values)
 
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and log-probabilities on the host, once they are there."""
+    def wait(self) -> DrawnTokens:
+        """What was drawn, once it is on the host."""
         for work in self.underway:
             work.wait()
-        values = self._copies.wait()
-        if len(values) == 1:
-            tokens, bits = values[0]
-            return tokens, bits.view(torch.float64).float()
-        tokens, log_probs = values
-        return tokens, log_probs
+        tokens, *others = self._copies.wait()
+        if not others:
+            message, tokens = tokens, tokens[0]
+            others = [message[1].view(torch.float64).float()]
+            others += [message[2:].T] if len(message) > 2 else []
+        log_probs, *kept = others
+        return DrawnTokens(tokens.tolist(), log_probs.tolist(), rows_of(kept[0]) if kept else None)
 
 
 class RolloutStage:
@@ -80,8 +97,12 @@ class RolloutStage:
         max_sequence: int,
         takes_routing: bool = False,
         weights: Mapping[str, torch.Tensor] | None = None,
+        max_running: int = 0,
     ) -> None:
-        """With `weights` these are the rank's tensors, and stay where they are (`wide.py`)."""
+        """With `weights` these are the rank's tensors, and stay where they are (`wide.py`).
+
+        States of recurrent layers are for `max_running` sequences, and as many prefixes.
+        """
         self.parallel = parallel
         self.dtype, self.device = dtype, device
         self.model = local_model(
@@ -92,6 +113,14 @@ class RolloutStage:
             device=device,
             weights=weights,
         )
+        self._state_shapes = state_shapes(self.model)
+        self._key_layers = sum(map(has_keys, own_layers(self.model)))
+        # Stages decide alike, so a stage without recurrent layers counts those of others.
+        recurrent = num_recurrent(config) > 0
+        self.num_states = 2 * max_running + 1 if recurrent else 0
+        self.state_bytes = state_bytes(self._state_shapes)
+        self._continues = bool(self._state_shapes) and continues(config)
+        self.state_tokens = state_tokens(config, dtype) if recurrent else 0
         self._replaying: list[ReplayingLayer] = []
         if takes_routing:
             self._replaying = enable_replay(self.numbered_layers(), ExpertShape.of(config))
@@ -164,8 +193,11 @@ class RolloutStage:
             self.decoder.allocate()
 
     def kv_shape(self, tokens: int) -> tuple[int, ...]:
-        """Shape of the rank's keys and values: [layers, 2, kv_heads, tokens, head_dim]."""
-        return len(own_layers(self.model)), 2, self._kv_heads, tokens, self._head_dim
+        """Shape of the rank's keys and values: [layers, 2, kv_heads, tokens, head_dim].
+
+        Layers are those that have some.
+        """
+        return self._key_layers, 2, self._kv_heads, tokens, self._head_dim
 
     def make_cache(
         self, num_blocks: int, block_size: int, lender: KVCache | None = None
@@ -174,8 +206,8 @@ class RolloutStage:
 
         It may be in the memory of a `lender`, which has more heads and fewer blocks.
         """
-        return KVCache(
-            layers=len(own_layers(self.model)),
+        cache = KVCache(
+            layers=self.kv_shape(1)[0],
             blocks=num_blocks + 1,
             block_size=block_size,
             kv_heads=self._kv_heads,
@@ -184,6 +216,10 @@ class RolloutStage:
             device=self.device,
             lender=lender,
         )
+        if self._state_shapes:
+            rest = self.num_states, self.device, self._continues
+            cache.states = StateCache(self._state_shapes, *rest)
+        return cache
 
     def num_blocks(self, lender: KVCache) -> int:
         """The `num_blocks` of a cache in the memory of a `lender`."""
@@ -249,14 +285,17 @@ class RolloutStage:
         parallel = self.parallel
         if logits is not None:
             assert uniforms is not None
-            tokens, log_probs = sample(logits, uniforms, batch, edited)
+            tokens, log_probs, kept = sample(logits, uniforms, batch, edited)
             if parallel.pp * parallel.tp == 1:
-                return Drawn(tokens, [tokens, log_probs])
+                return Drawn(tokens, [tokens, log_probs, *([] if kept is None else [kept])])
             message = torch.stack((tokens, log_probs.double().view(torch.int64)))
+            if kept is not None:
+                message = torch.cat((message, kept.T.long()))
         else:
             # A rank of the last stage gets them on the device, other stages on the host.
             device = self.device if parallel.last else None
-            message = torch.empty(2, len(batch.temperature), dtype=torch.int64, device=device)
+            shape = 2 + batch.num_kept, len(batch.temperature)
+            message = torch.empty(shape, dtype=torch.int64, device=device)
         if parallel.last and parallel.tp > 1:
             dist.broadcast(message, group=parallel.tp_group, group_src=parallel.tp_peers[0])
         if parallel.pp == 1:

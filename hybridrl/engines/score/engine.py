@@ -22,10 +22,12 @@ from hybridrl.engines.score.node_copy import NodeCopy, shared_copy
 from hybridrl.engines.train.interface import TrainSequence, last_position
 from hybridrl.engines.train.packed import PackedBatch, keep_experts, pack
 from hybridrl.engines.train.shared_prompts import prompt_groups
+from hybridrl.engines.train.truncated import truncated
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
 from hybridrl.kernels.top_log_probs import top_log_probs
 from hybridrl.models.attention_choice import choose_attention
 from hybridrl.models.attention_shape import attention_shape
+from hybridrl.models.config_json import num_recurrent
 from hybridrl.models.load import check_supported
 from hybridrl.models.local_weights import load_buffers, load_local, take_local
 from hybridrl.models.logits import logits_transform
@@ -101,7 +103,7 @@ class ScoreEngine:
         shape = attention_shape(model_config)
         self.attention = choose_attention(attention, device, dtype, shape)
         self.max_tokens, self.deterministic = max_tokens_per_micro_batch, deterministic
-        self.shares_prompts = shares_prompts
+        self.shares_prompts = shares_prompts and not num_recurrent(model_config)
         self.classifier = classifier
         self._num_likeliest = min(num_likeliest or model_config.vocab_size, model_config.vocab_size)
         self._link = StageLink(parallel)
@@ -356,8 +358,11 @@ class ScoreEngine:
             batch.targets,
             shard=self._shard(head.weight),
             bias=head.bias,
+            candidates=batch.kept,
             **self._transform,
         )
+        if batch.kept is not None:
+            log_probs, _ = truncated(log_probs, None, batch.kept, batch.targets)
         return log_probs
 
     def _top_log_probs(

@@ -25,6 +25,7 @@ from hybridrl.engines.train.packed import (
     own_share,
     scored_positions,
 )
+from hybridrl.engines.train.truncated import kept_rows
 from hybridrl.models.chunk_keys import ChunkKeys, SequenceKeys
 from hybridrl.models.packed_attention import make_chunk_packing
 from hybridrl.models.router_balance import TokenSequences
@@ -93,6 +94,7 @@ def row_in_chunks(
                         candidates=None
                         if candidates is None
                         else candidate_ids(sequences[index], candidates, here),
+                        kept=kept_rows([sequences[index]], [here]),
                     ),
                     device,
                 )

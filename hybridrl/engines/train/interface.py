@@ -14,7 +14,9 @@ class TrainSequence:
     or scalars (`advantages`, one for all tokens). `mask` [response_tokens] is False where a token
     is not to be trained; None trains all. `routed_experts` [tokens - 1, layers, k] are the experts
     that the tokens take; None leaves them to the routers. The last token, which predicts nothing,
-    has none.
+    has none. `kept_ids` [response_tokens + ids] has how many ids each response token was drawn
+    from, 0 for the whole distribution, and then the ids of all of them. Log-probabilities and
+    entropies are renormalized over these ids; None: all are of the whole distribution.
     """
 
     ids: torch.Tensor
@@ -22,6 +24,7 @@ class TrainSequence:
     fields: dict[str, torch.Tensor | float] = field(default_factory=dict)
     mask: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None
+    kept_ids: torch.Tensor | None = None
 
 
 def ended(sequence: TrainSequence, pad: int | None) -> TrainSequence:

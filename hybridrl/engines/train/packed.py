@@ -14,6 +14,7 @@ from hybridrl.config import Attention
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.shared_prompts import Arrangement, row_tokens
+from hybridrl.engines.train.truncated import kept_rows, truncated
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.packed_attention import Packing, gather_keys
@@ -45,9 +46,11 @@ class PackedBatch:
     of the row's i-th sequence among the caller's, `counts[i]` its number of scored tokens.
     `routing` has the experts of the row's tokens, where they are replayed or recorded. Where the
     load of experts is counted, `token_sequences` has the sequences of its tokens. With `candidates`
-    [scored, k] the tokens of these ids are scored at each position, too. A row with shared prompts
-    has `places` [tokens of the sequences]: where the tokens of each sequence in `order` are in it,
-    prompt and response. Its sequences have `lengths`.
+    [scored, k] the tokens of these ids are scored at each position, too. `kept` [scored, most] are
+    the ids over which each token's distribution is renormalized (`engines.train.truncated`).
+
+    A row with shared prompts has `places` [tokens of the sequences]: where the tokens of each
+    sequence in `order` are in it, prompt and response. Its sequences have `lengths`.
 
     Where the ranks of `packing.group` share a row, the tensors are this rank's. `own` is the
     place of its scored tokens among all of the row. A row with `passes` is computed by these rows
@@ -67,6 +70,7 @@ class PackedBatch:
     routing: Routing | None = None
     token_sequences: TokenSequences | None = None
     candidates: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
     lengths: tuple[int, ...] = ()
     places: torch.Tensor | None = None
 
@@ -150,6 +154,7 @@ def pack(
         routing=routing,
         token_sequences=_token_sequences(pieces, numbers, group) if counts_experts else None,
         candidates=None if candidates is None else _candidates(sequences, pieces.order, candidates),
+        kept=_kept(members, trained_only),
         lengths=tuple(lengths),
         places=places,
     )
@@ -159,8 +164,8 @@ def pack(
 def own_share(row: PackedBatch, device: torch.device) -> PackedBatch:
     """This rank's tokens of a whole row, on `device`: all of them unless ranks share it."""
     group, names = row.packing.group, ["ids", "position_ids", "predicting", "targets"]
-    if row.candidates is not None:
-        names.append("candidates")
+    of_scored = [name for name in ("candidates", "kept") if getattr(row, name) is not None]
+    names += of_scored
     tensors = {name: getattr(row, name) for name in names}
     own, routing, token_sequences = row.own, row.routing, row.token_sequences
     tokens = slice(None)
@@ -177,8 +182,7 @@ def own_share(row: PackedBatch, device: torch.device) -> PackedBatch:
             "predicting": row.predicting[own] - start,
             "targets": row.targets[own],
         }
-        if row.candidates is not None:
-            tensors["candidates"] = row.candidates[own]
+        tensors |= {name: getattr(row, name)[own] for name in of_scored}
         forced = None if forced is None else forced[tokens]
     if forced is not None:
         routing = Routing(forced.to(device))
@@ -207,6 +211,13 @@ def _candidates(
     places = [scored_positions(member, trained_only=True) for member in members]
     pairs = zip(members, places, strict=True)
     return torch.cat([empty, *(candidate_ids(member, candidates, x) for member, x in pairs)])
+
+
+def _kept(members: Sequence[TrainSequence], trained_only: bool) -> torch.Tensor | None:
+    """The kept ids [scored, most] of a row's sequences; None where they have none."""
+    if all(member.kept_ids is None for member in members):
+        return None
+    return kept_rows(members, [scored_positions(member, trained_only) for member in members])
 
 
 def _token_sequences(
@@ -473,6 +484,7 @@ class PackedModel(nn.Module):
         """Log-probabilities and entropies [scored] after temperature, or values [scored] and None.
 
         With `candidates` [scored, k] log-probabilities are [scored, 1 + k], the target's first.
+        With `kept` they and entropies are renormalized over the kept ids.
 
         See `PackedBatch`. `x` are the row's ids [1, tokens], or after the first chunk its hidden
         states [1, tokens, features], which all chunks but the last return.
@@ -507,9 +519,12 @@ class PackedModel(nn.Module):
             with_entropy=with_entropy,
             shard=shard,
             bias=bias,
-            candidates=batch.candidates,
+            candidates=batch.candidates if batch.kept is None else batch.kept,
             **self._transform,
         )
+        if batch.kept is not None:
+            assert batch.candidates is None, "candidates are of the whole distribution"
+            log_probs, entropy = truncated(log_probs, entropy, batch.kept, batch.targets)
         return joined(log_probs, batch), None if entropy is None else joined(entropy, batch)
 
     def _values(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -154,6 +154,20 @@ def compare_row(log_probs: torch.Tensor, others: torch.Tensor, batch: PackedBatc
     return corrections.compare(log_probs, others, batch.counts)
 
 
+def response_distances(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], prefix: str, device: torch.device
+) -> dict[str, float]:
+    """Metrics of responses, each with log-probabilities [tokens] of both engines. Collective.
+
+    `pairs` have those of the train engine first; each response is on one rank.
+    """
+    nothing = torch.zeros(0)
+    figures = [corrections.compare(nothing, nothing, ())]  # of a rank without a response
+    figures += [corrections.compare(own, other, [len(own)]) for own, other in pairs]
+    metrics = distance_metrics([one[None] for one in figures], [prefix], device)
+    return {name: x for name, x in metrics.items() if name.startswith(f"{prefix}/")}
+
+
 def distance_metrics(
     micro_batches: list[torch.Tensor], prefixes: Sequence[str], device: torch.device
 ) -> dict[str, float]:

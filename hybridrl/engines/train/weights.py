@@ -95,12 +95,15 @@ class ModelShards:
         """Shape of every parameter of the model, in its order; without tied ones and adapters."""
         return {parameter.name: torch.Size(parameter.shape) for parameter in self.parameters}
 
-    def weights(self, device: torch.device | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(
+        self, device: torch.device | None = None, shards: Mapping[str, DTensor] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter of `shapes` in full, one after the other, in float32, adapters merged.
 
-        On `device`, by default this rank's. All ranks iterate together.
+        On `device`, by default this rank's. All ranks iterate together. They are the present
+        weights, or other `shards` in the layout of `named_shards`.
         """
-        shards = self.named_shards()
+        shards = self.named_shards() if shards is None else shards
         for parameter in self.parameters:
             yield parameter.name, self._full_tensor(parameter, shards, device or self.device)
 

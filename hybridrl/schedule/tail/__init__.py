@@ -1,6 +1,6 @@
 """What becomes of the last samples of a round, and of instances that have none left."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from hybridrl.flow.executor import EarlyTrained, Parked
 from hybridrl.flow.sample import Sample, SampleId
@@ -49,6 +49,17 @@ class NoTail:
     def trained(self, event: EarlyTrained) -> dict[int, None]:
         """An instance has computed gradients; gives the prompts of its samples."""
         raise AssertionError(event)
+
+    def kept_prompts(self) -> Collection[int]:
+        """Prompts whose samples ranks that train have, or are to say whether they have them."""
+        return ()
+
+    def take_refused(self) -> Collection[int]:
+        """Prompts whose samples ranks that train were given, and do not have: once."""
+        return ()
+
+    def undone(self, prompt: int) -> None:
+        """Samples that were ready to be trained are not, until `touched` finds them so."""
 
     def dies(self, instance: Instance) -> list[SampleId]:
         """An instance is dead; gives the samples that die with it elsewhere."""

@@ -63,6 +63,7 @@ class StreamedUpdate:
         self._waiting: dict[SampleId, Sample] = {}
         self._running: dict[SampleId, Sample] = {}
         self._trained: dict[int, dict[SampleId, Sample]] = defaultdict(dict)
+        self._refused = set[int]()  # groups that the pool has passed over
         self._times: list[float] = []
 
     @property
@@ -83,9 +84,11 @@ class StreamedUpdate:
     def add(self, prompts: Iterable[int]) -> None:
         """Samples of these prompts may have become ready."""
         for prompt in prompts:
-            for sample in self.stages.tracker.left(self.stage.name, prompt) or ():
-                known = sample.id in self._running or self._is_trained(sample.id)
-                if not known and ready(self.stage, sample):
+            group = self.stages.tracker.left(self.stage.name, prompt) or ()
+            if not all(ready(self.stage, sample) for sample in group):
+                continue
+            for sample in group:
+                if sample.id not in self._running and not self._is_trained(sample.id):
                     self._waiting[sample.id] = sample
 
     def start(self, instance: Instance, others: StillDecoding) -> bool:
@@ -102,7 +105,8 @@ class StreamedUpdate:
 
     def start_in_pool(self, least_tokens: float) -> None:
         """Let all ranks that train do so on the samples that wait, if they are enough."""
-        samples = [s for s in self._waiting.values() if self.stages.may_move(s)]
+        kept = {s.id.prompt for s in self._waiting.values() if not self.stages.may_move(s)}
+        samples = [s for s in self._waiting.values() if s.id.prompt not in kept]
         if not samples or sum(sample.tokens for sample in samples) < least_tokens:
             return
         samples.sort(key=lambda sample: sample.id)
@@ -113,11 +117,33 @@ class StreamedUpdate:
         self.stages.executor.train_early(self.stage, TRAINING_POOL, samples)
 
     def trained(self, event: EarlyTrained) -> dict[int, None]:
-        """An instance has computed the gradient of a chunk; gives the prompts of its samples."""
+        """An instance has computed the gradient of a chunk; gives the prompts of its samples.
+
+        The pool passes over groups that have lost a sample with an instance that died.
+        """
         self._trained[event.instance] |= {id: self._running.pop(id) for id in event.ids}
         self._times.append(self.stages.executor.clock.now())
         self.seconds += event.seconds
+        if event.instance == TRAINING_POOL:  # it has one call in flight
+            self._refused |= {id.prompt for id in self._running}
+            self.stages.end_move(self._running)
+            self._running.clear()
         return self.stages.end_move(event.ids)
+
+    def take_refused(self) -> set[int]:
+        """Groups that the pool has passed over: once."""
+        refused, self._refused = self._refused, set()
+        return refused
+
+    @property
+    def begun_prompts(self) -> set[int]:
+        """Prompts of which gradients are there, or are computed."""
+        return {id.prompt for ids in (self._running, *self._trained.values()) for id in ids}
+
+    def undone(self, prompt: int) -> None:
+        """The samples of a prompt do not wait until they are ready again."""
+        for id in [id for id in self._waiting if id.prompt == prompt]:
+            del self._waiting[id]
 
     def forget(self, sample: Sample) -> None:
         """A sample begins anew; a gradient that is on another instance stays."""

@@ -51,6 +51,18 @@ class PoolUpdate(NoTail):
         if not pool_is_busy:
             self.update.start_in_pool(self.least_tokens)
 
+    def kept_prompts(self) -> set[int]:
+        """Groups whose gradient the pool has, or for which a call is in flight."""
+        return self.update.begun_prompts
+
+    def take_refused(self) -> set[int]:
+        """Groups that could not be copied, since an instance with some of it had died."""
+        return self.update.take_refused()
+
+    def undone(self, prompt: int) -> None:
+        """A group does not wait for the pool."""
+        self.update.undone(prompt)
+
     def trained(self, event: EarlyTrained) -> dict[int, None]:
         """The pool has computed gradients; gives the prompts of its samples."""
         assert event.instance == TRAINING_POOL, event

@@ -10,9 +10,11 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hybridrl.engines.rollout.interface import KV, Output, Request, SamplingParams
+from hybridrl.engines.rollout.interface import KV, REST, Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
+from hybridrl.engines.rollout.speculation import make_speculation
+from hybridrl.models.shard import GenParallel
 
 Make = Callable[..., NativeEngine]
 Finish = Callable[..., dict[object, Output]]
@@ -59,6 +61,52 @@ def test_nothing_is_computed_again(
     assert stats.restored_tokens == sum(len(tokens_of(request)) - 1 for request in parked)
     assert stats.kv_blocks_free == stats.kv_blocks_total
     same(outputs, wanted)
+
+
+def test_copies_go_on_elsewhere_and_the_copied_go_on_here(
+    model: PreTrainedModel, make_engine: Make, finish: Finish, requests_of: RequestsOf, same: Same
+) -> None:
+    requests = requests_of(12, group=4, prefix=True)
+    wanted = finish(make_engine(model), requests)
+    source, target = make_engine(model, max_running=6), make_engine(model)
+    source.submit(requests)
+    outputs = steps(source, 5)
+    copies = source.copy()
+    assert {request.id for request in copies} == set(range(12)) - outputs.keys()
+    lengths = {request.id: len(request.response_ids) for request in copies}
+    assert {0, 5} <= {*lengths.values()}  # of those that wait, and of those that run
+    same(finish(source) | outputs, wanted)
+    assert lengths == {request.id: len(request.response_ids) for request in copies}
+    target.submit(copies)
+    same(finish(target) | outputs, wanted)
+
+
+@pytest.mark.parametrize("with_kv", [False, True])
+@pytest.mark.parametrize("mode", ["plain", "deterministic", "drafts"])
+def test_requests_rest_where_they_are_told_to(
+    mode: str, with_kv: bool, model: PreTrainedModel, make_engine: Make, finish: Finish,
+    requests_of: RequestsOf, same: Same,
+) -> None:  # fmt: skip
+    """One that ends there, or before, does not rest."""
+    more: dict[str, dict[str, object]] = {
+        "plain": {}, "deterministic": {"deterministic": True},
+        "drafts": {"speculation": make_speculation(3, GenParallel())},
+    }  # fmt: skip
+    requests = requests_of(12, group=4, prefix=True)
+    wanted = finish(make_engine(model), requests)
+    engine = make_engine(model, **more[mode])
+    engine.submit([replace(request, rests_at=4) for request in requests])
+    outputs, held = dict[object, Output](), []
+    while engine.unfinished:
+        outputs |= steps(engine, 1)
+        held += engine.take_turns()
+    rested = {turn.id for turn in held}
+    assert {turn.finish for turn in held} == {REST}
+    assert rested == {id for id, output in wanted.items() if len(output.token_ids) > 4}
+    parked = engine.park(rested, with_kv)
+    assert {len(request.response_ids) for request in parked} == {4}
+    assert all((request.kv is not None) is with_kv for request in parked)
+    same(outputs | finish(engine, [replace(r, rests_at=0) for r in parked]), wanted)
 
 
 @torch.no_grad()

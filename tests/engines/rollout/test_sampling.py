@@ -49,7 +49,7 @@ def test_against_float64(vocab: int, temperature: float, top_k: int, top_p: floa
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(40, vocab, generator=generator) * 3
     uniform = torch.rand(40, dtype=torch.float64, generator=generator)
-    tokens, log_probs = sample(logits, uniform, batch_of(40, vocab, temperature, top_k, top_p))
+    tokens, log_probs, _ = sample(logits, uniform, batch_of(40, vocab, temperature, top_k, top_p))
     compared = 0
     for row in range(40):
         token, log_p, gap = reference(
@@ -109,7 +109,7 @@ def test_rows_with_different_parameters() -> None:
 def test_extreme_uniforms_never_draw_an_impossible_token(uniform: float) -> None:
     logits = torch.full((1, 700), -torch.inf)
     logits[0, [3, 400]] = 0.0
-    token, _ = sample(logits, torch.tensor([uniform], dtype=torch.float64), batch_of(1, 700))
+    token, *_ = sample(logits, torch.tensor([uniform], dtype=torch.float64), batch_of(1, 700))
     assert int(token) == (3 if uniform == 0 else 400)
 
 
@@ -119,7 +119,7 @@ def test_distribution() -> None:
     logits = probabilities.log().expand(20_000, -1)
     generator = torch.Generator().manual_seed(1)
     uniform = torch.rand(20_000, dtype=torch.float64, generator=generator)
-    tokens, _ = sample(logits, uniform, batch_of(20_000, 6))
+    tokens, *_ = sample(logits, uniform, batch_of(20_000, 6))
     seen = np.bincount(tokens.numpy(), minlength=6)
     wanted = probabilities.double().numpy() * 20_000
     # 20.5 is exceeded with probability 0.001 at 5 degrees of freedom.
@@ -128,7 +128,7 @@ def test_distribution() -> None:
 
 def test_greedy() -> None:
     logits = torch.randn(8, 90)
-    tokens, log_probs = sample(
+    tokens, log_probs, _ = sample(
         logits, torch.rand(8, dtype=torch.float64), batch_of(8, 90, temperature=0)
     )
     assert torch.equal(tokens, logits.argmax(-1))

@@ -16,6 +16,7 @@ from hybridrl.engines.rollout.entries import Entry
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams, Stats
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.speculation import Guess, Speculation
+from hybridrl.engines.rollout.stage import DrawnTokens
 from hybridrl.engines.rollout.stops import StopStrings
 
 VOCAB = 52
@@ -304,7 +305,7 @@ def test_the_example_of_the_docs() -> None:
     assert source.draft(request, 3) == [6, 8, 9]
     speculation = Speculation(source, FixedLength(3))
     guess = Guess(Entry(request, 0), [6, 8, 9])
-    assert speculation.accept(guess, [6, 8, 10, 5], [0.0] * 4, None) == (3, None)
+    assert speculation.accept(guess, DrawnTokens([6, 8, 10, 5], [0.0] * 4), 0, None) == (3, None)
     assert request.response_ids == [2, 4, 6, 8, 10]
     assert (speculation.num_drafted, speculation.num_accepted) == (3, 2)
 

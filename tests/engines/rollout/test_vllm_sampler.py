@@ -87,7 +87,7 @@ class Batch:
             key = np.array([draws.request.stream], np.uint64)
             uniform = torch.from_numpy(uniforms(key, np.array([draws.start + num_tokens])))
             batch = SamplingBatch.of([draws.request.sampling], VOCAB, torch.device("cpu"))
-            token, log_prob = sample(logits[row : row + 1], uniform, batch)
+            token, log_prob, _ = sample(logits[row : row + 1], uniform, batch)
             tokens.append(int(token))
             log_probs.append(float(log_prob))
         return tokens, log_probs

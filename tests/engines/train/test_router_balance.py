@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     GraniteMoeConfig,
 )
+from transformers.models.granitemoe import modeling_granitemoe
 
 from hybridrl.algorithms import Loss
 from hybridrl.config import (
@@ -177,6 +178,9 @@ def case(tiny, sequences_of):
     return path, sequences, oracle(path, sequences, COEF)
 
 
+@pytest.mark.skipif(
+    hasattr(modeling_granitemoe, "GraniteMoeExperts"), reason="this transformers names them alike"
+)
 def test_a_family_whose_experts_are_not_found_has_no_load():
     """GraniteMoE names them otherwise; a mean over no layers would be NaN."""
     cpu = torch.device("cpu")

@@ -221,7 +221,7 @@ def test_replaying_the_own_choice_changes_no_bit(ranks, case):
 
 def test_more_experts_than_a_byte_holds():
     """Two bytes each in a sample become the numbers that a row takes, padding its own choice."""
-    experts = torch.tensor([[[299, 7]], [[256, 0]]], dtype=torch.uint16)
+    experts = torch.tensor([[[299, 7]], [[256, 0]]], dtype=torch.int16)
     batch = pack(
         [
             TrainSequence(torch.arange(3), 2, routed_experts=experts),

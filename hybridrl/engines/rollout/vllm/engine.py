@@ -20,15 +20,16 @@ from hybridrl.config import RouterReplay
 from hybridrl.config.rollout import ENGINES, Engine
 from hybridrl.engines.rollout.available import in_transformers_backend
 from hybridrl.engines.rollout.expert_record import ExpertRecord
-from hybridrl.engines.rollout.interface import EngineParts, HeldTurn, Output, Request, Stats
+from hybridrl.engines.rollout.interface import REST, EngineParts, HeldTurn, Output, Request, Stats
+from hybridrl.engines.rollout.kept_ids import rows_of
 from hybridrl.engines.rollout.memory import kv_bytes_per_token
 from hybridrl.engines.rollout.requests import (
     AdmissionLimits,
     append_reply,
+    append_token,
     check_positions,
     check_requests,
     end_turn,
-    finish_of,
     output_of,
     tokens_left,
 )
@@ -256,6 +257,7 @@ class VLLMEngine:
                 response_ids=list(request.response_ids),
                 log_probs=list(request.log_probs),
                 routed_experts=None if self._experts is None else record.copy(),
+                kept_ids=request.own_kept_ids(),
                 turns=list(request.turns),
             )
             entry = self._entries[copied.id] = _Entry(copied, self._submitted)
@@ -304,6 +306,16 @@ class VLLMEngine:
             self._leave(entry)
         self._settle()
         return [entry.request for entry in entries]
+
+    def copy(self) -> list[Request]:
+        """See `RolloutEngine`. Experts are those that vLLM has, which may lack the last tokens'."""
+        copies = []
+        for entry in self._entries.values():
+            one = replace(entry, request=entry.request.copy())
+            if one.scheduled is not None:
+                self._keep_experts(one)
+            copies.append(one.request)
+        return copies
 
     def _keep_experts(self, entry: _Entry, returned: Any = None) -> None:
         """Append to a request's record what vLLM has `returned`, or has of an unfinished request.
@@ -395,6 +407,7 @@ class VLLMEngine:
         outputs_of_step: list[Any] = self._engine.step()
         drawn = self._queue.drawn
         log_probs = drawn.log_probs.tolist()
+        kept = None if drawn.kept is None else rows_of(drawn.kept)
         for output in outputs_of_step:
             entry, (completion,) = self._by_key[output.request_id], output.outputs
             request = entry.request
@@ -403,18 +416,18 @@ class VLLMEngine:
                 prefills += 1
                 self._count_prefill(entry, output.num_cached_tokens or 0)
             (token,) = completion.token_ids
-            request.response_ids.append(token)
-            request.log_probs.append(log_probs[drawn.numbers[entry.draws]])
+            row = drawn.numbers[entry.draws]
+            ids = None if kept is None else kept[row]
+            finish = append_token(request, token, log_probs[row], ids, self._stops)
             counts["decode_tokens"] += 1
             counts["cached_tokens"] += request.num_tokens - 1
-            finish = finish_of(request, self._stops)
             if finish is None:
                 assert not output.finished, f"vLLM ends request {request.id!r} by itself"
                 continue
             stopped += [] if output.finished else [entry.key]
             self._keep_experts(entry, completion.routed_experts)
             self._leave(entry)
-            if request.sampling.max_turn_tokens:
+            if finish == REST or request.sampling.max_turn_tokens:
                 self._turns.append(end_turn(request, finish))
                 entry.cached = request.num_tokens - 1  # the last one was not computed
             else:
@@ -438,8 +451,13 @@ class VLLMEngine:
     # Weights
 
     @torch.no_grad()
-    def load(self, fill: Fill) -> None:
-        """See `RolloutEngine`. It is filled layer by layer if vLLM repacks."""
+    def load(self, fill: Fill, keeps_kv: bool = False) -> None:
+        """See `RolloutEngine`. It is filled layer by layer if vLLM repacks.
+
+        Raises ValueError with `keeps_kv`: requests cannot stay.
+        """
+        if keeps_kv:
+            raise ValueError("vLLM keeps no keys and values of other weights")
         self._check_parked("its weights cannot change")
         if self._asleep:
             self._memory.wake()

@@ -3,7 +3,8 @@
 vLLM's generators have a state: a resumed request would draw the first numbers again. So a logits
 processor samples the tokens as the native engine does: the uniform of (stream, position) against
 the cumulative distribution. It leaves vLLM one choice a row. The log-probabilities are those of the
-same logits and temperature, before penalties, top-k and the like, as in the native engine.
+same logits and temperature, before penalties, top-k and the like, as in the native engine; or over
+the kept ids, where these are recorded.
 
 A draw needs no earlier token, only how many there are. So nothing waits for the device. Tokens stay
 there; log-probabilities are on the host once vLLM has the step's tokens there. And vLLM may
@@ -44,6 +45,9 @@ __all__ = [
 
 DRAWS = "hybridrl_draws"
 """The key of a request's `Draws` in vLLM's `SamplingParams.extra_args`."""
+
+
+_Draw = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -132,9 +136,11 @@ class StreamSampler(LogitsProcessor):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocab], changed in place: the sampled token's is infinite."""
         rows = self._rows = self._rows or self._gather(*logits.shape)
-        tokens, log_probs = self._draw(logits, rows)
+        tokens, log_probs, kept = self._draw(logits, rows)
         # vLLM copies the tokens after this, and waits for them before it reads the step.
-        self._drawn = BatchDraws(rows.numbers, log_probs.to("cpu", non_blocking=True))
+        if kept is not None:
+            kept = kept.to("cpu", non_blocking=True)
+        self._drawn = BatchDraws(rows.numbers, log_probs.to("cpu", non_blocking=True), kept)
         return logits.scatter_(1, tokens[:, None], torch.inf)
 
     def take(self) -> BatchDraws:
@@ -154,19 +160,21 @@ class StreamSampler(LogitsProcessor):
             sampling=sampling_batch([r.sampling for r in requests], vocab_size, self._device),
         )
 
-    def _draw(self, logits: torch.Tensor, rows: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [rows] int64 and their log-probabilities [rows], on the device."""
-        group = get_tp_group()
-        message = torch.empty(2, len(logits), dtype=torch.int64, device=self._device)
+    def _draw(self, logits: torch.Tensor, rows: _Rows) -> _Draw:
+        """What `sample` draws, on the device of every rank."""
+        group, num_kept = get_tp_group(), rows.sampling.num_kept
+        message = torch.empty(2 + num_kept, len(logits), dtype=torch.int64, device=self._device)
         if group.rank_in_group == 0:
-            tokens, log_probs = self._sample(logits, rows)
+            tokens, log_probs, kept = self._sample(logits, rows)
             if group.world_size == 1:
-                return tokens, log_probs
+                return tokens, log_probs, kept
             message = torch.stack((tokens, log_probs.double().view(torch.int64)))
+            if kept is not None:
+                message = torch.cat((message, kept.T.long()))
         group.broadcast(message)
-        return message[0], message[1].view(torch.float64)
+        return message[0], message[1].view(torch.float64), message[2:].T if num_kept else None
 
-    def _sample(self, logits: torch.Tensor, rows: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sample(self, logits: torch.Tensor, rows: _Rows) -> _Draw:
         known, num_rows = self._input_batch, len(logits)
         # Of a prompt that is computed in parts vLLM drops what is drawn behind the first ones.
         in_vllm = known.num_tokens_no_spec[:num_rows] - known.num_prompt_tokens[:num_rows]

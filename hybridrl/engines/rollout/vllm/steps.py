@@ -24,11 +24,13 @@ from hybridrl.engines.rollout.interface import SamplingParams
 class BatchDraws:
     """The draws of a batch: each request's row in it, and `log_probs` [rows].
 
-    Those are in host memory once the batch is read.
+    `kept` [rows, num_kept] are the ids of `sample`, None where no row keeps them. Both are in host
+    memory once the batch is read.
     """
 
     numbers: Mapping[object, int]
     log_probs: torch.Tensor
+    kept: torch.Tensor | None = None
 
 
 class Sampler(Protocol):

@@ -1,0 +1,85 @@
+"""The run that another one follows (`schedule.follow`): its record, and whether that is of it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config import AsyncScheduleConfig, Config, ConfigError, EmulatedClusterConfig
+from hybridrl.config.stored_run import composed_run, overrides_of
+from hybridrl.driver.checkpoints import changed_settings, settings_of
+from hybridrl.flow.versions import RunRecord, record_from_json
+from hybridrl.telemetry.records import read_lines
+
+FILE = "versions.jsonl"
+_KEY = "schedule.follow"
+_MAY_DIFFER = ("schedule.follow", "schedule.new_weights")
+
+
+def followed_run(config: Config) -> Path | None:
+    """The directory of the run that `schedule.follow` names; None where it names none."""
+    schedule = config.schedule
+    if not isinstance(schedule, AsyncScheduleConfig) or schedule.follow is None:
+        return None
+    return Path(schedule.follow)
+
+
+def recorded_run(config: Config) -> RunRecord | None:
+    """The record of the run that `schedule.follow` names; None where it names none."""
+    lines = _lines(config)
+    return None if lines is None else record_from_json(lines, config.warm_start_steps + 1)
+
+
+def recorded_steps(config: Config) -> int | None:
+    """The recipe's steps in that record, from the first on; None where no run is followed."""
+    lines = _lines(config)
+    return None if lines is None else _last_step(lines) - config.warm_start_steps
+
+
+def check_followed(config: Config) -> None:
+    """Raise ConfigError for a record that is not there, ends too early, or is of another run."""
+    lines, folder = _lines(config), followed_run(config)
+    if lines is None or folder is None:
+        return
+    if config.environment.is_on and not config.environment.replay:
+        raise ConfigError("environment.replay", False, f"true with {_KEY}")
+    if isinstance(config.cluster, EmulatedClusterConfig):
+        raise ConfigError(_KEY, folder, "null with cluster=emulated")
+    first, last = config.warm_start_steps + 1, _last_step(lines)
+    if last < (wanted := config.warm_start_steps + config.trainer.steps):
+        allowed = f"a record of steps {first} to {wanted}: this one ends with step {last}"
+        raise ConfigError(_KEY, folder, allowed)
+    recorded = composed_run(overrides_of(folder), writes=False)
+    recorded.cluster = config.cluster  # which may be another one
+    recorded.resolve_dtypes()
+    before, now = settings_of(recorded), settings_of(config)
+    for key in sorted(changed_settings(before, now)):
+        if key not in _MAY_DIFFER:
+            raise ConfigError(key, now[key], f"{before[key]}, as in {folder} ({_KEY})")
+
+
+def _last_step(lines: Sequence[Mapping[str, Any]]) -> int:
+    return max(int(line["step"]) for line in lines)
+
+
+def _lines(config: Config) -> list[dict[str, Any]] | None:
+    folder = followed_run(config)
+    if folder is None:
+        return None
+    path = folder / FILE
+    lines = [*read_lines(path)] if path.is_file() else []
+    if not lines:
+        allowed = f"the directory of a run with {FILE}, which schedule=async writes"
+        raise ConfigError(_KEY, folder, allowed)
+    # Between a reply and the next turn a lost cache has no place in the record.
+    if config.environment.is_on and (lost := _first_lost_cache(lines)):
+        allowed = f"a run whose conversations keep their caches: one has lost its in step {lost}"
+        raise ConfigError(_KEY, folder, allowed)
+    return lines
+
+
+def _first_lost_cache(lines: Sequence[Mapping[str, Any]]) -> int | None:
+    """The first step with a segment that is marked: see `flow.versions.record_to_json`."""
+    for line in lines:
+        if any(len(segment) > 2 for _, segments in line["samples"] for segment in segments):
+            return int(line["step"])
+    return None

@@ -1,0 +1,255 @@
+"""Recurrent layers over packed rows and over cached states, whatever family they are of.
+
+A mixer (Gated DeltaNet, Mamba, a short convolution) hands a state from token to token. transformers
+keeps the sequences of a packed row apart in some GPU kernels alone; elsewhere the state leaks from
+one to the next without an error. Here the mixer keeps its weights and its code, and gets batches
+[sequences, tokens, features] in place of a row:
+
+- in training each run of equal lengths is a batch, and runs of like lengths are one, padded on the
+  right. What is causal sees no padding behind it;
+- in generation the rows of a pass are batches of equal lengths, with states from a `StateCache`.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hybridrl.models.attention_shape import attention_shape
+from hybridrl.models.blocks import decoder_layers
+from hybridrl.models.packed_attention import Packing
+from hybridrl.models.parallel import meta_model
+from hybridrl.models.shrink import shrink
+from hybridrl.models.states import LayerStates, StateBatch, StateShapes, state_bytes
+
+_WASTE = 1.5  # of the tokens of a padded batch, over those of its sequences
+_CACHE_KEYWORDS = ("cache_params", "past_key_values", "cache")  # the last from 5.24 on
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Whether a module is a mixer: it has a convolution over tokens, and takes a cache."""
+    has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
+    return has_convolution and _takes_cache(module)
+
+
+def recurrent_modules(model: nn.Module) -> list[nn.Module]:
+    """The mixers of a model, or of a layer, in order."""
+    return [module for module in model.modules() if is_recurrent(module)]
+
+
+def has_keys(layer: nn.Module) -> bool:
+    """Whether a decoder layer caches keys and values: all do but those with a mixer in their place.
+
+    A layer may have both (Falcon-H1).
+    """
+    return not recurrent_modules(layer) or any(
+        _takes_cache(module)
+        for module in layer.modules()
+        if module is not layer and hasattr(module, "layer_idx") and not is_recurrent(module)
+    )
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    names = inspect.signature(type(module).forward).parameters
+    return any(name in names for name in _CACHE_KEYWORDS)
+
+
+class Mixer:
+    """Takes the place of a mixer's forward: see the module. `index` is its number in the model.
+
+    The decoder layer's keywords say what it computes: `packing`, the description of a packed row,
+    or `paged`, a pass of the native engine. Without both it is transformers' own forward.
+    """
+
+    def __init__(self, module: nn.Module, index: int) -> None:
+        self.index, self.module = index, module
+        self._forward = type(module).forward
+        names = inspect.signature(self._forward).parameters
+        self._keyword = next(name for name in _CACHE_KEYWORDS if name in names)
+        self._keywords: Mapping[str, Any] = {}
+        rule = getattr(module, "chunk_gated_delta_rule", None)
+        if callable(rule) and rule.__module__.startswith("transformers"):  # no GPU's kernel
+            module.chunk_gated_delta_rule = partial(_in_short_chunks, rule)  # type: ignore[assignment]
+        module.layer_idx = 0  # type: ignore[assignment]  # of a cache of one layer
+
+    def take(self, keywords: Mapping[str, Any]) -> None:
+        """Note the keywords of the decoder layer, some of which do not pass them on."""
+        self._keywords = {name: keywords.get(name) for name in ("packing", "paged")}
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the module: [1, tokens, features] to the same."""
+        keywords, self._keywords = self._keywords, {}  # a pass refers to a whole cache
+        packing, paged = keywords.get("packing"), keywords.get("paged")
+        if packing is not None:
+            return self._packed(hidden_states[0], packing)[None]
+        if paged is not None:
+            return self._paged(hidden_states[0], paged.states)[None]
+        return self._forward(self.module, hidden_states, *args, **kwargs)
+
+    def compute(self, x: torch.Tensor, cache: Cache | None) -> torch.Tensor:
+        """A batch [sequences, tokens, features] by the family's own code."""
+        out = self._forward(self.module, x, **{self._keyword: cache})
+        return out[0] if isinstance(out, tuple) else out
+
+    def _packed(self, x: torch.Tensor, packing: Packing) -> torch.Tensor:
+        """A packed row [tokens, features], batch by batch."""
+        if packing.group is not None or packing.chunk is not None or packing.shared is not None:
+            raise ValueError("recurrent layers need whole sequences in a row")
+        outputs, start = [], 0
+        for lengths in batches(packing.blocks):
+            rows = x[start : start + sum(lengths)]
+            start += len(rows)
+            if lengths[0] == lengths[-1]:
+                out = self.compute(rows.unflatten(0, (len(lengths), -1)), None).flatten(0, 1)
+            else:
+                places = _places(lengths, x.device)
+                padded = x.new_zeros(len(lengths) * lengths[-1], x.shape[1])
+                padded = padded.index_copy(0, places, rows).unflatten(0, (len(lengths), -1))
+                out = self.compute(padded, None).flatten(0, 1).index_select(0, places)
+            outputs.append(out)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _paged(self, x: torch.Tensor, states: StateBatch) -> torch.Tensor:
+        """The tokens [tokens, features] of a pass; padding gives zeros."""
+        out = torch.zeros_like(x)
+        tensors = states.cache.layers[self.index]
+        for run in states.runs:
+            places = run.places.flatten()
+            hidden = x.index_select(0, places).unflatten(0, run.places.shape)
+            cache = LayerStates(None if run.fresh else [t[run.slots] for t in tensors])
+            out.index_copy_(0, places, self.compute(hidden, cache).flatten(0, 1))
+            after = cache.tensors()
+            for tensor, values in zip(tensors, after, strict=True):
+                tensor[run.slots] = values.to(tensor.dtype)
+            if states.keeps:
+                states.keep(self.index, after)
+        return out
+
+
+def _in_short_chunks(
+    rule: Callable[..., Any], query: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """transformers' own `rule` for a `query` [sequences, tokens, heads, dim], in shorter chunks.
+
+    Its chunks are of 64 tokens, to which it pads, and it takes a step for each token of a chunk.
+    """
+    size = min(64, -(-query.shape[1] // 16) * 16)
+    return rule(query, *args, chunk_size=size, **kwargs)
+
+
+def batches(blocks: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """The lengths of the sequences of each batch, from the (number, length) of a row's blocks.
+
+    Lengths ascend. A block joins the batch before it while padding stays below half of the tokens.
+
+    *Example.* 4 sequences of 10 tokens, 2 of 12 and one of 100 are two batches: six of 12, one.
+    """
+    lengths_by_batch: list[tuple[int, ...]] = []
+    for number, length in blocks:
+        own = (length,) * number
+        if lengths_by_batch and (len(lengths_by_batch[-1]) + number) * length <= _WASTE * sum(
+            lengths_by_batch[-1] + own
+        ):
+            lengths_by_batch[-1] += own
+        else:
+            lengths_by_batch.append(own)
+    return lengths_by_batch
+
+
+@lru_cache(maxsize=64)
+def _places(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The places [tokens] of packed sequences in their batch, whose rows are as long as the last.
+
+    The layers of a pass ask for the same ones.
+    """
+    sizes = torch.tensor(lengths)
+    starts = torch.tensor([*accumulate(lengths, initial=0)][:-1])
+    shift = torch.arange(len(lengths)) * lengths[-1] - starts
+    return (torch.arange(sum(lengths)) + shift.repeat_interleave(sizes)).to(device)
+
+
+def use_batches(model: PreTrainedModel) -> list[Mixer]:
+    """Have the mixers of `model`, or of a rank's part of it, compute as a `Mixer`; gives these."""
+    mixers = {module: Mixer(module, i) for i, module in enumerate(recurrent_modules(model))}
+    for module, mixer in mixers.items():
+        module.forward = mixer
+    for layer in decoder_layers(model) if mixers else ():
+        if own := [mixers[module] for module in recurrent_modules(layer)]:
+            layer.register_forward_pre_hook(partial(_hand_over, own), with_kwargs=True)
+    return [*mixers.values()]
+
+
+def mixers_of(model: nn.Module) -> list[Mixer]:
+    """What `use_batches` has put into a model, in order."""
+    return [m.forward for m in recurrent_modules(model) if isinstance(m.forward, Mixer)]
+
+
+def _hand_over(mixers: Sequence[Mixer], _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    for mixer in mixers:
+        mixer.take(kwargs)
+
+
+@torch.no_grad()
+def state_shapes(model: PreTrainedModel) -> StateShapes:
+    """The shapes and formats of a sequence's states, by mixer of a rank's model.
+
+    A call with two tokens shows them. Recurrent states are kept in float32.
+    """
+    shapes = []
+    for mixer in mixers_of(model):
+        weight = next(mixer.module.parameters())
+        cache, width = LayerStates(None), model.config.hidden_size
+        mixer.compute(torch.zeros(1, 2, width, dtype=weight.dtype, device=weight.device), cache)
+        first, *others = cache.tensors()
+        shapes.append(
+            [(first.shape[1:], first.dtype), *((x.shape[1:], torch.float32) for x in others)]
+        )
+    return shapes
+
+
+def state_tokens(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """The tokens whose keys and values take as many bytes as the states of a sequence.
+
+    Of all layers, so that ranks with other layers agree.
+    """
+    model = meta_model(config, dtype=dtype)
+    use_batches(model)
+    shape = attention_shape(config)
+    keys = 2 * shape.kv_heads * shape.head_size * dtype.itemsize
+    token = keys * sum(map(has_keys, decoder_layers(model)))
+    return -(-state_bytes(state_shapes(model)) // max(1, token))
+
+
+_TOLERANCE = 0.05
+"""The difference from the largest output: right mixers have 1e-3, those that ignore a state 1."""
+
+
+def continues(config: PretrainedConfig) -> bool:
+    """Whether the mixers of a model are right for several tokens on top of a state.
+
+    Some of transformers' ignore it. It is tried on a small model of the config, whose mixers
+    compute four tokens at once, and the last two on the state of the first two.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(shrink(config), dtype=torch.float32).eval()
+        mixers = {type(mixer.module): mixer for mixer in use_batches(model)}.values()
+        return all(_continues(mixer, model.config.hidden_size) for mixer in mixers)
+
+
+@torch.no_grad()
+def _continues(mixer: Mixer, width: int) -> bool:
+    x = torch.randn(3, 4, width)
+    for parameter in mixer.module.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0, parameter[0].numel() ** -0.5)
+    whole, cache = mixer.compute(x, LayerStates(None)), LayerStates(None)
+    mixer.compute(x[:, :2], cache)
+    rest = mixer.compute(x[:, 2:], LayerStates(cache.tensors()))
+    return bool((rest - whole[:, 2:]).abs().max() < _TOLERANCE * whole.abs().max())

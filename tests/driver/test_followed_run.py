@@ -1,0 +1,158 @@
+"""Records of versions that are not those of the run that is to follow them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config import Config, ConfigError
+from hybridrl.config.compose import register
+from hybridrl.config.stored_run import composed_run
+from hybridrl.driver.checkpoints import Origin
+from hybridrl.driver.followed_run import check_followed, recorded_run
+from hybridrl.driver.run import _judge_failures
+from hybridrl.flow.executor import Computed
+from hybridrl.flow.sample import SampleId, TokenSpan
+from hybridrl.flow.turns import RecordDiffers
+from hybridrl.flow.versions import (
+    RunRecord,
+    Segment,
+    record_from_json,
+    record_to_json,
+    segments_of,
+)
+from hybridrl.schedule.following import Followed
+
+POOL = ["schedule=async", "schedule.max_staleness=2", "cluster.ranks=2", "cluster.pools.rollout=1"]
+LINES = [
+    {"step": 121, "samples": [[[0, "", 0], [[0, 5]]], [[0, "", 1], [[0, 3], [1, 9]]]]},
+    {
+        "step": 122,
+        "samples": [[[1, "", 0], [[1, 4]]]],
+        "failed": [[[1, "", 0], 2, "timeout"]],
+    },
+]
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    flying = ["trainer.steps=2", "schedule.new_weights=in_flight", f"run.dir={tmp_path}"]
+    register()
+    composed_run(["recipe=grpo", *POOL, *flying])  # which writes them, as the command line does
+    (tmp_path / "versions.jsonl").write_text("".join(json.dumps(x) + "\n" for x in LINES))
+    return tmp_path
+
+
+@pytest.mark.parametrize("ranks", [["cluster.ranks=3"], ["cluster.pools.rollout=0"]])
+def test_a_record_is_read(
+    make_config: Callable[..., Config], recorded: Path, ranks: list[str]
+) -> None:
+    follow = [f"schedule.follow={recorded}", "trainer.steps=2", *ranks]
+    config = make_config("recipe=grpo", *POOL, *follow)
+    check_followed(config)
+    record = recorded_run(config)
+    assert record is not None
+    second = SampleId(0, k=1)
+    assert record.versions[second] == (Segment(0, 3), Segment(1, 9))
+    assert recorded_run(make_config("recipe=grpo", *POOL)) is None
+    followed = Followed(record)
+    assert [followed.rests_at(second, n) for n in (0, 2, 3, 8)] == [3, 3, 0, 0]
+    assert [followed.segment(second, n).steps for n in (0, 2, 3, 8)] == [0, 0, 1, 1]
+    assert record.batches == {0: [0], 1: [1]}
+    assert record.failures == {SampleId(1, k=0): (2, "timeout")}
+    followed.check(record.versions, record.failures)
+    with pytest.raises(RecordDiffers, match=r"sample 0\.1 goes on after 9 tokens"):
+        followed.segment(second, 9)
+    with pytest.raises(RecordDiffers, match=r"it has no sample 7\.0"):
+        followed.segment(SampleId(7, k=0), 0)
+    with pytest.raises(RecordDiffers, match=r"0\.1 has tokens up to 4 by v_0, not 3 by v_0, 9 by"):
+        followed.check({second: (Segment(0, 4),)}, {})
+    with pytest.raises(RecordDiffers, match=r"1\.0 ends; there it fails at turn 2 \(timeout\)"):
+        followed.check(record.versions, {})
+
+
+def test_a_reply_is_of_the_segment_that_goes_on_after_it() -> None:
+    """Whichever weights were there when it came: no sample rests where these did nothing."""
+    spans = [(0, 14, 0, True), (14, 18, 0, False), (18, 24, 2, True), (24, 26, 2, False)]
+    segments = segments_of([TokenSpan(*span) for span in spans], {0: 0, 2: 1})
+    assert segments == (Segment(0, 14), Segment(1, 24))
+
+
+def test_judgements_that_have_failed_fail_again(
+    make_config: Callable[..., Config], recorded: Path, tmp_path: Path
+) -> None:
+    line = {"step": 121, "id": "0.1", "failed": {"reward_status": "timeout"}}
+    (recorded / "judges").mkdir()
+    (recorded / "judges" / "failures.jsonl").write_text(json.dumps(line) + "\n")
+    config = make_config("recipe=grpo", *POOL, f"schedule.follow={recorded}", "run.dir=elsewhere")
+    scalars = {"reward": (1.0, 0.5), "reward_status": ("ok", "ok")}
+    judged = Computed("reward", (SampleId(0, k=1), SampleId(1, k=0)), scalars, ())
+    again = _judge_failures(config, Origin({}, None)).followed(judged)
+    assert isinstance(again, Computed)
+    assert again.scalars == {"reward": (0.0, 0.5), "reward_status": ("timeout", "ok")}
+
+
+def test_caches_that_were_computed_again_are_in_the_record() -> None:
+    """Each begins a segment, of the weights that have done it."""
+    spans = [
+        (0, 6, 0, True),
+        (6, 9, 2, True),
+        (9, 12, 2, True, True),
+        (12, 14, 2, False),
+        (14, 18, 2, True),
+        (18, 20, 4, True, True),
+    ]
+    segments = segments_of([TokenSpan(*span) for span in spans], {0: 0, 2: 1, 4: 2})
+    wanted = Segment(0, 6), Segment(1, 9), Segment(1, 18, True), Segment(2, 20, True)
+    assert segments == wanted
+    id = SampleId(0, k=0)
+    line = record_to_json(RunRecord({id: segments}, {}))
+    assert line["samples"][0][1] == [[0, 6], [1, 9], [1, 18, 1], [2, 20, 1]]
+    record = record_from_json([{"step": 1, **line}], 1)
+    assert record.versions == {id: wanted}
+    followed = Followed(record)
+    assert [n for n in range(20) if followed.recomputes(id, n)] == [9, 18]
+    assert [followed.rests_at(id, n) for n in (0, 6, 9, 18)] == [6, 9, 18, 0]
+    with pytest.raises(RecordDiffers, match=r"9 by v_1, 20 by v_2, not 6 .*, 18 by v_1 on a cache"):
+        followed.check({id: (Segment(0, 6), Segment(1, 9), Segment(2, 20))}, {})
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        (
+            "schedule.follow=nowhere",
+            r"schedule\.follow=nowhere: wanted the directory of a run",
+        ),
+        ("trainer.steps=3", r"wanted a record of steps 121 to 123: this one ends with step 122"),
+        ("run.seed=5", r"run\.seed=5: wanted 0, as in .*\(schedule\.follow\)"),
+        ("recipe.kl_coef=0.5", r"recipe\.kl_coef=0\.5: wanted "),
+        ("rollout=vllm", r"rollout\.engine=vllm: wanted native, as in"),
+        (
+            "environment=python environment.replay=false",
+            r"environment\.replay=False: wanted true with schedule",
+        ),
+        ("schedule.max_staleness=3", r"schedule\.max_staleness=3: wanted 2, as in"),
+    ],
+)
+def test_another_run_is_refused(
+    make_config: Callable[..., Config], recorded: Path, more: str, error: str
+) -> None:
+    follow = [f"schedule.follow={recorded}", "trainer.steps=2"]
+    with pytest.raises(ConfigError, match=error):
+        check_followed(make_config("recipe=grpo", *POOL, *follow, *more.split()))
+
+
+def test_conversations_that_have_lost_caches_are_refused(
+    make_config: Callable[..., Config], recorded: Path
+) -> None:
+    """Other samples with lost caches are followed."""
+    lost = {"step": 123, "samples": [[[2, "", 0], [[2, 3], [2, 5, 1]]]]}
+    with (recorded / "versions.jsonl").open("a") as file:
+        file.write(json.dumps(lost) + "\n")
+    follow = [f"schedule.follow={recorded}", "trainer.steps=2"]
+    recorded_run(make_config("recipe=grpo", *POOL, *follow))
+    error = r"wanted a run whose conversations keep their caches: one has lost its in step 123$"
+    with pytest.raises(ConfigError, match=error):
+        recorded_run(make_config("recipe=grpo", *POOL, *follow, "environment=python"))

@@ -1,0 +1,120 @@
+"""`hybridrl plan auto` chooses ranks that generate alone exactly where its rule says so."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from hybridrl.config import AsyncScheduleConfig, ConfigError
+from hybridrl.costs.mapping import ACTOR
+from hybridrl.plan import mapping_command
+from hybridrl.plan.mapping_report import MappingReport
+from hybridrl.plan.mapping_search import TOLERANCE
+from hybridrl.plan.mapping_split import GAIN, ROLLOUT, SplitSearch
+
+TINY = (
+    *("recipe=grpo", "cluster.device=cpu", "data.max_prompt_tokens=64", "data.size=50"),
+    *("data.eval_size=8", "cluster.memory_check=warn", "--nodes=1", "--gpus-per-node=4"),
+    *("--gpu=h100", "--number=3", "--seconds=20"),
+)
+LENGTHS = "--lengths=lognormal:median=60,sigma=0.8"
+LONG = (LENGTHS, "rollout.max_new_tokens=192", "trainer.prompts_per_step=2")
+"""The longest sample takes longer than all else."""
+BUSY = (
+    *("model=qwen3_1.7b", "cluster.device=cuda", "trainer.epochs=4", "trainer.prompts_per_step=64"),
+    *("rollout.max_new_tokens=24", "--lengths=lognormal:median=8,sigma=0.1"),
+)
+"""Training takes nearly all of a step: what separate ranks save is about what they lack."""
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[SplitSearch]:
+    """The searches for a split of a command."""
+    searched: list[SplitSearch] = []
+
+    class Kept(SplitSearch):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)  # type: ignore[arg-type]
+            searched.append(self)
+
+    monkeypatch.setattr(mapping_command, "SplitSearch", Kept)
+    return searched
+
+
+def seconds_of(report: MappingReport, alone: bool) -> list[float]:
+    """Steps of the report's mappings with ranks that generate alone, or without, ascending."""
+    mappings = report.result.best
+    return [one.seconds.step_s for one in mappings if (ROLLOUT in one.mapping.pools) is alone]
+
+
+@pytest.mark.parametrize(
+    ("args", "max_staleness", "wins"),
+    [
+        (LONG, 0, False),
+        (LONG, 1, True),
+        (LONG, 2, True),
+        (BUSY, 0, False),
+        (BUSY, 1, False),
+        ((*BUSY, "trainer.epochs=1"), 1, True),
+        ((*LONG, "recipe=ppo"), 1, True),
+    ],
+)
+def test_separate_ranks_are_chosen_where_their_step_is_shorter_by_three_percent(
+    args: Sequence[str], max_staleness: int, wins: bool, searches: list[SplitSearch]
+) -> None:
+    """Every split is replayed here, and none of those that the command left out is quicker."""
+    report = mapping_command.run([*TINY, *args, f"--max-staleness={max_staleness}"])
+    (search,) = searches
+    steps = [search.price(mapping).step_s for mapping in search.mappings(max_staleness)]
+    assert len(steps) >= 3
+    shared_s = seconds_of(report, alone=False)[0]
+    assert (min(steps) <= (1 - GAIN) * shared_s) is wins
+    chosen = seconds_of(report, alone=True)
+    assert len(chosen) == wins
+    if wins:
+        assert report.result.best[0].seconds.step_s == chosen[0] <= min(steps) * (1 + TOLERANCE)
+        assert "schedule=async" in report.overrides[0]
+        assert f"schedule.max_staleness={max_staleness}" in report.overrides[0]
+    assert f"ranks that generate alone {'win' if wins else 'lose'}: " in report.separate
+    assert report.separate in report.remarks()
+
+
+def test_no_step_is_below_the_terms_that_the_line_names(searches: list[SplitSearch]) -> None:
+    for max_staleness in (0, 1, 4):
+        mapping_command.run([*TINY, *LONG, f"--max-staleness={max_staleness}"])
+        search = searches[-1]
+        for mapping in search.mappings(max_staleness):
+            split = search.price(mapping)
+            assert split.step_s >= max(split.terms.values()) * (1 - 1e-9)
+            assert split.priced.bound_s == max(split.terms.values())
+
+
+def test_training_ranks_have_layouts_that_fill_them(searches: list[SplitSearch]) -> None:
+    mapping_command.run([*TINY, *LONG, "recipe=ppo"])
+    (search,) = searches
+    for mapping in search.mappings(1):
+        assert sum(mapping.ranks.values()) == 4
+        assert all(layout.ranks == mapping.ranks[ACTOR] for layout in mapping.train.values())
+        assert mapping.ranks[ROLLOUT] % mapping.gen.ranks == 0
+
+
+def test_a_split_by_hand_costs_what_the_search_says() -> None:
+    report = mapping_command.run([*TINY, *LONG, "--max-staleness=1"])
+    best = report.result.best[0]
+    args = [arg for arg in (*TINY, *LONG) if "number" not in arg]
+    again = mapping_command.run([*args, *report.overrides[0], "--price"])
+    (priced,) = again.result.best
+    assert priced.mapping.ranks == best.mapping.ranks
+    assert isinstance(priced.mapping.schedule, AsyncScheduleConfig)
+    assert priced.seconds.step_s == pytest.approx(best.seconds.step_s, rel=1e-9)
+
+
+def test_recipes_that_need_their_own_weights_are_not_tried() -> None:
+    report = mapping_command.run([*TINY, *LONG, "recipe=rloo", "--max-staleness=1"])
+    assert "are not tried: the recipe runs with" in report.separate
+    assert not seconds_of(report, alone=True)
+
+
+def test_what_has_no_price_is_refused() -> None:
+    pools = ("cluster.ranks=4", "cluster.pools.actor=2", "cluster.pools.rollout=2")
+    with pytest.raises(ConfigError, match=r"cluster\.pools\.rollout.*others have no price"):
+        mapping_command.run([*TINY, *LONG, *pools, "schedule=serial", "--price"])
