@@ -24,6 +24,7 @@ DEADLY = """
 import functools
 import os
 import signal
+import time
 
 import psutil
 
@@ -53,6 +54,17 @@ def deadly(kind, method, moment, version_of):
     setattr(kind, method, calling)
 
 
+def slow(kind, method, seconds):
+    call = getattr(kind, method)
+
+    @functools.wraps(call)
+    def calling(self, *args, **settings):
+        time.sleep(seconds)
+        return call(self, *args, **settings)
+
+    setattr(kind, method, calling)
+
+
 def trained(worker, *_):
     return worker.trained["actor"].train_engine.version if "actor" in worker.trained else None
 
@@ -61,6 +73,7 @@ def arm():
     '''In every rank that is sent one of the objects below: the file itself is not imported.'''
     if not hasattr(TrainerWorker, "is_armed"):
         TrainerWorker.is_armed = True
+        slow(Generator, "advance", float(os.environ.get("SLOW", 0)))
         deadly(TrainerWorker, "push", "push", trained)
         deadly(BaseWorker, "save_state", "checkpoint", trained)
         deadly(Generator, "load", "load", lambda generator, fill, version, *_: version)
@@ -195,10 +208,12 @@ def test_a_run_that_follows_is_killed_and_resumed(
     assert any(len(segments) > 1 for line in record for _, segments in line["samples"])
     settings += ["schedule.follow=whole", "cluster.ranks=3", "cluster.pools.rollout=2"]
     settings += ["run.dir=followed", "trainer.resume=auto"]
+    monkeypatch.setenv("SLOW", "0.1")  # samples take longer than a step: some rest at its checkpoint
     monkeypatch.setenv("KILL", f"update {2 * MINI_BATCHES + 1}")
     code, _, err = command(*settings).end(timeout=300)
     assert code == -signal.SIGKILL, err
     assert goes_on(tmp_path / "followed" / "checkpoints" / "step_000002"), "no sample rests"
+    monkeypatch.delenv("SLOW")
     monkeypatch.setenv("KILL", "never")
     code, _, err = command(*settings).end(timeout=300)
     assert code == 0, err
