@@ -73,7 +73,8 @@ def arm():
     '''In every rank that is sent one of the objects below: the file itself is not imported.'''
     if not hasattr(TrainerWorker, "is_armed"):
         TrainerWorker.is_armed = True
-        slow(Generator, "advance", float(os.environ.get("SLOW", 0)))
+        slow(Generator, "advance", float(os.environ.get("ADVANCE_S", 0)))
+        slow(ActorTrainer, "_stepped", float(os.environ.get("UPDATE_S", 0)))
         deadly(TrainerWorker, "push", "push", trained)
         deadly(BaseWorker, "save_state", "checkpoint", trained)
         deadly(Generator, "load", "load", lambda generator, fill, version, *_: version)
@@ -202,18 +203,21 @@ def test_a_run_that_follows_is_killed_and_resumed(
     ]  # fmt: skip
     monkeypatch.setenv("KILL", "never")
     monkeypatch.setenv("VICTIM", "driver")
+    monkeypatch.setenv("ADVANCE_S", "0.05")  # so weights come within responses
     code, _, err = command(*settings, "cluster.ranks=2", "run.dir=whole").end(timeout=300)
     assert code == 0, err
     record = read_lines(tmp_path / "whole" / "versions.jsonl")
-    assert any(len(segments) > 1 for line in record for _, segments in line["samples"])
+    of_several = [x for line in record for _, x in line["samples"] if len(x) > 1]
+    version = of_several[0][1][0]  # some sample rests until an instance has these weights
+    monkeypatch.setenv("ADVANCE_S", "0")
     settings += ["schedule.follow=whole", "cluster.ranks=3", "cluster.pools.rollout=2"]
-    settings += ["run.dir=followed", "trainer.resume=auto"]
-    monkeypatch.setenv("SLOW", "0.1")  # samples take longer than a step: some rest at its checkpoint
-    monkeypatch.setenv("KILL", f"update {2 * MINI_BATCHES + 1}")
+    settings += ["run.dir=followed", "trainer.resume=auto", "trainer.save_every=1"]
+    monkeypatch.setenv("UPDATE_S", "1")  # so instances come to where samples rest
+    monkeypatch.setenv("KILL", f"update {version * MINI_BATCHES + 1}")
     code, _, err = command(*settings).end(timeout=300)
     assert code == -signal.SIGKILL, err
-    assert goes_on(tmp_path / "followed" / "checkpoints" / "step_000002"), "no sample rests"
-    monkeypatch.delenv("SLOW")
+    assert goes_on(tmp_path / "followed" / "checkpoints" / f"step_{version:06d}"), "no sample rests"
+    monkeypatch.setenv("UPDATE_S", "0")
     monkeypatch.setenv("KILL", "never")
     code, _, err = command(*settings).end(timeout=300)
     assert code == 0, err
