@@ -42,7 +42,7 @@ environments  rewards sandbox config
 rewards       sandbox engines models config
 sandbox       config
 schedule      flow costs config
-engines       algorithms models layout kernels pipelines config
+engines       algorithms models layout kernels pipelines system config
 flow          costs config
 costs         layout pipelines config
 algorithms    config

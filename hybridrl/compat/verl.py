@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config import Device
+from hybridrl.system.activity import in_call
 from hybridrl.system.devices import local_index
 from hybridrl.telemetry.log import logged
 from hybridrl.workers.dispatch import Dispatch, dispatched_methods, runs_concurrently
@@ -73,10 +74,10 @@ _DISPATCH = {
 }
 
 
-def _forward(name: str) -> Callable[..., Any]:
+def _forward(name: str, is_concurrent: bool) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            with logged(logger, f"call {name}"):
+            with logged(logger, f"call {name}"), in_call("" if is_concurrent else name):
                 return getattr(self.worker, name)(*args, **kwargs)
         except Exception:
             traceback.print_exc()  # into the rank's log; the driver gets one line
@@ -115,8 +116,9 @@ def worker_class(cls: type, make: Callable[..., Any], *args: Any, **kwargs: Any)
 
     methods: dict[str, Any] = {}
     for name, mode in dispatched_methods(cls).items():
-        method = _forward(name)
-        if runs_concurrently(cls, name):
+        is_concurrent = runs_concurrently(cls, name)
+        method = _forward(name, is_concurrent)
+        if is_concurrent:
             # The innermost function: Ray unwraps every wrapper for a method's group.
             method = ray.method(concurrency_group=_CONCURRENT)(method)
         methods[name] = register(dispatch_mode=_DISPATCH[mode], blocking=False)(method)

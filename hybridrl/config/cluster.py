@@ -200,6 +200,12 @@ class ClusterConfig:
     """Seconds to wait for the nodes to join, and for the ranks to come up."""
     timeout_s: float = bounded(1800.0, above=0)
     """Seconds after which a collective among ranks that has not ended ends the run."""
+    hang_factor: float = bounded(10.0, least=0)
+    """A rank is stuck once a stretch of its call (a pass of a micro-batch, 16 decode steps) lasts
+    so many times its longest of late, and above `hang_floor_s`: a line says what each rank is in,
+    and it counts as dead. 0: no rank is watched."""
+    hang_floor_s: float = bounded(60.0, above=0)
+    """Seconds that a stretch of a call may last in any case."""
     holds_models: ClassVar[bool] = True
     """Whether its ranks hold models; those of an emulated device take modeled seconds."""
     uses_ray: ClassVar[bool] = True

@@ -191,7 +191,8 @@ class Rounds:
 
     def _read_unawaited(self, timeout: float) -> None:
         if self._unawaited:
-            for call in self.group.launcher.wait(list(self._unawaited), timeout):
+            calls = {call: rank for call, (rank, _) in self._unawaited.items()}
+            for call in self.group.wait(calls, timeout):
                 rank, begun = self._unawaited.pop(call)
                 try:
                     begun.answers[call] = self.group.value_of(rank, call, begun.step)
@@ -229,7 +230,8 @@ class Rounds:
             return list(concurrent.futures.wait(self._here, POLL_S, first).done)
         # Nothing waits for both; a rank's call takes longer than this, and so does a judge.
         timeout = 0.0 if ended else MIXED_POLL_S if self._here else POLL_S
-        return ended + self.group.launcher.wait(list(self._pending), timeout)
+        calls = {call: rank for call, (rank, _) in self._pending.items()}
+        return ended + self.group.wait(calls, timeout)
 
     def _start_next(
         self, work: EventCalls, answers: list[Any] | InstanceEnded | None

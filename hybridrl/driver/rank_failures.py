@@ -137,7 +137,9 @@ class RankFailures:
 
     def _described(self, rank: int, error: CallFailed) -> str:
         """The failure of a rank in one line."""
-        if error.died:
+        if error.stuck:
+            reason = str(error)
+        elif error.died:
             reason = "its process ended (killed, out of memory, or crashed)"
             if self.locations[rank] == _UNKNOWN:
                 reason = f"{reason}: {error}"

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Concatenate
 
 from hybridrl.config import Config
 from hybridrl.costs.memory import PoolSizes
+from hybridrl.driver.hang_watch import HangWatch
 from hybridrl.driver.rank_failures import InstanceEnded, RankFailures
 from hybridrl.driver.rank_pool import Pool
 from hybridrl.flow.executor import (
@@ -23,7 +25,8 @@ from hybridrl.flow.graph import AnswersStage, Graph, Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.preflight.node_crossing import crossing_warnings
 from hybridrl.rewards import RewardInput
-from hybridrl.runtime.launcher import CallFailed, Launcher
+from hybridrl.runtime.launcher import POLL_S, CallFailed, Launcher
+from hybridrl.system import activity
 from hybridrl.system.memory import MemoryReading
 from hybridrl.system.node_info import NodeInfo
 from hybridrl.telemetry.digests import ShardDigest
@@ -85,6 +88,8 @@ class WorkerGroup:
         self.launcher, self.config = launcher, config
         self.on_span, self.on_memory, self.current_step = on_span, on_memory, current_step
         self.killed = False
+        # Those of a run that is resumed are of its ranks.
+        shutil.rmtree(Path(config.run.dir) / activity.FOLDER, ignore_errors=True)
         workers = launcher.start(
             ClusterWorker, make_worker, config, model_path, launcher.data_plane
         )
@@ -105,6 +110,7 @@ class WorkerGroup:
         self.places: list[list[int]] = []
         self.wide: dict[int, list[int]] = {}
         self.logs = Path(config.run.dir) / "logs"
+        self.watch = HangWatch(config.cluster, Path(config.run.dir))
 
     @property
     def size(self) -> int:
@@ -139,10 +145,34 @@ class WorkerGroup:
         logger.debug("waiting for ranks %d to %d", first, first + len(references) - 1)
         values: dict[int, Answer] = {}
         while pending:
-            for reference in self.launcher.wait(list(pending)):
+            for reference in self.wait(pending):
                 rank = pending.pop(reference)
                 values[rank] = self.value_of(rank, reference)
         return [values[rank] for rank in range(first, first + len(references))]
+
+    def wait(
+        self, calls: Mapping[Reference[Any], Any], timeout: float = POLL_S
+    ) -> list[Reference[Any]]:
+        """The ended ones of `calls`, each with its rank; none after `timeout` seconds without any.
+
+        A rank that is stuck is treated as dead (`HangWatch`).
+        """
+        ended: list[Reference[Any]] = self.launcher.wait(list(calls), timeout)
+        if not ended:
+            self._end_stuck(calls.values())
+        return ended
+
+    def _end_stuck(self, awaited: Iterable[int]) -> None:
+        hang = self.watch.check(self.living(range(self.size)), awaited)
+        if hang is None:
+            return
+        for line in hang.lines:
+            logger.warning("%s", line)
+        for rank in hang.stuck:
+            if rank not in self.failures.dead:
+                error = self.failures.of(rank, CallFailed(hang.reason, stuck=True))
+                if not isinstance(error, InstanceEnded):
+                    raise error
 
     def kill(self) -> None:
         """End every rank now."""
@@ -154,7 +184,7 @@ class WorkerGroup:
         values: dict[Reference[Answer], Answer] = {}
         pending = dict(calls)
         while pending:
-            for call in self.launcher.wait(list(pending)):
+            for call in self.wait(pending):
                 with contextlib.suppress(InstanceEnded):
                     values[call] = self.value_of(pending.pop(call), call)
         return [values[call] for call in calls if call in values]

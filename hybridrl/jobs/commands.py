@@ -20,7 +20,9 @@ from hybridrl.jobs.batch import BatchScript
 from hybridrl.jobs.ray_jobs import RayJob
 from hybridrl.runtime import slurm
 from hybridrl.runtime.errors import JobError
+from hybridrl.system.activity import FOLDER
 from hybridrl.system.owned_folder import temporary_folder
+from hybridrl.system.rank_looks import ENDED, look, process_state, recorded_ranks
 from hybridrl.telemetry.log import command_log
 
 logger = logging.getLogger(__name__)
@@ -223,19 +225,23 @@ def examine_nodes(
 def status(args: Sequence[str]) -> Iterator[str]:
     """Job, state and directory of the runs named by directory or job id; default: all in ./runs.
 
-    A sweep's directory stands for all of its runs.
+    A sweep's directory stands for all of its runs. Of a run with ranks on this node, what each is
+    in and where its code stands.
     """
     runs = Path("runs")
     records = [*runs.glob("*/slurm/job"), *runs.glob("*/ray/job.json")]
+    records += [file for file in runs.glob(f"*/{FOLDER}/00000") if _live_ranks(file.parents[1])]
     targets = list(args) or sorted(str(file.parents[1]) for file in records)
     if not targets:
         yield "no submitted run in ./runs; name a run directory or a job id"
     for target in targets:
+        ranks = _live_ranks(Path(target))
         if RayJob.is_of(Path(target)):
             yield _ray_status(Path(target))
-            continue
-        for job, run_dir in _runs(target):
-            yield f"{job}  {_state(job, run_dir)}  {_shown(run_dir)}"
+        elif not ranks or (Path(target) / "slurm/job").is_file():
+            for job, run_dir in _runs(target):
+                yield f"{job}  {_state(job, run_dir)}  {_shown(run_dir)}"
+        yield from map(str, look(Path(target), ranks))
 
 
 def logs(args: Sequence[str]) -> Iterator[str]:
@@ -274,6 +280,12 @@ def cancel(args: Sequence[str]) -> Iterator[str]:
             yield f"cancelled job {job}"
         else:
             yield f"job {job} has ended before"
+
+
+def _live_ranks(run_dir: Path) -> list[int]:
+    """The ranks of a run that have a process on this node."""
+    looks = look(run_dir, recorded_ranks(run_dir), stacks=False)
+    return [one.rank for one in looks if process_state(one.activity.pid) != ENDED]
 
 
 def _ray_status(run_dir: Path) -> str:

@@ -26,9 +26,9 @@ def rank_environment(config: ClusterConfig) -> dict[str, str]:
 
 
 class CallFailed(RuntimeError):
-    """A call of a rank failed: its method raised `cause`, or (`died`) its process ended.
+    """A call of a rank failed: its method raised `cause`, or its process ended or is stuck.
 
-    `trace` is the traceback of a rank that shares the driver's terminal.
+    `died` is true of both. `trace` is the traceback of a rank that shares the driver's terminal.
     """
 
     def __init__(
@@ -37,9 +37,11 @@ class CallFailed(RuntimeError):
         cause: BaseException | None = None,
         died: bool = False,
         trace: str = "",
+        stuck: bool = False,
     ) -> None:
         super().__init__(" ".join(message.split()))
-        self.cause, self.died, self.trace = cause, died, trace
+        self.cause, self.died, self.trace = cause, died or stuck, trace
+        self.stuck = stuck
 
 
 class RemoteObject(Protocol):

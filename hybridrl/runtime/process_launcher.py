@@ -33,9 +33,10 @@ from hybridrl.runtime.launcher import (
     CallFailed,
     rank_environment,
 )
+from hybridrl.system.activity import in_call
 from hybridrl.telemetry.log import as_rank, logged
 from hybridrl.workers.data_plane import DataPlane, LocalDataPlane
-from hybridrl.workers.dispatch import Dispatch, dispatched_methods
+from hybridrl.workers.dispatch import Dispatch, dispatched_methods, runs_concurrently
 
 logger = logging.getLogger(__name__)
 
@@ -332,7 +333,8 @@ def _serve(
 def _run(worker: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Answer:
     """What a method returns; or what it raised, with the traceback, which the log has too."""
     try:
-        with logged(logger, f"call {name}"):
+        is_concurrent = runs_concurrently(type(worker), name)
+        with logged(logger, f"call {name}"), in_call("" if is_concurrent else name):
             return getattr(worker, name)(*args, **kwargs), None, ""
     except Exception as error:
         logger.info("call %s failed", name, exc_info=True)

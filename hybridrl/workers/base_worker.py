@@ -27,6 +27,7 @@ from hybridrl.flow.graph import Graph, Stage, StageMethod, UpdateStage
 from hybridrl.flow.sample import SampleId
 from hybridrl.layout.process_groups import warm_up
 from hybridrl.models.load import TORCH_DTYPES, load_tokenizer
+from hybridrl.system.activity import mark
 from hybridrl.system.devices import prepare_gpu
 from hybridrl.system.memory import MemoryReading, free_cached_memory
 from hybridrl.system.node_info import NodeInfo, node_name, read_node_info
@@ -414,6 +415,7 @@ class BaseWorker:
         `num_samples` is None where it is not about samples. `_name_last_span` can name it anew.
         """
         logger.debug("%s%s", name, "" if num_samples is None else f", samples: {num_samples}")
+        mark(name)
         start = time.time()
         try:
             yield

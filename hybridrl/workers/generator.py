@@ -47,6 +47,7 @@ from hybridrl.models.context import context_tokens
 from hybridrl.models.parallel import model_parameters
 from hybridrl.models.response_text import ResponseText
 from hybridrl.models.shard import GenParallel
+from hybridrl.system.activity import mark
 from hybridrl.system.memory import free_cached_memory
 from hybridrl.workers.answers import InstanceDescription
 from hybridrl.workers.data_plane import DataPlane
@@ -60,6 +61,8 @@ from hybridrl.workers.turns import (
     recomputed,
 )
 from hybridrl.workers.wide import WideShare, cut_samples, wide_shares
+
+_MARKED_STEPS = 16  # decode steps that are one stretch of a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +263,8 @@ class Generator:
         call = self._bounded_call(num_decode_steps if equal else None)
         engine = self.engine
         while steps < num_decode_steps and self.unfinished and not (call and call.call_is_done):
+            if steps % _MARKED_STEPS == 0:
+                mark("decode", steps)
             outputs += [(output, None) for output in engine.step()]
             ended += engine.take_turns()
             steps += 1

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from hybridrl.config import ClusterKind, Config, Device
+from hybridrl.system import activity
 from hybridrl.system.rendezvous import NCCL_TRACE, record_collectives
 from hybridrl.telemetry.log import rank_log
 from hybridrl.workers.actor_worker import ActorWorker
@@ -24,6 +25,7 @@ def make_worker(
     # Under Ray a rank's standard error is a file; without it is the terminal.
     plain, logs = config.cluster.kind is ClusterKind.processes, Path(config.run.dir) / "logs"
     rank_log(rank, config.log.level, logs / f"rank-{rank}.log" if plain else None)
+    activity.record_to(activity.file_of(Path(config.run.dir), rank))
     pools = config.cluster.pool_ranks
     assert world_size == sum(map(len, pools.values()))
     name = next(name for name, ranks in pools.items() if rank in ranks)

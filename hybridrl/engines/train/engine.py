@@ -64,6 +64,7 @@ from hybridrl.models.packed_attention import NAME
 from hybridrl.models.router_replay import ExpertShape, enable_replay
 from hybridrl.models.stored_weights import StoredWeights
 from hybridrl.pipelines.balance import SequenceCost
+from hybridrl.system.activity import mark
 
 logger = logging.getLogger(__name__)
 
@@ -553,6 +554,7 @@ class TrainEngine(ModelShards):
 
         Gradients and `sums` are to be multiplied by `factor`.
         """
+        mark("optimizer")
         gradients, own_square = local_gradients(self.chunks, self.dims, factor)
         square, metrics = averages(own_square, sums, factor, self._replica.size)
         metrics |= {

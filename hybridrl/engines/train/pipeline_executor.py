@@ -24,6 +24,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from hybridrl.layout.process_groups import shared_group, warm_up
 from hybridrl.pipelines.problem import PassKind, PipelineAction, PipelinePlan
+from hybridrl.system.activity import mark
 
 ChunkForward = Callable[[torch.Tensor, int], torch.Tensor]
 """From ids or hidden states, and the micro-batch's number: hidden states, at last the loss [1]."""
@@ -154,6 +155,7 @@ class PipelineExecutor:
     # Passes
 
     def _act(self, action: PipelineAction) -> None:
+        mark(action.kind.value, action.micro_batch)
         match action.kind:
             case PassKind.forward:
                 self._forward(action)

@@ -12,6 +12,7 @@ from hybridrl.engines.train.gathering import fsdp_modules
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import PackedBatch, PackedModel
 from hybridrl.engines.train.replica import MicroBatches
+from hybridrl.system.activity import mark
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,6 +75,7 @@ def train_rows(
 
     for number, batch in enumerate(batches):
         last_row = number == len(batches) - 1
+        mark("micro-batch", number)
         if batch.passes:
             before_backward = partial(prepare, last_row)
             train_in_passes(root, batch, partial(finish, number), before_backward)
@@ -87,5 +89,6 @@ def train_rows(
 def score_rows(root: PackedModel, rows: ScoredRows) -> None:
     """Forward of one row after another; within `torch.no_grad`."""
     for number, row in enumerate(rows.batches):
+        mark("forward", number)
         values = score_in_passes(root, row) if row.passes else root(row.ids, row)[0]
         rows.finish(number, values, None)
