@@ -66,12 +66,17 @@ def check_versions(run: Any, staleness: int, updates: int = 1) -> None:
     assert run.stored == [0] * len(run.stored)
 
 
+def models_of(run: Any) -> list[Any]:
+    """The weights of every version, in float64; grouped products of experts have no such kernel."""
+    folders = ["start", *(f"checkpoints/step_{step:06d}" for step in range(1, STEPS))]
+    load = functools.partial(AutoModelForCausalLM.from_pretrained, experts_implementation="eager")
+    return [load(run.dir / folder).double().eval() for folder in folders]
+
+
 @torch.no_grad()
 def check_log_probs(run: Any) -> None:
     """Against transformers in float64, under the version that made each sample."""
-    folders = ["start", *(f"checkpoints/step_{step:06d}" for step in range(1, STEPS))]
-    models = [AutoModelForCausalLM.from_pretrained(run.dir / f).double().eval() for f in folders]
-    apart = 0.0
+    models, apart = models_of(run), 0.0
     for sample in (sample for step in run.steps for sample in step.samples):
         tokens, log_probs, _ = json.loads(sample.scalars["told"])
         recorded = torch.tensor(log_probs, dtype=torch.float64)
@@ -113,6 +118,10 @@ LAYOUTS = {
     ],
     "pp 2, one instance": ["cluster.ranks=3", "cluster.pools.rollout=1", "trainer.layout.pp=2"],
     "one trains, three generate": ["cluster.ranks=4", "cluster.pools.rollout=3"],
+    "experts": [
+        "model=tiny_moe", "cluster.ranks=4", "cluster.pools.rollout=2", "trainer.layout.ep=2",
+        "rollout.layout.tp=2", "rollout.layout.ep=2",
+    ],
     "adapters": ["actor.lora.rank=8", "actor.lora.alpha=64", "trainer.optim.lr=20000"],
 }  # fmt: skip
 QUICK = [("schedule=one_step", "1 + 1")]
@@ -201,9 +210,7 @@ def check_kept(run: Any) -> None:
 
     The last token of a version has no keys and values before the next version computes them.
     """
-    folders = ["start", *(f"checkpoints/step_{step:06d}" for step in range(1, STEPS))]
-    models = [AutoModelForCausalLM.from_pretrained(run.dir / f).double().eval() for f in folders]
-    apart = 0.0
+    models, apart = models_of(run), 0.0
     for sample in (sample for step in run.steps for sample in step.samples):
         tokens, log_probs, _ = json.loads(sample.scalars["told"])
         recorded = torch.tensor(log_probs, dtype=torch.float64)

@@ -70,6 +70,8 @@ APART = ["cluster.ranks=4", "cluster.pools.rollout=2", "schedule=one_step"]
 Loaded = dict[int, dict[int, dict[str, torch.Tensor]]]
 """Weights by generation rank and version."""
 CASES = {
+    "1 + 1": ["cluster.ranks=2", "cluster.pools.rollout=1"],
+    "one trains, three generate": ["cluster.pools.rollout=3"],
     "fsdp 2, two instances": [],
     "fsdp 2, two instances, bfloat16": [BFLOAT16],
     "tp 2, tp 2": ["trainer.layout.tp=2", "rollout.layout.tp=2"],
@@ -132,8 +134,8 @@ def test_instances_have_what_was_trained(
     assert all(
         not torch.equal(tensor.to(kind), whole[n]) for n, tensor in started.named_parameters()
     )
-    layout = instances_layout(config, shape, 2)
-    assert by_rank.keys() == {0, 1}
+    layout = instances_layout(config, shape, config.cluster.pools.rollout)
+    assert by_rank.keys() == {*range(config.cluster.pools.rollout)}
     for rank, by_version in by_rank.items():
         weights = by_version[STEPS]
         assert weights.keys() == whole.keys()
