@@ -23,10 +23,14 @@ def tensors(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def lines(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    """The lines of a record, without what time decides."""
+def lines(run_dir: Path, name: str, timed: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """The lines of a record, without what time decides and keys that begin as one of `timed`."""
     return [
-        {key: value for key, value in line.items() if not key.endswith(TIMES)}
+        {
+            key: value
+            for key, value in line.items()
+            if not key.endswith(TIMES) and not key.startswith(timed)
+        }
         for line in read_lines(run_dir / f"{name}.jsonl")
     ]
 
@@ -36,8 +40,8 @@ def state(checkpoint: Path) -> dict[str, Any]:
     return driver_state
 
 
-def check_same(one: Path, other: Path, folder: Path) -> None:
-    """Two runs that are over: every tensor, the driver's state, the records."""
+def check_same(one: Path, other: Path, folder: Path, timed: tuple[str, ...] = ()) -> None:
+    """Two runs that are over: every tensor, the driver's state, the records but `timed` metrics."""
     a, b = tensors(one / "final", folder), tensors(other / "final", folder)
     assert a.keys() == b.keys()
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
@@ -45,7 +49,7 @@ def check_same(one: Path, other: Path, folder: Path) -> None:
     for key in ("step", "phase", "prompts", "roles", "recipe", "bad_steps", "evaluated", "before"):
         assert before[key] == after[key], key
     for name in ("metrics", "samples", "lengths", "digests"):
-        assert lines(one, name) == lines(other, name), name
+        assert lines(one, name, timed) == lines(other, name, timed), name
 
 
 def ended(run_dir: Path, copy: Path, step: int) -> Path:

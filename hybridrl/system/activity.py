@@ -15,7 +15,7 @@ import signal
 import struct
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +59,15 @@ class Activity:
         return f"{self.call}{stretch}{f' {self.number}' if self.number >= 0 else ''}"
 
 
+class _Kind:
+    """Stretches of one name in calls of one name, and the most seconds that one took of late."""
+
+    def __init__(self, call: str, stretch: str) -> None:
+        self.names = call.encode()[:40], stretch.encode()[:40]
+        self.seconds: deque[float] = deque(maxlen=_KEPT)
+        self.times, self.longest = 0, 0.0
+
+
 class ActivityRecord:
     """The writer's side: one for the process, whose main work alone is recorded."""
 
@@ -70,19 +79,17 @@ class ActivityRecord:
             self._memory = mmap.mmap(file.fileno(), _RECORD.size)
         self._stacks = stacks_of(path).open("wb")
         faulthandler.register(STACK_SIGNAL, self._stacks, all_threads=True, chain=False)
-        self._seconds: defaultdict[tuple[str, str], deque[float]] = defaultdict(
-            lambda: deque(maxlen=_KEPT)
-        )
-        self._ended: defaultdict[tuple[str, str], int] = defaultdict(int)
-        self._writes, self._thread = 0, threading.get_ident()
-        self._call, self._stretch = "", ""
+        self._pid, self._thread, self._writes = os.getpid(), threading.get_ident(), 0
+        self._kinds = {("", ""): _Kind("", "")}
+        self._call, self._kind = "", self._kinds["", ""]
         self._call_since = self._since = time.monotonic()
-        self._write(-1)
+        self.begin("")
 
     def begin(self, call: str) -> None:
         """Enter a call, or wait for one where it is empty."""
-        self._thread = threading.get_ident()
-        self._enter(call, "", -1)
+        self._thread, self._call = threading.get_ident(), call
+        self._call_since = time.monotonic()
+        self._enter("", -1, self._call_since)
 
     def mark(self, stretch: str, number: int = -1) -> None:
         """Enter a stretch of the present call, number `number` of its kind.
@@ -90,25 +97,21 @@ class ActivityRecord:
         What runs beside it in another thread has none.
         """
         if self._call and threading.get_ident() == self._thread:
-            self._enter(self._call, stretch, number)
+            self._enter(stretch, number, time.monotonic())
 
-    def _enter(self, call: str, stretch: str, number: int) -> None:
-        now, ended = time.monotonic(), (self._call, self._stretch)
-        self._seconds[ended].append(now - self._since)
-        self._ended[ended] += 1
-        if call != self._call or not stretch:
-            self._call_since = now
-        self._call, self._stretch, self._since = call, stretch, now
-        self._write(number)
-
-    def _write(self, number: int) -> None:
-        self._writes += 1
-        key = self._call, self._stretch
-        names = self._call.encode()[:40], self._stretch.encode()[:40]
-        longest, times = max(self._seconds[key], default=0.0), self._ended[key]
+    def _enter(self, stretch: str, number: int, now: float) -> None:
+        ended = self._kind  # this is on the path of every pass: few calls of Python
+        ended.seconds.append(now - self._since)
+        ended.longest = max(ended.seconds)
+        ended.times += 1
+        key = self._call, stretch
+        if key not in self._kinds:
+            self._kinds[key] = _Kind(*key)
+        kind = self._kind = self._kinds[key]
+        self._since, self._writes = now, self._writes + 1
         _RECORD.pack_into(
-            self._memory, 0, self._writes, os.getpid(), self._call_since, self._since, longest,
-            times, *names, number, self._writes,
+            self._memory, 0, self._writes, self._pid, self._call_since, now, kind.longest,
+            kind.times, *kind.names, number, self._writes,
         )  # fmt: skip
 
 

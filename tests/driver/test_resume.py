@@ -243,14 +243,27 @@ def test_killed_at_random_moments(
     check_same(tmp_path / "whole", tmp_path / "killed", tmp_path)
 
 
+APART = ["schedule=one_step", "cluster=processes", "cluster.ranks=2", "cluster.pools.rollout=1"]
+WHEN_MADE = ("mismatch/", "samples/generated_tokens", "tokens_per_s/rollout")
+"""Metrics that say how far instances are ahead of training."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "more"),
+    [(signal.SIGINT, []), (signal.SIGTERM, []), (signal.SIGTERM, APART)],
+    ids=["SIGINT", "SIGTERM", "SIGTERM, one_step, 1 + 1"],
+)
 def test_a_signal_leaves_a_checkpoint(
-    command: Callable[..., Any], settings: list[str], tmp_path: Path, number: signal.Signals
+    command: Callable[..., Any],
+    settings: list[str],
+    tmp_path: Path,
+    number: signal.Signals,
+    more: list[str],
 ) -> None:
     """The checkpoint is that of the last whole step, though none was due."""
-    rare = [*settings, "trainer.save_every=100", "rollout.max_new_tokens=60"]
+    rare = [*settings, "trainer.save_every=100", "rollout.max_new_tokens=60", *more]
     final_of(command(*rare, "run.dir=whole"))
     for _ in range(2):
         run = command(*rare, "run.dir=stopped")
@@ -266,7 +279,7 @@ def test_a_signal_leaves_a_checkpoint(
         assert line.startswith(said)
         assert (tmp_path / "stopped" / "checkpoints" / f"step_{step:06d}").is_dir()
     final_of(command(*rare, "run.dir=stopped"))
-    check_same(tmp_path / "whole", tmp_path / "stopped", tmp_path)
+    check_same(tmp_path / "whole", tmp_path / "stopped", tmp_path, WHEN_MADE if more else ())
 
 
 @pytest.mark.slow
