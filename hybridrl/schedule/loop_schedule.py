@@ -374,7 +374,7 @@ class LoopSchedule(Schedule):
             return
         self.wait_for_guest()
         loop.run_held(lambda: not (loop.is_loading or self.policy.waits_for_push))
-        loop.put_down(self.limits.stale_kv)
+        loop.put_down(self.limits.parks_kv)
         for instance in loop.instances:
             instance.version = None  # whoever has it meanwhile loads weights, too
 
