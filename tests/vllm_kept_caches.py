@@ -7,7 +7,6 @@ import copy
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from answered_turns import answer
 from transformers import DynamicCache, PreTrainedModel
 from vllm_engines import BLOCK, VOCAB, Outputs, change, load, moves_of, prompt_of, waits
