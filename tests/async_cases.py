@@ -59,9 +59,12 @@ WHOLE = EarlySettings(obstacle="these cases train whole batches")
 def make(
     executor, cfg, *, staleness=1, prompts=4, decode_steps=5, held=100, num_steps=None,
     first_prompt=0, turns=False, serial=False, in_flight=False, record=None, early=False,
-    as_complete=False,
+    as_complete=False, least_tokens=1,
 ):  # fmt: skip
-    """With `early` the pool trains on whole groups as they come, else on batches."""
+    """With `early` the pool trains on whole groups as they come, else on batches.
+
+    It begins with `least_tokens` or more.
+    """
     most = 20
     parts = (
         toy.build(cfg),
@@ -85,7 +88,7 @@ def make(
             in_flight=in_flight,
             follows=None if record is None else Followed(record),
         ),
-        limits=RoundLimits(max_held=held, chunk_tokens=1 if early else 50),
+        limits=RoundLimits(max_held=held, chunk_tokens=least_tokens if early else 50),
         length_model=LengthModel(key_of=lambda prompt: PromptKey(prompt, "task", (1, 2, 3))),
     )
 

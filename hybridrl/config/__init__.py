@@ -268,7 +268,7 @@ class Config:
                 allowed = f"{of_strict}: sums over more ranks differ in their last bits"
                 raise ConfigError("rollout.tail_tp", self.rollout.tail_tp, allowed)
         if not engine.exports_kv:
-            self.schedule.check_kv_stays(using)
+            self.schedule.check_kv_stays(using, keeps_kv=engine.keeps_kv)
         least, most = self.rollout.min_new_tokens, self.rollout.max_new_tokens
         self.schedule.check_lengths(most if self.rollout.ignore_eos else least, most)
 

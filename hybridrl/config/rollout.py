@@ -69,6 +69,8 @@ class EngineFeatures:
     """Likewise, of a step that is a CUDA graph: on GPUs, of a dense model on one rank."""
     exports_kv: bool = False
     """Whether it hands out the keys and values of a sample."""
+    keeps_kv: bool = False
+    """Whether weights may change under unfinished samples, whose keys and values stay."""
     deterministic: bool = False
     """Whether it can compute every sample alone, so that runs agree bit for bit."""
     shares_weights: bool = False
@@ -106,6 +108,7 @@ ENGINES = {
         # and for 28 layers on one rank a replay and two copies of what was drawn
         replay=HostStep(0, 3, 0.0),
         exports_kv=True,
+        keeps_kv=True,
         deterministic=True,
         shares_weights=True,
         caches_last_token=False,
@@ -120,6 +123,7 @@ ENGINES = {
         checks="hybridrl.engines.rollout.available:VLLMChecks",
         # CUDA graphs: a replay, and the scheduler's Python, which vLLM reports as 1 to 2 ms
         host=HostStep(0, 0, 1.5e-3),
+        keeps_kv=True,
         # Not deterministic: the other samples of a batch change a sample's last bits.
         caches_last_token=True,
         bounds_calls=True,

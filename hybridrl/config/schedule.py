@@ -82,10 +82,10 @@ class ScheduleConfig:
             name = self.kind.value
             raise ConfigError("schedule.kind", name, f"schedule={name} in its place")
 
-    def check_kv_stays(self, allowed: str) -> None:
-        """Raise ConfigError for a setting that needs keys and values of an engine without them.
+    def check_kv_stays(self, using: str, *, keeps_kv: bool) -> None:
+        """Raise ConfigError for a setting that needs an engine which hands out keys and values.
 
-        `allowed` says which engine that is.
+        `using` says which engine does not. With `keeps_kv` they may stay in it under new weights.
         """
 
     def check_lengths(self, least: int, most: int, of: str = _ALL_LENGTHS) -> None:
@@ -186,10 +186,10 @@ class FusedScheduleConfig(OverlappedScheduleConfig):
     """Whether an instance without samples may train on groups that are whole, before the others
     are. It needs instances of whole training replicas (`trainer.layout.replicas`)."""
 
-    def check_kv_stays(self, allowed: str) -> None:
+    def check_kv_stays(self, using: str, *, keeps_kv: bool) -> None:
         """Raise ConfigError where a sample is to travel with its keys and values."""
         if self.migration is Migration.kv:
-            raise ConfigError("schedule.migration", "kv", f"auto or recompute {allowed}")
+            raise ConfigError("schedule.migration", "kv", f"auto or recompute {using}")
 
     @property
     def fixed_threshold(self) -> int | None:
@@ -217,10 +217,10 @@ class StaleScheduleConfig(OverlappedScheduleConfig):
     parked_kv: ParkedKV = ParkedKV.recompute
     """The KV cache of unfinished samples, once the weights have changed."""
 
-    def check_kv_stays(self, allowed: str) -> None:
-        """Raise ConfigError where unfinished samples are to keep their keys and values."""
-        if self.parked_kv is ParkedKV.keep:
-            raise ConfigError("schedule.parked_kv", "keep", f"recompute {allowed}")
+    def check_kv_stays(self, using: str, *, keeps_kv: bool) -> None:
+        """Raise ConfigError where parked samples are to keep their keys and values."""
+        if self.keeps_kv:
+            raise ConfigError("schedule.parked_kv", "keep", f"recompute {using}")
 
     @property
     def keeps_kv(self) -> bool:
@@ -320,6 +320,17 @@ class AsyncScheduleConfig(StaleScheduleConfig):
         if not self.in_flight and self.parked_kv is ParkedKV.keep:
             allowed = "recompute with schedule.new_weights=when_free"
             raise ConfigError("schedule.parked_kv", "keep", allowed)
+
+    def check_kv_stays(self, using: str, *, keeps_kv: bool) -> None:
+        """Raise ConfigError where keys and values are to stay, and the engine cannot keep them.
+
+        Or where a followed sample, which rests and is parked, is to keep them.
+        """
+        if not keeps_kv:
+            StaleScheduleConfig.check_kv_stays(self, using, keeps_kv=keeps_kv)
+        if self.keeps_kv and self.follow is not None:
+            allowed = f"null or schedule.parked_kv=recompute {using}"
+            raise ConfigError("schedule.follow", self.follow, allowed)
 
     @property
     def may_be_stale(self) -> bool:

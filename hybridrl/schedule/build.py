@@ -92,7 +92,8 @@ def build(parts: ScheduleParts, config: ScheduleConfig) -> Schedule:
     step = parts.graph, parts.executor, parts.prompts, parts.settings
     limits = RoundLimits(max_held=parts.max_held, chunk_tokens=parts.chunk_tokens)
     if config.keeps_kv:  # wherever samples go, by passes that wait too
-        limits = replace(limits, stale_kv=True, migration=Migration.kv)
+        how = Migration.kv if parts.exports_kv else Migration.recompute
+        limits = replace(limits, stale_kv=True, migration=how)
     policy: SchedulePolicy
     match config:
         case FusedScheduleConfig():

@@ -20,7 +20,8 @@ class RoundLimits:
     With `ahead` it is given more while others wait, so that calls may be long: rows refill within.
     `chunk_tokens` bound one call of a forward pass. A call that decodes is to last about `call_s`
     seconds, with fewer steps while the batch is large. Finished samples are known only at its end.
-    `stale_kv` lets a sample continue with keys and values of older weights.
+    `stale_kv` lets a sample continue with keys and values of older weights, and one that is parked
+    too (`parks_kv`), where they may travel.
     """
 
     max_held: int
@@ -29,6 +30,11 @@ class RoundLimits:
     migration: Migration = Migration.auto
     stale_kv: bool = False
     ahead: bool = True
+
+    @property
+    def parks_kv(self) -> bool:
+        """Whether parked samples keep their keys and values for newer weights."""
+        return self.stale_kv and self.migration is not Migration.recompute
 
     def steps(self, costs: Costs, rows: float, most: int) -> int:
         """Decode steps, at most `most`, of a call after which something may begin.

@@ -322,10 +322,13 @@ class LoopSchedule(Schedule):
             raise InstanceDied("an instance died with samples of which the step has used some")
         self.groups.reopen(positions)
         self.loop.deaths.make_taken()
+        tail = self.loop.tail
+        recorded = tail.num_trained, tail.train_seconds
         self.policy.make_again(positions)
         positions = self.policy.take()
         self.groups.take(positions)
         self._count_restarted()
+        self._count_early(*recorded)
         return self._streamed(self.stages_of(makers[0]).tracker, positions)
 
     @property
@@ -374,7 +377,7 @@ class LoopSchedule(Schedule):
             return
         self.wait_for_guest()
         loop.run_held(lambda: not (loop.is_loading or self.policy.waits_for_push))
-        loop.put_down(self.limits.stale_kv)
+        loop.put_down(self.limits.parks_kv)
         for instance in loop.instances:
             instance.version = None  # whoever has it meanwhile loads weights, too
 
@@ -501,9 +504,15 @@ class LoopSchedule(Schedule):
         if self.executor.wide:
             self.metrics["samples/widened"] += tail.num_widened
             self.metrics["samples/moved_kv_bytes"] += loop.kv_bytes
+        self._count_early()
+
+    def _count_early(self, num_recorded: int = 0, recorded_s: float = 0.0) -> None:
+        """Count what the tail has trained, but for samples and seconds that are recorded."""
+        tail = self.loop.tail
         if "samples/trained_early" in self.metrics:
-            self.metrics["samples/trained_early"] += tail.num_trained
-            self._early_train_s += tail.train_seconds / len(self.executor.instances)
+            self.metrics["samples/trained_early"] += tail.num_trained - num_recorded
+            seconds = tail.train_seconds - recorded_s
+            self._early_train_s += seconds / len(self.executor.instances)
 
     def _count_restarted(self) -> None:
         deaths = self.loop.deaths

@@ -133,7 +133,7 @@ class Partial(SchedulePolicy):
             run_windows(loop, self._enough, self._windows())
         if order is not None:
             schedule.turn_orders.append(order)
-        stopped = loop.park(with_kv=schedule.limits.stale_kv)
+        stopped = loop.park(with_kv=schedule.limits.parks_kv)
         self._count("parked", stopped)
         loop.finish()
         schedule.groups.update(map(self._expected, stopped))

@@ -179,16 +179,6 @@ def check_in_flight(run: Any, staleness: int, updates: int = 1) -> None:
     assert max(line["training_wait_s"] for line in run.metrics) > 0
 
 
-@pytest.mark.vllm
-def test_weights_of_vllm_change_under_samples(
-    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path
-) -> None:
-    vllm = ["rollout=vllm", "model.tiny.head_dim=32"]  # its attention has no smaller ones
-    run = start(train_here, long_tail, tmp_path / "run", *IN_FLIGHT, *vllm)
-    check_in_flight(run, 2)
-    check_log_probs(run)
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -208,7 +198,8 @@ def test_weights_change_under_samples(
 def check_kept(run: Any) -> None:
     """Against transformers in float64, on a cache of which each version has made its part.
 
-    The last token of a version has no keys and values before the next version computes them.
+    The last token of a version has no keys and values before the next version computes them. A
+    version that `recomputed` a lost cache has made all of it.
     """
     models, apart = models_of(run), 0.0
     for sample in (sample for step in run.steps for sample in step.samples):
@@ -224,6 +215,8 @@ def check_kept(run: Any) -> None:
                 return scores.gather(1, drawn[:, None])[:, 0]
 
             model = models[span.version]
+            if span.recomputed:
+                cache, done = DynamicCache(), 0
             wanted = of_own(model(torch.tensor([tokens[done:stop]]), past_key_values=cache).logits)
             torch.testing.assert_close(recorded[own], wanted, atol=1e-5, rtol=0)
             again = of_own(model(torch.tensor([tokens[:stop]])).logits)
@@ -241,6 +234,21 @@ def test_weights_change_and_caches_stay(
     run = start(train_here, long_tail, tmp_path / "run", *kept)
     check_in_flight(run, 2)
     check_kept(run)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_weights_of_vllm_change_under_samples(
+    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, kv: str
+) -> None:
+    vllm = ["rollout=vllm", "model.tiny.head_dim=32"]  # its attention has no smaller ones
+    settings = [*IN_FLIGHT, *vllm, f"schedule.parked_kv={kv}", "eval.sets.main.every=2"]
+    run = start(train_here, long_tail, tmp_path / "run", *settings)
+    check_in_flight(run, 2)
+    {"recompute": check_log_probs, "keep": check_kept}[kv](run)
+    # Evaluations park samples, whose caches vLLM does not hand out.
+    spans = [span for step in run.steps for sample in step.samples for span in sample.spans]
+    assert any(span.recomputed for span in spans) == (kv == "keep")
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -60,8 +60,8 @@ REFUSED = {
     f"schedule=one_step schedule.parked_kv=keep {POOL}": (
         r"schedule\.parked_kv=keep: wanted recompute with schedule\.new_weights=when_free"
     ),
-    f"schedule=one_step rollout=vllm {KEEP} {POOL}": (
-        r"schedule\.parked_kv=keep: wanted recompute with rollout\.engine=vllm"
+    f"schedule=one_step rollout=vllm {KEEP} schedule.follow=first {POOL}": (
+        r"schedule\.follow=first: wanted null or schedule\.parked_kv=recompute with rollout\.engine"
     ),
     f"schedule=one_step rollout.push=sparse rollout.dtype=float32 {POOL}": (
         r"rollout\.push=sparse: wanted full with rollout\.dtype=float32: in more than 16 bits"

@@ -273,6 +273,22 @@ def test_groups_are_trained_while_others_are_made():
     assert executor.num_early == sum(r.metrics["samples/trained_early"] for r in results)
 
 
+def test_what_is_trained_early_while_lost_samples_are_made_again_is_counted():
+    """The first samples are too few tokens for the pool, those made anew are longer."""
+    made = Counter()
+
+    def length_of(id):
+        made[id] += 1
+        return 3 if made[id] == 1 else 18
+
+    executor = SeparateExecutor(2, 0, length_of, deaths={12: 0}, tells=True)
+    schedule = make(executor, {"k": 1}, num_steps=3, early=True, least_tokens=25)
+    results = [schedule.run_step(step) for step in range(3)]
+    assert sum(result.metrics["samples/restarted"] for result in results) > 0
+    trained_early = sum(result.metrics["samples/trained_early"] for result in results)
+    assert trained_early == executor.num_early > 0
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_checkpoint_between_steps_trains_nothing_early(seed):
     """Groups of the next step may be complete while instances give copies."""

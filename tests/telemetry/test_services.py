@@ -42,6 +42,8 @@ RUN = """
             telemetry.samples(step, [{**texts, **sample} for sample in samples])
             metrics = {"loss": step + first / 10, "mismatch/mean": float("nan"), "avg@8": 1.0}
             telemetry.log(step, metrics)
+            if step == 6:  # an evaluation under which training has gone on
+                telemetry.log(4, {"late": 4.5})
             if step == 5:
                 file.write_text(json.dumps(telemetry.sizes()))
         if last == 7:
@@ -127,7 +129,7 @@ def test_wandb(folder: Path) -> None:
     from wandb.proto.wandb_internal_pb2 import Record
 
     rows: list[dict[str, Any]] = []
-    ids, configs = set(), []
+    ids, configs, axes = set(), [], set()
     files = sorted((folder / "run/wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2  # one a process
     for file in files:
@@ -136,6 +138,8 @@ def test_wandb(folder: Path) -> None:
             if record.HasField("run"):
                 ids.add((record.run.run_id, record.run.project, record.run.display_name))
                 configs.append({u.key: json.loads(u.value_json) for u in record.run.config.update})
+            if record.HasField("metric"):
+                axes.add((record.metric.glob_name, record.metric.step_metric))
             if record.HasField("history"):
                 items = record.history.item
                 rows.append(
@@ -144,8 +148,13 @@ def test_wandb(folder: Path) -> None:
     assert ids == {(sent(folder, "wandb")["id"], "spelling", "run")}
     assert configs[0]["trainer.optim.lr"] == 0.5
     wanted = [(step, 7.6 if step == 7 else loss) for step, loss in WANTED]
-    assert [(row["_step"], row["rl/loss"]) for row in rows] == wanted
+    assert [row["_step"] for row in rows] == sorted({row["_step"] for row in rows})
+    (late,) = (row for row in rows if "rl/late" in row)
+    assert (late["step"], late["rl/late"]) == (4, 4.5)
+    rows.remove(late)
+    assert [(row["step"], row["rl/loss"]) for row in rows] == wanted
     assert all(math.isnan(float(row["rl/mismatch/mean"])) for row in rows)
+    assert ("*", "step") in axes
     tables = sorted((folder / "run/wandb").glob("offline-run-*/files/media/table/**/*.json"))
     contents = [json.loads(table.read_text()) for table in tables]
     steps = sorted(int(content["data"][0][0].split()[1]) for content in contents)
@@ -164,6 +173,8 @@ def test_mlflow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.data.params["trainer.optim.lr"] == "0.5"
     history = client.get_metric_history(run.info.run_id, "rl/loss")
     assert sorted((point.step, point.value) for point in history) == WANTED
+    (late,) = client.get_metric_history(run.info.run_id, "rl/late")
+    assert (late.step, late.value) == (4, 4.5)
     nans = client.get_metric_history(run.info.run_id, "rl/mismatch/mean")
     assert [math.isnan(point.value) for point in nans] == [True] * 9
     tables = client.list_artifacts(run.info.run_id, "samples/rl")
@@ -193,6 +204,7 @@ def test_trackio(folder: Path) -> None:
         assert not {k for k in row if "/" in k} & steps[row["step"]].keys()
         steps[row["step"]].update(row)
     assert [(step, row["rl/loss"]) for step, row in sorted(steps.items())] == WANTED
+    assert steps[4]["rl/late"] == 4.5
     assert [row["id"] for row in steps[7]["samples/rl"]["_value"]] == ["7.0", "7.1"]
 
 

@@ -374,7 +374,7 @@ class RolloutEngine(Protocol):
         """Take other weights: let `fill` write this rank's shards, all at once or layer by layer.
 
         An engine that sleeps wakes. Cached prompts are dropped: the old weights computed them. With
-        `keeps_kv`, where `EngineFeatures.exports_kv`, requests may run or be held. They go on, on
+        `keeps_kv`, where `EngineFeatures.keeps_kv`, requests may run or be held. They go on, on
         the keys and values that they have.
         """
         ...

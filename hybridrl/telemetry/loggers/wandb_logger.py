@@ -5,6 +5,8 @@ from typing import Any
 
 from hybridrl.telemetry.loggers.interface import CLOSE_S, LoggedRun, RunLogger
 
+_STEP = "step"
+_ROWS = 100  # numbers of wandb's rows for each step: those of late metrics lie between steps
 _FLUSH_S = 1.0  # by itself wandb writes RUN/wandb every 15 s, and a kill loses what waits
 
 
@@ -12,6 +14,9 @@ class WandbLogger(RunLogger):
     """A run of wandb; its files are in RUN/wandb.
 
     With WANDB_MODE=offline every process of a run writes a folder there, all with the run's id.
+
+    Every row has its step, the axis of all charts. wandb's own numbers of rows must grow, and calls
+    of one number make one row. So metrics of a step that is past have a row to themselves.
     """
 
     keeps_last_step = True
@@ -38,18 +43,22 @@ class WandbLogger(RunLogger):
                 x_transaction_log_flush_interval=_FLUSH_S,
             ),
         )
+        self._run.define_metric("*", step_metric=_STEP)
         if online and run_id is not None:  # it sends in batches: a killed process has lost some
-            self.last_step = self._run.step - 1
+            self.last_step = (self._run.step - 1) // _ROWS
         return str(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        # A step below the last is dropped: that of an evaluation which the resumed run makes late.
-        self._run.log(dict(metrics), step=max(step, self._run.step))
+        self._log(step, metrics)
 
     def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         data = [list(row.values()) for row in rows]
         table = self._table(columns=list(rows[0]), data=data, allow_mixed_types=True)
-        self._run.log({name: table}, step=max(step, self._run.step))
+        self._log(step, {name: table})
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        row, last = step * _ROWS, int(self._run.step)
+        self._run.log({**values, _STEP: step}, step=row if row >= last else last + 1)
 
     def close(self, state: str) -> None:
         self._run.finish(exit_code=int(state != "finished"))

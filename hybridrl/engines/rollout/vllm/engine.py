@@ -67,11 +67,13 @@ class _Entry:
     `key` is vLLM's name of the turn in progress. `scheduled` is the turn in vLLM's scheduler, and
     `draws` in the logits processor: None while the request is held. Those of a lower `order` go
     first. It `has_begun` where this turn has a token. When the last one ended, `cached` tokens were
-    in the cache.
+    in the cache. Its cached blocks have the `salt` of the weights by which the first ones were
+    computed: no request of another salt reads them.
     """
 
     request: Request
     order: int
+    salt: str
     key: str = ""
     scheduled: Any = None
     draws: Any = None
@@ -213,7 +215,8 @@ class VLLMEngine:
         self._entries: dict[object, _Entry] = {}
         self._by_key: dict[str, _Entry] = {}  # those that vLLM has
         self._turns: list[HeldTurn] = []
-        self._submitted = 0
+        self._ended: list[Output] = []  # which no step has returned
+        self._submitted = self._num_loads = 0
         self._counts: Counter[str] = Counter()
 
     @classmethod
@@ -259,8 +262,9 @@ class VLLMEngine:
                 routed_experts=None if self._experts is None else record.copy(),
                 kept_ids=request.own_kept_ids(),
                 turns=list(request.turns),
+                recomputed_at=list(request.recomputed_at),
             )
-            entry = self._entries[copied.id] = _Entry(copied, self._submitted)
+            entry = self._entries[copied.id] = _Entry(copied, self._submitted, self._salt)
             self._submitted += 1
             if not copied.is_held:
                 self._add(entry)
@@ -283,7 +287,8 @@ class VLLMEngine:
             routed_experts_prompt_start=len(request.routed_experts or ()),
         )
         entry.key, entry.has_begun = f"{entry.order}.{len(request.turns)}", False
-        prompt = self._sampling.tokens_input([*request.prompt_ids, *request.response_ids])
+        tokens = [*request.prompt_ids, *request.response_ids]
+        prompt = self._sampling.tokens_input(tokens, cache_salt=entry.salt)
         name = self._engine.add_request(entry.key, prompt, params, priority=entry.order)
         entry.scheduled = self._core.scheduler.requests[name]
         self._by_key[entry.key] = entry
@@ -309,6 +314,7 @@ class VLLMEngine:
 
     def copy(self) -> list[Request]:
         """See `RolloutEngine`. Experts are those that vLLM has, which may lack the last tokens'."""
+        self._collect()
         copies = []
         for entry in self._entries.values():
             one = replace(entry, request=entry.request.copy())
@@ -396,13 +402,25 @@ class VLLMEngine:
         wait, or come between, join the one after it.
         """
         assert not self._asleep, "the engine sleeps"
-        if not self._by_key:
-            return []
-        if not self._has_cache:
-            logger.debug("allocating the KV cache")
-            self._memory.make_cache()
-            self._has_cache = True
-        counts, outputs, stopped = self._counts, list[Output](), list[str]()
+        if self._by_key:
+            if not self._has_cache:
+                logger.debug("allocating the KV cache")
+                self._memory.make_cache()
+                self._has_cache = True
+            self._read_step()
+        outputs, self._ended = self._ended, []
+        return outputs
+
+    def _collect(self) -> None:
+        """Read the step that has begun, if one has; the next `step` returns what ends with it."""
+        if self._queue.is_ahead:
+            self._queue.begin_call(1)  # no other one begins
+            self._read_step()
+            self._queue.begin_call(None)
+
+    def _read_step(self) -> None:
+        """Give the requests the tokens of vLLM's next step."""
+        counts, stopped = self._counts, list[str]()
         prefills = 0
         outputs_of_step: list[Any] = self._engine.step()
         drawn = self._queue.drawn
@@ -432,12 +450,11 @@ class VLLMEngine:
                 entry.cached = request.num_tokens - 1  # the last one was not computed
             else:
                 del self._entries[request.id]
-                outputs.append(output_of(request, finish))
+                self._ended.append(output_of(request, finish))
         self._engine.abort_request(stopped)
         self._settle()
         counts["decode_steps"] += bool(outputs_of_step)
         counts["prefill_calls"] += bool(prefills)
-        return outputs
 
     def _count_prefill(self, entry: _Entry, known: int) -> None:
         """Count the tokens of a request that begins, of which the cache had the first `known`."""
@@ -446,6 +463,8 @@ class VLLMEngine:
         self._counts["recomputed_tokens"] += entry.cached - kept
         self._counts["shared_prompt_tokens"] += known - kept
         self._counts["prefill_tokens"] += entry.request.num_tokens - known
+        if entry.request.response_ids and not kept:
+            entry.request.recomputed_at.append(len(entry.request.response_ids))
         entry.cached = 0
 
     # Weights
@@ -454,11 +473,13 @@ class VLLMEngine:
     def load(self, fill: Fill, keeps_kv: bool = False) -> None:
         """See `RolloutEngine`. It is filled layer by layer if vLLM repacks.
 
-        Raises ValueError with `keeps_kv`: requests cannot stay.
+        With `keeps_kv` requests stay in vLLM's scheduler, with their blocks. Nothing else steps
+        it, so it need not be paused.
         """
         if keeps_kv:
-            raise ValueError("vLLM keeps no keys and values of other weights")
-        self._check_parked("its weights cannot change")
+            self._collect()
+        else:
+            self._check_parked("its weights cannot change")
         if self._asleep:
             self._memory.wake()
             self._asleep = False
@@ -471,7 +492,30 @@ class VLLMEngine:
             fill(self._weights.tensors())
             self._weights.process()
         self._weights.fill_constants()
-        self._forget_prompts()
+        self._num_loads += 1
+        if keeps_kv:
+            self._begin_anew()
+        else:
+            self._forget_prompts()
+
+    @property
+    def _salt(self) -> str:
+        """The salt of the blocks that a request computes which begins now."""
+        return str(self._num_loads)
+
+    def _begin_anew(self) -> None:
+        """Let requests without a token of theirs compute all by the present weights.
+
+        vLLM cannot drop cached prompts while requests have blocks, so these get another salt.
+        """
+        for entry in self._entries.values():
+            if entry.has_begun or entry.cached:
+                continue
+            entry.salt = self._salt
+            if entry.scheduled is not None:
+                self._engine.abort_request([entry.key])
+                self._leave(entry)
+                self._add(entry)
 
     def _check_parked(self, what: str) -> None:
         stats = self.stats()
@@ -511,7 +555,7 @@ class VLLMEngine:
     @property
     def unfinished(self) -> int:
         """See `RolloutEngine`."""
-        return len(self._by_key)
+        return len(self._by_key) + len(self._ended)
 
     def stats(self) -> Stats:
         """Counters and load."""
@@ -519,7 +563,7 @@ class VLLMEngine:
         # Only `num_preempted` counts preemptions, and a request adds to it when it leaves: no
         # counter has the tokens that these compute again.
         return Stats(
-            running=len(self._by_key) - waiting,
+            running=self.unfinished - waiting,
             waiting=waiting,
             held=len(self._entries) - len(self._by_key),
             kv_blocks_free=self._pool.get_num_free_blocks(),

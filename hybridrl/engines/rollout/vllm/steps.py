@@ -71,6 +71,11 @@ class StepQueue:
         self.num_reading = 0
         self.drawn = BatchDraws({}, torch.empty(0))
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a batch has begun that is not read."""
+        return bool(self._batches)
+
     def begin_call(self, num_steps: int | None) -> None:
         """A call of so many steps begins, which counts tokens; None: it does not."""
         self._steps_left = num_steps
