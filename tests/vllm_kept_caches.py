@@ -17,7 +17,7 @@ from hybridrl.layout.switching import Switch
 
 NUM_VERSIONS = 4
 STEPS = 6
-"""Those under each version but the last."""
+"""Decode steps under each version but the last."""
 LONGEST = 50
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field, replace
@@ -29,6 +29,7 @@ from hybridrl.environments import (
 from hybridrl.environments.tool_calls import CallForm
 from hybridrl.flow.clock import Clock, WallClock
 from hybridrl.flow.executor import EpisodeReply, Replied, TurnEnded
+from hybridrl.flow.graph import Graph, SourceStage
 from hybridrl.flow.instance_work import Work
 from hybridrl.flow.sample import ENVIRONMENT_FAILURE, NOTE, OUT_OF_TOKENS, SampleId
 from hybridrl.flow.turns import failed_turns
@@ -94,6 +95,14 @@ class _StepCounts:
     replays: int = 0
     waits: list[float] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class _Unchecked:
+    """The episodes that have ended since `Episodes.check`, and how many of them have failed."""
+
+    ended: int = 0
+    failed: int = 0
     first_failure: str = ""
 
 
@@ -119,7 +128,8 @@ class Episodes:
         self.clock: Clock = WallClock()
         self._pool: NodePools | None = None
         self._there: dict[SampleId, _Conversation] = {}
-        self._counts, self._checked = _StepCounts(), (0, 0)
+        self._counts = _StepCounts()
+        self._unchecked: dict[str, _Unchecked] = defaultdict(_Unchecked)  # by branch
         self._recorded: Counter[str] = Counter()
         self._fails = {**failed_turns(recorded_orders(config) or {}), **failures}
 
@@ -324,16 +334,17 @@ class Episodes:
             if conversation and conversation.home and not conversation.is_over:
                 conversation.home.call("end", id)
 
-    def check(self, which: str) -> None:
-        """Raise EnvironmentFailed where too many episodes have failed since the last call.
+    def check(self, which: str, graph: Graph) -> None:
+        """Raise EnvironmentFailed where too many episodes of a graph have failed since the last.
 
-        `which` says in the error what they are of.
+        `which` says in the error what they are of. Those of other graphs, which are made meanwhile,
+        do not count.
         """
-        counts, most = self._counts, self.config.environment.max_failed_share
-        ended, num_failed = counts.ended - self._checked[0], counts.failures.total()
-        num_failed -= self._checked[1]
-        first, counts.first_failure = counts.first_failure, ""
-        self._checked = counts.ended, counts.failures.total()
+        makers = [stage for stage in graph.stages.values() if isinstance(stage, SourceStage)]
+        ones = [self._unchecked.pop(stage.branch, _Unchecked()) for stage in makers]
+        ended, num_failed = sum(one.ended for one in ones), sum(one.failed for one in ones)
+        first = next((one.first_failure for one in ones if one.failed), "")
+        most = self.config.environment.max_failed_share
         if num_failed > most * ended:
             kind = self.config.environment.path or self.config.environment.kind.value
             raise EnvironmentFailed(
@@ -347,7 +358,7 @@ class Episodes:
 
     def metrics(self) -> dict[str, float]:
         """`environment/...` since the last call."""
-        counts, self._counts, self._checked = self._counts, _StepCounts(), (0, 0)
+        counts, self._counts = self._counts, _StepCounts()
         if not counts.ended and not counts.turns:
             return {}
         metrics = {
@@ -394,6 +405,8 @@ class Episodes:
         if conversation.home is not None:
             conversation.home.call("end", id)  # passed over where the program has ended by itself
         counts.ended += 1
+        if counts is self._counts:
+            self._unchecked[id.branch].ended += 1
         rewards = _padded(step.rewards, len(conversation.past))
         scalars = {
             **{f"{NOTE}{name}": value for name, value in step.scalars.items()},
@@ -415,7 +428,11 @@ class Episodes:
         assert step.failure is not None
         task = conversation.item.prompt
         counts.failures[step.failure] += 1
-        counts.first_failure = counts.first_failure or f"{step.error} (task {task[:60]!r})"
+        if counts is self._counts:
+            unchecked = self._unchecked[id.branch]
+            unchecked.failed += 1
+            if unchecked.failed == 1:
+                unchecked.first_failure = f"{step.error} (task {task[:60]!r})"
         is_first = counts.failures[step.failure] == 1  # of its kind and step: the log stays short
         level = logging.WARNING if is_first else logging.DEBUG
         logger.log(

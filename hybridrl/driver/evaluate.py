@@ -18,6 +18,7 @@ from hybridrl.config import (
 from hybridrl.config.evaluation import MAIN
 from hybridrl.data import Item
 from hybridrl.driver.accuracy import JudgedPrompt, accuracy_metrics
+from hybridrl.driver.episodes import EnvironmentFailed
 from hybridrl.driver.ray_executor import RayExecutor
 from hybridrl.driver.schedule_factory import make_guest, make_schedule, sampling_of
 from hybridrl.flow import Flow, Graph
@@ -70,7 +71,7 @@ class HeldOutEvaluation:
         self.under_way: int | None = None
         """The step after which sets are evaluated that training has not waited for."""
         self.ended: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
-        self._failure: JudgeFailed | None = None
+        self._failure: EnvironmentFailed | JudgeFailed | None = None
         """What has ended an evaluation under which training went on; a step's end raises it."""
 
     def at(self, step: int, steps_trained: int | None = None) -> dict[str, float]:
@@ -139,15 +140,12 @@ class HeldOutEvaluation:
         graph, items = self.graphs[name], self.items[name]
         metrics = evaluate(self.config, name, graph, self.executor, items, step, self.record)
         if self.executor.episodes is not None:
-            self.executor.episodes.check(f"the evaluation of {name}")
+            self.executor.episodes.check(f"the evaluation of {name}", graph)
         self._note_end(name, step, start, metrics)
         return metrics
 
     def _as_guest(self, names: Sequence[str], step: int, version: int) -> GuestSteps:
-        """Evaluate sets one after the other on instances whose schedule trains meanwhile.
-
-        The share of episodes that have failed is that of the step, which has some, too.
-        """
+        """Evaluate sets one after the other on instances whose schedule trains meanwhile."""
         for name in names:
             start = self._note_begin(name, step)
             graph, items = self.graphs[name], self.items[name]
@@ -158,7 +156,9 @@ class HeldOutEvaluation:
             result = yield guest
             try:
                 metrics = _metrics(self.config, name, graph, result, step, self.record)
-            except JudgeFailed as error:  # amid a step of training
+                if self.executor.episodes is not None:
+                    self.executor.episodes.check(f"the evaluation of {name}", graph)
+            except (EnvironmentFailed, JudgeFailed) as error:  # amid a step of training
                 self._failure = error
             guest.release()
             if name == names[-1] or self._failure is not None:

@@ -396,7 +396,7 @@ class Run:
     def _check_failures(self, graph: Graph, samples: Sequence[Sample]) -> None:
         """Raise where too many of the step's episodes, or of its judgements, have failed."""
         if self.episodes is not None:
-            self.episodes.check("the step")
+            self.episodes.check("the step", graph)
         check_failed_share(graph, samples, failed_shares(self.config), "the step")
 
     @contextmanager

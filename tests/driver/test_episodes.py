@@ -15,6 +15,7 @@ from hybridrl.driver.async_calls import Rounds
 from hybridrl.driver.emulated_executor import EmulatedEpisodes
 from hybridrl.driver.episodes import EnvironmentFailed, Episodes
 from hybridrl.environments.tool_calls import CallForm
+from hybridrl.flow import Flow, Graph
 from hybridrl.flow.clock import VirtualClock
 from hybridrl.flow.executor import Computed, EpisodeReply, Parked, Replied, Sampling, TurnEnded
 from hybridrl.flow.sample import SampleId
@@ -103,6 +104,13 @@ def event_of(episodes: Episodes, ended: TurnEnded) -> EpisodeReply:
         (event,) = over.value
         (reply,) = event.replies
         return reply
+
+
+def graph_of(name: str | None = None) -> Graph:
+    """A graph of responses, those of an evaluation by its name."""
+    flow = Flow()
+    flow.collect(flow.actor.generate(flow.prompts, num_samples=1, name=name))
+    return flow.graph
 
 
 def pending(id: SampleId, waits: bool) -> PendingSample:
@@ -199,25 +207,41 @@ def test_a_reply_that_the_template_refuses_fails_its_episode(make: Make) -> None
     reply = answered(episodes, id, "!")
     assert (reply.finish, reply.scalars["environment_failure"]) == ("abort", "error")
     with pytest.raises(EnvironmentFailed) as caught:
-        episodes.check("the step")
+        episodes.check("the step", graph_of())
     reason = "the chat template refuses the reply: roles must alternate (task 'q')"
     assert reason in str(caught.value)
 
 
 def test_the_share_that_fails_is_that_since_the_last_check(make: Make) -> None:
-    """So evaluations, of which little fails, do not hide a step; metrics count both."""
+    """So steps of which little fails do not hide another; metrics count all."""
     episodes, ids = make("talk", "+environment.params.fails=x"), [SampleId(n) for n in range(5)]
     episodes.start(ids, ITEM, 64)
     for id in ids[:4]:
         for text in ("ab", "cd", "ef"):
             answered(episodes, id, text)
-    episodes.check("the evaluation of main")
+    episodes.check("the first step", graph_of())
     answered(episodes, ids[4], "x")
     with pytest.raises(EnvironmentFailed) as caught:
-        episodes.check("the step")
+        episodes.check("the step", graph_of())
     assert "1 of 1 episodes of the step have failed" in str(caught.value)
-    episodes.check("what comes then")
+    episodes.check("what comes then", graph_of())
     assert episodes.metrics()["environment/episodes"] == 5
+
+
+def test_what_fails_in_an_evaluation_is_none_of_the_step_s(make: Make) -> None:
+    """Three of the evaluation's four fail, and none of the step's."""
+    episodes, evaluation = make("talk", "+environment.params.fails=x"), "eval_main"
+    for branch, failing in ((evaluation, 3), ("", 0)):
+        ids = [SampleId(n, branch) for n in range(4)]
+        episodes.start(ids, ITEM, 64)
+        for number, id in enumerate(ids):
+            for text in ["x"] if number < failing else ["ab", "cd", "ef"]:
+                answered(episodes, id, text)
+    episodes.check("the step", graph_of())
+    assert episodes.metrics()["environment/failed"] == 3
+    with pytest.raises(EnvironmentFailed) as caught:
+        episodes.check("the evaluation of main", graph_of(evaluation))
+    assert "3 of 4 episodes of the evaluation of main have failed" in str(caught.value)
 
 
 def test_the_log_has_the_first_error_of_each_kind_and_step(

@@ -275,11 +275,11 @@ def test_groups_are_trained_while_others_are_made():
 
 def test_what_is_trained_early_while_lost_samples_are_made_again_is_counted():
     """The first samples are too few tokens for the pool, those made anew are longer."""
-    made = Counter()
+    attempts = Counter()
 
     def length_of(id):
-        made[id] += 1
-        return 3 if made[id] == 1 else 18
+        attempts[id] += 1
+        return 3 if attempts[id] == 1 else 18
 
     executor = SeparateExecutor(2, 0, length_of, deaths={12: 0}, tells=True)
     schedule = make(executor, {"k": 1}, num_steps=3, early=True, least_tokens=25)
