@@ -206,10 +206,13 @@ def shares_of(
 ) -> list[WeightShare]:
     """The share of each rank of `layout` in parameters of `dtype`, and in buffers as they are.
 
+    Precise parameters are in float32.
+
     Every rank has the buffers; those of the first pipeline stage write them.
     """
     empty = [
-        (name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in shapes.items()
+        (name, torch.empty(shape, dtype=_stored_dtype(layout, name, dtype), device="meta"))
+        for name, shape in shapes.items()
     ]
     empty += [(name, buffer.to("meta")) for name, buffer in buffers.items()]
     conversions = [
@@ -246,7 +249,11 @@ def _gathered(
             if name in buffers:
                 yield name, buffers[name]
             else:
-                yield name, own.pop(name).to("cpu", dtype)
+                yield name, own.pop(name).to("cpu", _stored_dtype(engine.layout, name, dtype))
+
+
+def _stored_dtype(layout: Layout, name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if name in layout.precise else dtype
 
 
 def write_share(

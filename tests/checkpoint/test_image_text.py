@@ -91,8 +91,6 @@ def save_after_loss(source: Path, target: Path) -> str:
     torch.distributed.barrier()
     (source / "model.safetensors").unlink(missing_ok=True)
     torch.distributed.barrier()
-    with pytest.raises(OSError) as error:
+    with pytest.raises(OSError, match=target.name) as error:
         hf.save_hf(engine, target)
     return str(error.value)
-
-

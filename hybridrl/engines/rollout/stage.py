@@ -28,9 +28,10 @@ from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.config_json import num_recurrent
 from hybridrl.models.logits import logits_transform
+from hybridrl.models.mixers import has_keys
 from hybridrl.models.paged_attention import KVCache
 from hybridrl.models.parallel import kv_heads_of_rank
-from hybridrl.models.recurrent import continues, has_keys, state_shapes, state_tokens
+from hybridrl.models.recurrent import continues, state_shapes, state_tokens
 from hybridrl.models.router_replay import (
     KEYWORD,
     ExpertShape,
@@ -131,7 +132,7 @@ class RolloutStage:
         self._head_dim = attention_shape(config).head_size
         self._kv_heads = kv_heads_of_rank(config, parallel.tp)
         self._transform = logits_transform(config)
-        self._shapes = {name: p.shape for name, p in self.model.named_parameters()}
+        self._shapes = {name: (p.shape, p.dtype) for name, p in self.model.named_parameters()}
         self.buffers = persistent_buffers(self.model)
         self.aliases = set(self.model.state_dict()) - set(self._shapes) - set(self.buffers)
         self._link = StageLink(parallel)
@@ -181,14 +182,15 @@ class RolloutStage:
         """Free the weights, after all messages are sent."""
         self._link.flush()
         for parameter in self.model.parameters():
-            parameter.data = torch.empty(0, dtype=self.dtype, device=self.device)
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
         if self.decoder is not None:
             self.decoder.free()
 
     def allocate(self) -> None:
         """Allocate memory for the weights, uninitialized."""
         for name, parameter in self.model.named_parameters():
-            parameter.data = torch.empty(self._shapes[name], dtype=self.dtype, device=self.device)
+            shape, dtype = self._shapes[name]
+            parameter.data = torch.empty(shape, dtype=dtype, device=self.device)
         if self.decoder is not None:
             self.decoder.allocate()
 
