@@ -57,6 +57,12 @@ def layer_kinds(config: Any) -> list[str]:
     return list(kinds or ())
 
 
+def layers_with_keys(config: Any) -> list[bool]:
+    """Whether each layer has keys and values: all do but those that have a state in their place."""
+    kinds = layer_kinds(config) if num_recurrent(config) else ()
+    return [kind not in RECURRENT_TYPES for kind in kinds] or [True] * config.num_hidden_layers
+
+
 def num_recurrent(config: Any) -> int:
     """The layers that have a state in place of keys and values."""
     return sum(kind in RECURRENT_TYPES for kind in layer_kinds(config))

@@ -23,7 +23,8 @@ from transformers.cache_utils import Cache
 
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
-from hybridrl.models.mixers import CACHE_KEYWORDS, has_keys, recurrent_modules
+from hybridrl.models.config_json import layers_with_keys, num_recurrent
+from hybridrl.models.mixers import CACHE_KEYWORDS, recurrent_modules
 from hybridrl.models.packed_attention import Packing
 from hybridrl.models.parallel import meta_model
 from hybridrl.models.shrink import shrink
@@ -197,12 +198,23 @@ def state_tokens(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
     Of all layers, so that ranks with other layers agree.
     """
-    model = meta_model(config, dtype=dtype)
-    use_batches(model)
     shape = attention_shape(config)
     keys = 2 * shape.kv_heads * shape.head_size * dtype.itemsize
-    token = keys * sum(map(has_keys, decoder_layers(model)))
-    return -(-state_bytes(state_shapes(model)) // max(1, token))
+    token = keys * layers_with_keys(config).count(True)
+    return -(-sum(layer_state_bytes(config, dtype)) // max(1, token))
+
+
+def layer_state_bytes(config: PretrainedConfig, dtype: torch.dtype) -> list[int]:
+    """The bytes of the states of a sequence in each layer of a model in `dtype`."""
+    if not num_recurrent(config):
+        return [0] * config.num_hidden_layers
+    model = meta_model(config, dtype=dtype)
+    use_batches(model)
+    sizes = iter(state_shapes(model))
+    return [
+        state_bytes([next(sizes) for _ in recurrent_modules(layer)])
+        for layer in decoder_layers(model)
+    ]
 
 
 _TOLERANCE = 0.05

@@ -589,6 +589,7 @@ class NativeEngine:
             kv_blocks_free=self._admission.allocator.num_free,
             kv_blocks_total=self._num_blocks,
             kv_bytes_per_token=math.prod(self._stage.kv_shape(1)) * self._stage.dtype.itemsize,
+            state_bytes=self._stage.state_bytes,
             held=self._admission.num_held,
             kept_tokens=self._admission.kept_tokens,
             moved_tokens=self._admission.moved_tokens,

@@ -21,6 +21,7 @@ from hybridrl.engines.rollout.decode import FAMILIES as FUSED_FAMILIES
 from hybridrl.engines.rollout.decode import FusedDecoder
 from hybridrl.engines.rollout.device_copies import Download
 from hybridrl.engines.rollout.kept_ids import IdArray, rows_of
+from hybridrl.engines.rollout.memory import num_states
 from hybridrl.engines.rollout.sampling import SamplingBatch, sample
 from hybridrl.models import paged_attention
 from hybridrl.models.attention_shape import attention_shape
@@ -118,7 +119,7 @@ class RolloutStage:
         self._key_layers = sum(map(has_keys, own_layers(self.model)))
         # Stages decide alike, so a stage without recurrent layers counts those of others.
         recurrent = num_recurrent(config) > 0
-        self.num_states = 2 * max_running + 1 if recurrent else 0
+        self.num_states = num_states(max_running) if recurrent else 0
         self.state_bytes = state_bytes(self._state_shapes)
         self._continues = bool(self._state_shapes) and continues(config)
         self.state_tokens = state_tokens(config, dtype) if recurrent else 0

@@ -92,7 +92,7 @@ class Sharding:
         shard = self._placement(parameter)
         if id(parameter) in self.precise:
             return ShardPlacementResult(shard, self._precise_mesh)
-        if id(parameter) not in self.of_experts:
+        if self.experts is None or id(parameter) not in self.of_experts:
             return shard
         return ShardPlacementResult(shard, self._expert_mesh)
 
