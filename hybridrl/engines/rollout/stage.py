@@ -7,6 +7,7 @@ GPUs they go from device to device, where they feed the next step.
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -201,6 +202,11 @@ class RolloutStage:
         Layers are those that have some.
         """
         return self._key_layers, 2, self._kv_heads, tokens, self._head_dim
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values on this rank."""
+        return math.prod(self.kv_shape(1)) * self.dtype.itemsize
 
     def make_cache(
         self, num_blocks: int, block_size: int, lender: KVCache | None = None
