@@ -24,7 +24,7 @@ PROCESSORS = (
 """The files of a checkpoint that say how images become its inputs."""
 
 
-def text_part(config: PretrainedConfig) -> PretrainedConfig:
+def language_config(config: PretrainedConfig) -> PretrainedConfig:
     """The config of the causal language model in an image model's; a copy of it, if it is one.
 
     Whether embeddings are tied is the whole model's matter, and so are special tokens that the text
@@ -112,8 +112,8 @@ class KeptTensors(Mapping[str, torch.Tensor]):
 
 def processor_files(path: str) -> dict[str, Path]:
     """The files of `PROCESSORS` that the model at `path` has, by name."""
-    found = {
+    files = {
         name: cached_file(path, name, _raise_exceptions_for_missing_entries=False)
         for name in PROCESSORS
     }
-    return {name: Path(file) for name, file in found.items() if file is not None}
+    return {name: Path(file) for name, file in files.items() if file is not None}

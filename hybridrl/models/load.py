@@ -19,7 +19,7 @@ from transformers import (
 from hybridrl.config import ConfigError, DType
 from hybridrl.models.buffers import fill_buffers
 from hybridrl.models.config_json import is_read, unsupported, wrong_experts
-from hybridrl.models.image_text import text_part
+from hybridrl.models.image_text import language_config
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.recurrent import use_batches
 from hybridrl.models.stages import prepare_training
@@ -49,7 +49,7 @@ def load_config(path: str, key: str = "model.path") -> PretrainedConfig:
         raise ConfigError(key, path, f"a Hugging Face model ({one_line(error)})") from error
     if is_read(getattr(config, "quantization_config", None)):
         del config.quantization_config
-    return text_part(config)
+    return language_config(config)
 
 
 def empty_causal_lm(

@@ -78,7 +78,7 @@ class StoredWeights:
         self.path, self.key = path, key
         self._model = meta_model(config, classifier)
         self._whole = whole_model(path)
-        """Of a checkpoint for images and text, of which this is the text part; else None."""
+        """The model for images and text whose text part this is; None for other models."""
         self._files = ExitStack()
         try:
             self._stored = self._open()

@@ -177,7 +177,7 @@ def check_quantized(config: Config, path: str) -> None:
         raise ConfigError("rollout.engine", engine, allowed)
 
 
-def text_part_line(config: Config, path: str) -> str:
+def language_model_line(config: Config, path: str) -> str:
     """Return a line that says what trains of a checkpoint for images and text; others have none.
 
     Raises ConfigError for an engine that would make the whole model of it.

@@ -11,7 +11,7 @@ from resumed_runs import check_same, ended
 
 from hybridrl import cli
 from hybridrl.config import ConfigError
-from hybridrl.preflight.models import text_part_line
+from hybridrl.preflight.models import language_model_line
 
 SETTINGS = [
     "deterministic=strict", "trainer.optim.eps=1e-8", "trainer.optim.lr=1e-2", "trainer.steps=2",
@@ -43,7 +43,7 @@ def test_a_run_trains_resumes_and_is_evaluated(
 
 def test_the_line_at_the_start(make_config: Callable[..., Any], tmp_path: Path) -> None:
     path = str(image_checkpoint("qwen3_vl", tmp_path))
-    line = text_part_line(make_config(f"model.path={path}"), path)
+    line = language_model_line(make_config(f"model.path={path}"), path)
     assert line.startswith("model.path: the text part of qwen3_vl trains, without images")
     with pytest.raises(ConfigError, match=r"^rollout.engine=vllm: wanted native: of model.path="):
-        text_part_line(make_config(f"model.path={path}", "rollout=vllm"), path)
+        language_model_line(make_config(f"model.path={path}", "rollout=vllm"), path)

@@ -12,7 +12,7 @@ from hybridrl.config import ConfigError
 from hybridrl.layout.box import Box
 from hybridrl.layout.local import LocalTensor
 from hybridrl.models.config_json import IMAGE_TEXT, check_config_json
-from hybridrl.models.image_text import text_name, text_part, whole_name
+from hybridrl.models.image_text import language_config, text_name, whole_name
 from hybridrl.models.load import check_supported, load_config
 from hybridrl.models.stored_weights import StoredWeights
 
@@ -59,7 +59,7 @@ def test_names() -> None:
 
 def test_a_model_of_text_alone_is_its_own_text_part() -> None:
     config = AutoConfig.for_model("qwen3")
-    assert text_part(config) is config
+    assert language_config(config) is config
 
 
 def test_other_models_for_images_are_refused(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_roles_of_the_recipe_have_their_phases() -> None:
 
 
 def test_states_of_recurrent_layers_are_in_the_plan() -> None:
-    """Those of running sequences and of as many prefixes; a layer of four has keys and values."""
+    """Running sequences and as many prefixes have states; a layer of four has keys and values."""
     kept = {key: value for key, value in _shape().to_dict().items() if key in KEYS}
     shape = AutoConfig.for_model("qwen3_5_text", **kept | {"num_hidden_layers": 4})
     config = _config()

@@ -177,7 +177,7 @@ def test_only_layers_with_keys_are_in_the_cache(models: Models) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_memory_plan_has_the_bytes_that_a_cache_takes(family: str, dtype: torch.dtype) -> None:
-    """Of keys and values, and of states; the stages of a pipeline have them all together."""
+    """The plan counts keys and values, and states; a pipeline's stages have them all together."""
     config = config_of(family)
     engine = NativeEngine(
         config, dtype=dtype, device=torch.device("cpu"), max_running=3, block_size=4,
