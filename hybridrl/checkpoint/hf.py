@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -113,7 +113,7 @@ def _save_hf(
                 shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
                 temporary.mkdir(parents=True)
         with _on_all_ranks(path):
-            tensors = _gathered(engine, shares, ChainMap(buffers, kept), compute)
+            tensors = _gathered(engine, shares, ChainMap(buffers, cast(Any, kept)), compute)
             adapters = {
                 name: tensor.to("cpu")
                 for adapter in engine.adapter_names()

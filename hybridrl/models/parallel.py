@@ -125,8 +125,8 @@ def _model_parameters(config: PretrainedConfig, classifier: bool) -> list[Parame
         if any(tensor is x for x in (embedding, head.weight, head.bias)):
             parameters.append(Parameter(name, tuple(tensor.shape), layer, 0))
         else:
-            own = Parameter(name, tuple(tensor.shape), layer, precise=name in precise)
-            parameters.append(_cut(config, own, inner))
+            whole = Parameter(name, tuple(tensor.shape), layer, precise=name in precise)
+            parameters.append(_cut(config, whole, inner))
     if not classifier:
         return parameters
     untied = [replace(p, layer=FIRST) if p.layer == BOTH else p for p in parameters]
