@@ -96,6 +96,8 @@ class NativeSizes(GenerationSizes):
     """Tokens of all conversations that an instance may have, each at full length."""
     host_tokens: int | None = None
     """`rollout.kv_host_tokens`."""
+    states: int = 0
+    """The states of recurrent layers, of all sequences that there is room for."""
 
     def cache_tokens(self, left: int | None) -> int:
         """See `GenerationSizes`; a full sample at least."""
@@ -105,7 +107,7 @@ class NativeSizes(GenerationSizes):
 
     def fits(self, left: int) -> int:
         """See `GenerationSizes`."""
-        return max(left - self.idle, 0) // (self.token + self.gathered)
+        return max(left - self.idle - self.states, 0) // (self.token + self.gathered)
 
     @property
     def idle(self) -> int:
@@ -114,7 +116,8 @@ class NativeSizes(GenerationSizes):
 
     def of_one_sample(self) -> Sizes:
         """See `GenerationSizes`; attention copies keys and values."""
-        return {**GenerationSizes.of_one_sample(self), _COPIED: self.longest * self.gathered}
+        sizes = GenerationSizes.of_one_sample(self)
+        return {**sizes, _COPIED: self.longest * self.gathered, **self._states()}
 
     def on_host(self, left: int | None) -> int:
         """See `GenerationSizes`: of what the cache cannot hold, as much as may be there."""
@@ -124,7 +127,7 @@ class NativeSizes(GenerationSizes):
 
     def at_start(self, left: int | None) -> Sizes:
         """See `GenerationSizes`; on a GPU the cache comes with memory for what attention copies."""
-        cache = GenerationSizes.at_start(self, left)
+        cache = {**GenerationSizes.at_start(self, left), **self._states()}
         if left is None:
             return cache
         return {**cache, _COPIED: self.cache_tokens(left) * self.gathered}
@@ -142,6 +145,9 @@ class NativeSizes(GenerationSizes):
             "prefill": {**cache, "activations": self.prefill},
             "decode": {**cache, **decoding},
         }
+
+    def _states(self) -> Sizes:
+        return {"recurrent states": self.states} if self.states else {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -141,7 +141,9 @@ def matrices(shape: ModelShape, *tps: int) -> tuple[Parameter, ...]:
     parameters = []
     for layer in range(shape.layers):
         name = f"layers.{layer}"
-        parameters += [Parameter(f"{name}.{n}", size, layer, *cut) for n, size, *cut in sizes]
+        parameters += [
+            Parameter(f"{name}.{n}", size, layer, dim, units) for n, size, dim, units in sizes
+        ]
         if experts:
             both, back = (experts, 2 * shape.ffn, hidden), (experts, hidden, shape.ffn)
             parameters += [

@@ -39,8 +39,9 @@ from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import PackedModel, pack, recorded_experts
 from hybridrl.models import packed_attention
 from hybridrl.models.blocks import decoder_layers
+from hybridrl.models.mixers import recurrent_modules
 from hybridrl.models.parallel import FAMILIES, meta_model, num_experts
-from hybridrl.models.recurrent import recurrent_modules, use_batches
+from hybridrl.models.recurrent import use_batches
 from hybridrl.models.router_replay import ExpertShape, Routing, enable_replay
 from hybridrl.models.shard import GenParallel
 from hybridrl.models.shrink import shrink

@@ -67,6 +67,7 @@ class AdapterSwitch:
         """`base` moves the weights, `adapters` the pairs; `dtype` is the generation weights'."""
         self.dtype = dtype
         self._base_plan, self._bucket_bytes, self._rank = base, bucket_bytes, rank
+        self._precise = base.dst.precise
         self._adapter_names = adapters.src.shapes.keys()
         self._shapes = {
             name: shape
@@ -86,7 +87,11 @@ class AdapterSwitch:
         def take(fill: Fill) -> None:
             for names in by_layer(self._base_plan.dst.rules):
                 tensors = {
-                    name: torch.zeros(self._shapes[name], dtype=self.dtype, device=device)
+                    name: torch.zeros(
+                        self._shapes[name],
+                        dtype=torch.float32 if name in self._precise else self.dtype,
+                        device=device,
+                    )
                     for name in names
                     if name in self._shapes
                 }

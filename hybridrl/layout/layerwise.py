@@ -12,8 +12,7 @@ from typing import Protocol
 
 import torch
 
-from hybridrl.layout.layout import Layout
-from hybridrl.layout.plan import Plan
+from hybridrl.layout.plan import Plan, subplan
 from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
 
 
@@ -56,7 +55,7 @@ class LayerwiseSwitch:
         or has come before; and at the end where one was left out.
         """
         begun, planning = time.perf_counter(), 0.0
-        total, paths, left = SwitchStats("local", 0), set[str](), {*self._layers}
+        total, left = SwitchStats("local", 0), {*self._layers}
 
         def fill(tensors: Tensors, names: Sequence[str] | None = None) -> None:
             nonlocal total, planning
@@ -71,23 +70,12 @@ class LayerwiseSwitch:
             own = source if names is None else {n: source[n] for n in names if n in source}
             stats = switch.switch(own, tensors)
             held = 0 if names is None else sum(tensor.nbytes for tensor in tensors.values())
-            paths.update(stats.path.split("+"))
-            total = replace(
-                total,
-                bytes_theory=total.bytes_theory + stats.bytes_theory,
-                bytes_received=total.bytes_received + stats.bytes_received,
-                scratch_bytes=max(total.scratch_bytes, stats.scratch_bytes),
-                bytes_held=max(total.bytes_held, held),
-                seconds_pack=total.seconds_pack + stats.seconds_pack,
-                seconds_wait=total.seconds_wait + stats.seconds_wait,
-                seconds_copy=total.seconds_copy + stats.seconds_copy,
-            )
+            total = total.followed_by(replace(stats, bytes_held=held))
 
         load(fill)
         if left:
             raise ValueError(f"{len(left)} layers of the plan were left out")
-        path = "+".join(step for step in ("gather", "exchange") if step in paths) or "local"
-        return replace(total, path=path, seconds=time.perf_counter() - begun - planning)
+        return replace(total, seconds=time.perf_counter() - begun - planning)
 
     def _switch_of(self, names: Sequence[str] | None) -> WeightSwitch:
         """The switch of a layer, made at its first use."""
@@ -105,25 +93,3 @@ def by_layer(names: Iterable[str]) -> list[tuple[str, ...]]:
         layer_prefix = re.search(r"\.layers\.\d+\.", name)
         layers.setdefault(name[: layer_prefix.end()] if layer_prefix else name, []).append(name)
     return [tuple(layer) for layer in layers.values()]
-
-
-def subplan(plan: Plan, names: Sequence[str]) -> Plan:
-    """The plan restricted to the parameters `names`."""
-    wanted = set(names)
-    classes = (
-        replace(cls, names=tuple(name for name in cls.names if name in wanted))
-        for cls in plan.classes
-    )
-    return Plan(
-        _restricted(plan.src, wanted),
-        _restricted(plan.dst, wanted),
-        tuple(cls for cls in classes if cls.names),
-    )
-
-
-def _restricted(layout: Layout, names: set[str]) -> Layout:
-    return Layout(
-        layout.mesh,
-        {name: shape for name, shape in layout.shapes.items() if name in names},
-        {name: rule for name, rule in layout.rules.items() if name in names},
-    )

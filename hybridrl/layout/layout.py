@@ -1,6 +1,6 @@
 """Layouts: which rank holds which boxes of which parameter. Pure data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise, product
@@ -66,6 +66,18 @@ class Layout:
     mesh: Mesh
     shapes: Mapping[str, tuple[int, ...]]
     rules: Mapping[str, Rule]
+    precise: frozenset[str] = frozenset()
+    """Parameters that stay in float32, whatever the format in which others compute and move."""
+
+    def only(self, names: Iterable[str]) -> "Layout":
+        """The layout of these parameters alone."""
+        kept = dict.fromkeys(names)
+        return Layout(
+            self.mesh,
+            {name: self.shapes[name] for name in kept},
+            {name: self.rules[name] for name in kept},
+            self.precise & kept.keys(),
+        )
 
     @cached_property
     def alike(self) -> tuple[tuple[str, ...], ...]:

@@ -63,7 +63,7 @@ def _shared(layout: Layout, names: list[str]) -> Layout:
 
 
 def _of(layout: Layout, mesh: Mesh, rules: dict[str, Rule]) -> Layout:
-    return Layout(mesh, {name: layout.shapes[name] for name in rules}, rules)
+    return replace(layout.only(rules), mesh=mesh, rules=rules)
 
 
 def matrices_of(parameters: Iterable[Parameter]) -> list[str]:
@@ -82,4 +82,4 @@ def _is_matrix(parameter: Parameter) -> bool:
 
 def restricted(layout: Layout, names: Iterable[str]) -> Layout:
     """The layout of these parameters alone."""
-    return _of(layout, layout.mesh, {name: layout.rules[name] for name in names})
+    return layout.only(names)

@@ -16,7 +16,8 @@ class Parameter:
     `layer` is its decoder layer; -1 (`FIRST`) is before the layers, -2 (`LAST`) after them, -3
     (`BOTH`) both (a tied embedding). `tp_dim` is the dimension that tensor parallelism splits
     (None: replicated over tp), in full `units` (heads) if set, within each of `blocks`. `experts`
-    is the number of experts that dimension 0 counts, 0 for any other parameter.
+    is the number of experts that dimension 0 counts, 0 for any other parameter. What is `precise`
+    stays in float32 (`Layout.precise`).
     """
 
     name: str
@@ -26,6 +27,7 @@ class Parameter:
     units: int = 0
     blocks: int = 1
     experts: int = 0
+    precise: bool = False
 
 
 FIRST, LAST, BOTH = -1, -2, -3
@@ -84,7 +86,7 @@ def train_layout(
             by_tp = () if parameter.experts else _tp(parameter)
             splits = *by_tp, Split("fsdp", dim)
             rules[parameter.name] = Rule(stages, splits, _padded(parameter, axes.tp))
-    return Layout(train_mesh(axes), _shapes(parameters), rules)
+    return Layout(train_mesh(axes), _shapes(parameters), rules, _precise(parameters))
 
 
 def gen_layout(
@@ -113,7 +115,7 @@ def gen_layout(
         rules[parameter.name] = Rule(
             _stages(parameter, stage_of_layer), _tp(parameter), _padded(parameter, multiple)
         )
-    return Layout(mesh, _shapes(parameters), rules)
+    return Layout(mesh, _shapes(parameters), rules, _precise(parameters))
 
 
 def fsdp_dim(parameter: Parameter, axes: TrainAxes, gen_tp: int, gen_ep: int = 1) -> int:
@@ -170,3 +172,7 @@ def _padded(parameter: Parameter, multiple: int) -> tuple[int, ...] | None:
 
 def _shapes(parameters: Sequence[Parameter]) -> Mapping[str, tuple[int, ...]]:
     return {parameter.name: parameter.shape for parameter in parameters}
+
+
+def _precise(parameters: Sequence[Parameter]) -> frozenset[str]:
+    return frozenset(parameter.name for parameter in parameters if parameter.precise)

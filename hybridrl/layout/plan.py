@@ -12,8 +12,8 @@ of copies, layers or ranks. Only the arrays of senders and receivers name ranks.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -227,3 +227,17 @@ def _coordinates(mesh: Mesh, ranks: np.ndarray) -> dict[str, np.ndarray]:
     index = np.where(index < 0, ranks % mesh.size, index)
     sizes = [size for _, size in mesh.axes]
     return dict(zip(mesh.names, np.unravel_index(index, sizes), strict=True))
+
+
+def subplan(plan: Plan, names: Iterable[str]) -> Plan:
+    """The plan restricted to the parameters `names`."""
+    wanted = set(names)
+    classes = (
+        replace(cls, names=tuple(name for name in cls.names if name in wanted))
+        for cls in plan.classes
+    )
+    return Plan(
+        plan.src.only(name for name in plan.src.rules if name in wanted),
+        plan.dst.only(name for name in plan.dst.rules if name in wanted),
+        tuple(cls for cls in classes if cls.names),
+    )

@@ -4,9 +4,10 @@ import gc
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import add
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from hybridrl.layout.box_copies import PackedBox, copy_all, joined, packed_boxes
 from hybridrl.layout.exchange_rounds import Exchange, first_contacts
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.local import LocalTensor
-from hybridrl.layout.plan import Plan
+from hybridrl.layout.plan import Plan, subplan
 from hybridrl.layout.portions import Piece
 from hybridrl.layout.process_groups import shared_group
 from hybridrl.layout.transfer_rounds import BUCKET_BYTES as BUCKET_BYTES
@@ -58,6 +59,20 @@ class SwitchStats:
     """Waiting for the wire. On GPUs, until the wait is queued."""
     seconds_copy: float = 0.0
     """Copies out of buckets. On GPUs, their launch."""
+
+    def followed_by(self, other: "SwitchStats") -> "SwitchStats":
+        """The cost of this switch and another one after it."""
+        kinds = {*self.path.split("+"), *other.path.split("+")}
+        path = "+".join(kind for kind in ("gather", "exchange") if kind in kinds) or "local"
+        most = ("scratch_bytes", "bytes_held")
+        values = {
+            field.name: (max if field.name in most else add)(
+                getattr(self, field.name), getattr(other, field.name)
+            )
+            for field in fields(self)
+            if field.name != "path"
+        }
+        return SwitchStats(path, **values)
 
 
 @contextmanager
@@ -108,8 +123,8 @@ class WeightSwitch:
     All ranks of the plan make one and call `switch` together, any number of times; the rounds are
     computed once. Ranks of the plan are those of `group` (by default, of all processes). It must be
     warm (`process_groups.warm_up`): under NCCL its first operation cannot be an exchange. Weights
-    are sent in `dtype`, the generation weights'. Scratch is allocated during a switch: two rounds
-    are in flight, each of at most `bucket_bytes`.
+    are sent in `dtype`, the generation weights', the layout's precise ones in float32. Scratch is
+    allocated during a switch: two rounds are in flight, each of at most `bucket_bytes`.
 
     Example: `source["w"]` is rows 2 and 3 of a [4, 8] matrix, `destination["w"]` is all of it. Rank
     1 copies two rows, sends them to rank 0, and receives rows 0 and 1.
@@ -126,6 +141,12 @@ class WeightSwitch:
         least_gather: int = 3,
     ) -> None:
         self.dtype = dtype
+        self._precise: WeightSwitch | None = None
+        if plan.dst.precise and dtype != torch.float32:
+            own = subplan(plan, plan.dst.precise)
+            rest = bucket_bytes, group, least_gather
+            self._precise = WeightSwitch(own, rank, torch.float32, *rest)
+            plan = subplan(plan, plan.dst.rules.keys() - plan.dst.precise)
         self.source = _locals(plan.src, rank)
         self.destination = _locals(plan.dst, rank)
         rounds = transfer_rounds(plan, rank, max(1, bucket_bytes // dtype.itemsize), least_gather)
@@ -175,8 +196,16 @@ class WeightSwitch:
         padding in it is unchanged. Raises ValueError, before anything is sent, if a name is
         missing or a shape or dtype is not the layout's.
         """
-        begun = time.perf_counter()
         source, destination = plain_tensors(source), plain_tensors(destination)
+        if self._precise is None:
+            return self._switch(source, destination, waits)
+        names = self._precise.destination.keys()
+        (own, rest), (own_to, rest_to) = _split(source, names), _split(destination, names)
+        first = self._precise.switch(own, own_to, waits=False)
+        return first.followed_by(self._switch(rest, rest_to, waits))
+
+    def _switch(self, source: Tensors, destination: Tensors, waits: bool) -> SwitchStats:
+        begun = time.perf_counter()
         self._check(source, destination)
         stats = SwitchStats(self.path, self.bytes_theory)
         logger.debug("weights move in %d rounds (%s)", len(self._rounds), self.path)
@@ -354,6 +383,12 @@ class _GatherRound(_Round):
 def _locals(layout: Layout, rank: int) -> dict[str, LocalTensor]:
     inside = rank in layout.mesh.ranks
     return {name: LocalTensor(layout.local(name, rank) if inside else ()) for name in layout.rules}
+
+
+def _split(tensors: Tensors, names: Container[str]) -> tuple[Tensors, Tensors]:
+    """The tensors `names`, and the others."""
+    own = {name: tensor for name, tensor in tensors.items() if name in names}
+    return own, {name: tensor for name, tensor in tensors.items() if name not in own}
 
 
 def plain_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:

@@ -18,6 +18,15 @@ RECURRENT_TYPES = frozenset({"linear_attention", "mamba", "conv"})
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", *RECURRENT_TYPES})
 """The layers that are computed: the probe says of which families they are right."""
 
+IMAGE_TEXT = {
+    "gemma3": "gemma3_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+}
+"""Model types for images and text, and those of causal language models that are their text part."""
+
 _UNSUPPORTED_KEYS = {
     "attention_chunk_size": "chunked attention",
     "lru_width": "linear attention",
@@ -30,10 +39,28 @@ _UNSUPPORTED_KEYS = {
 """Keys of a config that only models with such parts have."""
 
 
+def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of the text part of a model for images and text; other models' as they are.
+
+    How weights are quantized is said of the whole model.
+    """
+    text, model_type = settings.get("text_config"), settings.get("model_type")
+    if model_type not in IMAGE_TEXT or not isinstance(text, dict):
+        return settings
+    whole = {key: settings[key] for key in ("quantization_config",) if key in settings}
+    return {**text, **whole, "model_type": IMAGE_TEXT[model_type]}
+
+
 def layer_kinds(config: Any) -> list[str]:
     """The kinds of a model's layers, as its Hugging Face config names them; none if it does not."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     return list(kinds or ())
+
+
+def layers_with_keys(config: Any) -> list[bool]:
+    """Whether each layer has keys and values: all do but those that have a state in their place."""
+    kinds = layer_kinds(config) if num_recurrent(config) else ()
+    return [kind not in RECURRENT_TYPES for kind in kinds] or [True] * config.num_hidden_layers
 
 
 def num_recurrent(config: Any) -> int:
@@ -144,8 +171,8 @@ def ep_allowed(model_type: str, experts: int, ep: int) -> str | None:
     return f"one of {', '.join(choices)} (it must divide the {experts} experts)"
 
 
-def _read(path: str | None) -> dict[str, Any]:
-    """The settings in `config.json`; none where there is no such file, or not a good one."""
+def _read(path: str | None) -> Mapping[str, Any]:
+    """The settings of the text model in `config.json`; none without such a file, or a good one."""
     file = Path(path or "") / "config.json"
     if not path or not file.is_file():
         return {}
@@ -153,7 +180,7 @@ def _read(path: str | None) -> dict[str, Any]:
         settings = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-    return settings if isinstance(settings, dict) else {}
+    return text_settings(settings) if isinstance(settings, dict) else {}
 
 
 def check_config_json(path: str | None, key: str) -> None:

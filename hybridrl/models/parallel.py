@@ -25,6 +25,7 @@ from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import layers_name
 from hybridrl.models.config_json import EXPERTS, EXPERTS_PER_TOKEN, ep_allowed, num_recurrent
+from hybridrl.models.mixers import precise_names
 from hybridrl.models.stages import modules_before
 
 FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
@@ -110,6 +111,7 @@ def _model_parameters(config: PretrainedConfig, classifier: bool) -> list[Parame
     prefix = f"{model.base_model_prefix}."
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied, first = head.weight is embedding, tuple(modules_before(config))
+    precise = precise_names(model)
     layers = f"{layers_name(model)}."
     parameters = []
     for name, tensor in model.named_parameters():
@@ -123,7 +125,8 @@ def _model_parameters(config: PretrainedConfig, classifier: bool) -> list[Parame
         if any(tensor is x for x in (embedding, head.weight, head.bias)):
             parameters.append(Parameter(name, tuple(tensor.shape), layer, 0))
         else:
-            parameters.append(_cut(config, Parameter(name, tuple(tensor.shape), layer), inner))
+            whole = Parameter(name, tuple(tensor.shape), layer, precise=name in precise)
+            parameters.append(_cut(config, whole, inner))
     if not classifier:
         return parameters
     untied = [replace(p, layer=FIRST) if p.layer == BOTH else p for p in parameters]

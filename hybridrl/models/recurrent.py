@@ -23,41 +23,14 @@ from transformers.cache_utils import Cache
 
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
+from hybridrl.models.config_json import layers_with_keys, num_recurrent
+from hybridrl.models.mixers import CACHE_KEYWORDS, recurrent_modules
 from hybridrl.models.packed_attention import Packing
 from hybridrl.models.parallel import meta_model
 from hybridrl.models.shrink import shrink
 from hybridrl.models.states import LayerStates, StateBatch, StateShapes, state_bytes
 
 _WASTE = 1.5  # of the tokens of a padded batch, over those of its sequences
-_CACHE_KEYWORDS = ("cache_params", "past_key_values", "cache")  # the last from 5.24 on
-
-
-def is_recurrent(module: nn.Module) -> bool:
-    """Whether a module is a mixer: it has a convolution over tokens, and takes a cache."""
-    has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
-    return has_convolution and _takes_cache(module)
-
-
-def recurrent_modules(model: nn.Module) -> list[nn.Module]:
-    """The mixers of a model, or of a layer, in order."""
-    return [module for module in model.modules() if is_recurrent(module)]
-
-
-def has_keys(layer: nn.Module) -> bool:
-    """Whether a decoder layer caches keys and values: all do but those with a mixer in their place.
-
-    A layer may have both (Falcon-H1).
-    """
-    return not recurrent_modules(layer) or any(
-        _takes_cache(module)
-        for module in layer.modules()
-        if module is not layer and hasattr(module, "layer_idx") and not is_recurrent(module)
-    )
-
-
-def _takes_cache(module: nn.Module) -> bool:
-    names = inspect.signature(type(module).forward).parameters
-    return any(name in names for name in _CACHE_KEYWORDS)
 
 
 class Mixer:
@@ -71,11 +44,13 @@ class Mixer:
         self.index, self.module = index, module
         self._forward = type(module).forward
         names = inspect.signature(self._forward).parameters
-        self._keyword = next(name for name in _CACHE_KEYWORDS if name in names)
+        self._keyword = next(name for name in CACHE_KEYWORDS if name in names)
         self._keywords: Mapping[str, Any] = {}
         rule = getattr(module, "chunk_gated_delta_rule", None)
         if callable(rule) and rule.__module__.startswith("transformers"):  # no GPU's kernel
             module.chunk_gated_delta_rule = partial(_in_short_chunks, rule)  # type: ignore[assignment]
+        if isinstance(norm := getattr(module, "norm", None), nn.Module):
+            norm.register_forward_hook(_in_format_of_input)
         module.layer_idx = 0  # type: ignore[assignment]  # of a cache of one layer
 
     def take(self, keywords: Mapping[str, Any]) -> None:
@@ -130,6 +105,11 @@ class Mixer:
             if states.keeps:
                 states.keep(self.index, after)
         return out
+
+
+def _in_format_of_input(_: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
+    """The output of a norm whose weight may be in float32 where all others are in bfloat16."""
+    return out.to(args[0].dtype)
 
 
 def _in_short_chunks(
@@ -203,7 +183,7 @@ def state_shapes(model: PreTrainedModel) -> StateShapes:
     """
     shapes = []
     for mixer in mixers_of(model):
-        weight = next(mixer.module.parameters())
+        weight = next(x.weight for x in mixer.module.children() if isinstance(x, nn.Conv1d))
         cache, width = LayerStates(None), model.config.hidden_size
         mixer.compute(torch.zeros(1, 2, width, dtype=weight.dtype, device=weight.device), cache)
         first, *others = cache.tensors()
@@ -218,12 +198,23 @@ def state_tokens(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
     Of all layers, so that ranks with other layers agree.
     """
-    model = meta_model(config, dtype=dtype)
-    use_batches(model)
     shape = attention_shape(config)
     keys = 2 * shape.kv_heads * shape.head_size * dtype.itemsize
-    token = keys * sum(map(has_keys, decoder_layers(model)))
-    return -(-state_bytes(state_shapes(model)) // max(1, token))
+    token = keys * layers_with_keys(config).count(True)
+    return -(-sum(layer_state_bytes(config, dtype)) // max(1, token))
+
+
+def layer_state_bytes(config: PretrainedConfig, dtype: torch.dtype) -> list[int]:
+    """The bytes of the states of a sequence in each layer of a model in `dtype`."""
+    if not num_recurrent(config):
+        return [0] * config.num_hidden_layers
+    model = meta_model(config, dtype=dtype)
+    use_batches(model)
+    sizes = iter(state_shapes(model))
+    return [
+        state_bytes([next(sizes) for _ in recurrent_modules(layer)])
+        for layer in decoder_layers(model)
+    ]
 
 
 _TOLERANCE = 0.05

@@ -25,6 +25,7 @@ from hybridrl.layout.process_groups import axis_group, warm_up
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import fill_buffers
 from hybridrl.models.expert_parallel import LocalExperts, experts_of
+from hybridrl.models.mixers import has_keys, is_recurrent, precise_names
 from hybridrl.models.parallel import (
     check_gen_layout,
     meta_model,
@@ -32,7 +33,7 @@ from hybridrl.models.parallel import (
     num_experts,
     tp_style,
 )
-from hybridrl.models.recurrent import has_keys, is_recurrent, use_batches
+from hybridrl.models.recurrent import use_batches
 from hybridrl.models.stages import head_name, modules_after, modules_before
 
 
@@ -335,7 +336,8 @@ def local_model(
 
     Layers of other stages are `Elsewhere`; `layer_idx` counts this stage's layers that have keys.
     Only the first stage has an embedding to call (elsewhere a tied one holds the head's weight),
-    only the last norm and head. Memory is allocated for the rank's shards alone. With `classifier`
+    only the last norm and head. Memory is allocated for the rank's shards alone, in `dtype` but for
+    what mixers have in float32 (`mixers.precise_names`). With `classifier`
     the head is a sequence classifier's, see `instance_layout`. With `weights` these are the rank's
     tensors, and no memory is allocated.
     """
@@ -348,11 +350,13 @@ def local_model(
     body: Any = model.base_model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = not classifier and head.weight is embedding.weight
+    precise = precise_names(model)
     for name in [name for name, _ in model.named_parameters()]:
         module, _, leaf = name.rpartition(".")
         if name in shapes:
             if weights is None:
-                tensor = torch.empty(shapes[name], dtype=dtype, device=device)
+                own = torch.float32 if name in precise else dtype
+                tensor = torch.empty(shapes[name], dtype=own, device=device)
             else:
                 tensor = weights[name]
             parameter = nn.Parameter(tensor, requires_grad=False)

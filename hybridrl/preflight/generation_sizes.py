@@ -15,6 +15,7 @@ from hybridrl.engines.rollout.memory import (
     layer_token_bytes,
     native_step_bytes,
     sampling_bytes,
+    states_bytes,
     vllm_step_bytes,
 )
 from hybridrl.flow import Graph
@@ -99,6 +100,7 @@ def generation_sizes(
         sampling=sampling_bytes(rollout, shape.vocab_size) + graphs,
         conversations=longest * conversations_held(config, graph),
         host_tokens=rollout.kv_host_tokens,
+        states=max(states_bytes(shape, mesh, i, dtype, rollout.max_running) for i in stages),
     )
 
 

@@ -1,5 +1,6 @@
 """What a run cannot have with recurrent layers: each is refused by its key before it starts."""
 
+from importlib.metadata import version
 from typing import Any
 
 from hybridrl.config import (
@@ -11,6 +12,7 @@ from hybridrl.config import (
     SharePrompts,
     TrainLayoutConfig,
 )
+from hybridrl.config.versions import release_of
 
 
 def check_recurrent_layers(config: Config, model: Any) -> None:
@@ -24,7 +26,9 @@ def check_recurrent_layers(config: Config, model: Any) -> None:
     if not num_recurrent(model):
         return
     check_recurrent_training(config, model, config.trainer.layout, "trainer.layout")
-    _check_float32(model, "rollout.dtype", config.rollout.dtype)
+    if config.cluster.pools.rollout and config.rollout.dtype is DType.bfloat16:
+        allowed = f"float32 with cluster.pools.rollout: {_of(model)} and one format is pushed"
+        raise ConfigError("rollout.dtype", config.rollout.dtype.value, allowed)
     if config.rollout.engine is not Engine.native:
         allowed = f"native: {_of(model)} whose weights no switch writes into another engine's"
         raise ConfigError("rollout.engine", config.rollout.engine.value, allowed)
@@ -79,13 +83,10 @@ def check_recurrent_numbers(config: Config, model: Any) -> None:
     if config.cluster.device is Device.cuda:
         allowed = f"cpu: {_of(model)} whose states no plan of a GPU's memory counts"
         raise ConfigError("cluster.device", config.cluster.device.value, allowed)
-    _check_float32(model, "model.compute_dtype", config.model.compute_dtype)
-
-
-def _check_float32(model: Any, key: str, dtype: DType) -> None:
-    if dtype is DType.bfloat16:
-        allowed = f"float32: {_of(model)} whose rates of decay bfloat16 would round"
-        raise ConfigError(key, dtype.value, allowed)
+    dtype = config.model.compute_dtype
+    if dtype is DType.bfloat16 and release_of(version("torch")) < (2, 12):
+        allowed = f"float32, or torch 2.12: {_of(model)} whose rates of decay stay in float32"
+        raise ConfigError("model.compute_dtype", dtype.value, allowed)
 
 
 def _of(model: Any) -> str:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from numbered_layouts import numbered, own, parameters
 
 from hybridrl.layout.grouping import TrainAxes
-from hybridrl.layout.layerwise import Fill, LayerwiseSwitch, by_layer, subplan
+from hybridrl.layout.layerwise import Fill, LayerwiseSwitch, by_layer
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.local import LocalTensor
-from hybridrl.layout.plan import Plan
+from hybridrl.layout.plan import Plan, subplan
 from hybridrl.layout.switching import plan_switch
 from hybridrl.layout.weight_switch import SwitchStats
 

@@ -18,15 +18,10 @@ from hybridrl.engines.train.packed import PackedModel, pack
 from hybridrl.models import recurrent
 from hybridrl.models.adapters import add_adapters, check_lora
 from hybridrl.models.chunk_keys import ChunkKeys, SequenceKeys
+from hybridrl.models.mixers import has_keys, recurrent_modules
 from hybridrl.models.packed_attention import NAME, make_packing, make_shared_packing
 from hybridrl.models.parallel import meta_model
-from hybridrl.models.recurrent import (
-    Mixer,
-    batches,
-    has_keys,
-    recurrent_modules,
-    use_batches,
-)
+from hybridrl.models.recurrent import Mixer, batches, use_batches
 from hybridrl.models.shrink import shrink
 from hybridrl.models.stages import prepare_training, whole
 from hybridrl.models.states import StateBatch, StateCache

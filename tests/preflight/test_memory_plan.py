@@ -153,6 +153,20 @@ def test_roles_of_the_recipe_have_their_phases() -> None:
     ]
 
 
+def test_states_of_recurrent_layers_are_in_the_plan() -> None:
+    """Running sequences and as many prefixes have states; a layer of four has keys and values."""
+    kept = {key: value for key, value in _shape().to_dict().items() if key in KEYS}
+    shape = AutoConfig.for_model("qwen3_5_text", **kept | {"num_hidden_layers": 4})
+    config = _config()
+    (plan,) = plan_run(config, _graph(), shape, ROOM).pools.values()
+    sizes = {phase.name: phase.sizes for phase in plan.phases}
+    heads, keys, values = 32, 16 * 128, 32 * 128
+    state = 2 * 4 * (2 * keys + values) + 4 * heads * 128 * 128  # 4 inputs in bfloat16, a matrix
+    assert sizes["prefill"]["recurrent states"] == (2 * 8 + 2) * 3 * state
+    assert sizes["decode"]["recurrent states"] == (2 * 8 + 2) * 3 * state
+    assert sizes["decode"]["KV cache"] == 8 * 200 * 2 * 2 * 4 * 32
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "olmo2"])
 def test_activations_are_counted_in_every_family(family: str) -> None:
     shape = AutoConfig.for_model(

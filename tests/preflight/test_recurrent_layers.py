@@ -6,6 +6,7 @@ import pytest
 from transformers import Qwen3_5TextConfig, Qwen3Config
 
 from hybridrl.config import Config, ConfigError, Device, SharePrompts, TrainLayoutConfig
+from hybridrl.preflight import recurrent_layers
 from hybridrl.preflight.prepare import build_recipe, check_model_settings
 from hybridrl.preflight.prompt_sharing import decide_prompt_sharing
 from hybridrl.preflight.recurrent_layers import check_recurrent_value_model
@@ -30,8 +31,6 @@ def settings_of(make_config: Callable[..., Config], *overrides: str) -> Config:
         ("trainer.layout.cp=2", "trainer.layout.cp=2: wanted 1: "),
         ("trainer.chunk_tokens=64", "trainer.chunk_tokens=64: wanted 0: "),
         ("trainer.compile=true", "trainer.compile=True: wanted false: "),
-        ("model.compute_dtype=bfloat16", "model.compute_dtype=bfloat16: wanted float32: "),
-        ("rollout.dtype=bfloat16", "rollout.dtype=bfloat16: wanted float32: "),
         ("rollout=vllm", "rollout.engine=vllm: wanted native: "),
     ],
 )
@@ -60,9 +59,20 @@ def test_value_models_are_refused_alike(make_config: Callable[..., Config]) -> N
     config.cluster.device = Device.cuda
     with pytest.raises(ConfigError, match=r"^cluster.device=cuda: wanted cpu: qwen3_5_text has"):
         check_recurrent_value_model(config, HYBRID, layout, "roles.critic", own=True)
-    config = settings_of(make_config, "model.compute_dtype=bfloat16")
-    with pytest.raises(ConfigError, match=r"^model.compute_dtype=bfloat16: wanted float32: "):
-        check_recurrent_value_model(config, HYBRID, layout, "roles.critic", own=True)
+
+
+def test_bfloat16_is_refused_where_a_part_cannot_keep_float32(
+    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = "model.compute_dtype=bfloat16"
+    check_model_settings(settings_of(make_config, half, "rollout.dtype=bfloat16"), HYBRID)
+    apart = ["schedule=one_step", "cluster.pools.rollout=1", "cluster.pools.actor=1"]
+    config = make_config(*SET[:-1], *apart, "rollout.dtype=bfloat16")
+    with pytest.raises(ConfigError, match=r"^rollout.dtype=bfloat16: wanted float32 with cluster"):
+        check_model_settings(config, HYBRID)
+    monkeypatch.setattr(recurrent_layers, "version", lambda _: "2.11.0")
+    with pytest.raises(ConfigError, match=r"^model.compute_dtype=bfloat16: wanted float32, or t"):
+        check_model_settings(settings_of(make_config, half), HYBRID)
 
 
 def test_prompts_are_not_shared(make_config: Callable[..., Config]) -> None:

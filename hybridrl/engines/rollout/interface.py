@@ -248,7 +248,8 @@ class Stats:
     which `accepted_tokens` were drawn; `refused_drafts` had one that was not. `prefill_tokens` were
     computed in `prefill_calls` forward passes, `replayed_tokens` by decode passes without sampling
     (deterministic engines only), `restored_tokens` were copied from a `Request.kv`;
-    `kv_bytes_per_token` is this rank's. `has_cache` is False from `sleep` until work.
+    `kv_bytes_per_token` is this rank's, and so is `state_bytes`, of a sequence's recurrent states.
+    `has_cache` is False from `sleep` until work.
     Of the tokens that held requests had cached when they continued, `kept_tokens` still were.
     `recomputed_tokens` had given way to others, or filled no block of vLLM's. `moved_tokens` gave
     way to host memory. `graph_steps` decode steps were those of a fixed sequence of kernels
@@ -279,6 +280,7 @@ class Stats:
     recomputed_tokens: int = 0
     graph_steps: int = 0
     graph_captures: int = 0
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,9 @@ from hybridrl.layout.layout import stages_of_layers
 from hybridrl.layout.mesh import Mesh
 from hybridrl.models.activations import prefill_activations
 from hybridrl.models.attention_shape import attention_shape
+from hybridrl.models.config_json import layers_with_keys
 from hybridrl.models.parallel import kv_heads_of_rank, num_experts
+from hybridrl.models.recurrent import layer_state_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +97,11 @@ def device_memory_left(parts: EngineParts) -> MemoryLeft:
 def rank_weight_bytes(parts: EngineParts) -> int:
     """Bytes of this rank's generation weights."""
     layout, rank = parts.layout, dist.get_rank()
-    elements = sum(box.size for name in layout.rules for box in layout.local(name, rank))
-    return elements * parts.dtype.itemsize
+    sizes = {
+        name: torch.float32.itemsize if name in layout.precise else parts.dtype.itemsize
+        for name in layout.rules
+    }
+    return sum(x * box.size for name, x in sizes.items() for box in layout.local(name, rank))
 
 
 def rank_token_bytes(parts: EngineParts) -> int:
@@ -109,10 +114,31 @@ def rank_token_bytes(parts: EngineParts) -> int:
 def kv_bytes_per_token(config: PretrainedConfig, mesh: Mesh, stage: int, dtype: torch.dtype) -> int:
     """Bytes of one token's keys and values on a rank of a pipeline stage.
 
-    With more tp ranks than heads several ranks hold the same one.
+    Recurrent layers have none. With more tp ranks than heads several ranks hold the same one.
     """
-    layers = stages_of_layers(config.num_hidden_layers, mesh.extent("pp")).count(stage)
+    stages = stages_of_layers(config.num_hidden_layers, mesh.extent("pp"))
+    layers = sum(
+        own == stage and has_keys
+        for own, has_keys in zip(stages, layers_with_keys(config), strict=True)
+    )
     return layers * layer_token_bytes(config, mesh.extent("tp"), dtype)
+
+
+def num_states(max_running: int) -> int:
+    """The sequences whose states an engine has room for: running ones, as many prefixes, one more.
+
+    The last is the one that is computed before its samples have slots.
+    """
+    return 2 * max_running + 1
+
+
+def states_bytes(
+    config: PretrainedConfig, mesh: Mesh, stage: int, dtype: torch.dtype, max_running: int
+) -> int:
+    """Bytes of the states of recurrent layers on a rank of a pipeline stage, with the slot 0."""
+    stages = stages_of_layers(config.num_hidden_layers, mesh.extent("pp"))
+    sizes = zip(stages, layer_state_bytes(config, dtype), strict=True)
+    return (num_states(max_running) + 1) * sum(size for own, size in sizes if own == stage)
 
 
 def layer_token_bytes(config: PretrainedConfig, tp: int, dtype: torch.dtype) -> int:
@@ -214,12 +240,15 @@ def native_cache(parts: EngineParts) -> int:
     )
     token = rank_token_bytes(parts)
     graphs = graph_step_bytes(config, rollout, parts.max_sequence, parts.dtype, parts.deterministic)
+    mesh, most = parts.layout.mesh, rollout.max_running
+    stage = mesh.coordinates(dist.get_rank())["pp"]
+    states = states_bytes(config, mesh, stage, parts.dtype, most)
     tokens = native_cache_tokens(
         device_memory_left(parts),
-        rank_weight_bytes(parts) + logits + graphs + prefill,
+        rank_weight_bytes(parts) + logits + graphs + prefill + states,
         token + layer_token_bytes(config, parts.parallel.tp, parts.dtype),
         wanted=rollout.kv_cache_tokens,
-        most=rollout.max_running * parts.max_sequence,
+        most=most * parts.max_sequence,
         longest=parts.max_sequence,
     )
     least = torch.tensor(tokens)

@@ -7,7 +7,6 @@ pending token and draws nothing, so a fresh, a resumed and a preempted request a
 
 import itertools
 import logging
-import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import Self
@@ -588,7 +587,8 @@ class NativeEngine:
             graph_captures=0 if self._graphs is None else self._graphs.num_captured,
             kv_blocks_free=self._admission.allocator.num_free,
             kv_blocks_total=self._num_blocks,
-            kv_bytes_per_token=math.prod(self._stage.kv_shape(1)) * self._stage.dtype.itemsize,
+            kv_bytes_per_token=self._stage.token_bytes,
+            state_bytes=self._stage.state_bytes,
             held=self._admission.num_held,
             kept_tokens=self._admission.kept_tokens,
             moved_tokens=self._admission.moved_tokens,

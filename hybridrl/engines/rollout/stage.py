@@ -7,6 +7,7 @@ GPUs they go from device to device, where they feed the next step.
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from hybridrl.engines.rollout.decode import FAMILIES as FUSED_FAMILIES
 from hybridrl.engines.rollout.decode import FusedDecoder
 from hybridrl.engines.rollout.device_copies import Download
 from hybridrl.engines.rollout.kept_ids import IdArray, rows_of
+from hybridrl.engines.rollout.memory import num_states
 from hybridrl.engines.rollout.sampling import SamplingBatch, sample
 from hybridrl.models import paged_attention
 from hybridrl.models.attention_shape import attention_shape
@@ -28,9 +30,10 @@ from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.config_json import num_recurrent
 from hybridrl.models.logits import logits_transform
+from hybridrl.models.mixers import has_keys
 from hybridrl.models.paged_attention import KVCache
 from hybridrl.models.parallel import kv_heads_of_rank
-from hybridrl.models.recurrent import continues, has_keys, state_shapes, state_tokens
+from hybridrl.models.recurrent import continues, state_shapes, state_tokens
 from hybridrl.models.router_replay import (
     KEYWORD,
     ExpertShape,
@@ -117,7 +120,7 @@ class RolloutStage:
         self._key_layers = sum(map(has_keys, own_layers(self.model)))
         # Stages decide alike, so a stage without recurrent layers counts those of others.
         recurrent = num_recurrent(config) > 0
-        self.num_states = 2 * max_running + 1 if recurrent else 0
+        self.num_states = num_states(max_running) if recurrent else 0
         self.state_bytes = state_bytes(self._state_shapes)
         self._continues = bool(self._state_shapes) and continues(config)
         self.state_tokens = state_tokens(config, dtype) if recurrent else 0
@@ -131,7 +134,7 @@ class RolloutStage:
         self._head_dim = attention_shape(config).head_size
         self._kv_heads = kv_heads_of_rank(config, parallel.tp)
         self._transform = logits_transform(config)
-        self._shapes = {name: p.shape for name, p in self.model.named_parameters()}
+        self._shapes = {name: (p.shape, p.dtype) for name, p in self.model.named_parameters()}
         self.buffers = persistent_buffers(self.model)
         self.aliases = set(self.model.state_dict()) - set(self._shapes) - set(self.buffers)
         self._link = StageLink(parallel)
@@ -181,14 +184,15 @@ class RolloutStage:
         """Free the weights, after all messages are sent."""
         self._link.flush()
         for parameter in self.model.parameters():
-            parameter.data = torch.empty(0, dtype=self.dtype, device=self.device)
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
         if self.decoder is not None:
             self.decoder.free()
 
     def allocate(self) -> None:
         """Allocate memory for the weights, uninitialized."""
         for name, parameter in self.model.named_parameters():
-            parameter.data = torch.empty(self._shapes[name], dtype=self.dtype, device=self.device)
+            shape, dtype = self._shapes[name]
+            parameter.data = torch.empty(shape, dtype=dtype, device=self.device)
         if self.decoder is not None:
             self.decoder.allocate()
 
@@ -198,6 +202,11 @@ class RolloutStage:
         Layers are those that have some.
         """
         return self._key_layers, 2, self._kv_heads, tokens, self._head_dim
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values on this rank."""
+        return math.prod(self.kv_shape(1)) * self.dtype.itemsize
 
     def make_cache(
         self, num_blocks: int, block_size: int, lender: KVCache | None = None

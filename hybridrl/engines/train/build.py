@@ -185,6 +185,9 @@ def build(
         placements={id(p): shards[name] for name, p in named},
         experts=experts,
         of_experts=frozenset(id(p) for name, p in named if name in of_experts),
+        precise=frozenset(
+            id(p) for name, p in named if name in layout.precise and compute != torch.float32
+        ),
     )
     assert keep_unsharded or dims.config.num_chunks == 1
     for root in roots:

@@ -10,13 +10,21 @@ from functools import cached_property
 from typing import Any
 
 from torch import nn
+from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import Shard
 
+from hybridrl.layout.process_groups import shared_group
+
 ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)  # not in 2.11
+
+
+def keeps_formats() -> bool:
+    """Return whether some parameters of a module may be gathered in another format than others."""
+    return ShardPlacementResult is not None
 
 
 def parameter_groups(state: Any) -> Sequence[Any]:
@@ -32,7 +40,8 @@ class Sharding:
     """How FSDP shards the modules of a model: on `mesh`, whose last axis shards.
 
     `placements` say which dimension of each parameter is sharded, by its `id`. `experts` is the
-    mesh of the parameters in `of_experts`; None where that is `mesh`, too.
+    mesh of the parameters in `of_experts`; None where that is `mesh`, too. Parameters in `precise`
+    are gathered as they are kept, whatever format the `policy` has for others.
     """
 
     mesh: DeviceMesh
@@ -41,6 +50,7 @@ class Sharding:
     placements: Mapping[int, Shard]
     experts: DeviceMesh | None
     of_experts: frozenset[int]
+    precise: frozenset[int] = frozenset()
 
     def apply(self, module: nn.Module, experts: Sequence[nn.Module]) -> None:
         """Shard what no call has sharded yet; `experts` are the modules of experts within it."""
@@ -50,9 +60,15 @@ class Sharding:
             for own in experts:
                 self._shard(own, self.experts, policy, self._placement)
         placement: Callable[[nn.Parameter], Any] = self._placement
-        if self.experts is not None and ShardPlacementResult is not None:
+        several = self.experts is not None or self.precise
+        if several and ShardPlacementResult is not None:
             placement = self._placement_with_mesh
+        assert not self.precise or keeps_formats(), "bfloat16 of recurrent layers"
         self._shard(module, self.mesh, self.policy, placement)
+        if self.precise:
+            for group in parameter_groups(module._get_fsdp_state()):  # type: ignore[operator]
+                if group.mesh_info is self._precise_mesh:
+                    group.mp_policy = replace(self.policy, param_dtype=None)
 
     def _shard(
         self,
@@ -74,7 +90,9 @@ class Sharding:
 
     def _placement_with_mesh(self, parameter: nn.Parameter) -> Any:
         shard = self._placement(parameter)
-        if id(parameter) not in self.of_experts:
+        if id(parameter) in self.precise:
+            return ShardPlacementResult(shard, self._precise_mesh)
+        if self.experts is None or id(parameter) not in self.of_experts:
             return shard
         return ShardPlacementResult(shard, self._expert_mesh)
 
@@ -82,6 +100,22 @@ class Sharding:
     def _expert_mesh(self) -> FSDPMeshInfo:
         """The mesh of experts as FSDP wants it; one object, by which FSDP makes its groups."""
         assert self.experts is not None
-        if self.experts.ndim == 1:
-            return FSDPMeshInfo(self.experts, shard_mesh_dim=0)
-        return HSDPMeshInfo(self.experts, shard_mesh_dim=1, replicate_mesh_dim=0)
+        return _mesh_info(self.experts)
+
+    @cached_property
+    def _precise_mesh(self) -> FSDPMeshInfo:
+        """The mesh of precise parameters: the ranks of `mesh`, by a process group of their own.
+
+        FSDP makes its groups by process groups, and a group has one format.
+        """
+        info = _mesh_info(self.mesh)
+        info.shard_process_group = shared_group(
+            get_process_group_ranks(info.shard_process_group), 1
+        )
+        return info
+
+
+def _mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:
+    if mesh.ndim == 1:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)

@@ -117,8 +117,8 @@ class ModelShards:
         """The parameters that this rank owns in full, in `owners`' order, adapters merged.
 
         `owners` has the rank that gets each of some parameters; no other rank gets it, nor a buffer
-        of it. They are where the shards are, in `dtype`; of a model with adapters in float32. All
-        ranks call it together, with the same `owners`.
+        of it. They are where the shards are, in `dtype`; precise ones, and all of a model with
+        adapters, in float32. All ranks call it together, with the same `owners`.
         """
         if not owners:
             return {}
@@ -129,7 +129,11 @@ class ModelShards:
         wanted = {**owners, **{x: owners[name] for name, pair in pairs.items() for x in pair}}
         rank, shards, layout = dist.get_rank(), self.named_shards(), self.layout
         whole = {
-            name: torch.empty(layout.shapes[name], dtype=dtype, device=self.shards_device())
+            name: torch.empty(
+                layout.shapes[name],
+                dtype=torch.float32 if name in layout.precise else dtype,
+                device=self.shards_device(),
+            )
             for name, owner in wanted.items()
             if owner == rank
         }

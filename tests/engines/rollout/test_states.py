@@ -16,9 +16,11 @@ from transformers import AutoConfig, DynamicCache, PretrainedConfig, PreTrainedM
 from hybridrl.config.versions import release_of
 from hybridrl.engines.probe import random_model
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
+from hybridrl.engines.rollout.memory import kv_bytes_per_token, num_states, states_bytes
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.engines.rollout.speculation import make_speculation
+from hybridrl.layout.mesh import Mesh
 from hybridrl.models.recurrent import continues
 from hybridrl.models.shard import GenParallel
 from hybridrl.models.states import StateCache
@@ -170,6 +172,28 @@ def test_only_layers_with_keys_are_in_the_cache(models: Models) -> None:
     convolution, recurrent = (2 * 8 * 2 + 4 * 16) * 4, 4 * 8 * 16
     assert request.kv.states.nbytes == 3 * 4 * (convolution + recurrent)
     assert request.kv.nbytes == request.kv.blocks.nbytes + request.kv.states.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_memory_plan_has_the_bytes_that_a_cache_takes(family: str, dtype: torch.dtype) -> None:
+    """The plan counts keys and values, and states; a pipeline's stages have them all together."""
+    config = config_of(family)
+    engine = NativeEngine(
+        config, dtype=dtype, device=torch.device("cpu"), max_running=3, block_size=4,
+        kv_cache_tokens=64, max_sequence=64,
+    )  # fmt: skip
+    cache = engine.take_cache()
+    assert cache.states is not None
+    allocated = sum(tensor.nbytes for layer in cache.states.layers for tensor in layer)
+    whole, halves = (Mesh((("instance", 1), ("pp", pp), ("tp", 1))) for pp in (1, 2))
+    assert states_bytes(config, whole, 0, dtype, 3) == allocated
+    assert sum(states_bytes(config, halves, stage, dtype, 3) for stage in (0, 1)) == allocated
+    assert engine.stats().state_bytes * (num_states(3) + 1) == allocated
+    token = kv_bytes_per_token(config, whole, 0, dtype)
+    assert cache.blocks.nbytes == token * 4 * (16 + 1)
+    assert engine.stats().kv_bytes_per_token == token
+    assert sum(kv_bytes_per_token(config, halves, stage, dtype) for stage in (0, 1)) == token
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid", "lfm2", "jamba"])
