@@ -348,7 +348,7 @@ def test_an_emulated_reply_to_a_sample_that_has_left_is_no_event(
     launcher.start(object, object, config)
     group = SimpleNamespace(
         failures=NOBODY.failures,
-        launcher=launcher,
+        wait=launcher.wait,
         value_of=lambda rank, call: launcher.get(call).value,
     )
     rounds = Rounds(group)
