@@ -40,7 +40,7 @@ class Attention(Enum):
 class TinyModelConfig:
     """A small model with a character tokenizer, made where `model.path` is null.
 
-    It is a Qwen3, a Qwen3-MoE, or a Qwen3.5 (`attention_interval`).
+    It is a Qwen3, a Qwen3-MoE, a Qwen3.5 (`attention_interval`) or a Qwen3-VL (`vision_layers`).
     """
 
     hidden_size: int = bounded(192, least=1)
@@ -58,6 +58,8 @@ class TinyModelConfig:
     attention_interval: int = bounded(1, least=1)
     """Every layer of such a number attends, and the others are Gated DeltaNet (a Qwen3.5) with
     twice the key and value heads; 1: all attend."""
+    vision_layers: int = bounded(0, least=0)
+    """Layers of an image tower (a Qwen3-VL) for small pictures; 0: it reads text alone."""
     num_heads: int = bounded(6, least=1)
     """Number of query heads."""
     num_kv_heads: int = bounded(2, least=1)
@@ -74,6 +76,8 @@ class TinyModelConfig:
         """transformers' name of its family."""
         if self.attention_interval > 1:
             return "qwen3_5_text"
+        if self.vision_layers:
+            return "qwen3_vl_text"
         return "qwen3_moe" if self.num_experts else "qwen3"
 
 
@@ -110,3 +114,8 @@ class ModelConfig:
         if experts and self.tiny.attention_interval > 1:
             allowed = f"0 with model.tiny.attention_interval={self.tiny.attention_interval}"
             raise ConfigError("model.tiny.num_experts", experts, allowed)
+        for key in ("num_experts", "attention_interval"):
+            value, default = getattr(self.tiny, key), TinyModelConfig.__dataclass_fields__[key]
+            if self.tiny.vision_layers and value != default.default:
+                allowed = f"{default.default} with model.tiny.vision_layers={self.tiny.vision_layers}"
+                raise ConfigError(f"model.tiny.{key}", value, allowed)

@@ -19,6 +19,7 @@ from transformers import (
 from hybridrl.config import ConfigError, DType
 from hybridrl.models.buffers import fill_buffers
 from hybridrl.models.config_json import is_read, unsupported, wrong_experts
+from hybridrl.models.image_text import text_part
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.recurrent import use_batches
 from hybridrl.models.stages import prepare_training
@@ -29,6 +30,7 @@ TORCH_DTYPES = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16}
 def load_config(path: str, key: str = "model.path") -> PretrainedConfig:
     """The model's config. A local directory stays local.
 
+    Of a model whose images are computed (`hybridrl.models.vision`) it is that of the text part.
     Where the files are quantized in a way that is read (`hybridrl.models.quantized`), the config is
     that of the dequantized model. Raises ConfigError, which names `key`, if `path` is no model.
     """
@@ -47,7 +49,7 @@ def load_config(path: str, key: str = "model.path") -> PretrainedConfig:
         raise ConfigError(key, path, f"a Hugging Face model ({one_line(error)})") from error
     if is_read(getattr(config, "quantization_config", None)):
         del config.quantization_config
-    return config
+    return text_part(config)
 
 
 def empty_causal_lm(

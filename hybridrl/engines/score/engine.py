@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config import Attention
 from hybridrl.engines.score.node_copy import NodeCopy, shared_copy
+from hybridrl.engines.train.image_rows import tower_of
 from hybridrl.engines.train.interface import TrainSequence, last_position
 from hybridrl.engines.train.packed import PackedBatch, keep_experts, pack
 from hybridrl.engines.train.shared_prompts import prompt_groups
@@ -277,7 +279,7 @@ class ScoreEngine:
         padding was trained with the score before it.
         """
         assert self.classifier, "only a sequence classifier has a score"
-        bare = [TrainSequence(sequence.ids, 0) for sequence in sequences]
+        bare = [TrainSequence(x.ids, 0, images=x.images) for x in sequences]
         return [value.item() for value in self._run(bare, [1] * len(bare), self._values)]
 
     def _run(
@@ -308,6 +310,7 @@ class ScoreEngine:
                     self.device,
                     records_experts=records_experts,
                     shares_prompts=self.shares_prompts,
+                    tower=tower_of(self.config, self.dtype, self.device),
                 )
                 batches.append(batch)
                 order += [row[position] for position in batch.order]
@@ -412,8 +415,11 @@ class ScoreEngine:
 
     def _stage(self, batch: PackedBatch) -> torch.Tensor:
         """The stage's layers (and norm) over a row: [tokens, features]."""
+        inputs: dict[str, Any] = {"inputs_embeds": self._inputs(batch.ids[0])[None]}
+        if batch.images is not None and self.parallel.first:
+            inputs = batch.images.inputs(inputs["inputs_embeds"])
         hidden: torch.Tensor = self.model.base_model(
-            inputs_embeds=self._inputs(batch.ids[0])[None],
+            **inputs,
             position_ids=batch.position_ids,
             use_cache=False,
             packing=batch.packing,

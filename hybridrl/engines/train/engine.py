@@ -27,6 +27,7 @@ from hybridrl.config import (
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.build import TrainDims, build, load
 from hybridrl.engines.train.expert_load import ExpertLoad
+from hybridrl.engines.train.image_rows import tower_of
 from hybridrl.engines.train.interface import TrainSequence, ended
 from hybridrl.engines.train.muon import MatrixOwners
 from hybridrl.engines.train.optim import make_optimizer
@@ -213,6 +214,7 @@ class TrainEngine(ModelShards):
             trainer.chunk_tokens,
             SequenceCost(*forward_flops(config)),
             trainer.shares_prompts,
+            tower_of(config, self.compute_dtype, self.device),
         )
 
     @property
