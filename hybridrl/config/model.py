@@ -114,8 +114,8 @@ class ModelConfig:
         if experts and self.tiny.attention_interval > 1:
             allowed = f"0 with model.tiny.attention_interval={self.tiny.attention_interval}"
             raise ConfigError("model.tiny.num_experts", experts, allowed)
-        for key in ("num_experts", "attention_interval"):
-            value, default = getattr(self.tiny, key), TinyModelConfig.__dataclass_fields__[key]
-            if self.tiny.vision_layers and value != default.default:
-                allowed = f"{default.default} with model.tiny.vision_layers={self.tiny.vision_layers}"
+        for key, default in (("num_experts", 0), ("attention_interval", 1)):
+            value, layers = getattr(self.tiny, key), self.tiny.vision_layers
+            if layers and value != default:
+                allowed = f"{default} with model.tiny.vision_layers={layers}"
                 raise ConfigError(f"model.tiny.{key}", value, allowed)

@@ -6,7 +6,7 @@ rows with images give it their embeddings, positions [4, 1, tokens] and DeepStac
 makes transformers' `AutoModelForCausalLM` find it.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PretrainedConfig
@@ -29,8 +29,8 @@ IMAGE_FAMILIES = ("qwen3_vl",)
 class Qwen3VLTextForCausalLM(Qwen3VLPreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """Qwen3-VL's text model with its head over the vocabulary."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _keys_to_ignore_on_load_unexpected = [r"^model\.visual\."]
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    _keys_to_ignore_on_load_unexpected: ClassVar = [r"^model\.visual\."]
     config: Qwen3VLTextConfig
 
     def __init__(self, config: Qwen3VLTextConfig) -> None:

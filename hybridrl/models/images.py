@@ -108,6 +108,19 @@ class ImageProcessor:
         frames, rows, columns = map(int, made["image_grid_thw"][0])
         return torch.from_numpy(made["pixel_values"]).float(), (frames, rows, columns)
 
+    def grid(self, image: bytes) -> Grid:
+        """How many patches an image that can be read has: its header tells."""
+        from PIL import Image
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        with Image.open(io.BytesIO(image)) as opened:
+            width, height = opened.size
+        own = self._processor
+        if own.do_resize:
+            side, least, most = own.patch_size, own.size.shortest_edge, own.size.longest_edge
+            height, width = smart_resize(height, width, side * own.merge_size, least, most)
+        return 1, height // own.patch_size, width // own.patch_size
+
 
 def digest_of(image: bytes) -> bytes:
     """What tells an image from others."""
@@ -116,32 +129,30 @@ def digest_of(image: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedImages:
-    """The images of one prompt among its tokens.
+    """The `images` of one prompt among its tokens.
 
     `rotations` [3, prompt tokens] are the rotary positions of its tokens; a token behind the prompt
-    is at its number + `delta` in all three. `pads` [pads] are the numbers of the pads, and
-    `features` [pads, 1 + deep, hidden] what stands in place of their embeddings, then what is added
-    behind each of the first `deep` layers (DeepStack, arXiv 2406.04334).
+    is at its number + `delta` in all three. `pads` [pads] are the numbers of the pads.
 
     *Example.* Two tokens, an image of 2 x 3 pads, a token: `rotations` are 0 1, 2 2 2 2 2 2, 5 and
     0 1, 2 2 2 3 3 3, 5 and 0 1, 2 3 4 2 3 4, 5. The ninth token is at 5, so `delta` is -3.
     """
 
+    images: Images
     rotations: Ints
     delta: int
     pads: Ints
-    features: torch.Tensor
 
     @classmethod
     def of(
-        cls, ids: Sequence[int], tokens: ImageTokens, grids: Sequence[Grid], features: torch.Tensor
+        cls, ids: Sequence[int], images: Images, tokens: ImageTokens, grids: Sequence[Grid]
     ) -> "PlacedImages":
-        """Place the images in a prompt of the expanded `ids`."""
+        """Place images of these patches in a prompt of the expanded `ids`."""
         all_ids = np.asarray(ids, np.int64)
         pads = np.flatnonzero(all_ids == tokens.image)
-        assert len(pads) == sum(map(tokens.num_pads, grids)) == len(features), "pads of the images"
+        assert len(pads) == sum(map(tokens.num_pads, grids)), "pads of the images"
         rotations, delta = rotary_positions(len(all_ids), pads, tokens, grids)
-        return cls(rotations, delta, pads, features)
+        return cls(images, rotations, delta, pads)
 
     def at(self, start: int, stop: int) -> Ints:
         """Rotary positions [3, stop - start] of the tokens from `start` on."""
@@ -153,6 +164,35 @@ class PlacedImages:
         """Which of the pads are among the tokens from `start` on."""
         first, last = np.searchsorted(self.pads, [start, stop])
         return slice(int(first), int(last))
+
+
+@dataclass(frozen=True, slots=True)
+class RowImages:
+    """The images of the prompts in a row: what the text model takes for them.
+
+    `pads` [pads] are their places in the row, ascending. `features` [pads, 1 + deep, hidden] are
+    what stands there in place of embeddings, then what is added behind each of the first `deep`
+    layers (DeepStack, arXiv 2406.04334).
+    """
+
+    pads: torch.Tensor
+    features: torch.Tensor
+
+    def inputs(self, embeddings: torch.Tensor) -> dict[str, Any]:
+        """What the text model takes for ids, from their `embeddings` [1, tokens, hidden]."""
+        features = self.features.to(embeddings.dtype)
+        embeddings = embeddings.index_copy(1, self.pads, features[None, :, 0])
+        inputs: dict[str, Any] = {"inputs_embeds": embeddings}
+        if features.shape[1] > 1:
+            mask = torch.zeros(embeddings.shape[:2], dtype=torch.bool, device=self.pads.device)
+            mask[:, self.pads] = True
+            deep = list(features[:, 1:].unbind(1))
+            inputs |= {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
+        return inputs
+
+    def to(self, device: torch.device) -> "RowImages":
+        """They on another device."""
+        return RowImages(self.pads.to(device), self.features.to(device))
 
 
 def rotary_positions(

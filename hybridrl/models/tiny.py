@@ -103,7 +103,7 @@ def _shape(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> Pretr
 def _with_tower(
     config: TinyModelConfig, text: PretrainedConfig, tokenizer: PreTrainedTokenizerFast
 ) -> PretrainedConfig:
-    """A Qwen3-VL of this text part; features of its first layer enter behind the first decoder's."""
+    """A Qwen3-VL of this text part, with DeepStack features of the tower's first layer."""
     image, video, start, end = map(tokenizer.convert_tokens_to_ids, IMAGE_TOKENS)
     return AutoConfig.for_model(
         "qwen3_vl",

@@ -6,7 +6,7 @@ do not depend on others, bit for bit, and both engines and all samples of a grou
 
 import functools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -14,7 +14,6 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from hybridrl.models.buffers import fill_buffers
 from hybridrl.models.images import (
-    Grid,
     ImageProcessor,
     Images,
     ImageTokens,
@@ -46,12 +45,15 @@ class VisionTower:
         self.tokens, self.device = ImageTokens.of(config), device
         self._processor = ImageProcessor(path)
         self._model = _read_tower(path, config.vision_config, dtype).to(device)
-        self._kept: OrderedDict[bytes, tuple[torch.Tensor, Grid]] = OrderedDict()
+        self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._kept_bytes = 0
 
+    def features(self, images: Images) -> torch.Tensor:
+        """Features [pads, 1 + deep, hidden] of a prompt's images; see `RowImages`."""
+        return torch.cat([self._of_image(image) for image in images])
+
     @torch.no_grad()
-    def features(self, image: bytes) -> tuple[torch.Tensor, Grid]:
-        """Features [pads, 1 + deep, hidden] of an image, and its patches; see `PlacedImages`."""
+    def _of_image(self, image: bytes) -> torch.Tensor:
         key = digest_of(image)
         if key in self._kept:
             self._kept.move_to_end(key)
@@ -61,17 +63,25 @@ class VisionTower:
         made = self._model(pixels.to(self.device, self._model.dtype), grid_thw=grids)
         deep = getattr(made, "deepstack_features", None) or ()
         features = torch.stack([made.pooler_output, *deep], 1)
-        self._kept[key] = features, grid
+        self._kept[key] = features
         self._kept_bytes += features.nbytes
         while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
-            _, (oldest, _) = self._kept.popitem(last=False)
+            _, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= oldest.nbytes
-        return features, grid
+        return features
 
     def placed(self, ids: Sequence[int], images: Images) -> PlacedImages:
         """The images of a prompt of these `ids`."""
-        features, grids = zip(*map(self.features, images), strict=True)
-        return PlacedImages.of(ids, self.tokens, grids, torch.cat(features))
+        return PlacedImages.of(ids, images, self.tokens, list(map(self._processor.grid, images)))
+
+
+Tower = Callable[[], VisionTower]
+"""Gives the tower of an engine's model, which is read when the first image comes."""
+
+
+def tower_of(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Tower:
+    """The tower of the model whose text part has this `config` (`models.load.load_config`)."""
+    return functools.partial(vision_tower, config.name_or_path, dtype, device)
 
 
 @functools.cache

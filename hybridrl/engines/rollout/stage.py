@@ -8,7 +8,7 @@ GPUs they go from device to device, where they feed the next step.
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from hybridrl.engines.rollout.batch import PassInputs
 from hybridrl.engines.rollout.decode import FAMILIES as FUSED_FAMILIES
 from hybridrl.engines.rollout.decode import FusedDecoder
 from hybridrl.engines.rollout.device_copies import Download
+from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.kept_ids import IdArray, rows_of
 from hybridrl.engines.rollout.sampling import SamplingBatch, sample
 from hybridrl.models import paged_attention
@@ -27,6 +28,7 @@ from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.config_json import num_recurrent
+from hybridrl.models.images import PlacedImages, RowImages
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.paged_attention import KVCache
 from hybridrl.models.parallel import kv_heads_of_rank
@@ -40,6 +42,7 @@ from hybridrl.models.router_replay import (
 )
 from hybridrl.models.shard import GenParallel, StageLink, local_model, own_layers
 from hybridrl.models.states import StateCache, state_bytes
+from hybridrl.models.vision import tower_of
 
 
 class DrawnTokens(NamedTuple):
@@ -113,6 +116,7 @@ class RolloutStage:
             device=device,
             weights=weights,
         )
+        self._tower = tower_of(config, dtype, device)
         self._state_shapes = state_shapes(self.model)
         self._key_layers = sum(map(has_keys, own_layers(self.model)))
         # Stages decide alike, so a stage without recurrent layers counts those of others.
@@ -310,13 +314,28 @@ class RolloutStage:
     ) -> torch.Tensor:
         """The stage's layers (and norm) by the Hugging Face module, [tokens, hidden] likewise."""
         hidden: torch.Tensor = self.model.base_model(
-            inputs_embeds=x[None],
-            position_ids=inputs.positions[None],
+            **self._with_images(inputs, x),
+            position_ids=inputs.position_ids,
             use_cache=False,
             paged=inputs.paged,
             **({} if routing is None else {KEYWORD: routing}),
         ).last_hidden_state
         return hidden[0]
+
+    def _with_images(self, inputs: PassInputs, x: torch.Tensor) -> dict[str, Any]:
+        """The module's inputs, from the hidden states `x` [tokens, hidden]."""
+        images = inputs.images
+        if images is None or not self.parallel.first:
+            return {"inputs_embeds": x[None]}
+        features = [self._tower().features(own)[part] for own, part in images.parts]
+        pads = torch.from_numpy(images.pads).to(x.device)
+        return RowImages(pads, torch.cat(features)).inputs(x[None])
+
+    def place(self, request: Request) -> PlacedImages | None:
+        """Where the images of a request's prompt are among its tokens; None without any."""
+        if not request.images:
+            return None
+        return self._tower().placed(request.prompt_ids, request.images)
 
     def _inputs(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states [tokens, hidden]: embedded, or from the previous stage."""

@@ -20,7 +20,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config import Attention
 from hybridrl.engines.score.node_copy import NodeCopy, shared_copy
-from hybridrl.engines.train.image_rows import tower_of
 from hybridrl.engines.train.interface import TrainSequence, last_position
 from hybridrl.engines.train.packed import PackedBatch, keep_experts, pack
 from hybridrl.engines.train.shared_prompts import prompt_groups
@@ -36,6 +35,7 @@ from hybridrl.models.logits import logits_transform
 from hybridrl.models.packed_attention import NAME
 from hybridrl.models.router_replay import KEYWORD, ExpertShape
 from hybridrl.models.shard import GenParallel, StageLink, local_model
+from hybridrl.models.vision import tower_of
 
 logger = logging.getLogger(__name__)
 

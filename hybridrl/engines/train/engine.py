@@ -27,7 +27,6 @@ from hybridrl.config import (
 from hybridrl.config.loss import Loss
 from hybridrl.engines.train.build import TrainDims, build, load
 from hybridrl.engines.train.expert_load import ExpertLoad
-from hybridrl.engines.train.image_rows import tower_of
 from hybridrl.engines.train.interface import TrainSequence, ended
 from hybridrl.engines.train.muon import MatrixOwners
 from hybridrl.engines.train.optim import make_optimizer
@@ -64,6 +63,7 @@ from hybridrl.models.load import (
 from hybridrl.models.packed_attention import NAME
 from hybridrl.models.router_replay import ExpertShape, enable_replay
 from hybridrl.models.stored_weights import StoredWeights
+from hybridrl.models.vision import tower_of
 from hybridrl.pipelines.balance import SequenceCost
 
 logger = logging.getLogger(__name__)

@@ -12,17 +12,19 @@ from torch.distributed import ProcessGroup
 
 from hybridrl.config import Attention
 from hybridrl.config.loss import Loss
-from hybridrl.engines.train.image_rows import RowImages, Tower, place_images, sharing_prompts
+from hybridrl.engines.train.image_rows import place_images, sharing_prompts
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.shared_prompts import Arrangement, row_tokens
 from hybridrl.engines.train.truncated import kept_rows, truncated
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
+from hybridrl.models.images import RowImages
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.packed_attention import Packing, gather_keys
 from hybridrl.models.router_balance import KEYWORD as SEQUENCES_KEYWORD
 from hybridrl.models.router_balance import TokenSequences
 from hybridrl.models.router_replay import KEYWORD, NO_RECORD, Routing
 from hybridrl.models.stages import Chunk, head_name
+from hybridrl.models.vision import Tower
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,8 @@ def pack(
     divide. With `records_experts` a pass records the experts of all tokens; without, tokens
     take those of their sequences. With `counts_experts` the row has `token_sequences`, with
     `candidates` those of the sequences. With `shares_prompts` it has a prompt of several sequences
-    once. The `tower` makes features of images, where sequences have some. Raises ValueError for a response without a token before it, or a mask of another length.
+    once. The `tower` makes the features of images. Raises ValueError for a response without a token
+    before it, or a mask of another length.
     """
     assert group is None or not shares_prompts, "ranks that share a row share no prompts"
     # A sequence with nothing to score fills the row up.

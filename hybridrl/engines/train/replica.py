@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from hybridrl.config import Attention
 from hybridrl.engines.train.build import TrainDims
 from hybridrl.engines.train.chunks import row_in_chunks
-from hybridrl.engines.train.image_rows import Tower
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import Candidates, PackedBatch, pack
 from hybridrl.engines.train.pipeline import Pipeline
 from hybridrl.engines.train.shared_prompts import prompt_groups, row_tokens
 from hybridrl.models.flops import ForwardFlops
+from hybridrl.models.vision import Tower
 from hybridrl.pipelines.balance import (
     BY_TOKENS,
     SequenceCost,
