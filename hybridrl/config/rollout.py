@@ -93,6 +93,8 @@ class EngineFeatures:
     bounds_calls: bool = False
     """Whether it must know a call's steps: it makes tokens ahead of them (`BoundsCalls`)."""
     dequantizes: bool = False
+    reads_images: bool = False
+    """Whether prompts may have images."""
     """Whether it has the weights of a quantized checkpoint in its own format (`rollout.dtype`)."""
     ascending: bool = False
     """Whether an instance's ranks must be in ascending order."""
@@ -112,6 +114,7 @@ ENGINES = {
         records_experts=True,
         speculates=True,
         dequantizes=True,
+        reads_images=True,
         bounds_calls=True,
         wide="hybridrl.engines.rollout.wide:WideEngine",
     ),

@@ -25,9 +25,12 @@ from hybridrl.data.records import (
 )
 from hybridrl.environments.task import ChatMessage, EpisodeTask
 from hybridrl.models.control_tokens import ControlTokens, special_tokens
+from hybridrl.models.images import Images, digest_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from hybridrl.data.images import PromptImages
 
 
 Ids = tuple[int, ...]
@@ -73,6 +76,8 @@ class Item:
     """The messages that the prompt was rendered from; none where `data.chat` is false."""
     place: str = field(default="", compare=False, repr=False)
     """Where its row stands, for messages: `row 3 of part-2.jsonl`."""
+    images: Images = field(default=(), repr=False)
+    """The files of its prompt's images, whose pads are among its tokens."""
 
     @property
     def tokens(self) -> int:
@@ -88,7 +93,12 @@ class Item:
     @property
     def identity(self) -> str:
         """What tells it from other items: its prompt, or its row where games share theirs."""
-        return self.prompt if self.task is None else self.task.digest
+        return self.asked if self.task is None else self.task.digest
+
+    @property
+    def asked(self) -> str:
+        """What tells its prompt from others: the text, and digests of its images."""
+        return "\0".join([self.prompt, *(digest_of(image).hex() for image in self.images)])
 
     def response(self, column: str | None) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """Tokens of a column, None for the target, and which of them are to be trained."""
@@ -163,6 +173,7 @@ def make_items(
     uses: RowUses = RowUses(),
     opening: Opening | None = None,
     notes: RowNotes | None = None,
+    images: "PromptImages | None" = None,
 ) -> list[Item]:
     """Items of `records`, in order: templates filled, one tokenizer call for all prompts.
 
@@ -170,17 +181,21 @@ def make_items(
 
     The columns of `uses` hold a response each: a text, or a list of messages. Where targets are not
     used, the answer template is not filled. With an `opening` a row's prompt is what its
-    environment says first. Raises ConfigError if a row lacks a column or a field of a template, if
-    its messages cannot be read, or without a chat template.
+    environment says first. `images` puts those of records into prompts. Raises ConfigError if a row
+    lacks a column or a field of a template, if its messages cannot be read, or without a chat
+    template.
     """
     if not records:
         return []
     notes = notes if notes is not None else RowNotes()
+    conversations = config.sources[source].messages_column is not None
+    if images:
+        images.check(f"data.sources.{source}", records, config, bool(opening) or conversations)
     reader = None
     if config.chat:
         reader = _ChatReader(source, config, tokenizer, notes)
         records = [_with_lists(source, record, config) for record in records]
-    if config.sources[source].messages_column is not None:
+    if conversations:
         if reader is None:
             raise ConfigError("data.chat", False, f"true, since {source} has conversations")
         if opening:
@@ -189,7 +204,7 @@ def make_items(
         return [reader.conversation(record) for record in records]
     if not config.chat:
         _check_without_chat(source, config, records[0], opening)
-    end = end_token_id(tokenizer, config.chat)
+    end, key = end_token_id(tokenizer, config.chat), f"data.sources.{source}"
     whole = config.sources[source].prompt_column is None
     if whole and not records[0].question and (reader or uses.generates):
         place = _place(source, config, "prompt_column", records[0])
@@ -201,13 +216,24 @@ def make_items(
 
     def rendered(prompts: Sequence[list[ChatMessage]]) -> tuple[list[str], list[Ids]]:
         """Texts and tokens of prompts."""
+        if images:
+            pairs = zip(prompts, records, strict=True)
+            prompts = [images.marked(key, *pair) for pair in pairs]
         if reader:
             texts = [reader.prompt(*pair) for pair in zip(records, prompts, strict=True)]
-            return texts, [tuple(ids) for ids in reader.template.ids_of(texts)]
-        texts = [prompt[-1]["content"] for prompt in prompts]
-        if opening:
+        else:
+            texts = [prompt[-1]["content"] for prompt in prompts]
+        if opening and not reader:
             texts = ["".join(message["content"] for message in prompt) for prompt in prompts]
-        return texts, plain.prompts(texts)
+        if reader is None:
+            plain.note("prompts", texts)
+        if images:
+            texts = list(map(images.spelled, texts))
+        encoded = reader.template.ids_of(texts) if reader else plain.prompts(texts)
+        if images:
+            pairs = zip(encoded, records, strict=True)
+            encoded = [images.expanded(*pair, key) for pair in pairs]
+        return texts, list(map(tuple, encoded))
 
     def ended(responses: list[str]) -> list[Ids]:
         if not reader:
@@ -249,7 +275,7 @@ def make_items(
             ids, record.first_answer, target_ids[number], source, record.item, of_columns,
             privileged[number], task=tasks[number], answers=record.right_answers,
             expected=record.untold, place=record.place, question=record.question,
-            messages=tuple(prompts[number]) if reader else (),
+            messages=tuple(prompts[number]) if reader else (), images=record.images,
         )  # fmt: skip
         if reader:
             item = reader.with_turns(item, record, prompts[number], uses)
@@ -306,7 +332,6 @@ class _PlainTexts:
 
     def prompts(self, texts: Sequence[str]) -> list[Ids]:
         """Prompts, with what the tokenizer puts before a text and without its end."""
-        self._note("prompts", texts)
         eos = self.tokenizer.eos_token_id  # some tokenizers close every text, and so the response
         encoded = self.tokenizer(list(texts), verbose=False)["input_ids"]
         bare = [tuple(ids[:-1] if ids and ids[-1] == eos else ids) for ids in encoded]
@@ -316,11 +341,12 @@ class _PlainTexts:
         """Responses, without the end that the user may have written."""
         eos = self.tokenizer.eos_token or "\n"
         bare = [text.removesuffix(eos) for text in texts]
-        self._note("responses", bare)
+        self.note("responses", bare)
         encoded = self.tokenizer(bare, add_special_tokens=False, verbose=False)["input_ids"]
         return [tuple(ids) for ids in encoded]
 
-    def _note(self, what: str, texts: Sequence[str]) -> None:
+    def note(self, what: str, texts: Sequence[str]) -> None:
+        """Note control tokens that texts of the rows spell."""
         for record, text in zip(self.records, texts, strict=True):
             if token := self.control.spelled(text):
                 self.notes.add(

@@ -33,6 +33,8 @@ class SourceRecord:
     """The answer's column as the source has it; None without one."""
     place: str
     """Where it stands, for messages: `row 3 of part-2.jsonl`."""
+    images: tuple[bytes, ...] = ()
+    """The files of its images, in the order of its prompt (`hybridrl.data.images`)."""
 
     @property
     def untold(self) -> Any:

@@ -18,6 +18,9 @@ RECURRENT_TYPES = frozenset({"linear_attention", "mamba", "conv"})
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", *RECURRENT_TYPES})
 """The layers that are computed: the probe says of which families they are right."""
 
+IMAGE_FAMILIES = frozenset({"qwen3_vl"})
+"""The model types with an image tower that is computed (`hybridrl.models.vision`)."""
+
 _UNSUPPORTED_KEYS = {
     "attention_chunk_size": "chunked attention",
     "lru_width": "linear attention",
@@ -50,8 +53,9 @@ def unsupported(settings: Mapping[str, Any]) -> str | None:
     others = set(settings.get("layer_types") or ()) - LAYER_TYPES
     if others:
         return ", ".join(sorted(others))
+    reads_images = settings.get("model_type") in IMAGE_FAMILIES
     for key, component in _UNSUPPORTED_KEYS.items():
-        if settings.get(key):
+        if settings.get(key) and not (reads_images and key == "vision_config"):
             return component
     quantization = settings.get("quantization_config")
     if quantization and not is_read(quantization):

@@ -22,8 +22,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     Qwen3VLTextModel,
 )
 
-IMAGE_FAMILIES = ("qwen3_vl",)
-"""The model types whose images are computed (`hybridrl.models.vision`)."""
+from hybridrl.models.config_json import IMAGE_FAMILIES
 
 
 class Qwen3VLTextForCausalLM(Qwen3VLPreTrainedModel, GenerationMixin):  # type: ignore[misc]

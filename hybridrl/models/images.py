@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from hybridrl.models.image_text import IMAGE_FAMILIES
+from hybridrl.models.config_json import IMAGE_FAMILIES
 
 Grid = tuple[int, int, int]
 """Patches of an image: frames, of which it has one, rows and columns."""
@@ -76,6 +76,12 @@ def image_config(path: str) -> PretrainedConfig | None:
     """The config of the model at `path` with its tower; None where its images are not computed."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     return config if config.model_type in IMAGE_FAMILIES else None
+
+
+def image_pads(path: str) -> tuple[int, ...]:
+    """The ids that stand for images in the model at `path`; none where it reads none."""
+    config = image_config(path)
+    return () if config is None else ImageTokens.of(config).pads
 
 
 class ImageProcessor:
