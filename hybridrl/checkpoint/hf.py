@@ -6,10 +6,11 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -35,9 +37,17 @@ from hybridrl.layout.layout import Layout
 from hybridrl.layout.process_groups import warm_up
 from hybridrl.layout.transfer_rounds import BUCKET_BYTES
 from hybridrl.models.hub_names import HubNames
+from hybridrl.models.image_text import (
+    KeptTensors,
+    processor_files,
+    whole_config,
+    whole_model,
+    whole_name,
+)
 from hybridrl.models.load import TORCH_DTYPES, generation_config, load_config
 from hybridrl.models.parallel import meta_model
 from hybridrl.models.stages import head_name
+from hybridrl.models.stored_weights import StoredWeights
 from hybridrl.models.weight_files import INDEX
 from hybridrl.telemetry.log import logged
 
@@ -61,7 +71,8 @@ def save_hf(
     `AutoModelForSequenceClassification` reads a model with a value head, `AutoModelForCausalLM`
     others. Adapters are merged, and also written to `adapter/`, for peft
     (`PeftModel.from_pretrained(base, path / "adapter")`). The tokens `ends` end a response in both
-    folders' `generation_config.json`.
+    folders' `generation_config.json`. An actor that is the text part of a checkpoint for images and
+    text is written as the whole of it, with the tower and what else does not train as it was.
 
     All ranks call it, and all nodes share the directory. A model above `MAX_FILE_BYTES` is written
     by all ranks, each with its share of the weights (`checkpoint.weight_shares`); a smaller one by
@@ -86,16 +97,23 @@ def _save_hf(
     warm_up([dist.group.WORLD], engine.device)  # under NCCL no message may be its first operation
     temporary, compute = path.with_name(f".{path.name}.tmp"), TORCH_DTYPES[dtype]
     first, buffers, missing = dist.get_rank() == 0, engine.buffers(), list[str]()
-    hub = HubNames(meta_model(engine.model.config, classifier=head_name(engine.model) == "score"))
-    shares = shares_of(hub, engine.shapes(), buffers, engine.layout, compute)
+    config, classifier = engine.model.config, head_name(engine.model) == "score"
+    model, whole, kept = meta_model(config, classifier), None, KeptTensors({})
+    opened = ExitStack()
     try:
+        with _on_all_ranks(path):
+            whole = None if classifier else whole_model(config.name_or_path)
+            if whole is not None:
+                kept = opened.enter_context(_stored(config)).kept()
+        hub = HubNames(model, whole, kept)
+        shares = shares_of(hub, engine.shapes(), buffers | kept.empty(), engine.layout, compute)
         # Each of these parts ends on all ranks, or fails on all: the next one has collectives.
         with _on_all_ranks(path):
             if first:
                 shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
                 temporary.mkdir(parents=True)
         with _on_all_ranks(path):
-            tensors = _gathered(engine, shares, buffers, compute)
+            tensors = _gathered(engine, shares, ChainMap(buffers, kept), compute)
             adapters = {
                 name: tensor.to("cpu")
                 for adapter in engine.adapter_names()
@@ -109,29 +127,59 @@ def _save_hf(
         with _on_all_ranks(path):
             if first:
                 write_index(temporary, shares)
-                files = _files_of(engine.model, compute, tokenizer, ends)
+                files = _files_of(engine.model, whole, compute, tokenizer, ends)
                 missing += write_side_files(temporary, files)
                 if engine.adapter_config is not None:
-                    files |= {"adapter": partial(_write_adapter, engine.adapter_config, adapters)}
+                    adapter = partial(_write_adapter, engine.adapter_config, adapters, whole)
+                    files |= {"adapter": adapter}
                     del files[CONFIG_NAME]  # which is the base's
                     missing += write_side_files(temporary / "adapter", files)
                 replace(temporary, path)
     finally:
+        opened.close()
         if first:
             shutil.rmtree(temporary, ignore_errors=True)
     return missing
 
 
+def _stored(config: PretrainedConfig) -> StoredWeights:
+    """The weights that a run of the model began with; raises OSError where they are gone."""
+    try:
+        return StoredWeights(config.name_or_path, config)
+    except ConfigError as error:
+        raise OSError(errno.ENOENT, str(error)) from error
+
+
 def _files_of(
     model: PreTrainedModel,
+    whole: PreTrainedModel | None,
     dtype: torch.dtype,
     tokenizer: PreTrainedTokenizerBase | None,
     ends: Sequence[int],
 ) -> dict[str, Callable[[Path], object]]:
+    if whole is not None:
+        path, generation = model.config.name_or_path, model.generation_config
+        return _files_of_whole(path, whole.config, generation, dtype, tokenizer, ends)
     # FSDP renames the class of a module that it shards; the config must carry transformers' name.
     name = next(c.__name__ for c in type(model).__mro__ if c.__module__.startswith("transformers."))
     generation = getattr(model, "generation_config", None)  # a classifier has none
     return side_files(model.config, name, generation, dtype, tokenizer, ends)
+
+
+def _files_of_whole(
+    path: str,
+    config: PretrainedConfig,
+    generation: GenerationConfig,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase | None,
+    ends: Sequence[int] = (),
+) -> dict[str, Callable[[Path], object]]:
+    """The files of a model for images and text, with those of the one at `path` for its images."""
+    name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__
+    files = side_files(config, name, generation, dtype, tokenizer, ends)
+    for name, file in processor_files(path).items():
+        files[name] = partial(shutil.copy, file)
+    return files
 
 
 @contextmanager
@@ -260,7 +308,12 @@ def check_side_files(path: str, tokenizer: PreTrainedTokenizerBase, folder: Path
 
     Raises ConfigError for what cannot be written: at the end of a run that would be too late.
     """
-    files = side_files(load_config(path), "", generation_config(path), torch.float32, tokenizer)
+    generation, dtype = generation_config(path), torch.float32
+    whole = whole_config(path)
+    if whole is None:
+        files = side_files(load_config(path), "", generation, dtype, tokenizer)
+    else:
+        files = _files_of_whole(path, whole, generation, dtype, tokenizer)
     with TemporaryDirectory(prefix=".probe", dir=folder) as directory:
         if missing := write_side_files(Path(directory), files):
             full = map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
@@ -300,11 +353,23 @@ def _write_generation(config: GenerationConfig, ends: Sequence[int], directory: 
     config.to_json_file(directory / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
 
 
-def _write_adapter(config: Any, weights: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Write as `PeftModel.save_pretrained` does; a value head is trained and saved in full."""
+def _write_adapter(
+    config: Any,
+    weights: Mapping[str, torch.Tensor],
+    whole: PreTrainedModel | None,
+    directory: Path,
+) -> None:
+    """Write as `PeftModel.save_pretrained` does; a value head is trained and saved in full.
+
+    Of a text part it is an adapter of the whole model, beside whose tower peft must pass.
+    """
     heads = [name.rpartition(".")[0] for name in weights if ".lora_" not in name]
     config = copy.copy(config)
     config.modules_to_save, config.inference_mode = heads or None, True
+    if whole is not None:
+        weights = {whole_name(name): tensor for name, tensor in weights.items()}
+        modules = {name.partition(".lora_")[0] for name in weights}
+        config.target_modules = "|".join(re.escape(name) for name in sorted(modules))
     named = {f"base_model.model.{name}": tensor for name, tensor in weights.items()}
     save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(directory)

@@ -51,8 +51,7 @@ def check_runs(
                 prepared = prepare(known, known=rows)
                 check_inputs(known, origin, rows, prepared)
                 show(prepared.first_samples)
-                lines = prepared.schedule, prepared.activations, prepared.prompt_sharing
-                for line in filter(None, lines):
+                for line in filter(None, (*prepared.notes, prepared.activations)):
                     show(f"{line}\n")
             seen.append((alike, known))
         completed.append(known)

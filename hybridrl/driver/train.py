@@ -172,7 +172,7 @@ def running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator[R
         ranks, engine = config.cluster.ranks, config.rollout.engine.value
         telemetry.stage(f"starting {ranks} ranks, rollout engine {engine}")
         logger.info("starting %d ranks, rollout engine %s", ranks, engine)
-        for note in filter(None, (launcher.note, prepared.schedule, prepared.prompt_sharing)):
+        for note in filter(None, (launcher.note, *prepared.notes)):
             telemetry.note(note)
             logger.info("%s", note)
         run = Run(config, prepared, telemetry, launcher, origin)

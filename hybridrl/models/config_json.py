@@ -21,6 +21,15 @@ LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", *RE
 IMAGE_FAMILIES = frozenset({"qwen3_vl"})
 """The model types with an image tower that is computed (`hybridrl.models.vision`)."""
 
+IMAGE_TEXT = {
+    "gemma3": "gemma3_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_moe",
+}
+"""Model types for images and text, and those of causal language models that are their text part."""
+
 _UNSUPPORTED_KEYS = {
     "attention_chunk_size": "chunked attention",
     "lru_width": "linear attention",
@@ -31,6 +40,18 @@ _UNSUPPORTED_KEYS = {
     "audio_config": "sound",
 }
 """Keys of a config that only models with such parts have."""
+
+
+def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of the text part of a model for images and text; other models' as they are.
+
+    How weights are quantized is said of the whole model.
+    """
+    text, model_type = settings.get("text_config"), settings.get("model_type")
+    if model_type not in IMAGE_TEXT or not isinstance(text, dict):
+        return settings
+    whole = {key: settings[key] for key in ("quantization_config",) if key in settings}
+    return {**text, **whole, "model_type": IMAGE_TEXT[model_type]}
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -53,9 +74,8 @@ def unsupported(settings: Mapping[str, Any]) -> str | None:
     others = set(settings.get("layer_types") or ()) - LAYER_TYPES
     if others:
         return ", ".join(sorted(others))
-    reads_images = settings.get("model_type") in IMAGE_FAMILIES
     for key, component in _UNSUPPORTED_KEYS.items():
-        if settings.get(key) and not (reads_images and key == "vision_config"):
+        if settings.get(key):
             return component
     quantization = settings.get("quantization_config")
     if quantization and not is_read(quantization):
@@ -148,8 +168,8 @@ def ep_allowed(model_type: str, experts: int, ep: int) -> str | None:
     return f"one of {', '.join(choices)} (it must divide the {experts} experts)"
 
 
-def _read(path: str | None) -> dict[str, Any]:
-    """The settings in `config.json`; none where there is no such file, or not a good one."""
+def _read(path: str | None) -> Mapping[str, Any]:
+    """The settings of the text model in `config.json`; none without such a file, or a good one."""
     file = Path(path or "") / "config.json"
     if not path or not file.is_file():
         return {}
@@ -157,7 +177,7 @@ def _read(path: str | None) -> dict[str, Any]:
         settings = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-    return settings if isinstance(settings, dict) else {}
+    return text_settings(settings) if isinstance(settings, dict) else {}
 
 
 def check_config_json(path: str | None, key: str) -> None:

@@ -1,6 +1,6 @@
 """Tensors of a model as its hub checkpoints have them: other names, and one tensor an expert."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from transformers import PreTrainedModel
@@ -12,6 +12,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from hybridrl.models.image_text import whole_name
+
 
 class HubNames:
     """transformers' conversions of `model` (`parallel.meta_model`), reversed, as it saves.
@@ -20,7 +22,18 @@ class HubNames:
     `mlp.experts.0.up_proj.weight`, and so on.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        whole: PreTrainedModel | None = None,
+        kept: Collection[str] = (),
+    ) -> None:
+        """Names of `model`, or of the model for images and text whose text part it is: the `whole`.
+
+        Tensors that are called `kept` have these names in the checkpoint.
+        """
+        self._of_text, self._kept = whole is not None, frozenset(kept)
+        model = whole or model
         mapping = get_model_conversion_mapping(model, add_legacy=False)
         mapping = [entry for entry in mapping if not isinstance(entry, PrefixChange)]
         self._model = model
@@ -50,7 +63,11 @@ class HubNames:
             if all(other in waiting for other in groups[name]):
                 group = {other: waiting.pop(other) for other in groups[name]}
                 del tensor
-                yield groups[name], dict(revert_weight_conversion(self._model, group))
+                if name in self._kept:
+                    yield groups[name], group
+                    continue
+                named = {self._name(other): values for other, values in group.items()}
+                yield groups[name], dict(revert_weight_conversion(self._model, named))
         assert not waiting, f"without the others of their conversion: {', '.join(waiting)}"
 
     def _groups(self, names: Iterable[str]) -> Mapping[str, list[str]]:
@@ -58,7 +75,13 @@ class HubNames:
         by_key: dict[str, list[str]] = {}
         groups = {}
         for name in names:
-            key, pattern = rename_source_key(name, [], self._converters)
+            if name in self._kept:
+                groups[name] = [name]
+                continue
+            key, pattern = rename_source_key(self._name(name), [], self._converters)
             groups[name] = by_key.setdefault(name if pattern is None else key, [])
             groups[name].append(name)
         return groups
+
+    def _name(self, name: str) -> str:
+        return whole_name(name) if self._of_text else name

@@ -1,63 +1,121 @@
-"""The text part of a checkpoint that has an image tower, as a causal language model of its own.
+"""The text part of a checkpoint for images and text: what trains, and what stays as it was.
 
-transformers has one of Qwen3.5, and none of Qwen3-VL. Its text model is the base model, so that
-rows with images give it their embeddings, positions [4, 1, tokens] and DeepStack features
-(`hybridrl.models.vision`), and rows of text alone are as any other model's. Importing this module
-makes transformers' `AutoModelForCausalLM` find it.
+Where no sample has an image the tower takes no part, and the positions of a token are all its
+number. Then the language model of such a checkpoint computes what a causal language model does
+(`config_json.IMAGE_TEXT`), with the same weights under other names. Images are for some families
+alone (`config_json.IMAGE_FAMILIES`, `hybridrl.models.vision`).
 """
 
-from typing import Any, ClassVar
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-from torch import nn
-from transformers import AutoModelForCausalLM, GenerationMixin, PretrainedConfig
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
-from transformers.core_model_loading import PrefixChange
-from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
-from transformers.models.qwen3_vl.modeling_qwen3_vl import (
-    Qwen3VLPreTrainedModel,
-    Qwen3VLTextModel,
-)
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
 
-from hybridrl.models.config_json import IMAGE_FAMILIES
+from hybridrl.models.config_json import IMAGE_TEXT, is_read
 
-
-class Qwen3VLTextForCausalLM(Qwen3VLPreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """Qwen3-VL's text model with its head over the vocabulary."""
-
-    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
-    _keys_to_ignore_on_load_unexpected: ClassVar = [r"^model\.visual\."]
-    config: Qwen3VLTextConfig
-
-    def __init__(self, config: Qwen3VLTextConfig) -> None:
-        super().__init__(config)
-        self.model = Qwen3VLTextModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    def forward(self, **inputs: Any) -> CausalLMOutputWithPast:
-        """Logits [batch, tokens, vocab] of what `Qwen3VLTextModel` takes."""
-        outputs = self.model(**inputs)
-        logits = self.lm_head(outputs.last_hidden_state)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
+_OF_TEXT, _OF_WHOLE = "model.", "model.language_model."
+_FROM_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id")
+PROCESSORS = (
+    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+"""The files of a checkpoint that say how images become its inputs."""
 
 
 def text_part(config: PretrainedConfig) -> PretrainedConfig:
-    """The config of the text part, of a model whose images are computed; another's as it is."""
-    if config.model_type not in IMAGE_FAMILIES:
+    """The config of the causal language model in an image model's; a copy of it, if it is one.
+
+    Whether embeddings are tied is the whole model's matter, and so are special tokens that the text
+    part does not name.
+    """
+    model_type = IMAGE_TEXT.get(config.model_type)
+    if model_type is None or getattr(config, "vision_config", None) is None:
         return config
-    text: PretrainedConfig = config.get_text_config()
+    inner = config.get_text_config()
+    if inner.model_type == model_type:
+        text = copy.deepcopy(inner)
+    else:  # a family without a causal language model of its own
+        settings = inner.to_dict() | {"norm_topk_prob": True}
+        rotation = settings.pop("rope_parameters") or {}
+        settings["rope_parameters"] = {
+            name: value for name, value in rotation.items() if not name.startswith("mrope")
+        }
+        for name in ("model_type", "transformers_version", "architectures"):
+            settings.pop(name, None)
+        text = AutoConfig.for_model(model_type, **settings)
     text.tie_word_embeddings = config.tie_word_embeddings
     text.name_or_path = config.name_or_path  # where the tower is
+    for name in _FROM_WHOLE:
+        if getattr(text, name, None) is None:
+            setattr(text, name, getattr(config, name, None))
     return text
 
 
-AutoModelForCausalLM.register(Qwen3VLTextConfig, Qwen3VLTextForCausalLM, exist_ok=True)
-if not get_checkpoint_conversion_mapping(Qwen3VLTextConfig.model_type):
-    register_checkpoint_conversion_mapping(
-        Qwen3VLTextConfig.model_type,
-        [PrefixChange(prefix_to_remove="language_model", model_prefix="model")],
-    )
+def whole_config(path: str) -> PretrainedConfig | None:
+    """The config of the image model at `path`, as it was dequantized; None where it is none."""
+    settings, _ = PretrainedConfig.get_config_dict(path)
+    if settings.get("model_type") not in IMAGE_TEXT or not settings.get("vision_config"):
+        return None
+    config = AutoConfig.from_pretrained(path, local_files_only=Path(path).exists())
+    if is_read(getattr(config, "quantization_config", None)):
+        del config.quantization_config
+    return config
+
+
+def whole_model(path: str) -> PreTrainedModel | None:
+    """The image model at `path` without memory for its weights; None where it is none."""
+    config = whole_config(path)
+    if config is None:
+        return None
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(config)
+
+
+def whole_name(name: str) -> str:
+    """The name in the image model of a tensor of its text part."""
+    return _OF_WHOLE + name.removeprefix(_OF_TEXT) if name.startswith(_OF_TEXT) else name
+
+
+def text_name(name: str) -> str | None:
+    """The reverse of `whole_name`; None for what is not of the text part."""
+    if name.startswith(_OF_WHOLE):
+        return _OF_TEXT + name.removeprefix(_OF_WHOLE)
+    return None if name.startswith(_OF_TEXT) else name
+
+
+class KeptTensors(Mapping[str, torch.Tensor]):
+    """Tensors of files, by their stored names, each of which is read when it is asked for."""
+
+    def __init__(self, slices: Mapping[str, Any]) -> None:
+        self._slices = slices
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._slices[name][...]
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slices)
+
+    def __len__(self) -> int:
+        return len(self._slices)
+
+    def empty(self) -> dict[str, torch.Tensor]:
+        """Tensors of these shapes and formats without memory."""
+        empty = {}
+        for name, stored in self._slices.items():
+            shape = stored.get_shape()
+            one = stored[tuple(slice(0, 1) for _ in shape) or ...]
+            empty[name] = torch.empty(shape, dtype=one.dtype, device="meta")
+        return empty
+
+
+def processor_files(path: str) -> dict[str, Path]:
+    """The files of `PROCESSORS` that the model at `path` has, by name."""
+    found = {
+        name: cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        for name in PROCESSORS
+    }
+    return {name: Path(file) for name, file in found.items() if file is not None}

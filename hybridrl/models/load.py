@@ -28,11 +28,11 @@ TORCH_DTYPES = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16}
 
 
 def load_config(path: str, key: str = "model.path") -> PretrainedConfig:
-    """The model's config. A local directory stays local.
+    """The model's config; of a model for images and text that of its text part.
 
-    Of a model whose images are computed (`hybridrl.models.vision`) it is that of the text part.
-    Where the files are quantized in a way that is read (`hybridrl.models.quantized`), the config is
-    that of the dequantized model. Raises ConfigError, which names `key`, if `path` is no model.
+    A local directory stays local. Where the files are quantized in a way that is read
+    (`hybridrl.models.quantized`), the config is that of the dequantized model. Raises ConfigError,
+    which names `key`, if `path` is no model.
     """
     directory = Path(path)
     if not directory.exists() and path.startswith(("/", ".", "~")):

@@ -26,6 +26,7 @@ from hybridrl.config import ConfigError
 from hybridrl.layout.box import Box
 from hybridrl.layout.local import LocalTensor
 from hybridrl.models.buffers import persistent_buffers
+from hybridrl.models.image_text import KeptTensors, text_name, whole_model
 from hybridrl.models.parallel import meta_model
 from hybridrl.models.quantized import dequantized
 from hybridrl.models.stages import head_name
@@ -76,6 +77,8 @@ class StoredWeights:
         """
         self.path, self.key = path, key
         self._model = meta_model(config, classifier)
+        self._whole = whole_model(path)
+        """Of a checkpoint for images and text, of which this is the text part; else None."""
         self._files = ExitStack()
         try:
             self._stored = self._open()
@@ -99,6 +102,22 @@ class StoredWeights:
     def __contains__(self, name: str) -> bool:
         """Whether these are weights of a parameter or buffer `name`."""
         return self._tied(name) in self._tensors
+
+    def kept(self) -> KeptTensors:
+        """The tensors of a checkpoint for images and text that are not of its text part.
+
+        Its tower, and what transformers ignores: heads that predict several tokens.
+        """
+        if self._whole is None:
+            return KeptTensors({})
+        parameters = self._model.state_dict()
+        of_text = {
+            name
+            for target, (_, sources) in conversions(self._whole, self._stored).items()
+            if text_name(target) in parameters
+            for _, name in sources
+        }
+        return KeptTensors({n: x for n, x in self._stored.items() if n not in of_text})
 
     @torch.no_grad()
     def fill(self, tensor: torch.Tensor, name: str, held: LocalTensor) -> None:
@@ -153,7 +172,8 @@ class StoredWeights:
         """The tensors by transformers' names; raises OSError for what no conversion takes."""
         stored = {n: in_file(x, torch.Size(x.get_shape())) for n, x in self._stored.items()}
         tensors: dict[str, StoredTensor] = {}
-        for target, (converter, sources) in conversions(self._model, self._stored).items():
+        model = self._whole or self._model
+        for target, (converter, sources) in conversions(model, self._stored).items():
             if converter is None:
                 tensors[target] = stored[sources[0][1]]
                 continue
@@ -163,7 +183,9 @@ class StoredWeights:
                 tensors |= self._convert_whole(converter, target, sources)
             except (ValueError, IndexError) as error:
                 raise OSError(f"{target} cannot be made of its tensors: {error}") from error
-        return tensors
+        if self._whole is None:
+            return tensors
+        return {own: x for name, x in tensors.items() if (own := text_name(name)) is not None}
 
     def _convert(
         self,
@@ -176,7 +198,7 @@ class StoredWeights:
         conversion = copy.deepcopy(converter)
         for pattern, name in sources:
             conversion.add_tensor(target, name, pattern, tensors[name])
-        model = self._model
+        model = self._whole or self._model
         results = conversion.convert(target, model=model, config=model.config)
         return {name: x[0] if isinstance(x, list) else x for name, x in results.items()}
 
@@ -221,10 +243,10 @@ class StoredWeights:
         So is a tied weight that equals its pair. transformers loads a pair that differs as two
         weights, whatever the config says.
         """
-        model = self._model
-        converted = conversions(model, self._stored).values()
+        model, read_as = self._model, self._whole or self._model
+        converted = conversions(read_as, self._stored).values()
         used = {name for _, sources in converted for _, name in sources}
-        ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS}
+        ignored = {*(read_as._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS}
         if head_name(model) == "score":
             ignored.add(r"^lm_head\.")
         patterns = [re.compile(pattern) for pattern in ignored]

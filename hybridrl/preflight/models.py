@@ -8,7 +8,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config import VALUE_MODELS, Config, ConfigError, EmulatedClusterConfig, RewardKind
+from hybridrl.config import (
+    VALUE_MODELS,
+    Config,
+    ConfigError,
+    EmulatedClusterConfig,
+    Engine,
+    RewardKind,
+)
 from hybridrl.costs.mapping import ACTOR
 from hybridrl.flow import Graph
 from hybridrl.flow.graph import ComputeStage, StageMethod
@@ -168,6 +175,26 @@ def check_quantized(config: Config, path: str) -> None:
             f"native with the quantized weights of model.path={path}, which {engine} would keep so"
         )
         raise ConfigError("rollout.engine", engine, allowed)
+
+
+def text_part_line(config: Config, path: str) -> str:
+    """Return a line that says what trains of a checkpoint for images and text; others have none.
+
+    Raises ConfigError for an engine that would make the whole model of it.
+    """
+    from hybridrl.models.image_text import whole_config
+
+    whole = whole_config(path)
+    if whole is None:
+        return ""
+    if config.rollout.engine is not Engine.native:
+        engine = config.rollout.engine.value
+        allowed = f"native: of model.path={path} the text part trains, and {engine} has the whole"
+        raise ConfigError("rollout.engine", engine, allowed)
+    return (
+        f"model.path: the text part of {whole.model_type} trains; its image tower stays as it"
+        " is, and is written with it"
+    )
 
 
 def _check_supported(model: Any, path: str, key: str) -> None:

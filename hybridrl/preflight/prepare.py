@@ -57,6 +57,7 @@ from hybridrl.preflight.models import (
     resolve_model_path,
     resolve_role_paths,
     scores_with_copies,
+    text_part_line,
 )
 from hybridrl.preflight.nothing_to_learn import (
     check_groups,
@@ -100,6 +101,13 @@ class PreparedRun:
     """What `trainer.activations=auto` is, and why; empty where the key has another value."""
     prompt_sharing: str = ""
     """Whether groups share prompts, and why not; empty for `trainer.share_prompts=never`."""
+    text_part: str = ""
+    """What trains of a checkpoint for images and text; empty for other models."""
+
+    @property
+    def notes(self) -> list[str]:
+        """The lines that a run starts with."""
+        return [*filter(None, (self.text_part, self.schedule, self.prompt_sharing))]
 
 
 def prepare(
@@ -144,6 +152,7 @@ def prepare(
         check_emulation(config, config.cluster, graph)
     else:
         model_path = _model_path(config, run_dir)
+    text_part = text_part_line(config, model_path)
     data, eval_items, turns, tokenizer = _load(config, model_path, graph, known)
     items = [*data.train, *data.eval, *chain(*eval_items.values())]
     check_images(config, graph, items)
@@ -162,6 +171,7 @@ def prepare(
     ends = SamplingTexts(tokenizer, config.data.chat, (), end_token_ids(model_path, shape)).end_ids
     shown = FirstSamples(config, graph, tokenizer, sorted(ends), trials, turns).text(data.train)
     chosen = {"schedule": schedule, "activations": activations, "prompt_sharing": sharing}
+    chosen |= {"text_part": text_part}
     return PreparedRun(model_path, data, eval_items, graph, warm_start, turns, shown, **chosen)
 
 

@@ -39,6 +39,11 @@ class PassInputs:
     images: "PassImages | None" = None
 
     @property
+    def rotary_positions(self) -> torch.Tensor:
+        """Rotary positions [tokens] of tokens that are none of an image: all three are alike."""
+        return self.positions if self.rotations is None else self.rotations[0]
+
+    @property
     def position_ids(self) -> torch.Tensor:
         """What a model takes: [1, tokens], with rotary positions [4, 1, tokens]."""
         if self.rotations is None:

@@ -264,7 +264,7 @@ class RolloutStage:
         if self.decoder is not None:
             for layer in self._replaying:
                 layer.take(routing)
-            hidden = self.decoder(inputs.paged, x, inputs.positions)
+            hidden = self.decoder(inputs.paged, x, inputs.rotary_positions)
         else:
             hidden = self._module(inputs, x, routing)
         self._pass_on(hidden)

@@ -1,0 +1,96 @@
+"""What a run of a checkpoint's text part writes: the whole of it, for images and text."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from image_checkpoints import MTP, image_checkpoint, open_whole
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+
+from hybridrl.checkpoint import hf
+from hybridrl.config import LoraConfig, ModelConfig, TrainerConfig
+from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.models.weight_files import check_files, weight_files
+
+
+def save_changed(source: Path, target: Path, most: int, lora: int = 0) -> None:
+    """Write the model whose every weight, or adapter, is 0.01 more than at `source`."""
+    hf.MAX_FILE_BYTES, hf.LEAST_SHARE_BYTES = most, 1
+    engine = TrainEngine(
+        str(source),
+        model=ModelConfig(),
+        trainer=TrainerConfig(),
+        device=torch.device("cpu"),
+        lora=LoraConfig(rank=lora, alpha=8.0),
+    )
+    for name, shard in engine.named_shards().items():
+        if not lora or ".lora_" in name:
+            shard.to_local().add_(0.01)
+    assert hf.save_hf(engine, target, AutoTokenizer.from_pretrained(source)) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "most"),
+    [("qwen3_5", 20_000), ("qwen3_vl", 10**9), ("qwen3_vl_moe", 20_000), ("gemma3", 10**9)],
+)
+def test_reopened_as_the_image_model(fresh_ranks, family, most, tmp_path):
+    """On two ranks, each with half of each weight: the tower bit for bit, the text trained."""
+    source, target = image_checkpoint(family, tmp_path / "source"), tmp_path / "run" / "final"
+    fresh_ranks(2, save_changed, source, target, most)
+    check_files(target, "model.path")
+    assert (target / "model.safetensors.index.json").exists() == (most < 10**9)
+    before, after = open_whole(source).state_dict(), open_whole(target).state_dict()
+    assert before.keys() == after.keys()
+    of_tower = [name for name in before if "visual" in name or "vision" in name]
+    for name, values in before.items():
+        text = "language_model" in name or "lm_head" in name
+        wanted = values + 0.01 if text else values
+        assert torch.equal(after[name], wanted), name
+    assert len(of_tower) > 10
+    stored = weight_files(str(target))
+    assert stored.keys() == weight_files(str(source)).keys()
+    if MTP in stored:
+        old = load_file(source / "model.safetensors")[MTP]
+        assert torch.equal(load_file(stored[MTP])[MTP], old)
+    assert (target / "preprocessor_config.json").read_text() == '{"patch_size": 4}'
+    config = AutoConfig.from_pretrained(target)
+    assert config.model_type == family
+    assert config.architectures == [type(open_whole(source)).__name__]
+    assert not list(target.parent.glob(".*"))
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+@torch.no_grad()
+def test_adapters_are_of_the_whole_model(fresh_ranks, family, tmp_path):
+    """gemma3's tower has modules of the same names, which stay without."""
+    from peft import PeftModel
+
+    source, target = image_checkpoint(family, tmp_path / "source"), tmp_path / "final"
+    fresh_ranks(2, save_changed, source, target, 10**9, 2)
+    base, merged = open_whole(source), open_whole(target).eval()
+    adapted = PeftModel.from_pretrained(base, target / "adapter").eval()
+    assert all("language_model" in name for name in adapted.state_dict() if "lora_" in name)
+    ids = torch.randint(3, 30, (1, 12))
+    got, wanted = adapted(input_ids=ids).logits, merged(input_ids=ids).logits
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+    without = AutoModelForImageTextToText.from_pretrained(source).eval()(input_ids=ids).logits
+    assert (got - without).abs().max() > 1e-3
+
+
+def test_a_source_that_is_gone_is_an_error_on_all_ranks(fresh_ranks, tmp_path):
+    source = image_checkpoint("qwen3_vl", tmp_path / "source")
+    for line in fresh_ranks(2, save_after_loss, source, tmp_path / "final"):
+        assert str(tmp_path / "final") in line
+
+
+def save_after_loss(source: Path, target: Path) -> str:
+    engine = TrainEngine(
+        str(source), model=ModelConfig(), trainer=TrainerConfig(), device=torch.device("cpu")
+    )
+    torch.distributed.barrier()
+    (source / "model.safetensors").unlink(missing_ok=True)
+    torch.distributed.barrier()
+    with pytest.raises(OSError) as error:
+        hf.save_hf(engine, target)
+    return str(error.value)

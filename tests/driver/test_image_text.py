@@ -1,0 +1,49 @@
+"""Runs on the text part of checkpoints for images and text: trained, resumed, evaluated."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from image_checkpoints import image_checkpoint, open_whole
+from resumed_runs import check_same, ended
+
+from hybridrl import cli
+from hybridrl.config import ConfigError
+from hybridrl.preflight.models import text_part_line
+
+SETTINGS = [
+    "deterministic=strict", "trainer.optim.eps=1e-8", "trainer.optim.lr=1e-2", "trainer.steps=2",
+    "trainer.save_every=1", "eval.sets.main.num_prompts=2", "trainer.layout.fsdp=2",
+]  # fmt: skip
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
+def test_a_run_trains_resumes_and_is_evaluated(
+    family: str, train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
+) -> None:
+    path = image_checkpoint(family, tmp_path / "source")
+    settings = [x for x in tiny_run if not x.startswith("model.")]
+    settings = [*settings, *SETTINGS, f"model.path={path}"]
+    train_here(tmp_path / "run", *settings)
+    copy = ended(tmp_path / "run", tmp_path / "copy", 1)
+    assert len(train_here(copy, *settings, "trainer.resume=auto").steps) == 1
+    check_same(tmp_path / "run", copy, tmp_path)
+    before = open_whole(path).state_dict()
+    after = open_whole(tmp_path / "run" / "final").state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "language_model" in name or "lm_head" in name}
+    written = f"model.path={tmp_path / 'run' / 'final'}"
+    line = ["eval", *settings[:-1], written, "cluster=processes", f"run.dir={tmp_path / 'eval'}"]
+    line = [x for x in line if not x.startswith("trainer.")]
+    cli.main([*line, "cluster.ranks=1", "cluster.rank_in_driver=true", "schedule=serial"])
+
+
+def test_the_line_at_the_start(make_config: Callable[..., Any], tmp_path: Path) -> None:
+    path = str(image_checkpoint("qwen3_vl", tmp_path))
+    line = text_part_line(make_config(f"model.path={path}"), path)
+    assert line.startswith("model.path: the text part of qwen3_vl trains; its image tower")
+    with pytest.raises(ConfigError, match=r"^rollout.engine=vllm: wanted native: of model.path="):
+        text_part_line(make_config(f"model.path={path}", "rollout=vllm"), path)
