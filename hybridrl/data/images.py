@@ -126,7 +126,7 @@ class PromptImages:
 
         Raises UnusableRowError for pads that the row's text spells.
         """
-        if not set(self.tokens.pads) & set(ids):
+        if not {self.tokens.image, self.tokens.video} & set(ids):
             assert not record.images, "images that the template has dropped"
             return tuple(ids)
         try:

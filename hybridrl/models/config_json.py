@@ -18,17 +18,16 @@ RECURRENT_TYPES = frozenset({"linear_attention", "mamba", "conv"})
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", *RECURRENT_TYPES})
 """The layers that are computed: the probe says of which families they are right."""
 
-IMAGE_FAMILIES = frozenset({"qwen3_vl"})
-"""The model types with an image tower that is computed (`hybridrl.models.vision`)."""
-
 IMAGE_TEXT = {
     "gemma3": "gemma3_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3_vl_text",
-    "qwen3_vl_moe": "qwen3_moe",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
 }
 """Model types for images and text, and those of causal language models that are their text part."""
+IMAGE_FAMILIES = frozenset({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
+"""Those of them whose images are computed (`hybridrl.models.vision`)."""
 
 _UNSUPPORTED_KEYS = {
     "attention_chunk_size": "chunked attention",

@@ -48,11 +48,6 @@ class ImageTokens:
             merge=config.vision_config.spatial_merge_size,
         )
 
-    @property
-    def pads(self) -> tuple[int, int]:
-        """The ids that stand for a picture or a film, which no model writes."""
-        return self.image, self.video
-
     def num_pads(self, grid: Grid) -> int:
         """The tokens that an image of this many patches takes."""
         frames, rows, columns = grid
@@ -76,12 +71,6 @@ def image_config(path: str) -> PretrainedConfig | None:
     """The config of the model at `path` with its tower; None where its images are not computed."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     return config if config.model_type in IMAGE_FAMILIES else None
-
-
-def image_pads(path: str) -> tuple[int, ...]:
-    """The ids that stand for images in the model at `path`; none where it reads none."""
-    config = image_config(path)
-    return () if config is None else ImageTokens.of(config).pads
 
 
 class ImageProcessor:

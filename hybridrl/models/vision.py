@@ -7,12 +7,13 @@ do not depend on others, bit for bit, and both engines and all samples of a grou
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from hybridrl.models.buffers import fill_buffers
+from hybridrl.models.image_text import whole_model
 from hybridrl.models.images import (
     ImageProcessor,
     Images,
@@ -44,7 +45,7 @@ class VisionTower:
             raise ValueError(f"{path} has no image tower that is computed")
         self.tokens, self.device = ImageTokens.of(config), device
         self._processor = ImageProcessor(path)
-        self._model = _read_tower(path, config.vision_config, dtype).to(device)
+        self._model = _read_tower(path, dtype).to(device)
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._kept_bytes = 0
 
@@ -90,11 +91,10 @@ def vision_tower(path: str, dtype: torch.dtype, device: torch.device) -> VisionT
     return VisionTower(path, dtype, device)
 
 
-def _read_tower(path: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    with torch.device("meta"):
-        model: PreTrainedModel = Qwen3VLVisionModel._from_config(
-            config, attn_implementation="sdpa", dtype=dtype
-        )
+def _read_tower(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    whole: Any = whole_model(path)
+    model: PreTrainedModel = whole.model.visual
+    model.set_attn_implementation("sdpa")  # not causal, as packed rows' is
     tensors = {}
     for name, file in weight_files(path).items():
         for prefix in _PREFIXES:

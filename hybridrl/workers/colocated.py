@@ -18,7 +18,6 @@ from hybridrl.layout.switching import Switch, plan_switch
 from hybridrl.layout.weight_switch import SwitchStats, WeightSwitch, connect_peers, gather_groups
 from hybridrl.models.adapters import pair_of
 from hybridrl.models.buffers import copy_buffers
-from hybridrl.models.images import image_pads
 from hybridrl.models.load import TORCH_DTYPES, end_token_ids, load_config
 from hybridrl.system.memory import MemoryReading
 from hybridrl.workers.device_residency import DeviceResidency, DeviceStatus
@@ -58,8 +57,7 @@ class ColocatedActor:
         self.config, self.device = config, device
         model_config = load_config(model_path)
         ends = end_token_ids(model_path, model_config)
-        chosen = config.data.chat, config.stop_texts, ends, image_pads(model_path)
-        sampling = SamplingTexts(tokenizer, *chosen)
+        sampling = SamplingTexts(tokenizer, config.data.chat, config.stop_texts, ends)
         # the training shards
         self.trainer = ActorTrainer(config, model_path, sampling.all_end_ids, store, device)
         # the switch, before the rollout engine takes the memory that communicators leave

@@ -19,7 +19,6 @@ from hybridrl.layout.layerwise import Fill
 from hybridrl.layout.push import PushTarget
 from hybridrl.layout.weight_switch import SwitchStats
 from hybridrl.models.buffers import copy_buffers
-from hybridrl.models.images import image_pads
 from hybridrl.models.load import TORCH_DTYPES, end_token_ids, load_config
 from hybridrl.workers.answers import RankDescription
 from hybridrl.workers.base_worker import Published, Reply
@@ -49,8 +48,7 @@ class RolloutWorker(SampleWorker):
         with self._span("load"):
             shape = load_config(path)
             ends = end_token_ids(path, shape)
-            chosen = config.data.chat, config.stop_texts, ends, image_pads(path)
-            texts = SamplingTexts(self.tokenizer, *chosen)
+            texts = SamplingTexts(self.tokenizer, config.data.chat, config.stop_texts, ends)
             layout = instances_layout(config, shape, self.size)
             model = config, path, shape, self.tokenizer, texts
             self._generator = Generator(*model, self.store, self.device, layout)

@@ -21,13 +21,9 @@ class SamplingTexts:
         chat: bool,
         stop: Sequence[str],
         ends: Iterable[int] = (),
-        pads: Iterable[int] = (),
     ) -> None:
-        """`ends` are those of the model's files; the tokenizer's and template's come with them.
-
-        `pads`, which stand for images, are never drawn.
-        """
-        self._tokenizer, self._pads = tokenizer, tuple((pad,) for pad in pads)
+        """`ends` are those of the model's files; the tokenizer's and template's come with them."""
+        self._tokenizer = tokenizer
         self._stop_ids = named_token_ids(tokenizer, stop)
         end = end_token_id(tokenizer, chat)
         self.end_ids: set[int] = {tokenizer.eos_token_id, end, *ends} - {None}
@@ -56,7 +52,7 @@ class SamplingTexts:
             frequency_penalty=sampling.frequency_penalty,
             min_new_tokens=sampling.min_new_tokens,
             logit_bias=sampling.logit_bias,
-            bad_words=(*bad_word_ids(self._tokenizer, sampling.bad_words), *self._pads),
+            bad_words=bad_word_ids(self._tokenizer, sampling.bad_words),
             ignored_stop_ids=tuple(sorted(ignored)),
             max_turn_tokens=sampling.max_turn_tokens,
             keeps_ids=sampling.keeps_ids and sampling.truncates,

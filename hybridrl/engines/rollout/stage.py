@@ -117,6 +117,8 @@ class RolloutStage:
             weights=weights,
         )
         self._tower = tower_of(config, dtype, device)
+        pads = getattr(config, "image_pads", ())
+        self._pads = [pad for pad in pads if pad < config.vocab_size]
         self._state_shapes = state_shapes(self.model)
         self._key_layers = sum(map(has_keys, own_layers(self.model)))
         # Stages decide alike, so a stage without recurrent layers counts those of others.
@@ -289,6 +291,9 @@ class RolloutStage:
         parallel = self.parallel
         if logits is not None:
             assert uniforms is not None
+            if self._pads:  # which stand for images in prompts, and mean nothing elsewhere
+                edited = logits.clone() if edited is None else edited
+                edited[:, self._pads] = -torch.inf
             tokens, log_probs, kept = sample(logits, uniforms, batch, edited)
             if parallel.pp * parallel.tp == 1:
                 return Drawn(tokens, [tokens, log_probs, *([] if kept is None else [kept])])
