@@ -6,6 +6,7 @@ themselves or take the next one of the column. An image is the bytes of a file, 
 both as Arrow stores it, or an object of Pillow.
 """
 
+import base64
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -185,6 +186,8 @@ def _file_of(image: Any, folders: Sequence[Path]) -> bytes | None:
     if isinstance(image, Mapping):
         inner = image.get("bytes") or image.get("path") or image.get("url") or image.get("image")
         return None if inner is None else _file_of(inner, folders)
+    if isinstance(image, str) and image.startswith("data:"):  # as in OpenAI's messages
+        return base64.b64decode(image.partition(",")[2])
     if isinstance(image, str | Path):
         name = str(image).removeprefix("file://")
         for folder in folders:
