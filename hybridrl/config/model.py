@@ -36,6 +36,13 @@ class Attention(Enum):
     torch = "torch"  # scaled_dot_product_attention, once for each distinct length
 
 
+class Vision(Enum):
+    """What becomes of a model's image tower."""
+
+    frozen = "frozen"  # its weights stay: neither gradients nor the switch know of it
+    train = "train"  # refused: it is not done
+
+
 @dataclass(kw_only=True, slots=True)
 class TinyModelConfig:
     """A small model with a character tokenizer, made where `model.path` is null.
@@ -94,6 +101,8 @@ class ModelConfig:
     bfloat16 on GPUs, float32 on CPUs."""
     attention: Attention = Attention.auto
     """Attention of the packed training pass."""
+    vision: Vision = Vision.frozen
+    """What becomes of the image tower, of a model that has one: it is `frozen`."""
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
     """Shape of the model that is made when there is no path."""
 
@@ -101,6 +110,8 @@ class ModelConfig:
         """Raise ConfigError for an empty path, heads that do not divide, too few experts."""
         if self.path == "":
             raise ConfigError("model.path", "", "a Hugging Face directory or hub name")
+        if self.vision is not Vision.frozen:
+            raise ConfigError("model.vision", self.vision.value, "frozen: no tower is trained here")
         if self.tiny.num_heads % self.tiny.num_kv_heads:
             raise ConfigError(
                 "model.tiny.num_kv_heads",

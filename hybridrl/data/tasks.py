@@ -74,18 +74,23 @@ def spell_hints(
 
 
 def shapes(
-    seed: int, most: int = 4, size: int = 24, colors: tuple[str, ...] = ("red",)
+    seed: int,
+    most: int = 4,
+    size: int = 24,
+    colors: tuple[str, ...] = ("red",),
+    exchanged: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Pictures of `size` x `size` pixels with 1 to `most` shapes, of which those of a color count.
 
     Shapes are squares, disks and triangles of 6 pixels in red, green or blue, each in a cell of 8 x
     8, on a dark ground. `<image>how many red?` has the answer `2`, and every number from 0 to
-    `most` is as likely as any other.
+    `most` is as likely as any other. With `exchanged` a row has the picture of the row before, so
+    that no answer can be seen: whoever learns from pictures stays at chance.
     """
     from PIL import Image, ImageDraw
 
     draw, cell = random.Random(seed), 8
-    cells = list(itertools.product(range(0, size, cell), repeat=2))
+    cells, before = list(itertools.product(range(0, size, cell), repeat=2)), None
     while True:
         wanted, number = draw.choice(colors), draw.randint(0, most)
         others = draw.randint(number == 0, most - number)
@@ -107,11 +112,9 @@ def shapes(
                     pen.polygon([(x, y + 5), (x + 5, y + 5), (x + 2, y)], fill)
         file = io.BytesIO()
         picture.save(file, "PNG")
-        yield {
-            "question": f"<image>how many {wanted}?",
-            "answer": str(number),
-            "images": [file.getvalue()],
-        }
+        image, before = (before if exchanged and before else file.getvalue()), file.getvalue()
+        question = f"<image>how many {wanted}?"
+        yield {"question": question, "answer": str(number), "images": [image]}
 
 
 _COLORS = {"red": (255, 40, 40), "green": (40, 255, 40), "blue": (60, 60, 255)}

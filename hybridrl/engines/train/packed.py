@@ -503,7 +503,7 @@ class PackedModel(nn.Module):
         states [1, tokens, features], which all chunks but the last return.
         """
         inputs: dict[str, Any] = {"input_ids" if self.first else "inputs_embeds": x}
-        if batch.images is not None:
+        if batch.images is not None and self.first:
             inputs = batch.images.inputs(self.model.get_input_embeddings()(x))
         if batch.routing is not None:
             inputs[KEYWORD] = batch.routing
