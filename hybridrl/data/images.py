@@ -162,7 +162,7 @@ def _as_marks(question: Any) -> tuple[Any, list[Any]]:
         return question, []
     messages, parts = [], list[Any]()
     for message in question:
-        content = message.get("content") if isinstance(message, Mapping) else None
+        content: Any = message.get("content") if isinstance(message, Mapping) else None
         kinds = [x.get("type") if isinstance(x, Mapping) else None for x in content or ()]
         if isinstance(content, str) or not any(kind in _PARTS for kind in kinds):
             messages.append(message)

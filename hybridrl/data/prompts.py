@@ -217,8 +217,8 @@ def make_items(
     def rendered(prompts: Sequence[list[ChatMessage]]) -> tuple[list[str], list[Ids]]:
         """Texts and tokens of prompts."""
         if images:
-            pairs = zip(prompts, records, strict=True)
-            prompts = [images.marked(key, *pair) for pair in pairs]
+            marked = zip(prompts, records, strict=True)
+            prompts = [images.marked(key, *pair) for pair in marked]
         if reader:
             texts = [reader.prompt(*pair) for pair in zip(records, prompts, strict=True)]
         else:
@@ -230,10 +230,11 @@ def make_items(
         if images:
             texts = list(map(images.spelled, texts))
         encoded = reader.template.ids_of(texts) if reader else plain.prompts(texts)
+        all_ids = [tuple(ids) for ids in encoded]
         if images:
-            pairs = zip(encoded, records, strict=True)
-            encoded = [images.expanded(*pair, key) for pair in pairs]
-        return texts, list(map(tuple, encoded))
+            expanded = zip(all_ids, records, strict=True)
+            all_ids = [images.expanded(*pair, key) for pair in expanded]
+        return texts, all_ids
 
     def ended(responses: list[str]) -> list[Ids]:
         if not reader:

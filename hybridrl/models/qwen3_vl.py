@@ -51,14 +51,14 @@ class _WithHead:
         return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
 
 
-class Qwen3VLTextForCausalLM(_WithHead, Qwen3VLPreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class Qwen3VLTextForCausalLM(_WithHead, Qwen3VLPreTrainedModel, GenerationMixin):
     """Qwen3-VL's text model with its head."""
 
     text_model = Qwen3VLTextModel
     config: Qwen3VLTextConfig
 
 
-class Qwen3VLMoeTextForCausalLM(_WithHead, Qwen3VLMoePreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class Qwen3VLMoeTextForCausalLM(_WithHead, Qwen3VLMoePreTrainedModel, GenerationMixin):
     """Qwen3-VL-MoE's text model with its head."""
 
     text_model = Qwen3VLMoeTextModel

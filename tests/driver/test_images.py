@@ -48,7 +48,9 @@ def test_engines_agree_and_the_tower_stays(whole_run: Any) -> None:
 
 
 @pytest.mark.layouts
-def test_a_fused_run_is_the_serial_one(whole_run: Any, train_here: Train, tmp_path: Path) -> None:
+def test_a_fused_run_is_the_serial_one(
+    whole_run: Any, small: list[str], train_here: Train, tmp_path: Path
+) -> None:
     fused = ["schedule=fused", "schedule.migration_threshold=6", "schedule.migration=kv"]
     run = train_here(tmp_path, *small, "trainer.layout.fsdp=2", *fused)
     assert texts(run) == texts(whole_run)
