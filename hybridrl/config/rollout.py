@@ -93,9 +93,9 @@ class EngineFeatures:
     bounds_calls: bool = False
     """Whether it must know a call's steps: it makes tokens ahead of them (`BoundsCalls`)."""
     dequantizes: bool = False
+    """Whether it has the weights of a quantized checkpoint in its own format (`rollout.dtype`)."""
     reads_images: bool = False
     """Whether prompts may have images."""
-    """Whether it has the weights of a quantized checkpoint in its own format (`rollout.dtype`)."""
     ascending: bool = False
     """Whether an instance's ranks must be in ascending order."""
 

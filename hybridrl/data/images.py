@@ -7,6 +7,7 @@ both as Arrow stores it, or an object of Pillow.
 """
 
 import base64
+import functools
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,18 +39,27 @@ class PromptImages:
     """Puts the images of rows into prompts of the model at `path`, which has an image tower."""
 
     def __init__(self, path: str, tokenizer: Any, tokens: ImageTokens) -> None:
-        self.path, self.tokens = path, tokens
-        self._processor = ImageProcessor(path)
-        ids = [tokens.start, tokens.image, tokens.end]
-        self._spelled = "".join(tokenizer.convert_ids_to_tokens(ids))
+        self.path, self.tokens, self._tokenizer = path, tokens, tokenizer
+
+    @functools.cached_property
+    def _processor(self) -> ImageProcessor:
+        """Read where the first image comes: runs on text need none."""
+        try:
+            return ImageProcessor(self.path)
+        except (OSError, ValueError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            allowed = f"a model with its preprocessor_config.json ({reason})"
+            raise ConfigError("model.path", self.path, allowed) from None
+
+    @functools.cached_property
+    def _spelled(self) -> str:
         """An image in the text of a prompt: start, one pad, end."""
+        ids = [self.tokens.start, self.tokens.image, self.tokens.end]
+        return "".join(self._tokenizer.convert_ids_to_tokens(ids))
 
     @classmethod
     def of(cls, path: str, tokenizer: Any) -> "PromptImages | None":
-        """Those of the model at `path`; None where it reads no images.
-
-        Raises OSError where the settings of its image processor are missing.
-        """
+        """Return what puts images into prompts of the model at `path`; None where it reads none."""
         config = image_config(path)
         return None if config is None else cls(path, tokenizer, ImageTokens.of(config))
 
@@ -69,12 +79,12 @@ class PromptImages:
             rest = iter(files)
             files = [_file_of(x, folders) if x is not None else next(rest, None) for x in parts]
             files += rest
-        images = []
+        images, processor = [], self._processor
         for number, file in enumerate(files, 1):
             try:
                 if file is None:
                     raise ValueError("it is missing")
-                self._processor.patches(file)
+                processor.patches(file)
             except ValueError as error:
                 allowed = f"images that can be read ({record.place}, image {number}: {error}){SKIP}"
                 raise UnusableRowError("an unreadable image", key, COLUMN, allowed) from None
@@ -120,7 +130,7 @@ class PromptImages:
 
     def spelled(self, text: str) -> str:
         """The text of a prompt with the model's tokens in place of marks."""
-        return text.replace(_PRIVATE, self._spelled)
+        return text.replace(_PRIVATE, self._spelled) if _PRIVATE in text else text
 
     def expanded(self, ids: Sequence[int], record: SourceRecord, key: str) -> tuple[int, ...]:
         """A prompt's ids with as many pads for each image as it takes.

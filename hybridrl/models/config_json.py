@@ -27,7 +27,7 @@ IMAGE_TEXT = {
 }
 """Model types for images and text, and those of causal language models that are their text part."""
 IMAGE_FAMILIES = frozenset({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
-"""Those of them whose images are computed (`hybridrl.models.vision`)."""
+"""The model types whose images are computed (`hybridrl.models.vision`)."""
 
 _UNSUPPORTED_KEYS = {
     "attention_chunk_size": "chunked attention",

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from hybridrl.models.config_json import IMAGE_FAMILIES
+from hybridrl.models.image_text import whole_config
 
 Grid = tuple[int, int, int]
 """Patches of an image: frames, of which it has one, rows and columns."""
@@ -39,7 +40,7 @@ class ImageTokens:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "ImageTokens":
-        """Those of a model with a tower (`image_config`)."""
+        """Return the tokens of a model with a tower (`image_config`)."""
         return cls(
             image=config.image_token_id,
             video=config.video_token_id,
@@ -69,8 +70,8 @@ class ImageTokens:
 
 def image_config(path: str) -> PretrainedConfig | None:
     """The config of the model at `path` with its tower; None where its images are not computed."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    return config if config.model_type in IMAGE_FAMILIES else None
+    config = whole_config(path)
+    return config if config is not None and config.model_type in IMAGE_FAMILIES else None
 
 
 class ImageProcessor:
@@ -186,7 +187,7 @@ class RowImages:
         return inputs
 
     def to(self, device: torch.device) -> "RowImages":
-        """They on another device."""
+        """Return the images on another device."""
         return RowImages(self.pads.to(device), self.features.to(device))
 
 

@@ -1,26 +1,11 @@
 """Checks of runs whose prompts have images."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from hybridrl.config import VALUE_MODELS, Config, ConfigError, RewardKind
 from hybridrl.data import Item
-from hybridrl.data.images import PromptImages
 from hybridrl.flow import Graph
 from hybridrl.preflight.models import judges_of
-
-
-def prompt_images(path: str, tokenizer: Any) -> PromptImages | None:
-    """What puts images into prompts of the model at `path`; None where it reads none.
-
-    Raises ConfigError where its image processor is missing.
-    """
-    try:
-        return PromptImages.of(path, tokenizer)
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        allowed = f"a model with its preprocessor_config.json ({reason})"
-        raise ConfigError("model.path", path, allowed) from None
 
 
 def check_images(config: Config, graph: Graph, items: Iterable[Item]) -> None:

@@ -47,7 +47,7 @@ from hybridrl.preflight.activation_choice import decide_activations
 from hybridrl.preflight.environment import check_environment, openings, turn_template
 from hybridrl.preflight.first_samples import FirstSamples
 from hybridrl.preflight.fused_updates import decide_fused_updates
-from hybridrl.preflight.images import check_images, prompt_images
+from hybridrl.preflight.images import check_images
 from hybridrl.preflight.judges import IsRecorded, check_rows, try_judges, warn_of_long_answers
 from hybridrl.preflight.memory_plan import check_memory, local_obstacle, unknown_room
 from hybridrl.preflight.models import (
@@ -381,6 +381,7 @@ def _load(
     """
     from hybridrl.checkpoint.hf import check_side_files
     from hybridrl.data.chat import template_text
+    from hybridrl.data.images import PromptImages
     from hybridrl.models.context import context_tokens
     from hybridrl.models.load import check_supported, load_config, load_tokenizer
     from hybridrl.models.stored_weights import check_stored
@@ -414,7 +415,7 @@ def _load(
             generates=graph.generates,
         )
         size = model.vocab_size
-        images = prompt_images(model_path, tokenizer)
+        images = PromptImages.of(model_path, tokenizer)
         loading = {"opening": opening, "images": images}
         data, eval_items = _load_items(config, tokenizer, context, size, uses, known, loading)
         turns = turn_template(config, tokenizer, opening) if opening is not None else None
