@@ -91,7 +91,7 @@ def test_what_is_refused_before_a_process_starts(
 @pytest.mark.slow
 @pytest.mark.parametrize("exchanged", [False, True])
 def test_a_tiny_model_learns_to_count(train_here: Train, tmp_path: Path, exchanged: bool) -> None:
-    """0.99 was measured after 20 steps; with the picture of another row it stays at chance, 0.2."""
+    """0.75 before, 0.91 after 10 steps, 0.99 after 20 were measured; chance is 0.2."""
     source = f"data.sources.shapes.params.exchanged={exchanged}".lower()
     run = train_here(tmp_path, "experiment=shapes_tiny", "cluster.ranks=1", source)
     lines = read_lines(run.dir / "metrics.jsonl")
