@@ -12,7 +12,8 @@ from image_checkpoints import image_checkpoint
 from PIL import Image
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from hybridrl.models.images import Images, PlacedImages
+from hybridrl.models.image_files import Images
+from hybridrl.models.images import PlacedImages
 from hybridrl.models.vision import VisionTower
 
 TOKENS = {

@@ -15,17 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import ConfigError, DataConfig
-from hybridrl.data.records import SourceRecord, UnusableRowError
-from hybridrl.data.sources import SKIP
+from hybridrl.data.records import SKIP, SourceRecord, UnusableRowError
 from hybridrl.environments.task import ChatMessage
-from hybridrl.models.images import (
-    Grid,
-    ImageProcessor,
-    Images,
-    ImageTokens,
-    digest_of,
-    image_config,
-)
+from hybridrl.models.image_files import Images, digest_of
+from hybridrl.models.images import Grid, ImageProcessor, ImageTokens, image_config
 
 MARK = "<image>"
 """Where an image stands in the text of a row."""

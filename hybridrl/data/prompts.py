@@ -17,6 +17,7 @@ from hybridrl.data.chat import (
     read_tools,
 )
 from hybridrl.data.left_out import RowNotes
+from hybridrl.data.plain_texts import PlainTexts
 from hybridrl.data.records import (
     SourceRecord,
     form_of,
@@ -24,8 +25,8 @@ from hybridrl.data.records import (
     messages_of,
 )
 from hybridrl.environments.task import ChatMessage, EpisodeTask
-from hybridrl.models.control_tokens import ControlTokens, special_tokens
-from hybridrl.models.images import Images, digest_of
+from hybridrl.models.control_tokens import special_tokens
+from hybridrl.models.image_files import Images, digest_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -209,7 +210,10 @@ def make_items(
     if whole and not records[0].question and (reader or uses.generates):
         place = _place(source, config, "prompt_column", records[0])
         raise place.refuse("a column, unless data.chat=false and the recipe trains whole texts")
-    plain = _PlainTexts(records, tokenizer, notes, whole)
+    begin = (
+        end_token_id(tokenizer, False) if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    )
+    plain = PlainTexts(records, tokenizer, notes, (int(begin),) if whole else ())
 
     def filled(key: str, template: str) -> list[list[ChatMessage]]:
         return [_prompt(source, record, config, key, template) for record in records]
@@ -313,47 +317,6 @@ def _episodes(
         )
         for record, prompt in pairs
     ]  # fmt: skip
-
-
-class _PlainTexts:
-    """The tokens of texts without a chat template, in which control tokens may be spelled.
-
-    Texts that are `whole` have no prompt: what begins a text stands in its place.
-    """
-
-    def __init__(
-        self, records: Sequence[SourceRecord], tokenizer: Any, notes: RowNotes, whole: bool
-    ) -> None:
-        self.records, self.tokenizer, self.notes = records, tokenizer, notes
-        begin = end_token_id(tokenizer, False)
-        if tokenizer.bos_token_id is not None:
-            begin = int(tokenizer.bos_token_id)
-        self.empty: Ids = (begin,) if whole else ()
-        self.control = ControlTokens(tokenizer)
-
-    def prompts(self, texts: Sequence[str]) -> list[Ids]:
-        """Prompts, with what the tokenizer puts before a text and without its end."""
-        eos = self.tokenizer.eos_token_id  # some tokenizers close every text, and so the response
-        encoded = self.tokenizer(list(texts), verbose=False)["input_ids"]
-        bare = [tuple(ids[:-1] if ids and ids[-1] == eos else ids) for ids in encoded]
-        return [ids or self.empty for ids in bare]
-
-    def answers(self, texts: Sequence[str]) -> list[Ids]:
-        """Responses, without the end that the user may have written."""
-        eos = self.tokenizer.eos_token or "\n"
-        bare = [text.removesuffix(eos) for text in texts]
-        self.note("responses", bare)
-        encoded = self.tokenizer(bare, add_special_tokens=False, verbose=False)["input_ids"]
-        return [tuple(ids) for ids in encoded]
-
-    def note(self, what: str, texts: Sequence[str]) -> None:
-        """Note control tokens that texts of the rows spell."""
-        for record, text in zip(self.records, texts, strict=True):
-            if token := self.control.spelled(text):
-                self.notes.add(
-                    f"data.chat=false, and {what} have control tokens such as {token!r}, which "
-                    "are tokens there", record.place,
-                )  # fmt: skip
 
 
 class _ChatReader:

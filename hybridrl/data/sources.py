@@ -19,12 +19,11 @@ from hybridrl.config.patterns import compiled, last_match
 from hybridrl.config.reasoning import import_reasoning_gym
 from hybridrl.config.row_fields import field_of, is_missing, text_of
 from hybridrl.data.files import READERS, Row, files_of, read_files
-from hybridrl.data.records import SourceRecord, UnusableRowError, form_of
+from hybridrl.data.records import SKIP, SourceRecord, UnusableRowError, form_of
 
 if TYPE_CHECKING:
     from hybridrl.data.images import PromptImages
 
-SKIP = "; data.skip_unusable_rows=true leaves such rows out"
 _PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
 """Types of a message's parts in OpenAI's, transformers' and verl's messages."""
 _COLUMNS = ("images", "videos", "audios")

@@ -7,7 +7,6 @@ image go on at its larger side, so that they are at their number plus a `delta` 
 and masks count tokens.
 """
 
-import hashlib
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,13 +18,12 @@ import torch
 from transformers import PretrainedConfig
 
 from hybridrl.models.config_json import IMAGE_FAMILIES
+from hybridrl.models.image_files import Images
 from hybridrl.models.image_text import whole_config
 
 Grid = tuple[int, int, int]
 """Patches of an image: frames, of which it has one, rows and columns."""
 Ints = npt.NDArray[np.int64]
-Images = tuple[bytes, ...]
-"""The files of a prompt's images, encoded as PNG, JPEG or what else Pillow reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +114,6 @@ class ImageProcessor:
             side, least, most = own.patch_size, own.size.shortest_edge, own.size.longest_edge
             height, width = smart_resize(height, width, side * own.merge_size, least, most)
         return 1, height // own.patch_size, width // own.patch_size
-
-
-def digest_of(image: bytes) -> bytes:
-    """What tells an image from others."""
-    return hashlib.blake2b(image, digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,15 +13,9 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.models.buffers import fill_buffers
+from hybridrl.models.image_files import Images, digest_of
 from hybridrl.models.image_text import whole_model
-from hybridrl.models.images import (
-    ImageProcessor,
-    Images,
-    ImageTokens,
-    PlacedImages,
-    digest_of,
-    image_config,
-)
+from hybridrl.models.images import ImageProcessor, ImageTokens, PlacedImages, image_config
 from hybridrl.models.weight_files import first_few, open_file, weight_files
 
 _PREFIXES = ("model.visual.", "visual.")

@@ -9,7 +9,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from hybridrl.flow.sample import LOSS_MASK, TRAINED, TURN_REWARDS, TURN_STATE, SampleId
-from hybridrl.models.images import Images
+from hybridrl.models.image_files import Images
 
 ROUTED_EXPERTS = "routed_experts"
 """The field of the experts that a sample's tokens take (uint8 or int16)."""

@@ -25,7 +25,8 @@ from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.kept_groups import Ints
 from hybridrl.engines.rollout.requests import AdmissionLimits, check_requests
-from hybridrl.models.images import Images, PlacedImages
+from hybridrl.models.image_files import Images
+from hybridrl.models.images import PlacedImages
 
 
 class Admission:

@@ -13,7 +13,8 @@ from hybridrl.engines.rollout.interface import Request, SamplingParams
 from hybridrl.engines.rollout.kept_groups import Ints, KeptGroups, group_pages, split
 from hybridrl.engines.rollout.random import UniformsOf
 from hybridrl.engines.rollout.sampling import SamplingBatch
-from hybridrl.models.images import Images, PlacedImages
+from hybridrl.models.image_files import Images
+from hybridrl.models.images import PlacedImages
 from hybridrl.models.paged_attention import KVCache, PagedBatch, PagedGroup
 from hybridrl.models.states import StateBatch, StateCache, StateRows, draft_states, state_batch
 

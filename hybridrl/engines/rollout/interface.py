@@ -18,7 +18,7 @@ from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.layout.layerwise import Fill
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.parameters import Parameter
-from hybridrl.models.images import Images
+from hybridrl.models.image_files import Images
 from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.models.shard import GenParallel
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hybridrl.models.images import Images
+from hybridrl.models.image_files import Images
 
 
 @dataclass(slots=True)

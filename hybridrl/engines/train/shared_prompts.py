@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from hybridrl.config import Attention
 from hybridrl.engines.train.interface import TrainSequence
-from hybridrl.models.images import digest_of
+from hybridrl.models.image_files import digest_of
 from hybridrl.models.packed_attention import (
     Packing,
     make_packing,
