@@ -11,7 +11,7 @@ from hybridrl.models.control_tokens import ControlTokens
 class PlainTexts:
     """The tokens of texts without a chat template, in which control tokens may be spelled.
 
-    Texts that are `whole` have no prompt: what begins a text stands in its place.
+    Where whole texts are trained they have no prompt: what begins a text stands in its place.
     """
 
     def __init__(

@@ -218,28 +218,6 @@ def make_items(
     def filled(key: str, template: str) -> list[list[ChatMessage]]:
         return [_prompt(source, record, config, key, template) for record in records]
 
-    def rendered(prompts: Sequence[list[ChatMessage]]) -> tuple[list[str], list[Ids]]:
-        """Texts and tokens of prompts."""
-        if images:
-            marked = zip(prompts, records, strict=True)
-            prompts = [images.marked(key, *pair) for pair in marked]
-        if reader:
-            texts = [reader.prompt(*pair) for pair in zip(records, prompts, strict=True)]
-        else:
-            texts = [prompt[-1]["content"] for prompt in prompts]
-        if opening and not reader:
-            texts = ["".join(message["content"] for message in prompt) for prompt in prompts]
-        if reader is None:
-            plain.note("prompts", texts)
-        if images:
-            texts = list(map(images.spelled, texts))
-        encoded = reader.template.ids_of(texts) if reader else plain.prompts(texts)
-        all_ids = [tuple(ids) for ids in encoded]
-        if images:
-            expanded = zip(all_ids, records, strict=True)
-            all_ids = [images.expanded(*pair, key) for pair in expanded]
-        return texts, all_ids
-
     def ended(responses: list[str]) -> list[Ids]:
         if not reader:
             return [(*ids, end) for ids in plain.answers(responses)]
@@ -256,10 +234,12 @@ def make_items(
         if reader:
             reader.tools = list(opening.tools)
             reader.template.tools_place = Place("environment.path", str(opening.config.path), "")
-    texts, encoded = rendered(prompts)
+    rest = records, reader, plain, images, key, opening is not None
+    texts, encoded = _rendered(prompts, *rest)
     privileged: list[Ids] = [()] * len(records)
     if config.privileged_template is not None:
-        _, privileged = rendered(filled("data.privileged_template", config.privileged_template))
+        told = filled("data.privileged_template", config.privileged_template)
+        _, privileged = _rendered(told, *rest)
     target_ids: list[Ids] = [()] * len(records)
     if uses.targets:
         template = config.answer_template
@@ -286,6 +266,37 @@ def make_items(
             item = reader.with_turns(item, record, prompts[number], uses)
         items.append(item)
     return items
+
+
+def _rendered(
+    prompts: Sequence[list[ChatMessage]],
+    records: Sequence[SourceRecord],
+    reader: "_ChatReader | None",
+    plain: PlainTexts,
+    images: "PromptImages | None",
+    key: str,
+    joined: bool,
+) -> tuple[list[str], list[Ids]]:
+    """Texts and tokens of prompts; without a chat template all messages of one are `joined`.
+
+    Refusals of images name the `key` of the source.
+    """
+    if images:
+        pairs = zip(prompts, records, strict=True)
+        prompts = [images.marked(key, prompt, record) for prompt, record in pairs]
+    if reader:
+        texts = [reader.prompt(*pair) for pair in zip(records, prompts, strict=True)]
+    else:
+        spoken = [prompt if joined else prompt[-1:] for prompt in prompts]
+        texts = ["".join(message["content"] for message in prompt) for prompt in spoken]
+        plain.note("prompts", texts)
+    if images:
+        texts = list(map(images.spelled, texts))
+    encoded = reader.template.ids_of(texts) if reader else plain.prompts(texts)
+    ids = [tuple(each) for each in encoded]
+    if images:
+        ids = [images.expanded(*pair, key) for pair in zip(ids, records, strict=True)]
+    return texts, ids
 
 
 def _note_several(records: Sequence[SourceRecord], notes: RowNotes) -> None:
