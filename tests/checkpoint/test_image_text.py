@@ -94,3 +94,5 @@ def save_after_loss(source: Path, target: Path) -> str:
     with pytest.raises(OSError) as error:
         hf.save_hf(engine, target)
     return str(error.value)
+
+
