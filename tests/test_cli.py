@@ -108,7 +108,10 @@ def test_what_replay_prints_is_no_markup(capsys: pytest.CaptureFixture[str]) -> 
 
 WRONG = [
     ("recipe=grop", "recipe=grop: wanted one of "),
-    ("experiment=none", "experiment=none: wanted one of grid_tiny, smollm2, spell_tiny"),
+    (
+        "experiment=none",
+        "experiment=none: wanted one of grid_tiny, shapes_tiny, smollm2, spell_tiny",
+    ),
     ("reward=none", "reward=none: wanted one of chat, code, dataset"),
     ("foo=1", "foo=1: wanted a known key: one of actor, cluster, cost"),
     ("trainer.stepz=1", "trainer.stepz=1: wanted a known key: "),

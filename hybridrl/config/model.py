@@ -36,11 +36,18 @@ class Attention(Enum):
     torch = "torch"  # scaled_dot_product_attention, once for each distinct length
 
 
+class Vision(Enum):
+    """What becomes of a model's image tower."""
+
+    frozen = "frozen"  # its weights stay: neither gradients nor the switch know of it
+    train = "train"  # refused: it is not done
+
+
 @dataclass(kw_only=True, slots=True)
 class TinyModelConfig:
     """A small model with a character tokenizer, made where `model.path` is null.
 
-    It is a Qwen3, a Qwen3-MoE, or a Qwen3.5 (`attention_interval`).
+    It is a Qwen3, a Qwen3-MoE, a Qwen3.5 (`attention_interval`) or a Qwen3-VL (`vision_layers`).
     """
 
     hidden_size: int = bounded(192, least=1)
@@ -58,6 +65,8 @@ class TinyModelConfig:
     attention_interval: int = bounded(1, least=1)
     """Every layer of such a number attends, and the others are Gated DeltaNet (a Qwen3.5) with
     twice the key and value heads; 1: all attend."""
+    vision_layers: int = bounded(0, least=0)
+    """Layers of an image tower (a Qwen3-VL) for small pictures; 0: it reads text alone."""
     num_heads: int = bounded(6, least=1)
     """Number of query heads."""
     num_kv_heads: int = bounded(2, least=1)
@@ -74,6 +83,8 @@ class TinyModelConfig:
         """transformers' name of its family."""
         if self.attention_interval > 1:
             return "qwen3_5_text"
+        if self.vision_layers:
+            return "qwen3_vl_text"
         return "qwen3_moe" if self.num_experts else "qwen3"
 
 
@@ -90,6 +101,8 @@ class ModelConfig:
     bfloat16 on GPUs, float32 on CPUs."""
     attention: Attention = Attention.auto
     """Attention of the packed training pass."""
+    vision: Vision = Vision.frozen
+    """What becomes of the image tower, of a model that has one: it is `frozen`."""
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
     """Shape of the model that is made when there is no path."""
 
@@ -97,6 +110,8 @@ class ModelConfig:
         """Raise ConfigError for an empty path, heads that do not divide, too few experts."""
         if self.path == "":
             raise ConfigError("model.path", "", "a Hugging Face directory or hub name")
+        if self.vision is not Vision.frozen:
+            raise ConfigError("model.vision", self.vision.value, "frozen: no tower is trained here")
         if self.tiny.num_heads % self.tiny.num_kv_heads:
             raise ConfigError(
                 "model.tiny.num_kv_heads",
@@ -110,3 +125,8 @@ class ModelConfig:
         if experts and self.tiny.attention_interval > 1:
             allowed = f"0 with model.tiny.attention_interval={self.tiny.attention_interval}"
             raise ConfigError("model.tiny.num_experts", experts, allowed)
+        for key, default in (("num_experts", 0), ("attention_interval", 1)):
+            value, layers = getattr(self.tiny, key), self.tiny.vision_layers
+            if layers and value != default:
+                allowed = f"{default} with model.tiny.vision_layers={layers}"
+                raise ConfigError(f"model.tiny.{key}", value, allowed)

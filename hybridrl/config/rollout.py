@@ -96,6 +96,8 @@ class EngineFeatures:
     """Whether it must know a call's steps: it makes tokens ahead of them (`BoundsCalls`)."""
     dequantizes: bool = False
     """Whether it has the weights of a quantized checkpoint in its own format (`rollout.dtype`)."""
+    reads_images: bool = False
+    """Whether prompts may have images."""
     ascending: bool = False
     """Whether an instance's ranks must be in ascending order."""
 
@@ -115,6 +117,7 @@ ENGINES = {
         records_experts=True,
         speculates=True,
         dequantizes=True,
+        reads_images=True,
         bounds_calls=True,
         wide="hybridrl.engines.rollout.wide:WideEngine",
     ),

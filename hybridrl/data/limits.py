@@ -1,8 +1,13 @@
 """What a row must keep to be trained on: lengths, tokens, text."""
 
+from typing import TYPE_CHECKING
+
 from hybridrl.config import ConfigError, DataConfig
 from hybridrl.data.prompts import Item
 from hybridrl.data.records import UnusableRowError
+
+if TYPE_CHECKING:
+    from hybridrl.data.images import PromptImages
 
 
 class RowLimits:
@@ -20,9 +25,10 @@ class RowLimits:
         max_context: int,
         max_new_tokens: int,
         vocab_size: int | None,
+        images: "PromptImages | None" = None,
     ) -> None:
         self.config, self.max_context, self.vocab_size = config, max_context, vocab_size
-        self.model_path, self.new_tokens = model_path, max_new_tokens
+        self.model_path, self.new_tokens, self.images = model_path, max_new_tokens, images
         if max_new_tokens >= max_context:
             allowed = f"less than the context, {max_context} tokens"
             raise ConfigError("rollout.max_new_tokens", max_new_tokens, allowed)
@@ -57,6 +63,8 @@ class RowLimits:
         """Raise UnusableRowError for a prompt or response that is too long."""
         reason = "a prompt that is too long"
         skip = f"(or data.skip_unusable_rows=true): {where} has {item.prompt[:80]!r}"
+        if item.images and self.images is not None:
+            skip += f", {self.images.told(item.images)}"
         tokens = max(len(item.prompt_ids), len(item.privileged_ids))
         if tokens > (limit := self.config.max_prompt_tokens):
             allowed = f"{tokens} or more {skip}"

@@ -25,6 +25,8 @@ from hybridrl.data.sources import GENERATED, records
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hybridrl.data.images import PromptImages
+
 log = logging.getLogger(__name__)
 
 
@@ -56,13 +58,15 @@ def load_data(
     reserved: Collection[str] = (),
     opening: Opening | None = None,
     known: Mapping[str, KnownRows] = MappingProxyType({}),
+    images: "PromptImages | None" = None,
 ) -> Data:
     """Items of all sources, split into training and held-out items.
 
     `max_context` is the longest sequence of the model and `max_new_tokens` the longest response,
     both in tokens; `vocab_size` is the number of rows of its embedding. `uses` says what the recipe
     does with a row: where prompts generate, each prompt is there once. Items whose identity is
-    `reserved`, for separate evaluation sets, are left out. `opening` is that of the environment.
+    `reserved`, for separate evaluation sets, are left out. `opening` is that of the environment,
+    `images` reads those of rows.
     Of the rows `known` by source those held out stay so, in their order; new ones are trained on.
     Sources contribute held-out items in proportion to their weights, and generated sources the
     `data.size` training items likewise (fewer if a source lacks different prompts, which is
@@ -71,8 +75,12 @@ def load_data(
     if not config.sources:
         raise ConfigError("data.sources", {}, "at least one source")
     weights = _weights(config)
-    limits = RowLimits(config, tokenizer.name_or_path, max_context, max_new_tokens, vocab_size)
-    collector = _Collector(config, tokenizer, limits, uses, opening, frozenset(reserved), known)
+    limits = RowLimits(
+        config, tokenizer.name_or_path, max_context, max_new_tokens, vocab_size, images
+    )
+    collector = _Collector(
+        config, tokenizer, limits, uses, opening, frozenset(reserved), known, images
+    )
     # sizes of the held-out and the training part of each source
     generated = {
         name: weights[name] for name, source in config.sources.items() if source.kind in GENERATED
@@ -104,6 +112,7 @@ def load_eval_set(
     vocab_size: int | None = None,
     opening: Opening | None = None,
     known: KnownRows | None = None,
+    images: "PromptImages | None" = None,
 ) -> list[Item]:
     """Items of an evaluation set that has its own source, each once as in `load_data`.
 
@@ -118,8 +127,10 @@ def load_eval_set(
         privileged_template=None,
     )  # fmt: skip
     uses = RowUses(targets=False)
-    limits = RowLimits(of_set, tokenizer.name_or_path, max_context, max_new_tokens, vocab_size)
-    collector = _Collector(of_set, tokenizer, limits, uses, opening)
+    limits = RowLimits(
+        of_set, tokenizer.name_or_path, max_context, max_new_tokens, vocab_size, images
+    )
+    collector = _Collector(of_set, tokenizer, limits, uses, opening, images=images)
     size = settings.num_prompts or (config.eval_size if source.kind in GENERATED else None)
     try:
         grows = known is not None and source.kind not in GENERATED
@@ -187,8 +198,9 @@ class _Collector:
         opening: Opening | None,
         reserved: frozenset[str] = frozenset(),
         known: Mapping[str, KnownRows] = MappingProxyType({}),
+        images: "PromptImages | None" = None,
     ) -> None:
-        self.known = known
+        self.known, self.images = known, images
         self.config, self.tokenizer, self.opening = config, tokenizer, opening
         self.limits, self.uses, self.reserved = limits, uses, reserved
         self.keep = compiled("data.keep", config.keep or ".*", re.DOTALL)
@@ -246,11 +258,11 @@ class _Collector:
         if self.uses.generates:
             return items
         if name not in self.known:
-            counts = Counter(item.prompt for item in items)
-            items = sorted(items, key=lambda item: counts[item.prompt])
+            counts = Counter(item.asked for item in items)
+            items = sorted(items, key=lambda item: counts[item.asked])
         held_out, rest = items[:num_eval], items[num_eval:]
-        prompts = {item.prompt for item in held_out}
-        train = [item for item in rest if not item.prompt or item.prompt not in prompts]
+        prompts = {item.asked for item in held_out}
+        train = [item for item in rest if not item.prompt or item.asked not in prompts]
         if len(train) < len(rest):
             log.warning(
                 "data.sources.%s: %d rows have the prompt of one that is held out, and are left "
@@ -267,7 +279,7 @@ class _Collector:
 
     def _load(self, name: str, key: str, wanted: int | None) -> list[Item]:
         source = self.config.sources[name]
-        stream = records(key, source, self.config.seed, wanted or 0)
+        stream = records(key, source, self.config.seed, wanted or 0, self.images)
         if wanted is not None and source.kind in GENERATED:
             return self._draw(name, stream, wanted)
         items = self._accept(self._items(name, stream))[:wanted]
@@ -286,8 +298,9 @@ class _Collector:
             else:
                 usable.append(record)
         return make_items(
-            name, usable, self.config, self.tokenizer, self.uses, self.opening, self.notes
-        )
+            name, usable, self.config, self.tokenizer, self.uses, self.opening, self.notes,
+            self.images,
+        )  # fmt: skip
 
     def _leave_out(self, error: UnusableRowError) -> None:
         """Count a row that cannot be used; raises its error where none may be left out."""

@@ -17,6 +17,7 @@ from hybridrl.data.chat import (
     read_tools,
 )
 from hybridrl.data.left_out import RowNotes
+from hybridrl.data.plain_texts import PlainTexts
 from hybridrl.data.records import (
     SourceRecord,
     form_of,
@@ -24,10 +25,13 @@ from hybridrl.data.records import (
     messages_of,
 )
 from hybridrl.environments.task import ChatMessage, EpisodeTask
-from hybridrl.models.control_tokens import ControlTokens, special_tokens
+from hybridrl.models.control_tokens import special_tokens
+from hybridrl.models.image_files import Images, digest_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from hybridrl.data.images import PromptImages
 
 
 Ids = tuple[int, ...]
@@ -73,6 +77,8 @@ class Item:
     """The messages that the prompt was rendered from; none where `data.chat` is false."""
     place: str = field(default="", compare=False, repr=False)
     """Where its row stands, for messages: `row 3 of part-2.jsonl`."""
+    images: Images = field(default=(), repr=False)
+    """The files of its prompt's images, whose pads are among its tokens."""
 
     @property
     def tokens(self) -> int:
@@ -88,7 +94,12 @@ class Item:
     @property
     def identity(self) -> str:
         """What tells it from other items: its prompt, or its row where games share theirs."""
-        return self.prompt if self.task is None else self.task.digest
+        return self.asked if self.task is None else self.task.digest
+
+    @property
+    def asked(self) -> str:
+        """What tells its prompt from others: the text, and digests of its images."""
+        return "\0".join([self.prompt, *(digest_of(image).hex() for image in self.images)])
 
     def response(self, column: str | None) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """Tokens of a column, None for the target, and which of them are to be trained."""
@@ -163,6 +174,7 @@ def make_items(
     uses: RowUses = RowUses(),
     opening: Opening | None = None,
     notes: RowNotes | None = None,
+    images: "PromptImages | None" = None,
 ) -> list[Item]:
     """Items of `records`, in order: templates filled, one tokenizer call for all prompts.
 
@@ -170,17 +182,21 @@ def make_items(
 
     The columns of `uses` hold a response each: a text, or a list of messages. Where targets are not
     used, the answer template is not filled. With an `opening` a row's prompt is what its
-    environment says first. Raises ConfigError if a row lacks a column or a field of a template, if
-    its messages cannot be read, or without a chat template.
+    environment says first. `images` puts those of records into prompts. Raises ConfigError if a row
+    lacks a column or a field of a template, if its messages cannot be read, or without a chat
+    template.
     """
     if not records:
         return []
     notes = notes if notes is not None else RowNotes()
+    conversations = config.sources[source].messages_column is not None
+    if images:
+        images.check(f"data.sources.{source}", records, config, bool(opening) or conversations)
     reader = None
     if config.chat:
         reader = _ChatReader(source, config, tokenizer, notes)
         records = [_with_lists(source, record, config) for record in records]
-    if config.sources[source].messages_column is not None:
+    if conversations:
         if reader is None:
             raise ConfigError("data.chat", False, f"true, since {source} has conversations")
         if opening:
@@ -189,25 +205,18 @@ def make_items(
         return [reader.conversation(record) for record in records]
     if not config.chat:
         _check_without_chat(source, config, records[0], opening)
-    end = end_token_id(tokenizer, config.chat)
+    end, key = end_token_id(tokenizer, config.chat), f"data.sources.{source}"
     whole = config.sources[source].prompt_column is None
     if whole and not records[0].question and (reader or uses.generates):
         place = _place(source, config, "prompt_column", records[0])
         raise place.refuse("a column, unless data.chat=false and the recipe trains whole texts")
-    plain = _PlainTexts(records, tokenizer, notes, whole)
+    begin = (
+        end_token_id(tokenizer, False) if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    )
+    plain = PlainTexts(records, tokenizer, notes, (int(begin),) if whole else ())
 
     def filled(key: str, template: str) -> list[list[ChatMessage]]:
         return [_prompt(source, record, config, key, template) for record in records]
-
-    def rendered(prompts: Sequence[list[ChatMessage]]) -> tuple[list[str], list[Ids]]:
-        """Texts and tokens of prompts."""
-        if reader:
-            texts = [reader.prompt(*pair) for pair in zip(records, prompts, strict=True)]
-            return texts, [tuple(ids) for ids in reader.template.ids_of(texts)]
-        texts = [prompt[-1]["content"] for prompt in prompts]
-        if opening:
-            texts = ["".join(message["content"] for message in prompt) for prompt in prompts]
-        return texts, plain.prompts(texts)
 
     def ended(responses: list[str]) -> list[Ids]:
         if not reader:
@@ -225,10 +234,12 @@ def make_items(
         if reader:
             reader.tools = list(opening.tools)
             reader.template.tools_place = Place("environment.path", str(opening.config.path), "")
-    texts, encoded = rendered(prompts)
+    rest = records, reader, plain, images, key, opening is not None
+    texts, encoded = _rendered(prompts, *rest)
     privileged: list[Ids] = [()] * len(records)
     if config.privileged_template is not None:
-        _, privileged = rendered(filled("data.privileged_template", config.privileged_template))
+        told = filled("data.privileged_template", config.privileged_template)
+        _, privileged = _rendered(told, *rest)
     target_ids: list[Ids] = [()] * len(records)
     if uses.targets:
         template = config.answer_template
@@ -249,12 +260,43 @@ def make_items(
             ids, record.first_answer, target_ids[number], source, record.item, of_columns,
             privileged[number], task=tasks[number], answers=record.right_answers,
             expected=record.untold, place=record.place, question=record.question,
-            messages=tuple(prompts[number]) if reader else (),
+            messages=tuple(prompts[number]) if reader else (), images=record.images,
         )  # fmt: skip
         if reader:
             item = reader.with_turns(item, record, prompts[number], uses)
         items.append(item)
     return items
+
+
+def _rendered(
+    prompts: Sequence[list[ChatMessage]],
+    records: Sequence[SourceRecord],
+    reader: "_ChatReader | None",
+    plain: PlainTexts,
+    images: "PromptImages | None",
+    key: str,
+    joined: bool,
+) -> tuple[list[str], list[Ids]]:
+    """Texts and tokens of prompts; without a chat template all messages of one are `joined`.
+
+    Refusals of images name the `key` of the source.
+    """
+    if images:
+        pairs = zip(prompts, records, strict=True)
+        prompts = [images.marked(key, prompt, record) for prompt, record in pairs]
+    if reader:
+        texts = [reader.prompt(*pair) for pair in zip(records, prompts, strict=True)]
+    else:
+        spoken = [prompt if joined else prompt[-1:] for prompt in prompts]
+        texts = ["".join(message["content"] for message in prompt) for prompt in spoken]
+        plain.note("prompts", texts)
+    if images:
+        texts = list(map(images.spelled, texts))
+    encoded = reader.template.ids_of(texts) if reader else plain.prompts(texts)
+    ids = [tuple(each) for each in encoded]
+    if images:
+        ids = [images.expanded(*pair, key) for pair in zip(ids, records, strict=True)]
+    return texts, ids
 
 
 def _note_several(records: Sequence[SourceRecord], notes: RowNotes) -> None:
@@ -286,47 +328,6 @@ def _episodes(
         )
         for record, prompt in pairs
     ]  # fmt: skip
-
-
-class _PlainTexts:
-    """The tokens of texts without a chat template, in which control tokens may be spelled.
-
-    Texts that are `whole` have no prompt: what begins a text stands in its place.
-    """
-
-    def __init__(
-        self, records: Sequence[SourceRecord], tokenizer: Any, notes: RowNotes, whole: bool
-    ) -> None:
-        self.records, self.tokenizer, self.notes = records, tokenizer, notes
-        begin = end_token_id(tokenizer, False)
-        if tokenizer.bos_token_id is not None:
-            begin = int(tokenizer.bos_token_id)
-        self.empty: Ids = (begin,) if whole else ()
-        self.control = ControlTokens(tokenizer)
-
-    def prompts(self, texts: Sequence[str]) -> list[Ids]:
-        """Prompts, with what the tokenizer puts before a text and without its end."""
-        self._note("prompts", texts)
-        eos = self.tokenizer.eos_token_id  # some tokenizers close every text, and so the response
-        encoded = self.tokenizer(list(texts), verbose=False)["input_ids"]
-        bare = [tuple(ids[:-1] if ids and ids[-1] == eos else ids) for ids in encoded]
-        return [ids or self.empty for ids in bare]
-
-    def answers(self, texts: Sequence[str]) -> list[Ids]:
-        """Responses, without the end that the user may have written."""
-        eos = self.tokenizer.eos_token or "\n"
-        bare = [text.removesuffix(eos) for text in texts]
-        self._note("responses", bare)
-        encoded = self.tokenizer(bare, add_special_tokens=False, verbose=False)["input_ids"]
-        return [tuple(ids) for ids in encoded]
-
-    def _note(self, what: str, texts: Sequence[str]) -> None:
-        for record, text in zip(self.records, texts, strict=True):
-            if token := self.control.spelled(text):
-                self.notes.add(
-                    f"data.chat=false, and {what} have control tokens such as {token!r}, which "
-                    "are tokens there", record.place,
-                )  # fmt: skip
 
 
 class _ChatReader:

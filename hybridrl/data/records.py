@@ -11,6 +11,8 @@ from hybridrl.config import ConfigError
 from hybridrl.config.row_fields import WrittenNumber, is_missing, kind_of, text_of
 from hybridrl.data.chat import as_message, content_text
 
+SKIP = "; data.skip_unusable_rows=true leaves such rows out"
+
 
 class UnusableRowError(ConfigError):
     """A row that cannot be used; `data.skip_unusable_rows` leaves it out."""
@@ -33,6 +35,8 @@ class SourceRecord:
     """The answer's column as the source has it; None without one."""
     place: str
     """Where it stands, for messages: `row 3 of part-2.jsonl`."""
+    images: tuple[bytes, ...] = ()
+    """The files of its images, in the order of its prompt (`hybridrl.data.images`)."""
 
     @property
     def untold(self) -> Any:

@@ -11,33 +11,37 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from hybridrl.config import ConfigError, SourceConfig, SourceKind
 from hybridrl.config.dotted import load_function
 from hybridrl.config.patterns import compiled, last_match
 from hybridrl.config.reasoning import import_reasoning_gym
 from hybridrl.config.row_fields import field_of, is_missing, text_of
-from hybridrl.data.files import READERS, Row, read_files
-from hybridrl.data.records import SourceRecord, UnusableRowError, form_of
+from hybridrl.data.files import READERS, Row, files_of, read_files
+from hybridrl.data.records import SKIP, SourceRecord, UnusableRowError, form_of
 
-SKIP = "; data.skip_unusable_rows=true leaves such rows out"
+if TYPE_CHECKING:
+    from hybridrl.data.images import PromptImages
+
 _PARTS = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
 """Types of a message's parts in OpenAI's, transformers' and verl's messages."""
 _COLUMNS = ("images", "videos", "audios")
 """Columns that verl and TRL read, with files, bytes or addresses."""
+_NO_TOWER = "which the model does not read: its family has no image tower that is computed"
 _SCALARS = (str, int, float, bool, type(None))
 """Types of most values of a row, none of which has an image."""
 
 
 def records(
-    key: str, source: SourceConfig, seed: int, chunk: int
+    key: str, source: SourceConfig, seed: int, chunk: int, images: "PromptImages | None" = None
 ) -> Iterator[SourceRecord | UnusableRowError]:
     """Every record of `source`; `key` is its config key, for error messages.
 
     A row without a value where one is named gives its error instead. So does one with half a
     surrogate pair, which no tokenizer takes. `chunk` is the number of rows of a generated source
-    per call. Raises ConfigError for a missing name, parameter or file.
+    per call. `images` reads those of rows, for a model that does. Raises ConfigError for a missing
+    name, parameter or file.
     """
     pattern = None
     if source.answer_pattern is not None:
@@ -51,24 +55,32 @@ def records(
         read = _huggingface(key, source)
     else:
         read = read_files(key, source)
-    place = ""
+    place, folders = "", _folders(key, source)
     for place, row in read:
         columns = _Columns(key, source, row, place)
         try:
             record = columns.generated() if generated else columns.record(pattern)
             _check_text(key, source, record)
+            if images is not None:
+                record = images.read(key, folders, record)
         except UnusableRowError as error:
             yield error
             continue
-        if (column := column_with_images(record.row)) is not None:
-            allowed = (
-                f"rows of text: {record.place} has images or other media in {column!r}, which the "
-                "models here do not read"
+        others = {k: x for k, x in record.row.items() if not (record.images and k == "images")}
+        if (column := column_with_images(others)) is not None:
+            allowed = f"rows of text: {record.place} has images or other media in {column!r}, " + (
+                "which are read in 'images' and in parts of messages" if images else _NO_TOWER
             )
             raise ConfigError(f"{key}.name", source.name, allowed)
         yield record
     if not place:
         raise ConfigError(f"{key}.name", source.name, "at least one row (there is none)")
+
+
+def _folders(key: str, source: SourceConfig) -> list[Path]:
+    """Where the images of a source are that it has as relative paths."""
+    own = [] if source.kind not in READERS else [file.parent for file in files_of(key, source)]
+    return list(dict.fromkeys([Path(), *own]))
 
 
 def _check_text(key: str, source: SourceConfig, record: SourceRecord) -> None:

@@ -2,9 +2,10 @@
 
 `work` has responses of widely different lengths, for measurements of schedules. `spell_preferences`
 has pairs of responses, `long_word_cost` judges them; `spell_hints` has prompts with and without the
-answer.
+answer, `shapes` pictures to count in.
 """
 
+import io
 import itertools
 import random
 import string
@@ -70,6 +71,53 @@ def spell_hints(
         hint = draw.random() < hinted
         asked = told if hint else plain
         yield {**row, "asked": asked, "told": told, "hint": "yes" if hint else "no"}
+
+
+def shapes(
+    seed: int,
+    most: int = 4,
+    size: int = 24,
+    colors: tuple[str, ...] = ("red",),
+    exchanged: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """Pictures of `size` x `size` pixels with 1 to `most` shapes, of which those of a color count.
+
+    Shapes are squares, disks and triangles of 6 pixels in red, green or blue, each in a cell of 8 x
+    8, on a dark ground. `<image>how many red?` has the answer `2`, and every number from 0 to
+    `most` is as likely as any other. With `exchanged` a row has the picture of the row before, so
+    that no answer can be seen: whoever learns from pictures stays at chance.
+    """
+    from PIL import Image, ImageDraw
+
+    draw, cell = random.Random(seed), 8
+    cells, before = list(itertools.product(range(0, size, cell), repeat=2)), None
+    while True:
+        wanted, number = draw.choice(colors), draw.randint(0, most)
+        others = draw.randint(number == 0, most - number)
+        kinds = [wanted] * number
+        kinds += draw.choices([color for color in _COLORS if color != wanted], k=others)
+        ground = tuple(draw.randrange(40) for _ in range(3))
+        picture = Image.new("RGB", (size, size), ground)
+        pen = ImageDraw.Draw(picture)
+        for (x, y), color in zip(draw.sample(cells, len(kinds)), kinds, strict=True):
+            x, y, shade = x + draw.randrange(3), y + draw.randrange(3), draw.uniform(0.7, 1)
+            fill = tuple(round(part * shade) for part in _COLORS[color])
+            box = (x, y, x + 5, y + 5)
+            match draw.randrange(3):
+                case 0:
+                    pen.rectangle(box, fill)
+                case 1:
+                    pen.ellipse(box, fill)
+                case _:
+                    pen.polygon([(x, y + 5), (x + 5, y + 5), (x + 2, y)], fill)
+        file = io.BytesIO()
+        picture.save(file, "PNG")
+        image, before = (before if exchanged and before else file.getvalue()), file.getvalue()
+        question = f"<image>how many {wanted}?"
+        yield {"question": question, "answer": str(number), "images": [image]}
+
+
+_COLORS = {"red": (255, 40, 40), "green": (40, 255, 40), "blue": (60, 60, 255)}
 
 
 def _mistaken(word: str, draw: random.Random) -> str:

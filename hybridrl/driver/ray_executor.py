@@ -141,7 +141,7 @@ class RayExecutor:
 
     def key_of(self, item: Item) -> PromptKey:
         """The prompt as a length ranker may know it."""
-        return PromptKey((item.source, item.prompt), item.source, item.prompt_ids)
+        return PromptKey((item.source, item.asked), item.source, item.prompt_ids)
 
     @property
     def instances(self) -> Sequence[int]:

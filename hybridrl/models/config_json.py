@@ -22,10 +22,12 @@ IMAGE_TEXT = {
     "gemma3": "gemma3_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
-    "qwen3_vl": "qwen3",
-    "qwen3_vl_moe": "qwen3_moe",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
 }
 """Model types for images and text, and those of causal language models that are their text part."""
+IMAGE_FAMILIES = frozenset({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
+"""The model types whose images are computed (`hybridrl.models.vision`)."""
 
 _UNSUPPORTED_KEYS = {
     "attention_chunk_size": "chunked attention",

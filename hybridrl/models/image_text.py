@@ -2,7 +2,8 @@
 
 Where no sample has an image the tower takes no part, and the positions of a token are all its
 number. Then the language model of such a checkpoint computes what a causal language model does
-(`config_json.IMAGE_TEXT`), with the same weights under other names.
+(`config_json.IMAGE_TEXT`), with the same weights under other names. Images are for some families
+alone (`config_json.IMAGE_FAMILIES`, `hybridrl.models.vision`).
 """
 
 import copy
@@ -14,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from hybridrl.models.config_json import IMAGE_TEXT, is_read
+from hybridrl.models.config_json import IMAGE_FAMILIES, IMAGE_TEXT, is_read
 
 _OF_TEXT, _OF_WHOLE = "model.", "model.language_model."
 _FROM_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -28,7 +29,8 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
     """The config of the causal language model in an image model's; a copy of it, if it is one.
 
     Whether embeddings are tied is the whole model's matter, and so are special tokens that the text
-    part does not name.
+    part does not name. `image_pads` are tokens that stand for images and videos, which no model
+    writes.
     """
     model_type = IMAGE_TEXT.get(config.model_type)
     if model_type is None or getattr(config, "vision_config", None) is None:
@@ -46,6 +48,9 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
             settings.pop(name, None)
         text = AutoConfig.for_model(model_type, **settings)
     text.tie_word_embeddings = config.tie_word_embeddings
+    if config.model_type in IMAGE_FAMILIES:
+        text.name_or_path = config.name_or_path  # where the tower is
+        text.image_pads = [config.image_token_id, config.video_token_id]
     for name in _FROM_WHOLE:
         if getattr(text, name, None) is None:
             setattr(text, name, getattr(config, name, None))

@@ -15,6 +15,8 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+import hybridrl.models.qwen3_vl  # noqa: F401  (a model that transformers lacks)
+
 _LAYER_NUMBERS = ("mlp_only_layers",)
 """Lists of some layers' numbers, which may by chance be as long as a model is deep."""
 

@@ -1,9 +1,10 @@
-"""A small Qwen3, Qwen3-MoE or Qwen3.5 with random weights and a character tokenizer, made here.
+"""A small Qwen3, Qwen3-MoE, Qwen3.5 or Qwen3-VL with random weights and a character tokenizer.
 
 It is an ordinary Hugging Face directory, so that callers treat it as a downloaded model.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders
@@ -11,6 +12,7 @@ from tokenizers.models import BPE
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PretrainedConfig,
     PreTrainedTokenizerFast,
 )
@@ -18,6 +20,8 @@ from transformers import (
 from hybridrl.config import ConfigError, TinyModelConfig
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+IMAGE_TOKENS = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
+_TOWER_WIDTH, _PATCH = 64, 4
 
 
 def make_tiny_model(path: str | Path, config: TinyModelConfig, seed: int) -> None:
@@ -27,9 +31,16 @@ def make_tiny_model(path: str | Path, config: TinyModelConfig, seed: int) -> Non
     unchanged. Raises ConfigError if the alphabet cannot be a vocabulary.
     """
     tokenizer = make_char_tokenizer(config.alphabet, config.max_positions)
+    if config.vision_layers:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(IMAGE_TOKENS)})
+    shape = _shape(config, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(_shape(config, tokenizer))
+        if config.vision_layers:
+            model = AutoModelForImageTextToText.from_config(_with_tower(config, shape, tokenizer))
+            _image_processor().save_pretrained(path)
+        else:
+            model = AutoModelForCausalLM.from_config(shape)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
@@ -51,6 +62,17 @@ def _shape(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> Pretr
                 "partial_rotary_factor": 1.0,
             },
             "partial_rotary_factor": 1.0,
+        }
+    if config.vision_layers:
+        # Half of the frequencies turn by frames, the others by rows and columns.
+        half = config.head_dim // 2
+        others = {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": [half - 2 * (half // 3), half // 3, half // 3],
+                "mrope_interleaved": True,
+            },
         }
     if config.num_experts:
         others = {
@@ -75,6 +97,45 @@ def _shape(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> Pretr
         pad_token_id=tokenizer.pad_token_id,
         dtype=torch.float32,
         **others,
+    )
+
+
+def _with_tower(
+    config: TinyModelConfig, text: PretrainedConfig, tokenizer: PreTrainedTokenizerFast
+) -> PretrainedConfig:
+    """A Qwen3-VL of this text part, with DeepStack features of the tower's first layer."""
+    image, video, start, end = map(tokenizer.convert_tokens_to_ids, IMAGE_TOKENS)
+    return AutoConfig.for_model(
+        "qwen3_vl",
+        text_config=text.to_dict(),
+        vision_config={
+            "depth": config.vision_layers,
+            "hidden_size": _TOWER_WIDTH,
+            "intermediate_size": 2 * _TOWER_WIDTH,
+            "num_heads": 4,
+            "patch_size": _PATCH,
+            "out_hidden_size": config.hidden_size,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+            "initializer_range": 0.05,
+        },
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=True,
+        dtype=torch.float32,
+    )
+
+
+def _image_processor() -> Any:
+    """The processor of small pictures, which are not made larger."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    half = [0.5] * 3
+    size = {"shortest_edge": (2 * _PATCH) ** 2, "longest_edge": 128**2}
+    return Qwen2VLImageProcessorPil(
+        patch_size=_PATCH, merge_size=2, size=size, image_mean=half, image_std=half
     )
 
 

@@ -192,8 +192,8 @@ def language_model_line(config: Config, path: str) -> str:
         allowed = f"native: of model.path={path} the text part trains, and {engine} has the whole"
         raise ConfigError("rollout.engine", engine, allowed)
     return (
-        f"model.path: the text part of {whole.model_type} trains, without images; its tower stays"
-        " as it is, and is written with it"
+        f"model.path: the text part of {whole.model_type} trains; its image tower stays as it"
+        " is, and is written with it"
     )
 
 

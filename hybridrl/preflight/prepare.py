@@ -34,7 +34,6 @@ from hybridrl.data import Data, Item, KnownRows, load_data, load_eval_set
 from hybridrl.data.prompts import RowUses
 from hybridrl.data.turns import TurnTemplate
 from hybridrl.engines.rollout.available import engine_checks
-from hybridrl.environments import Openings
 from hybridrl.flow import Graph, Recipe
 from hybridrl.flow.graph import (
     ComputeStage,
@@ -48,6 +47,7 @@ from hybridrl.preflight.activation_choice import decide_activations
 from hybridrl.preflight.environment import check_environment, openings, turn_template
 from hybridrl.preflight.first_samples import FirstSamples
 from hybridrl.preflight.fused_updates import decide_fused_updates
+from hybridrl.preflight.images import check_images
 from hybridrl.preflight.judges import IsRecorded, check_rows, try_judges, warn_of_long_answers
 from hybridrl.preflight.memory_plan import check_memory, local_obstacle, unknown_room
 from hybridrl.preflight.models import (
@@ -155,6 +155,7 @@ def prepare(
     language_model = language_model_line(config, model_path)
     data, eval_items, turns, tokenizer = _load(config, model_path, graph, known)
     items = [*data.train, *data.eval, *chain(*eval_items.values())]
+    check_images(config, graph, items)
     check_rows(config, graph, items)
     trials = {}
     if config.cluster.holds_models:
@@ -380,6 +381,7 @@ def _load(
     """
     from hybridrl.checkpoint.hf import check_side_files
     from hybridrl.data.chat import template_text
+    from hybridrl.data.images import PromptImages
     from hybridrl.models.context import context_tokens
     from hybridrl.models.load import check_supported, load_config, load_tokenizer
     from hybridrl.models.stored_weights import check_stored
@@ -413,7 +415,9 @@ def _load(
             generates=graph.generates,
         )
         size = model.vocab_size
-        data, eval_items = _load_items(config, tokenizer, context, size, uses, opening, known)
+        images = PromptImages.of(model_path, tokenizer)
+        loading = {"opening": opening, "images": images}
+        data, eval_items = _load_items(config, tokenizer, context, size, uses, known, loading)
         turns = turn_template(config, tokenizer, opening) if opening is not None else None
     _check_kv_cache(config, [data.train, *eval_items.values()])
     return data, eval_items, turns, tokenizer
@@ -475,10 +479,13 @@ def _load_items(
     max_context: int,
     vocab_size: int,
     uses: RowUses,
-    opening: Openings | None,
     known: Mapping[str, KnownRows],
+    loading: Mapping[str, Any],
 ) -> tuple[Data, dict[str, list[Item]]]:
-    """Training's items, without any that an evaluation set has; the sets' items by name."""
+    """Training's items, without any that an evaluation set has; the sets' items by name.
+
+    `loading` are settings of `load_data` and `load_eval_set` alike.
+    """
     new = config.rollout.max_new_tokens
     sets = {
         name: load_eval_set(
@@ -489,8 +496,8 @@ def _load_items(
             max_context=max_context,
             max_new_tokens=settings.max_new_tokens or new,
             vocab_size=vocab_size,
-            opening=opening,
             known=known.get(f"eval.sets.{name}"),
+            **loading,
         )
         for name, settings in config.eval.sets.items()
         if settings.source
@@ -503,8 +510,8 @@ def _load_items(
         uses=uses,
         vocab_size=vocab_size,
         reserved={item.identity for items in sets.values() for item in items},
-        opening=opening,
         known=known,
+        **loading,
     )
     held_out = {
         name: data.eval[: settings.num_prompts or None]

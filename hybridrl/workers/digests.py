@@ -74,4 +74,4 @@ def load_tensors(
                 if text in by_text:
                     tensors[by_text[text]][name] = stored.get_tensor(key)
     for id, (response_tokens, item) in share.items():
-        store.add(id, StoredSample(response_tokens, item, tensors[id]))
+        store.add(id, StoredSample(response_tokens, item, tensors[id], item.images))

@@ -397,6 +397,7 @@ class Generator:
             stream=stream_key(self.config.run.seed, *id),
             prefix=(id.prompt, id.branch) if shares else None,
             task=item.source,
+            images=item.images,
         )
 
     def _finish(self, output: Output, reply: EpisodeReply | None) -> Finished | None:
@@ -429,7 +430,7 @@ class Generator:
             tensors |= conversation_tensors(output.turns, *texts, reply.turn_rewards)
             more += CONVERSATION_TENSORS
             scalars = {"num_turns": len(output.turns), **reply.scalars}
-        self.store.add(id, StoredSample(num_tokens, item, tensors))
+        self.store.add(id, StoredSample(num_tokens, item, tensors, item.images))
         spans = grown(spans, num_tokens, version)
         if self._keeps_kv:
             spans = recomputed(spans, output.recomputed_at)

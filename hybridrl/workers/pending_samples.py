@@ -88,7 +88,8 @@ def load_pending(
     for pending in share:
         record = records[pending.id]
         if pending.sampling is None:
-            sample = StoredSample(record["response_tokens"], pending.item, record["tensors"])
+            item, tensors = pending.item, record["tensors"]
+            sample = StoredSample(record["response_tokens"], item, tensors, item.images)
             store.add(pending.id, sample)
         else:
             params = generator.sampling.params(pending.sampling)

@@ -202,7 +202,7 @@ class SampleWorker(BaseWorker):
             tokens = torch.tensor([*item.prompt_ids, *target])
             num_prompt, num_target = len(item.prompt_ids), len(target)
             tensors = {"tokens": tokens, LOSS_MASK: torch.tensor(trained, dtype=torch.bool)}
-            self.store.add(id, StoredSample(num_target, item, tensors))
+            self.store.add(id, StoredSample(num_target, item, tensors, item.images))
             spans, more = written_spans(trained), (LOSS_MASK,)
             events.append(Finished(id, self.number, num_prompt, num_target, "stop", spans, more))
         return self._reply(TargetsLoaded(stage.name, tuple(events)))

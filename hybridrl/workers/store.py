@@ -9,6 +9,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from hybridrl.flow.sample import LOSS_MASK, TRAINED, TURN_REWARDS, TURN_STATE, SampleId
+from hybridrl.models.image_files import Images
 
 ROUTED_EXPERTS = "routed_experts"
 """The field of the experts that a sample's tokens take (uint8 or int16)."""
@@ -27,12 +28,13 @@ class StoredSample:
     [tokens - 1, layers, k]. Where rollouts are truncated they have `KEPT_IDS`
     [response_tokens + ids]. The dataset's own responses have a bool `LOSS_MASK` [response_tokens],
     and conversations `turns.conversation_tensors`.
-    `item` is for the verifier (an opaque object).
+    `item` is for the verifier (an opaque object), `images` are those of the prompt.
     """
 
     response_tokens: int
     item: Any
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    images: Images = ()
 
     @property
     def response_ids(self) -> torch.Tensor:
@@ -76,7 +78,8 @@ class Parcel:
 
     An array has the entries of all samples, `sizes` each sample's number of them. `ids` are plain
     tuples, which pickle faster. `items` is for verifiers, or empty where no verifier will score the
-    samples.
+    samples. `images` has those of each prompt, and is empty where no prompt has any: pickle writes
+    those of a group once.
     """
 
     ids: tuple[tuple[int, str, int], ...]
@@ -84,6 +87,7 @@ class Parcel:
     columns: dict[str, np.ndarray]
     sizes: dict[str, tuple[int, ...]]
     items: tuple[Any, ...] = ()
+    images: tuple[Images, ...] = ()
 
 
 class SampleStore:
@@ -127,6 +131,7 @@ class SampleStore:
             },
             sizes={name: tuple([t.shape[0] for t in tensors]) for name, tensors in columns.items()},
             items=tuple(s.item for s in samples) if with_items else (),
+            images=tuple(s.images for s in samples) if any(s.images for s in samples) else (),
         )
 
     def pack_whole(self, ids: Sequence[SampleId]) -> list[Parcel]:
@@ -153,16 +158,17 @@ class SampleStore:
         ]
         tensors_of = zip(*columns, strict=True) if columns else iter([()] * len(parcel.ids))
         names = tuple(parcel.columns)
-        items = parcel.items or (None,) * len(parcel.ids)
-        for id, response_tokens, item, tensors in zip(
-            map(SampleId._make, parcel.ids), parcel.response_tokens, items, tensors_of, strict=True
+        ids, none = [*map(SampleId._make, parcel.ids)], (None,) * len(parcel.ids)
+        items, all_images = parcel.items or none, parcel.images or none
+        for id, response_tokens, item, images, tensors in zip(
+            ids, parcel.response_tokens, items, all_images, tensors_of, strict=True
         ):
             if only is not None and id not in only:
                 continue
             fields = dict(zip(names, tensors, strict=True))
             sample = self._samples.get(id)
             if sample is None:
-                self._samples[id] = StoredSample(response_tokens, item, fields)
+                self._samples[id] = StoredSample(response_tokens, item, fields, images or ())
                 continue
             sample.tensors.update(fields)
             sample.item = sample.item if item is None else item

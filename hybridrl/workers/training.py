@@ -182,6 +182,7 @@ def sequence_of(
         mask=sample.mask,
         routed_experts=sample.tensors.get(ROUTED_EXPERTS) if replays else None,
         kept_ids=sample.tensors.get(KEPT_IDS),
+        images=sample.images,
     )
 
 

@@ -81,7 +81,9 @@ class LearnedReward(ValueModel):
         engine = self.train_engine
         pad = getattr(engine.model.config, "pad_token_id", None)
         samples = [self.store[id] for id in ids]
-        whole = [TrainSequence(s.tensors["tokens"], s.response_tokens) for s in samples]
+        whole = [
+            TrainSequence(s.tensors["tokens"], s.response_tokens, images=s.images) for s in samples
+        ]
         sequences = [ended(sequence, pad) for sequence in whole]
 
         def keep(values: Sequence[torch.Tensor]) -> tuple[Scalars, tuple[str, ...]]:
@@ -100,7 +102,9 @@ class Critic(ValueModel):
         """Values of the states before every response token, stored as the stage's output field."""
         (self._values,) = stage.outputs
         samples = [self.store[id] for id in ids]
-        sequences = [TrainSequence(s.tensors["tokens"], s.response_tokens) for s in samples]
+        sequences = [
+            TrainSequence(s.tensors["tokens"], s.response_tokens, images=s.images) for s in samples
+        ]
 
         def keep(values: Sequence[torch.Tensor]) -> tuple[Scalars, tuple[str, ...]]:
             for sample, value in zip(samples, values, strict=True):

@@ -44,6 +44,6 @@ def test_a_run_trains_resumes_and_is_evaluated(
 def test_the_line_at_the_start(make_config: Callable[..., Any], tmp_path: Path) -> None:
     path = str(image_checkpoint("qwen3_vl", tmp_path))
     line = language_model_line(make_config(f"model.path={path}"), path)
-    assert line.startswith("model.path: the text part of qwen3_vl trains, without images")
+    assert line.startswith("model.path: the text part of qwen3_vl trains; its image tower")
     with pytest.raises(ConfigError, match=r"^rollout.engine=vllm: wanted native: of model.path="):
         language_model_line(make_config(f"model.path={path}", "rollout=vllm"), path)

@@ -25,6 +25,8 @@ from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.kept_groups import Ints
 from hybridrl.engines.rollout.requests import AdmissionLimits, check_requests
+from hybridrl.models.image_files import Images
+from hybridrl.models.images import PlacedImages
 
 
 class Admission:
@@ -48,7 +50,7 @@ class Admission:
     A model with recurrent layers has `num_states` slots of states, at least one more than rows. A
     sequence has one for as long as it has blocks, and so has a prefix. Where they run out they are
     taken as blocks are, and a prefix that finds none is not shared. In host memory they count as
-    `state_tokens`.
+    `state_tokens`. `place` says where a prompt's images are.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Admission:
         save: Callable[[Entry, int], bool] = lambda entry, in_host: False,
         num_states: int = 0,
         state_tokens: int = 0,
+        place: Callable[[Request], PlacedImages | None] = lambda request: None,
     ) -> None:
         self.lanes = [Lane(index) for index in range(num_lanes)]
         self.allocator = BlockAllocator(num_blocks)
@@ -85,7 +88,7 @@ class Admission:
             num_blocks=num_blocks,
         )
         self._replays, self._records, self._whole_records = replays, records, whole_records
-        self._save, self._state_tokens = save, state_tokens
+        self._save, self._state_tokens, self._place = save, state_tokens, place
         self._free_slots = list(range(max_running - 1, -1, -1))
         self._submitted = 0
         self.num_running = 0  # sequences in lanes
@@ -109,13 +112,13 @@ class Admission:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Raises ValueError, before any is, for one that can never run."""
         check_requests(requests, self._limits, self._entries)
-        prompts = {name: prefix.prompt_ids for name, prefix in self._prefixes.items()}
+        prompts = {name: (x.prompt_ids, _images(x.images)) for name, x in self._prefixes.items()}
         for request in requests:
-            prompt = list(request.prompt_ids)
+            prompt = list(request.prompt_ids), request.images
             if request.prefix is not None and prompts.setdefault(request.prefix, prompt) != prompt:
                 raise ValueError(f"prefix {request.prefix!r} names two different prompts")
         for request in requests:
-            record = request.routed_experts or ExpertRecord()
+            record, images = request.routed_experts or ExpertRecord(), self._place(request)
             copied = replace(
                 request,
                 prompt_ids=list(request.prompt_ids),
@@ -127,9 +130,11 @@ class Admission:
                 recomputed_at=list(request.recomputed_at),
             )
             if copied.prefix is not None:
-                prefix = self._prefixes.setdefault(copied.prefix, Prefix(list(copied.prompt_ids)))
+                prefix = self._prefixes.setdefault(
+                    copied.prefix, Prefix(list(copied.prompt_ids), images=images)
+                )
                 prefix.users += 1
-            entry = Entry(copied, self._submitted)
+            entry = Entry(copied, self._submitted, images=images)
             self._submitted += 1
             self._entries[copied.id] = entry
             if copied.is_held:
@@ -264,7 +269,8 @@ class Admission:
             admitted.entries.append(entry)
             table = self.tables[entry.slot]
             experts = request.routed_experts
-            job = Prefill(tokens[cached:-1], cached, table, experts, entry.state)
+            rest = table, experts, entry.state, entry.images
+            job = Prefill(tokens[cached:-1], cached, *rest)
             admitted.prompts.append(job)
         return admitted
 
@@ -346,7 +352,8 @@ class Admission:
             recording = prefix.record if record is not None else None
             if self.states is not None:
                 admitted.reset.append(self.states.give(prefix))
-            job = Prefill(prefix.prompt_ids[:-1], 0, prefix.blocks, recording, prefix.state)
+            rest = prefix.blocks, recording, prefix.state, prefix.images
+            job = Prefill(prefix.prompt_ids[:-1], 0, *rest)
             admitted.prefixes.append(job)
         else:
             self.shared_tokens += shared
@@ -478,3 +485,7 @@ class Admission:
         self.allocator.release(table[used : self.num_blocks[entry.slot]])
         table[used:] = 0
         self.num_blocks[entry.slot] = used
+
+
+def _images(placed: PlacedImages | None) -> Images:
+    return () if placed is None else placed.images

@@ -13,6 +13,8 @@ from hybridrl.engines.rollout.interface import Request, SamplingParams
 from hybridrl.engines.rollout.kept_groups import Ints, KeptGroups, group_pages, split
 from hybridrl.engines.rollout.random import UniformsOf
 from hybridrl.engines.rollout.sampling import SamplingBatch
+from hybridrl.models.image_files import Images
+from hybridrl.models.images import PlacedImages
 from hybridrl.models.paged_attention import KVCache, PagedBatch, PagedGroup
 from hybridrl.models.states import StateBatch, StateCache, StateRows, draft_states, state_batch
 
@@ -25,13 +27,40 @@ PREFILL_TOKENS = 4096  # tokens of one prefill pass, unless one prompt is longer
 class PassInputs:
     """What a pass reads, on the device: batch, token ids [tokens] and positions [tokens].
 
-    `uniforms` are those of the tokens that it draws, None where it draws none.
+    `uniforms` are those of the tokens that it draws, None where it draws none. Where prompts have
+    images, `rotations` [3, tokens] are the rotary positions, and `images` where some are among the
+    tokens.
     """
 
     paged: PagedBatch
     token_ids: torch.Tensor
     positions: torch.Tensor
     uniforms: torch.Tensor | None = None
+    rotations: torch.Tensor | None = None
+    images: "PassImages | None" = None
+
+    @property
+    def rotary_positions(self) -> torch.Tensor:
+        """Rotary positions [tokens] of tokens that are none of an image: all three are alike."""
+        return self.positions if self.rotations is None else self.rotations[0]
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """What a model takes: [1, tokens], with rotary positions [4, 1, tokens]."""
+        if self.rotations is None:
+            return self.positions[None]
+        return torch.cat([self.positions[None], self.rotations])[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class PassImages:
+    """The pads among a pass's tokens: their places [pads], and of which prompts' images they are.
+
+    `parts` has the images of a prompt, and which of their pads these are, in the order of `pads`.
+    """
+
+    pads: Ints
+    parts: list[tuple[Images, slice]]
 
 
 class DecodeBatch:
@@ -41,7 +70,8 @@ class DecodeBatch:
     are response tokens so far, `slots` [rows] the rows' indices in the engine's block tables. With
     `kept` the rows are in its order, and a pass reads the keys and values there. Without, the
     longest are first, and a pass depends only on tokens, positions and the rows' blocks in the
-    cache. `states` are the slots of the rows' recurrent states, by their slots in the tables.
+    cache. `states` are the slots of the rows' recurrent states, by their slots in the tables, and
+    `deltas` what their rotary positions have more than the tokens' numbers.
     """
 
     def __init__(
@@ -52,6 +82,7 @@ class DecodeBatch:
         device: torch.device,
         kept: KeptGroups | None = None,
         states: Mapping[int, int] = MappingProxyType({}),
+        deltas: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         if kept is None:
             rows = sorted(rows, key=lambda row: -row[2])
@@ -66,6 +97,7 @@ class DecodeBatch:
         self._device, self._kept = device, kept
         self._states = np.array([states[slot] for slot in self.slots.tolist()] if states else [])
         self._state_batch: StateBatch | None = None
+        self._deltas = np.array([deltas.get(slot, 0) for slot in self.slots.tolist()])
         self._cuts: list[tuple[int, int]] = []
         if kept is None:
             pages = [length // block_size + 1 for _, _, length in rows]
@@ -83,6 +115,10 @@ class DecodeBatch:
             arrays["uniforms"] = uniforms
         if self._tokens.device.type != self._device.type:
             arrays["tokens"] = self._tokens.numpy()
+        if self._deltas.any():
+            arrays["rotations"] = np.broadcast_to(
+                self.positions + self._deltas, (3, len(self.positions))
+            )
         if self._kept is None:
             page, arrays["offsets"] = np.divmod(self.positions, cache.block_size)
             arrays["blocks"] = tables[self.slots, page]
@@ -98,7 +134,8 @@ class DecodeBatch:
             paged = PagedBatch(cache, None, self._kept.paged_groups())
         if cache.states is not None:
             paged.states = self._states_of(cache.states)
-        return PassInputs(paged, self._tokens, sent["positions"], sent.get("uniforms"))
+        rest = sent.get("uniforms"), sent.get("rotations")
+        return PassInputs(paged, self._tokens, sent["positions"], *rest)
 
     def _states_of(self, states: StateCache) -> StateBatch:
         """The states of the rows' recurrent layers, which stay in their slots."""
@@ -156,7 +193,8 @@ class Prefill:
     """Tokens to cache at positions `start`, `start` + 1, ... of a sequence that has `blocks`.
 
     These may have padding behind them: a row of the block tables. `record` is that of the sequence,
-    where experts are recorded, `state` the slot of its recurrent states.
+    where experts are recorded, `state` the slot of its recurrent states, `images` are those of its
+    prompt.
     """
 
     tokens: list[int]
@@ -164,6 +202,7 @@ class Prefill:
     blocks: Ints
     record: ExpertRecord | None = None
     state: int = 0
+    images: PlacedImages | None = None
 
     @property
     def stop(self) -> int:
@@ -335,6 +374,9 @@ def _prefill_inputs(
         tables.append(table)
         start += len(jobs) * width
     arrays = {"token_ids": token_ids, "positions": positions, "blocks": blocks, "offsets": offsets}
+    rotations, images = _images_of(groups, positions)
+    if rotations is not None:
+        arrays["rotations"] = rotations
     named = {f"table {number}": table for number, table in enumerate(tables)}
     sent = upload({**arrays, **named, **others}, device)
 
@@ -352,5 +394,27 @@ def _prefill_inputs(
         )
         start += rows * width
     batch = PagedBatch(cache, (sent["blocks"], sent["offsets"]), paged)
-    inputs = PassInputs(batch, sent["token_ids"], sent["positions"], sent.get("uniforms"))
+    rest = sent.get("uniforms"), sent.get("rotations"), images
+    inputs = PassInputs(batch, sent["token_ids"], sent["positions"], *rest)
     return inputs, sent
+
+
+def _images_of(
+    groups: Sequence[Sequence[Prefill]], positions: Ints
+) -> tuple[Ints | None, PassImages | None]:
+    """Rotary positions [3, tokens] of a pass, where prompts have images, and those images."""
+    if not any(job.images for jobs in groups for job in jobs):
+        return None, None
+    rotations = np.tile(positions, (3, 1))
+    start, pads, parts = 0, [], []
+    for jobs in groups:
+        width = len(jobs[0].tokens)
+        for job in jobs:
+            if job.images is not None:
+                rotations[:, start : start + len(job.tokens)] = job.images.at(job.start, job.stop)
+                part = job.images.within(job.start, job.stop)
+                if part.start < part.stop:
+                    pads.append(job.images.pads[part] - job.start + start)
+                    parts.append((job.images.images, part))
+            start += width
+    return rotations, PassImages(np.concatenate(pads), parts) if parts else None

@@ -162,18 +162,19 @@ class CacheFiller:
                 lane.kept = KeptGroups(cache, lane.index, overhead, tables.shape[1])
             lane.kept.arrange([(entry.slot, entry.length - 1) for entry in lane.entries], tables)
         rows = [(entry.request, entry.slot, entry.length) for entry in lane.entries]
-        lane.batch = self._batch(rows, {e.slot: e.state for e in lane.entries}, lane.kept)
+        lane.batch = self._batch(rows, lane.entries, lane.kept)
         return lane.batch
 
     def _batch(
         self,
         rows: Sequence[tuple[Request, int, int]],
-        states: dict[int, int],
+        entries: Sequence[Entry],
         kept: KeptGroups | None = None,
     ) -> DecodeBatch:
-        """Rows (request, slot, length) that decode together, and their `states` by slot."""
+        """Rows (request, slot, length) of these `entries` that decode together."""
         sizes = self._block_size, self._vocab_size
-        return DecodeBatch(rows, *sizes, self._device, kept, states)
+        states, deltas = {e.slot: e.state for e in entries}, {e.slot: e.delta for e in entries}
+        return DecodeBatch(rows, *sizes, self._device, kept, states, deltas)
 
     # Experts
 
@@ -236,7 +237,7 @@ class CacheFiller:
             if start > 0:
                 first, last = num_prompt + cached - 1, num_prompt + start - 1
                 reply = entry.tokens()[first:last]
-                rest = tables[entry.slot], request.routed_experts, entry.state
+                rest = tables[entry.slot], request.routed_experts, entry.state, entry.images
                 self._prefill([Prefill(reply, first, *rest)], cache)
             self._feed(entry, start, stop, cache, tables)
             cached = stop
@@ -245,7 +246,7 @@ class CacheFiller:
         """The decode steps that have made response tokens [start, stop)."""
         request = entry.request
         before = replace(request, response_ids=request.response_ids[:start])
-        batch = self._batch([(before, entry.slot, before.num_tokens)], {entry.slot: entry.state})
+        batch = self._batch([(before, entry.slot, before.num_tokens)], [entry])
         for token in request.response_ids[start:stop]:
             spans = batch.spans()
             routing = self.routing(spans, 1)

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybridrl.models.paged_attention import PagedBatch
 from hybridrl.models.shard import RowLinear, own_layers
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "qwen3_vl_text")
 
 
 class FusedLinear:

@@ -13,6 +13,7 @@ from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.kept_groups import Ints, KeptGroups
 from hybridrl.engines.rollout.stage import Drawn
+from hybridrl.models.images import PlacedImages
 from hybridrl.models.router_replay import Routing
 
 
@@ -35,7 +36,8 @@ class Entry:
     While it runs the blocks of its row cache all tokens but the pending one. Else its `blocks`
     cache the first `kept` ones. Its recurrent states, of the same tokens, are in the slot `state`;
     0: it has none. `lost` tokens were cached until it gave its blocks up, or they have
-    `moved` to its request. `runs` counts how often it has begun to run.
+    `moved` to its request. `runs` counts how often it has begun to run. `images` are those of its
+    prompt, None without any.
     """
 
     request: Request
@@ -49,6 +51,7 @@ class Entry:
     moved: bool = False
     runs: int = 0
     state: int = 0
+    images: PlacedImages | None = None
 
     @property
     def cached(self) -> int:
@@ -59,6 +62,11 @@ class Entry:
     def length(self) -> int:
         """Tokens of prompt and response, the pending one included."""
         return len(self.request.prompt_ids) + len(self.request.response_ids)
+
+    @property
+    def delta(self) -> int:
+        """What a response token's number lacks to its rotary position."""
+        return 0 if self.images is None else self.images.delta
 
     def tokens(self) -> list[int]:
         """Prompt and response."""
@@ -171,7 +179,7 @@ class Prefix:
     The prefix holds its blocks while `users` unfinished requests name it. Sequences share the full
     blocks and copy the last, partly filled one, since they write to it. They copy its recurrent
     states, too, which are in the slot `state`. `record` has the experts of the cached tokens, once
-    they are computed.
+    they are computed, `images` are those of the prompt.
     """
 
     prompt_ids: list[int]
@@ -179,6 +187,7 @@ class Prefix:
     blocks: Blocks | None = None
     record: ExpertRecord = field(default_factory=ExpertRecord)
     state: int = 0
+    images: PlacedImages | None = None
 
     def release(self, allocator: BlockAllocator, states: "StateSlots | None") -> None:
         """Forget what is cached."""

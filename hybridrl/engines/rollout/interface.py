@@ -18,6 +18,7 @@ from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.layout.layerwise import Fill
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.parameters import Parameter
+from hybridrl.models.image_files import Images
 from hybridrl.models.load import TORCH_DTYPES
 from hybridrl.models.shard import GenParallel
 
@@ -138,6 +139,8 @@ class Request:
 
     `kept_ids` has the ids that each response token was drawn from, where `sampling.keeps_ids`.
 
+    `images` are the files of the prompt's images, whose pads are among the `prompt_ids`.
+
     With `rests_at` it is held once it has so many response tokens and has not ended, until it is
     parked. 0: never.
 
@@ -164,6 +167,7 @@ class Request:
     turn_start: int = 0
     rests_at: int = 0
     recomputed_at: list[int] = field(default_factory=list)
+    images: Images = ()
 
     def copy(self) -> "Request":
         """One with lists of its own, and without keys and values."""

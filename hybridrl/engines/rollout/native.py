@@ -81,8 +81,7 @@ class NativeEngine:
     The output of a `deterministic` engine for a sample does not depend, bit for bit, on its other
     work. Every sequence decodes in a separate lane. A prefill has one prompt without its response
     and its last token. The response of a request without its KV cache is fed again token by token.
-    It holds among engines of the same layout, block size and number of threads, and forgoes
-    batching.
+    It holds among engines of equal layout, block size and number of threads; nothing is batched.
 
     With `router_replay` at `rollout` it records every token's experts. A token computed again
     takes those that it had. At `trainer` its module takes them from others, who score with it.
@@ -90,8 +89,8 @@ class NativeEngine:
     With `speculation` a step may make several tokens of a request: guessed ones, where the request
     draws them itself. It excludes `deterministic` and pipeline parallelism.
 
-    With `graphs` rows decode by graph steps where model and batch can (`graph_decode.py`). Their
-    tokens are collected in the next step, too. An engine with any of the above has none.
+    With `graphs` rows decode by graph steps where model and batch can (`graph_decode.py`), and are
+    collected in the next step, too. An engine with any of the above has none.
 
     With a `stage` it computes with that module, and a subclass gives it its cache (`wide.py`).
 
@@ -173,6 +172,7 @@ class NativeEngine:
             save=self._save,
             num_states=self._stage.num_states,
             state_tokens=self._stage.state_tokens,
+            place=self._stage.place,
         )
         # Both ways are exact; stages decide at different times.
         compares = not deterministic and self._parallel.pp == 1

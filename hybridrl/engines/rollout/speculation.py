@@ -195,7 +195,9 @@ def verify_batch(
         entry, request = guess.entry, guess.entry.request
         pending = (request.response_ids or request.prompt_ids)[-1]
         start, table = entry.length - 1, tables[entry.slot]
-        job = Prefill([pending, *guess.tokens], start, table, state=entry.state)
+        job = Prefill(
+            [pending, *guess.tokens], start, table, state=entry.state, images=entry.images
+        )
         rows.append((request, entry.slot, job))
     return VerifyBatch.of(rows, cache, vocab_size, device, uniforms_of)
 

@@ -9,7 +9,7 @@ GPUs they go from device to device, where they feed the next step.
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from hybridrl.engines.rollout.batch import PassInputs
 from hybridrl.engines.rollout.decode import FAMILIES as FUSED_FAMILIES
 from hybridrl.engines.rollout.decode import FusedDecoder
 from hybridrl.engines.rollout.device_copies import Download
+from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.kept_ids import IdArray, rows_of
 from hybridrl.engines.rollout.memory import num_states
 from hybridrl.engines.rollout.sampling import SamplingBatch, sample
@@ -29,6 +30,7 @@ from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.config_json import num_recurrent
+from hybridrl.models.images import PlacedImages, RowImages
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.mixers import has_keys
 from hybridrl.models.paged_attention import KVCache
@@ -43,6 +45,7 @@ from hybridrl.models.router_replay import (
 )
 from hybridrl.models.shard import GenParallel, StageLink, local_model, own_layers
 from hybridrl.models.states import StateCache, state_bytes
+from hybridrl.models.vision import tower_of
 
 
 class DrawnTokens(NamedTuple):
@@ -116,6 +119,9 @@ class RolloutStage:
             device=device,
             weights=weights,
         )
+        self._tower = tower_of(config, dtype, device)
+        pads = getattr(config, "image_pads", ())
+        self._pads = [pad for pad in pads if pad < config.vocab_size]
         self._state_shapes = state_shapes(self.model)
         self._key_layers = sum(map(has_keys, own_layers(self.model)))
         # Stages decide alike, so a stage without recurrent layers counts those of others.
@@ -269,7 +275,7 @@ class RolloutStage:
         if self.decoder is not None:
             for layer in self._replaying:
                 layer.take(routing)
-            hidden = self.decoder(inputs.paged, x, inputs.positions)
+            hidden = self.decoder(inputs.paged, x, inputs.rotary_positions)
         else:
             hidden = self._module(inputs, x, routing)
         self._pass_on(hidden)
@@ -294,6 +300,9 @@ class RolloutStage:
         parallel = self.parallel
         if logits is not None:
             assert uniforms is not None
+            if self._pads:  # which stand for images in prompts, and mean nothing elsewhere
+                edited = logits.clone() if edited is None else edited
+                edited[:, self._pads] = -torch.inf
             tokens, log_probs, kept = sample(logits, uniforms, batch, edited)
             if parallel.pp * parallel.tp == 1:
                 return Drawn(tokens, [tokens, log_probs, *([] if kept is None else [kept])])
@@ -319,13 +328,28 @@ class RolloutStage:
     ) -> torch.Tensor:
         """The stage's layers (and norm) by the Hugging Face module, [tokens, hidden] likewise."""
         hidden: torch.Tensor = self.model.base_model(
-            inputs_embeds=x[None],
-            position_ids=inputs.positions[None],
+            **self._with_images(inputs, x),
+            position_ids=inputs.position_ids,
             use_cache=False,
             paged=inputs.paged,
             **({} if routing is None else {KEYWORD: routing}),
         ).last_hidden_state
         return hidden[0]
+
+    def _with_images(self, inputs: PassInputs, x: torch.Tensor) -> dict[str, Any]:
+        """The module's inputs, from the hidden states `x` [tokens, hidden]."""
+        images = inputs.images
+        if images is None or not self.parallel.first:
+            return {"inputs_embeds": x[None]}
+        features = [self._tower().features(own)[part] for own, part in images.parts]
+        pads = torch.from_numpy(images.pads).to(x.device)
+        return RowImages(pads, torch.cat(features)).inputs(x[None])
+
+    def place(self, request: Request) -> PlacedImages | None:
+        """Where the images of a request's prompt are among its tokens; None without any."""
+        if not request.images:
+            return None
+        return self._tower().placed(request.prompt_ids, request.images)
 
     def _inputs(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states [tokens, hidden]: embedded, or from the previous stage."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from hybridrl.models.logits import logits_transform
 from hybridrl.models.packed_attention import NAME
 from hybridrl.models.router_replay import KEYWORD, ExpertShape
 from hybridrl.models.shard import GenParallel, StageLink, local_model
+from hybridrl.models.vision import tower_of
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +279,7 @@ class ScoreEngine:
         padding was trained with the score before it.
         """
         assert self.classifier, "only a sequence classifier has a score"
-        bare = [TrainSequence(sequence.ids, 0) for sequence in sequences]
+        bare = [TrainSequence(x.ids, 0, images=x.images) for x in sequences]
         return [value.item() for value in self._run(bare, [1] * len(bare), self._values)]
 
     def _run(
@@ -308,6 +310,7 @@ class ScoreEngine:
                     self.device,
                     records_experts=records_experts,
                     shares_prompts=self.shares_prompts,
+                    tower=tower_of(self.config, self.dtype, self.device),
                 )
                 batches.append(batch)
                 order += [row[position] for position in batch.order]
@@ -412,8 +415,11 @@ class ScoreEngine:
 
     def _stage(self, batch: PackedBatch) -> torch.Tensor:
         """The stage's layers (and norm) over a row: [tokens, features]."""
+        inputs: dict[str, Any] = {"inputs_embeds": self._inputs(batch.ids[0])[None]}
+        if batch.images is not None and self.parallel.first:
+            inputs = batch.images.inputs(inputs["inputs_embeds"])
         hidden: torch.Tensor = self.model.base_model(
-            inputs_embeds=self._inputs(batch.ids[0])[None],
+            **inputs,
             position_ids=batch.position_ids,
             use_cache=False,
             packing=batch.packing,

@@ -63,6 +63,7 @@ from hybridrl.models.load import (
 from hybridrl.models.packed_attention import NAME
 from hybridrl.models.router_replay import ExpertShape, enable_replay
 from hybridrl.models.stored_weights import StoredWeights
+from hybridrl.models.vision import tower_of
 from hybridrl.pipelines.balance import SequenceCost
 from hybridrl.system.activity import mark
 
@@ -214,6 +215,7 @@ class TrainEngine(ModelShards):
             trainer.chunk_tokens,
             SequenceCost(*forward_flops(config)),
             trainer.shares_prompts,
+            tower_of(config, self.compute_dtype, self.device),
         )
 
     @property

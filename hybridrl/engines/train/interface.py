@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hybridrl.models.image_files import Images
+
 
 @dataclass(slots=True)
 class TrainSequence:
@@ -16,7 +18,8 @@ class TrainSequence:
     that the tokens take; None leaves them to the routers. The last token, which predicts nothing,
     has none. `kept_ids` [response_tokens + ids] has how many ids each response token was drawn
     from, 0 for the whole distribution, and then the ids of all of them. Log-probabilities and
-    entropies are renormalized over these ids; None: all are of the whole distribution.
+    entropies are renormalized over these ids; None: all are of the whole distribution. `images` are
+    the files of the prompt's images, whose pads are among the `ids`.
     """
 
     ids: torch.Tensor
@@ -25,6 +28,7 @@ class TrainSequence:
     mask: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None
     kept_ids: torch.Tensor | None = None
+    images: Images = ()
 
 
 def ended(sequence: TrainSequence, pad: int | None) -> TrainSequence:
@@ -40,7 +44,7 @@ def ended(sequence: TrainSequence, pad: int | None) -> TrainSequence:
         for name, value in sequence.fields.items()
         if not isinstance(value, torch.Tensor) or value.ndim == 0
     }
-    return TrainSequence(ids, 1, scalars)
+    return TrainSequence(ids, 1, scalars, images=sequence.images)
 
 
 def last_position(ids: torch.Tensor, pad: int | None) -> int:

@@ -12,16 +12,19 @@ from torch.distributed import ProcessGroup
 
 from hybridrl.config import Attention
 from hybridrl.config.loss import Loss
+from hybridrl.engines.train.image_rows import place_images, sharing_prompts
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.shared_prompts import Arrangement, row_tokens
 from hybridrl.engines.train.truncated import kept_rows, truncated
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
+from hybridrl.models.images import RowImages
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.packed_attention import Packing, gather_keys
 from hybridrl.models.router_balance import KEYWORD as SEQUENCES_KEYWORD
 from hybridrl.models.router_balance import TokenSequences
 from hybridrl.models.router_replay import KEYWORD, NO_RECORD, Routing
 from hybridrl.models.stages import Chunk, head_name
+from hybridrl.models.vision import Tower
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,9 @@ class PackedBatch:
     A row with shared prompts has `places` [tokens of the sequences]: where the tokens of each
     sequence in `order` are in it, prompt and response. Its sequences have `lengths`.
 
+    A row with `images` has `position_ids` [4, 1, tokens]: the rotary positions are behind the
+    tokens' own.
+
     Where the ranks of `packing.group` share a row, the tensors are this rank's. `own` is the
     place of its scored tokens among all of the row. A row with `passes` is computed by these rows
     in turn (`engines.train.chunks`), whose scored tokens together are its own. It has no tensors
@@ -73,6 +79,7 @@ class PackedBatch:
     kept: torch.Tensor | None = None
     lengths: tuple[int, ...] = ()
     places: torch.Tensor | None = None
+    images: RowImages | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -102,6 +109,7 @@ def pack(
     counts_experts: bool = False,
     candidates: Candidates | None = None,
     shares_prompts: bool = False,
+    tower: Tower | None = None,
 ) -> PackedBatch:
     """Pack sequences into one row; `trained_only` scores the unmasked response tokens only.
 
@@ -113,7 +121,8 @@ def pack(
     divide. With `records_experts` a pass records the experts of all tokens; without, tokens
     take those of their sequences. With `counts_experts` the row has `token_sequences`, with
     `candidates` those of the sequences. With `shares_prompts` it has a prompt of several sequences
-    once. Raises ValueError for a response without a token before it, or a mask of another length.
+    once. The `tower` makes the features of images. Raises ValueError for a response without a token
+    before it, or a mask of another length.
     """
     assert group is None or not shares_prompts, "ranks that share a row share no prompts"
     # A sequence with nothing to score fills the row up.
@@ -132,6 +141,8 @@ def pack(
     ends = torch.tensor(lengths or [1])
     starts = ends.cumsum(0) - ends
     positions = torch.arange(ids.shape[0]) - starts.repeat_interleave(ends)
+    positions, images = place_images(members, positions.clamp(max=longest - 1), tower)
+    assert images is None or group is None, "ranks share no row with images"
     routing = Routing(records=True) if records_experts else _replay(sequences, pieces.order)
     numbers = tuple([-1 if filler and i == len(sequences) - 1 else i for i in pieces.order])
     predicting = scored - 1
@@ -139,12 +150,13 @@ def pack(
     if places is not None:  # until here prompts have been repeated
         once = torch.empty(sum(pieces.lengths), dtype=torch.long)
         once[places] = torch.arange(ids.shape[0])
-        ids, positions, predicting = ids[once], positions[once], places[predicting]
+        ids, positions, predicting = ids[once], positions[..., once], places[predicting]
+        images = images and sharing_prompts(images, places)
         if routing is not None and routing.forced is not None:
             routing = Routing(routing.forced[once])
     row = PackedBatch(
         ids=ids[None],
-        position_ids=positions.clamp(max=longest - 1)[None],
+        position_ids=positions[None] if images is None else positions[:, None],
         predicting=predicting,
         targets=targets,
         order=numbers,
@@ -157,6 +169,7 @@ def pack(
         kept=_kept(members, trained_only),
         lengths=tuple(lengths),
         places=places,
+        images=images and images.to(device),
     )
     return own_share(row, device)
 
@@ -490,6 +503,8 @@ class PackedModel(nn.Module):
         states [1, tokens, features], which all chunks but the last return.
         """
         inputs: dict[str, Any] = {"input_ids" if self.first else "inputs_embeds": x}
+        if batch.images is not None and self.first:
+            inputs = batch.images.inputs(self.model.get_input_embeddings()(x))
         if batch.routing is not None:
             inputs[KEYWORD] = batch.routing
         if batch.token_sequences is not None:

@@ -18,6 +18,7 @@ from hybridrl.engines.train.packed import Candidates, PackedBatch, pack
 from hybridrl.engines.train.pipeline import Pipeline
 from hybridrl.engines.train.shared_prompts import prompt_groups, row_tokens
 from hybridrl.models.flops import ForwardFlops
+from hybridrl.models.vision import Tower
 from hybridrl.pipelines.balance import (
     BY_TOKENS,
     SequenceCost,
@@ -81,14 +82,17 @@ class Replica:
         chunk_tokens: int = 0,
         cost: SequenceCost = BY_TOKENS,
         shares_prompts: bool = False,
+        tower: Tower | None = None,
     ) -> None:
         """`max_tokens` bounds a micro-batch, of a model of `num_layers` layers.
 
         Micro-batches have about equal `cost`: that of a sequence by its length.
         Longer sequences are computed in chunks of `chunk_tokens` on a rank; 0 leaves them whole.
+        Images go through the `tower`.
         """
         self.dims, self.pipeline, self.attention, self.device = dims, pipeline, attention, device
         self.max_tokens, self.cost, self.shares_prompts = max_tokens, cost, shares_prompts
+        self._tower = tower
         self.chunk_tokens = -(-chunk_tokens // dims.token_parts) * dims.token_parts
         self._group = dims.replica_group
         self._all: Sequence[ProcessGroup | None] = (None,)
@@ -280,7 +284,11 @@ class Replica:
             else:
                 shares = micros.shares(number)
                 row = pack(
-                    members, total_tokens=size * ranks[number], shares_prompts=shares, **settings
+                    members,
+                    total_tokens=size * ranks[number],
+                    shares_prompts=shares,
+                    tower=self._tower,
+                    **settings,
                 )
             rows.append(row)
         if not self.chunk_tokens:

@@ -5,9 +5,9 @@ So a row has the prompt once, and responses attend to its keys and values (`Shar
 `models.packed_attention`). With P tokens of the prompt and G responses of R tokens the row has
 P + G R tokens in place of G (P + R) (Periodic Asynchrony, arXiv 2511.18871).
 
-Sequences share a prompt if its ids are equal, and the experts that are replayed for it. A response
-of many more tokens than its prompt is computed with it: there is little to save, and torch's
-attention with a mask takes up to twice the time of a causal one.
+Sequences share a prompt if its ids and images are equal, and the experts that are replayed for it.
+A response of many more tokens than its prompt is computed with it: there is little to save, and
+torch's attention with a mask takes up to twice the time of a causal one.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from hybridrl.config import Attention
 from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.models.image_files import digest_of
 from hybridrl.models.packed_attention import (
     Packing,
     make_packing,
@@ -41,6 +42,8 @@ def prompt_of(sequence: TrainSequence) -> Hashable:
     digest = hashlib.blake2b(sequence.ids[:prompt].numpy().tobytes(), digest_size=16)
     if sequence.routed_experts is not None:
         digest.update(sequence.routed_experts[:prompt].numpy().tobytes())
+    for image in sequence.images:  # pads are alike, whatever they stand for
+        digest.update(digest_of(image))
     return digest.digest()
 
 

@@ -1,0 +1,42 @@
+"""Rows whose prompts have images: rotary positions, and the features in place of pads."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.models.images import RowImages
+from hybridrl.models.vision import Tower
+
+
+def place_images(
+    members: Sequence[TrainSequence], positions: torch.Tensor, tower: Tower | None
+) -> tuple[torch.Tensor, RowImages | None]:
+    """Positions of a row's tokens, and its images; of `members` without any as they are, and None.
+
+    `positions` [tokens] are the numbers of the tokens of `members`, one after the other. With
+    images they are [4, tokens], with the rotary positions behind them.
+    """
+    if not any(member.images for member in members):
+        return positions, None
+    assert tower is not None, "sequences with images"
+    start, pads, features = 0, [], []
+    rotations = positions.expand(3, -1).clone()
+    for member in members:
+        length = member.ids.shape[0]
+        if member.images:
+            prompt = member.ids[: length - member.response_tokens].tolist()
+            placed = tower().placed(prompt, member.images)
+            rotations[:, start : start + length] = torch.from_numpy(placed.at(0, length))
+            pads.append(torch.from_numpy(placed.pads) + start)
+            features.append(tower().features(member.images))
+        start += length
+    images = RowImages(torch.cat(pads), torch.cat(features))
+    return torch.cat([positions[None], rotations]), images
+
+
+def sharing_prompts(images: RowImages, places: torch.Tensor) -> RowImages:
+    """The images of a row that has shared prompts once: `places` are those of its tokens there."""
+    pads, first = np.unique(places[images.pads].numpy(), return_index=True)
+    return RowImages(torch.from_numpy(pads), images.features[torch.from_numpy(first)])

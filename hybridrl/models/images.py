@@ -1,0 +1,208 @@
+"""Images in prompts: how many tokens one takes, and at which positions the tokens of a prompt are.
+
+An image of a Qwen3-VL takes a pad token for each square of `merge` x `merge` patches, row by row.
+Rotary positions have three numbers (multimodal RoPE, arXiv 2409.12191): text counts all three
+alike, and the pads of an image have their row and column in the second and third. Tokens behind an
+image go on at its larger side, so that they are at their number plus a `delta` of 0 or less. Caches
+and masks count tokens.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PretrainedConfig
+
+from hybridrl.models.config_json import IMAGE_FAMILIES
+from hybridrl.models.image_files import Images
+from hybridrl.models.image_text import whole_config
+
+Grid = tuple[int, int, int]
+"""Patches of an image: frames, of which it has one, rows and columns."""
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTokens:
+    """The tokens of a model's images: ids, and `merge`, the side of a pad's square in patches."""
+
+    image: int
+    video: int
+    start: int
+    end: int
+    merge: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "ImageTokens":
+        """Return the tokens of a model with a tower (`image_config`)."""
+        return cls(
+            image=config.image_token_id,
+            video=config.video_token_id,
+            start=config.vision_start_token_id,
+            end=config.vision_end_token_id,
+            merge=config.vision_config.spatial_merge_size,
+        )
+
+    def num_pads(self, grid: Grid) -> int:
+        """The tokens that an image of this many patches takes."""
+        frames, rows, columns = grid
+        return frames * rows * columns // self.merge**2
+
+    def expanded(self, ids: Sequence[int], grids: Sequence[Grid]) -> tuple[int, ...]:
+        """A prompt's ids with the pads of each image in place of its one.
+
+        Raises ValueError where it has another number of pads than images.
+        """
+        if (found := list(ids).count(self.image)) != len(grids):
+            raise ValueError(f"{found} image tokens for {len(grids)} images")
+        sizes = iter(map(self.num_pads, grids))
+        expanded: list[int] = []
+        for id in ids:
+            expanded += [id] * next(sizes) if id == self.image else [id]
+        return tuple(expanded)
+
+
+def image_config(path: str) -> PretrainedConfig | None:
+    """The config of the model at `path` with its tower; None where its images are not computed."""
+    config = whole_config(path)
+    return config if config is not None and config.model_type in IMAGE_FAMILIES else None
+
+
+class ImageProcessor:
+    """Makes patches of encoded images, as transformers' processor of the model does with Pillow."""
+
+    def __init__(self, path: str) -> None:
+        """Read the settings in the directory `path`, or of a hub's model.
+
+        Raises OSError where there are none.
+        """
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+            Qwen2VLImageProcessorPil,
+        )
+
+        self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(path)
+
+    def patches(self, image: bytes) -> tuple[torch.Tensor, Grid]:
+        """Pixels [patches, channels * frames * side * side], and how many patches there are.
+
+        Raises ValueError for bytes that Pillow cannot read, and for sides of a ratio above 200.
+        """
+        from PIL import Image
+
+        try:
+            with Image.open(io.BytesIO(image)) as opened:
+                picture = opened.convert("RGB")
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise ValueError(f"no image that Pillow reads: {error}") from error
+        made = self._processor(images=[picture], return_tensors="np")
+        frames, rows, columns = map(int, made["image_grid_thw"][0])
+        return torch.from_numpy(made["pixel_values"]).float(), (frames, rows, columns)
+
+    def grid(self, image: bytes) -> Grid:
+        """How many patches an image that can be read has: its header tells."""
+        from PIL import Image
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        with Image.open(io.BytesIO(image)) as opened:
+            width, height = opened.size
+        own = self._processor
+        if own.do_resize:
+            side, least, most = own.patch_size, own.size.shortest_edge, own.size.longest_edge
+            height, width = smart_resize(height, width, side * own.merge_size, least, most)
+        return 1, height // own.patch_size, width // own.patch_size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedImages:
+    """The `images` of one prompt among its tokens.
+
+    `rotations` [3, prompt tokens] are the rotary positions of its tokens; a token behind the prompt
+    is at its number + `delta` in all three. `pads` [pads] are the numbers of the pads.
+
+    *Example.* Two tokens, an image of 2 x 3 pads, a token: `rotations` are 0 1, 2 2 2 2 2 2, 5 and
+    0 1, 2 2 2 3 3 3, 5 and 0 1, 2 3 4 2 3 4, 5. The ninth token is at 5, so `delta` is -3.
+    """
+
+    images: Images
+    rotations: Ints
+    delta: int
+    pads: Ints
+
+    @classmethod
+    def of(
+        cls, ids: Sequence[int], images: Images, tokens: ImageTokens, grids: Sequence[Grid]
+    ) -> "PlacedImages":
+        """Place images of these patches in a prompt of the expanded `ids`."""
+        all_ids = np.asarray(ids, np.int64)
+        pads = np.flatnonzero(all_ids == tokens.image)
+        assert len(pads) == sum(map(tokens.num_pads, grids)), "pads of the images"
+        rotations, delta = rotary_positions(len(all_ids), pads, tokens, grids)
+        return cls(images, rotations, delta, pads)
+
+    def at(self, start: int, stop: int) -> Ints:
+        """Rotary positions [3, stop - start] of the tokens from `start` on."""
+        inside = self.rotations[:, start:stop]
+        behind = np.arange(max(start, self.rotations.shape[1]), stop) + self.delta
+        return np.concatenate([inside, np.broadcast_to(behind, (3, len(behind)))], 1)
+
+    def within(self, start: int, stop: int) -> slice:
+        """Which of the pads are among the tokens from `start` on."""
+        first, last = np.searchsorted(self.pads, [start, stop])
+        return slice(int(first), int(last))
+
+
+@dataclass(frozen=True, slots=True)
+class RowImages:
+    """The images of the prompts in a row: what the text model takes for them.
+
+    `pads` [pads] are their places in the row, ascending. `features` [pads, 1 + deep, hidden] are
+    what stands there in place of embeddings, then what is added behind each of the first `deep`
+    layers (DeepStack, arXiv 2406.04334).
+    """
+
+    pads: torch.Tensor
+    features: torch.Tensor
+
+    def inputs(self, embeddings: torch.Tensor) -> dict[str, Any]:
+        """What the text model takes for ids, from their `embeddings` [1, tokens, hidden]."""
+        features = self.features.to(embeddings.dtype)
+        embeddings = embeddings.index_copy(1, self.pads, features[None, :, 0])
+        inputs: dict[str, Any] = {"inputs_embeds": embeddings}
+        if features.shape[1] > 1:
+            mask = torch.zeros(embeddings.shape[:2], dtype=torch.bool, device=self.pads.device)
+            mask[:, self.pads] = True
+            deep = list(features[:, 1:].unbind(1))
+            inputs |= {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
+        return inputs
+
+    def to(self, device: torch.device) -> "RowImages":
+        """Return the images on another device."""
+        return RowImages(self.pads.to(device), self.features.to(device))
+
+
+def rotary_positions(
+    num_tokens: int, pads: Ints, tokens: ImageTokens, grids: Sequence[Grid]
+) -> tuple[Ints, int]:
+    """Rotary positions [3, tokens] of a prompt with `pads` at these numbers, and the `delta`.
+
+    They are those of transformers' `get_rope_index`.
+    """
+    rotations = np.zeros((3, num_tokens), np.int64)
+    number = position = done = 0
+    for frames, rows, columns in grids:
+        height, width = rows // tokens.merge, columns // tokens.merge
+        size = frames * height * width
+        first = int(pads[done])
+        before = np.arange(first - number)
+        rotations[:, number:first] = position + before
+        position += first - number
+        inner = np.indices((frames, height, width)).reshape(3, size)
+        rotations[:, first : first + size] = position + inner
+        position += max(height, width)
+        number, done = first + size, done + size
+    rotations[:, number:] = position + np.arange(num_tokens - number)
+    return rotations, position - number

@@ -1,0 +1,38 @@
+"""Checks of runs whose prompts have images."""
+
+from collections.abc import Iterable
+
+from hybridrl.config import VALUE_MODELS, Config, ConfigError, RewardKind
+from hybridrl.data import Item
+from hybridrl.flow import Graph
+from hybridrl.preflight.models import judges_of
+
+
+def check_images(config: Config, graph: Graph, items: Iterable[Item]) -> None:
+    """Raise for what cannot be done where a prompt has images."""
+    item = next((item for item in items if item.images), None)
+    if item is None:
+        return
+    why = f"prompts have images ({item.source}, {item.place})"
+    if not config.rollout.features.reads_images:
+        raise ConfigError("rollout.engine", config.rollout.engine.value, f"native: {why}")
+    train, gen = config.trainer.layout, config.rollout.layout
+    ones = {
+        "trainer.layout.pp": train.pp,
+        "trainer.layout.tp": train.tp,
+        "trainer.layout.cp": train.cp,
+        "rollout.layout.pp": gen.pp,
+        "rollout.layout.tp": gen.tp,
+    }
+    for key, value in ones.items():
+        if value > 1:
+            raise ConfigError(key, value, f"1: {why}")
+    if config.trainer.chunk_tokens:
+        raise ConfigError("trainer.chunk_tokens", config.trainer.chunk_tokens, f"0: {why}")
+    for role in judges_of(config, graph):
+        kind = config.judge_of(role).kind
+        if kind is RewardKind.model:
+            raise ConfigError(f"{role}.kind", kind.value, f"a judge of texts: {why}")
+    others = [role for role in VALUE_MODELS if role in graph.learned]
+    if others := others + ["teacher"] * ("teacher" in graph.roles):
+        raise ConfigError("recipe", f"role {others[0]}", f"a recipe without that model: {why}")

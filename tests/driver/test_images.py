@@ -1,0 +1,99 @@
+"""Whole runs on prompts with pictures: samples move, are parked and resumed as text is."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from image_checkpoints import open_whole
+from resumed_runs import check_same, ended
+
+from hybridrl.config import ConfigError
+from hybridrl.telemetry.records import read_lines
+
+SMALL = [
+    "data.size=24", "data.eval_size=4", "warm_start.steps=1", "trainer.steps=2",
+    "trainer.save_every=1", "trainer.optim.lr=1e-2", "trainer.optim.eps=1e-8",
+    "eval.sets.main.num_prompts=2", "rollout.max_new_tokens=12",
+]  # fmt: skip
+Train = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def small(tiny_run: list[str]) -> list[str]:
+    """Overrides of a run of seconds, with rewards that differ whatever the model writes."""
+    return ["experiment=shapes_tiny", *tiny_run, *SMALL]
+
+
+@pytest.fixture(scope="module")
+def whole_run(train_here: Train, small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two ranks that shard training, in the order of the specification."""
+    return train_here(tmp_path_factory.mktemp("serial"), *small, "trainer.layout.fsdp=2")
+
+
+def texts(run: Any) -> dict[str, str]:
+    return {f"{x['step']} {x['id']}": x["response"] for x in read_lines(run.dir / "samples.jsonl")}
+
+
+def test_engines_agree_and_the_tower_stays(whole_run: Any) -> None:
+    """The generated tokens' log-probabilities are the trainer's; what is written opens whole."""
+    lines = [line for line in read_lines(whole_run.dir / "metrics.jsonl") if "mismatch/kl" in line]
+    assert len(lines) == 2
+    assert all(abs(line["mismatch/kl"]) < 1e-9 for line in lines)  # 4e-14 was measured
+    before = open_whole(whole_run.dir / "start").state_dict()
+    after = open_whole(whole_run.dir / "final").state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "language_model" in name or "lm_head" in name}
+
+
+@pytest.mark.layouts
+def test_a_fused_run_is_the_serial_one(
+    whole_run: Any, small: list[str], train_here: Train, tmp_path: Path
+) -> None:
+    fused = ["schedule=fused", "schedule.migration_threshold=6", "schedule.migration=kv"]
+    run = train_here(tmp_path, *small, "trainer.layout.fsdp=2", *fused)
+    assert texts(run) == texts(whole_run)
+
+
+@pytest.mark.layouts
+def test_a_resumed_run_is_the_whole_one(
+    small: list[str], train_here: Train, tmp_path: Path
+) -> None:
+    settings = [*small, "deterministic=strict", "schedule=partial", "trainer.steps=3"]
+    run = train_here(tmp_path / "run", *settings)
+    copy = ended(run.dir, tmp_path / "copy", 1)
+    train_here(copy, *settings, "trainer.resume=auto")
+    check_same(run.dir, copy, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model=tiny", r"^data.sources.shapes.name=.*has images or other media in 'images', which"),
+        ("recipe=ppo", r"^roles.critic.path=.*: wanted a family with a value model"),
+        ("trainer.chunk_tokens=64", r"^trainer.chunk_tokens=64: wanted 0: prompts have images"),
+        ("trainer.layout.cp=2", r"^trainer.layout.cp=2: wanted 1: prompts have images"),
+        ("model.vision=train", r"^model.vision=train: wanted frozen"),
+    ],
+)
+def test_what_is_refused_before_a_process_starts(
+    make_config: Callable[..., Any], small: list[str], tmp_path: Path, override: str, message: str
+) -> None:
+    from hybridrl.preflight.prepare import prepare
+
+    settings = [x for x in small if "group_size" not in x or "ppo" not in override]
+    with pytest.raises(ConfigError, match=message) as caught:
+        prepare(make_config(*settings, override, f"run.dir={tmp_path}", "cluster.ranks=2"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_a_tiny_model_learns_to_count(train_here: Train, tmp_path: Path, exchanged: bool) -> None:
+    """0.75 before, 0.91 after 10 steps, 0.99 after 20 were measured; chance is 0.2."""
+    source = f"data.sources.shapes.params.exchanged={exchanged}".lower()
+    run = train_here(tmp_path, "experiment=shapes_tiny", "cluster.ranks=1", source)
+    lines = read_lines(run.dir / "metrics.jsonl")
+    accuracy = [line["eval_accuracy"] for line in lines if "eval_accuracy" in line][-1]
+    assert accuracy < 0.3 if exchanged else accuracy > 0.8

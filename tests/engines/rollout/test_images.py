@@ -1,0 +1,220 @@
+"""Prompts with images in the native engine: tokens are transformers', whatever moves a sample."""
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from image_prompts import FAMILIES, TOKENS, A, B, C, ImageModel, image_model, tolerance
+
+from hybridrl.engines.rollout.draft_lengths import FixedLength
+from hybridrl.engines.rollout.entries import Entry
+from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
+from hybridrl.engines.rollout.native import NativeEngine
+from hybridrl.engines.rollout.random import stream_key
+from hybridrl.engines.rollout.speculation import Speculation
+from hybridrl.models.image_text import text_name
+from hybridrl.models.load import load_config
+
+NEW, SAMPLES = 10, 2
+PADS = [TOKENS["image_token_id"], TOKENS["video_token_id"]]
+PROMPTS = [(4, (A,), 0), (12, (), 1), (3, (B, A), 2), (4, (C,), 0)]
+Models = Callable[[str], ImageModel]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    made: dict[str, ImageModel] = {}
+
+    def model_of(family: str) -> ImageModel:
+        if family not in made:
+            made[family] = image_model(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return model_of
+
+
+class Half:
+    """Guesses two tokens of another engine's `outputs` right, and a third wrong."""
+
+    def __init__(self, outputs: dict[object, Output]) -> None:
+        self._outputs = outputs
+
+    def begin(self, request: Request) -> None: ...
+
+    def end(self, request: Request) -> None: ...
+
+    def siblings(self, request: Request) -> dict[object, list[int]]:
+        return {}
+
+    def draft(self, request: Request, most: int) -> list[int]:
+        tokens = self._outputs[request.id].token_ids[len(request.response_ids) :]
+        return [*tokens[:2], 5][:most]
+
+
+def make_engine(
+    model: ImageModel, speculation: Speculation | None = None, deterministic: bool = False
+) -> NativeEngine:
+    engine = NativeEngine(
+        load_config(str(model.path)),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_running=4,
+        block_size=4,
+        kv_cache_tokens=0,
+        max_sequence=80,
+        deterministic=deterministic,
+        speculation=speculation,
+    )
+    named = ((text_name(name), tensor) for name, tensor in model.whole.state_dict().items())
+    engine.load_weights((name, tensor) for name, tensor in named if name is not None)
+    return engine
+
+
+def requests(model: ImageModel, temperature: float = 1.0) -> list[Request]:
+    """Two samples of each prompt; the first and the last are equal but for the picture."""
+    sampling = SamplingParams(NEW, temperature=temperature)
+    made = []
+    for number, (length, images, seed) in enumerate(PROMPTS):
+        ids = model.prompt(length, images, seed)
+        for k in range(SAMPLES):
+            key = stream_key(0, number, "", k)
+            id = (number, k)
+            made.append(Request(id, ids, sampling, key, prefix=number, images=images))
+    return made
+
+
+def finished(engine: NativeEngine) -> dict[object, Output]:
+    outputs: list[Output] = []
+    while engine.unfinished:
+        outputs += engine.step()
+    return {output.id: output for output in outputs}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_generate(models: Models, family: str) -> None:
+    model = models(family)
+    engine, asked = make_engine(model), requests(model, temperature=0.0)
+    engine.submit(asked)
+    outputs = finished(engine)
+    assert engine.stats().shared_prompt_tokens > 0
+    for request in asked[::SAMPLES]:
+        ids, output = torch.tensor(request.prompt_ids), outputs[request.id]
+        inputs = model.inputs(ids, request.images)
+        made = model.whole.generate(
+            **inputs,
+            attention_mask=torch.ones_like(inputs["input_ids"]),
+            max_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=None,
+            suppress_tokens=PADS,
+        )
+        assert output.token_ids == made[0, len(ids) :].tolist()
+        whole = torch.tensor([*request.prompt_ids, *output.token_ids])
+        with torch.no_grad():
+            wanted = model.log_probs(whole, request.images, NEW)
+        got = torch.tensor(output.log_probs)
+        torch.testing.assert_close(got, wanted, atol=tolerance(family), rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(
+    "way", ["parked", "with its cache", "with drafts", "without shared prompts"]
+)
+def test_what_moves_a_sample_changes_no_token(models: Models, family: str, way: str) -> None:
+    model = models(family)
+    engine = make_engine(model)
+    engine.submit(requests(model))
+    wanted = finished(engine)
+    assert len({tuple(output.token_ids) for output in wanted.values()}) == len(wanted)
+
+    drafting = Speculation(Half(wanted), FixedLength(3)) if way == "with drafts" else None
+    other = make_engine(model, drafting)
+    asked = requests(model)
+    if way == "without shared prompts":
+        for request in asked:
+            request.prefix = None
+    other.submit(asked)
+    if way in ("parked", "with its cache"):
+        for _ in range(4):
+            other.step()
+        ids = [request.id for request in asked]
+        parked = pickle.loads(pickle.dumps(other.park(ids, with_kv=way == "with its cache")))
+        other = make_engine(model)
+        other.submit(parked)
+    got = finished(other)
+    assert {id: x.token_ids for id, x in got.items()} == {
+        id: x.token_ids for id, x in wanted.items()
+    }
+    if way == "with drafts":
+        assert other.stats().accepted_tokens > 0 < other.stats().refused_drafts
+    if way == "with its cache":
+        assert other.stats().restored_tokens > 0
+
+
+def test_strict_samples_are_replayed_bit_for_bit(models: Models) -> None:
+    model = models("qwen3_vl")
+    engine = make_engine(model, deterministic=True)
+    engine.submit(requests(model))
+    wanted = finished(engine)
+    engine.submit(requests(model))
+    for _ in range(4):
+        engine.step()
+    engine.submit(engine.park([request.id for request in requests(model)]))
+    again = finished(engine)
+    assert {id: x.log_probs for id, x in again.items()} == {
+        id: x.log_probs for id, x in wanted.items()
+    }
+
+
+def test_a_turn_goes_on_behind_a_reply(models: Models) -> None:
+    """As one prompt with the turn and the reply: rotary positions go on through both."""
+    model = models("qwen3_vl")
+    first = requests(model)[0]
+    first.sampling = SamplingParams(NEW, temperature=0.0, max_turn_tokens=3)
+    engine = make_engine(model)
+    engine.submit([first])
+    while not (turns := engine.take_turns()):
+        engine.step()
+    engine.answer(first.id, [5, 6])
+    while not engine.take_turns():
+        engine.step()
+    output = engine.answer(first.id, None)
+    assert output is not None
+    made = [*turns[0].token_ids, 5, 6]
+    assert output.token_ids[: len(made)] == made
+    whole = torch.tensor([*first.prompt_ids, *output.token_ids])
+    with torch.no_grad():
+        wanted = model.log_probs(whole, first.images, 3)
+    torch.testing.assert_close(torch.tensor(output.log_probs[-3:]), wanted, atol=1e-5, rtol=0)
+
+
+def test_a_prompt_is_not_shared_with_another_picture(models: Models) -> None:
+    model = models("qwen3_vl")
+    one, other = copy.copy(requests(model)[0]), copy.copy(requests(model)[-1])
+    assert one.prompt_ids == other.prompt_ids
+    one.prefix = other.prefix = "a"
+    with pytest.raises(ValueError, match="names two different prompts"):
+        make_engine(model).submit([one, other])
+    alone = {}
+    for request in (one, other):
+        engine = make_engine(model)
+        engine.submit([request])
+        alone |= finished(engine)
+    assert alone[one.id].log_probs != alone[other.id].log_probs
+
+
+def test_later_tokens_at_their_numbers_are_wrong(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault that `test_tokens_are_those_of_generate` must see."""
+    model = models("qwen3_vl")
+    monkeypatch.setattr(Entry, "delta", 0)
+    engine, asked = make_engine(model), requests(model, temperature=0.0)
+    engine.submit(asked[:1])
+    output = finished(engine)[asked[0].id]
+    whole = torch.tensor([*asked[0].prompt_ids, *output.token_ids])
+    with torch.no_grad():
+        wanted = model.log_probs(whole, asked[0].images, NEW)
+    assert float((torch.tensor(output.log_probs) - wanted).abs().max()) > 1e-3

@@ -1,0 +1,130 @@
+"""Packed rows of samples with and without images, against each sample alone in transformers."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from image_prompts import FAMILIES, A, B, C, ImageModel, image_model, tolerance
+from transformers import AutoModelForCausalLM
+
+from hybridrl.config import Attention
+from hybridrl.engines.probe import compare_gradients
+from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.engines.train.packed import PackedBatch, PackedModel, pack
+from hybridrl.models import packed_attention
+from hybridrl.models.image_text import text_name
+from hybridrl.models.load import load_config
+from hybridrl.models.recurrent import use_batches
+from hybridrl.models.stages import prepare_training, whole
+
+Models = Callable[[str], tuple[ImageModel, PackedModel]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    made: dict[str, tuple[ImageModel, PackedModel]] = {}
+
+    def model_of(family: str) -> tuple[ImageModel, PackedModel]:
+        if family not in made:
+            model = image_model(family, tmp_path_factory.mktemp(family))
+            text = AutoModelForCausalLM.from_config(
+                load_config(str(model.path)), attn_implementation=packed_attention.NAME
+            )
+            named = {text_name(name): tensor for name, tensor in model.whole.state_dict().items()}
+            text.load_state_dict({name: x for name, x in named.items() if name is not None})
+            use_batches(text)
+            made[family] = model, PackedModel(whole(prepare_training(text)))
+        return made[family]
+
+    return model_of
+
+
+def samples(model: ImageModel) -> list[TrainSequence]:
+    """Prompts with an image, two, none; two that are equal but for the picture, and a group."""
+    prompts = [(4, (A,), 0), (12, (), 1), (3, (B, A), 2), (4, (C,), 0), (4, (A,), 0)]
+    made = []
+    for number, (length, images, seed) in enumerate(prompts):
+        prompt = model.prompt(length, images, seed)
+        response = torch.randint(3, 59, (5,), generator=torch.Generator().manual_seed(number))
+        made.append(TrainSequence(torch.tensor([*prompt, *response.tolist()]), 5, images=images))
+    return made
+
+
+def row_of(
+    model: ImageModel, sequences: list[TrainSequence], shares_prompts: bool = False
+) -> PackedBatch:
+    return pack(
+        sequences,
+        Attention.torch,
+        torch.device("cpu"),
+        total_tokens=160,
+        shares_prompts=shares_prompts,
+        tower=lambda: model.tower,
+    )
+
+
+def log_probs(packed: PackedModel, row: PackedBatch) -> list[torch.Tensor]:
+    """Those of each sequence, in the order of the caller's."""
+    values, _ = packed(row.ids, row)
+    pieces = dict(zip(row.order, values.split(row.counts), strict=True))
+    return [pieces[number] for number in range(len(pieces) - (-1 in pieces))]
+
+
+@pytest.mark.parametrize(
+    ("family", "shares_prompts"),
+    [*((family, False) for family in FAMILIES), ("qwen3_vl", True), ("qwen3_vl_moe", True)],
+)
+def test_rows_are_each_sample_alone(models: Models, family: str, shares_prompts: bool) -> None:
+    model, packed = models(family)
+    sequences = samples(model)
+    weights = [torch.randn(5, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    wanted = [model.log_probs(x.ids, x.images, 5) for x in sequences]
+    row = row_of(model, sequences, shares_prompts)
+    assert (row.num_shared > 0) == shares_prompts
+    got = log_probs(packed, row)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=tolerance(family), rtol=0)
+    for module in (model.whole, packed):
+        module.zero_grad()
+    for values in (got, wanted):
+        (torch.cat(values) * torch.cat(weights)).sum().backward()
+    of_whole = {
+        own: p.grad
+        for name, p in model.whole.named_parameters()
+        if p.grad is not None and (own := text_name(name)) is not None
+    }
+    own = {name: p.grad for name, p in packed.model.named_parameters()}
+    assert compare_gradients(own, of_whole) is None
+    assert all(p.grad is None for p in model.tower._model.parameters())
+
+
+def test_exchanged_pictures_change_these_two_alone(models: Models) -> None:
+    model, packed = models("qwen3_vl")
+    sequences = samples(model)
+    exchanged = list(sequences)
+    exchanged[0], exchanged[3] = (
+        replace(sequences[0], images=(C,)),
+        replace(sequences[3], images=(A,)),
+    )
+    before, after = (log_probs(packed, row_of(model, x)) for x in (sequences, exchanged))
+    moved = [float((a - b).detach().abs().max()) for a, b in zip(before, after, strict=True)]
+    assert min(moved[0], moved[3]) > 1e-2
+    assert max(moved[1], moved[2], moved[4]) < 1e-6
+
+
+@pytest.mark.parametrize("fault", ["positions of one number", "no DeepStack", "other features"])
+def test_a_fault_is_seen(models: Models, fault: str) -> None:
+    """What `test_rows_are_each_sample_alone` must not pass."""
+    model, packed = models("qwen3_vl")
+    sequences = samples(model)
+    row = row_of(model, sequences)
+    assert row.images is not None
+    if fault == "positions of one number":
+        row = replace(row, position_ids=row.position_ids[0])
+    elif fault == "no DeepStack":
+        row = replace(row, images=replace(row.images, features=row.images.features[:, :1]))
+    else:
+        row = replace(row, images=replace(row.images, features=row.images.features.flip(0)))
+    got, wanted = log_probs(packed, row)[0], model.log_probs(sequences[0].ids, (A,), 5)
+    assert float((got - wanted).detach().abs().max()) > 1e-3
