@@ -48,7 +48,7 @@ class ImageModel:
         return inputs
 
     def log_probs(self, ids: torch.Tensor, images: Images, response: int) -> torch.Tensor:
-        """Those of the last `response` of the `ids`, [response], with gradients."""
+        """Return those of the last `response` of the `ids`, [response], with gradients."""
         logits = self.whole(**self.inputs(ids, images), use_cache=False).logits[0, :-1]
         of_tokens = logits.float().log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
         return of_tokens[len(of_tokens) - response :]

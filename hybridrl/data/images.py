@@ -63,11 +63,11 @@ class PromptImages:
         UnusableRowError for one that is missing or cannot be read.
         """
         column = record.row.get(COLUMN)
-        given = [] if column is None else list(column) if _is_list(column) else [column]
+        images = [] if column is None else list(column) if _is_list(column) else [column]
         question, parts = _as_marks(record.question)
-        if not given and not parts:
+        if not images and not parts:
             return record
-        files = [_file_of(image, folders) for image in given]
+        files = [_file_of(image, folders) for image in images]
         if parts:
             rest = iter(files)
             files = [_file_of(x, folders) if x is not None else next(rest, None) for x in parts]
@@ -171,13 +171,13 @@ def _as_marks(question: Any) -> tuple[Any, list[Any]]:
             messages.append(message)
             continue
         texts = []
-        for part, kind in zip(content, kinds, strict=True):
+        for piece, kind in zip(content, kinds, strict=True):
             if kind in _PARTS:
                 names = kind, "image", "url", "path"
-                parts.append(next((part[name] for name in names if part.get(name)), None))
+                parts.append(next((piece[name] for name in names if piece.get(name)), None))
                 texts.append(MARK)
             else:
-                texts.append(part["text"] if isinstance(part, Mapping) else str(part))
+                texts.append(piece["text"] if isinstance(piece, Mapping) else str(piece))
         messages.append({**message, "content": "".join(texts)})
     return (messages, parts) if parts else (question, [])
 

@@ -101,7 +101,7 @@ def shapes(
         pen = ImageDraw.Draw(picture)
         for (x, y), color in zip(draw.sample(cells, len(kinds)), kinds, strict=True):
             x, y, shade = x + draw.randrange(3), y + draw.randrange(3), draw.uniform(0.7, 1)
-            fill = tuple(round(part * shade) for part in _COLORS[color])
+            fill = tuple(round(channel * shade) for channel in _COLORS[color])
             box = (x, y, x + 5, y + 5)
             match draw.randrange(3):
                 case 0:

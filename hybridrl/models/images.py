@@ -23,7 +23,7 @@ from hybridrl.models.image_text import whole_config
 
 Grid = tuple[int, int, int]
 """Patches of an image: frames, of which it has one, rows and columns."""
-Ints = npt.NDArray[np.int64]
+Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class ImageTokens:
 
         Raises ValueError where it has another number of pads than images.
         """
-        if (found := list(ids).count(self.image)) != len(grids):
-            raise ValueError(f"{found} image tokens for {len(grids)} images")
+        if (num_pads := list(ids).count(self.image)) != len(grids):
+            raise ValueError(f"{num_pads} image tokens for {len(grids)} images")
         sizes = iter(map(self.num_pads, grids))
         expanded: list[int] = []
         for id in ids:
@@ -98,9 +98,9 @@ class ImageProcessor:
                 picture = opened.convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise ValueError(f"no image that Pillow reads: {error}") from error
-        made = self._processor(images=[picture], return_tensors="np")
-        frames, rows, columns = map(int, made["image_grid_thw"][0])
-        return torch.from_numpy(made["pixel_values"]).float(), (frames, rows, columns)
+        inputs = self._processor(images=[picture], return_tensors="np")
+        frames, rows, columns = map(int, inputs["image_grid_thw"][0])
+        return torch.from_numpy(inputs["pixel_values"]).float(), (frames, rows, columns)
 
     def grid(self, image: bytes) -> Grid:
         """How many patches an image that can be read has: its header tells."""
@@ -128,9 +128,9 @@ class PlacedImages:
     """
 
     images: Images
-    rotations: Ints
+    rotations: Positions
     delta: int
-    pads: Ints
+    pads: Positions
 
     @classmethod
     def of(
@@ -143,7 +143,7 @@ class PlacedImages:
         rotations, delta = rotary_positions(len(all_ids), pads, tokens, grids)
         return cls(images, rotations, delta, pads)
 
-    def at(self, start: int, stop: int) -> Ints:
+    def at(self, start: int, stop: int) -> Positions:
         """Rotary positions [3, stop - start] of the tokens from `start` on."""
         inside = self.rotations[:, start:stop]
         behind = np.arange(max(start, self.rotations.shape[1]), stop) + self.delta
@@ -185,8 +185,8 @@ class RowImages:
 
 
 def rotary_positions(
-    num_tokens: int, pads: Ints, tokens: ImageTokens, grids: Sequence[Grid]
-) -> tuple[Ints, int]:
+    num_tokens: int, pads: Positions, tokens: ImageTokens, grids: Sequence[Grid]
+) -> tuple[Positions, int]:
     """Rotary positions [3, tokens] of a prompt with `pads` at these numbers, and the `delta`.
 
     They are those of transformers' `get_rope_index`.

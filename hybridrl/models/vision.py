@@ -55,9 +55,9 @@ class VisionTower:
             return self._kept[key]
         pixels, grid = self._processor.patches(image)
         grids = torch.tensor([grid], device=self.device)
-        made = self._model(pixels.to(self.device, self._model.dtype), grid_thw=grids)
-        deep = getattr(made, "deepstack_features", None) or ()
-        features = torch.stack([made.pooler_output, *deep], 1)
+        outputs = self._model(pixels.to(self.device, self._model.dtype), grid_thw=grids)
+        deep = getattr(outputs, "deepstack_features", None) or ()
+        features = torch.stack([outputs.pooler_output, *deep], 1)
         self._kept[key] = features
         self._kept_bytes += features.nbytes
         while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:

@@ -108,7 +108,7 @@ def test_parts_of_messages(model: Path, tmp_path: Path, own: bool) -> None:
     parts = [PART, {"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
     row: dict[str, Any] = {"answer": "1", "images": [A, B]}
     if own:
-        parts = [{**part, "image": None} for part in parts]
+        parts = [{**piece, "image": None} for piece in parts]
         parts[1]["image"], parts[3]["image"] = ({"bytes": A}, {"bytes": B})  # type: ignore[assignment]
         row = {"answer": "1"}
     row["prompt"] = [{"role": "user", "content": parts}]

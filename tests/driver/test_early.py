@@ -243,6 +243,7 @@ def test_a_step_that_fails_leaves_no_rank_behind() -> None:
         actor_pool=None,
         failures=SimpleNamespace(dead=set(), ended=[]),
         call_enter=call_enter,
+        launcher=SimpleNamespace(),
         wait=lambda calls, timeout: list(calls),
         value_of=lambda rank, call: SimpleNamespace(version=3, switch=None),
     )

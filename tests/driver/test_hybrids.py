@@ -44,9 +44,9 @@ def test_a_resumed_run_is_the_whole_one(
     train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:
     """Samples are carried over to later steps; Muon has the mixers' matrices."""
-    carried = ["schedule=partial", "schedule.over_provision=2", "schedule.max_staleness=2"]
+    partial = ["schedule=partial", "schedule.over_provision=2", "schedule.max_staleness=2"]
     saved = ["trainer.steps=4", "trainer.save_every=2", "trainer.optim.name=muon"]
-    settings = hybrid(tiny_run, *carried, *saved, "eval.sets.main.num_prompts=2")
+    settings = hybrid(tiny_run, *partial, *saved, "eval.sets.main.num_prompts=2")
     train_here(tmp_path / "run", *settings)
     copy = ended(tmp_path / "run", tmp_path / "copy", 2)
     assert len(train_here(copy, *settings, "trainer.resume=auto").steps) == 2

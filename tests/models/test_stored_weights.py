@@ -201,6 +201,7 @@ def test_what_no_parameter_is_made_of_is_refused(
         check_stored(str(tmp_path), model.config)
     files = stored_weights.weight_files(str(tmp_path))
     monkeypatch.setattr(stored_weights, "weight_files", lambda path: files)
+    monkeypatch.setattr(stored_weights, "whole_model", lambda path: None)
     check_stored("some/model", model.config)  # ranks check a hub's model
     with pytest.raises(ConfigError, match=unused):
         StoredWeights("some/model", model.config)

@@ -412,9 +412,9 @@ def _images_of(
         for job in jobs:
             if job.images is not None:
                 rotations[:, start : start + len(job.tokens)] = job.images.at(job.start, job.stop)
-                part = job.images.within(job.start, job.stop)
-                if part.start < part.stop:
-                    pads.append(job.images.pads[part] - job.start + start)
-                    parts.append((job.images.images, part))
+                of_job = job.images.within(job.start, job.stop)
+                if of_job.start < of_job.stop:
+                    pads.append(job.images.pads[of_job] - job.start + start)
+                    parts.append((job.images.images, of_job))
             start += width
     return rotations, PassImages(np.concatenate(pads), parts) if parts else None

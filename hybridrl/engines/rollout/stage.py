@@ -341,7 +341,7 @@ class RolloutStage:
         images = inputs.images
         if images is None or not self.parallel.first:
             return {"inputs_embeds": x[None]}
-        features = [self._tower().features(own)[part] for own, part in images.parts]
+        features = [self._tower().features(own)[rows] for own, rows in images.parts]
         pads = torch.from_numpy(images.pads).to(x.device)
         return RowImages(pads, torch.cat(features)).inputs(x[None])
 

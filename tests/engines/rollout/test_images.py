@@ -25,12 +25,12 @@ Models = Callable[[str], ImageModel]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    made: dict[str, ImageModel] = {}
+    models: dict[str, ImageModel] = {}
 
     def model_of(family: str) -> ImageModel:
-        if family not in made:
-            made[family] = image_model(family, tmp_path_factory.mktemp(family))
-        return made[family]
+        if family not in models:
+            models[family] = image_model(family, tmp_path_factory.mktemp(family))
+        return models[family]
 
     return model_of
 
@@ -75,14 +75,14 @@ def make_engine(
 def requests(model: ImageModel, temperature: float = 1.0) -> list[Request]:
     """Two samples of each prompt; the first and the last are equal but for the picture."""
     sampling = SamplingParams(NEW, temperature=temperature)
-    made = []
+    requests = []
     for number, (length, images, seed) in enumerate(PROMPTS):
         ids = model.prompt(length, images, seed)
         for k in range(SAMPLES):
             key = stream_key(0, number, "", k)
             id = (number, k)
-            made.append(Request(id, ids, sampling, key, prefix=number, images=images))
-    return made
+            requests.append(Request(id, ids, sampling, key, prefix=number, images=images))
+    return requests
 
 
 def finished(engine: NativeEngine) -> dict[object, Output]:
@@ -102,7 +102,7 @@ def test_tokens_are_those_of_generate(models: Models, family: str) -> None:
     for request in asked[::SAMPLES]:
         ids, output = torch.tensor(request.prompt_ids), outputs[request.id]
         inputs = model.inputs(ids, request.images)
-        made = model.whole.generate(
+        generated = model.whole.generate(
             **inputs,
             attention_mask=torch.ones_like(inputs["input_ids"]),
             max_new_tokens=NEW,
@@ -110,7 +110,7 @@ def test_tokens_are_those_of_generate(models: Models, family: str) -> None:
             eos_token_id=None,
             suppress_tokens=PADS,
         )
-        assert output.token_ids == made[0, len(ids) :].tolist()
+        assert output.token_ids == generated[0, len(ids) :].tolist()
         whole = torch.tensor([*request.prompt_ids, *output.token_ids])
         with torch.no_grad():
             wanted = model.log_probs(whole, request.images, NEW)
@@ -182,8 +182,8 @@ def test_a_turn_goes_on_behind_a_reply(models: Models) -> None:
         engine.step()
     output = engine.answer(first.id, None)
     assert output is not None
-    made = [*turns[0].token_ids, 5, 6]
-    assert output.token_ids[: len(made)] == made
+    first_turn = [*turns[0].token_ids, 5, 6]
+    assert output.token_ids[: len(first_turn)] == first_turn
     whole = torch.tensor([*first.prompt_ids, *output.token_ids])
     with torch.no_grad():
         wanted = model.log_probs(whole, first.images, 3)

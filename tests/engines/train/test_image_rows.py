@@ -23,10 +23,10 @@ Models = Callable[[str], tuple[ImageModel, PackedModel]]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    made: dict[str, tuple[ImageModel, PackedModel]] = {}
+    models: dict[str, tuple[ImageModel, PackedModel]] = {}
 
     def model_of(family: str) -> tuple[ImageModel, PackedModel]:
-        if family not in made:
+        if family not in models:
             model = image_model(family, tmp_path_factory.mktemp(family))
             text = AutoModelForCausalLM.from_config(
                 load_config(str(model.path)), attn_implementation=packed_attention.NAME
@@ -34,8 +34,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
             named = {text_name(name): tensor for name, tensor in model.whole.state_dict().items()}
             text.load_state_dict({name: x for name, x in named.items() if name is not None})
             use_batches(text)
-            made[family] = model, PackedModel(whole(prepare_training(text)))
-        return made[family]
+            models[family] = model, PackedModel(whole(prepare_training(text)))
+        return models[family]
 
     return model_of
 
@@ -43,12 +43,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 def samples(model: ImageModel) -> list[TrainSequence]:
     """Prompts with an image, two, none; two that are equal but for the picture, and a group."""
     prompts = [(4, (A,), 0), (12, (), 1), (3, (B, A), 2), (4, (C,), 0), (4, (A,), 0)]
-    made = []
+    sequences = []
     for number, (length, images, seed) in enumerate(prompts):
         prompt = model.prompt(length, images, seed)
         response = torch.randint(3, 59, (5,), generator=torch.Generator().manual_seed(number))
-        made.append(TrainSequence(torch.tensor([*prompt, *response.tolist()]), 5, images=images))
-    return made
+        sequences.append(
+            TrainSequence(torch.tensor([*prompt, *response.tolist()]), 5, images=images)
+        )
+    return sequences
 
 
 def row_of(
@@ -65,7 +67,7 @@ def row_of(
 
 
 def log_probs(packed: PackedModel, row: PackedBatch) -> list[torch.Tensor]:
-    """Those of each sequence, in the order of the caller's."""
+    """Return those of each sequence, in the order of the caller's."""
     values, _ = packed(row.ids, row)
     pieces = dict(zip(row.order, values.split(row.counts), strict=True))
     return [pieces[number] for number in range(len(pieces) - (-1 in pieces))]
