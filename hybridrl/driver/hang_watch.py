@@ -7,7 +7,7 @@ the one that has not come: stacks tell them apart.
 
 import logging
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,8 @@ OF_FILES = frozenset(
 )
 """Calls whose seconds follow from files, which no earlier call tells."""
 _LOOK_S = 1.0
+_STACKS_S = 10.0  # between two looks at stacks, which signal all ranks
+_PAUSE_S = 10.0  # without a look: the driver was busy, or the whole run was stopped
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,18 @@ class Hang:
 
 
 class HangWatch:
-    """Looks at ranks while the driver waits for them, once a second."""
+    """Looks at ranks while the driver waits for them, once a second.
+
+    A rank is late if its stretch lasts longer than `bound`. It is stuck if it is past `most` and in
+    no collective, or has been stopped for `hang_floor_s`. One that waits in a collective is stuck
+    only where all others do, too: else it waits for those that do not, however long they may take.
+    """
 
     def __init__(self, config: ClusterConfig, run_dir: Path) -> None:
         self.config, self.run_dir = config, run_dir
-        self._looked = time.monotonic()
-        self._idle_since: dict[int, tuple[float, float]] = {}  # begin of idleness, first look
+        self._looked = self._resumed = time.monotonic()
+        self._stacks_read = -_STACKS_S
+        self._stopped: dict[int, float] = {}  # since when, by rank
         self._named: set[tuple[int, float]] = set()
 
     def check(self, ranks: Sequence[int], awaited: Iterable[int]) -> Hang | None:
@@ -52,25 +60,30 @@ class HangWatch:
         now = time.monotonic()
         if not self.config.hang_factor or now - self._looked < _LOOK_S:
             return None
+        if now - self._looked > _PAUSE_S:
+            self._resumed = now
         self._looked = now
-        doing = {rank: activity.read(activity.file_of(self.run_dir, rank)) for rank in ranks}
-        waited = self._waited(doing, frozenset(awaited))
-        late = {rank for rank, (one, seconds) in waited.items() if seconds > self.bound(one)}
-        if not late:
+        activities = {rank: activity.read(activity.file_of(self.run_dir, rank)) for rank in ranks}
+        known = {rank: one for rank, one in activities.items() if one is not None}
+        busy = {rank: one for rank, one in known.items() if one.call}
+        stopped = self._stopped_ranks(known, busy.keys() | {*awaited}, now)
+        late = {rank for rank, one in busy.items() if self._seconds(one, now) > self.bound(one)}
+        if not (late or stopped) or now - self._stacks_read < _STACKS_S:
             return None
-        looks = look(self.run_dir, ranks)
-        lines, stuck = tuple(map(str, looks)), _stuck(looks, late, waited)
-        late_s = {rank: waited[rank][1] for rank in late}
-        if any(seconds > self.most(waited[rank][0]) for rank, seconds in late_s.items()):
-            first = next(one for one in looks if one.rank == stuck[0])
-            what = f"in {first.activity}" if first.activity.call else "before it takes its call"
-            reason = f"it is stuck {what}, for {max(late_s.values()):.0f} s; it {first.place}"
-            return Hang(tuple(stuck), reason, lines)
-        news = {(rank, waited[rank][0].since) for rank in late}
-        if not news <= self._named:
+        news = {(rank, known[rank].since) for rank in late} - self._named
+        over = [rank for rank in late if self._seconds(known[rank], now) > self.most(known[rank])]
+        if not (news or over or stopped):
+            return None
+        self._stacks_read = time.monotonic()
+        looks = look(self.run_dir, known)
+        lines, seen = tuple(map(str, looks)), {one.rank for one in looks}
+        stuck = stopped or self._stuck(looks, busy, over, now)
+        if stuck := [rank for rank in stuck if rank in seen]:
+            return Hang(tuple(stuck), self._reason(looks, stuck, now), lines)
+        if news:
             self._named |= news
-            text = "\n".join(lines)
-            logger.warning("nothing has ended for %.0f s:\n%s", max(late_s.values()), text)
+            seconds = max(self._seconds(known[rank], now) for rank in late)
+            logger.warning("nothing has ended for %.0f s:\n%s", seconds, "\n".join(lines))
         return None
 
     def bound(self, one: Activity) -> float:
@@ -79,43 +92,45 @@ class HangWatch:
         return min(most, self.config.start_timeout_s) if self._is_new(one) else most
 
     def most(self, one: Activity) -> float:
-        """Seconds after which a stretch of a call, or a call that is not taken, is a hang."""
-        learned = one.call and not self._is_new(one)
-        if learned or process_state(one.pid):  # a process that is stopped needs no comparison
-            longest = one.longest if learned else 0.0
-            return max(self.config.hang_floor_s, self.config.hang_factor * longest)
-        return self.config.timeout_s if one.call else self.config.start_timeout_s
+        """Seconds that a stretch of a call may last."""
+        if self._is_new(one):
+            return self.config.timeout_s
+        return max(self.config.hang_floor_s, self.config.hang_factor * one.longest)
 
     def _is_new(self, one: Activity) -> bool:
         return one.call in OF_FILES or one.times < LEARNED
 
-    def _waited(
-        self, doing: dict[int, Activity | None], awaited: frozenset[int]
-    ) -> dict[int, tuple[Activity, float]]:
-        """What ranks in a call are in, or before one that is awaited, and for how long."""
-        now, waited = time.monotonic(), {}
-        for rank, one in doing.items():
-            if one is None:
-                continue
-            if one.call or rank not in awaited:
-                self._idle_since.pop(rank, None)
-                if one.call:
-                    waited[rank] = one, one.seconds
-                continue
-            since, first = self._idle_since.get(rank, (one.since, now))
-            first = first if since == one.since else now
-            self._idle_since[rank] = one.since, first
-            waited[rank] = one, now - first
-        return waited
+    def _seconds(self, one: Activity, now: float) -> float:
+        return now - max(one.since, self._resumed)
 
+    def _stopped_ranks(
+        self, known: Mapping[int, Activity], at_work: Set[int], now: float
+    ) -> list[int]:
+        """Ranks with work to do that have been stopped for `hang_floor_s`, as far as was seen."""
+        states = {rank: process_state(one.pid) for rank, one in known.items() if rank in at_work}
+        self._stopped = {r: self._stopped.get(r, now) for r, state in states.items() if state}
+        floor = self.config.hang_floor_s
+        return [r for r, since in self._stopped.items() if now - max(since, self._resumed) > floor]
 
-def _stuck(looks: Sequence[RankLook], late: set[int], waited: Container[int]) -> list[int]:
-    """Return the ranks that the others wait for; all that are late where nothing tells them apart.
+    def _stuck(
+        self,
+        looks: Sequence[RankLook],
+        busy: Mapping[int, Activity],
+        over: Sequence[int],
+        now: float,
+    ) -> list[int]:
+        """Return ranks past their bound that wait for nobody, or all of them if nobody else works."""
+        waiting = {one.rank for one in looks if one.collective}
+        if away := [rank for rank in over if rank not in waiting]:
+            return away
+        others = [self.most(one) for rank, one in busy.items() if rank not in waiting]
+        idle = [one.rank for one in looks if one.rank not in busy]
+        most = max([*others, *[self.config.timeout_s] * bool(idle)], default=0.0)
+        return [rank for rank in over if self._seconds(busy[rank], now) > most]
 
-    A rank that has not come to a collective may be within its own bound: it is in another call, or
-    does not take one.
-    """
-    stopped = [one.rank for one in looks if one.state]
-    away = [one.rank for one in looks if one.rank in late and not one.collective]
-    others = [one.rank for one in looks if one.rank in waited and not one.collective]
-    return stopped or away or others or sorted(late)
+    def _reason(self, looks: Sequence[RankLook], stuck: Sequence[int], now: float) -> str:
+        first = next(one for one in looks if one.rank == stuck[0])
+        what = f"in {first.activity}" if first.activity.call else "before it takes its call"
+        since = max(first.activity.since, self._resumed)
+        all_of = f" as ranks {', '.join(map(str, stuck))} are" if len(stuck) > 1 else ""
+        return f"it is stuck{all_of} {what}, for {now - since:.0f} s; it {first.place}"

@@ -162,6 +162,12 @@ class WorkerGroup:
             self._end_stuck(calls.values())
         return ended
 
+    def _watched_value(self, rank: int, call: Reference[Answer]) -> Answer:
+        """Wait for a call of a rank; raises its failure, and that the rank is stuck."""
+        while not self.wait({call: rank}):
+            pass
+        return self.value_of(rank, call)
+
     def _end_stuck(self, awaited: Iterable[int]) -> None:
         hang = self.watch.check(self.living(range(self.size)), awaited)
         if hang is None:
@@ -203,7 +209,7 @@ class WorkerGroup:
         calls: list[Reference[RankDescription]] = []
         for name, pool in self.pools.items():
             (listening,) = self._ranks[pool.ranks[0]].same(BaseWorker.listen)
-            host, port = self.value_of(pool.ranks[0], listening)
+            ((host, port),) = self.gather([listening], pool.ranks[0])
             calls += pool.calls.same(BaseWorker.setup, host, port, sizes.get(name))
         answers = self.gather(calls)
         processes = [answer.process for answer in answers]
@@ -235,7 +241,7 @@ class WorkerGroup:
         """Every node once, as the first of its ranks sees it."""
         firsts = sorted(self._first_rank_on.values())
         calls = {rank: self._ranks[rank].same(BaseWorker.node_info)[0] for rank in firsts}
-        return [self.value_of(rank, call) for rank, call in calls.items()]
+        return [self._watched_value(rank, call) for rank, call in calls.items()]
 
     def begin(
         self, graphs: Mapping[str, Graph], training: Mapping[str, Training], publishes: bool
@@ -332,7 +338,7 @@ class WorkerGroup:
             rank: self._ranks[rank].per_rank(SampleWorker.save_pending, [path], [share])[0]
             for rank, share in shares.items()
         }
-        answers = [self.value_of(rank, call) for rank, call in calls.items()]
+        answers = [self._watched_value(rank, call) for rank, call in calls.items()]
         return {id for lost in answers for id in lost}
 
     def load_pending(self, path: str, shares: Mapping[int, tuple[PendingRecord, ...]]) -> list[Any]:
@@ -352,12 +358,13 @@ class WorkerGroup:
             for rank, ids in by_rank.items()
         }
         for rank, call in calls.items():
-            self.value_of(rank, call)
+            self._watched_value(rank, call)
 
     def close(self) -> None:
         """End child processes and the ranks."""
         for pool in self.pools.values():
             self._gather_living(self._same(pool, BaseWorker.close))
+        shutil.rmtree(Path(self.config.run.dir) / activity.FOLDER, ignore_errors=True)
         self.kill()
 
     # -- one rank, not blocking ----------------------------------------------------------------

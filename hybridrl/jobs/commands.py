@@ -22,7 +22,7 @@ from hybridrl.runtime import slurm
 from hybridrl.runtime.errors import JobError
 from hybridrl.system.activity import FOLDER
 from hybridrl.system.owned_folder import temporary_folder
-from hybridrl.system.rank_looks import ENDED, look, process_state, recorded_ranks
+from hybridrl.system.rank_looks import look, recorded_ranks
 from hybridrl.telemetry.log import command_log
 
 logger = logging.getLogger(__name__)
@@ -284,8 +284,7 @@ def cancel(args: Sequence[str]) -> Iterator[str]:
 
 def _live_ranks(run_dir: Path) -> list[int]:
     """The ranks of a run that have a process on this node."""
-    looks = look(run_dir, recorded_ranks(run_dir), stacks=False)
-    return [one.rank for one in looks if process_state(one.activity.pid) != ENDED]
+    return [one.rank for one in look(run_dir, recorded_ranks(run_dir), stacks=False)]
 
 
 def _ray_status(run_dir: Path) -> str:

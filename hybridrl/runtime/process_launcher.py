@@ -41,6 +41,7 @@ from hybridrl.workers.dispatch import Dispatch, dispatched_methods, runs_concurr
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_KILLED_S = 10.0  # one in the kernel, on a dead file system, say, ends when that answers
 FORK_SERVER_IMPORTS = ("hybridrl.runtime.fork_server", "ray.cloudpickle")
 _Answer = tuple[Any, Exception | None, str]
 
@@ -276,7 +277,7 @@ class _ChildRank:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.join()
+        self._process.join(_KILLED_S)
         self._calls.put(None)
 
 

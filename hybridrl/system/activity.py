@@ -1,4 +1,4 @@
-"""What a rank is in, and since when, for other processes to read while it is in it.
+"""What a rank is in, and since when, for other processes of its node to read while it is in it.
 
 A rank keeps one record in a file that it has mapped: to write it is a copy in memory. So a reader
 needs no answer of the rank, which may be stopped, or in a C call that holds the interpreter. For
@@ -9,23 +9,28 @@ long a stretch has taken before bounds how long it may take (`Activity.longest`)
 """
 
 import faulthandler
+import hashlib
+import logging
 import mmap
 import os
 import signal
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
 
 FOLDER = ".ranks"
 """In the directory of a run: the record of each rank, and its stacks."""
 STACK_SIGNAL = signal.SIGUSR2
-_RECORD = struct.Struct("<QqdddQ40s40sqQ")
-_KEPT = 32  # seconds of a stretch that are kept
+_RECORD = struct.Struct("<Q16sqqQdddQ40s40sqQ")
+_DECAY = 0.999  # of the longest seconds, a stretch: what a first step took is forgotten in time
 _NEVER_TORN = 100  # a writer takes a microsecond
 
 
@@ -35,10 +40,11 @@ class Activity:
 
     Times are `time.monotonic` of the node. `times` and `longest` are of this stretch of such calls:
     how often it has ended, and the most seconds it has taken of late. A rank that waits for a call
-    has an empty `call`.
+    has an empty `call`; so has one that runs user code beside its calls. `thread` runs its calls.
     """
 
     pid: int
+    thread: int
     call: str
     stretch: str
     number: int
@@ -64,7 +70,6 @@ class _Kind:
 
     def __init__(self, call: str, stretch: str) -> None:
         self.names = call.encode()[:40], stretch.encode()[:40]
-        self.seconds: deque[float] = deque(maxlen=_KEPT)
         self.times, self.longest = 0, 0.0
 
 
@@ -72,14 +77,18 @@ class ActivityRecord:
     """The writer's side: one for the process, whose main work alone is recorded."""
 
     def __init__(self, path: Path) -> None:
-        """Make the file `path`, and have `STACK_SIGNAL` append the stacks of all threads to it."""
+        """Make the file `path`; `STACK_SIGNAL` appends the stacks of all threads to another.
+
+        Raises OSError where it cannot be made or mapped.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w+b") as file:
-            file.truncate(_RECORD.size)
+            os.posix_fallocate(file.fileno(), 0, _RECORD.size)  # a full disk raises here, not later
             self._memory = mmap.mmap(file.fileno(), _RECORD.size)
         self._stacks = stacks_of(path).open("wb")
         faulthandler.register(STACK_SIGNAL, self._stacks, all_threads=True, chain=False)
-        self._pid, self._thread, self._writes = os.getpid(), threading.get_ident(), 0
+        self._process = _node(), os.getpid(), _start_of(os.getpid())
+        self._thread, self._writes = threading.get_ident(), 0
         self._kinds = {("", ""): _Kind("", "")}
         self._call, self._kind = "", self._kinds["", ""]
         self._call_since = self._since = time.monotonic()
@@ -101,8 +110,7 @@ class ActivityRecord:
 
     def _enter(self, stretch: str, number: int, now: float) -> None:
         ended = self._kind  # this is on the path of every pass: few calls of Python
-        ended.seconds.append(now - self._since)
-        ended.longest = max(ended.seconds)
+        ended.longest = max(now - self._since, _DECAY * ended.longest)
         ended.times += 1
         key = self._call, stretch
         if key not in self._kinds:
@@ -110,8 +118,8 @@ class ActivityRecord:
         kind = self._kind = self._kinds[key]
         self._since, self._writes = now, self._writes + 1
         _RECORD.pack_into(
-            self._memory, 0, self._writes, self._pid, self._call_since, now, kind.longest,
-            kind.times, *kind.names, number, self._writes,
+            self._memory, 0, self._writes, *self._process, self._thread, self._call_since, now,
+            kind.longest, kind.times, *kind.names, number, self._writes,
         )  # fmt: skip
 
 
@@ -119,9 +127,12 @@ _own: ActivityRecord | None = None
 
 
 def record_to(path: Path) -> None:
-    """Record this process's activity in the file `path` from now on."""
+    """Record this process's activity in the file `path` from now on, if it can be made."""
     global _own
-    _own = ActivityRecord(path)
+    try:
+        _own = ActivityRecord(path)
+    except OSError as error:
+        logger.warning("nobody sees what this rank is in: %s", error)
 
 
 @contextmanager
@@ -154,23 +165,51 @@ def stacks_of(path: Path) -> Path:
 
 
 def read(path: Path) -> Activity | None:
-    """What the rank with this record is in; None where there is none that can be read."""
+    """What the rank with this record is in; None unless its process lives on this node.
+
+    A number of a process is not enough: another node, or a container, has other processes of the
+    same numbers, and so has this one later.
+    """
+    data = _stable(path)
+    if data is None:
+        return None
+    _, node, pid, start, thread, call_since, since, longest, times, *names, number, _ = data
+    if node != _node() or start != _start_of(pid):
+        return None
+    call, stretch = (name.rstrip(b"\0").decode(errors="replace") for name in names)
+    return Activity(pid, thread, call, stretch, number, call_since, since, times, longest)
+
+
+def _stable(path: Path) -> tuple[Any, ...] | None:
+    """The fields of a record, not amid a write; None where there are none."""
     try:
         with path.open("rb", buffering=0) as file:
             for _ in range(_NEVER_TORN):
                 data = os.pread(file.fileno(), _RECORD.size, 0)
                 if len(data) < _RECORD.size:
                     return None
-                first, pid, call_since, since, longest, times, call, stretch, number, last = (
-                    _RECORD.unpack(data)
-                )
-                if first == last:
-                    names = _text(call), _text(stretch)
-                    return Activity(pid, *names, number, call_since, since, times, longest)
+                fields = _RECORD.unpack(data)
+                if fields[0] == fields[-1] and fields[0]:
+                    return fields
     except OSError:
         pass
     return None
 
 
-def _text(name: bytes) -> str:
-    return name.rstrip(b"\0").decode(errors="replace")
+@cache
+def _node() -> bytes:
+    """What tells this node, since it was booted, and this container from all others."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        space = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return bytes(16)
+    return hashlib.blake2b(boot + str(space).encode(), digest_size=16).digest()
+
+
+def _start_of(pid: int) -> int:
+    """When a process began, in ticks since the node was booted; -1 where there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return -1

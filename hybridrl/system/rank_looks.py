@@ -17,10 +17,10 @@ _POLL_S = 0.02
 _INNER = 4  # functions of torch between its collectives and C
 _DUMP = re.compile(r"^(?:Current thread|Thread) ", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
-ENDED = "has ended"
-_STATES = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "Z": ENDED}
+_STATES = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "Z": "has ended"}
 _DISTRIBUTED = "torch/distributed/"
-_WAITS = (".wait(", "dist.")  # in a line of code that waits for other ranks
+_WAITS = (".wait(", "dist.", ".item()", ".tolist()", ".cpu()", "synchronize(")
+"""What a line of code has that waits for other ranks, or for the GPU, which waits for them."""
 _OWN = str(Path(__file__).parents[1])
 
 
@@ -112,7 +112,7 @@ def process_state(pid: int) -> str:
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return ENDED
+        return _STATES["Z"]
     return _STATES.get(text.rpartition(")")[2].split()[0], "")
 
 
@@ -131,21 +131,19 @@ def _stacks(run_dir: Path, ranks: Mapping[int, Activity]) -> dict[int, tuple[Fra
         time.sleep(_POLL_S)
         for rank in before.keys() - stacks_by_rank.keys():
             with suppress(OSError):
-                text = files[rank].read_bytes()[before[rank] :].decode(errors="replace")
+                with files[rank].open("rb") as file:
+                    file.seek(before[rank])
+                    text = file.read().decode(errors="replace")
                 if text and text == read.get(rank):  # all of it is there
-                    stacks_by_rank[rank] = stack_of_call(text, ranks[rank].call)
+                    stacks_by_rank[rank] = stack_of(text, ranks[rank].thread)
                 read[rank] = text
     return stacks_by_rank
 
 
-def stack_of_call(text: str, call: str) -> tuple[Frame, ...]:
-    """Choose the thread that runs `call` from what `faulthandler` wrote; the last one if none does.
-
-    The main thread is the last one that it writes.
-    """
-    threads = [
-        tuple(Frame(m["file"], int(m["line"]), m["name"]) for m in _FRAME.finditer(dump))
-        for dump in _DUMP.split(text)[1:]
-    ]
-    calling = [stack for stack in threads if call and any(frame.name == call for frame in stack)]
-    return (calling or threads or [()])[-1]
+def stack_of(text: str, thread: int) -> tuple[Frame, ...]:
+    """The stack of a thread in what `faulthandler` wrote; empty where it is not there."""
+    for dump in _DUMP.split(text)[1:]:
+        number = dump.partition(" ")[0]
+        if int(number, 16) == thread:
+            return tuple(Frame(m["file"], int(m["line"]), m["name"]) for m in _FRAME.finditer(dump))
+    return ()

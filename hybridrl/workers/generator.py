@@ -264,12 +264,13 @@ class Generator:
         engine = self.engine
         while steps < num_decode_steps and self.unfinished and not (call and call.call_is_done):
             if steps % _MARKED_STEPS == 0:
-                mark("decode", steps)
+                mark("decode" if steps else "admit and decode", steps)
             outputs += [(output, None) for output in engine.step()]
             ended += engine.take_turns()
             steps += 1
             if ended and not equal and enough_turns * len(ended) >= self.unfinished:
                 break
+        mark("hand on")
         copies = [self._copies()] if any(isinstance(c, CopyTokens) for c in commands) else []
         told: list[HeldTurn] = []
         # Copies, and parking, have collected the last step's tokens.

@@ -1,6 +1,8 @@
 """Ranks that are stuck: what each is in, and which ones the others wait for."""
 
 import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
@@ -68,41 +70,104 @@ def test_the_rank_that_others_wait_for_is_named(
     assert f"rank 1, pid {ranks[1].pid}: update, forward 2; for " in stuck
 
 
-@pytest.mark.parametrize("ranks", ["asleep"], indirect=True)
+@pytest.mark.parametrize("ranks", ["new"], indirect=True)
 def test_a_stretch_that_is_new_is_named_and_goes_on(
-    ranks: Sequence[BaseProcess],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    ranks: Sequence[BaseProcess], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("hybridrl.driver.hang_watch.LEARNED", 9)
-    watch = HangWatch(config(start_s=1.0), tmp_path)
+    """One rank is past its bound, since it waits for one that compiles for the first time."""
+    watch = HangWatch(config(3.0, start_s=2.0), tmp_path)
     until = time.monotonic() + ENDS_S
     while not caplog.records and time.monotonic() < until:
-        assert watch.check([0, 1], []) is None
+        assert watch.check([0, 1], [0, 1]) is None
         time.sleep(0.05)
+    waits = read(file_of(tmp_path, 0))
+    assert waits is not None
+    assert waits.seconds > watch.most(waits)
     (record,) = caplog.records
-    assert "rank 0" in record.getMessage()
-    assert "rank 1" in record.getMessage()
+    assert "waits for others in all_reduce" in record.getMessage()
+    assert "update, compile" in record.getMessage()
     time.sleep(1.1)
-    assert watch.check([0, 1], []) is None  # it has been said
-    assert len(caplog.records) == 1
+    assert watch.check([0, 1], [0, 1]) is None
+    assert len(caplog.records) == 1  # it has been said
 
 
-def test_a_call_that_is_not_taken_is_a_hang(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=activity.record_to, args=(file_of(tmp_path, 0),))
+@pytest.mark.parametrize("ranks", ["asleep"], indirect=True)
+def test_a_pause_of_the_whole_run_is_no_hang(
+    ranks: Sequence[BaseProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = HangWatch(config(3.0), tmp_path)
+    until = time.monotonic() + ENDS_S
+    while (one := read(file_of(tmp_path, 0))) is None or not one.call or one.seconds < 2:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    monkeypatch.setattr("hybridrl.driver.hang_watch._PAUSE_S", 1.0)
+    watch._looked -= 5
+    assert watch.check([0, 1], [0, 1]) is None
+    monkeypatch.undo()
+    assert first_hang(watch).stuck == (1,)
+
+
+def idle(run_dir: Path) -> None:
+    activity.record_to(file_of(run_dir, 0))
+    time.sleep(ENDS_S)
+
+
+def test_one_that_is_stopped_before_it_takes_its_call(tmp_path: Path) -> None:
+    """A rank without a call may be at user code beside them, so it is stuck if it is stopped."""
+    process = multiprocessing.get_context("fork").Process(target=idle, args=(tmp_path,))
     process.start()
-    process.join()  # its record says that it waits for a call
     watch = HangWatch(config(), tmp_path)
-    until = time.monotonic() + 2 * FLOOR_S + 1
-    while time.monotonic() < until:
-        assert watch.check([0], []) is None  # nobody waits for it
-        time.sleep(0.2)
-    hang = first_hang(watch)
+    try:
+        while read(file_of(tmp_path, 0)) is None:
+            time.sleep(0.05)
+        for _ in range(3):
+            assert watch.check([0], [0]) is None  # it does not run a call, that is all
+            time.sleep(FLOOR_S)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        for _ in range(3):
+            assert watch.check([0], []) is None  # nobody waits for it
+            time.sleep(FLOOR_S)
+        until = time.monotonic() + ENDS_S
+        while (hang := watch.check([0], [0])) is None and time.monotonic() < until:
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.join()
+    assert hang is not None
     assert hang.stuck == (0,)
     assert hang.reason.startswith("it is stuck before it takes its call, for ")
-    assert hang.reason.endswith("it has ended")
+    assert hang.reason.endswith("it is stopped by a signal")
+    assert read(file_of(tmp_path, 0)) is None  # its process has ended
+
+
+def test_records_of_other_nodes_and_processes_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have processes of the same numbers: these must get no signal."""
+    path = file_of(tmp_path, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(activity, "_node", lambda: bytes(range(16)))
+        ActivityRecord(path).begin("update")
+        assert read(path) is not None
+    assert read(path) is None
+    with monkeypatch.context() as patched:
+        patched.setattr(activity, "_start_of", lambda pid: 1)
+        ActivityRecord(path).begin("update")
+        assert read(path) is not None
+    assert read(path) is None
+    path.write_bytes(bytes(path.stat().st_size))
+    assert read(path) is None
+
+
+def test_a_rank_that_cannot_record_works_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / activity.FOLDER).write_text("a file")
+    before = activity._own
+    activity.record_to(file_of(tmp_path, 0))
+    assert activity._own is before
+    assert "nobody sees what this rank is in" in caplog.text
 
 
 def test_no_false_alarm_where_ranks_are_slow_at_random(

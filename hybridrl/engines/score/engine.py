@@ -36,6 +36,7 @@ from hybridrl.models.packed_attention import NAME
 from hybridrl.models.router_replay import KEYWORD, ExpertShape
 from hybridrl.models.shard import GenParallel, StageLink, local_model
 from hybridrl.models.vision import tower_of
+from hybridrl.system.activity import mark
 
 logger = logging.getLogger(__name__)
 
@@ -302,7 +303,8 @@ class ScoreEngine:
         row_values: list[torch.Tensor] = []
         batches: list[PackedBatch] = []
         with self._packed():
-            for row in rows:
+            for number, row in enumerate(rows):
+                mark("forward", number)
                 members = [sequences[i] for i in row]
                 batch = pack(
                     members,
