@@ -119,7 +119,7 @@ class HangWatch:
         over: Sequence[int],
         now: float,
     ) -> list[int]:
-        """Return ranks past their bound that wait for nobody, or all of them if nobody else works."""
+        """Return ranks past their bound that wait for nobody; all of them if nobody else works."""
         waiting = {one.rank for one in looks if one.collective}
         if away := [rank for rank in over if rank not in waiting]:
             return away
