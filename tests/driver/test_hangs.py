@@ -12,6 +12,7 @@ import pytest
 
 from hybridrl.jobs.commands import status
 from hybridrl.system.activity import Activity, file_of, read
+from hybridrl.system.rank_looks import process_state
 from hybridrl.telemetry.records import read_lines
 
 WATCHED = ["cluster=processes", "cluster.hang_floor_s=3", "trainer.steps=400"]
@@ -25,6 +26,8 @@ def stop(run_dir: Path, rank: int, after: int) -> Activity:
         one = read(file_of(run_dir, rank))
         if one is not None and one.call and max(steps, default=0) >= after:
             os.kill(one.pid, signal.SIGSTOP)
+            while not process_state(one.pid):
+                time.sleep(0.01)
             return one
         time.sleep(0.01)
     raise AssertionError("the run has not come so far")

@@ -118,7 +118,8 @@ class Admission:
             if request.prefix is not None and prompts.setdefault(request.prefix, prompt) != prompt:
                 raise ValueError(f"prefix {request.prefix!r} names two different prompts")
         for request in requests:
-            record, images = request.routed_experts or ExpertRecord(), self._place(request)
+            record = request.routed_experts or ExpertRecord()
+            images = self._place(request) if request.images else None
             copied = replace(
                 request,
                 prompt_ids=list(request.prompt_ids),

@@ -40,11 +40,6 @@ class PassInputs:
     images: "PassImages | None" = None
 
     @property
-    def rotary_positions(self) -> torch.Tensor:
-        """Rotary positions [tokens] of tokens that are none of an image: all three are alike."""
-        return self.positions if self.rotations is None else self.rotations[0]
-
-    @property
     def position_ids(self) -> torch.Tensor:
         """What a model takes: [1, tokens], with rotary positions [4, 1, tokens]."""
         if self.rotations is None:
@@ -97,7 +92,9 @@ class DecodeBatch:
         self._device, self._kept = device, kept
         self._states = np.array([states[slot] for slot in self.slots.tolist()] if states else [])
         self._state_batch: StateBatch | None = None
-        self._deltas = np.array([deltas.get(slot, 0) for slot in self.slots.tolist()])
+        self._deltas = None
+        if deltas:
+            self._deltas = np.array([deltas.get(slot, 0) for slot in self.slots.tolist()])
         self._cuts: list[tuple[int, int]] = []
         if kept is None:
             pages = [length // block_size + 1 for _, _, length in rows]
@@ -115,7 +112,7 @@ class DecodeBatch:
             arrays["uniforms"] = uniforms
         if self._tokens.device.type != self._device.type:
             arrays["tokens"] = self._tokens.numpy()
-        if self._deltas.any():
+        if self._deltas is not None:
             arrays["rotations"] = np.broadcast_to(
                 self.positions + self._deltas, (3, len(self.positions))
             )

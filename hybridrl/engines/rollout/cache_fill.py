@@ -173,7 +173,8 @@ class CacheFiller:
     ) -> DecodeBatch:
         """Rows (request, slot, length) of these `entries` that decode together."""
         sizes = self._block_size, self._vocab_size
-        states, deltas = {e.slot: e.state for e in entries}, {e.slot: e.delta for e in entries}
+        states = {e.slot: e.state for e in entries}
+        deltas = {e.slot: e.delta for e in entries if e.images is not None}
         return DecodeBatch(rows, *sizes, self._device, kept, states, deltas)
 
     # Experts

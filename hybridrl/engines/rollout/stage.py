@@ -275,7 +275,9 @@ class RolloutStage:
         if self.decoder is not None:
             for layer in self._replaying:
                 layer.take(routing)
-            hidden = self.decoder(inputs.paged, x, inputs.rotary_positions)
+            rotations = inputs.rotations  # of tokens that are none of an image: all are alike
+            positions = inputs.positions if rotations is None else rotations[0]
+            hidden = self.decoder(inputs.paged, x, positions)
         else:
             hidden = self._module(inputs, x, routing)
         self._pass_on(hidden)
