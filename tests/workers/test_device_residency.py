@@ -230,7 +230,8 @@ def engine_of_vllm(log: list[str]) -> VLLMEngine:
     scheduler = SimpleNamespace(get_request_counts=lambda: (0, 0))
     tensors = {"weight": torch.zeros(1)}
     attributes: dict[str, Any] = {
-        "_by_key": {}, "_ended": [], "_entries": {}, "_counts": Counter(), "_asleep": False, "_has_cache": True,
+        "_by_key": {}, "_ended": [], "_num_loads": 0, "_entries": {}, "_counts": Counter(),
+        "_asleep": False, "_has_cache": True,
         "_kv_bytes_per_token": 1, "_limits": SimpleNamespace(num_blocks=1),
         "_core": SimpleNamespace(scheduler=scheduler),
         "_pool": SimpleNamespace(get_num_free_blocks=lambda: 1),
