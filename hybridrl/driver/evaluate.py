@@ -155,9 +155,10 @@ class HeldOutEvaluation:
             guest.start(step)
             result = yield guest
             try:
-                metrics = _metrics(self.config, name, graph, result, step, self.record)
+                # What has failed in its environment has left, and its judge is not to blame.
                 if self.executor.episodes is not None:
                     self.executor.episodes.check(f"the evaluation of {name}", graph)
+                metrics = _metrics(self.config, name, graph, result, step, self.record)
             except (EnvironmentFailed, JudgeFailed) as error:  # amid a step of training
                 self._failure = error
             guest.release()
@@ -263,6 +264,8 @@ def evaluate(
                 logger.warning("the evaluation of %s begins again: %s", name, died)
                 executor.discard()
                 schedule.release()
+                if executor.episodes is not None:
+                    executor.episodes.forget(graph)
     metrics = _metrics(config, name, graph, result, step, record)
     schedule.release()
     return metrics

@@ -518,8 +518,8 @@ class VLLMEngine:
                 self._add(entry)
 
     def _check_parked(self, what: str) -> None:
-        stats = self.stats()
-        busy = stats.running + stats.held
+        _, waiting = self._core.scheduler.get_request_counts()
+        busy = len(self._entries) - waiting  # outputs that no step has returned hold nothing
         assert not busy, f"{what} while requests run or are held: park them first"
         self._queue.drain()
 
