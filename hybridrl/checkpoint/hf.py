@@ -38,8 +38,9 @@ from hybridrl.layout.process_groups import warm_up
 from hybridrl.layout.transfer_rounds import BUCKET_BYTES
 from hybridrl.models.hub_names import HubNames
 from hybridrl.models.image_text import (
+    PROCESSORS,
     KeptTensors,
-    processor_files,
+    copy_processor_file,
     whole_config,
     whole_model,
     whole_name,
@@ -102,8 +103,8 @@ def _save_hf(
     opened = ExitStack()
     try:
         with _on_all_ranks(path):
-            whole = None if classifier else whole_model(config.name_or_path)
-            if whole is not None:
+            if not classifier and hasattr(config, "whole_type"):
+                whole = _whole(config)
                 kept = opened.enter_context(_stored(config)).kept()
         hub = HubNames(model, whole, kept)
         shares = shares_of(hub, engine.shapes(), buffers | kept.empty(), engine.layout, compute)
@@ -142,6 +143,15 @@ def _save_hf(
     return missing
 
 
+def _whole(config: PretrainedConfig) -> PreTrainedModel:
+    """The image model whose text part trains; raises OSError where it is gone."""
+    whole = whole_model(config.name_or_path)
+    if whole is None:
+        problem = f"{config.name_or_path} is no {config.whole_type} any more"
+        raise OSError(errno.ENOENT, problem)
+    return whole
+
+
 def _stored(config: PretrainedConfig) -> StoredWeights:
     """The weights that a run of the model began with; raises OSError where they are gone."""
     try:
@@ -177,9 +187,7 @@ def _files_of_whole(
     """The files of a model for images and text, with those of the one at `path` for its images."""
     name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__
     files = side_files(config, name, generation, dtype, tokenizer, ends)
-    for name, file in processor_files(path).items():
-        files[name] = partial(shutil.copy, file)
-    return files
+    return files | {name: partial(copy_processor_file, path, name) for name in PROCESSORS}
 
 
 @contextmanager
@@ -350,6 +358,7 @@ def _write_config(
     config = copy.deepcopy(config)
     config.dtype, config.architectures = dtype, [architecture]
     vars(config).pop("transformers_weights", None)  # where the weights were, in the model's folder
+    vars(config).pop("whole_type", None)  # of a value model, which is written alone
     config.to_json_file(directory / CONFIG_NAME)
 
 

@@ -99,19 +99,19 @@ class EmulatedEpisodes(Episodes):
 
     def _answer(self, ended: TurnEnded) -> Calling[EpisodeReply | None]:
         """The model's reply, after its wait."""
-        counts, modeled = self._counts, self._turns[ended.id]
+        modeled = self._turns[ended.id]
         turns, finish = modeled
         turn = turns[self._num_turns[ended.id]]
         self._num_turns[ended.id] += 1
-        counts.turns += 1
+        self._counts.turns += 1
         reply = reply_to(ended, turn, self._num_turns[ended.id], finish)
         rings: Reference[None] = self._sleeping.after(turn.wait_s)
         yield from answers_of({rings: _DRIVER})
         if self._turns.get(ended.id) is not modeled:  # the sample has left meanwhile
             return None
-        counts.reply_tokens += len(reply.tokens or ())
+        self._counts.reply_tokens += len(reply.tokens or ())  # of the step that it comes in
         if reply.tokens is None:
-            counts.ended += 1
+            self._counts.ended += 1
             self.end([ended.id])
         return reply
 

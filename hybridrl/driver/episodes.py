@@ -246,12 +246,11 @@ class Episodes:
         turn = ModelTurn(ended.text, ended.finish, before, tokens)
         conversation.ended, known = ended, conversation.known
         conversation.past.append(PastTurn(turn, known))
-        counts = self._counts if known is None else _StepCounts()
         self._counts.turns += not conversation.recurs
         conversation.recurs = False
         if conversation.start is None:
             assert known is not None, "an episode that was not started"
-            return self._reply(ended, conversation, known, counts)
+            return self._reply(ended, conversation, known, is_new=False)
         place, kind = self._fails.get(ended.id, (0, ""))
         if place == len(conversation.past):
             step = failed(cast(FailureKind, kind), "it has failed in the recorded run")
@@ -262,7 +261,8 @@ class Episodes:
             step = as_before(answer, known, len(conversation.past))
         conversation.past[-1] = PastTurn(turn, step)
         conversation.known = None
-        return self._reply(ended, conversation, step, self._counts if step.failure else counts)
+        is_new = known is None or step.failure is not None
+        return self._reply(ended, conversation, step, is_new)
 
     def _step(
         self, id: SampleId, conversation: _Conversation, turn: ModelTurn
@@ -302,15 +302,18 @@ class Episodes:
         ended: TurnEnded,
         conversation: _Conversation,
         step: EpisodeStep,
-        counts: _StepCounts,
+        is_new: bool,
     ) -> EpisodeReply:
-        """A step of an environment, as the sample's rank is told of it."""
+        """A step of an environment, as the sample's rank is told of it; counted if it `is_new`.
+
+        What is new counts in the step in which the environment has answered.
+        """
         if step.failure is not None:
-            return self._failed(ended.id, conversation, step, counts)
+            return self._failed(ended.id, conversation, step, is_new)
         if step.messages is None:
             # The response's limit may have cut this turn off.
             cut = ended.finish == "length" and ended.response_tokens >= conversation.most
-            return self._ended(ended.id, conversation, step, step.finish, counts, cut)
+            return self._ended(ended.id, conversation, step, step.finish, is_new, cut)
         room = conversation.most - ended.response_tokens - 1  # the next turn has a token
         most = self.config.environment.max_reply_tokens
         assert self._composer is not None
@@ -318,13 +321,13 @@ class Episodes:
             tokens, was_cut = self._composer.reply(ended.tokens, step.messages, most)
         except (ValueError, TypeError) as error:  # of its template, or its tokenizer
             reason = f"the chat template refuses the reply: {error}"
-            return self._failed(ended.id, conversation, failed("error", reason), counts)
+            return self._failed(ended.id, conversation, failed("error", reason), is_new)
         if was_cut:
             conversation.cut.add(len(conversation.past))
-            counts.cut_replies += 1
+            self._counts.cut_replies += is_new
         if len(tokens) > room:
-            return self._ended(ended.id, conversation, step, "length", counts, True)
-        counts.reply_tokens += len(tokens)
+            return self._ended(ended.id, conversation, step, "length", is_new, True)
+        self._counts.reply_tokens += len(tokens) * is_new
         return EpisodeReply(ended.id, tokens)
 
     def end(self, ids: Iterable[SampleId]) -> None:
@@ -340,8 +343,7 @@ class Episodes:
         `which` says in the error what they are of. Those of other graphs, which are made meanwhile,
         do not count.
         """
-        makers = [stage for stage in graph.stages.values() if isinstance(stage, SourceStage)]
-        ones = [self._unchecked.pop(stage.branch, _Unchecked()) for stage in makers]
+        ones = self._take_unchecked(graph)
         ended, num_failed = sum(one.ended for one in ones), sum(one.failed for one in ones)
         first = next((one.first_failure for one in ones if one.failed), "")
         most = self.config.environment.max_failed_share
@@ -351,6 +353,14 @@ class Episodes:
                 f"environment {kind}: {num_failed} of {ended} episodes of {which} have failed"
                 f" (environment.max_failed_share={most:g}); the first: {first}"
             )
+
+    def forget(self, graph: Graph) -> None:
+        """Leave what has ended of a graph out of its next `check`: its samples begin again."""
+        self._take_unchecked(graph)
+
+    def _take_unchecked(self, graph: Graph) -> list[_Unchecked]:
+        makers = [stage for stage in graph.stages.values() if isinstance(stage, SourceStage)]
+        return [self._unchecked.pop(stage.branch, _Unchecked()) for stage in makers]
 
     def spans(self) -> Iterator[BusySpan]:
         """What the processes did since the last call."""
@@ -394,7 +404,7 @@ class Episodes:
         conversation: _Conversation,
         step: EpisodeStep,
         finish: str,
-        counts: _StepCounts,
+        is_new: bool,
         out_of_tokens: bool = False,
     ) -> EpisodeReply:
         """The episode has ended, or its response is `out_of_tokens`: its sample is finished.
@@ -404,8 +414,8 @@ class Episodes:
         conversation.is_over = True
         if conversation.home is not None:
             conversation.home.call("end", id)  # passed over where the program has ended by itself
-        counts.ended += 1
-        if counts is self._counts:
+        if is_new:
+            self._counts.ended += 1
             self._unchecked[id.branch].ended += 1
         rewards = _padded(step.rewards, len(conversation.past))
         scalars = {
@@ -419,7 +429,7 @@ class Episodes:
         return EpisodeReply(id, None, finish, rewards, scalars)
 
     def _failed(
-        self, id: SampleId, conversation: _Conversation, step: EpisodeStep, counts: _StepCounts
+        self, id: SampleId, conversation: _Conversation, step: EpisodeStep, is_new: bool
     ) -> EpisodeReply:
         """The episode has failed: its sample is dropped, or has earned nothing.
 
@@ -427,13 +437,15 @@ class Episodes:
         """
         assert step.failure is not None
         task = conversation.item.prompt
-        counts.failures[step.failure] += 1
-        if counts is self._counts:
+        failures = self._counts.failures
+        if is_new:
+            failures[step.failure] += 1
             unchecked = self._unchecked[id.branch]
             unchecked.failed += 1
             if unchecked.failed == 1:
                 unchecked.first_failure = f"{step.error} (task {task[:60]!r})"
-        is_first = counts.failures[step.failure] == 1  # of its kind and step: the log stays short
+        # The log has the first of its kind and step: it stays short.
+        is_first = is_new and failures[step.failure] == 1
         level = logging.WARNING if is_first else logging.DEBUG
         logger.log(
             level, "the episode of sample %s has failed (%s): %s", id, step.failure, step.error
@@ -442,7 +454,7 @@ class Episodes:
         # What the model has read is not what a client that rewrites it has seen.
         drops = self.config.environment.on_failure is OnFailure.drop or step.failure == "rewritten"
         finish = "abort" if drops else "stop"
-        return self._ended(id, conversation, nothing, finish, counts)
+        return self._ended(id, conversation, nothing, finish, is_new)
 
 
 def _padded(rewards: Sequence[float], turns: int) -> tuple[float, ...]:

@@ -139,8 +139,6 @@ class HeldOutEvaluation:
             self.schedule.pause()
         graph, items = self.graphs[name], self.items[name]
         metrics = evaluate(self.config, name, graph, self.executor, items, step, self.record)
-        if self.executor.episodes is not None:
-            self.executor.episodes.check(f"the evaluation of {name}", graph)
         self._note_end(name, step, start, metrics)
         return metrics
 
@@ -155,9 +153,9 @@ class HeldOutEvaluation:
             guest.start(step)
             result = yield guest
             try:
-                metrics = _metrics(self.config, name, graph, result, step, self.record)
-                if self.executor.episodes is not None:
-                    self.executor.episodes.check(f"the evaluation of {name}", graph)
+                metrics = _metrics(
+                    self.config, name, graph, self.executor, result, step, self.record
+                )
             except (EnvironmentFailed, JudgeFailed) as error:  # amid a step of training
                 self._failure = error
             guest.release()
@@ -244,7 +242,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Metrics of one set's graph; see `of_answers` and `of_pairs`.
 
-    Of several samples a prompt `record` gets the first, also where its judge has failed.
+    Of several samples a prompt `record` gets the first, also where its judge has failed. Raises
+    EnvironmentFailed or JudgeFailed where too many have failed.
     """
     sampling = _sampling(config, name)
     kind: ScheduleConfig = FusedScheduleConfig()
@@ -263,7 +262,9 @@ def evaluate(
                 logger.warning("the evaluation of %s begins again: %s", name, died)
                 executor.discard()
                 schedule.release()
-    metrics = _metrics(config, name, graph, result, step, record)
+                if executor.episodes is not None:
+                    executor.episodes.forget(graph)
+    metrics = _metrics(config, name, graph, executor, result, step, record)
     schedule.release()
     return metrics
 
@@ -276,14 +277,26 @@ def _sampling(config: Config, name: str) -> Sampling:
 
 
 def _metrics(
-    config: Config, name: str, graph: Graph, result: StepResult, step: int, record: Record
+    config: Config,
+    name: str,
+    graph: Graph,
+    executor: RayExecutor,
+    result: StepResult,
+    step: int,
+    record: Record,
 ) -> dict[str, float]:
-    """Metrics of the samples of a set, which the ranks still hold, and their record."""
+    """Metrics of the samples of a set, which the ranks still hold, and their record.
+
+    Raises EnvironmentFailed, or else JudgeFailed, where too many have failed, once all is recorded.
+    """
     samples = result.samples
     judged_in_vain = {id for id, drop in result.dropped.items() if drop.reason is DropReason.JUDGE}
     shown = {sample.id for sample in samples} | judged_in_vain
     record(name, step, [s for s in result.dispatched if s.id.k == 0 and s.id in shown])
-    check_failed_share(graph, result.dispatched, failed_shares(config), f"the evaluation of {name}")
+    which = f"the evaluation of {name}"
+    if executor.episodes is not None:
+        executor.episodes.check(which, graph)
+    check_failed_share(graph, result.dispatched, failed_shares(config), which)
     if not graph.columns:
         return of_answers(name, config.eval.sets[name], samples)
     by_branch: dict[str, list[Sample]] = defaultdict(list)

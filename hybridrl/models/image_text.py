@@ -7,6 +7,7 @@ alone (`config_json.IMAGE_FAMILIES`, `hybridrl.models.vision`).
 """
 
 import copy
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
     """The config of the causal language model in an image model's; a copy of it, if it is one.
 
     Whether embeddings are tied is the whole model's matter, and so are special tokens that the text
-    part does not name. `image_pads` are tokens that stand for images and videos, which no model
-    writes.
+    part does not name. `whole_type` is the image model's type: no other config has the attribute.
+    `image_pads` are tokens that stand for images and videos, which no model writes.
     """
     model_type = IMAGE_TEXT.get(config.model_type)
     if model_type is None or getattr(config, "vision_config", None) is None:
@@ -47,6 +48,7 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
         for name in ("model_type", "transformers_version", "architectures"):
             settings.pop(name, None)
         text = AutoConfig.for_model(model_type, **settings)
+    text.whole_type = config.model_type
     text.tie_word_embeddings = config.tie_word_embeddings
     if config.model_type in IMAGE_FAMILIES:
         text.name_or_path = config.name_or_path  # where the tower is
@@ -58,11 +60,17 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def whole_config(path: str) -> PretrainedConfig | None:
-    """The config of the image model at `path`, as it was dequantized; None where it is none."""
-    settings, _ = PretrainedConfig.get_config_dict(path)
+    """The config of the image model at `path`, as it was dequantized; None where it is none.
+
+    The hub is asked only for a file that this machine does not have.
+    """
+    try:
+        settings, _ = PretrainedConfig.get_config_dict(path, local_files_only=True)
+    except OSError:
+        settings, _ = PretrainedConfig.get_config_dict(path)
     if settings.get("model_type") not in IMAGE_TEXT or not settings.get("vision_config"):
         return None
-    config = AutoConfig.from_pretrained(path, local_files_only=Path(path).exists())
+    config = AutoConfig.from_pretrained(path, local_files_only=True)  # it has been fetched
     if is_read(getattr(config, "quantization_config", None)):
         del config.quantization_config
     return config
@@ -99,6 +107,9 @@ class KeptTensors(Mapping[str, torch.Tensor]):
         tensor: torch.Tensor = self._slices[name][...]
         return tensor
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._slices  # a Mapping's own test reads the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._slices)
 
@@ -115,10 +126,11 @@ class KeptTensors(Mapping[str, torch.Tensor]):
         return empty
 
 
-def processor_files(path: str) -> dict[str, Path]:
-    """The files of `PROCESSORS` that the model at `path` has, by name."""
-    files = {
-        name: cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        for name in PROCESSORS
-    }
-    return {name: Path(file) for name, file in files.items() if file is not None}
+def copy_processor_file(path: str, name: str, folder: Path) -> None:
+    """Copy one of `PROCESSORS` from the model at `path` to `folder`, where the model has it.
+
+    Raises OSError where the hub does not say.
+    """
+    file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    if file is not None:
+        shutil.copy(file, folder)

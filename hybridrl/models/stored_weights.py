@@ -77,10 +77,11 @@ class StoredWeights:
         """
         self.path, self.key = path, key
         self._model = meta_model(config, classifier)
-        self._whole = whole_model(path)
+        self._whole: PreTrainedModel | None = None
         """The model for images and text whose text part this is; None for other models."""
         self._files = ExitStack()
         try:
+            self._whole = whole_model(path)
             self._stored = self._open()
             self._tensors = self._converted()
         except OSError as error:

@@ -152,6 +152,7 @@ def prepare(
         check_emulation(config, config.cluster, graph)
     else:
         model_path = _model_path(config, run_dir)
+    shape = load_config(model_path)  # a path with no model in it is an error of its own
     language_model = language_model_line(config, model_path)
     data, eval_items, turns, tokenizer = _load(config, model_path, graph, known)
     items = [*data.train, *data.eval, *chain(*eval_items.values())]
@@ -161,7 +162,6 @@ def prepare(
     if config.cluster.holds_models:
         trials = try_judges(config, graph, items, is_recorded)
         warn_of_long_answers(config, trials, tokenizer)
-    shape = load_config(model_path)
     schedule = decide_schedule(config, graph, shape)
     check_schedule(config.schedule, graph)
     sharing = decide_prompt_sharing(config, graph, shape)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 from unittest.mock import patch
 
@@ -99,6 +100,21 @@ def test_reopened_by_transformers(fresh_ranks, source, tmp_path, shard_bytes):
     ).decode([0, 1])
     assert (target / "model.safetensors.index.json").exists() == bool(shard_bytes)
     assert [file.name for file in target.parent.iterdir()] == ["step_1"]
+
+
+def _save_without_source(source, target):
+    engine = TrainEngine(
+        str(source), model=ModelConfig(), trainer=TrainerConfig(), device=torch.device("cpu")
+    )
+    shutil.rmtree(source)
+    return hf.save_hf(engine, target)
+
+
+@pytest.mark.parametrize("source", [True], indirect=True, ids=["tied"])
+def test_a_model_of_text_alone_needs_its_source_no_more(ranks, source, tmp_path):
+    wanted = logits(source)
+    assert ranks(1, _save_without_source, source, tmp_path / "final") == [[]]
+    assert torch.equal(logits(tmp_path / "final"), wanted)
 
 
 def _save_shares(source, target, layout, lora, failing_rank=None):

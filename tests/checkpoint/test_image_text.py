@@ -6,11 +6,12 @@ import pytest
 import torch
 from image_checkpoints import MTP, image_checkpoint, open_whole
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 from hybridrl.checkpoint import hf
 from hybridrl.config import LoraConfig, ModelConfig, TrainerConfig
 from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.models import image_text
 from hybridrl.models.weight_files import check_files, weight_files
 
 
@@ -82,6 +83,23 @@ def test_a_source_that_is_gone_is_an_error_on_all_ranks(fresh_ranks, tmp_path):
     source = image_checkpoint("qwen3_vl", tmp_path / "source")
     for line in fresh_ranks(2, save_after_loss, source, tmp_path / "final"):
         assert str(tmp_path / "final") in line
+
+
+def test_a_file_for_images_that_cannot_be_had_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start by an error; at an export by a line, when all weights have been written."""
+    source = image_checkpoint("gemma3", tmp_path / "source")
+
+    def unreachable(path: str, name: str, **more: bool) -> None:
+        raise OSError(f"no hub for {name}")
+
+    monkeypatch.setattr(image_text, "cached_file", unreachable)
+    whole = image_text.whole_config(str(source))
+    files = hf._files_of_whole(str(source), whole, GenerationConfig(), torch.float32, None)
+    missing = hf.write_side_files(tmp_path / "out", files)
+    assert missing == [f"{name}: OSError: no hub for {name}" for name in image_text.PROCESSORS]
+    assert (tmp_path / "out" / "config.json").is_file()
 
 
 def save_after_loss(source: Path, target: Path) -> str:

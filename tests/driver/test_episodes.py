@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -226,6 +226,41 @@ def test_the_share_that_fails_is_that_since_the_last_check(make: Make) -> None:
     assert "1 of 1 episodes of the step have failed" in str(caught.value)
     episodes.check("what comes then", graph_of())
     assert episodes.metrics()["environment/episodes"] == 5
+
+
+@pytest.mark.parametrize("text", ["ab", "x", "!"], ids=["over", "fails", "refused"])
+def test_an_episode_counts_in_the_step_that_sees_its_end(make: Make, text: str) -> None:
+    """The step in which it wrote its last turn has ended before its environment answers."""
+    episodes, id = make("talk", "+environment.params.fails=x"), SampleId(0)
+    episodes.start([id], ITEM, 64)
+    for _ in range(2 * (text == "ab")):
+        answered(episodes, id, text)
+    work = episodes.answer(TurnEnded(id, (1, 2, 3), text, "stop", 3))
+    calls = next(work)
+    assert episodes.metrics()["environment/episodes"] == 0
+    with suppress(StopIteration):
+        while True:
+            calls = work.send([future.result(60) for future in calls])
+    has_failed = text != "ab"
+    if has_failed:
+        with pytest.raises(EnvironmentFailed, match="1 of 1 episodes of the step have failed"):
+            episodes.check("the step", graph_of())
+    else:
+        assert episodes._unchecked[""].ended == 1
+    metrics = episodes.metrics()
+    assert (metrics["environment/episodes"], metrics["environment/failed"]) == (1, has_failed)
+
+
+def test_what_is_forgotten_is_not_checked(make: Make) -> None:
+    """An evaluation that begins again has all its samples anew."""
+    episodes, ids = make("talk", "+environment.params.fails=x"), [SampleId(0), SampleId(0, "eval")]
+    episodes.start(ids, ITEM, 64)
+    for id in ids:
+        answered(episodes, id, "x")
+    episodes.forget(graph_of("eval"))
+    episodes.check("the evaluation", graph_of("eval"))
+    with pytest.raises(EnvironmentFailed, match="1 of 1 episodes of the step"):
+        episodes.check("the step", graph_of())
 
 
 def test_what_fails_in_an_evaluation_is_none_of_the_step_s(make: Make) -> None:

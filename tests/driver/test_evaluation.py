@@ -4,16 +4,23 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from omegaconf import OmegaConf
 
-from hybridrl.config import ConfigError
+from hybridrl import driver
+from hybridrl.config import Config, ConfigError
 from hybridrl.config.compose import check, composed, register
 from hybridrl.config.stored_run import overrides_of
-from hybridrl.driver.evaluate import HeldOutEvaluation
+from hybridrl.driver.episodes import EnvironmentFailed
+from hybridrl.driver.evaluate import HeldOutEvaluation, evaluation_graphs
+from hybridrl.flow.sample import SampleId
+from hybridrl.preflight.prepare import build_recipe
+from hybridrl.schedule.lost_samples import InstanceDied
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.rundata import checkpoints_of
 
@@ -129,6 +136,28 @@ def test_the_state_of_a_checkpoint_before_there_were_sets() -> None:
     assert evaluation.last == {"main": (7, {"eval_accuracy": 0.5})}
     evaluation.load_state([])
     assert evaluation.last == {}
+
+
+def test_an_evaluation_that_begins_again_checks_its_second_attempt(
+    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its samples are on record by then, and its environment is to blame before its judge."""
+    calls, config = Mock(), make_config("run.dir=out")
+    graph = evaluation_graphs(config, build_recipe(config.recipe))["main"]
+    judged = Mock(id=SampleId(0), scalars={"reward_status": "failed: no answer"})
+    result = Mock(samples=(), dropped={}, dispatched=[judged])
+    calls.schedule.run_step.side_effect = [InstanceDied("rank 1"), result]
+    calls.executor.apart.return_value = nullcontext()
+    calls.executor.episodes.check.side_effect = EnvironmentFailed("3 of 4")
+    monkeypatch.setattr(driver.evaluate, "make_schedule", lambda *parts: calls.schedule)
+    with pytest.raises(EnvironmentFailed, match="3 of 4"):
+        driver.evaluate.evaluate(config, "main", graph, calls.executor, [], 1, calls.record)
+    names = [name for name, *_ in calls.mock_calls]
+    assert names == [
+        "executor.apart", "schedule.run_step", "executor.discard", "schedule.release",
+        "executor.episodes.forget", "executor.apart", "schedule.run_step", "record",
+        "executor.episodes.check",
+    ]  # fmt: skip
 
 
 def test_settings_under_old_names_are_read(tmp_path: Path) -> None:

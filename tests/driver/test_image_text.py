@@ -12,6 +12,7 @@ from resumed_runs import check_same, ended
 from hybridrl import cli
 from hybridrl.config import ConfigError
 from hybridrl.preflight.models import language_model_line
+from hybridrl.preflight.prepare import prepare
 
 SETTINGS = [
     "deterministic=strict", "trainer.optim.eps=1e-8", "trainer.optim.lr=1e-2", "trainer.steps=2",
@@ -47,3 +48,12 @@ def test_the_line_at_the_start(make_config: Callable[..., Any], tmp_path: Path) 
     assert line.startswith("model.path: the text part of qwen3_vl trains; its image tower")
     with pytest.raises(ConfigError, match=r"^rollout.engine=vllm: wanted native: of model.path="):
         language_model_line(make_config(f"model.path={path}", "rollout=vllm"), path)
+
+
+def test_a_name_that_the_hub_does_not_have(
+    make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    config = make_config("model.path=nobody/none", f"run.dir={tmp_path / 'run'}")
+    with pytest.raises(ConfigError, match=r"^model.path=nobody/none: wanted a Hugging Face model"):
+        prepare(config)

@@ -12,7 +12,7 @@ from hybridrl.config import ConfigError
 from hybridrl.layout.box import Box
 from hybridrl.layout.local import LocalTensor
 from hybridrl.models.config_json import IMAGE_TEXT, check_config_json
-from hybridrl.models.image_text import language_config, text_name, whole_name
+from hybridrl.models.image_text import KeptTensors, language_config, text_name, whole_name
 from hybridrl.models.load import check_supported, load_config
 from hybridrl.models.stored_weights import StoredWeights
 
@@ -25,7 +25,7 @@ def test_logits_are_those_of_the_whole_model(family: str, tied: bool, tmp_path: 
     check_config_json(path, "model.path")
     config = load_config(path)
     check_supported(config)
-    assert config.model_type == IMAGE_TEXT[family]
+    assert (config.model_type, config.whole_type) == (IMAGE_TEXT[family], family)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with StoredWeights(path, config) as weights:
         weights.check_left_out()
@@ -60,6 +60,13 @@ def test_names() -> None:
 def test_a_model_of_text_alone_is_its_own_text_part() -> None:
     config = AutoConfig.for_model("qwen3")
     assert language_config(config) is config
+    assert not hasattr(config, "whole_type")
+
+
+def test_what_is_kept_is_known_without_being_read() -> None:
+    kept = KeptTensors({"model.visual.x": None})  # which has no values
+    assert "model.visual.x" in kept
+    assert "model.x" not in kept
 
 
 def test_other_models_for_images_are_refused(tmp_path: Path) -> None:

@@ -164,6 +164,13 @@ def test_what_is_missing_is_named(tmp_path: Path, name: str, allowed: str) -> No
     assert "\n" not in str(raised.value)
 
 
+def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    config = write("llama", tmp_path).config
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"^teacher.path=.*\.safetensors \(.*not a valid JSON"):
+        StoredWeights(str(tmp_path), config, key="teacher.path")
+
+
 def test_a_tied_weight_under_its_other_name(tmp_path: Path) -> None:
     """from_pretrained takes the head's where a file lacks the embedding's."""
     model = write("qwen3", tmp_path, tie_word_embeddings=True)

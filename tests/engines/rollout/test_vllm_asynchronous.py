@@ -24,6 +24,7 @@ from vllm_engines import (
     moves_of,
     parked_often,
     plan_of,
+    prompt_of,
     same,
     start,
     through_sleep,
@@ -31,7 +32,7 @@ from vllm_engines import (
     waits,
 )
 
-from hybridrl.engines.rollout.interface import Request
+from hybridrl.engines.rollout.interface import Request, SamplingParams
 from hybridrl.engines.rollout.vllm.engine import VLLMEngine
 from hybridrl.engines.rollout.vllm.steps import reads_tokens
 from hybridrl.layout.grouping import TrainAxes
@@ -97,6 +98,7 @@ def lives(directory: str, tp: int) -> dict[str, Any]:
     results["computing with readers"] = list(computing)
     results["updated"] = across_an_update(engine, lambda: update(tuned(load(directory))))
     update()
+    results["copied"] = across_a_copy(engine, update)
     results |= in_parts(engine, requests)
     engine.close()
     engine = start(directory, switch, model, kv_cache_tokens=192, max_running=5, stops=STOPS)
@@ -122,6 +124,18 @@ def across_an_update(engine: VLLMEngine, update: Callable[[], None]) -> Outputs:
     return outputs | finish(engine, parked)
 
 
+def across_a_copy(engine: VLLMEngine, update: Callable[[], None]) -> tuple[Outputs, int]:
+    """Weights change after a copy; and the outputs that this has read, and no step returned."""
+    engine.submit([Request("copied", prompt_of(5), SamplingParams(4), 1)])
+    outputs: Outputs = {}
+    while engine.copy():
+        outputs |= {output.id: output for output in engine.step()}
+    left = engine.unfinished
+    engine.sleep(keep_weights=True)
+    update()
+    return outputs | {output.id: output for output in engine.step()}, left
+
+
 def both(directory: str, tp: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Without asynchronous scheduling, and with it."""
     plain = lives(directory, tp)
@@ -144,6 +158,9 @@ def check(directory: str, plain: dict[str, Any], ahead: dict[str, Any]) -> None:
         other = plain["updated"][id_]
         assert (output.token_ids, output.finish) == (other.token_ids, other.finish)
         assert output.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+    (before, none_left), (after, one_left) = plain["copied"], ahead["copied"]
+    assert (none_left, one_left) == (0, 1)
+    assert before["copied"].token_ids == after["copied"].token_ids
     for name in ("calls", "stats"):
         assert plain[name] == ahead[name]
     assert plain["short"].num_preempted > 0 < ahead["short"].num_preempted

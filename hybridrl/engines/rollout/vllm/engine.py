@@ -518,8 +518,7 @@ class VLLMEngine:
                 self._add(entry)
 
     def _check_parked(self, what: str) -> None:
-        stats = self.stats()
-        busy = stats.running + stats.held
+        busy = self._num_running + self.stats().held
         assert not busy, f"{what} while requests run or are held: park them first"
         self._queue.drain()
 
@@ -543,7 +542,7 @@ class VLLMEngine:
 
     def _free_cache(self) -> None:
         """Free the cache alone."""
-        assert not self.stats().running, "the engine cannot free its cache while requests run"
+        assert not self._num_running, "the engine cannot free its cache while requests run"
         if not self._has_cache:
             return
         self._queue.drain()
@@ -557,14 +556,19 @@ class VLLMEngine:
         """See `RolloutEngine`."""
         return len(self._by_key) + len(self._ended)
 
+    @property
+    def _num_running(self) -> int:
+        """The requests that vLLM has begun; outputs that no step has returned hold nothing."""
+        _, waiting = self._core.scheduler.get_request_counts()
+        return len(self._by_key) - waiting
+
     def stats(self) -> Stats:
         """Counters and load."""
-        _, waiting = self._core.scheduler.get_request_counts()
         # Only `num_preempted` counts preemptions, and a request adds to it when it leaves: no
         # counter has the tokens that these compute again.
         return Stats(
-            running=self.unfinished - waiting,
-            waiting=waiting,
+            running=self._num_running + len(self._ended),
+            waiting=len(self._by_key) - self._num_running,
             held=len(self._entries) - len(self._by_key),
             kv_blocks_free=self._pool.get_num_free_blocks(),
             kv_blocks_total=self._limits.num_blocks,
