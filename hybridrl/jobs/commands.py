@@ -231,17 +231,21 @@ def status(args: Sequence[str]) -> Iterator[str]:
     runs = Path("runs")
     records = [*runs.glob("*/slurm/job"), *runs.glob("*/ray/job.json")]
     records += [file for file in runs.glob(f"*/{FOLDER}/00000") if _live_ranks(file.parents[1])]
-    targets = list(args) or sorted(str(file.parents[1]) for file in records)
+    targets = list(args) or sorted({str(file.parents[1]) for file in records})
     if not targets:
         yield "no submitted run in ./runs; name a run directory or a job id"
     for target in targets:
-        ranks = _live_ranks(Path(target))
-        if RayJob.is_of(Path(target)):
-            yield _ray_status(Path(target))
-        elif not ranks or (Path(target) / "slurm/job").is_file():
+        path = Path(target)
+        if RayJob.is_of(path):
+            yield _ray_status(path)
+        elif (path / "run.json").is_file() and not (path / "slurm/job").is_file():
+            yield f"{_record(path).get('state', 'unknown')}  {_shown(path)}"
+        else:
             for job, run_dir in _runs(target):
                 yield f"{job}  {_state(job, run_dir)}  {_shown(run_dir)}"
-        yield from map(str, look(Path(target), ranks))
+                yield from map(str, look(run_dir, _live_ranks(run_dir)))
+            continue
+        yield from map(str, look(path, _live_ranks(path)))
 
 
 def logs(args: Sequence[str]) -> Iterator[str]:

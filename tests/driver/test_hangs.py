@@ -40,15 +40,15 @@ def test_a_rank_that_is_stopped_ends_the_run_with_one_line(
     run = command(*tiny_run, *WATCHED, "cluster.ranks=2", "run.dir=run")
     one = stop(tmp_path / "run", rank=1, after=1)
     table = list(status([str(tmp_path / "run")]))
-    assert len(table) == 2
-    assert re.fullmatch(rf"rank 1, pid {one.pid}: .*; is stopped by a signal", table[1])
+    assert len(table) == 3
+    assert re.fullmatch(rf"rank 1, pid {one.pid}: .*; is stopped by a signal", table[2])
     code, _, err = run.end(timeout=240)
     assert code == 1
     line = err.strip().splitlines()[-1]
     assert re.search(rf"rank 1 of 2 \(actor, reward\) on node .* \(pid {one.pid}\) failed", line)
     assert re.search(r"it is stuck .* for \d+ s; it is stopped by a signal", line)
     assert "rank 0, pid " in err  # and what the other one was in
-    assert list(status([str(tmp_path / "run")])) == []
+    assert list(status([str(tmp_path / "run")])) == [f"failed  {tmp_path / 'run'}"]
 
 
 @pytest.mark.layouts

@@ -113,7 +113,7 @@ def test_a_run_is_submitted_followed_and_cancelled(
     wait_for(lambda: not RayJob(Path("long")).lives())
     assert RayJob(Path("long")).state() == "SUCCEEDED (exit 0)"
     RayJob(Path("long"))._client.delete_job(RayJob(Path("long")).id)
-    (line,) = commands.status(["long"])
+    line, *_ = commands.status(["long"])
     assert line.startswith("finished  long  (the cluster at ")
     with pytest.raises(JobError, match="does not know job"):
         list(commands.logs(["long"]))

@@ -205,8 +205,9 @@ def test_cancel_leaves_no_process(jobs: Any, two: list[str]) -> None:
     job = jobs.submit(*long)["job"]
     jobs.wait_for_steps(run, job, 2)
     for name in (run, job):  # at two times, so they may differ in a second
-        (line,) = commands.status([name])
+        line, *ranks = commands.status([name])
         assert re.match(rf"{job}  RUNNING .* on n\[1-2\]  {run}", line)
+        assert [rank.partition(",")[0] for rank in ranks] == ["rank 0", "rank 1"]
     folders = jobs.ray_folders(run)
     with pytest.raises(ConfigError, match=rf"^run.dir={run}: wanted .* job has ended; {job} has"):
         list(commands.submit([*long, "trainer.resume=auto"]))
