@@ -54,6 +54,11 @@ class RowNotes:
         self._counts[what] += 1
         self._first.setdefault(what, place)
 
+    def join(self, later: "RowNotes") -> None:
+        """Count the rows of `later`, too."""
+        self._counts += later._counts
+        self._first = {**later._first, **self._first}
+
     def say(self, key: str) -> None:
         """Log a warning for each thing that was noticed in the rows at `key`."""
         for what, number in self._counts.items():

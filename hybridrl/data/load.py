@@ -297,10 +297,24 @@ class _Collector:
                 self._leave_out(record)
             else:
                 usable.append(record)
-        return make_items(
-            name, usable, self.config, self.tokenizer, self.uses, self.opening, self.notes,
-            self.images,
-        )  # fmt: skip
+        return self._items_of(name, usable)
+
+    def _items_of(self, name: str, usable: Sequence[SourceRecord]) -> list[Item]:
+        """Items of records; in halves where some of them is of no use, which is then left out."""
+        notes = RowNotes()
+        try:
+            items = make_items(
+                name, usable, self.config, self.tokenizer, self.uses, self.opening, notes,
+                self.images,
+            )  # fmt: skip
+        except UnusableRowError as error:
+            if len(usable) == 1 or not self.config.skip_unusable_rows:
+                self._leave_out(error)
+                return []
+            middle = len(usable) // 2
+            return self._items_of(name, usable[:middle]) + self._items_of(name, usable[middle:])
+        self.notes.join(notes)
+        return items
 
     def _leave_out(self, error: UnusableRowError) -> None:
         """Count a row that cannot be used; raises its error where none may be left out."""
@@ -352,7 +366,7 @@ class _Collector:
 
 def _draw_of(item: Item, seed: int) -> bytes:
     """What orders the rows of a file: a hash, so that further rows leave the order as it is."""
-    text = f"{seed}\0{item.source}\0{item.prompt}\0{item.answer}\0{item.columns}"
+    text = f"{seed}\0{item.source}\0{item.asked}\0{item.answer}\0{item.columns}"
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 

@@ -191,7 +191,7 @@ def make_items(
     notes = notes if notes is not None else RowNotes()
     conversations = config.sources[source].messages_column is not None
     if images:
-        images.check(f"data.sources.{source}", records, config, bool(opening) or conversations)
+        images.check(_key(source), records, config, bool(opening) or conversations)
     reader = None
     if config.chat:
         reader = _ChatReader(source, config, tokenizer, notes)
@@ -205,7 +205,7 @@ def make_items(
         return [reader.conversation(record) for record in records]
     if not config.chat:
         _check_without_chat(source, config, records[0], opening)
-    end, key = end_token_id(tokenizer, config.chat), f"data.sources.{source}"
+    end, key = end_token_id(tokenizer, config.chat), _key(source)
     whole = config.sources[source].prompt_column is None
     if whole and not records[0].question and (reader or uses.generates):
         place = _place(source, config, "prompt_column", records[0])
@@ -466,9 +466,14 @@ class _ChatReader:
         return read_tools(field_of(record.row, column), place)
 
 
+def _key(source: str) -> str:
+    """The place of a source in the config; an evaluation set's own one is named by the set."""
+    return f"{source}.source" if source.startswith("eval.sets.") else f"data.sources.{source}"
+
+
 def _place(source: str, config: DataConfig, setting: str, record: SourceRecord) -> Place:
     """A setting of a source that names a column, or a column that the recipe reads."""
-    key = f"{source}.source" if source.startswith("eval.sets.") else f"data.sources.{source}"
+    key = _key(source)
     if setting.endswith("_column"):
         column = str(getattr(config.sources[source], setting))
         return Place(f"{key}.{setting}", column, record.place)

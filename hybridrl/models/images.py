@@ -10,7 +10,7 @@ and masks count tokens.
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,14 @@ from hybridrl.models.config_json import IMAGE_FAMILIES
 from hybridrl.models.image_files import Images
 from hybridrl.models.image_text import whole_config
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 Grid = tuple[int, int, int]
 """Patches of an image: frames, of which it has one, rows and columns."""
 Positions = npt.NDArray[np.int64]
+_TURNED = (5, 6, 7, 8)
+"""Orientations of EXIF in which rows of the file are columns of the picture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,42 @@ def image_config(path: str) -> PretrainedConfig | None:
     return config if config is not None and config.model_type in IMAGE_FAMILIES else None
 
 
+def read_picture(image: bytes) -> "Image":
+    """An encoded image in RGB: upright, as its EXIF says, and on white where it is transparent.
+
+    Raises ValueError for bytes that Pillow cannot read, for an animation, and for values that are
+    not of 8 bits, which RGB would cut off.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(io.BytesIO(image)) as opened:
+            # A camera's MPO has the same scene again, smaller or from the side.
+            frames = 1 if opened.format == "MPO" else getattr(opened, "n_frames", 1)
+            mode, picture = opened.mode, ImageOps.exif_transpose(opened)
+        if picture.has_transparency_data:
+            picture = picture.convert("RGBA")
+            picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+        picture = picture.convert("RGB")
+    except Exception as error:  # readers raise many kinds for bytes that are cut off
+        raise ValueError(f"no image that Pillow reads: {error}") from error
+    if frames > 1:
+        raise ValueError(f"{frames} frames, and a picture has one")
+    if mode.startswith(("I", "F")):
+        raise ValueError(f"mode {mode}, and values of 8 bits are read")
+    return picture
+
+
+def picture_size(image: bytes) -> tuple[int, int]:
+    """Width and height of what `read_picture` reads, from the metadata of the file."""
+    from PIL import ExifTags, Image
+
+    with Image.open(io.BytesIO(image)) as opened:
+        width, height = opened.size
+        turned = opened.getexif().get(ExifTags.Base.Orientation) in _TURNED
+    return (height, width) if turned else (width, height)
+
+
 class ImageProcessor:
     """Makes patches of encoded images, as transformers' processor of the model does with Pillow."""
 
@@ -89,26 +130,17 @@ class ImageProcessor:
     def patches(self, image: bytes) -> tuple[torch.Tensor, Grid]:
         """Pixels [patches, channels * frames * side * side], and how many patches there are.
 
-        Raises ValueError for bytes that Pillow cannot read, and for sides of a ratio above 200.
+        Raises ValueError for what `read_picture` refuses, and for sides of a ratio above 200.
         """
-        from PIL import Image
-
-        try:
-            with Image.open(io.BytesIO(image)) as opened:
-                picture = opened.convert("RGB")
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise ValueError(f"no image that Pillow reads: {error}") from error
-        inputs = self._processor(images=[picture], return_tensors="np")
+        inputs = self._processor(images=[read_picture(image)], return_tensors="np")
         frames, rows, columns = map(int, inputs["image_grid_thw"][0])
         return torch.from_numpy(inputs["pixel_values"]).float(), (frames, rows, columns)
 
     def grid(self, image: bytes) -> Grid:
-        """How many patches an image that can be read has: its header tells."""
-        from PIL import Image
+        """How many patches an image that can be read has: see `picture_size`."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        with Image.open(io.BytesIO(image)) as opened:
-            width, height = opened.size
+        width, height = picture_size(image)
         own = self._processor
         if own.do_resize:
             side, least, most = own.patch_size, own.size.shortest_edge, own.size.longest_edge

@@ -33,7 +33,8 @@ class VisionTower:
     """
 
     def __init__(self, path: str, dtype: torch.dtype, device: torch.device) -> None:
-        """Read the tower. Raises ValueError for a model without one, or whose files lack a part."""
+        """Read the tower. Raises ValueError for a model without one, or whose files
+        lack a part or have another."""
         config = image_config(path)
         if config is None:
             raise ValueError(f"{path} has no image tower that is computed")
@@ -97,6 +98,8 @@ def _read_tower(path: str, dtype: torch.dtype) -> PreTrainedModel:
                     tensors[name.removeprefix(prefix)] = opened.get_tensor(name).to(dtype)
     if missing := sorted(set(model.state_dict()) - set(tensors)):
         raise ValueError(f"{path}: the image tower lacks {first_few(missing)}")
+    if others := sorted(set(tensors) - set(model.state_dict())):  # such as scales of a quantization
+        raise ValueError(f"{path}: the image tower has no {first_few(others)}, which its files do")
     model.load_state_dict(tensors, assign=True)
     fill_buffers(model, torch.device("cpu"))
     return model.eval().requires_grad_(False)

@@ -27,6 +27,8 @@ def check_images(config: Config, graph: Graph, items: Iterable[Item]) -> None:
     for key, value in ones.items():
         if value > 1:
             raise ConfigError(key, value, f"1: {why}")
+    if config.rollout.tail_tp != "off":
+        raise ConfigError("rollout.tail_tp", config.rollout.tail_tp, f"off: {why}")
     if config.trainer.chunk_tokens:
         raise ConfigError("trainer.chunk_tokens", config.trainer.chunk_tokens, f"0: {why}")
     for role in judges_of(config, graph):

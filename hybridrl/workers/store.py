@@ -78,8 +78,8 @@ class Parcel:
 
     An array has the entries of all samples, `sizes` each sample's number of them. `ids` are plain
     tuples, which pickle faster. `items` is for verifiers, or empty where no verifier will score the
-    samples. `images` has those of each prompt, and is empty where no prompt has any: pickle writes
-    those of a group once.
+    samples. `images` has those of each prompt, beside `tokens`, and is empty where no prompt has
+    any: pickle writes those of a group once.
     """
 
     ids: tuple[tuple[int, str, int], ...]
@@ -131,7 +131,7 @@ class SampleStore:
             },
             sizes={name: tuple([t.shape[0] for t in tensors]) for name, tensors in columns.items()},
             items=tuple(s.item for s in samples) if with_items else (),
-            images=tuple(s.images for s in samples) if any(s.images for s in samples) else (),
+            images=_images_of(samples) if "tokens" in fields else (),
         )
 
     def pack_whole(self, ids: Sequence[SampleId]) -> list[Parcel]:
@@ -172,3 +172,9 @@ class SampleStore:
                 continue
             sample.tensors.update(fields)
             sample.item = sample.item if item is None else item
+            sample.images = sample.images or images or ()
+
+
+def _images_of(samples: Sequence[StoredSample]) -> tuple[Images, ...]:
+    images = tuple(sample.images for sample in samples)
+    return images if any(images) else ()

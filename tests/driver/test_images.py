@@ -74,6 +74,10 @@ def test_a_resumed_run_is_the_whole_one(
         ("recipe=ppo", r"^roles.critic.path=.*: wanted a family with a value model"),
         ("trainer.chunk_tokens=64", r"^trainer.chunk_tokens=64: wanted 0: prompts have images"),
         ("trainer.layout.cp=2", r"^trainer.layout.cp=2: wanted 1: prompts have images"),
+        (
+            "schedule=fused rollout.tail_tp=2",
+            r"^rollout.tail_tp=2: wanted off: prompts have images",
+        ),
         ("model.vision=train", r"^model.vision=train: wanted frozen"),
     ],
 )
@@ -84,7 +88,7 @@ def test_what_is_refused_before_a_process_starts(
 
     settings = [x for x in small if "group_size" not in x or "ppo" not in override]
     with pytest.raises(ConfigError, match=message) as caught:
-        prepare(make_config(*settings, override, f"run.dir={tmp_path}", "cluster.ranks=2"))
+        prepare(make_config(*settings, *override.split(), f"run.dir={tmp_path}", "cluster.ranks=2"))
     assert "\n" not in str(caught.value)
 
 

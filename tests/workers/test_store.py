@@ -44,6 +44,18 @@ def popped(store: SampleStore, ids: list[SampleId], fields: tuple[str, ...]) -> 
     return parcel
 
 
+def test_images_go_with_the_tokens_once() -> None:
+    source, samples = filled([(3, 5), (3, 1)])
+    first, second = samples
+    samples[first].images = (b"picture",)
+    destination = SampleStore()
+    for fields in (("log_probs",), ("tokens",), ("log_probs",)):
+        parcel = through_a_store(source.pack([first, second], fields))
+        assert parcel.images == (((b"picture",), ()) if fields == ("tokens",) else ())
+        destination.accept(parcel)
+    assert (destination[first].images, destination[second].images) == ((b"picture",), ())
+
+
 def test_ragged_samples_go_round_and_stay_what_they_were() -> None:
     source, samples = filled([(3, 5), (3, 1), (1, 700), (9, 2), (2, 33)])
     destination = SampleStore()

@@ -145,7 +145,7 @@ class GraphDecoder:
     def arrange(self, lane: Lane, tables: Ints) -> bool:
         """Whether all rows of the lane can take graph steps; they are those of the next ones."""
         for entry in lane.entries:
-            reason = _obstacle(entry.request.sampling) or ("images" if entry.images else "")
+            reason = _obstacle(entry.request.sampling)
             if reason:
                 if reason not in self._told:
                     logger.info("a batch decodes without a CUDA graph: it has %s", reason)

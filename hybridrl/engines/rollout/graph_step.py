@@ -81,6 +81,8 @@ def obstacle(stage: RolloutStage) -> str:
     dense = decoder is not None and all(layer.gate_up for layer in decoder.layers)
     if decoder is None or not dense or not decoder.rotates_alike:
         return f"model type {config.model_type} has no step of a fixed sequence"
+    if stage.bars_pads:
+        return f"model type {config.model_type} draws no pads of images, which a step may"
     if config.hidden_act not in _ACTIVATIONS:
         return f"activation {config.hidden_act}: wanted one of {sorted(_ACTIVATIONS)}"
     return ""

@@ -184,6 +184,7 @@ def graph_step_bytes(
     """
     layout = rollout.layout
     dense = config.model_type in FUSED_FAMILIES and not num_experts(config)
+    dense = dense and not getattr(config, "image_pads", ())  # `graph_step.obstacle`
     drafts = rollout.draft_length != 0
     if not rollout.graph_buckets or not dense or strict or drafts or layout.tp * layout.pp > 1:
         return 0

@@ -284,6 +284,11 @@ class RolloutStage:
         return hidden
 
     @property
+    def bars_pads(self) -> bool:
+        """Whether pads of images are left out of its draws."""
+        return bool(self._pads)
+
+    @property
     def draws(self) -> bool:
         """Whether this rank samples the tokens."""
         return self.parallel.last and self.parallel.tp_rank == 0

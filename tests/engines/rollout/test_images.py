@@ -2,20 +2,25 @@
 
 import copy
 import pickle
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from image_prompts import FAMILIES, TOKENS, A, B, C, ImageModel, image_model, tolerance
+from safetensors.torch import load_file, save_file
 
 from hybridrl.engines.rollout.draft_lengths import FixedLength
 from hybridrl.engines.rollout.entries import Entry
+from hybridrl.engines.rollout.graph_step import obstacle
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.engines.rollout.speculation import Speculation
 from hybridrl.models.image_text import text_name
 from hybridrl.models.load import load_config
+from hybridrl.models.vision import VisionTower
 
 NEW, SAMPLES = 10, 2
 PADS = [TOKENS["image_token_id"], TOKENS["video_token_id"]]
@@ -203,6 +208,24 @@ def test_a_prompt_is_not_shared_with_another_picture(models: Models) -> None:
         engine.submit([request])
         alone |= finished(engine)
     assert alone[one.id].log_probs != alone[other.id].log_probs
+
+
+def test_graph_steps_are_refused(models: Models) -> None:
+    """They would draw the pads of images, of prompts without any, too."""
+    stage = make_engine(models("qwen3_vl"))._stage
+    assert obstacle(stage).endswith("draws no pads of images, which a step may")
+    stage._pads = []
+    assert obstacle(stage) == ""
+
+
+def test_tensors_that_the_tower_lacks_are_refused(models: Models, tmp_path: Path) -> None:
+    """Such as the scales of quantized weights."""
+    path = shutil.copytree(models("qwen3_vl").path, tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.visual.merger.linear_fc1.weight_scale"] = torch.ones(1)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"tower has no merger.linear_fc1.weight_scale, which"):
+        VisionTower(str(path), torch.float32, torch.device("cpu"))
 
 
 def test_later_tokens_at_their_numbers_are_wrong(
