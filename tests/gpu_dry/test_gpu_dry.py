@@ -231,8 +231,8 @@ def test_the_adapters_switch_waits_once(results: dict[str, Any]) -> None:
     for name, figures in results["cases"].items():
         syncs = figures["phases"]["switch after updates"]["syncs"]
         waits = {f: n for f, n in syncs.items() if f.startswith("hybridrl/layout/")}
-        place = "adapters" if "adapters" in name else "weight_switch"
-        assert waits == {f"hybridrl/layout/{place}.py switch: wait": 1}, name
+        place = "adapters.py switch" if "adapters" in name else "weight_switch.py _switch"
+        assert waits == {f"hybridrl/layout/{place}: wait": 1}, name
 
 
 def test_lines_for_a_gpu_that_no_case_runs_are_listed_with_a_reason(
