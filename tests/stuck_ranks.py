@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.system import activity
-from hybridrl.system.activity import file_of, in_call, mark
+from hybridrl.system.activity import begin_call, file_of, mark
 
 
 def update(rank: int, how: str) -> None:
@@ -31,5 +31,5 @@ def run_rank(rank: int, run_dir: Path, how: str) -> None:
     activity.record_to(file_of(run_dir, rank))
     store = dist.FileStore(str(run_dir / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    with in_call("update"):
-        update(rank, how)
+    begin_call("update")
+    update(rank, how)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config import Device
-from hybridrl.system.activity import in_call
+from hybridrl.system.activity import begin_call
 from hybridrl.system.devices import local_index
 from hybridrl.telemetry.log import logged
 from hybridrl.workers.dispatch import Dispatch, dispatched_methods, runs_concurrently
@@ -76,12 +76,17 @@ _DISPATCH = {
 
 def _forward(name: str, is_concurrent: bool) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_concurrent:  # what a rank does beside is user code
+            begin_call(name)
         try:
-            with logged(logger, f"call {name}"), in_call("" if is_concurrent else name):
+            with logged(logger, f"call {name}"):
                 return getattr(self.worker, name)(*args, **kwargs)
         except Exception:
             traceback.print_exc()  # into the rank's log; the driver gets one line
             raise
+        finally:
+            if not is_concurrent:
+                begin_call("")
 
     method.__name__ = name
     return method

@@ -33,7 +33,7 @@ from hybridrl.runtime.launcher import (
     CallFailed,
     rank_environment,
 )
-from hybridrl.system.activity import in_call
+from hybridrl.system.activity import begin_call
 from hybridrl.telemetry.log import as_rank, logged
 from hybridrl.workers.data_plane import DataPlane, LocalDataPlane
 from hybridrl.workers.dispatch import Dispatch, dispatched_methods, runs_concurrently
@@ -333,13 +333,16 @@ def _serve(
 
 def _run(worker: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Answer:
     """What a method returns; or what it raised, with the traceback, which the log has too."""
+    if not runs_concurrently(type(worker), name):  # what a rank does beside is user code
+        begin_call(name)
     try:
-        is_concurrent = runs_concurrently(type(worker), name)
-        with logged(logger, f"call {name}"), in_call("" if is_concurrent else name):
+        with logged(logger, f"call {name}"):
             return getattr(worker, name)(*args, **kwargs), None, ""
     except Exception as error:
         logger.info("call %s failed", name, exc_info=True)
         return None, error, traceback.format_exc()
+    finally:
+        begin_call("")
 
 
 def _end_with_driver() -> None:

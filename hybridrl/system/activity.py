@@ -17,8 +17,6 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -110,7 +108,8 @@ class ActivityRecord:
 
     def _enter(self, stretch: str, number: int, now: float) -> None:
         ended = self._kind  # this is on the path of every pass: few calls of Python
-        ended.longest = max(now - self._since, _DECAY * ended.longest)
+        seconds, before = now - self._since, _DECAY * ended.longest
+        ended.longest = seconds if seconds > before else before
         ended.times += 1
         key = self._call, stretch
         if key not in self._kinds:
@@ -135,17 +134,10 @@ def record_to(path: Path) -> None:
         logger.warning("nobody sees what this rank is in: %s", error)
 
 
-@contextmanager
-def in_call(name: str) -> Iterator[None]:
-    """Within, this process is in the call `name`; an empty one is not recorded."""
-    recorded = _own if name else None  # what a rank does beside its calls is user code
-    if recorded is not None:
-        recorded.begin(name)
-    try:
-        yield
-    finally:
-        if recorded is not None:
-            recorded.begin("")
+def begin_call(name: str) -> None:
+    """From now on this process is in a call, if its activity is recorded; "" is in none."""
+    if _own is not None:
+        _own.begin(name)
 
 
 def mark(stretch: str, number: int = -1) -> None:

@@ -270,7 +270,6 @@ class Generator:
             steps += 1
             if ended and not equal and enough_turns * len(ended) >= self.unfinished:
                 break
-        mark("hand on")
         copies = [self._copies()] if any(isinstance(c, CopyTokens) for c in commands) else []
         told: list[HeldTurn] = []
         # Copies, and parking, have collected the last step's tokens.

@@ -112,14 +112,18 @@ class Admission:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Raises ValueError, before any is, for one that can never run."""
         check_requests(requests, self._limits, self._entries)
-        prompts = {name: (x.prompt_ids, _images(x.images)) for name, x in self._prefixes.items()}
+        prompts: dict[object, tuple[list[int], Images]] = {}
         for request in requests:
-            prompt = list(request.prompt_ids), request.images
-            if request.prefix is not None and prompts.setdefault(request.prefix, prompt) != prompt:
-                raise ValueError(f"prefix {request.prefix!r} names two different prompts")
+            name, prompt = request.prefix, (list(request.prompt_ids), request.images)
+            if name is not None and name not in prompts and name in self._prefixes:
+                known = self._prefixes[name]
+                images = () if known.images is None else known.images.images
+                prompts[name] = known.prompt_ids, images
+            if name is not None and prompts.setdefault(name, prompt) != prompt:
+                raise ValueError(f"prefix {name!r} names two different prompts")
         for request in requests:
             record = request.routed_experts or ExpertRecord()
-            images = self._place(request) if request.images else None
+            placed = self._place(request) if request.images else None
             copied = replace(
                 request,
                 prompt_ids=list(request.prompt_ids),
@@ -132,10 +136,10 @@ class Admission:
             )
             if copied.prefix is not None:
                 prefix = self._prefixes.setdefault(
-                    copied.prefix, Prefix(list(copied.prompt_ids), images=images)
+                    copied.prefix, Prefix(list(copied.prompt_ids), images=placed)
                 )
                 prefix.users += 1
-            entry = Entry(copied, self._submitted, images=images)
+            entry = Entry(copied, self._submitted, images=placed)
             self._submitted += 1
             self._entries[copied.id] = entry
             if copied.is_held:
@@ -486,7 +490,3 @@ class Admission:
         self.allocator.release(table[used : self.num_blocks[entry.slot]])
         table[used:] = 0
         self.num_blocks[entry.slot] = used
-
-
-def _images(placed: PlacedImages | None) -> Images:
-    return () if placed is None else placed.images

@@ -310,7 +310,7 @@ def sampling_batch(
 ) -> SamplingBatch:
     """The batch of these parameters; rows that are alike need nothing from the host."""
     first = params[0]
-    if not first.edits_logits and all(other is first or other == first for other in params):
+    if not first.edits_logits and params.count(first) == len(params):  # no call a row
         return SamplingBatch.alike(first, len(params), vocab_size, device)
     return SamplingBatch.of(params, vocab_size, device)
 
@@ -400,14 +400,14 @@ def _images_of(
     groups: Sequence[Sequence[Prefill]], positions: Ints
 ) -> tuple[Ints | None, PassImages | None]:
     """Rotary positions [3, tokens] of a pass, where prompts have images, and those images."""
-    if not any(job.images for jobs in groups for job in jobs):
-        return None, None
-    rotations = np.tile(positions, (3, 1))
+    rotations: Ints | None = None
     start, pads, parts = 0, [], []
     for jobs in groups:
         width = len(jobs[0].tokens)
         for job in jobs:
             if job.images is not None:
+                if rotations is None:
+                    rotations = np.tile(positions, (3, 1))
                 rotations[:, start : start + len(job.tokens)] = job.images.at(job.start, job.stop)
                 of_job = job.images.within(job.start, job.stop)
                 if of_job.start < of_job.stop:

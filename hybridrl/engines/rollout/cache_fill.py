@@ -174,7 +174,10 @@ class CacheFiller:
         """Rows (request, slot, length) of these `entries` that decode together."""
         sizes = self._block_size, self._vocab_size
         states = {e.slot: e.state for e in entries}
-        deltas = {e.slot: e.delta for e in entries if e.images is not None}
+        deltas: dict[int, int] = {}
+        for entry in entries:
+            if entry.images is not None:
+                deltas[entry.slot] = entry.delta
         return DecodeBatch(rows, *sizes, self._device, kept, states, deltas)
 
     # Experts
