@@ -41,7 +41,7 @@ def model_of(family: str, folder: Path) -> str:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.mul_(0.2)
+                parameter.mul_(0.1)
     model.save_pretrained(folder)
     return str(folder)
 
@@ -110,6 +110,6 @@ def test_both_engines_and_files_have_them_bit_for_bit(ranks, family, tmp_path):
         in_float32 = {name for name, dtype in got["seen"] if dtype == torch.float32}
         assert in_float32 == {own for own in OWN if any(name.endswith(own) for name in names)}
         assert got["bytes"][0] == got["bytes"][1]
-        # Measured below 0.05 and 3 %: all other weights are rounded.
-        assert got["gap"] < 0.1
+        # Measured below 0.007 and 2 %: all other weights are rounded.
+        assert got["gap"] < 0.05
         assert got["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.05)
