@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 FOLDER = ".ranks"
 """In the directory of a run: the record of each rank, and its stacks."""
 STACK_SIGNAL = signal.SIGUSR2
-_RECORD = struct.Struct("<Q16sqqQdddQ40s40sqQ")
+_RECORD = struct.Struct("<Q16sqqQddQ40s40sqQ")
 _DECAY = 0.999  # of the longest seconds, a stretch: what a first step took is forgotten in time
 _NEVER_TORN = 100  # a writer takes a microsecond
 
@@ -46,7 +46,6 @@ class Activity:
     call: str
     stretch: str
     number: int
-    call_since: float
     since: float
     times: int
     longest: float
@@ -89,14 +88,13 @@ class ActivityRecord:
         self._thread, self._writes = threading.get_ident(), 0
         self._kinds = {("", ""): _Kind("", "")}
         self._call, self._kind = "", self._kinds["", ""]
-        self._call_since = self._since = time.monotonic()
+        self._since = time.monotonic()
         self.begin("")
 
     def begin(self, call: str) -> None:
         """Enter a call, or wait for one where it is empty."""
         self._thread, self._call = threading.get_ident(), call
-        self._call_since = time.monotonic()
-        self._enter("", -1, self._call_since)
+        self._enter("", -1, time.monotonic())
 
     def mark(self, stretch: str, number: int = -1) -> None:
         """Enter a stretch of the present call, number `number` of its kind.
@@ -117,7 +115,7 @@ class ActivityRecord:
         kind = self._kind = self._kinds[key]
         self._since, self._writes = now, self._writes + 1
         _RECORD.pack_into(
-            self._memory, 0, self._writes, *self._process, self._thread, self._call_since, now,
+            self._memory, 0, self._writes, *self._process, self._thread, now,
             kind.longest, kind.times, *kind.names, number, self._writes,
         )  # fmt: skip
 
@@ -165,11 +163,11 @@ def read(path: Path) -> Activity | None:
     data = _stable(path)
     if data is None:
         return None
-    _, node, pid, start, thread, call_since, since, longest, times, *names, number, _ = data
+    _, node, pid, start, thread, since, longest, times, *names, number, _ = data
     if node != _node() or start != _start_of(pid):
         return None
     call, stretch = (name.rstrip(b"\0").decode(errors="replace") for name in names)
-    return Activity(pid, thread, call, stretch, number, call_since, since, times, longest)
+    return Activity(pid, thread, call, stretch, number, since, times, longest)
 
 
 def _stable(path: Path) -> tuple[Any, ...] | None:
