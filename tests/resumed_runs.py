@@ -10,7 +10,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from hybridrl.telemetry.records import read_lines
 
-TIMES = ("time", "_s", "mfu", "bubble_share", "bubble_share/actor", "bubble_share/rollout")
+TIMES = (
+    *("time", "_s", "tokens_per_s/actor", "tokens_per_s/rollout", "mfu"),
+    *("bubble_share", "bubble_share/actor", "bubble_share/rollout"),
+)
 """Ends of keys that time decides."""
 
 
