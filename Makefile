@@ -12,6 +12,9 @@ PYTEST := $(BIN)/python -m pytest
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # The files with tests of a mark: to import all files takes as long as many tests.
 MARKED = $(shell grep -rlw "mark.$(1)" tests --include="test_*.py")
+# Marks whose tests have a target of their own.
+OTHERS := slow or layouts or browser or gpu or gpu_dry or gpu_dry_full or cubins or contracts or ray or \
+	models or vllm or slurm or bare or loggers or agents or verifiers
 
 .DEFAULT_GOAL := help
 
@@ -63,8 +66,11 @@ train-smollm2: $(BIN)/.smollm2  ## the same with a real pretrained model, SmolLM
 	@$(BIN)/python scripts/smollm2.py .cache/smollm2
 	@$(BIN)/hybridrl train experiment=smollm2 $(ARGS)
 
-test: $(BIN)/.dev  ## fast tests, on CPU
+test: $(BIN)/.dev  ## fast tests, on CPU, in a few minutes
 	$(PYTEST) -q $(PARALLEL)
+
+test-long: $(BIN)/.dev  ## those that take a second of CPU time or more
+	$(PYTEST) -q $(PARALLEL) -m "long and not ($(OTHERS))" $(call MARKED,long)
 
 test-layouts: $(BIN)/.dev  ## every layout against one process, and whole runs in further settings
 	$(PYTEST) -q $(PARALLEL) -n 2 -m "layouts and not slow" $(call MARKED,layouts)  # each has up to four ranks
@@ -135,7 +141,7 @@ test-models: $(BIN)/.dev  ## every model family against transformers, the table 
 
 test-nccl: $(BIN)/.dev  ## tests on several processes again, held to the order that NCCL keeps
 	$(PYTEST) -q $(PARALLEL) --nccl-order tests/checkpoint tests/engines tests/kernels tests/layout tests/workers
-	$(PYTEST) -q $(PARALLEL) --nccl-order -m "layouts and not slow"
+	$(PYTEST) -q $(PARALLEL) --nccl-order -m "(layouts or long) and not slow"
 	$(PYTEST) -q -m slow tests/test_nccl_runs.py
 
 test-plan: $(BIN)/.dev  ## mappings of 200 random models and clusters pass the checks of train
@@ -285,4 +291,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-tools train-smollm2 test test-ray test-slow test-layouts test-adamw8bit test-newest test-agents test-bare test-loggers test-models test-nccl test-pages test-plan test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report gpu-first-run gpu-first-run-wheels install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-turns bench-moe bench-placement bench-long bench-shared-prompts bench-driver bench-tail bench-async bench-tail-ranks bench-async-ranks bench-async-learning bench-sparse-push bench-fused-update bench-plan-steps bench-plan-search bench-vllm
+.PHONY: help curves cut-off install train train-tools train-smollm2 test test-long test-ray test-slow test-layouts test-adamw8bit test-newest test-agents test-bare test-loggers test-models test-nccl test-pages test-plan test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report gpu-first-run gpu-first-run-wheels install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-turns bench-moe bench-placement bench-long bench-shared-prompts bench-driver bench-tail bench-async bench-tail-ranks bench-async-ranks bench-async-learning bench-sparse-push bench-fused-update bench-plan-steps bench-plan-search bench-vllm

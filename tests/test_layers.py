@@ -335,6 +335,7 @@ NEEDS_MORE = {
 }
 
 
+@pytest.mark.long
 def test_rooms_below_runtime_need_torch_and_transformers_alone() -> None:
     names = {
         module_name(room, path)

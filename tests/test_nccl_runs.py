@@ -50,6 +50,8 @@ from hybridrl.layout.weight_switch import WeightSwitch, connect_peers, gather_gr
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.workers.actor_worker import ActorWorker
 
+pytestmark = pytest.mark.long
+
 TINY = TinyModelConfig(
     hidden_size=16, intermediate_size=24, num_layers=8, num_heads=4, num_kv_heads=4, head_dim=4,
     max_positions=64, alphabet="abcdefghij",

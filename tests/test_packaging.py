@@ -84,6 +84,7 @@ def test_every_file_that_is_no_module_is_package_data(tracked_files: list[Path])
     assert not missing
 
 
+@pytest.mark.long
 def test_what_is_imported_is_a_dependency(tracked_files: list[Path]) -> None:
     distributions = importlib.metadata.packages_distributions()
     declared = {requirement.name.lower().replace("_", "-") for requirement in requirements()}

@@ -114,6 +114,7 @@ def type_aliases(sources: dict[str, str]) -> dict[str, list[str]]:
     return aliases
 
 
+@pytest.mark.long
 def test_public_classes_and_types_have_different_names() -> None:
     sources = {str(path.relative_to(ROOT)): path.read_text() for path in modules()}
     classes, aliases = public_classes(sources), type_aliases(sources)
@@ -135,6 +136,7 @@ def offenders() -> dict[str, dict[str, object]]:
     return offenders
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", ["replaced", "empty_words", "stumps"])
 def test_all_code_keeps_the_rule(rule: str, offenders: dict[str, dict[str, object]]) -> None:
     """No replaced name returns, names say what they hold, docstrings have a subject."""

@@ -26,6 +26,8 @@ from hybridrl.config.loss import Loss
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
 
+pytestmark = pytest.mark.long
+
 OPTIM = OptimConfig(lr=1e-2, schedule=LRSchedule.linear, weight_decay=0.1)
 FSDP = TrainLayoutConfig(fsdp=2)
 TP = TrainLayoutConfig(fsdp=1, tp=2)

@@ -14,6 +14,8 @@ from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.models import image_text
 from hybridrl.models.weight_files import check_files, weight_files
 
+pytestmark = pytest.mark.long
+
 
 def save_changed(source: Path, target: Path, most: int, lora: int = 0) -> None:
     """Write the model whose every weight, or adapter, is 0.01 more than at `source`."""

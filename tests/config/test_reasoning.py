@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys
 
@@ -18,6 +20,7 @@ print(len(row["answer"]) > 9)
 """
 
 
+@pytest.mark.long
 def test_only_cellular_automata_import_matplotlib() -> None:
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

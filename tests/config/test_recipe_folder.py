@@ -105,6 +105,7 @@ print(json.dumps([*names, "torch" in before]))
 """
 
 
+@pytest.mark.long
 def test_a_recipe_is_imported_when_it_is_chosen() -> None:
     """Nor is torch, which it imports, for a key or a recipe that does not exist."""
     ended = subprocess.run(

@@ -10,6 +10,8 @@ from hybridrl.config import Config, ConfigError
 from hybridrl.config.compose import register
 from hybridrl.config.stored_run import composed_run, overrides_of
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:

@@ -58,6 +58,7 @@ def steps(row: Any, name: str) -> Any:
     return row[first] if not rest else steps(row[first], rest)
 
 
+@pytest.mark.long
 @cheap
 @given(row=st.dictionaries(KEY, VALUE, max_size=4), name=NAME)
 @example(row={"a": {"b": [1, {"0": "x"}]}}, name="a.b.1.0")

@@ -47,6 +47,7 @@ def test_loading_is_deterministic_and_the_seed_decides(load: Load) -> None:
     assert first.train != other.train
 
 
+@pytest.mark.long
 def test_a_small_source_trains_on_what_it_has(load: Load, caplog: Any) -> None:
     digits = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     products = SourceConfig(name="products", params=digits)

@@ -85,6 +85,7 @@ def test_agrees_with_the_formulas_of_lm_evaluation_harness():
             assert maj_at_k(prompt.right, prompt.answers, n) == float(votes[0][0] == "0")
 
 
+@pytest.mark.long
 def test_the_interval_covers_the_true_mean_in_95_of_100():
     rng = np.random.default_rng(1)
     covered = 0

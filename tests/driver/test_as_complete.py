@@ -19,6 +19,8 @@ from driver.test_async import (
 
 from hybridrl.telemetry.records import read_lines
 
+pytestmark = pytest.mark.long
+
 AS_COMPLETE = [
     "schedule=async", "schedule.max_staleness=2", "schedule.batches=as_complete",
     "rollout.decode_steps=2",

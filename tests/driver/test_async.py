@@ -17,6 +17,8 @@ from hybridrl.layout.push import WeightsDamaged
 from hybridrl.telemetry.records import read_lines
 from hybridrl.workers.trainer_worker import TrainerWorker
 
+pytestmark = pytest.mark.long
+
 STEPS, PROMPTS, GROUP = 5, 4, 4
 ASYNC = [
     f"trainer.steps={STEPS}", "trainer.save_every=1", f"trainer.keep_last={STEPS}",

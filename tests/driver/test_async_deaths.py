@@ -18,6 +18,8 @@ from hybridrl.driver.rank_failures import WorkerError
 from hybridrl.driver.ray_executor import RayExecutor
 from hybridrl.telemetry.records import read_lines
 
+pytestmark = pytest.mark.long
+
 STEPS, PROMPTS = 5, 4
 APART = [
     "cluster.ranks=4", "cluster.pools.rollout=3", f"trainer.steps={STEPS}", "trainer.save_every=2",

@@ -73,6 +73,7 @@ def test_what_fails_here_ends_no_run(
     assert isinstance(record.exc_info[1], KeyError)
 
 
+@pytest.mark.long
 def test_a_run_writes_predicted_beside_measured_seconds(
     train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:

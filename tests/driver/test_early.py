@@ -155,6 +155,7 @@ def early_spans(run: Any) -> list[Any]:
     return [s for s in run.spans if s.name == "early backward" and s.lane.startswith("rank")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -301,6 +302,7 @@ def test_an_instance_is_whole_replicas(
     assert wanted is None or wanted in (reason or "")
 
 
+@pytest.mark.long
 def test_what_it_says_would_do(make_config: Callable[..., Config]) -> None:
     """All small layouts are tried.
 

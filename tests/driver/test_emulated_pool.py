@@ -48,6 +48,7 @@ def trained(folder: Path, schedule: str) -> list[dict[str, Any]]:
     return [{"samples": one, "stale": s} for one, s in zip(pairs, stale, strict=True)]
 
 
+@pytest.mark.long
 def test_schedules_of_separate_ranks_train_the_batches_of_serial(tmp_path):
     """Lengths follow from identity, so `one_step` has them too; its staleness is the table's."""
     steps = {name: trained(tmp_path / name, name) for name in ("serial", "periodic", "one_step")}

@@ -81,6 +81,7 @@ def lengths_in_transformers(model: Any, tokenizer: Any, prompts: list[str]) -> d
     return lengths
 
 
+@pytest.mark.long
 def test_transformers_stops_where_the_run_did(run: Path, model: Path) -> None:
     of_run = evaluated(run)
     assert len(set(of_run.values())) > 2, "responses end at several places"

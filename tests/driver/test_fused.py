@@ -14,6 +14,8 @@ from hybridrl.config import Config, ConfigError, DataConfig, FusedScheduleConfig
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.trace import read_timeline
 
+pytestmark = pytest.mark.long
+
 FUSED = ["schedule=fused", "schedule.migration_threshold=12"]
 PASSES = ("reward", "reference_log_probs")
 Train = Callable[..., Any]

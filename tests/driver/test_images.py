@@ -12,6 +12,8 @@ from resumed_runs import check_same, ended
 from hybridrl.config import ConfigError
 from hybridrl.telemetry.records import read_lines
 
+pytestmark = pytest.mark.long
+
 SMALL = [
     "data.size=24", "data.eval_size=4", "warm_start.steps=1", "trainer.steps=2",
     "trainer.save_every=1", "trainer.optim.lr=1e-2", "trainer.optim.eps=1e-8",

@@ -18,6 +18,8 @@ from hybridrl.preflight.prepare import build_recipe
 from hybridrl.replay.step import Promise, ReplayRequest, replay
 from hybridrl.telemetry.records import read_lines
 
+pytestmark = pytest.mark.long
+
 FUNCTION = """
 from pathlib import Path
 

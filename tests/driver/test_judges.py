@@ -123,6 +123,7 @@ def test_a_function_sees_whole_groups(
     assert {line["reward"] for line in samples(run, "evaluation")} == {1.0}
 
 
+@pytest.mark.long
 def test_an_async_function_is_known_without_a_setting(
     train_here: Callable[..., Any], tiny_run: list[str], functions: Path, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ def start(train: Callable[..., Any], long_tail: list[str], folder: Path, *more: 
     return train(folder / "run", *kept, *PARTIAL, *more)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
     [

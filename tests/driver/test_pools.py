@@ -136,6 +136,7 @@ def trained_on(run: Path) -> list[Any]:
     return [*lengths, *(line["reward_mean"] for line in read_lines(run / "metrics.jsonl"))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("partition", ALL, ids=named)
 def test_every_one_trains_on_the_same_batch(
     partition: Partition, emulated: Callable[..., Path]

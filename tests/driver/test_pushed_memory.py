@@ -29,6 +29,8 @@ from hybridrl.telemetry.records import read_lines
 from hybridrl.workers.pushed_weights import AdapterTarget, pushed_plan
 from hybridrl.workers.sparse_pushes import DeltaSource
 
+pytestmark = pytest.mark.long
+
 STEPS = 6
 ONE = ["cluster.ranks=2", "cluster.pools.rollout=1"]
 FOUR = ["cluster.ranks=4", "cluster.pools.rollout=2", "rollout.layout.tp=2"]

@@ -15,6 +15,8 @@ from hybridrl.config import ConfigError
 from hybridrl.config.compose import check, register
 from hybridrl.plan import mapping_command
 
+pytestmark = pytest.mark.long
+
 SMALL = ["cluster.ranks=2", "trainer.layout.pp=2", "model.tiny.num_layers=2", "trainer.steps=2",
          "eval.sets.main.num_prompts=2"]  # fmt: skip
 

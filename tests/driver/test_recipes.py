@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 
 from hybridrl.telemetry.records import read_lines
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/config.yaml"))
 

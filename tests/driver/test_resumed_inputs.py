@@ -15,6 +15,8 @@ from hybridrl.driver.dry_run import check_runs
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.telemetry.records import read_lines
 
+pytestmark = pytest.mark.long
+
 REWARD = "def score(prompt, response, answer, item):\n    return sum(map(ord, response)) % 7 / 6\n"
 
 

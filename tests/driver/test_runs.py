@@ -22,6 +22,8 @@ from hybridrl.schedule import StepResult
 from hybridrl.telemetry import sample_files
 from hybridrl.telemetry.records import read_lines
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def run(

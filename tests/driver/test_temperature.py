@@ -72,6 +72,7 @@ def test_a_stage_of_its_own_temperature() -> None:
     ] * 2
 
 
+@pytest.mark.long
 def test_supervised_loss_is_the_cross_entropy_of_transformers(
     train_here: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:

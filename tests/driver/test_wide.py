@@ -19,6 +19,8 @@ from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.rundata import load
 from hybridrl.telemetry.tables import timelines
 
+pytestmark = pytest.mark.long
+
 WIDE = ["schedule=fused", "schedule.migration_threshold=6", "schedule.migration=kv"]
 Train = Callable[..., Any]
 

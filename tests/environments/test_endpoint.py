@@ -14,6 +14,8 @@ from hybridrl.environments.endpoint import chunks_of
 from hybridrl.environments.episode import Episode
 from hybridrl.environments.program import Model, as_messages
 
+pytestmark = pytest.mark.long
+
 PROGRAMS = '''
 import asyncio, json
 

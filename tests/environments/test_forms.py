@@ -155,6 +155,7 @@ def test_a_function_and_a_class_play_the_same(make: Make, pool: Pool, name: str)
     assert function[-1].scalars.keys() == {"number"}
 
 
+@pytest.mark.long
 def test_random_numbers_follow_from_seed_and_sample(make: Make, pool: Pool) -> None:
     config = make(PROGRAMS, "guess", num_processes=2)
     first, second, other = pool(config), pool(config), pool(config, seed=1)

@@ -202,6 +202,7 @@ def test_programs_of_other_episodes_run_meanwhile(pool: Pool) -> None:
     assert not hangs.done()
 
 
+@pytest.mark.long
 def test_waiting_for_a_thread_of_the_jail_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve programs that hang share one thread: a queue past the limit of a turn."""
     monkeypatch.setattr(environment_of_programs, "NUM_THREADS", 1)
@@ -245,6 +246,7 @@ def test_settings_of_kinds_that_cannot_work(kind: str, settings: Any, error: str
         load_environment(config(kind, **settings))
 
 
+@pytest.mark.long
 def test_settings_of_a_run_that_cannot_work() -> None:
     from hybridrl.config.compose import check, register
 

@@ -9,7 +9,7 @@ from triton_interpreter import interpret, needs_triton
 
 from hybridrl.kernels import decode_torch
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.long]
 
 # Float32 sums in another order; a result in bfloat16 is off by its last bit, or by two where the
 # interpreter cuts bits off.

@@ -8,6 +8,8 @@ from triton_interpreter import interpret, needs_triton
 from hybridrl.kernels import linear_log_probs_torch
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
 
+pytestmark = pytest.mark.long
+
 # (tokens, vocab, features): one of each; below, at and above blocks of 128, 128 and 64 (in float32
 # 64, 64 and 32); splits of several blocks and an empty one; a chunk of the backward pass that ends
 # within a block.

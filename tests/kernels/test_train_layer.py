@@ -1,5 +1,6 @@
 """Parts of fused layers: gradients by differences, and Triton's interpreter against float64."""
 
+import pytest
 import torch
 from triton_interpreter import interpret, needs_triton
 
@@ -104,6 +105,7 @@ def _interpreted():
     return results, {name: launched.count(name) for name in parts}, same
 
 
+@pytest.mark.long
 @needs_triton
 def test_kernels_equal_float64(fresh_ranks):
     ((results, launched, same),) = fresh_ranks(1, _interpreted)

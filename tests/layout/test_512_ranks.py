@@ -13,6 +13,8 @@ from hybridrl.config.layout import Grouping
 from hybridrl.layout.exchange_rounds import MOST_MESSAGES, Message, first_contacts
 from hybridrl.layout.transfer_rounds import exchanged_links, transfer_rounds
 
+pytestmark = pytest.mark.long
+
 WANTED = {
     "8b on 8": (Grouping.strided, 140, 0, 0, 4296, 3579),
     "32b on 16": (Grouping.node_strided, 1, 124, 496, 6400, 2744),

@@ -165,6 +165,7 @@ def random_plans(count: int) -> list[Plan]:
     return plans
 
 
+@pytest.mark.long
 def test_random_layouts() -> None:
     draw, exchanged = random.Random(1), 0
     for plan in random_plans(12):

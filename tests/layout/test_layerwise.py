@@ -96,6 +96,7 @@ def switches(cases: list[tuple[Any, ...]]) -> list[SwitchStats]:
     return stats_by_case
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", CASES)
 def test_every_layer_gets_its_weights(ranks: Ranks, size: int) -> None:
     """With the bytes of the whole plan, and of its destination no more at a time than a layer."""

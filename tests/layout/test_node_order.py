@@ -48,6 +48,7 @@ def test_groups_of_nodes_of_eight(
     assert not across(switch.plan.dst.mesh.lines("tp"), nodes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [16, 64, pytest.param(512, marks=pytest.mark.slow)])
 def test_every_group_that_divides_a_node_stays_in_one(ranks: int) -> None:
     """Under every training layout, for every size of a node that divides the ranks."""

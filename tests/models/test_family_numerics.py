@@ -31,6 +31,8 @@ from hybridrl.models import parallel
 from hybridrl.models.local_weights import load_buffers, load_local
 from hybridrl.models.shard import GenParallel
 
+pytestmark = pytest.mark.long
+
 VOCAB, TEMPERATURE, CPU = 43, 0.7, torch.device("cpu")
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -13,6 +13,8 @@ from hybridrl.pipelines.policies import RuleMaker, draw_policy
 from hybridrl.pipelines.problem import PassCosts, PipelinedModel, PipelineProblem
 from hybridrl.pipelines.search import search
 
+pytestmark = pytest.mark.long
+
 
 def test_search_finds_the_best_of_all_plans() -> None:
     """Two models on two ranks; in a quarter of the problems no plan meets the bound."""

@@ -197,6 +197,7 @@ def test_passes_run_while_all_samples_wait():
 ARGS = "--lengths=lognormal:median=60,sigma=0.5 --instances=2 --prompts=8 --group-size=4 --steps=3"
 
 
+@pytest.mark.long
 def test_plan_schedule_knows_waits():
     turns = "--turns=turns=4,reply=20,wait=2,sigma=1"
     lines, remarks, _ = schedule_command.run([*ARGS.split(), turns], lambda *_: None)

@@ -152,6 +152,7 @@ def test_where_passes_beside_decoding_cost_more_than_they_save_they_wait(seed: i
     assert step(compared, FUSED) <= 1.005 * step(compared, SERIAL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", some(0, 3, 4, 13, 18, 21))
 def test_so_is_early_backward(seed: int) -> None:
     """Begun wherever it may, it takes 1.05, 1.08 and 1.03 of the better with seeds 4, 18, 21."""
@@ -203,6 +204,7 @@ def test_a_trial_of_a_width_costs_little(seed: int) -> None:
     assert step(wide, EARLY, 1) <= 1.08 * step(compared, EARLY, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", some(10))
 def test_so_are_all_together_where_rows_guess_ahead(seed: int) -> None:
     compared = trained(seed, WIDE_STEPS)

@@ -26,6 +26,8 @@ from hybridrl.preflight import prepare as preflight
 from hybridrl.preflight.prepare import prepare
 from hybridrl.rewards.model import make_reward_model
 
+pytestmark = pytest.mark.long
+
 LENGTHS = "--lengths=lognormal:median=60,sigma=0.8"
 TINY = (
     *("cluster.device=cpu", "data.max_prompt_tokens=64", "rollout.max_new_tokens=192"),

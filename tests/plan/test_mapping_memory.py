@@ -13,6 +13,8 @@ from hybridrl.preflight.mapping_memory import MappingMemory
 from hybridrl.preflight.mapping_roles import planned_roles, role_shapes
 from hybridrl.preflight.prepare import build_recipe
 
+pytestmark = pytest.mark.long
+
 GIB = 2**30
 MODELS = ("llama3_8b", "qwen3_8b", "qwen3_1.7b")
 

@@ -39,6 +39,8 @@ from hybridrl.preflight.memory_plan import Room
 from hybridrl.preflight.prepare import build_recipe
 from hybridrl.workers.emulation import llama_config
 
+pytestmark = pytest.mark.long
+
 A100 = ACCELERATORS["a100"]
 SMALL = ModelShape(8, 2048, 5632, 16, 8, 32_000)
 LARGER = replace(SMALL, layers=16)

@@ -11,6 +11,8 @@ from hybridrl.plan.mapping_report import MappingReport
 from hybridrl.plan.mapping_search import TOLERANCE
 from hybridrl.plan.mapping_split import GAIN, ROLLOUT, SplitSearch
 
+pytestmark = pytest.mark.long
+
 TINY = (
     *("recipe=grpo", "cluster.device=cpu", "data.max_prompt_tokens=64", "data.size=50"),
     *("data.eval_size=8", "cluster.memory_check=warn", "--nodes=1", "--gpus-per-node=4"),

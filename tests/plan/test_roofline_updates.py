@@ -126,6 +126,7 @@ def step_s(*args: str) -> dict[str, float]:
     return {line[0]: float(line[1]) for line in lines[1:]}
 
 
+@pytest.mark.long
 def test_the_command_compares_updates_in_one_plan() -> None:
     """Each schedule also with them; the difference is that of the updates."""
     table = step_s(f"--costs={TEXT},pp=4,critic_pp=2,mini_batches=4")

@@ -106,6 +106,7 @@ def test_a_load_in_flight_computes_the_tokens_again_unless_caches_stay():
     assert replay_split(nothing, in_flight(1)).step_s == kept.step_s
 
 
+@pytest.mark.long
 def test_every_schedule_has_the_best_split_that_a_search_of_all_finds():
     apart = setting(5e-3, {n: PushCosts() for n in (1, 2, 3)})
     lines = best_splits(apart)
@@ -122,6 +123,7 @@ def test_every_schedule_has_the_best_split_that_a_search_of_all_finds():
     assert not best_splits(replace(apart, splits={}))
 
 
+@pytest.mark.long
 def test_the_command_adds_the_best_split_of_each():
     lines, _, record = run([*HERE, "--rollout=auto"], lambda done, of: None)
     names = [line[0] for line in lines[1:]]

@@ -153,6 +153,7 @@ def test_roles_of_the_recipe_have_their_phases() -> None:
     ]
 
 
+@pytest.mark.long
 def test_states_of_recurrent_layers_are_in_the_plan() -> None:
     """Running sequences and as many prefixes have states; a layer of four has keys and values."""
     kept = {key: value for key, value in _shape().to_dict().items() if key in KEYS}

@@ -213,6 +213,7 @@ def random_case(draw: random.Random) -> dict[str, Any]:
     return case
 
 
+@pytest.mark.long
 def test_what_is_advised_is_allowed_and_crosses_no_node() -> None:
     """Random models, layouts and nodes; every second one has a size that is no power of two."""
     draw, followed = random.Random(0), dict.fromkeys(("tp", "pp", "ep", "grouping"), 0)

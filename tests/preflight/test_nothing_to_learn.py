@@ -131,6 +131,7 @@ def tried(make_config: Any, judge: RewardConfig, template: str = "{answer}", n: 
     try_judges(config, built("grpo"), items([str(k) for k in range(n)]))
 
 
+@pytest.mark.long
 def test_a_judge_that_likes_no_answer_is_named(
     make_config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -96,6 +96,7 @@ def test_what_acts_is_chosen_and_said(
         assert isinstance(config.schedule, SerialScheduleConfig)
 
 
+@pytest.mark.long
 def test_a_schedule_that_is_named_stays(make_config: Callable[..., Config], tmp_path: Path) -> None:
     config = make_config(*SHORT, "schedule=serial", "cluster.ranks=2", f"run.dir={tmp_path}")
     assert prepare(config).schedule == ""

@@ -196,6 +196,7 @@ def test_a_sample_ends_within_its_time() -> None:
     assert time.monotonic() - start < 100.0  # all tests would take 500 s
 
 
+@pytest.mark.long
 def test_the_pool_judges_programs_and_says_where_they_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

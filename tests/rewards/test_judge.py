@@ -185,6 +185,7 @@ def test_exact_match_starts_no_process() -> None:
         assert rewards.score(items) == [RewardResult(0.0, text="a"), RewardResult(1.0, text="b")]
 
 
+@pytest.mark.long
 def test_validation_starts_what_the_run_would(
     function_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,8 @@ from hybridrl.rewards import JudgePool, RewardInput, RewardResult, validate_rewa
 from hybridrl.rewards.worker import waits
 from hybridrl.sandbox import pool as sandboxes
 
+pytestmark = pytest.mark.long
+
 FUNCTIONS = """
 import asyncio, os, threading, time
 

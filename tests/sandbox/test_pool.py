@@ -39,6 +39,7 @@ DIED = ("crash", "its process ended (exit code 3)")
 LATE = ("timeout", "too late")
 
 
+@pytest.mark.long
 def test_only_the_guilty_fail(make: Make) -> None:
     garbage = "crash", "its process ended (SIGKILL)"
     bad = {"die": DIED, "hang": LATE, "spin": LATE, "late": LATE, "garbage": garbage}

@@ -12,6 +12,8 @@ from hybridrl.flow.ledger import DropReason
 from hybridrl.flow.versions import RunRecord
 from hybridrl.schedule.lost_samples import InstanceDied
 
+pytestmark = pytest.mark.long
+
 
 def ages_of(sample, number, versions):
     """The staleness of each token span: the least that it may be, as a version may have several."""

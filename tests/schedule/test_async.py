@@ -14,6 +14,8 @@ from hybridrl.flow.sample import NO_VERSION
 from hybridrl.flow.versions import RunRecord
 from hybridrl.schedule.loop_schedule import LoopSchedule
 
+pytestmark = pytest.mark.long
+
 cases = given(**CASES)
 
 

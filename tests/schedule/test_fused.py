@@ -26,6 +26,8 @@ from hybridrl.schedule.loop_schedule import LoopSchedule
 from hybridrl.schedule.readiness import early_stages
 from hybridrl.schedule.serial import SerialSchedule
 
+pytestmark = pytest.mark.long
+
 
 class ToyLoss(Loss):
     fields = ("advantages", "old_log_probs", "reference_log_probs")

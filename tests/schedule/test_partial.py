@@ -239,6 +239,7 @@ def of_earlier_version(state: dict[str, Any]) -> Any:
     return json.loads(json.dumps(state), object_hook=earlier)
 
 
+@pytest.mark.long
 @given(
     lengths=lengths,
     rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=5),

@@ -128,6 +128,7 @@ class Simulation:
         return True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num", [400, pytest.param(4_000, marks=pytest.mark.slow)])
 def test_no_group_is_trained_after_its_limit_and_nothing_waits_for_ever(num: int) -> None:
     reached, died, filtered = Counter[bool](), 0, 0

@@ -376,6 +376,7 @@ def test_help_says_what_each_option_takes(
         assert all(value in text for value in values)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, "--device", "cuda")

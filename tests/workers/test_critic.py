@@ -118,6 +118,7 @@ def live(model: str, folder: Path, layout: dict[str, int]) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}])
 def test_critics_beside_the_actor(
     layout: dict[str, int], ranks: Callable[..., list[Any]], tmp_path: Path

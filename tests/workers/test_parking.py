@@ -14,6 +14,8 @@ from hybridrl.models.tiny import make_tiny_model
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.turns import grown
 
+pytestmark = pytest.mark.long
+
 IDS = tuple(SampleId(0, k=k) for k in range(8))
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM
@@ -110,6 +111,7 @@ def run(path: str, folder: Path) -> dict[str, Any]:
     return {"gaps": gaps, **{name: routing_biases(x) for name, x in biases.items()}}
 
 
+@pytest.mark.long
 def test_biases_go_where_weights_go(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     """From two stages to generation under tp, copies, a value model, and checkpoints.
 

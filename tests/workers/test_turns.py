@@ -36,6 +36,8 @@ from hybridrl.workers.turns import (
     turn_texts,
 )
 
+pytestmark = pytest.mark.long
+
 IDS = tuple(SampleId(0, k=k) for k in range(6))
 SAMPLING = Sampling(40, max_turn_tokens=6)
 FIELDS = ("tokens", "log_probs", "trained", "turn", "turn_rewards", "turn_state")

@@ -16,6 +16,8 @@ from hybridrl.flow.sample import SampleId
 from hybridrl.models.tiny import make_tiny_model
 from hybridrl.workers.actor_worker import ActorWorker
 
+pytestmark = pytest.mark.long
+
 EACH = 4  # samples of an instance
 
 

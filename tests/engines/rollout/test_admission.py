@@ -3,6 +3,7 @@
 import random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,6 +53,7 @@ def room(admission: Admission, entry: Entry) -> int:
     return int(admission.num_blocks[entry.slot]) * BLOCK - entry.length
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(st.integers(1, 3), st.integers(1, 6), st.integers(8, 30), st.randoms(use_true_random=False))
 def test_lanes_drain_the_queue(

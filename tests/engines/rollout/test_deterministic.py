@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 from hybridrl.engines.rollout.interface import Output, Request
 from hybridrl.engines.rollout.native import NativeEngine
 
+pytestmark = pytest.mark.long
+
 Make = Callable[..., NativeEngine]
 Finish = Callable[..., dict[object, Output]]
 RequestsOf = Callable[..., list[Request]]

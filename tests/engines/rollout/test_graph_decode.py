@@ -92,6 +92,7 @@ def interpreted(model: PreTrainedModel, requests: list[Request]) -> dict[object,
     return outputs
 
 
+@pytest.mark.long
 @needs_triton
 def test_interpreted_kernels_draw_them_too(
     model: PreTrainedModel, make_engine: Make, finish: Finish, requests_of: RequestsOf, same: Same,

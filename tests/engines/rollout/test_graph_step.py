@@ -18,6 +18,8 @@ from hybridrl.engines.rollout.stage import RolloutStage
 from hybridrl.kernels.decode_state import RUNNING, STOPPED, DecodeState
 from hybridrl.models.shard import GenParallel
 
+pytestmark = pytest.mark.long
+
 FAMILIES = ("qwen3", "llama", "llama_biased", "mistral", "qwen2")
 LONGEST = 96
 LONGEST_OF_MODEL = 4096

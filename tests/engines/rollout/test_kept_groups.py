@@ -3,6 +3,7 @@
 import random
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,6 +70,7 @@ class Rows:
         assert kept[1, 0, 0, :, 0].tolist() == wanted
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from([0, 3, 100]), st.randoms(use_true_random=False))
 def test_rows_come_and_go(overhead: int, draw: random.Random) -> None:

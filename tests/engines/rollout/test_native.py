@@ -144,6 +144,7 @@ def test_preemption(
     assert stats.kv_blocks_free == stats.kv_blocks_total
 
 
+@pytest.mark.long
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_park_and_resume(

@@ -64,6 +64,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_the_record_is_what_transformers_chooses(
     options: dict[str, object], models: list[PreTrainedModel], make_engine: Make, finish: Finish,

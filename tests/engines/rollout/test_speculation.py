@@ -270,6 +270,7 @@ def calls(engine: NativeEngine, requests: list[Request], limit: int) -> list[set
     return finished
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [{}, {"max_running": 5}, {"block_size": 1, "kv_cache_tokens": 90}, {"kv_cache_tokens": 200}],

@@ -25,6 +25,8 @@ from hybridrl.models.recurrent import continues
 from hybridrl.models.shard import GenParallel
 from hybridrl.models.states import StateCache
 
+pytestmark = pytest.mark.long
+
 SHAPE = {
     "vocab_size": 67, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,

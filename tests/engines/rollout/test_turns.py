@@ -166,6 +166,7 @@ def test_measured_costs_decide() -> None:
     assert KVCosts(None, 1000).copies(1000, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("with_kv", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_held_and_answered_ones_move(

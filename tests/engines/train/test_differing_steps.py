@@ -21,6 +21,8 @@ from hybridrl.workers.store import SampleStore, StoredSample
 from hybridrl.workers.training import UpdateShare, UpdateSteps
 from hybridrl.workers.training import train as train_steps
 
+pytestmark = pytest.mark.long
+
 STEPS = {"actor": (2, 1), "critic": (1, 4)}
 """Mini-batches and epochs: two steps and four."""
 

@@ -15,6 +15,8 @@ from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.layout import fsdp_groups
 
+pytestmark = pytest.mark.long
+
 LOSSES: dict[str, Loss] = {
     "grpo": ClippedLoss(),
     "grpo, means of sequences": ClippedLoss(normalize="sequence", entropy_coef=0.01),

@@ -162,6 +162,7 @@ def per_layer_update(path, shares, loss, keep_unsharded):
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep_unsharded", [True, False])
 def test_large_model_settings_and_activations(
     fresh_ranks, model_dir, sequences, padded_log_probs, keep_unsharded

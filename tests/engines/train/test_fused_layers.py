@@ -19,6 +19,8 @@ from hybridrl.config import (
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.kernels import train_layer, train_layer_torch
 
+pytestmark = pytest.mark.long
+
 PARTS = ("norm", "norm_grad", "rotate", "act_mul", "act_mul_grad")
 
 

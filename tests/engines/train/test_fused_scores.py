@@ -64,6 +64,7 @@ def path(tiny) -> str:
     return tiny("qwen3", **SIZES)
 
 
+@pytest.mark.long
 def test_two_ranks_in_both_directions(ranks, path, sequences):
     check(ranks, 2, path, sequences, (2, 1, 1, 1), (2, 1, 1, 1))
 

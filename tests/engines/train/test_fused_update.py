@@ -160,6 +160,7 @@ def planned_updates(path, sequences):
     return recorded, kept
 
 
+@pytest.mark.long
 def test_a_searched_plan_interleaves_the_models(ranks, path, sequences):
     """Two equal models run in both directions, and only the rank that searches keeps policies."""
     (recorded, kept), (others, others_kept) = ranks(2, planned_updates, path, sequences)

@@ -28,6 +28,8 @@ from hybridrl.engines.train.fsdp_versions import parameter_groups
 from hybridrl.layout import fsdp_groups
 from hybridrl.models.flops import ForwardFlops
 
+pytestmark = pytest.mark.long
+
 TEMPERATURE = 0.7
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 LAYOUTS = [(1, 1, 1), (1, 4, 1), (1, 1, 4), (2, 1, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)]

@@ -25,6 +25,8 @@ from hybridrl.config import (
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.layout import fsdp_groups
 
+pytestmark = pytest.mark.long
+
 TEMPERATURE = 0.7
 LORA = LoraConfig(rank=3, alpha=6)  # a rank that no number of ranks divides
 

@@ -13,6 +13,8 @@ from hybridrl.algorithms.losses import ClippedLoss
 from hybridrl.config import ModelConfig, OptimConfig, TrainerConfig, TrainLayoutConfig
 from hybridrl.engines.train.engine import TrainEngine
 
+pytestmark = pytest.mark.long
+
 COMPARE = {"rollout_log_probs": "mismatch", "stale_log_probs": "staleness"}
 STALE, SUPERVISED = (2, 5), (1,)  # sequences of older weights; one that no engine made
 

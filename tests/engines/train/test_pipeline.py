@@ -11,6 +11,8 @@ from torch_pipeline import train_by_torch
 
 from hybridrl.engines.train.interface import TrainSequence
 
+pytestmark = pytest.mark.long
+
 
 def equal_sequences(number):
     """Sequences that fill a micro-batch each, so that torch's schedules can train them."""

@@ -26,6 +26,8 @@ from hybridrl.models.mixers import precise_names, recurrent_modules
 from hybridrl.models.parallel import meta_model, model_parameters
 from hybridrl.models.shrink import shrink
 
+pytestmark = pytest.mark.long
+
 FAMILIES = {
     "qwen3_5_text": {"num_hidden_layers": 4},
     "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention"] * 2},

@@ -30,6 +30,8 @@ from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.expert_load import ExpertLoad
 from hybridrl.models.buffers import routing_biases
 
+pytestmark = pytest.mark.long
+
 EXPERTS, K, COEF = 8, 3, 0.3
 SETTINGS = {
     "num_hidden_layers": 5,

@@ -45,6 +45,7 @@ def filled(size):
     return -(-size // step) * step
 
 
+@pytest.mark.long
 def test_rows_of_few_sizes(ranks, tiny):
     path = tiny("qwen3", **SIZES)
     ((rows, wanted, _),) = ranks(1, train, path, (1, 1, 1, 1))

@@ -14,6 +14,8 @@ from hybridrl.algorithms.sequence_losses import BradleyTerryLoss, DPOLoss, GMPOL
 from hybridrl.config import ModelConfig, OptimConfig, TrainerConfig, TrainLayoutConfig
 from hybridrl.engines.train.engine import TrainEngine
 
+pytestmark = pytest.mark.long
+
 SPLITS = {
     "one rank": ([range(8)], {}),
     "two ranks": ([range(4), range(4, 8)], {}),

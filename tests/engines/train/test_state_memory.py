@@ -31,6 +31,8 @@ from hybridrl.engines.train.fused_update import FusedUpdate, UpdateInputs
 from hybridrl.engines.train.pinned import pinned_bytes
 from hybridrl.engines.train.state_memory import Block, CopyStream
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 STEPS = 3
 

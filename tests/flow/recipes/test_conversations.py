@@ -109,6 +109,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 def test_every_recipe_passes_over_what_an_environment_wrote(benches, recipe_names):
     alone, mixed = benches
     compared = 0
