@@ -261,6 +261,9 @@ bench-plan-steps: $(BIN)/.core  ## predicted steps of whole runs against measure
 bench-plan-search: $(BIN)/.core  ## seconds of the search for a mapping on 128 and 1,024 GPUs
 	@$(KEEP) plan-search scripts/bench/mapping_search.py $(ARGS)
 
+bench-roofline: $(BIN)/.dev  ## predicted decode steps and GRPO phases on H100s, by the roofline of dry runs' operators
+	@$(KEEP) roofline scripts/bench/roofline.py $(ARGS)
+
 bench-vllm: $(BIN)/.vllm  ## vLLM against the native engine, its own sampler and its own way to load weights
 	@$(KEEP) vllm scripts/bench/vllm_engine.py $(ARGS)
 
@@ -291,4 +294,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-tools train-smollm2 test test-long test-ray test-slow test-layouts test-adamw8bit test-newest test-agents test-bare test-loggers test-models test-nccl test-pages test-plan test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report gpu-first-run gpu-first-run-wheels install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-turns bench-moe bench-placement bench-long bench-shared-prompts bench-driver bench-tail bench-async bench-tail-ranks bench-async-ranks bench-async-learning bench-sparse-push bench-fused-update bench-plan-steps bench-plan-search bench-vllm
+.PHONY: help curves cut-off install train train-tools train-smollm2 test test-long test-ray test-slow test-layouts test-adamw8bit test-newest test-agents test-bare test-loggers test-models test-nccl test-pages test-plan test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report gpu-first-run gpu-first-run-wheels install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-turns bench-moe bench-placement bench-long bench-shared-prompts bench-driver bench-tail bench-async bench-tail-ranks bench-async-ranks bench-async-learning bench-sparse-push bench-fused-update bench-plan-steps bench-plan-search bench-roofline bench-vllm

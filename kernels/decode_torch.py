@@ -94,7 +94,7 @@ def paged_attention(
     """
     kv_heads, block_size, dim = cache.shape[2:]
     tokens, heads = query.shape[:2]
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide = _wide_dtype(query)
     pages = tables[slots.long(), : -(-max_length // block_size)].long()
     # [tokens, 2, kv_heads, keys, head_dim]
     kept = cache[pages].permute(0, 2, 3, 1, 4, 5).reshape(tokens, 2, kv_heads, -1, dim).to(wide)
@@ -119,8 +119,71 @@ def act_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
 
     `activation` is a key of ACTIVATIONS.
     """
-    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
+    gate, up = gate_up.to(_wide_dtype(gate_up)).chunk(2, -1)
     return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
+
+
+def route(
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    per_token: int,
+    normalizes: bool,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [tokens, per_token] of `dtype`, and int32 experts, by a router's logits.
+
+    `logits` are [tokens, experts]. Experts are those of highest probability, the highest first, and
+    weights their probabilities, which sum to 1 if it `normalizes`. A token that does not exist has
+    the expert -1.
+    """
+    weights, chosen = logits.softmax(-1, dtype=_wide_dtype(logits)).topk(per_token)
+    if normalizes:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(dtype), chosen.where((positions >= 0)[:, None], -1).int()
+
+
+def order_by_expert(
+    chosen: torch.Tensor, first: int, number: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairs of token and expert in the order of experts: int32 `order` [pairs], `ends` [number].
+
+    `chosen` [tokens, per_token] has the experts of pairs 0 to tokens * per_token. Of the `number`
+    experts from `first` on number i has the pairs order[ends[i - 1]:ends[i]], in their order. Pairs
+    of experts elsewhere come last.
+
+    Example: experts 4, 3, 7, 4 with first 3 and number 2 give the order 1, 0, 3, 2 and ends 1, 3.
+    """
+    experts, order = _local(chosen.flatten(), first, number).sort(stable=True)
+    numbers = torch.arange(number, device=chosen.device)
+    return order.int(), torch.searchsorted(experts, numbers, right=True, out_int32=True)
+
+
+def grouped_product(
+    x: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, shared: int
+) -> torch.Tensor:
+    """Rows [pairs, out] of `x` [pairs / shared, in] by each pair's expert, in the order of pairs.
+
+    `weight` is [number, out, in], `order` and `ends` are those of `order_by_expert`. Each `shared`
+    pairs have one row of `x`. A pair of an expert elsewhere has any numbers.
+    """
+    experts = torch.searchsorted(ends, torch.arange(len(order), device=x.device), right=True)
+    here = experts < len(weight)
+    pairs = order[here].long()
+    out = x.new_zeros(len(order), weight.shape[1])
+    out[pairs] = torch.einsum("pi,poi->po", x[pairs // shared], weight[experts[here]])
+    return out
+
+
+def combine(
+    rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, first: int, number: int
+) -> torch.Tensor:
+    """The sum [tokens, features] of each token's `rows` [pairs, features] by its weights.
+
+    Pairs of experts that are none of the `number` from `first` on add nothing.
+    """
+    here = _local(chosen, first, number) < number
+    wide = rows.to(_wide_dtype(rows)).view(*chosen.shape, -1) * weights[..., None]
+    return wide.where(here[..., None], 0.0).sum(1).to(rows.dtype)
 
 
 def begin_step(state: DecodeState, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -201,8 +264,19 @@ def uniforms(streams: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return ((words[0] >> 5 << 26) | (words[1] >> 6)).double() * 2.0**-53
 
 
+def _wide_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of sums: float32 at least."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _local(chosen: torch.Tensor, first: int, number: int) -> torch.Tensor:
+    """The number of each expert among the local ones; `number` for one elsewhere."""
+    experts = chosen - first
+    return experts.where((experts >= 0) & (experts < number), number)
+
+
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x.to(_wide_dtype(x))
     scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (wide * scale * (weight.to(wide.dtype) + offset)).to(x.dtype)
 
@@ -210,7 +284,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) 
 def _rotated(x: torch.Tensor, rotation: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """`x` [tokens, heads, head_dim], rotated in its first numbers."""
     size = rotation.shape[-1]
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = _wide_dtype(x)
     cos, sin = rotation[positions.clamp(min=0)].to(wide).unsqueeze(2).unbind(1)
     turned = x[..., :size].to(wide)
     swapped = turned.roll(size // 2, -1)

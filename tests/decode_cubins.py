@@ -31,12 +31,22 @@ STEP = {
     "begin_step": "_begin_kernel",
     "advance": "_advance_kernel",
 }
+EXPERTS = {
+    "route": "_route_kernel",
+    "order_by_expert": "_order_kernel",
+    "gate-up of experts": "_product_kernel",
+    "down of experts": "_product_kernel",
+    "combine": "_combine_kernel",
+}
 """What is compiled, and its function, of which some launches have several."""
+MOE = "30b-a3b"
+MOE_SHAPE = {"hidden": 2048, "features": 768, "experts": 128, "per_token": 8}
+"""The experts of Qwen3."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCase:
-    """One compilation: a key of LAYER with a key of SHAPES, or a key of STEP."""
+    """One compilation: a key of LAYER with one of SHAPES, of EXPERTS with MOE, or of STEP."""
 
     capability: int
     dtype: str
@@ -51,26 +61,30 @@ class DecodeCase:
     @property
     def function(self) -> str:
         """The name of the function that is compiled."""
-        return (LAYER | STEP)[self.kernel]
+        return (LAYER | STEP | EXPERTS)[self.kernel]
 
     @property
     def multiplies(self) -> bool:
         """Whether tensor cores have something to do."""
-        return self.function == "_split_kernel"
+        return self.function in ("_split_kernel", "_product_kernel")
 
     def launch(self) -> None:
         """Launch it as the package does, on tensors without values."""
         if self.kernel in STEP:
             _launch_step(self.kernel)
+        elif self.kernel in EXPERTS:
+            _launch_experts(self.kernel, getattr(torch, self.dtype), **MOE_SHAPE)
         else:
             _launch_layer(self.kernel, getattr(torch, self.dtype), **SHAPES[self.shape])
 
 
 def decode_cases(capability: int) -> list[DecodeCase]:
-    """Layers in bfloat16, what multiplies in float32 too, and a step's ends."""
+    """Layers and experts in bfloat16, what multiplies in float32 too, and a step's ends."""
     layer = [(dtype, shape, kernel) for dtype, shape, kernel in _layer_cases()]
     step = [("float32", "step", kernel) for kernel in STEP]
-    return [DecodeCase(capability, *case) for case in layer + step]
+    experts = [("bfloat16", MOE, kernel) for kernel in EXPERTS]
+    experts.append(("float32", MOE, "gate-up of experts"))
+    return [DecodeCase(capability, *case) for case in layer + experts + step]
 
 
 def _layer_cases() -> list[tuple[str, str, str]]:
@@ -115,6 +129,31 @@ def _launch_layer(kernel: str, dtype: torch.dtype, heads: int, kv_heads: int, di
         length = 512 if kernel == "attention of a whole" else MAX_LENGTH
         query = tensor(TOKENS, heads, dim)
         paged_attention_triton.paged_attention(query, cache, *places, length, dim**-0.5, **options)
+
+
+def _launch_experts(
+    kernel: str, dtype: torch.dtype, hidden: int, features: int, experts: int, per_token: int
+) -> None:
+    from hybridrl.kernels import experts_triton as kernels
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return _meta(*shape, dtype=dtype)
+
+    pairs, chosen = TOKENS * per_token, _meta(TOKENS, per_token)
+    places = _meta(pairs), _meta(experts)
+    if kernel == "route":
+        kernels.route(tensor(TOKENS, experts), _meta(TOKENS), per_token, True, dtype)
+    elif kernel == "order_by_expert":
+        kernels.order_by_expert(chosen, 0, experts)
+    elif kernel == "gate-up of experts":
+        weight = tensor(experts, 2 * features, hidden)
+        kernels.grouped_product(tensor(TOKENS, hidden), weight, *places, per_token)
+    elif kernel == "down of experts":
+        weight = tensor(experts, hidden, features)
+        kernels.grouped_product(tensor(pairs, features), weight, *places, 1)
+    else:
+        weights = tensor(TOKENS, per_token)
+        kernels.combine(tensor(pairs, hidden), weights, chosen, 0, experts)
 
 
 def _launch_step(kernel: str) -> None:

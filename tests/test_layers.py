@@ -326,6 +326,7 @@ NEEDS_MORE = {
     "hybridrl.engines.rollout.vllm.weights",
     "hybridrl.engines.train.adamw8bit",
     "hybridrl.kernels.decode_triton",
+    "hybridrl.kernels.experts_triton",
     "hybridrl.kernels.layer_triton",
     "hybridrl.kernels.linear_log_probs_triton",
     "hybridrl.kernels.paged_attention_triton",

@@ -138,8 +138,9 @@ class TrainerConfig:
     """Train decoder layers as graphs of `torch.compile`: fewer kernels, after a minute or more at
     the start. For runs of hours on GPUs; on CPUs it gains little."""
     fuse_layers: FuseLayers = FuseLayers.auto
-    """Whether norms, rotations and gated activations are one kernel each, in the families whose
-    formulas these have. `auto`: on GPUs, where `compile` is off. Results differ by rounding."""
+    """Whether norms, rotations and gated activations are one kernel each, in training and in frozen
+    scorers, in the families whose formulas these have. `auto`: on GPUs, where `compile` is off.
+    Results differ by rounding."""
     router_replay: RouterReplay = RouterReplay.off
     """The experts that tokens take in the actor's update. `rollout`: those of generation, also in
     the old policy's pass; `trainer`: those of the old policy's pass."""

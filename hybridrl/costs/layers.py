@@ -13,7 +13,7 @@ from hybridrl.config.rollout import ENGINES, Engine, HostStep
 from hybridrl.costs.devices import Accelerator
 from hybridrl.costs.model_shape import ModelShape
 
-_MEMORY_SHARE, _FORWARD_SHARE, _TRAIN_SHARE = 0.7, 0.5, 0.4
+MEMORY_SHARE, FORWARD_SHARE, TRAIN_SHARE = 0.7, 0.5, 0.4
 _ROW_S = 1e-3  # a micro-batch on a pipeline chunk, whatever is in it
 _CALL_S = 2e-3  # an update whatever is in it, and the driver's round trip to an instance
 
@@ -30,7 +30,7 @@ class LayerCosts:
     launch_s: float
     host: HostStep
     replay: HostStep | None = None
-    """As `host`, of a dense model on one rank, where its steps are replayed."""
+    """As `host`, without pipeline stages, where steps are replayed."""
     row_s: float = _ROW_S
     update_s: float = _CALL_S
     round_trip_s: float = _CALL_S
@@ -42,11 +42,11 @@ class LayerCosts:
         cls, accelerator: Accelerator, itemsize: int = 2, engine: Engine = Engine.native
     ) -> "LayerCosts":
         """By the datasheet; `engine` generates."""
-        flop_s, features = 1 / (accelerator.flops * _FORWARD_SHARE), ENGINES[engine]
+        flop_s, features = 1 / (accelerator.flops * FORWARD_SHARE), ENGINES[engine]
         return cls(
             forward_flop_s=flop_s,
-            backward_flop_s=3 / (accelerator.flops * _TRAIN_SHARE) - flop_s,
-            byte_s=1 / (accelerator.memory_bytes_per_s * _MEMORY_SHARE),
+            backward_flop_s=3 / (accelerator.flops * TRAIN_SHARE) - flop_s,
+            byte_s=1 / (accelerator.memory_bytes_per_s * MEMORY_SHARE),
             launch_s=accelerator.launch_s,
             host=features.host,
             replay=features.replay if accelerator.replays else None,

@@ -504,8 +504,7 @@ class CostModel:
         if gen.pp > 1:
             placed = sorted(ranks, key=self.cluster.node)
             send = self.cluster.link((placed[0], placed[gen.tp])).send_s(0) * gen.pp
-        alone = gen.tp * gen.pp == 1 and not shape.experts
-        host = costs.replay if costs.replay and alone else costs.host
+        host = costs.replay if costs.replay and gen.pp == 1 else costs.host
         step = host.seconds(shape.layers, costs.launch_s) * gen.pp + reduce.call_s + send
         step += costs.byte_s * costs.itemsize * read / gen.tp
         row = costs.forward_flop_s * 2 * active / gen.tp + reduce.token_s

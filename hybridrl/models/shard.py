@@ -220,11 +220,13 @@ class ExpertsShard:
         self._parallel, self._local = parallel, LocalExperts(module, parallel.ep > 1)
         number, device = self._local.num_experts, next(module.parameters()).device
         self._numbers = torch.arange(number, device=device)
+        self.first = parallel.tp_rank * number if parallel.ep > 1 else 0
+        """The layer's number of this rank's first expert."""
         self._places: torch.Tensor | None = None
         """This rank's number of each expert of the layer: `num_experts` for one elsewhere."""
         if parallel.ep > 1:
             self._places = torch.full((number * parallel.ep,), number, device=device)
-            self._places[parallel.tp_rank * number :][:number] = self._numbers
+            self._places[self.first :][:number] = self._numbers
         # Widths do not change; storage may be freed later.
         self._grouped = (
             self._local.takes_grouped_products()

@@ -338,7 +338,7 @@ def _engine(
     dtype: DType | None = None,
     **more: Any,
 ) -> ScoreEngine:
-    """An engine whose rows are packed, and whose attention is, as in training."""
+    """An engine whose rows, attention and layers are those of training."""
     return ScoreEngine(
         model_config,
         parallel,
@@ -348,5 +348,6 @@ def _engine(
         max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
         deterministic=config.strict,
         shares_prompts=config.trainer.shares_prompts,
+        fused=config.trainer.fuses_layers_on(device.type),
         **more,
     )

@@ -250,17 +250,21 @@ def test_heads_that_tp_cannot_share_are_cut_with_the_rest() -> None:
 
 
 def test_the_host_launches_the_kernels_that_were_counted() -> None:
-    """A decode step on fake GPUs gave the counts, by layers and in all; vLLM replays graphs."""
+    """A decode step on fake GPUs that draws from few tokens, so by no graph, gave the counts.
+
+    By layers and in all; vLLM replays graphs.
+    """
     text = (Path(__file__).parents[1] / "gpu_dry" / "counts.json").read_text()
     case = json.loads(text)["8b on 8, zero bubble"]
-    decode, native = case["phases"]["decode"], ENGINES[Engine.native].host
+    decode = case["phases"]["decode of top-k and top-p"]
+    native = ENGINES[Engine.native].host
     assert native.layer_kernels == decode["kernels_per_layer"]
     assert native.seconds(case["layers"], 1.0) == decode["kernels"]
     assert ENGINES[Engine.vllm].host.seconds(36, 6.5e-6) < native.seconds(36, 6.5e-6)
 
 
 def test_the_host_replays_the_graphs_that_were_counted() -> None:
-    """A dense model on one GPU has them; a rank on a CPU, several ranks and experts do not."""
+    """A rank on a CPU and stages of a pipeline have none."""
     text = (Path(__file__).parents[1] / "gpu_dry" / "counts.json").read_text()
     case = json.loads(text)["1.7b on 1"]
     decode, features = case["phases"]["decode"], ENGINES[Engine.native]
@@ -278,14 +282,16 @@ def test_the_host_replays_the_graphs_that_were_counted() -> None:
     )
     for role, gen, launched in (
         (dense, GenLayout(), features.replay),
-        (dense, GenLayout(tp=2), features.host),
-        (experts, GenLayout(), features.host),
+        (dense, GenLayout(tp=2), features.replay),
+        (experts, GenLayout(), features.replay),
+        (dense, GenLayout(pp=2), features.host),
     ):
         one, other = (
             CostModel(costs, COSTS.cluster).generation(role, gen, range(gen.ranks)).step_s
             for costs in (gpu, slower)
         )
-        assert other - one == pytest.approx(launched.seconds(layers, gpu.launch_s))
+        launches = gen.pp * launched.seconds(layers, gpu.launch_s)
+        assert other - one == pytest.approx(launches)
 
 
 def test_scales_are_factors_of_their_kind_alone() -> None:

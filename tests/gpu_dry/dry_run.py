@@ -1,7 +1,7 @@
 """One rank of a run on fake GPUs, through the phases of a step."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -267,7 +267,7 @@ def run_depth(
     """
     with tempfile.TemporaryDirectory() as folder:
         path = write_model(Path(folder), case.model, layers)
-        run = _run(case, path, device, measured)
+        run = run_phases(case, path, device, measured)
         shape = AutoConfig.from_pretrained(path)
         gen_stage = run.actor.generator.parallel.pp_rank
         sizes = planned(case, run.config, shape, gen_stage) if measured else {}
@@ -279,8 +279,14 @@ def run_depth(
     return {"layers": depth, "phases": phases, "memory": memory, "attention": attention}
 
 
-def _run(case: Case, path: Path, device: FakeDevice, measured: bool) -> DryRun:
-    """All phases with the model at `path`."""
+def run_phases(
+    case: Case,
+    path: Path,
+    device: FakeDevice,
+    measured: bool,
+    phases: Callable[[DryRun], None] = DryRun.run,
+) -> DryRun:
+    """All phases with the model at `path`, or these."""
     with ExitStack() as stack:
         cuda = stack.enter_context(joined(case.rank, case.ranks, case.strict))
         for surroundings in (
@@ -298,7 +304,7 @@ def _run(case: Case, path: Path, device: FakeDevice, measured: bool) -> DryRun:
         stack.enter_context(mock.patch.object(device, "answers", case.answers))
         run = DryRun(case, path, device, cuda)
         stack.enter_context(noted_loads(device, run.loads))
-        run.run()
+        phases(run)
     return run
 
 

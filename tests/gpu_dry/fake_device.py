@@ -15,12 +15,12 @@ Large copies to the host stay fake, so that offloaded weights take no memory.
 import linecache
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -127,27 +127,28 @@ class FakeDevice(TorchDispatchMode):
             yield
         self.counts = before
 
-    def launch(self, name: str) -> None:
-        """A kernel that torch does not dispatch."""
+    def launch(self, name: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """A kernel that torch does not dispatch, perhaps with its `arguments` by name."""
         self.counts.kernels += 1
         self.counts.by_name[name] += 1
 
     @contextmanager
-    def capture(self) -> Iterator[Counter[str]]:
-        """Note the kernels that the body launches: they run when they are replayed."""
+    def capture(self) -> Iterator[Counts]:
+        """Note the kernels that the body launches, and its collectives: replays run them."""
         before, self.counts, self.captures = self.counts, Counts(), True
         try:
-            yield self.counts.by_name
+            yield self.counts
             assert not self.counts.copies, "a graph copies between host and device"
         finally:
             self.counts, self.captures = before, False
 
-    def replay(self, launched: Counter[str]) -> None:
-        """Launch the kernels of a graph."""
+    def replay(self, captured: Counts) -> None:
+        """Launch the kernels of a graph, and its collectives."""
         self.counts.replays += 1
-        self.counts.replayed += launched.total()
-        self.counts.kernels += launched.total()
-        self.counts.by_name += launched
+        self.counts.replayed += captured.kernels
+        self.counts.kernels += captured.kernels
+        self.counts.collectives += captured.collectives
+        self.counts.by_name += captured.by_name
 
     def sync(self, kind: str) -> None:
         """The host waits for the device."""

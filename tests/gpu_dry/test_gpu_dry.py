@@ -162,11 +162,24 @@ def test_syncs_of_a_decode_step_do_not_grow_with_the_model(
     assert sum(cases[name]["phases"]["decode"]["syncs"].values()) <= sum(syncs.values())
 
 
-@pytest.mark.parametrize("name", ["1.7b on 1", "1.7b on 8", "8b on 1, torch attention"])
-def test_a_decode_step_is_the_replay_of_a_graph(results: dict[str, Any], name: str) -> None:
-    """At most ten kernels a layer, nothing goes in, and the wait is that for the step before."""
+@pytest.mark.parametrize(
+    ("name", "most", "collectives"),
+    [
+        ("1.7b on 1", 10, 0),
+        ("1.7b on 8", 10, 0),
+        ("8b on 1, torch attention", 10, 0),
+        ("8b on 8", 10, 2),
+        ("70b on 64, last stage", 10, 2),
+        ("30b-a3b on 8", 14, 2),
+    ],
+)
+def test_a_decode_step_is_the_replay_of_a_graph(
+    results: dict[str, Any], name: str, most: int, collectives: int
+) -> None:
+    """Few kernels a layer, nothing goes in, and the wait is that for the step before."""
     decode = results["cases"][name]["phases"]["decode"]
-    assert decode["kernels_per_layer"] <= 10
+    assert decode["kernels_per_layer"] <= most
+    assert decode["collectives_per_layer"] == collectives
     assert (decode["replays"], decode["replayed"]) == (1, decode["kernels"])
     files = "hybridrl/engines/rollout/device_copies.py"
     assert decode["syncs"] == {f"{files} wait: wait": 1}

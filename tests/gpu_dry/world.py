@@ -1,8 +1,7 @@
 """The surroundings of a dry run: a process group of one rank, models without weights, kernels."""
 
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from importlib.machinery import ModuleSpec
@@ -26,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from transformers import AutoConfig
 from triton.runtime.jit import JITFunction
 
-from gpu_dry.fake_device import ROOT, FakeDevice
+from gpu_dry.fake_device import ROOT, Counts, FakeDevice
 from hybridrl.config import ClusterConfig, Device, TinyModelConfig
 from hybridrl.engines.score.shared_memory import SharedMemory
 from hybridrl.engines.train import pinned, pipeline_executor
@@ -115,12 +114,15 @@ def _refuse_device(value: Any) -> None:
             _Attention.device.sync("pickled")
 
 
-def write_model(folder: Path, name: str, layers: int | None) -> Path:
+def write_model(
+    folder: Path, name: str, layers: int | None, shape: Mapping[str, Any] | None = None
+) -> Path:
     """A directory with the config of `conf/model/NAME.yaml`, cut to `layers`, and a tokenizer.
 
-    In it a directory `judge`, with the same as a sequence classifier.
+    Or with that of another `shape`. In it a directory `judge`, with the same as a sequence
+    classifier.
     """
-    settings = _shape(name) | ({"num_hidden_layers": layers} if layers else {})
+    settings = dict(shape or _shape(name)) | ({"num_hidden_layers": layers} if layers else {})
     config = AutoConfig.for_model(
         settings.pop("model_type"), max_position_embeddings=32768, **settings
     )
@@ -241,8 +243,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        _Attention.device.launch("attention_backward")
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+        query, key, value, out, lse = ctx.saved_tensors
+        named = {"query": query, "key": key, "value": value, "out": out, "lse": lse, "grad": grad}
+        _Attention.device.launch("attention_backward", named)
+        return tuple(torch.empty_like(x) for x in (query, key, value))
 
 
 def _sdpa(
@@ -340,22 +344,22 @@ def _installed(name: str, module: ModuleType | None) -> Iterator[None]:
 
 
 class _Graph:
-    """A CUDA graph: the names of its kernels, which a replay launches."""
+    """A CUDA graph: its kernels and collectives, which a replay launches."""
 
     device: FakeDevice
 
     def __init__(self) -> None:
-        self.launched: Counter[str] | None = None
+        self.captured: Counts | None = None
 
     @contextmanager
     def capture(self, pool: object = None) -> Iterator[None]:
-        assert self.launched is None, "a graph is captured once"
-        with self.device.capture() as self.launched:
+        assert self.captured is None, "a graph is captured once"
+        with self.device.capture() as self.captured:
             yield
 
     def replay(self) -> None:
-        assert self.launched, "nothing was captured"
-        self.device.replay(self.launched)
+        assert self.captured is not None, "nothing was captured"
+        self.device.replay(self.captured)
 
 
 @contextmanager
@@ -371,11 +375,11 @@ def kernels(device: FakeDevice, flash: bool) -> Iterator[None]:
     def launch(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
         assert all(x.device.type == "cuda" for x in tensors), "Triton takes pointers to the device"
-        device.launch(function.__name__)
+        device.launch(function.__name__, dict(zip(function.arg_names, args, strict=False)) | kwargs)
 
     def rms_norm(x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> torch.Tensor:
         assert weight is None or weight.shape == tuple(shape)
-        device.launch("rms_norm")
+        device.launch("rms_norm", {"x": x, "weight": weight, "out": x})
         return torch.empty_like(x)
 
     trial = ShardingPropagator._propagate_tensor_meta_non_cached

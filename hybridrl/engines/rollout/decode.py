@@ -63,12 +63,45 @@ class SeparateLinear:
         return torch.cat([functional.linear(x, m.weight, m.bias) for m in self._modules], -1)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerExperts:
+    """What a graph step reads of a layer's experts, of which the rank has some, or parts of all.
+
+    `router` is [experts, hidden], `gate_up` [local, 2 features, hidden], `down` [local, hidden,
+    features]. The local experts begin with number `first`.
+    """
+
+    router: nn.Parameter
+    per_token: int
+    normalizes: bool
+    weights_dtype: torch.dtype
+    gate_up: nn.Parameter
+    down: nn.Parameter
+    first: int
+
+    @classmethod
+    def of(cls, mlp: Any, model_type: str) -> "LayerExperts":
+        """Those of a block of Mixtral or Qwen3, whose experts compute as `ExpertsShard`."""
+        router, experts = mlp.gate, mlp.experts
+        return cls(
+            router=router.weight,
+            per_token=router.top_k,
+            normalizes=getattr(router, "norm_topk_prob", True),
+            # The others round a token's weights as they round its router's logits.
+            weights_dtype=torch.float32 if model_type == "mixtral" else router.weight.dtype,
+            gate_up=experts.gate_up_proj,
+            down=experts.down_proj,
+            first=experts.forward.first,
+        )
+
+
 @dataclass(slots=True)
 class FusedLayer:
     """What a step reads of a decoder layer, so that it asks no module for its attributes.
 
     Parameters stay what they are when their tensors are freed and allocated. `out_weight` and
     `down_weight` are None where the product is the module's own: it has a bias, or sums over tp.
+    A layer has `gate_up` or `experts`.
     """
 
     attention: Any
@@ -77,7 +110,8 @@ class FusedLayer:
     mlp_norm: nn.Parameter
     window: int | None
     qkv: FusedLinear | SeparateLinear
-    gate_up: FusedLinear | SeparateLinear | None  # None for experts
+    gate_up: FusedLinear | SeparateLinear | None = None
+    experts: LayerExperts | None = None
     norms: tuple[nn.Parameter, nn.Parameter] | None = None  # of queries and of keys
     out_weight: nn.Parameter | None = None
     down_weight: nn.Parameter | None = None
@@ -97,7 +131,6 @@ class FusedLayer:
             mlp_norm=layer.post_attention_layernorm.weight,  # type: ignore[union-attr, arg-type]
             window=getattr(a, "sliding_window", everywhere),
             qkv=linear([a.q_proj, a.k_proj, a.v_proj]),
-            gate_up=None,
             out_weight=_plain_weight(a.o_proj),
         )
         if hasattr(a, "q_norm"):
@@ -105,6 +138,8 @@ class FusedLayer:
         if isinstance(getattr(mlp, "gate_proj", None), nn.Linear):
             own.gate_up = linear([mlp.gate_proj, mlp.up_proj])
             own.down_weight = _plain_weight(mlp.down_proj)
+        else:
+            own.experts = LayerExperts.of(mlp, config.model_type)
         return own
 
 

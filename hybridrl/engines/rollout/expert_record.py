@@ -110,7 +110,13 @@ class ExpertRecorder:
         """Append to the records what a pass has computed for the first time."""
         if all(span.known == span.tokens for span in spans):
             return
-        experts = self._whole(routing, max(span.row + span.tokens for span in spans))
+        rows = max(span.row + span.tokens for span in spans)
+        # the experts of all its layers leave the device at once
+        self.append(spans, routing.recorded()[:rows].cpu() if self._own else None)
+
+    def append(self, spans: Sequence[SequenceRows], own: torch.Tensor | None) -> None:
+        """`keep` from experts on the host: [rows, layers, k] of this rank's layers, if any."""
+        experts = self._whole(own, max((span.row + span.tokens for span in spans), default=0))
         for span in spans:
             assert len(span.record) >= span.start, "a token before it has not been computed"
             new = experts[span.row + span.known : span.row + span.tokens]
@@ -120,11 +126,11 @@ class ExpertRecorder:
     def _size(self, rows: int) -> tuple[int, int, int]:
         return rows, len(self._shape.layers), self._shape.per_token
 
-    def _whole(self, routing: Routing, rows: int) -> Experts:
+    def _whole(self, own: torch.Tensor | None, rows: int) -> Experts:
         """Experts of a pass's first `rows` tokens, with zeros for the layers of other stages."""
         whole = np.zeros(self._size(rows), self._shape.numpy_dtype)
-        if self._own:  # the experts of all its layers leave the device at once
-            whole[:, self._own] = routing.recorded()[:rows].cpu().numpy()
+        if own is not None:
+            whole[:, self._own] = own[:rows].numpy()
         return whole
 
     def join(self, records: Sequence[ExpertRecord]) -> None:

@@ -12,8 +12,8 @@ from hybridrl.engines.rollout.graph_step import GraphStep
 
 logger = logging.getLogger(__name__)
 
-Step = tuple[torch.Tensor, torch.Tensor]
-"""Tokens [rows] and log-probabilities [rows] of a graph, which its next replay overwrites."""
+Step = tuple[torch.Tensor, ...]
+"""The results of a `GraphStep` in a graph, which its next replay overwrites."""
 
 
 class CapturedSteps:

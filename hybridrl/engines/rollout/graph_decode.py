@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from hybridrl.engines.rollout.admission import Admission
-from hybridrl.engines.rollout.device_copies import Array, upload
+from hybridrl.engines.rollout.device_copies import Array, Download, upload
 from hybridrl.engines.rollout.entries import Entry, GraphRows, Lane
+from hybridrl.engines.rollout.expert_record import ExpertRecorder, SequenceRows
 from hybridrl.engines.rollout.graph_capture import CapturedSteps
 from hybridrl.engines.rollout.graph_step import GraphStep, obstacle
 from hybridrl.engines.rollout.interface import EngineParts, Request, SamplingParams
@@ -63,9 +64,7 @@ def _runs_kernels(device: torch.device) -> bool:
     return False
 
 
-def can_step(
-    stage: RolloutStage, deterministic: bool, speculation: object, recorder: object
-) -> bool:
+def can_step(stage: RolloutStage, deterministic: bool, speculation: object) -> bool:
     """Whether an engine's rows may decode by graph steps; the log says why not."""
     reason = obstacle(stage)
     if deterministic:
@@ -73,8 +72,6 @@ def can_step(
         reason = "deterministic: a sample decodes alone, and is replayed so"
     elif speculation is not None:
         reason = "drafts are verified by passes of several tokens a row"
-    elif recorder is not None:
-        reason = "experts are recorded"
     if reason:
         logger.info("decode steps are no CUDA graphs: %s", reason)
     return not reason
@@ -82,11 +79,15 @@ def can_step(
 
 @dataclass(frozen=True, slots=True)
 class _Underway:
-    """A step that was launched, and `positions` [rows] of the tokens that it fed."""
+    """A step that was launched, `positions` [rows] of the tokens that it fed, and their experts.
+
+    `experts` is None where they are not recorded.
+    """
 
     rows: GraphRows
     positions: Ints
     drawn: Drawn
+    experts: Download | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,10 @@ class GraphDecoder:
         settings: GraphSettings,
         slots: int,
         max_sequence: int,
+        recorder: ExpertRecorder | None = None,
     ) -> None:
+        """Experts of the tokens are appended to their records by the `recorder`."""
+        self._recorder = recorder
         self._stage, self._settings, self._device = stage, settings, stage.device
         self._max_sequence, self._spare = max_sequence, slots
         self._positions, self._counts, self._limits, self._blocks = np.zeros((4, slots), np.int64)
@@ -183,11 +187,12 @@ class GraphDecoder:
         self._send(rows, admission)
         assert rows.on_device is not None
         captured = self._num_graphs
-        tokens, log_probs = self._steps(rows.on_device)
+        tokens, log_probs, *recorded = self._steps(rows.on_device)
         self.num_captured += self._num_graphs - captured
         self.num_steps += 1
         drawn = Drawn(tokens, [tokens, log_probs])
-        self._underway.append(_Underway(rows, self._positions[rows.slots], drawn))
+        experts = Download(recorded) if recorded else None
+        self._underway.append(_Underway(rows, self._positions[rows.slots], drawn, experts))
         self._positions[rows.slots] += 1
         self._counts[rows.slots] += 1
         return True
@@ -200,7 +205,9 @@ class GraphDecoder:
         """Make the state, empty, and the step over it."""
         settings, device = self._settings, self._device
         self._state = DecodeState.vacant(self._spare, pages, _STOPS, device)
-        step = GraphStep(self._stage, cache, self._state, self._max_sequence, settings.kernels)
+        records = self._recorder is not None
+        rest = self._max_sequence, settings.kernels, records
+        step = GraphStep(self._stage, cache, self._state, *rest)
         self._steps = step
         if settings.captures:
             self._steps = CapturedSteps(step, settings.buckets, self._spare, device)
@@ -281,11 +288,24 @@ class GraphDecoder:
             if not rows:
                 continue
             tokens, log_probs, _ = step.drawn.wait()
+            self._record(step, rows)
             yield LateTokens(
                 [step.rows.entries[row].request for row in rows],
                 DrawnTokens([tokens[row] for row in rows], [log_probs[row] for row in rows]),
                 int(step.positions[rows].sum()),
             )
+
+    def _record(self, step: _Underway, rows: list[int]) -> None:
+        """Append the experts of a step's tokens in these rows to the records of their sequences."""
+        if self._recorder is None or step.experts is None:
+            return
+        records = [(row, step.rows.entries[row].request.routed_experts) for row in rows]
+        spans = [
+            SequenceRows(record, int(step.positions[row]), 1, row)
+            for row, record in records
+            if record is not None
+        ]
+        self._recorder.append(spans, step.experts.wait()[0])
 
 
 def _obstacle(sampling: SamplingParams) -> str:

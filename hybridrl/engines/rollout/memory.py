@@ -20,7 +20,7 @@ from hybridrl.layout.mesh import Mesh
 from hybridrl.models.activations import prefill_activations
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.config_json import layers_with_keys
-from hybridrl.models.parallel import kv_heads_of_rank, num_experts
+from hybridrl.models.parallel import experts_per_token, kv_heads_of_rank, num_experts
 from hybridrl.models.recurrent import layer_state_bytes
 
 logger = logging.getLogger(__name__)
@@ -183,17 +183,23 @@ def graph_step_bytes(
     and the block tables. All graphs share them, so they are those of the largest.
     """
     layout = rollout.layout
-    dense = config.model_type in FUSED_FAMILIES and not num_experts(config)
-    dense = dense and not getattr(config, "image_pads", ())  # `graph_step.obstacle`
+    takes = config.model_type in FUSED_FAMILIES and not getattr(config, "image_pads", ())
+    takes = takes and layout.pp == 1  # `graph_step.obstacle`
     drafts = rollout.draft_length != 0
-    if not rollout.graph_buckets or not dense or strict or drafts or layout.tp * layout.pp > 1:
+    if not rollout.graph_buckets or not takes or strict or drafts:
         return 0
     rows = min((n for n in rollout.graph_buckets if n >= rollout.max_running), default=0)
     rows = max(rows, rollout.max_running)
-    heads, width = config.num_attention_heads, attention_shape(config).head_size
+    heads = -(-config.num_attention_heads // layout.tp)
+    width = attention_shape(config).head_size
     splits = -(-longest // SPLIT)
     parts = 4 * heads * splits * (width + 2) if splits > 1 else 0
-    features = 2 * config.hidden_size + 3 * config.intermediate_size
+    features = 2 * config.hidden_size + 3 * -(-config.intermediate_size // layout.tp)
+    if num_experts(config):  # its layers without any are no larger
+        own = getattr(config, "moe_intermediate_size", config.intermediate_size)
+        own = own if layout.ep > 1 else -(-own // layout.tp)
+        rows_of_experts = experts_per_token(config) * (3 * own + config.hidden_size)
+        features = max(features, 3 * config.hidden_size + rows_of_experts)
     tables = 4 * -(-longest // rollout.block_size)
     return rows * (parts + features * dtype.itemsize + tables)
 

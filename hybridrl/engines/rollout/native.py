@@ -90,7 +90,8 @@ class NativeEngine:
     draws them itself. It excludes `deterministic` and pipeline parallelism.
 
     With `graphs` rows decode by graph steps where model and batch can (`graph_decode.py`), and are
-    collected in the next step, too. An engine with any of the above has none.
+    collected in the next step, too. A deterministic engine, one with `speculation` and one of
+    several stages have none.
 
     With a `stage` it computes with that module, and a subclass gives it its cache (`wide.py`).
 
@@ -151,8 +152,8 @@ class NativeEngine:
             shape = ExpertShape.of(model_config)
             recorder = ExpertRecorder(shape, own, self._parallel, self._device)
         self._graphs: GraphDecoder | None = None
-        if graphs is not None and can_step(self._stage, deterministic, speculation, recorder):
-            self._graphs = GraphDecoder(self._stage, graphs, max_running, max_sequence)
+        if graphs is not None and can_step(self._stage, deterministic, speculation):
+            self._graphs = GraphDecoder(self._stage, graphs, max_running, max_sequence, recorder)
         self._cache: KVCache | None = None
         if stage is None:
             self.take_cache()

@@ -263,11 +263,22 @@ class RolloutStage:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Logits [tokens, vocab] of the last stage's `hidden` [tokens, hidden]: see `decode`."""
+        return self._join(self._local_logits(hidden))
+
+    def logits_everywhere(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`logits`, contiguous, on every rank of a stage that holds equal shards."""
+        logits = self._local_logits(hidden)
+        if self.parallel.tp > 1:
+            logits = self.parallel.gather(logits)[:, : self._vocab_size]
+        return logits.contiguous()
+
+    def _local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of this rank's part of the vocabulary."""
         head = self.model.get_output_embeddings()
         products = _products(hidden, head.weight)
         if head.bias is not None:
             products += head.bias
-        return self._join(self._transform.apply_(products))
+        return self._transform.apply_(products)
 
     def feed(self, inputs: PassInputs, routing: Routing | None = None) -> torch.Tensor:
         """A decode step without its logits: the stage's hidden states [tokens, hidden]."""

@@ -29,6 +29,7 @@ from hybridrl.kernels.top_log_probs import top_log_probs
 from hybridrl.models.attention_choice import choose_attention
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.config_json import num_recurrent
+from hybridrl.models.fused_layers import fuse_layers
 from hybridrl.models.load import check_supported
 from hybridrl.models.local_weights import load_buffers, load_local, take_local
 from hybridrl.models.logits import logits_transform
@@ -83,6 +84,7 @@ class ScoreEngine:
         shares_prompts: bool = False,
         classifier: bool = False,
         num_likeliest: int | None = None,
+        fused: bool = False,
     ) -> None:
         """The rank's part of `model_config`, or an engine over `model`, which `local_model` made.
 
@@ -90,7 +92,8 @@ class ScoreEngine:
         logits. A row has at most `max_tokens_per_micro_batch` tokens, or one sequence. With
         `deterministic` it is always one sequence: a result is the same bit for bit whatever else is
         scored. It costs one pass a sequence. `top_log_probs` is a distribution over the first
-        `num_likeliest` tokens, those of a smaller student; None takes all.
+        `num_likeliest` tokens, those of a smaller student; None takes all. With `fused` layers take
+        fewer kernels (`models.fused_layers`), if the module is its own.
 
         Raises ValueError for a temperature that is not above 0, a bound below 1 or a model that is
         not supported. Raises ConfigError for a layout that the model cannot take.
@@ -121,6 +124,8 @@ class ScoreEngine:
             device=device,
             classifier=classifier,
         )
+        if fused and model is None:
+            fuse_layers(self.model)
         self._host: Sequence[torch.Tensor] = []
         self._copy: NodeCopy | None = None
         self._shares = False

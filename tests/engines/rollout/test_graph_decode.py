@@ -28,7 +28,7 @@ from hybridrl.engines.rollout.stage import Drawn
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.kernels import decode_torch
 
-FAMILIES = ("qwen3", "llama", "llama_biased", "mistral", "qwen2")
+FAMILIES = ("qwen3", "llama", "llama_biased", "mistral", "qwen2", "mixtral", "qwen3_moe")
 BUCKETS = 1, 2, 5, 16
 MOST = 4.0
 """Python calls of a generated token at 64 rows; a step by torch on a CPU may have 5."""
@@ -94,10 +94,12 @@ def interpreted(model: PreTrainedModel, requests: list[Request]) -> dict[object,
 
 @pytest.mark.long
 @needs_triton
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_interpreted_kernels_draw_them_too(
-    model: PreTrainedModel, make_engine: Make, finish: Finish, requests_of: RequestsOf, same: Same,
-    fresh_ranks: Callable[..., list[dict[object, Output]]],
+    family: str, make_model: Callable[..., PreTrainedModel], make_engine: Make, finish: Finish,
+    requests_of: RequestsOf, same: Same, fresh_ranks: Callable[..., list[dict[object, Output]]],
 ) -> None:  # fmt: skip
+    model = make_model(family)
     requests = requests_of(5, longest=12, temperature=0.8, stop_token_ids=(3, 17))
     (outputs,) = fresh_ranks(1, interpreted, model, deepcopy(requests))
     same(outputs, finish(make_engine(model), requests))
@@ -239,7 +241,7 @@ def test_other_weights_and_another_cache(
     ("family", "changes", "reason"),
     [
         ("gemma3", {}, "model type gemma3_text has no step of a fixed sequence"),
-        ("mixtral", {}, "model type mixtral has no step of a fixed sequence"),
+        ("qwen2_moe", {}, "model type qwen2_moe has no step of a fixed sequence"),
         ("qwen3", {"deterministic": True}, "deterministic: a sample decodes alone"),
     ],
 )

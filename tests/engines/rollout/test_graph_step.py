@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel, Qwen3Config
+from transformers import PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 from triton_interpreter import interpret, needs_triton
 
 from hybridrl.engines.rollout import memory
@@ -20,7 +20,7 @@ from hybridrl.models.shard import GenParallel
 
 pytestmark = pytest.mark.long
 
-FAMILIES = ("qwen3", "llama", "llama_biased", "mistral", "qwen2")
+FAMILIES = ("qwen3", "llama", "llama_biased", "mistral", "qwen2", "mixtral", "qwen3_moe")
 LONGEST = 96
 LONGEST_OF_MODEL = 4096
 
@@ -105,7 +105,7 @@ def test_steps_equal_the_engine(family, make_model, make_engine, finish, request
 
 
 @needs_triton
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "mixtral"])
 def test_interpreted_steps_equal_the_engine(
     family, make_model, make_engine, finish, requests_of, fresh_ranks
 ) -> None:
@@ -116,9 +116,9 @@ def test_interpreted_steps_equal_the_engine(
     check(outputs, wanted)
 
 
-def test_experts_are_refused(make_model, make_engine) -> None:
-    engine = make_engine(make_model("mixtral"))
-    with pytest.raises(ValueError, match="mixtral has no step of a fixed sequence"):
+def test_other_families_are_refused(make_model, make_engine) -> None:
+    engine = make_engine(make_model("qwen2_moe"))
+    with pytest.raises(ValueError, match="qwen2_moe has no step of a fixed sequence"):
         GraphStep(engine._stage, engine.take_cache(), None, LONGEST, None)
 
 
@@ -141,8 +141,13 @@ class Operators(TorchDispatchMode):
 
 
 @needs_triton
-@pytest.mark.parametrize(("longest", "per_layer"), [(512, 9), (LONGEST_OF_MODEL, 10)])
-def test_a_layer_is_ten_kernels_and_nothing_is_read(monkeypatch, longest, per_layer) -> None:
+@pytest.mark.parametrize(
+    ("experts", "longest", "per_layer"),
+    [(0, 512, 9), (0, LONGEST_OF_MODEL, 10), (8, LONGEST_OF_MODEL, 14)],
+)
+def test_a_layer_is_few_kernels_and_nothing_is_read(
+    monkeypatch, experts, longest, per_layer
+) -> None:
     """The Triton kernels are not run; a read of a value is an operator of its own."""
     from triton.runtime.jit import JITFunction
 
@@ -158,10 +163,14 @@ def test_a_layer_is_ten_kernels_and_nothing_is_read(monkeypatch, longest, per_la
     monkeypatch.setattr(JITFunction, "run", launch)
     by_depth = []
     for layers in (2, 3):
-        config = Qwen3Config(
-            vocab_size=52, hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        )  # fmt: skip
+        shape = {
+            "vocab_size": 52, "hidden_size": 32, "intermediate_size": 64,
+            "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "head_dim": 16,
+        }  # fmt: skip
+        config = Qwen3Config(**shape)
+        if experts:
+            config = Qwen3MoeConfig(**shape, num_experts=experts, moe_intermediate_size=16)
         stage = RolloutStage(
             config, GenParallel(), dtype=torch.float32, device=cpu, max_sequence=longest
         )

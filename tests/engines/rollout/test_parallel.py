@@ -11,11 +11,13 @@ from answered_turns import converse, converse_on_the_move
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config import RouterReplay
+from hybridrl.engines.rollout.graph_decode import GraphSettings
 from hybridrl.engines.rollout.interface import HeldTurn, Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key, uniforms
 from hybridrl.engines.rollout.speculation import make_speculation
 from hybridrl.engines.rollout.stops import StopStrings
+from hybridrl.kernels import decode_torch
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.parameters import gen_layout
@@ -243,6 +245,33 @@ def test_other_families_by_their_own_plans(
     assert all(result == results[0] for result in results)
     for name, model in models.items():
         same(model, requests, results[0][name]["outputs"], finish(make_engine(model), requests))
+
+
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_graph_steps_of_several_ranks(
+    tp: int, make_model: Callable[..., PreTrainedModel], make_engine: Make, finish: Finish,
+    ranks: Ranks, requests_of: RequestsOf,
+) -> None:  # fmt: skip
+    """All ranks draw the same tokens, without a message of them; experts are cut, or whole."""
+    models = {name: make_model(name, **ODD) for name in ("qwen3", "llama_biased", "qwen3_moe")}
+    requests = requests_of(9, group=3, prefix=True, vocab=ODD["vocab_size"], longest=10)
+    graphs = {"graphs": GraphSettings(decode_torch, (2, 8), captures=False)}
+    cases = {
+        name: ((model.config, model.state_dict(), 1, tp, requests), graphs)
+        for name, model in models.items()
+    }
+    longest = max(len(r.prompt_ids) + r.sampling.max_new_tokens for r in requests)
+    tight = {"block_size": 1, "kv_cache_tokens": longest + 12}
+    cases["preempted"] = cases["qwen3"][0], graphs | tight
+    cases["whole experts"] = cases["qwen3_moe"][0], graphs | {"ep": tp}
+    results = ranks(tp, generate_all, cases)
+    assert all(result == results[0] for result in results)
+    models |= {"preempted": models["qwen3"], "whole experts": models["qwen3_moe"]}
+    for name, model in models.items():
+        same(model, requests, results[0][name]["outputs"], finish(make_engine(model), requests))
+        stats = results[0][name]["stats"]
+        assert stats.graph_steps >= stats.decode_steps > 0
+    assert results[0]["preempted"]["stats"].num_preempted > 0
 
 
 @pytest.mark.parametrize("width", [8, 5])

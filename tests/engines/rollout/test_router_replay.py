@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from transformers import PreTrainedModel
 
 from hybridrl.config import RouterReplay
 from hybridrl.engines.rollout.expert_record import ExpertRecord, ExpertRecorder, SequenceRows
+from hybridrl.engines.rollout.graph_decode import GraphSettings
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
+from hybridrl.kernels import decode_torch
 from hybridrl.models.router_replay import ExpertShape, Routing, enable_replay
 from hybridrl.models.shard import GenParallel
 
@@ -56,9 +59,13 @@ def recorded(record: ExpertRecord | None) -> np.ndarray:
     return whole
 
 
+GRAPHS = GraphSettings(decode_torch, (2, 5, 16), captures=False)
+WAYS = {"batched": {}, "graph steps": {"graphs": GRAPHS}, "deterministic": {"deterministic": True}}
 CASES = {
     "batched": {},
     "preempted": {"kv_cache_tokens": 72},
+    "graph steps": {"graphs": GRAPHS, "max_running": 5},
+    "graph steps and preempted": {"graphs": GRAPHS, "kv_cache_tokens": 72},
     "deterministic": {"deterministic": True},
     "deterministic and preempted": {"deterministic": True, "kv_cache_tokens": 72},
 }
@@ -72,10 +79,11 @@ def test_the_record_is_what_transformers_chooses(
 ) -> None:  # fmt: skip
     """With shared prompts, and where sequences are computed again; and nothing else changes."""
     requests = requests_of(12, group=3, prefix=True)
-    plain = finish(make_engine(models[0], **options), requests)
+    plain = finish(make_engine(models[0], **options), deepcopy(requests))
     engine = make_engine(models[0], router_replay=RouterReplay.rollout, **options)
-    outputs = finish(engine, requests)
+    outputs = finish(engine, deepcopy(requests))
     stats = engine.stats()
+    assert ("graphs" in options) == (stats.graph_steps >= stats.decode_steps)
     assert ("kv_cache_tokens" in options) == (stats.num_preempted > 0)
     for request in requests:
         output = outputs[request.id]
@@ -88,7 +96,7 @@ def test_the_record_is_what_transformers_chooses(
 
 
 @pytest.mark.parametrize("copies", [True, False])
-@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_a_conversation_has_the_experts_of_replies(
     options: dict[str, object], copies: bool, models: list[PreTrainedModel], make_engine: Make,
     monkeypatch: pytest.MonkeyPatch,
@@ -110,7 +118,7 @@ def test_a_conversation_has_the_experts_of_replies(
         assert np.array_equal(np.sort(got), np.sort(experts[:-1]))
 
 
-@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("with_kv", [False, True])
 def test_a_parked_sample_goes_on_from_what_it_was(
     with_kv: bool, options: dict[str, object], models: list[PreTrainedModel], make_engine: Make,

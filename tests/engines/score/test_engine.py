@@ -22,6 +22,9 @@ from hybridrl.models.shard import GenParallel
 FAMILIES = ["qwen3", "llama", "mistral", "qwen2", "gemma3"]
 CPU = torch.device("cpu")
 CLOSE = {"rtol": 0, "atol": 1e-5}  # as in tests/engines/train
+WAYS: tuple[dict[str, Any], ...] = (
+    {}, {"max_tokens_per_micro_batch": 20}, {"deterministic": True},
+)  # fmt: skip
 Tiny = Callable[..., str]
 Oracle = Callable[..., Any]
 
@@ -45,7 +48,7 @@ def test_log_probs_equal_transformers(
     tiny: Tiny, sequences: list[TrainSequence], log_probs_oracle: Oracle, family: str
 ) -> None:
     wanted = log_probs_oracle(tiny(family), sequences, 0.7)
-    for options in ({}, {"max_tokens_per_micro_batch": 20}, {"deterministic": True}):
+    for options in (*WAYS, {"fused": True}):
         got = make_engine(tiny(family), temperature=0.7, **options).log_probs(sequences)
         assert_close(got, wanted)
         assert {value.dtype for value in got} == {torch.float32}
@@ -74,9 +77,22 @@ def test_values_equal_transformers(
     """Each at the last token that is not padding; with the response empty, at the prompt's end."""
     path = tiny(family, classifier=True)
     wanted = values_oracle(path, sequences)
-    for options in ({}, {"max_tokens_per_micro_batch": 20}, {"deterministic": True}):
+    for options in (*WAYS, {"fused": True}):
         got = make_engine(path, classifier=True, **options).values_at_end(sequences)
         assert got == pytest.approx(wanted, abs=1e-5)
+
+
+def test_its_own_layers_are_fused(tiny: Tiny) -> None:
+    """What generates meanwhile keeps its module as it is."""
+
+    def num_fused(engine: ScoreEngine) -> int:
+        return sum("forward" in vars(module) for module in engine.model.modules())
+
+    own = make_engine(tiny(), fused=True)
+    assert num_fused(own) == 6 * 3 + 1, "four norms, a rotation and a gate a layer, and a norm"
+    assert num_fused(make_engine(tiny(), load=False)) == 0
+    borrowed = make_engine(tiny(), load=False, fused=True, model=make_engine(tiny()).model)
+    assert num_fused(borrowed) == 0
 
 
 def by_train_engine(path: str, sequences: list[TrainSequence]) -> Any:

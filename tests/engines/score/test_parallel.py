@@ -49,6 +49,7 @@ def score_all(
     for family, (path, classifier) in paths.items():
         actor = engine_of(path, parallel, temperature=0.7, max_tokens_per_micro_batch=20)
         reward = engine_of(classifier, parallel, classifier=True, max_tokens_per_micro_batch=20)
+        fused = engine_of(path, parallel, temperature=0.7, fused=True)
         strict = engine_of(path, parallel, temperature=0.7, deterministic=True)
         taken = engine_of(path, parallel, temperature=0.7, max_tokens_per_micro_batch=20)
         for parameter in taken.parameters().values():
@@ -58,6 +59,7 @@ def score_all(
         results[family] = {
             "taken": taken.log_probs(sequences),
             "log_probs": actor.log_probs(sequences),
+            "fused": fused.log_probs(sequences),
             "values": reward.values_at_end(sequences),
             "strict": strict.log_probs(sequences),
             "alone": [strict.log_probs([sequence])[0] for sequence in sequences],
@@ -91,8 +93,9 @@ def test_equals_transformers(
         values = values_oracle(classifier, sequences)
         for result in results:
             scores = result[family]
-            for one, other in zip(scores["log_probs"], wanted, strict=True):
-                torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+            for name in ("log_probs", "fused"):
+                for one, other in zip(scores[name], wanted, strict=True):
+                    torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
             assert all(map(torch.equal, scores["log_probs"], results[0][family]["log_probs"]))
             assert all(map(torch.equal, scores["taken"], scores["log_probs"]))
             assert scores["values"] == pytest.approx(values, abs=1e-5)
