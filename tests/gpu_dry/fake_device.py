@@ -222,7 +222,7 @@ class FakeDevice(TorchDispatchMode):
         crosses = to != source.device.type and "meta" not in (to, source.device.type)
         if not crosses:
             out = self._results.run(func, args, kwargs)
-            self._count(func, name, args, out)
+            self._count(func, name, (args, kwargs), out)
             return out
         out = self._copied(func, name, args, kwargs, source, to)
         if waits:

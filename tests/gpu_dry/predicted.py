@@ -13,7 +13,7 @@ from gpu_dry.roofline import Operation, Prediction, RooflineDevice, Shares, pred
 from gpu_dry.world import write_model
 from hybridrl.config import Config
 from hybridrl.costs.devices import Accelerator
-from hybridrl.flow.executor import Sampling, Submit
+from hybridrl.flow.executor import Park, Sampling, Submit
 from hybridrl.flow.graph import ComputeStage
 from hybridrl.flow.sample import SampleId
 
@@ -29,8 +29,8 @@ LLAMA_8B = {
     "head_dim": 128, "vocab_size": 128256, "tie_word_embeddings": False,
 }  # fmt: skip
 """Llama 3.1 8B."""
-DEPTHS = 5, 6
-"""Layers of the cut models. Fewer would shard otherwise (`cases.ABOVE_LIMIT`)."""
+DEPTHS = 2, 3
+"""Layers of the cut models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,21 +78,20 @@ class Noted:
 
 
 def generate(run: DryRun) -> None:
-    """The prompts' prefill with a first step, and one step of all rows."""
+    """The prompts' prefill with a first step, and one step of all rows, which leave then."""
     case = run.case
     assert isinstance(case, Setting)
     generator = run.actor.generator
     run.actor.enter_generation()
     run.device.integer = 3  # a token that ends nothing
     starts = range(0, case.rows, case.group)
-    prompts = [
-        Submit(tuple(SampleId(i, k=k) for k in range(case.group)), _item(case.prompt), Sampling(64))
-        for i in starts
-    ]
+    groups = [tuple(SampleId(i, k=k) for k in range(case.group)) for i in starts]
+    prompts = [Submit(ids, _item(case.prompt), Sampling(64)) for ids in groups]
     with run.phase("prefill"):
         generator.advance(prompts, 1)
     with run.phase("decode"):
         generator.advance([], 1)
+    generator.advance([Park(tuple(id for ids in groups for id in ids))], 0)
     run.device.integer = 1
 
 
@@ -106,8 +105,6 @@ def grpo_step(run: DryRun) -> None:
     """A step of GRPO but for its judge: generation, both log-probabilities, update and switch."""
     run._build()
     generate(run)
-    generator = run.actor.generator
-    generator.advance([], 0)
     ids = run._samples()
     run.residency.release_idle_cache()
     old_policy = run.roles.old_policy()
@@ -136,13 +133,13 @@ class Roofline:
         whole = int(setting.shape["num_hidden_layers"])
         shallow, deep = setting.layers
         self._steps = (whole - shallow) / (deep - shallow)
-        self._noted = [_noted(setting, depth, phases, make) for depth in setting.layers]
+        self.noted = [_noted(setting, depth, phases, make) for depth in setting.layers]
 
     def of(self, phase: str, gpu: Accelerator, shares: Shares) -> Prediction:
         """Seconds of a phase, on the line through those of two depths."""
         first, second = (
             predict(noted.operations[phase], noted.launches(phase), gpu, shares)
-            for noted in self._noted
+            for noted in self.noted
         )
         return first.at_depth(second, self._steps)
 
