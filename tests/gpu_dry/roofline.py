@@ -170,7 +170,7 @@ def _mutated(func: Any, args: tuple[Any, ...]) -> list[Any]:
 
 def _sent(name: str, args: tuple[Any, ...], out: Any) -> float:
     """Bytes that a rank sends, by a ring: of n ranks it does not send its own n-th part."""
-    sizes = [_bytes(part) for part in (args, out)]
+    sizes = [_bytes(tensors) for tensors in (args, out)]
     ranks = _group_size(args)
     factor = next((f for start, f in _SENT.items() if name.startswith(start)), 1)
     whole = max(sizes) if factor == 1 else sizes[1] or sizes[0]

@@ -55,14 +55,16 @@ def test_an_operator_takes_the_longer_of_its_times() -> None:
     moved = Operation("allreduce_", sent=GPU.node_bytes_per_s)
     whole = predict([*products, moved], 10, GPU, Shares())
     assert (whole.device_s, whole.sent_s, whole.seconds) == (2.0, 1.0, 3.0)
-    part = predict([*products, moved], 10**6, GPU, Shares(flops=0.5, memory=0.25))
-    assert (part.device_s, part.seconds) == (6.0, 10**6 * GPU.launch_s), "the host is slower"
-    assert whole.at_depth(part, 2.0).device_s == 2.0 + 2 * 4.0
+    slower = predict([*products, moved], 2 * 10**6, GPU, Shares(flops=0.5, memory=0.25))
+    assert (slower.device_s, slower.seconds) == (6.0, 2 * 10**6 * GPU.launch_s), (
+        "the host is slower"
+    )
+    assert whole.at_depth(slower, 2.0).device_s == 2.0 + 2 * 4.0
 
 
 @pytest.mark.gpu_dry
 def test_operations_and_bytes_are_those_of_a_transformer() -> None:
-    """Of a layer, by two depths, and of all that is no layer."""
+    """A layer's follow from two depths, and what is left is no layer's."""
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", NOTE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

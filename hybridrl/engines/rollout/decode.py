@@ -81,7 +81,7 @@ class LayerExperts:
 
     @classmethod
     def of(cls, mlp: Any, model_type: str) -> "LayerExperts":
-        """Those of a block of Mixtral or Qwen3, whose experts compute as `ExpertsShard`."""
+        """Read a block of Mixtral or Qwen3, whose experts compute as `ExpertsShard`."""
         router, experts = mlp.gate, mlp.experts
         return cls(
             router=router.weight,

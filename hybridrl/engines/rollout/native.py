@@ -89,9 +89,8 @@ class NativeEngine:
     With `speculation` a step may make several tokens of a request: guessed ones, where the request
     draws them itself. It excludes `deterministic` and pipeline parallelism.
 
-    With `graphs` rows decode by graph steps where model and batch can (`graph_decode.py`), and are
-    collected in the next step, too. A deterministic engine, one with `speculation` and one of
-    several stages have none.
+    With `graphs` rows decode by graph steps where engine, model and batch can (`graph_decode.py`),
+    and are collected in the next step, too.
 
     With a `stage` it computes with that module, and a subclass gives it its cache (`wide.py`).
 
