@@ -326,14 +326,14 @@ class DeviceMapping:
         return len(self.ranks_of(ACTOR)) // self.gen.ranks
 
 
-_NETWORK_SHARE = 0.7  # of the datasheet: an assumption, as the others of `layers.py`
+NETWORK_SHARE = 0.7  # of the datasheet: an assumption, as the others of `layers.py`
 
 
 def cluster_of(accelerator: Accelerator, nodes: int, per_node: int) -> ClusterShape:
     """A cluster by its accelerator's datasheet."""
 
     def link(bytes_per_s: float) -> LinkSpeed:
-        return LinkSpeed(bytes_per_s * _NETWORK_SHARE, accelerator.message_s)
+        return LinkSpeed(bytes_per_s * NETWORK_SHARE, accelerator.message_s)
 
     return ClusterShape(
         nodes,

@@ -34,9 +34,10 @@ from lines import show  # noqa: E402
 
 from hybridrl.costs.devices import ACCELERATORS  # noqa: E402
 from hybridrl.costs.layers import FORWARD_SHARE, MEMORY_SHARE  # noqa: E402
+from hybridrl.costs.mapping import NETWORK_SHARE  # noqa: E402
 
 GPU = ACCELERATORS["h100"]
-ASSUMED, DATASHEET = Shares(FORWARD_SHARE, MEMORY_SHARE), Shares()
+ASSUMED, DATASHEET = Shares(FORWARD_SHARE, MEMORY_SHARE, NETWORK_SHARE), Shares()
 ROWS = 1, 64, 256
 SAMPLES, UPDATES, TOKENS = 2048, 4, 1060
 PROMPT, GROUP = TOKENS // 4, 32

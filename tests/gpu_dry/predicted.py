@@ -130,6 +130,7 @@ class Roofline:
     ) -> None:
         """`make(context, sequence)` is a device that is installed."""
         assert setting.layers is not None
+        self._nodes = -(-setting.ranks // 8)
         whole = int(setting.shape["num_hidden_layers"])
         shallow, deep = setting.layers
         self._steps = (whole - shallow) / (deep - shallow)
@@ -138,7 +139,7 @@ class Roofline:
     def of(self, phase: str, gpu: Accelerator, shares: Shares) -> Prediction:
         """Seconds of a phase, on the line through those of two depths."""
         first, second = (
-            predict(noted.operations[phase], noted.launches(phase), gpu, shares)
+            predict(noted.operations[phase], noted.launches(phase), gpu, shares, self._nodes)
             for noted in self.noted
         )
         return first.at_depth(second, self._steps)

@@ -23,9 +23,10 @@ from hybridrl.costs.devices import Accelerator
 
 _GATHERS = {"embedding", "index", "index_select", "gather"}
 """They read as much as they write, of tensors that may be larger."""
+_PER_NODE = 8
 _FORWARD, _BACKWARD = 4, 10
 """Operations of attention by query, key, head and number: two products, and five backward."""
-# Shares of what a collective's ranks send, by its name's beginning: the result or the input, times
+# Parts of what a collective's ranks send, by its name's beginning: the result or the input, times
 # so much of it. All-reduce is a reduce-scatter and an all-gather.
 _SENT = {"allreduce": 2, "all_reduce": 2}
 
@@ -61,10 +62,11 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The parts of a datasheet's operations, and of its bytes, a second that kernels reach."""
+    """The parts of a datasheet's operations, and of bytes of memory and links, that are reached."""
 
     flops: float = 1.0
     memory: float = 1.0
+    links: float = 1.0
 
 
 class RooflineDevice(FakeDevice):
@@ -241,12 +243,18 @@ _KERNELS: Mapping[str, Callable[[RooflineDevice, str, Mapping[str, Any]], Operat
 
 
 def predict(
-    operations: list[Operation], launches: int, gpu: Accelerator, shares: Shares
+    operations: list[Operation], launches: int, gpu: Accelerator, shares: Shares, nodes: int = 1
 ) -> Prediction:
-    """Seconds of a phase with so many launches of the host."""
+    """Seconds of a phase with so many launches of the host.
+
+    Between nodes the GPUs of each share their links, and NVLink is no slower than all of them.
+    """
+    link = gpu.node_bytes_per_s
+    if nodes > 1:
+        link = min(link, _PER_NODE * gpu.network_bytes_per_s)
     flop_s, byte_s = 1 / (shares.flops * gpu.flops), 1 / (shares.memory * gpu.memory_bytes_per_s)
     return Prediction(
         device_s=sum(max(x.flops * flop_s, x.nbytes * byte_s) for x in operations),
-        sent_s=sum(x.sent for x in operations) / gpu.node_bytes_per_s,
+        sent_s=sum(x.sent for x in operations) / (shares.links * link),
         host_s=launches * gpu.launch_s,
     )

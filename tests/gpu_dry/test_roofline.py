@@ -59,6 +59,8 @@ def test_an_operator_takes_the_longer_of_its_times() -> None:
     assert (slower.device_s, slower.seconds) == (6.0, 2 * 10**6 * GPU.launch_s), (
         "the host is slower"
     )
+    between = predict([moved], 0, GPU, Shares(links=0.5), nodes=2)
+    assert between.sent_s == pytest.approx(2 * 450e9 / (8 * 50e9)), "NVLink waits for the network"
     assert whole.at_depth(slower, 2.0).device_s == 2.0 + 2 * 4.0
 
 
