@@ -109,6 +109,7 @@ def interpreted(cases):
     return results
 
 
+@pytest.mark.long
 @needs_triton
 def test_kernels_equal_float64_in_every_batch(fresh_ranks) -> None:
     cases = [(case, torch.float32) for case in CASES] + [(CASES[1], torch.bfloat16)]
