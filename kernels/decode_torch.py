@@ -169,7 +169,7 @@ def grouped_product(
     experts = torch.searchsorted(ends, torch.arange(len(order), device=x.device), right=True)
     here = experts < len(weight)
     pairs = order[here].long()
-    out = x.new_zeros(len(order), weight.shape[1])
+    out = x.new_full((len(order), weight.shape[1]), torch.nan)
     out[pairs] = torch.einsum("pi,poi->po", x[pairs // shared], weight[experts[here]])
     return out
 
