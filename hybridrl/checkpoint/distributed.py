@@ -6,23 +6,26 @@ the optimizer's tensors (`exp_avg`, `exp_avg_sq`, Muon's `momentum_buffer`), and
 `AVERAGE/average/PARAMETER`.
 """
 
+import io
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
-from hybridrl.checkpoint.folder import cause_of, note_sum, write_error
+from hybridrl.checkpoint.folder import note_sum, write_error
+from hybridrl.checkpoint.parts import on_all_ranks, raise_on_all
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.optim import STATE, dequantized
 from hybridrl.telemetry.log import logged
@@ -50,13 +53,73 @@ def save(folder: Path, engine: TrainEngine, kept: NamedTensors) -> None:
 
     All ranks call it. Raises OSError, on all of them, that names the folder.
     """
-    state = kept | {name: dequantized(tensors[0]) for name, tensors in _tensors(engine)}
-    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=False)  # copies share the writing
-    try:
-        with logged(logger, f"save to {folder}"):
-            state_dict_saver.save(state, storage_writer=_Writer(folder), planner=planner)
-    except CheckpointException as error:
-        raise write_error(next(iter(error.failures.values()))[0], folder) from None
+    with logged(logger, f"save to {folder}"):
+        snapshot = Snapshot(folder, engine, kept)
+        snapshot.write()
+        snapshot.finish()
+
+
+class Snapshot:
+    """What `save` writes, in three steps: planned together, written by each rank, ended together.
+
+    With `copies` it is what training has now, copied to host memory; without, `write` comes before
+    anything changes. Copies of an earlier snapshot of the same tensors are written over, so they
+    take no new memory: that one must be written. See `checkpoint.parts.Part`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        engine: TrainEngine,
+        kept: NamedTensors,
+        copies: NamedTensors | None = None,
+    ) -> None:
+        """Plan which rank writes what. Collective; raises OSError as `save` does."""
+        self.folder, self._error = folder, None
+        self._is_first = dist.get_rank() == 0
+        self._writer = FileSystemWriter(folder)
+        state = kept | {name: dequantized(tensors[0]) for name, tensors in _tensors(engine)}
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=False)  # copies share the writing
+        with on_all_ranks(folder):
+            planner.set_up_planner(state, self._writer.storage_meta(), self._is_first)
+            self._writer.set_up_storage_writer(self._is_first)
+            own = self._writer.prepare_local_plan(planner.create_local_plan())
+        self._plan = planner.finish_plan(self._agreed(planner, own))
+        self._planner = _Resolved(planner, self._plan, copies)
+
+    def _agreed(self, planner: SavePlanner, own: SavePlan) -> SavePlan:
+        """This rank's part of the plan that the first rank makes of those of all."""
+        size = dist.get_world_size()
+        plans: list[Any] = [None] * size
+        dist.gather_object(own, plans if self._is_first else None)
+        if self._is_first:
+            plans, self._metadata = planner.create_global_plan(plans)
+            plans = self._writer.prepare_global_plan(plans)
+        agreed: list[Any] = [None]
+        dist.scatter_object_list(agreed, plans if self._is_first else None)
+        plan: SavePlan = agreed[0]
+        return plan
+
+    def write(self) -> None:
+        """Write this rank's file, and its checksum."""
+        self._results: list[WriteResult] = []
+        try:
+            self._results = self._writer.write_data(self._plan, self._planner).wait()
+            for file in {result.storage_data.relative_path for result in self._results}:
+                note_sum(self.folder / file)
+        except (OSError, RuntimeError) as error:  # torch's writer has errors of its own
+            self._error = write_error(error, self.folder)
+
+    def finish(self) -> list[str]:
+        """Write the metadata, with its checksum, on the first rank."""
+        raise_on_all(self._error)
+        results: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(self._results, results if self._is_first else None)
+        with on_all_ranks(self.folder):
+            if self._is_first:
+                self._writer.finish(self._metadata, results)
+                note_sum(self.folder / ".metadata")
+        return []
 
 
 def load(folder: Path, engine: TrainEngine, progress: Progress, kept: NamedTensors) -> None:
@@ -118,23 +181,32 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class _Writer(FileSystemWriter):
-    """Every rank also writes the checksums of its files; an error here fails on all ranks."""
+class _Resolved(DefaultSavePlanner):
+    """Gives the tensors of a plan: those of another planner, or copies of them in host memory."""
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write as the default does, then the checksums."""
-        try:
-            written = super().write_data(plan, planner)
-        except (OSError, RuntimeError) as error:
-            raise OSError(*cause_of(error)) from error  # causes do not travel between ranks
-        for file in {result.storage_data.relative_path for result in written.wait()}:
-            note_sum(Path(self.path) / file)
-        return written
+    def __init__(self, planner: SavePlanner, plan: SavePlan, copies: NamedTensors | None) -> None:
+        super().__init__()
+        self._planner, self._copies = planner, copies
+        if copies is None:
+            return
+        wanted = {str(item.index): planner.resolve_data(item) for item in plan.items}
+        for key in copies.keys() - wanted.keys():
+            del copies[key]
+        pinned = torch.cuda.is_available()
+        for key, tensor in wanted.items():
+            held = copies.get(key)
+            if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+                held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+                copies[key] = held
+            held.copy_(tensor, non_blocking=True)
+        if pinned:
+            torch.cuda.current_stream().synchronize()
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Finish as the default does, on the first rank, then write the metadata's checksum."""
-        super().finish(metadata, results)
-        note_sum(Path(self.path) / ".metadata")
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The tensor of an item."""
+        if self._copies is None:
+            return self._planner.resolve_data(write_item)
+        return self._copies[str(write_item.index)]
 
 
 class _AnyPadding(DefaultLoadPlanner):
