@@ -75,7 +75,8 @@ class Snapshot:
         copies: NamedTensors | None = None,
     ) -> None:
         """Plan which rank writes what. Collective; raises OSError as `save` does."""
-        self.folder, self._error = folder, None
+        self.folder = folder
+        self._error: OSError | None = None
         self._is_first = dist.get_rank() == 0
         self._writer = FileSystemWriter(folder)
         state = kept | {name: dequantized(tensors[0]) for name, tensors in _tensors(engine)}
@@ -189,7 +190,7 @@ class _Resolved(DefaultSavePlanner):
         self._planner, self._copies = planner, copies
         if copies is None:
             return
-        wanted = {str(item.index): planner.resolve_data(item) for item in plan.items}
+        wanted = {str(item.index): _tensor_of(planner, item) for item in plan.items}
         for key in copies.keys() - wanted.keys():
             del copies[key]
         pinned = torch.cuda.is_available()
@@ -207,6 +208,12 @@ class _Resolved(DefaultSavePlanner):
         if self._copies is None:
             return self._planner.resolve_data(write_item)
         return self._copies[str(write_item.index)]
+
+
+def _tensor_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, torch.Tensor), f"{item.index} is no tensor"
+    return tensor.detach()
 
 
 class _AnyPadding(DefaultLoadPlanner):

@@ -37,7 +37,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     Each element counts with the sum of a weight for its index in every dimension. That sum is odd,
     so no change of a single element leaves the checksum as it was, whatever its strides.
     """
-    bits = tensor.view(_INTEGERS[tensor.element_size()])
+    bits = torch.atleast_1d(tensor.view(_INTEGERS[tensor.element_size()]))
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for dim in range(bits.dim()):
         others = [other for other in range(bits.dim()) if other != dim]

@@ -20,7 +20,11 @@ from hybridrl.layout.switching import plan_switch
 Ranks = Callable[..., list[Any]]
 CASES = {
     2: [(TrainAxes(fsdp=2), 1, 2), (TrainAxes(replicas=2), 2, 1), (TrainAxes(tp=2), 1, 1)],
-    4: [(TrainAxes(fsdp=4), 1, 2), (TrainAxes(replicas=2, fsdp=2), 1, 4), (TrainAxes(pp=4), 1, 1)],
+    4: [
+        (TrainAxes(fsdp=4), 1, 2),
+        (TrainAxes(replicas=2, fsdp=2), 1, 4),
+        (TrainAxes(pp=2, tp=2), 2, 1),
+    ],
 }
 
 

@@ -43,19 +43,27 @@ LAYOUTS = [
     ({"replicas": 4}, {4}),
     ({"replicas": 2, "fsdp": 2}, {2}),
     ({"replicas": 2, "fsdp": 1, "tp": 2}, {2, 4}),
-    ({"fsdp": 1, "tp": 4, "sequence_parallel": True}, {4}),
+    ({"fsdp": 2, "tp": 2, "sequence_parallel": True}, {2}),
     ({"pp": 2, "fsdp": 2}, {2}),
-    ({"pp": 2, "fsdp": 1, "tp": 2}, {2, 4}),
+    ({"pp": 2, "fsdp": 1, "tp": 2}, {2}),
+]
+
+
+OF_EXPERTS = [
+    ({"fsdp": 2, "tp": 2, "ep": 4}, {2}),
+    ({"replicas": 2, "fsdp": 2, "ep": 2}, {2}),
+    ({"fsdp": 4, "ep": 2}, set()),
 ]
 
 
 @pytest.mark.layouts
 def test_updates_leave_copies_equal(ranks, tiny, sequences) -> None:
     """Replicas; norms over tp, keys of fewer heads than ranks; both ends' tied embedding."""
-    path = str(tiny("qwen3"))
-    for of_rank in ranks(4, updated, path, [layout for layout, _ in LAYOUTS], sequences):
-        for (layout, wanted), sizes in zip(LAYOUTS, of_rank, strict=True):
-            assert wanted <= sizes, layout
+    for family, layouts in (("qwen3", LAYOUTS), ("qwen3_moe", OF_EXPERTS)):
+        given = str(tiny(family)), [layout for layout, _ in layouts], sequences
+        for of_rank in ranks(4, updated, *given):
+            for (layout, wanted), sizes in zip(layouts, of_rank, strict=True):
+                assert wanted <= sizes, layout
 
 
 def changed(path: str, layout: dict[str, Any], name: str, at: int) -> str:
