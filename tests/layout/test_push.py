@@ -14,6 +14,7 @@ from hybridrl.layout.layerwise import Fill, by_layer
 from hybridrl.layout.layout import Layout, stages_of_layers
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.parameters import Parameter, train_layout
+from hybridrl.layout.proof import WeightsDiffer
 from hybridrl.layout.push import (
     PushPlan,
     PushSource,
