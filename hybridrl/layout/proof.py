@@ -8,6 +8,7 @@ parameter it is in.
 """
 
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,8 +35,20 @@ class WeightsDiffer(RuntimeError):
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """A number of a tensor's bits and of where they are, [] in int64, on its device.
 
+    It says nothing of strides. In host memory it is a CRC-32, elsewhere `sums_of_bits`: only
+    checksums of one kind of device can be compared.
+    """
+    if tensor.device.type != "cpu":
+        return sums_of_bits(tensor)
+    data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return torch.tensor(zlib.crc32(data))
+
+
+def sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A checksum [] in int64 of reductions alone, which a GPU makes while it reads.
+
     Each element counts with the sum of a weight for its index in every dimension. That sum is odd,
-    so no change of a single element leaves the checksum as it was, whatever its strides.
+    so no change of a single element leaves the checksum as it was.
     """
     bits = torch.atleast_1d(tensor.view(_INTEGERS[tensor.element_size()]))
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
