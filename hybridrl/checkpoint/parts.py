@@ -42,10 +42,10 @@ class BackgroundWriter:
         self._parts: list[Part] = []
         self._written: list[Future[None]] = []
 
-    def begin(self, part: Part) -> None:
+    def begin(self, piece: Part) -> None:
         """Write a part, after those that have begun before."""
-        self._parts.append(part)
-        self._written.append(self._thread.submit(part.write))
+        self._parts.append(piece)
+        self._written.append(self._thread.submit(piece.write))
 
     def mark(self, folder: Path) -> None:
         """Leave a file in `folder` once all parts are written: `folder.num_written` counts them.
@@ -60,7 +60,7 @@ class BackgroundWriter:
         self._parts, self._written = [], []
         for future in written:
             future.result()
-        return [line for part in parts for line in part.finish()]
+        return [line for each in parts for line in each.finish()]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from hybridrl.layout.portions import Piece
 from hybridrl.layout.proof import SHARES, WeightsDiffer, checksum, joint_checksum, shares
 from hybridrl.layout.weight_switch import Tensors, local_tensors, plain_tensors
 
-Groups = tuple[tuple[int, ...], ...]
+CopyGroups = tuple[tuple[int, ...], ...]
 """The ranks that hold the same boxes, of each group of several."""
 
 
@@ -38,15 +38,15 @@ class CopiesCheck:
         """What the last check has taken on this rank."""
         self._local = local_tensors(layout, rank)
         self._number = 0
-        pieces: dict[Groups, list[Piece]] = defaultdict(list)
+        pieces: dict[CopyGroups, list[Piece]] = defaultdict(list)
         for names in layout.alike:
             groups = copies_of(layout, names[0])
             if groups:
                 boxes = layout.boxes(names[0], rank) if _group(groups, rank) else ()
                 pieces[groups] += [Piece(name, box) for name in names for box in boxes]
-        self.kinds: dict[Groups, Sequence[Piece]] = dict(pieces)
+        self.kinds: dict[CopyGroups, Sequence[Piece]] = dict(pieces)
         """This rank's boxes of what has copies, by the groups of ranks that hold them."""
-        self._shares: dict[Groups, list[tuple[Piece, ...]]] = {}
+        self._shares: dict[CopyGroups, list[tuple[Piece, ...]]] = {}
 
     @torch.no_grad()
     def check(self, shards: Tensors) -> None:
@@ -71,19 +71,21 @@ class CopiesCheck:
         self._number += 1
         self.seconds = time.perf_counter() - begun
 
-    def _due(self) -> dict[Groups, Sequence[Piece]]:
+    def _due(self) -> dict[CopyGroups, Sequence[Piece]]:
         """The pieces of this check, by kind."""
         if self._number == 0:
             return self.kinds
         if not self._shares:
             self._shares = {kind: shares(pieces) for kind, pieces in self.kinds.items()}
-        part = (self._number - 1) % SHARES
-        return {kind: parts[part] for kind, parts in self._shares.items()}
+        turn = (self._number - 1) % SHARES
+        return {kind: of_kind[turn] for kind, of_kind in self._shares.items()}
 
     def _sums(self, pieces: Sequence[Piece], shards: Tensors) -> list[torch.Tensor]:
         return [checksum(shards[p.name][self._local[p.name].slices(p.box)]) for p in pieces]
 
-    def _explain(self, ranks: Sequence[int], kind: Groups, sums: Sequence[torch.Tensor]) -> None:
+    def _explain(
+        self, ranks: Sequence[int], kind: CopyGroups, sums: Sequence[torch.Tensor]
+    ) -> None:
         """Raise the error about a group whose copies differ. Collective."""
         own = dict[str, list[int]]()
         for piece, one in zip(self._due()[kind], sums, strict=True):
@@ -93,7 +95,7 @@ class CopiesCheck:
         raise WeightsDiffer(_message({rank: gathered[rank] for rank in ranks}))
 
 
-def copies_of(layout: Layout, name: str) -> Groups:
+def copies_of(layout: Layout, name: str) -> CopyGroups:
     """The groups of several ranks that hold the same boxes of a parameter."""
     ranks: dict[tuple[Box, ...], set[int]] = defaultdict(set)
     for cell, boxes in layout.cells(name).items():
@@ -102,7 +104,7 @@ def copies_of(layout: Layout, name: str) -> Groups:
     return tuple(sorted(tuple(sorted(group)) for group in ranks.values() if len(group) > 1))
 
 
-def _group(groups: Groups, rank: int) -> tuple[int, ...]:
+def _group(groups: CopyGroups, rank: int) -> tuple[int, ...]:
     return next((group for group in groups if rank in group), ())
 
 

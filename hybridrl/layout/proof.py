@@ -132,7 +132,13 @@ class SwitchProof:
             slots[peer, self.rank] -= joint_checksum(sums)
         if self._plan.num_ranks > 1:
             dist.all_reduce(slots)
-        if wrong := slots.nonzero().tolist():
+        wrong = [
+            (sender, receiver)
+            for sender, row in enumerate(slots.tolist())
+            for receiver, difference in enumerate(row)
+            if difference
+        ]
+        if wrong:
             self._explain(wrong, sent, came)
         self._number += 1
         self.seconds += time.perf_counter() - begun
@@ -146,7 +152,7 @@ class SwitchProof:
 
     def _explain(
         self,
-        wrong: Sequence[Sequence[int]],
+        wrong: Sequence[tuple[int, int]],
         sent: Mapping[int, Sequence[torch.Tensor]],
         came: Mapping[int, Sequence[torch.Tensor]],
     ) -> None:

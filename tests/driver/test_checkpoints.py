@@ -492,7 +492,7 @@ def steps_of(run: Path) -> list[int]:
 def test_a_checkpoint_is_there_once_all_ranks_have_written(
     saving: tuple[Checkpoints, Background], tmp_path: Path
 ) -> None:
-    """And not before: the earlier one stays until then, whatever an evaluation says meanwhile."""
+    """The earlier one stays until then, whatever an evaluation says meanwhile."""
     checkpoints, group = saving
     run = tmp_path / "run"
     checkpoints.save(1, None, DriverState(STATE))

@@ -60,8 +60,8 @@ OF_EXPERTS = [
 def test_updates_leave_copies_equal(ranks, tiny, sequences) -> None:
     """Replicas; norms over tp, keys of fewer heads than ranks; both ends' tied embedding."""
     for family, layouts in (("qwen3", LAYOUTS), ("qwen3_moe", OF_EXPERTS)):
-        given = str(tiny(family)), [layout for layout, _ in layouts], sequences
-        for of_rank in ranks(4, updated, *given):
+        inputs = str(tiny(family)), [layout for layout, _ in layouts], sequences
+        for of_rank in ranks(4, updated, *inputs):
             for (layout, wanted), sizes in zip(layouts, of_rank, strict=True):
                 assert wanted <= sizes, layout
 
