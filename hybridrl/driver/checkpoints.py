@@ -399,8 +399,10 @@ class Checkpoints:
 
     def poll(self) -> None:
         """End the checkpoint that is being written in the background, if all of it is there."""
+        if self._under_way is None:
+            return
         ranks = self.group.living(range(self.group.size))
-        if self._under_way and folder.num_written(self._under_way.path) >= len(ranks):
+        if folder.num_written(self._under_way.path) >= len(ranks):
             self.finish()
 
     def finish(self) -> None:
