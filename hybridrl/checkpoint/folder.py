@@ -82,6 +82,7 @@ def mark_written(folder: Path) -> None:
     Where even that finds no room the mark is missing, and whoever ends the checkpoint waits for it.
     """
     with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)  # a rank that trains nothing comes here first
         (folder / f"{_WRITTEN}{uuid4().hex}").touch()
 
 
