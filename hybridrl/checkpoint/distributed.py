@@ -9,13 +9,12 @@ the optimizer's tensors (`exp_avg`, `exp_avg_sq`, Muon's `momentum_buffer`), and
 import io
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -24,8 +23,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from hybridrl.checkpoint.folder import note_sum, write_error
-from hybridrl.checkpoint.parts import on_all_ranks, raise_on_all
+from hybridrl.checkpoint.folder import cause_of, note_sum, write_error
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.optim import STATE, dequantized
 from hybridrl.telemetry.log import logged
@@ -77,29 +75,24 @@ class Snapshot:
         """Plan which rank writes what. Collective; raises OSError as `save` does."""
         self.folder = folder
         self._error: OSError | None = None
-        self._is_first = dist.get_rank() == 0
+        self._ranks = state_dict_saver._DistWrapper(None, True, 0)
         self._writer = FileSystemWriter(folder)
         state = kept | {name: dequantized(tensors[0]) for name, tensors in _tensors(engine)}
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=False)  # copies share the writing
-        with on_all_ranks(folder):
-            planner.set_up_planner(state, self._writer.storage_meta(), self._is_first)
-            self._writer.set_up_storage_writer(self._is_first)
-            own = self._writer.prepare_local_plan(planner.create_local_plan())
-        self._plan = planner.finish_plan(self._agreed(planner, own))
-        self._planner = _Resolved(planner, self._plan, copies)
 
-    def _agreed(self, planner: SavePlanner, own: SavePlan) -> SavePlan:
-        """This rank's part of the plan that the first rank makes of those of all."""
-        size = dist.get_world_size()
-        plans: list[Any] = [None] * size
-        dist.gather_object(own, plans if self._is_first else None)
-        if self._is_first:
+        def own_plan() -> SavePlan:
+            is_first = self._ranks.is_coordinator
+            planner.set_up_planner(state, self._writer.storage_meta(), is_first)
+            self._writer.set_up_storage_writer(is_first)
+            return self._writer.prepare_local_plan(planner.create_local_plan())
+
+        def agreed(plans: list[SavePlan]) -> list[SavePlan]:
             plans, self._metadata = planner.create_global_plan(plans)
-            plans = self._writer.prepare_global_plan(plans)
-        agreed: list[Any] = [None]
-        dist.scatter_object_list(agreed, plans if self._is_first else None)
-        plan: SavePlan = agreed[0]
-        return plan
+            return self._writer.prepare_global_plan(plans)
+
+        with _naming(folder):
+            self._plan = planner.finish_plan(self._ranks.reduce_scatter("plan", own_plan, agreed))
+        self._planner = _Resolved(planner, self._plan, copies)
 
     def write(self) -> None:
         """Write this rank's file, and its checksum."""
@@ -109,18 +102,32 @@ class Snapshot:
             for file in {result.storage_data.relative_path for result in self._results}:
                 note_sum(self.folder / file)
         except (OSError, RuntimeError) as error:  # torch's writer has errors of its own
-            self._error = write_error(error, self.folder)
+            self._error = OSError(*cause_of(error))  # causes do not travel between ranks
 
     def finish(self) -> list[str]:
         """Write the metadata, with its checksum, on the first rank."""
-        raise_on_all(self._error)
-        results: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(self._results, results if self._is_first else None)
-        with on_all_ranks(self.folder):
-            if self._is_first:
-                self._writer.finish(self._metadata, results)
-                note_sum(self.folder / ".metadata")
+
+        def own_results() -> list[WriteResult]:
+            if self._error is not None:
+                raise self._error
+            return self._results
+
+        def end(results: list[list[WriteResult]]) -> None:
+            self._writer.finish(self._metadata, results)
+            note_sum(self.folder / ".metadata")
+
+        with _naming(self.folder):
+            self._ranks.all_reduce("write", own_results, end)
         return []
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Raise the first rank's error of a step, which all of them have, as one of the folder."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise write_error(next(iter(error.failures.values()))[0], folder) from None
 
 
 def load(folder: Path, engine: TrainEngine, progress: Progress, kept: NamedTensors) -> None:

@@ -41,7 +41,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cpu":
         return sums_of_bits(tensor)
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    return torch.tensor(zlib.crc32(data))
+    return torch.tensor(zlib.crc32(data.data))
 
 
 def sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
