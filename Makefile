@@ -252,6 +252,9 @@ bench-async-learning: $(BIN)/.curves  ## learning from stale samples with and wi
 bench-sparse-push: $(BIN)/.core  ## bytes and nanoseconds of a sparse push of SmolLM2-135M's shape, against the whole weights
 	@$(KEEP) sparse-push scripts/bench/sparse_push.py $(ARGS)
 
+bench-checkpoint: $(BIN)/.core  ## seconds that training waits for a checkpoint, against torch's save and async_save
+	@$(KEEP) checkpoint scripts/bench/checkpoint.py $(ARGS)
+
 bench-fused-update: $(BIN)/.core  ## fused updates of two models against RLHFuse's plans, by searched pipelines
 	@$(KEEP) fused-update scripts/bench/fused_update.py $(ARGS)
 
@@ -294,4 +297,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-tools train-smollm2 test test-long test-ray test-slow test-layouts test-adamw8bit test-newest test-agents test-bare test-loggers test-models test-nccl test-pages test-plan test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report gpu-first-run gpu-first-run-wheels install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-turns bench-moe bench-placement bench-long bench-shared-prompts bench-driver bench-tail bench-async bench-tail-ranks bench-async-ranks bench-async-learning bench-sparse-push bench-fused-update bench-plan-steps bench-plan-search bench-roofline bench-vllm
+.PHONY: $(shell sed -n "s/^\([a-z][a-z0-9-]*\):.*/\1/p" $(firstword $(MAKEFILE_LIST)))

@@ -197,6 +197,8 @@ def is_pure_layout(path: Path) -> bool:
         "layerwise.py",
         "adapters.py",
         "push.py",
+        "proof.py",
+        "copies.py",
     )
 
 

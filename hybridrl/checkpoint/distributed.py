@@ -6,8 +6,10 @@ the optimizer's tensors (`exp_avg`, `exp_avg_sq`, Muon's `momentum_buffer`), and
 `AVERAGE/average/PARAMETER`.
 """
 
+import io
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,11 +18,10 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from hybridrl.checkpoint.folder import cause_of, note_sum, write_error
 from hybridrl.engines.train.engine import TrainEngine
@@ -50,11 +51,81 @@ def save(folder: Path, engine: TrainEngine, kept: NamedTensors) -> None:
 
     All ranks call it. Raises OSError, on all of them, that names the folder.
     """
-    state = kept | {name: dequantized(tensors[0]) for name, tensors in _tensors(engine)}
-    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=False)  # copies share the writing
+    with logged(logger, f"save to {folder}"):
+        snapshot = Snapshot(folder, engine, kept)
+        snapshot.write()
+        snapshot.finish()
+
+
+class Snapshot:
+    """What `save` writes, in three steps: planned together, written by each rank, ended together.
+
+    With `copies` it is what training has now, copied to host memory; without, `write` comes before
+    anything changes. Copies of an earlier snapshot of the same tensors are written over, so they
+    take no new memory: that one must be written. See `checkpoint.parts.Part`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        engine: TrainEngine,
+        kept: NamedTensors,
+        copies: NamedTensors | None = None,
+    ) -> None:
+        """Plan which rank writes what. Collective; raises OSError as `save` does."""
+        self.folder = folder
+        self._error: OSError | None = None
+        self._ranks = state_dict_saver._DistWrapper(None, True, 0)
+        self._writer = FileSystemWriter(folder)
+        state = kept | {name: dequantized(tensors[0]) for name, tensors in _tensors(engine)}
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=False)  # copies share the writing
+
+        def own_plan() -> SavePlan:
+            is_first = self._ranks.is_coordinator
+            planner.set_up_planner(state, self._writer.storage_meta(), is_first)
+            self._writer.set_up_storage_writer(is_first)
+            return self._writer.prepare_local_plan(planner.create_local_plan())
+
+        def agreed(plans: list[SavePlan]) -> list[SavePlan]:
+            plans, self._metadata = planner.create_global_plan(plans)
+            return self._writer.prepare_global_plan(plans)
+
+        with _naming(folder):
+            self._plan = planner.finish_plan(self._ranks.reduce_scatter("plan", own_plan, agreed))
+        self._planner = _Resolved(planner, self._plan, copies)
+
+    def write(self) -> None:
+        """Write this rank's file, and its checksum."""
+        self._results: list[WriteResult] = []
+        try:
+            self._results = self._writer.write_data(self._plan, self._planner).wait()
+            for file in {result.storage_data.relative_path for result in self._results}:
+                note_sum(self.folder / file)
+        except (OSError, RuntimeError) as error:  # torch's writer has errors of its own
+            self._error = OSError(*cause_of(error))  # causes do not travel between ranks
+
+    def finish(self) -> list[str]:
+        """Write the metadata, with its checksum, on the first rank."""
+
+        def own_results() -> list[WriteResult]:
+            if self._error is not None:
+                raise self._error
+            return self._results
+
+        def end(results: list[list[WriteResult]]) -> None:
+            self._writer.finish(self._metadata, results)
+            note_sum(self.folder / ".metadata")
+
+        with _naming(self.folder):
+            self._ranks.all_reduce("write", own_results, end)
+        return []
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Raise the first rank's error of a step, which all of them have, as one of the folder."""
     try:
-        with logged(logger, f"save to {folder}"):
-            state_dict_saver.save(state, storage_writer=_Writer(folder), planner=planner)
+        yield
     except CheckpointException as error:
         raise write_error(next(iter(error.failures.values()))[0], folder) from None
 
@@ -118,23 +189,38 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class _Writer(FileSystemWriter):
-    """Every rank also writes the checksums of its files; an error here fails on all ranks."""
+class _Resolved(DefaultSavePlanner):
+    """Gives the tensors of a plan: those of another planner, or copies of them in host memory."""
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write as the default does, then the checksums."""
-        try:
-            written = super().write_data(plan, planner)
-        except (OSError, RuntimeError) as error:
-            raise OSError(*cause_of(error)) from error  # causes do not travel between ranks
-        for file in {result.storage_data.relative_path for result in written.wait()}:
-            note_sum(Path(self.path) / file)
-        return written
+    def __init__(self, planner: SavePlanner, plan: SavePlan, copies: NamedTensors | None) -> None:
+        super().__init__()
+        self._planner, self._copies = planner, copies
+        if copies is None:
+            return
+        wanted = {str(item.index): _tensor_of(planner, item) for item in plan.items}
+        for key in copies.keys() - wanted.keys():
+            del copies[key]
+        pinned = torch.cuda.is_available()
+        for key, tensor in wanted.items():
+            held = copies.get(key)
+            if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+                held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+                copies[key] = held
+            held.copy_(tensor, non_blocking=True)
+        if pinned:
+            torch.cuda.current_stream().synchronize()
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Finish as the default does, on the first rank, then write the metadata's checksum."""
-        super().finish(metadata, results)
-        note_sum(Path(self.path) / ".metadata")
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The tensor of an item."""
+        if self._copies is None:
+            return self._planner.resolve_data(write_item)
+        return self._copies[str(write_item.index)]
+
+
+def _tensor_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, torch.Tensor), f"{item.index} is no tensor"
+    return tensor.detach()
 
 
 class _AnyPadding(DefaultLoadPlanner):

@@ -8,6 +8,7 @@ Invariant: a folder under its own name is complete. It is written under a hidden
 (`.step_000010.new`), and renamed when it is complete; an earlier folder stays until then.
 """
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -21,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from hybridrl.telemetry.log import logged
 
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 RESUME, STATE, FORMAT = "resume", "state.json", 1
 
 _SUM = ".crc32"  # written with a file by its rank, until the driver copies it to STATE
+_WRITTEN = ".written_"  # a rank's mark that its files are there, until `seal`
 _READ_BYTES = 2**24
 _AT_WORKING_DIR, _EXCHANGE = -100, 2  # of renameat2(2)
 _ENDS = ("final", "warm_start")  # of phases; the other checkpoints are named by their step
@@ -73,9 +76,26 @@ def note_sum(file: Path) -> None:
     file.with_name(file.name + _SUM).write_text(str(_sum(file)))
 
 
+def mark_written(folder: Path) -> None:
+    """Say that all files of this rank are in `folder`, for `num_written`.
+
+    Where even that finds no room the mark is missing, and whoever ends the checkpoint waits for it.
+    """
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)  # a rank that trains nothing comes here first
+        (folder / f"{_WRITTEN}{uuid4().hex}").touch()
+
+
+def num_written(path: Path) -> int:
+    """The ranks that have written all of their files of the incomplete checkpoint for `path`."""
+    return sum(1 for _ in (hidden(path) / RESUME).glob(f"{_WRITTEN}*"))
+
+
 def seal(path: Path, state: Mapping[str, Any]) -> None:
     """Write the driver's `state` into `hidden(path)`, with sizes and sums of the ranks' files."""
     resume, sums = hidden(path) / RESUME, {}
+    for mark in resume.glob(f"{_WRITTEN}*"):
+        mark.unlink()
     for note in resume.rglob(f"*{_SUM}"):
         sums[str(note.relative_to(resume)).removesuffix(_SUM)] = int(note.read_text())
         note.unlink()

@@ -10,7 +10,7 @@ import re
 import shutil
 from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +30,7 @@ from transformers import (
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from hybridrl.checkpoint.folder import replace, write_error
+from hybridrl.checkpoint.parts import on_all_ranks, raise_on_all
 from hybridrl.checkpoint.weight_shares import Conversion, WeightShare, weight_shares
 from hybridrl.config import ConfigError, DType
 from hybridrl.engines.train.engine import TrainEngine
@@ -85,62 +86,119 @@ def save_hf(
     with a line for each.
     """
     with logged(logger, f"export to {path}"):
-        return _save_hf(engine, path, tokenizer, dtype, ends)
+        export = Export(engine, path, tokenizer, dtype, ends)
+        export.write()
+        return export.finish()
 
 
-def _save_hf(
-    engine: TrainEngine,
-    path: Path,
-    tokenizer: PreTrainedTokenizerBase | None,
-    dtype: DType,
-    ends: Sequence[int],
-) -> list[str]:
-    warm_up([dist.group.WORLD], engine.device)  # under NCCL no message may be its first operation
-    temporary, compute = path.with_name(f".{path.name}.tmp"), TORCH_DTYPES[dtype]
-    first, buffers, missing = dist.get_rank() == 0, engine.buffers(), list[str]()
-    config, classifier = engine.model.config, head_name(engine.model) == "score"
-    model, whole, kept = meta_model(config, classifier), None, KeptTensors({})
-    opened = ExitStack()
-    try:
-        with _on_all_ranks(path):
+class Export:
+    """What `save_hf` writes, in three steps: gathered together, written by each rank, ended.
+
+    With `copies` the weights are gathered into host memory at once, a rank's whole share, and
+    training may go on. They are then written to the path itself, which is no checkpoint yet.
+    Without, `write` gathers them file by file, so all ranks call it together, and `finish` replaces
+    an earlier one. See `checkpoint.parts.Part`.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        path: Path,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        dtype: DType = DType.float32,
+        ends: Sequence[int] = (),
+        *,
+        copies: bool = False,
+    ) -> None:
+        """Plan the ranks' shares; see `save_hf`. Collective, raises OSError as it does."""
+        self.engine, self.path, self.tokenizer, self.ends = engine, path, tokenizer, ends
+        # under NCCL no message may be its first operation
+        warm_up([dist.group.WORLD], engine.device)
+        self._temporary = path if copies else path.with_name(f".{path.name}.tmp")
+        self._compute, self._first = TORCH_DTYPES[dtype], dist.get_rank() == 0
+        self._error: OSError | None = None
+        self._missing: list[str] = []
+        self._opened = ExitStack()
+        try:
+            self._plan()
+            self._tensors = self._gather()
+            if copies:
+                kept = [(name, tensor.clone()) for name, tensor in self._tensors]
+                self._tensors = iter(kept)
+        except BaseException:
+            self._close()
+            raise
+
+    def _plan(self) -> None:
+        """Deal the weights to the ranks, and make the folder."""
+        engine, config = self.engine, self.engine.model.config
+        buffers, classifier = engine.buffers(), head_name(engine.model) == "score"
+        model, self._whole, kept = meta_model(config, classifier), None, KeptTensors({})
+        with on_all_ranks(self.path):
             if not classifier and hasattr(config, "whole_type"):
-                whole = _whole(config)
-                kept = opened.enter_context(_stored(config)).kept()
-        hub = HubNames(model, whole, kept)
-        shares = shares_of(hub, engine.shapes(), buffers | kept.empty(), engine.layout, compute)
+                self._whole = _whole(config)
+                kept = self._opened.enter_context(_stored(config)).kept()
+        self._hub = HubNames(model, self._whole, kept)
+        stored = buffers | kept.empty()
+        self._shares = shares_of(self._hub, engine.shapes(), stored, engine.layout, self._compute)
+        self._buffers = ChainMap(buffers, cast(Any, kept))
         # Each of these parts ends on all ranks, or fails on all: the next one has collectives.
-        with _on_all_ranks(path):
-            if first:
-                shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
-                temporary.mkdir(parents=True)
-        with _on_all_ranks(path):
-            tensors = _gathered(engine, shares, ChainMap(buffers, cast(Any, kept)), compute)
-            adapters = {
-                name: tensor.to("cpu")
-                for adapter in engine.adapter_names()
-                for name, tensor in engine.gather({adapter: 0}, torch.float32).items()
-            }
+        with on_all_ranks(self.path):
+            if self._first:
+                if self._temporary != self.path:
+                    shutil.rmtree(self._temporary, ignore_errors=True)  # of a run that was killed
+                self._temporary.mkdir(parents=True, exist_ok=True)
+
+    def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's tensors, as they are written; the adapters of all are on the host now."""
+        engine = self.engine
+        self._adapters = {
+            name: tensor.to("cpu")
+            for adapter in engine.adapter_names()
+            for name, tensor in engine.gather({adapter: 0}, torch.float32).items()
+        }
+        return _gathered(engine, self._shares, self._buffers, self._compute)
+
+    def write(self) -> None:
+        """Write this rank's share, and on the first rank all other files."""
+        try:
             try:
-                for share in [share for share in shares if share.writer == dist.get_rank()]:
-                    write_share(temporary, hub, share, tensors)
+                for share in self._shares:
+                    if share.writer == dist.get_rank():
+                        write_share(self._temporary, self._hub, share, self._tensors)
             finally:  # the others join the collectives, also after an error
-                deque(tensors, maxlen=0)
-        with _on_all_ranks(path):
-            if first:
-                write_index(temporary, shares)
-                files = _files_of(engine.model, whole, compute, tokenizer, ends)
-                missing += write_side_files(temporary, files)
-                if engine.adapter_config is not None:
-                    adapter = partial(_write_adapter, engine.adapter_config, adapters, whole)
-                    files |= {"adapter": adapter}
-                    del files[CONFIG_NAME]  # which is the base's
-                    missing += write_side_files(temporary / "adapter", files)
-                replace(temporary, path)
-    finally:
-        opened.close()
-        if first:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return missing
+                deque(self._tensors, maxlen=0)
+            if self._first:
+                self._write_others()
+        except (OSError, SafetensorError) as error:
+            self._error = write_error(error, self.path)
+
+    def _write_others(self) -> None:
+        write_index(self._temporary, self._shares)
+        engine, whole = self.engine, self._whole
+        files = _files_of(engine.model, whole, self._compute, self.tokenizer, self.ends)
+        self._missing = write_side_files(self._temporary, files)
+        if engine.adapter_config is not None:
+            adapter = partial(_write_adapter, engine.adapter_config, self._adapters, whole)
+            files |= {"adapter": adapter}
+            del files[CONFIG_NAME]  # which is the base's
+            self._missing += write_side_files(self._temporary / "adapter", files)
+
+    def finish(self) -> list[str]:
+        """Rename the folder once all ranks have written; gives what is left out."""
+        try:
+            raise_on_all(self._error)
+            with on_all_ranks(self.path):
+                if self._first and self._temporary != self.path:
+                    replace(self._temporary, self.path)
+        finally:
+            self._close()
+        return self._missing
+
+    def _close(self) -> None:
+        self._opened.close()
+        if self._first and self._temporary != self.path:
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def _whole(config: PretrainedConfig) -> PreTrainedModel:
@@ -188,21 +246,6 @@ def _files_of_whole(
     name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__
     files = side_files(config, name, generation, dtype, tokenizer, ends)
     return files | {name: partial(copy_processor_file, path, name) for name in PROCESSORS}
-
-
-@contextmanager
-def _on_all_ranks(path: Path) -> Iterator[None]:
-    """Wait until the body has ended on all ranks; raise an error of one of them on all."""
-    error: OSError | None = None
-    try:
-        yield
-    except (OSError, SafetensorError) as caught:
-        error = write_error(caught, path)
-    errors: list[OSError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    for error in errors:
-        if error is not None:
-            raise error
 
 
 def shares_of(

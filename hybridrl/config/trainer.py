@@ -154,6 +154,9 @@ class TrainerConfig:
     """Steps in a row with a loss or gradient that is not finite before the run stops."""
     save_every: int = bounded(0, least=0)
     """Checkpoint every so many steps; 0 saves at the end only."""
+    save_in_background: bool = False
+    """Go on with training once a checkpoint's weights are copied to host memory, and write them
+    meanwhile. It takes memory for the copies, which stays."""
     keep_last: int = bounded(2, least=0)
     """Newest checkpoints that are kept, besides the best and the final one."""
     resume: str = "never"
@@ -184,6 +187,9 @@ class TrainerConfig:
         if self.compile and self.fuse_layers is FuseLayers.always:
             allowed = "auto or never with trainer.compile=true, which fuses them"
             raise ConfigError("trainer.fuse_layers", "always", allowed)
+        if self.save_in_background and not self.save_every:
+            allowed = "false without trainer.save_every: the last checkpoint is waited for"
+            raise ConfigError("trainer.save_in_background", True, allowed)
         if self.resumes and not self.keep_last:
             raise ConfigError("trainer.keep_last", 0, "1 or more, with trainer.resume")
         self.optim.check("trainer.optim")

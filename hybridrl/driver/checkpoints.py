@@ -30,6 +30,7 @@ from hybridrl.workers.pending_samples import PendingRecord
 MAY_CHANGE = (
     "cluster", "eval", "telemetry", "log", "run.dir",
     "trainer.steps", "trainer.save_every", "trainer.keep_last", "trainer.resume",
+    "trainer.save_in_background",
     "trainer.resume_changed",
     "trainer.max_bad_steps", "trainer.max_tokens_per_micro_batch", "trainer.chunk_tokens",
     "trainer.activations", "trainer.attention_cost", "trainer.compile",
@@ -273,6 +274,28 @@ class DriverState:
         return replace(self, record=record, pending=pending)
 
 
+@dataclass(frozen=True)
+class _Save:
+    """A checkpoint whose files are being written: what seals it, and its event."""
+
+    path: Path
+    step: int
+    record: dict[str, Any] | None
+    event: dict[str, Any]
+
+
+@contextlib.contextmanager
+def _clearing(path: Path) -> Iterator[None]:
+    """Delete the incomplete checkpoint for `path` after an OSError, which names a path then."""
+    try:
+        yield
+    except OSError as error:
+        folder.clear(path)
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 class Checkpoints:
     """Writes a run's checkpoints and deletes those that are not kept.
 
@@ -293,18 +316,30 @@ class Checkpoints:
         self.run_dir = Path(config.run.dir)
         self.inputs = basis_of(config)
         self.scores: dict[int, float | None] = {}
+        self._under_way: _Save | None = None
         if origin.point is not None and origin.continues(self.run_dir):
             scores = {int(step): score for step, score in origin.point.state["scores"].items()}
             self.scores = {x: score for x, score in scores.items() if self._of(x).is_dir()}
 
     def save(self, step: int, accuracy: float | None, state: DriverState) -> None:
-        """Write the checkpoint of `step`, and let go of those that are no longer kept."""
+        """Write the checkpoint of `step`, and let go of those that are no longer kept.
+
+        In the background (`trainer.save_in_background`) this waits for copies of the weights alone;
+        `poll` or `finish` end it.
+        """
+        self.finish()
         self.scores[step] = accuracy
-        self.write(self._of(step), step, state, accuracy=accuracy)
+        background = self.config.trainer.save_in_background
+        self.write(self._of(step), step, state, background=background, accuracy=accuracy)
         self._let_go()
 
     def _let_go(self) -> None:
-        """Delete what is not kept; the newest may still become the best, unless it has a score."""
+        """Delete what is not kept; the newest may still become the best, unless it has a score.
+
+        While the newest is being written it may come to nothing, so all others stay.
+        """
+        if self._under_way is not None:
+            return
         kept = to_keep(self.scores, self.config.trainer.keep_last)
         newest = max(self.scores)
         if self.scores[newest] is None:
@@ -320,22 +355,35 @@ class Checkpoints:
             self.scores[step] = accuracy
             self._let_go()
 
-    def write(self, path: Path, step: int, state: DriverState, **event: Any) -> None:
+    def write(
+        self,
+        path: Path,
+        step: int,
+        state: DriverState,
+        *,
+        background: bool = False,
+        **event: Any,
+    ) -> None:
         """Write the weights to `path`, and the state that a run resumes from, if this one can.
 
         Raises OSError that names the path; an earlier checkpoint at `path` is then whole. Where
         `final/` has no earlier one, its weights stay: training has ended, and is not lost.
         """
+        self.finish()
         self.telemetry.stage("saving")
         logger.debug("writing %s after step %d", path, step)
+        begun = time.perf_counter()
         self.executor.drain()
         folder.clear(path)
         hidden = folder.hidden(path)
-        try:
-            missing = self.group.save_weights(str(hidden))
+        with _clearing(path):
+            missing = self.group.save_weights(str(hidden), background)
+            record = None
             try:
                 if self.config.trainer.saves:
-                    self._write_state(path, step, state)
+                    record = self._write_state(path, step, state, background)
+                    if not background:
+                        folder.seal(path, record)
             except OSError as error:
                 if path.name != FINAL or path.exists():
                     raise
@@ -343,21 +391,53 @@ class Checkpoints:
                 folder.replace(hidden, path)
                 kept = f"{error.strerror}; the trained weights are there"
                 raise OSError(error.errno, kept, str(path)) from error
-            folder.replace(hidden, path)
-        except OSError as error:
-            folder.clear(path)
-            if error.filename is not None:
-                raise
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        self.telemetry.event("checkpoint", step=step, path=str(path), **event)
-        logger.info("wrote %s after step %d", path, step)
+            save = _Save(path, step, record, event | {"seconds": time.perf_counter() - begun})
+            if background:
+                self._under_way = save
+            else:
+                self._publish(save, missing)
+
+    def poll(self) -> None:
+        """End the checkpoint that is being written in the background, if all of it is there."""
+        if self._under_way is None:
+            return
+        ranks = self.group.living(range(self.group.size))
+        if folder.num_written(self._under_way.path) >= len(ranks):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written in the background, if there is one.
+
+        Raises OSError as `write` does.
+        """
+        save, self._under_way = self._under_way, None
+        if save is None:
+            return
+        with _clearing(save.path):
+            missing = self.group.finish_save()
+            if save.record is not None:
+                folder.seal(save.path, save.record)
+            self._publish(save, missing)
+        self._let_go()
+
+    def _publish(self, save: "_Save", missing: Sequence[str]) -> None:
+        """Give a checkpoint that is complete its name; `missing` files are told."""
+        path = save.path
+        folder.replace(folder.hidden(path), path)
+        self.telemetry.event("checkpoint", step=save.step, path=str(path), **save.event)
+        logger.info("wrote %s after step %d", path, save.step)
         for line in missing:
             self.telemetry.note(f"{path} has its weights, but not all of its files: {line}")
 
-    def _write_state(self, path: Path, step: int, state: DriverState) -> None:
-        """Write all that a run resumes from beside the weights, into the hidden folder."""
+    def _write_state(
+        self, path: Path, step: int, state: DriverState, background: bool
+    ) -> dict[str, Any]:
+        """Write all that a run resumes from beside the weights, into the hidden folder.
+
+        Gives the driver's part, for `folder.seal`.
+        """
         resume = str(folder.hidden(path) / folder.RESUME)
-        progress = self.group.save_state(resume)
+        progress = self.group.save_state(resume, background)
         state = self._save_pending(resume, state)
         if state.versions:
             self.executor.pushes.save(resume, state.versions)
@@ -372,7 +452,8 @@ class Checkpoints:
             "inputs": self.inputs,
             "pushed": state.versions,
         }
-        folder.seal(path, plain(record))
+        sealed: dict[str, Any] = plain(record)
+        return sealed
 
     def _save_pending(self, resume: str, state: DriverState) -> DriverState:
         """Write the pending samples; gives the state without those that died with an instance."""

@@ -23,7 +23,7 @@ LEARNED = 2
 OF_FILES = frozenset(
     {"listen", "setup", "begin", "load", "load_weights", "load_pushed", "load_pending"}
     | {"save_state", "save_weights", "save_pushed", "save_pending", "save_tensors"}
-    | {"load_tensors", "finish_records", "close"}
+    | {"load_tensors", "finish_records", "finish_save", "close"}
 )
 """Calls whose seconds follow from files, which no earlier call tells."""
 _LOOK_S = 1.0

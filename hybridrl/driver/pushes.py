@@ -64,6 +64,7 @@ class Pushes:
                 bytes_theory=shares[0].bytes_theory,
                 bytes_most=max(share.num_bytes for share in shares),
                 seconds=max(share.seconds for share in shares),
+                proof_s=max(share.proof_seconds for share in shares),
             )
         return [WeightsPushed(version)]
 
@@ -129,6 +130,7 @@ class Pushes:
                 bytes=num_bytes,
                 bytes_theory=self._bytes_theory * len(instances),
                 seconds=max(answer.work.load_seconds for answer in answers),
+                proof_s=max(answer.work.proof_seconds for answer in answers),
             )
 
     def _loads(self, command: LoadWeights, instance: int) -> list[LoadWeights]:

@@ -433,6 +433,7 @@ class Run:
             with contextlib.suppress(OSError):  # a full disk, say: the run ends for another reason
                 self.executor.drain()
                 self.group.finish_records()
+                self.checkpoints.finish()
             raise TrainingDiverged(
                 f"the loss or its gradient was not finite in {self.bad_steps} steps in a row"
                 f" (trainer.max_bad_steps={self.config.trainer.max_bad_steps}), the last at step"
@@ -441,6 +442,7 @@ class Run:
 
     def _evaluate_and_save(self, phase: RunPhase, schedule: Schedule) -> None:
         """After a step of a phase that continues."""
+        self.checkpoints.poll()
         save_every = self.config.trainer.save_every
         # A warm start is short, and made again unless the run is a resumed one.
         keeps = phase.name == "rl" or self.config.trainer.resumes
@@ -508,6 +510,7 @@ class Run:
         begun = self.origin.point.state["step"] if self.origin.point else 0
         if self.step > begun and self.step not in self.checkpoints.scores:
             self.checkpoints.save(self.step, None, state)
+        self.checkpoints.finish()
 
     def _spent(self, error: Exception) -> Exception:
         """The error of a run that ends after the present step; it says whether that is saved."""

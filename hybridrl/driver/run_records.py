@@ -91,6 +91,8 @@ class RunRecords:
             copy_s=max(switch.seconds_copy for switch in switches),
             scratch_bytes=max(switch.scratch_bytes for switch in switches),
             held_bytes=max(switch.bytes_held for switch in switches),
+            proof_s=max(switch.proof_seconds for switch in switches),
+            proof_bytes=sum(int(switch.proof_bytes) for switch in switches),
             path=switches[0].path,
         )
 

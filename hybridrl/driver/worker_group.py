@@ -283,24 +283,36 @@ class WorkerGroup:
                 slices[rank] = of_rank
         return slices
 
-    def save_weights(self, path: str) -> list[str]:
+    def save_weights(self, path: str, background: bool = False) -> list[str]:
         """Write the actor as a Hugging Face directory, every critic as one in it.
 
-        Answers with the files beside weights that could not be written, and why.
+        Answers with the files beside weights that could not be written, and why. What is written in
+        the `background` is there after `finish_save`.
         """
         missing: list[str] = []
         for pool in self.pools.values():  # one after the other: the actor's folder takes its place
-            calls = self._same(pool, BaseWorker.save_weights, path)
+            calls = self._same(pool, BaseWorker.save_weights, path, background)
             missing += self._gather_living(calls)[0]
         return missing
 
-    def save_state(self, path: str) -> "dict[str, Progress]":
-        """Write the state that training resumes from; answers with how far each role is."""
+    def save_state(self, path: str, background: bool = False) -> "dict[str, Progress]":
+        """Write the state that training resumes from; answers with how far each role is.
+
+        In the `background` every rank leaves a mark in `path` once it has written all.
+        """
         progress: dict[str, Progress] = {}
         for pool in self.pools.values():
-            calls = self._same(pool, BaseWorker.save_state, path)
+            calls = self._same(pool, BaseWorker.save_state, path, background)
             progress |= self._gather_living(calls)[0]
         return progress
+
+    def finish_save(self) -> list[str]:
+        """Wait for what is written in the background, and end it; answers as `save_weights`."""
+        missing: list[str] = []
+        for pool in self.pools.values():
+            if pool is self.actor_pool or pool is not self.home:  # ranks that train
+                missing += self._gather_living(self._same(pool, BaseWorker.finish_save))[0]
+        return missing
 
     def load(self, path: str, progress: "Mapping[str, Progress]") -> str:
         """Have every rank load `path`; answers with the error, if any."""

@@ -14,7 +14,7 @@ class Work:
     whole. `kv_bytes` came from other ranks. Of the tokens that held samples had cached when they
     continued, `kept_tokens` still were, and `recomputed_tokens` had given way to others.
     `moved_tokens` gave way to host memory. New weights of `load_bytes` took `load_seconds`, besides
-    the rest.
+    the rest, of which `proof_seconds` were spent on comparing them with those that were sent.
     """
 
     seconds: float = 0.0
@@ -35,6 +35,7 @@ class Work:
     recomputed_tokens: int = 0
     load_seconds: float = 0.0
     load_bytes: int = 0
+    proof_seconds: float = 0.0
 
     def name(self, wide: bool = False) -> str:
         """What the call was, for the trace: with drafts, how many of them were right."""

@@ -14,6 +14,7 @@ import torch
 from hybridrl.layout.layerwise import Fill, LayerwiseSwitch, Load, by_layer
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.plan import Plan
+from hybridrl.layout.proof import SwitchProof
 from hybridrl.layout.weight_switch import BUCKET_BYTES, SwitchStats, Tensors, WeightSwitch
 
 
@@ -76,6 +77,7 @@ class AdapterSwitch:
             if (shape := LocalTensor(layout.local(name, rank)).shape) is not None
         }
         self._switch = WeightSwitch(adapters, rank, dtype, bucket_bytes)
+        self._proof = SwitchProof(adapters, rank, dtype)
         self._loaded: SwitchStats | None = None
         self.base: dict[str, torch.Tensor] = {}
         """The rank's shard of W by name, in host memory; read-only."""
@@ -107,6 +109,7 @@ class AdapterSwitch:
         """Bring the adapters and let `load` fill the generation weights on `device`.
 
         The result counts the adapters' bytes; the first call's also counts those of `self.load`.
+        Proven are the base weights and the adapters, not their product.
         """
         assert self.base or not self._base_plan.dst.rules, "load comes first"
         begun = time.perf_counter()
@@ -117,6 +120,9 @@ class AdapterSwitch:
             if name in self._shapes
         }
         stats = self._switch.switch(inputs, adapters, waits=False)
+        self._proof.begin()
+        self._proof.received(adapters)
+        self._proof.compare(inputs)
         held = sum(tensor.nbytes for tensor in adapters.values())
         load(lambda tensors, names=None: self._merged.fill(tensors, adapters))
         if device.type == "cuda":
@@ -130,5 +136,13 @@ class AdapterSwitch:
                 bytes_theory=stats.bytes_theory + loaded.bytes_theory,
                 bytes_received=stats.bytes_received + loaded.bytes_received,
                 scratch_bytes=max(stats.scratch_bytes, loaded.scratch_bytes),
+                proof_seconds=loaded.proof_seconds,
+                proof_bytes=loaded.proof_bytes,
             )
-        return replace(stats, bytes_held=held, seconds=time.perf_counter() - begun)
+        return replace(
+            stats,
+            bytes_held=held,
+            seconds=time.perf_counter() - begun - self._proof.seconds,
+            proof_seconds=stats.proof_seconds + self._proof.seconds,
+            proof_bytes=stats.proof_bytes + self._proof.num_bytes,
+        )

@@ -10,19 +10,21 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from hybridrl.layout.box_copies import PackedBox, copy_all, joined, packed_boxes
-from hybridrl.layout.layerwise import Load
+from hybridrl.layout.layerwise import Held, Load
 from hybridrl.layout.layout import Layout
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.mesh import Mesh
 from hybridrl.layout.parameters import Parameter, gen_layout
 from hybridrl.layout.plan import Plan, plan
 from hybridrl.layout.portions import Piece
+from hybridrl.layout.proof import SHARES, WeightsDiffer, same_bits, shares
 from hybridrl.layout.weight_switch import SwitchStats, Tensors, plain_tensors
 
 
@@ -111,8 +113,43 @@ Again = Callable[[int, str], WeightArray]
 """Gets the array of a training rank once more, and is told why."""
 
 
+class _RowProof:
+    """Compares what an array has with the tensors that it is of: at first all, then shares.
+
+    A proof of each array reads one of `SHARES` parts of it, which follow each other.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], local: Mapping[str, LocalTensor]) -> None:
+        self._pieces, self._local = pieces, local
+        self._whole = joined(packed_boxes(pieces, local))
+        self._shares: list[list[PackedBox]] = []
+
+    def differing(self, number: int, tensors: Tensors, row: torch.Tensor) -> str | None:
+        """The first parameter of `tensors`, all of them or a layer's, that is not as in `row`."""
+        for box in self._boxes(number):
+            if box.name in tensors:
+                held = box.in_tensor(tensors)
+                if not same_bits(held.to(row.dtype), box.in_row(row).to(held.device)):
+                    return box.name
+        return None
+
+    def num_bytes(self, number: int, itemsize: int) -> int:
+        """Bytes that a proof reads on either side."""
+        return sum(box.count * prod(box.shape) for box in self._boxes(number)) * itemsize
+
+    def _boxes(self, number: int) -> list[PackedBox]:
+        if number == 0:
+            return self._whole
+        if not self._shares:
+            start = 0
+            for share in shares(self._pieces):
+                self._shares.append(packed_boxes(share, self._local, start))
+                start += sum(piece.box.size for piece in share)
+        return self._shares[(number - 1) % SHARES]
+
+
 class PushSource:
-    """Packs the arrays of one training rank."""
+    """Packs the arrays of one training rank, and proves that they have what its shards have."""
 
     def __init__(self, push: PushPlan, rank: int, dtype: torch.dtype) -> None:
         self.rank, self.dtype = rank, dtype
@@ -122,6 +159,10 @@ class PushSource:
         """The parameters that are sent."""
         pieces = push.pieces(rank)
         self._boxes = [joined(packed_boxes(of_place, local)) for of_place in pieces]
+        self._proofs = [_RowProof(of_place, local) for of_place in pieces]
+        self._number = 0  # of pushes before this one
+        self.proof_seconds = 0.0
+        """What the proof of the last push has taken."""
         self.sizes = [sum(piece.box.size for piece in of_place) for of_place in pieces]
         """Elements by place."""
         self.bytes_theory = push.elements * dtype.itemsize
@@ -130,24 +171,39 @@ class PushSource:
     def pack(self, source: Tensors, version: int) -> list[WeightArray | None]:
         """The arrays by place, on the host; None where the rank sends nothing.
 
-        `source` has the rank's shards by name, as in `WeightSwitch.switch`.
+        `source` has the rank's shards by name, as in `WeightSwitch.switch`. Raises WeightsDiffer
+        where an array has other values.
         """
         source = plain_tensors(source)
         arrays: list[WeightArray | None] = []
-        for boxes, size in zip(self._boxes, self.sizes, strict=True):
+        self.proof_seconds = 0.0
+        for boxes, proof, size in zip(self._boxes, self._proofs, self.sizes, strict=True):
             if not size:
                 arrays.append(None)
                 continue
             device = source[boxes[0].name].device
             row = torch.empty(size, dtype=self.dtype, device=device)
             copy_all((box.in_row(row), box.in_tensor(source)) for box in boxes)  # casts
-            data = row.cpu().view(torch.uint8).numpy()
+            on_host = row.cpu()
+            begun = time.perf_counter()
+            if name := proof.differing(self._number, source, on_host):
+                raise WeightsDiffer(
+                    f"the push of version {version} went wrong: training rank {self.rank} packed"
+                    f" other values of {name} than it trained"
+                )
+            self.proof_seconds += time.perf_counter() - begun
+            data = on_host.view(torch.uint8).numpy()
             arrays.append(WeightArray(version, self.rank, data, checksum(data)))
+        self._number += 1
         return arrays
 
 
 class PushTarget:
-    """Takes the arrays of one place into the tensors of a rollout engine."""
+    """Takes the arrays of one place into the tensors of a rollout engine, and proves it.
+
+    The bytes of an array are those that were sent, by their CRC-32. Then what the engine holds is
+    compared with them: all of it at the first load, later a share that rotates.
+    """
 
     def __init__(self, push: PushPlan, place: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -156,8 +212,11 @@ class PushTarget:
         self._local = {name: LocalTensor(layout.local(name, rank)) for name in layout.rules}
         self._boxes: dict[int, list[PackedBox]] = {}
         self._sizes: dict[int, int] = {}
+        self._proofs: dict[int, _RowProof] = {}
+        self._place, self._number = place, 0  # of loads before this one
         for sender, pieces in push.senders(place).items():
             self._boxes[sender] = joined(packed_boxes(pieces, self._local))
+            self._proofs[sender] = _RowProof(pieces, self._local)
             self._sizes[sender] = sum(piece.box.size for piece in pieces)
         self.bytes_theory = int(push.plan.least[rank]) * dtype.itemsize
 
@@ -173,11 +232,14 @@ class PushTarget:
         version: int,
         load: Load,
         again: Again | None = None,
+        held: Held | None = None,
     ) -> SwitchStats:
         """Let `load` fill an engine's tensors from the arrays of all senders.
 
-        An array that is missing or damaged comes once more from `again`. Raises WeightsDamaged
-        before anything is loaded, and ValueError where `load` leaves a parameter out.
+        An array that is missing or damaged comes once more from `again`. What an engine has `held`
+        after `load`, or without that what its tensors were filled with, is proven. Raises
+        WeightsDamaged before anything is loaded, ValueError where `load` leaves a parameter out,
+        and WeightsDiffer where the engine has other values.
         """
         begun = time.perf_counter()
         rows = {
@@ -189,6 +251,11 @@ class PushTarget:
         stats = SwitchStats("push", self.bytes_theory, seconds_wait=seconds)
         stats.bytes_received = sum(self._sizes.values()) * self.dtype.itemsize
 
+        def prove(tensors: Tensors) -> None:
+            start = time.perf_counter()
+            self._prove(tensors, rows, version)
+            stats.proof_seconds += time.perf_counter() - start
+
         def fill(tensors: Tensors, names: Sequence[str] | None = None) -> None:
             wanted = None if names is None else set(names)
             copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -199,14 +266,33 @@ class PushTarget:
             copy_all(copies)
             left.difference_update(left if wanted is None else wanted)
             if names is not None:
-                held = sum(tensor.nbytes for tensor in tensors.values())
-                stats.bytes_held = max(stats.bytes_held, held)
+                num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+                stats.bytes_held = max(stats.bytes_held, num_bytes)
+            if held is None:
+                prove(tensors)
 
         load(fill)
         if left:
             raise ValueError(f"{len(left)} parameters of the push were left out")
-        total = time.perf_counter() - begun
+        if held is not None:
+            prove(held())
+        itemsize = self.dtype.itemsize
+        stats.proof_bytes = 2 * sum(
+            p.num_bytes(self._number, itemsize) for p in self._proofs.values()
+        )
+        self._number += 1
+        total = time.perf_counter() - begun - stats.proof_seconds
         return replace(stats, seconds=total, seconds_copy=total - seconds)
+
+    def _prove(self, tensors: Tensors, rows: Mapping[int, torch.Tensor], version: int) -> None:
+        """Compare a share of `tensors`, all of them or a layer's, with the rows by sender."""
+        for sender, proof in self._proofs.items():
+            if name := proof.differing(self._number, tensors, rows[sender]):
+                what = f"the load of version {version} went wrong"
+                raise WeightsDiffer(
+                    f"{what}: place {self._place} of an instance generates with other values of"
+                    f" {name} than training rank {sender} pushed"
+                )
 
     def _checked(
         self, arrays: Iterable[WeightArray], version: int, again: Again | None

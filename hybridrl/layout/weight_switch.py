@@ -59,6 +59,10 @@ class SwitchStats:
     """Waiting for the wire. On GPUs, until the wait is queued."""
     seconds_copy: float = 0.0
     """Copies out of buckets. On GPUs, their launch."""
+    proof_seconds: float = 0.0
+    """Comparing checksums of both sides (`layout.proof`), which `seconds` has not."""
+    proof_bytes: int = 0
+    """Bytes that were read for it on this rank, sent and received ones."""
 
     def followed_by(self, other: "SwitchStats") -> "SwitchStats":
         """The cost of this switch and another one after it."""
@@ -147,8 +151,8 @@ class WeightSwitch:
             rest = bucket_bytes, group, least_gather
             self._precise = WeightSwitch(own, rank, torch.float32, *rest)
             plan = subplan(plan, plan.dst.rules.keys() - plan.dst.precise)
-        self.source = _locals(plan.src, rank)
-        self.destination = _locals(plan.dst, rank)
+        self.source = local_tensors(plan.src, rank)
+        self.destination = local_tensors(plan.dst, rank)
         rounds = transfer_rounds(plan, rank, max(1, bucket_bytes // dtype.itemsize), least_gather)
         self._copies = list(
             zip(
@@ -380,7 +384,8 @@ class _GatherRound(_Round):
         return [_all_gather(gathered, contribution, group=self.group, async_op=True)]
 
 
-def _locals(layout: Layout, rank: int) -> dict[str, LocalTensor]:
+def local_tensors(layout: Layout, rank: int) -> dict[str, LocalTensor]:
+    """The boxes in the tensors of a rank by parameter; none for a rank outside of the layout."""
     inside = rank in layout.mesh.ranks
     return {name: LocalTensor(layout.local(name, rank) if inside else ()) for name in layout.rules}
 

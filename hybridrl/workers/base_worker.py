@@ -17,8 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging as transformers_logging
 
 from hybridrl.checkpoint import distributed
-from hybridrl.checkpoint.distributed import Progress
-from hybridrl.checkpoint.hf import save_hf
+from hybridrl.checkpoint.distributed import Progress, Snapshot
+from hybridrl.checkpoint.hf import Export, save_hf
+from hybridrl.checkpoint.parts import BackgroundWriter
 from hybridrl.config import Config
 from hybridrl.costs.memory import PoolSizes
 from hybridrl.engines.train.fused_update import FusedUpdate
@@ -114,6 +115,8 @@ class BaseWorker:
         self._profile: StepProfile | None = None
         self._early_s = 0.0  # seconds of gradients for an update that is to come
         self._together: dict[tuple[str, ...], FusedUpdate] = {}  # by roles
+        self._writer = BackgroundWriter()
+        self._copies: dict[str, distributed.NamedTensors] = {}  # of the last snapshot, by role
 
     # -- life --------------------------------------------------------------------------------
 
@@ -216,11 +219,11 @@ class BaseWorker:
         """Make the forward-only roles of `graph` that are no judges; `weights` as in `begin`."""
 
     @dispatch(Dispatch.SAME)
-    def save_weights(self, path: str) -> Reply[list[str]]:
+    def save_weights(self, path: str, background: bool = False) -> Reply[list[str]]:
         """Write the actor as a Hugging Face directory; every other trained role as one inside it.
 
-        All ranks write (`checkpoint.hf`). The first rank answers with a line for each file
-        besides the weights that could not be written.
+        All ranks write (`checkpoint.hf`), in the `background` from copies, until `finish_save`. The
+        first rank answers with a line for each file besides the weights that could not be written.
         """
         missing = []
         self._finish_records()
@@ -229,22 +232,39 @@ class BaseWorker:
             for name, role in self.trained.items():
                 folder = Path(path) if name == "actor" else Path(path) / name
                 ends = role.end_ids
-                missing += save_hf(role.train_engine, folder, self.tokenizer, dtype, ends)
+                what = role.train_engine, folder, self.tokenizer, dtype, ends
+                if background:
+                    self._writer.begin(Export(*what, copies=True))
+                else:
+                    missing += save_hf(*what)
         return self._reply(missing)
 
     @dispatch(Dispatch.SAME)
-    def save_state(self, path: str) -> Reply[dict[str, Progress]]:
+    def save_state(self, path: str, background: bool = False) -> Reply[dict[str, Progress]]:
         """Write the state that training resumes from into `path`, a folder for each role.
 
-        Answers with each role's progress.
+        Answers with each role's progress. In the `background` it is written from copies: the rank
+        leaves a mark once that is done, and `finish_save` ends it.
         """
         with self._span("save"):
             for name, role in self.trained.items():
-                distributed.save(Path(path) / name, role.train_engine, self._averages(name))
+                what = Path(path) / name, role.train_engine, self._averages(name)
+                if background:
+                    self._writer.begin(Snapshot(*what, self._copies.setdefault(name, {})))
+                else:
+                    distributed.save(*what)
+        if background:
+            self._writer.mark(Path(path))
         progress = {
             x: distributed.progress_of(role.train_engine) for x, role in self.trained.items()
         }
         return self._reply(progress)
+
+    @dispatch(Dispatch.SAME)
+    def finish_save(self) -> Reply[list[str]]:
+        """Wait until what is written in the background is there, and end it; as `save_weights`."""
+        with self._span("finish save"):
+            return self._reply(self._writer.finish())
 
     def _finish_records(self) -> None:
         """Write the records of all steps so far: a run that resumes here makes none of them."""

@@ -175,7 +175,7 @@ class ColocatedActor:
 
         shards = self.trainer.train_engine.named_shards()
         if self.adapters is None:
-            stats = self._switch.switch(shards, load)
+            stats = self._switch.switch(shards, load, self.generator.held_weights)
         else:
             stats = self.adapters.switch(shards, load, self.device)
         if (model := self.generator.shared_model) is not None:

@@ -41,7 +41,7 @@ from hybridrl.flow.executor import (
 )
 from hybridrl.flow.instance_work import Work
 from hybridrl.flow.sample import NO_RANK, NO_VERSION, SampleId, TokenSpan
-from hybridrl.layout.layerwise import Fill
+from hybridrl.layout.layerwise import Fill, Held
 from hybridrl.layout.layout import Layout
 from hybridrl.models.context import context_tokens
 from hybridrl.models.parallel import model_parameters
@@ -184,6 +184,14 @@ class Generator:
         if not self.config.rollout.features.shares_weights:
             return None
         return cast(SharesWeights, self.rollout).model
+
+    @property
+    def held_weights(self) -> Held | None:
+        """What gives the weights that the engine generates with, if a module has them."""
+        model = self.shared_model
+        if model is None:
+            return None
+        return lambda: {name: parameter.data for name, parameter in model.named_parameters()}
 
     @property
     def unfinished(self) -> int:

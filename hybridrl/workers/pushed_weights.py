@@ -12,7 +12,7 @@ from hybridrl.config import Config, Grouping
 from hybridrl.flow.sample import NO_VERSION
 from hybridrl.layout.adapters import MergedWeights
 from hybridrl.layout.grouping import TrainAxes, gen_positions
-from hybridrl.layout.layerwise import Load
+from hybridrl.layout.layerwise import Held, Load
 from hybridrl.layout.layout import Layout, stages_of_layers
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.mesh import gen_mesh
@@ -35,7 +35,8 @@ class PushedShare:
     and `deltas` one by place where what has changed since version `base` is smaller
     (`layout.push_deltas.WeightDelta`). `num_bytes` are its own, of deltas where it has them,
     `bytes_theory` those that all places of an instance have in all. `biases` refers to routing
-    biases, where training moves them and this rank sends them.
+    biases, where training moves them and this rank sends them. Of the
+    `seconds`, `proof_seconds` went into comparing the arrays with the shards.
     """
 
     version: int
@@ -45,6 +46,7 @@ class PushedShare:
     bytes_theory: int = 0
     biases: Any = None
     base: int = NO_VERSION
+    proof_seconds: float = 0.0
     deltas: Mapping[int, Any] = field(default_factory=dict)
 
 
@@ -107,8 +109,18 @@ class AdapterTarget:
             if size is not None
         }
 
-    def load(self, arrays: Iterable[WeightArray], version: int, load: Load) -> SwitchStats:
-        """See `PushTarget.load`; weights are those of the files with the adapters' product."""
+    def load(
+        self,
+        arrays: Iterable[WeightArray],
+        version: int,
+        load: Load,
+        *,
+        held: Held | None = None,
+    ) -> SwitchStats:
+        """See `PushTarget.load`; weights are those of the files with the adapters' product.
+
+        Proven are the adapters, and not what an engine has `held`.
+        """
         stats = self._adapters.load(arrays, version, lambda fill: fill(self._buffers))
         load(lambda tensors, names=None: self._merged.fill(tensors, self._buffers))
         return stats

@@ -105,7 +105,8 @@ class RolloutWorker(SampleWorker):
         work = replace(
             event.work,
             admitted=event.work.admitted + num_again,
-            load_seconds=stats.seconds,
+            load_seconds=stats.seconds + stats.proof_seconds,
+            proof_seconds=stats.proof_seconds,
             load_bytes=stats.bytes_received,
         )
         published = replace(reply.value, event=replace(event, work=work))
@@ -120,11 +121,12 @@ class RolloutWorker(SampleWorker):
                 nonlocal num_going
                 num_going = self.generator.load(fill, command.version, command.keeps_kv)
 
+            held = self.generator.held_weights
             if self._deltas is not None:
-                stats = self._deltas.load(command, load)
+                stats = self._deltas.load(command, load, held)
             else:
                 arrays = self.data_plane.get(list(command.arrays))
-                stats = self._target.load(arrays, command.version, load)
+                stats = self._target.load(arrays, command.version, load, held=held)
             if command.biases is not None and self.generator.shared_model is not None:
                 (biases,) = self.data_plane.get([command.biases])
                 copy_buffers(self.generator.shared_model, biases)

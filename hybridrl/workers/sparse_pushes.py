@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybridrl.flow.executor import LoadWeights
-from hybridrl.layout.layerwise import Load
+from hybridrl.layout.layerwise import Held, Load
 from hybridrl.layout.push import PushTarget, WeightArray
 from hybridrl.layout.push_deltas import KeptArrays, WeightDelta, deltas
 from hybridrl.layout.weight_switch import SwitchStats
@@ -51,7 +51,7 @@ class DeltaTarget:
         self.target, self.data_plane = target, data_plane
         self.kept = KeptArrays()
 
-    def load(self, command: LoadWeights, load: Load) -> SwitchStats:
+    def load(self, command: LoadWeights, load: Load, held: Held | None = None) -> SwitchStats:
         """See `PushTarget.load`. Bytes are those of the deltas and arrays that the rank gets."""
         wholes = dict(zip(self.target.senders, command.arrays, strict=True))
         begun, num_bytes = time.perf_counter(), 0
@@ -74,5 +74,6 @@ class DeltaTarget:
             if delta is None
         ]
         came = [array for array in arrays if array is not None]
-        stats = self.target.load(came, command.version, load, whole)
-        return replace(stats, bytes_received=num_bytes, seconds=time.perf_counter() - begun)
+        stats = self.target.load(came, command.version, load, whole, held)
+        seconds = time.perf_counter() - begun - stats.proof_seconds
+        return replace(stats, bytes_received=num_bytes, seconds=seconds)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from hybridrl.config import Config, RouterReplay
 from hybridrl.engines.train.engine import TrainEngine
@@ -10,6 +11,7 @@ from hybridrl.engines.train.fused_update import ScoreInputs
 from hybridrl.engines.train.update_sums import response_distances
 from hybridrl.flow.graph import Stage, UpdateStage
 from hybridrl.flow.sample import SampleId
+from hybridrl.layout.copies import CopiesCheck
 from hybridrl.workers.answers import ActorDescription
 from hybridrl.workers.ema import MovingAverage
 from hybridrl.workers.store import SampleStore, StoredSample
@@ -27,6 +29,7 @@ class Trainer:
     """A role with an optimizer. It knows of no rollout engine, and of no other role.
 
     Its weights go out as `train_engine.named_shards()`, the source of every plan that moves them.
+    After each update `copies` compares those that several ranks hold.
     """
 
     end_ids: tuple[int, ...] = ()
@@ -34,6 +37,7 @@ class Trainer:
 
     def __init__(self, config: Config, train_engine: TrainEngine, store: SampleStore) -> None:
         self.config, self.train_engine, self.store = config, train_engine, store
+        self.copies = CopiesCheck(train_engine.layout, dist.get_rank())
 
     def scoring(self, stage: Stage, ids: Sequence[SampleId]) -> RoleScoring:
         """A forward-only stage on this rank's samples."""
@@ -47,7 +51,13 @@ class Trainer:
             config=self.config,
             stage=stage,
             share=share,
+            more_metrics=self.check_copies,
         )
+
+    def check_copies(self) -> dict[str, float]:
+        """Compare what several ranks hold of the weights; the seconds that it took. Collective."""
+        self.copies.check(self.train_engine.named_shards())
+        return {"copies_check_s": self.copies.seconds} if self.copies.kinds else {}
 
 
 class ActorTrainer(Trainer):

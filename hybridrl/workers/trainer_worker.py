@@ -136,7 +136,7 @@ class TrainerWorker(ActorShards, CriticWorker):
         seconds = time.perf_counter() - start
         own = engine.version, references, num_bytes, seconds, self._push.bytes_theory, biases
         put = {place: self.data_plane.put(delta) for place, delta in deltas.items()}
-        return self._reply(PushedShare(*own, base, put))
+        return self._reply(PushedShare(*own, base, self._push.proof_seconds, put))
 
     @dispatch(Dispatch.SAME)
     def save_pushed(self, path: str, shares: Mapping[int, PushedShare]) -> Reply[None]:

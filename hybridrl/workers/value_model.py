@@ -120,7 +120,7 @@ class Critic(ValueModel):
         `explained_variance` is that of the values before the update.
         """
         steps = super().update_steps(stage, share)
-        steps.more_metrics = lambda: self._explained(stage, share)
+        steps.more_metrics = lambda: self._explained(stage, share) | self.check_copies()
         return steps
 
     def _explained(self, stage: UpdateStage, share: UpdateShare) -> dict[str, float]:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.checkpoint import distributed
 from hybridrl.checkpoint.folder import cause_of
+from hybridrl.checkpoint.parts import BackgroundWriter
 from hybridrl.config import (
     LRSchedule,
     ModelConfig,
@@ -214,24 +215,65 @@ def test_any_layout_goes_on_from_any_other(ranks, make_source, tmp_path, tied, f
     check(ranks, make_source(tied), tmp_path / "saved", first, then)
 
 
-def save_with_little_room(source, folder):
+def snapshots(source, folder):
+    """Two in the background, written once training has gone on; their state, and what is loaded."""
+    engine = make(source, FSDP, OptimName.adamw)
+    update(engine, 0)
+    writer, copies, saved = BackgroundWriter(), {}, []
+    for number in (1, 2):
+        update(engine, number)
+        saved.append((whole(engine), distributed.progress_of(engine)))
+        snapshot = distributed.Snapshot(folder / str(number), engine, {}, copies)
+        addresses = {name: tensor.data_ptr() for name, tensor in copies.items()}
+        update(engine, number + 5)
+        writer.begin(snapshot)
+        assert writer.finish() == []
+    again = make(source, FSDP, OptimName.adamw)
+    loaded = []
+    for number, (_, progress) in enumerate(saved, 1):
+        distributed.load(folder / str(number), again, progress, {})
+        loaded.append(whole(again))
+    kept = {name: tensor.data_ptr() for name, tensor in copies.items()} == addresses
+    return [state for state, _ in saved], loaded, kept
+
+
+def test_a_snapshot_is_of_its_moment(ranks, make_source, tmp_path) -> None:
+    """What is written later, in the background, knows nothing of what training does meanwhile."""
+    folder = tmp_path / "saved"
+    for saved, loaded, kept in ranks(2, snapshots, make_source(tied=True), folder):
+        assert kept, "a second snapshot takes no new memory"
+        for one, other in zip(saved, loaded, strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+        assert any(not torch.equal(tensor, saved[1][name]) for name, tensor in saved[0].items())
+
+
+def save_with_little_room(source, folder, background):
     """Files of rank 1 have at most 4000 bytes: the write fails in the kernel, as on a full disk."""
     engine = make(source, FSDP, OptimName.adamw)
     update(engine, 0)
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
     try:
-        distributed.save(folder, engine, {})
+        if background:
+            writer = BackgroundWriter()
+            writer.begin(distributed.Snapshot(folder, engine, {}, {}))
+            writer.finish()
+        else:
+            distributed.save(folder, engine, {})
     except OSError as error:
         return error.errno, error.strerror, error.filename, str(error.__cause__)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
 
 
-def test_a_full_disk_is_named_on_all_ranks_and_not_by_torchs_writer(ranks, make_source, tmp_path):
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_is_named_on_all_ranks_and_not_by_torchs_writer(
+    ranks, make_source, tmp_path, background
+):
     folder = tmp_path / "resume"
     wanted = "the checkpoint could not be written: File too large"
-    for error in ranks(2, save_with_little_room, make_source(True), folder):
+    for error in ranks(2, save_with_little_room, make_source(True), folder, background):
         assert error == (errno.EFBIG, wanted, str(folder), "None")
 
 

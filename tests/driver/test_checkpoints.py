@@ -367,12 +367,12 @@ def test_it_begins_anew_where_no_checkpoint_was_reached(
 class FullDisk:
     """Ranks on whose disk the weights have just found room."""
 
-    def save_weights(self, path: str) -> list[str]:
+    def save_weights(self, path: str, background: bool) -> list[str]:
         Path(path).mkdir(parents=True)
         (Path(path) / "model.safetensors").write_text("trained")
         return ["tokenizer: ValueError: no"]
 
-    def save_state(self, path: str) -> dict[str, Any]:
+    def save_state(self, path: str, background: bool) -> dict[str, Any]:
         Path(path).mkdir()
         (Path(path) / "__0_0.distcp").write_bytes(b"half")
         raise OSError(28, "No space left on device", path)
@@ -407,7 +407,7 @@ def test_a_file_beside_the_weights_that_is_missing_is_named(
     group: Any = FullDisk()
     telemetry = MagicMock(**{"late_sizes.return_value": {}})
     checkpoints = Checkpoints(config(), Origin(), group, telemetry, MagicMock())
-    group.save_state = lambda path: Path(path).mkdir() or {}
+    group.save_state = lambda path, background: Path(path).mkdir() or {}
     checkpoints.write(tmp_path / "run" / "final", 2, DriverState({}))
     (call,) = telemetry.note.call_args_list
     assert call.args[0].endswith("not all of its files: tokenizer: ValueError: no")
@@ -426,3 +426,130 @@ def test_a_disk_without_room_for_the_first_model_is_named(
         ConfigError, match=r"^run\.dir=.*room for a model \(No space left on device"
     ):
         prepare(config(f"run.dir={tmp_path}"))
+
+
+class Background:
+    """Two ranks that write once they are told to, and fail with an `error` if they have one."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.error: OSError | None = None
+        self.resume = Path()
+
+    def living(self, ranks: Sequence[int]) -> list[int]:
+        return list(ranks)
+
+    def save_weights(self, path: str, background: bool) -> list[str]:
+        Path(path).mkdir(parents=True)
+        (Path(path) / "model.safetensors").write_text("trained")
+        return []
+
+    def save_state(self, path: str, background: bool) -> dict[str, Any]:
+        assert background == ("step_" in path)
+        self.resume = Path(path)
+        self.resume.mkdir()
+        if not background:
+            self.write(0)
+        return {}
+
+    def write(self, rank: int) -> None:
+        """The file of a rank, and its mark."""
+        file = self.resume / f"__{rank}_0.distcp"
+        file.write_bytes(b"state")
+        folder.note_sum(file)
+        folder.mark_written(self.resume)
+
+    def finish_save(self) -> list[str]:
+        if self.error is not None:
+            raise self.error
+        return []
+
+
+@pytest.fixture
+def saving(config: Callable[..., Config]) -> tuple[Checkpoints, Background]:
+    """What saves in the background, and the ranks that write."""
+    settings = config(
+        "trainer.save_every=1", "trainer.save_in_background=true", "trainer.keep_last=1"
+    )
+    telemetry = MagicMock(**{"late_sizes.return_value": {}})
+    group: Any = Background()
+    return Checkpoints(settings, Origin(), group, telemetry, MagicMock()), group
+
+
+STATE = {
+    "phase": "rl", "prompts": 0, "bad_steps": 0, "evaluated": [], "records": {}, "before": {},
+    "recipe": {}, "schedule": {},
+}  # fmt: skip
+
+
+def steps_of(run: Path) -> list[int]:
+    points, wrong = folder.search(run)
+    assert wrong == []
+    return [point.state["step"] for point in points]
+
+
+def test_a_checkpoint_is_there_once_all_ranks_have_written(
+    saving: tuple[Checkpoints, Background], tmp_path: Path
+) -> None:
+    """The earlier one stays until then, whatever an evaluation says meanwhile."""
+    checkpoints, group = saving
+    run = tmp_path / "run"
+    checkpoints.save(1, None, DriverState(STATE))
+    assert steps_of(run) == []
+    group.write(0)
+    checkpoints.poll()
+    assert steps_of(run) == []
+    group.write(1)
+    checkpoints.poll()
+    assert steps_of(run) == [1]
+    checkpoints.save(2, None, DriverState(STATE))
+    checkpoints.score(2, 0.5)
+    checkpoints.poll()
+    assert steps_of(run) == [1]
+    group.write(0)
+    checkpoints.finish()
+    assert steps_of(run) == [2]
+    assert not [*run.glob("**/.*")], "neither marks nor hidden folders"
+    (point,), _ = folder.search(run)
+    assert folder.changed(point) == ""
+    assert point.state["files"].keys() == {"__0_0.distcp"}
+
+
+def test_a_later_checkpoint_waits_for_the_one_before(
+    saving: tuple[Checkpoints, Background], tmp_path: Path
+) -> None:
+    checkpoints, _ = saving
+    for step in (1, 2):
+        checkpoints.save(step, None, DriverState(STATE))
+    assert steps_of(tmp_path / "run") == [1]
+    checkpoints.write(tmp_path / "run" / "final", 3, DriverState(STATE))
+    assert sorted(steps_of(tmp_path / "run")) == [2, 3]
+
+
+def test_a_background_that_fails_leaves_the_checkpoint_before(
+    saving: tuple[Checkpoints, Background], tmp_path: Path
+) -> None:
+    """The run hears of it when it next looks, or waits, in one line that names the path."""
+    checkpoints, group = saving
+    run = tmp_path / "run"
+    checkpoints.save(1, None, DriverState(STATE))
+    checkpoints.finish()
+    checkpoints.save(2, None, DriverState(STATE))
+    group.write(0)
+    group.write(1)
+    group.error = OSError(28, "the checkpoint could not be written: No space left on device")
+    with pytest.raises(OSError, match=r"No space left on device: '.*step_000002'"):
+        checkpoints.poll()
+    assert steps_of(run) == [1]
+    assert not folder.hidden(run / "checkpoints" / "step_000002").exists()
+    group.error = None
+    checkpoints.finish()  # nothing is left of it
+    assert steps_of(run) == [1]
+
+
+def test_background_needs_something_to_save(config: Callable[..., Config]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"save_in_background=True: .*false without trainer\.save"
+    ):
+        config("trainer.save_in_background=true")

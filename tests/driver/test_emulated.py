@@ -46,9 +46,9 @@ HERE = (
 # Calls for what an emulated run refuses, or has none of: checkpoints, digests, profiles, Parquet,
 # endpoints, stages that share a pipeline plan.
 REFUSED = {
-    "compute_together", "digest_samples", "digest_weights", "end_profile", "load", "load_pending",
-    "load_tensors", "load_weights", "record_samples", "reward_inputs", "save_pending",
-    "save_state", "save_tensors", "save_weights", "start_profile",
+    "compute_together", "digest_samples", "digest_weights", "end_profile", "finish_save", "load",
+    "load_pending", "load_tensors", "load_weights", "record_samples", "reward_inputs",
+    "save_pending", "save_state", "save_tensors", "save_weights", "start_profile",
 }  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def test_it_goes_on_as_if_it_had_not_ended(
 ) -> None:
     kept = [x for x in STRICT if not x.startswith(("trainer.steps=", "trainer.save_every="))]
     settings = [*tiny_run, *kept, *ADAM, "trainer.steps=4", "trainer.save_every=2"]
-    train_here(tmp_path / "run", *settings)
+    train_here(tmp_path / "run", *settings, "trainer.save_in_background=true")
     copy = ended(tmp_path / "run", tmp_path / "copy", 2)
     assert {line["step"] for line in lines(copy, "metrics")} == {0, 1, 2, 3, 4}
     rest = train_here(copy, *settings, "trainer.resume=auto")

@@ -100,7 +100,7 @@ class Case:
     @property
     def answers(self) -> dict[str, int]:
         """What functions read from the device, by `fake_device.caller`."""
-        answers = {}
+        answers = {"hybridrl/layout/proof.py compare": 0}  # no checksums differ
         if self.chunk_tokens:
             passes = self.sample_tokens // (self.chunk_tokens * self.train.get("cp", 1))
             answers["hybridrl/engines/train/replica.py _most"] = passes

@@ -1,5 +1,6 @@
 """Pushed weights, packed and loaded in one process, against slices of the whole parameters."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -7,11 +8,13 @@ import pytest
 import torch
 from numbered_layouts import NUM_LAYERS, numbered, own, parameters
 
+from hybridrl.layout.box_copies import copy_all
 from hybridrl.layout.grouping import TrainAxes
 from hybridrl.layout.layerwise import Fill, by_layer
 from hybridrl.layout.layout import Layout, stages_of_layers
 from hybridrl.layout.local import LocalTensor
 from hybridrl.layout.parameters import Parameter, train_layout
+from hybridrl.layout.proof import WeightsDiffer
 from hybridrl.layout.push import (
     PushPlan,
     PushSource,
@@ -139,3 +142,47 @@ def test_arrays_may_be_read_only() -> None:
     engine = Engine(push.plan.dst, push.plan.src.mesh.size, torch.float32, False)
     PushTarget(push, 0, torch.float32).load(arrays, 3, engine.load)
     assert np.isfinite(engine.tensors["model.norm.weight"].numpy()).all()
+
+
+@pytest.mark.parametrize("by_layers", [False, True])
+def test_an_engine_with_other_weights_is_named(by_layers: bool) -> None:
+    """One that keeps its old ones, by what it holds; one that repacks, by what it was given."""
+    push = push_of(TrainAxes(fsdp=2), 1, 2)
+    full = numbered(push.plan.src)
+    arrays = arrays_of(push, full, torch.bfloat16)[1]
+    doubled = {name: tensor * 2 for name, tensor in full.items()}
+    newer = arrays_of(push, doubled, torch.bfloat16, version=4)[1]
+    engine = Engine(push.plan.dst, push.plan.src.mesh.size + 1, torch.bfloat16, by_layers)
+    target = PushTarget(push, 1, torch.bfloat16)
+    whole = target.load(arrays, 3, engine.load, held=lambda: engine.tensors)
+    assert whole.proof_bytes == 2 * whole.bytes_received
+    share = target.load(arrays, 3, engine.load)
+    assert share.proof_bytes < whole.proof_bytes / 10
+
+    def ignoring(fill: Fill) -> None:
+        fill({name: tensor.clone() for name, tensor in engine.tensors.items()})
+
+    with pytest.raises(WeightsDiffer, match=r"place 1 of an instance .* training rank \d pushed"):
+        target.load(newer, 4, ignoring, held=lambda: engine.tensors)
+
+    def changed(fill: Fill) -> None:
+        engine.load(fill)
+        engine.tensors["model.norm.weight"].view(torch.int16)[3] ^= 1
+
+    fresh = PushTarget(push, 1, torch.bfloat16)
+    with pytest.raises(WeightsDiffer, match=r"other values of model\.norm\.weight than training"):
+        fresh.load(arrays, 3, changed, held=lambda: engine.tensors)
+
+
+def test_an_array_that_was_packed_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    push = push_of(TrainAxes(fsdp=2), 1, 1)
+    source = PushSource(push, 1, torch.float32)
+
+    def flips(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        pairs = list(copies)
+        copy_all(pairs)
+        pairs[0][0].view(torch.int32).view(-1)[0] ^= 1
+
+    monkeypatch.setattr("hybridrl.layout.push.copy_all", flips)
+    with pytest.raises(WeightsDiffer, match=r"training rank 1 packed other values of model\."):
+        source.pack(own(push.plan.src, numbered(push.plan.src), 1), 3)

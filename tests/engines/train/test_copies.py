@@ -1,0 +1,98 @@
+"""What several ranks hold of the weights stays equal under updates, and a changed one is named."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridrl.algorithms.losses import ClippedLoss
+from hybridrl.config import ModelConfig, OptimConfig, TrainerConfig, TrainLayoutConfig
+from hybridrl.engines.train.engine import TrainEngine
+from hybridrl.layout.copies import CopiesCheck
+from hybridrl.layout.proof import WeightsDiffer
+
+NORM = "model.norm.weight"
+
+
+def make_engine(path: str, layout: dict[str, Any]) -> TrainEngine:
+    return TrainEngine(
+        path,
+        model=ModelConfig(),
+        trainer=TrainerConfig(optim=OptimConfig(lr=1e-2), layout=TrainLayoutConfig(**layout)),
+        device=torch.device("cpu"),
+    )
+
+
+def updated(path: str, layouts: list[dict[str, Any]], sequences: list[Any]) -> list[set[int]]:
+    """Sizes of the groups that each layout compares after three updates; none differs."""
+    sizes, rank = [], dist.get_rank()
+    for layout in layouts:
+        engine = make_engine(path, layout)
+        copies = CopiesCheck(engine.layout, rank)
+        for _ in range(3):
+            engine.update(sequences[rank :: dist.get_world_size()], ClippedLoss())
+            copies._number = 0  # each time all of it
+            copies.check(engine.named_shards())
+        sizes.append({len(group) for groups in copies.kinds for group in groups})
+    return sizes
+
+
+LAYOUTS = [
+    ({"fsdp": 4}, set()),
+    ({"replicas": 4}, {4}),
+    ({"replicas": 2, "fsdp": 2}, {2}),
+    ({"replicas": 2, "fsdp": 1, "tp": 2}, {2, 4}),
+    ({"fsdp": 2, "tp": 2, "sequence_parallel": True}, {2}),
+    ({"pp": 2, "fsdp": 2}, {2}),
+    ({"pp": 2, "fsdp": 1, "tp": 2}, {2}),
+]
+
+
+OF_EXPERTS = [
+    ({"fsdp": 2, "tp": 2, "ep": 4}, {2}),
+    ({"replicas": 2, "fsdp": 2, "ep": 2}, {2}),
+    ({"fsdp": 4, "ep": 2}, set()),
+]
+
+
+@pytest.mark.layouts
+def test_updates_leave_copies_equal(ranks, tiny, sequences) -> None:
+    """Replicas; norms over tp, keys of fewer heads than ranks; both ends' tied embedding."""
+    for family, layouts in (("qwen3", LAYOUTS), ("qwen3_moe", OF_EXPERTS)):
+        inputs = str(tiny(family)), [layout for layout, _ in layouts], sequences
+        for of_rank in ranks(4, updated, *inputs):
+            for (layout, wanted), sizes in zip(layouts, of_rank, strict=True):
+                assert wanted <= sizes, layout
+
+
+def changed(path: str, layout: dict[str, Any], name: str, at: int) -> str:
+    """The error after rank `at` changed one weight of a parameter."""
+    engine = make_engine(path, layout)
+    copies = CopiesCheck(engine.layout, dist.get_rank())
+    copies.check(engine.named_shards())
+    copies._number = 0
+    if dist.get_rank() == at:
+        shard = engine.named_shards()[name].to_local()
+        shard.view(torch.int32).view(-1)[0] ^= 1
+    try:
+        copies.check(engine.named_shards())
+    except WeightsDiffer as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.layouts
+def test_a_changed_weight_is_named(ranks, tiny, sequences) -> None:
+    """Where most copies agree the other rank alone, and on all ranks alike."""
+    path = str(tiny("qwen3"))
+    errors = ranks(4, changed, path, {"replicas": 2, "fsdp": 1, "tp": 2}, NORM, 2)
+    wanted = f"rank 2 has other values of {NORM} than rank 0, 1, 3"
+    assert errors == [f"copies that should be equal are not: {wanted}"] * 4
+
+
+def test_one_of_two_replicas(ranks, tiny, sequences) -> None:
+    path, name = str(tiny("qwen3")), "model.layers.0.mlp.up_proj.weight"
+    (error, other) = ranks(2, changed, path, {"replicas": 2, "fsdp": 1}, name, 1)
+    assert error == other
+    assert error.endswith(f"rank 1 has other values of {name} than rank 0")
