@@ -75,7 +75,8 @@ class Snapshot:
         """Plan which rank writes what. Collective; raises OSError as `save` does."""
         self.folder = folder
         self._error: OSError | None = None
-        self._ranks = state_dict_saver._DistWrapper(None, True, 0)
+        saver: Any = state_dict_saver  # whose collectives carry errors to all ranks
+        self._ranks = saver._DistWrapper(None, True, 0)
         self._writer = FileSystemWriter(folder)
         state = kept | {name: dequantized(tensors[0]) for name, tensors in _tensors(engine)}
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=False)  # copies share the writing
