@@ -65,8 +65,8 @@ class Sides:
         self.local = [tensor.to_local() for tensor in self.state.values()]
         self.room = [torch.empty_like(tensor).fill_(0) for tensor in self.local]
         self.copies: NamedTensors = {}
-        # torch's default stager cannot copy the shards of FSDP2 on a CPU
-        self.stager = BlockingAsyncStager(cache_staged_state_dict=True)
+        # torch's default stager cannot copy the shards of FSDP2 on a CPU, and its cache wants a GPU
+        self.stager = BlockingAsyncStager(cache_staged_state_dict=False)
         self.whole: dict[str, list[float]] = {}
 
     @property
