@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -75,7 +76,8 @@ class Snapshot:
         """Plan which rank writes what. Collective; raises OSError as `save` does."""
         self.folder = folder
         self._error: OSError | None = None
-        self._ranks = state_dict_saver._DistWrapper(None, True, 0)
+        saver: Any = state_dict_saver  # whose collectives carry errors to all ranks
+        self._ranks = saver._DistWrapper(None, True, 0)
         self._writer = FileSystemWriter(folder)
         state = kept | {name: dequantized(tensors[0]) for name, tensors in _tensors(engine)}
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=False)  # copies share the writing

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from lines import line, show, take_turns
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -64,6 +65,8 @@ class Sides:
         self.local = [tensor.to_local() for tensor in self.state.values()]
         self.room = [torch.empty_like(tensor).fill_(0) for tensor in self.local]
         self.copies: NamedTensors = {}
+        # torch's default stager cannot copy the shards of FSDP2 on a CPU, and its cache wants a GPU
+        self.stager = BlockingAsyncStager(cache_staged_state_dict=False)
         self.whole: dict[str, list[float]] = {}
 
     @property
@@ -103,7 +106,9 @@ class Sides:
 
         def begin() -> Callable[[], None]:
             path = self.folder / "async_save"
-            begun = state_dict_saver.async_save(self.state, checkpoint_id=path)
+            begun = state_dict_saver.async_save(
+                self.state, checkpoint_id=path, async_stager=self.stager
+            )
             staged = getattr(begun, "staging_completion", None)
             if staged is not None:
                 staged.result()
