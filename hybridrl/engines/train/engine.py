@@ -463,8 +463,9 @@ class TrainEngine(SteppedShards):
         factor = factor_of_totals(loss.normalize, *known) if continues else 1.0
         scored = None
         if keeps_scores:
-            of_rows = {"sequences": sequences, "pooled": pooled, "own": own}
-            scored = ScoredRows(**of_rows, micros=micros, batches=batches)
+            scored = ScoredRows(
+                sequences=sequences, pooled=pooled, own=own, micros=micros, batches=batches
+            )
             finish = scored.keeping(finish)
         return PreparedUpdate(pooled, batches, loss, totals, compare, sums, finish, factor, scored)
 
