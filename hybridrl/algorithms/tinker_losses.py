@@ -8,7 +8,7 @@ the advantage, each is the sum over tokens and data of
 | `cross_entropy` | -w log p | `weights` |
 | `importance_sampling` | -r A | `logprobs`, `advantages` |
 | `ppo` | -min(r A, clip(r, low, high) A), (0.8, 1.2) | `logprobs`, `advantages` |
-| `cispo` | -clip(r, low, high) A log p, (0.0, 4.0), no gradient through r | `logprobs`, `advantages` |
+| `cispo` | -clip(r, low, high) A log p, (0.0, 4.0), r without gradient | `logprobs`, `advantages` |
 | `dro` | -(A log p - beta / 2 (log r)^2) | `logprobs`, `advantages` |
 | `gspo` | as `ppo` with one ratio a datum (arXiv 2507.18071) | `logprobs`, `advantages` |
 

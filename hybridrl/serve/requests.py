@@ -5,8 +5,9 @@ nothing of HTTP. Paths have the form `tinker://MODEL/weights/NAME` (with the opt
 `tinker://MODEL/sampler_weights/NAME` (weights alone, for sampling). The names follow Tinker's API.
 """
 
+import re
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,33 @@ class Refused(Exception):
 
 class ServerFailed(Exception):
     """The server's fault, a rank's death say: every open request fails with this line."""
+
+
+NAME = re.compile(r"(?!\.)[A-Za-z0-9._:-]{1,128}")
+"""A model's or a checkpoint's name, which is a directory's too."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPath:
+    """`tinker://MODEL/KIND/NAME`, by its parts."""
+
+    model: str
+    kind: Kind
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The parts of a path. Raises Refused for what is none, `..` say."""
+        scheme, _, rest = text.partition("://")
+        parts = rest.split("/")
+        if scheme == "tinker" and len(parts) == 3 and parts[1] in ("weights", "sampler_weights"):
+            model, kind, name = parts
+            if NAME.fullmatch(model) and NAME.fullmatch(name):
+                return cls(model, cast(Kind, kind), name)
+        raise Refused(f"{text!r:.200}: wanted tinker://MODEL/weights/NAME or its sampler_weights")
+
+    def __str__(self) -> str:
+        return f"tinker://{self.model}/{self.kind}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +119,8 @@ class Save:
     kind: Kind
     ttl_s: float | None = None
     files: bool = True
+    overwrite: bool = False
+    """Whether a checkpoint of that name may be replaced; else it is refused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class ClientModels:
         self.in_use = name
 
     def create(self, name: str, seed: int | None) -> None:
-        """Make a model and use it: the base, or new adapters that `seed` draws (None: the run's)."""
+        """Make a model and use it: the base, or new adapters that `seed` draws; None: the run's."""
         self.use(None)
         self._clear()
         self._begin(self.seed if seed is None else seed)
