@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from hybridrl.config import Config
 from hybridrl.serve.loop import ServeLoop
 from hybridrl.serve.requests import (
     Answer,
+    CheckpointPath,
     ClientRequest,
     CreateModel,
     Datum,
@@ -64,6 +66,13 @@ class Client:
         (stepped,) = self.ask(OptimStep(self.model, **{**ADAM, **settings}))
         assert isinstance(stepped, Stepped)
         return stepped.metrics
+
+    def step_of(self, data: Sequence[Datum], loss: str = "cross_entropy") -> float:
+        """A gradient and a step, asked for together; `grad_norm`."""
+        gradient = ForwardBackward(self.model, tuple(data), loss, {}, True)
+        _, stepped = self.ask(gradient, OptimStep(self.model, **ADAM))
+        assert isinstance(stepped, Stepped)
+        return stepped.metrics["grad_norm"]
 
     def save(self, name: str, kind: str = "sampler_weights", files: bool = False) -> str:
         """The path of a checkpoint, or of a snapshot in memory."""
@@ -119,3 +128,10 @@ def shifted(tokens: Sequence[int], **inputs: Sequence[float]) -> Datum:
     """A datum of a whole sequence, whose inputs are those of the positions behind the first."""
     own = {name: floats(values) for name, values in inputs.items()}
     return Datum(ids(tokens[:-1]), ids(tokens[1:]), own)
+
+
+def folder_of(loop: ServeLoop, path: str) -> Path:
+    """The directory of a checkpoint."""
+    parts = CheckpointPath.parse(path)
+    root = loop.run_dir / "models"
+    return root / parts.model / parts.kind / parts.name

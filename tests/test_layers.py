@@ -24,6 +24,8 @@ __init__      notebook
 recipes       flow algorithms config
 notebook      driver preflight telemetry config
 cli           jobs doctor plan replay driver preflight runtime telemetry system config
+serve         driver preflight runtime workers checkpoint engines algorithms flow models
+              pipelines system config
 jobs          driver runtime telemetry system config
 doctor        runtime compat sandbox costs models telemetry system config
 plan          preflight schedule flow costs models layout telemetry system config

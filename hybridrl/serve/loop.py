@@ -237,7 +237,8 @@ class ServeLoop:
     info: ServedModel
 
     def __init__(self, config: Config, prepared: PreparedServer) -> None:
-        self.info, self._config, self._prepared = prepared.served, config, prepared
+        self.info, self.run_dir = prepared.served, Path(config.run.dir)
+        self._config, self._prepared = config, prepared
         self._inbox: queue.SimpleQueue[tuple[ClientRequest, Future[Answer]] | None]
         self._inbox = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -276,16 +277,15 @@ class ServeLoop:
 
     def _run(self) -> None:
         config, prepared, turns = self._config, self._prepared, None
-        run_dir = Path(config.run.dir)
         try:
-            with launched(config.cluster, run_dir / "logs") as launcher:
+            with launched(config.cluster, self.run_dir / "logs") as launcher:
                 path = prepared.model_path
                 ranks = ServingRanks(
                     launcher, config, path, _no_span, lambda rank, reading: None, serves=True
                 )
                 try:
                     ranks.setup(sizes_of_run(config, prepared.graph, path))
-                    turns = Turns(ranks, self.info, run_dir, config.serve)
+                    turns = Turns(ranks, self.info, self.run_dir, config.serve)
                     self._ready.set_result(None)
                     self._serve(turns)
                     ranks.close()
