@@ -13,7 +13,7 @@ RECORD = "checkpoint.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class CheckpointRecord:
     """What a checkpoint's folder says of it; times are seconds since 1970."""
 
     rank: int
@@ -50,9 +50,9 @@ class CheckpointFiles:
         """Say that all other files of a checkpoint are there."""
         folder, now = self.folder(path), self._now()
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        self._write(folder, Record(rank, steps, size, now, _end(now, ttl_s)))
+        self._write(folder, CheckpointRecord(rank, steps, size, now, _end(now, ttl_s)))
 
-    def read(self, path: CheckpointPath) -> Record:
+    def read(self, path: CheckpointPath) -> CheckpointRecord:
         """The record of a checkpoint. Raises Refused where there is none."""
         if (record := self._record(self.folder(path))) is None:
             raise Refused(f"{path}: there is no such checkpoint")
@@ -65,7 +65,9 @@ class CheckpointFiles:
     def expire(self, path: CheckpointPath, ttl_s: float | None) -> None:
         """Let a checkpoint go so many seconds from now; None: never."""
         record = asdict(self.read(path))
-        self._write(self.folder(path), Record(**record | {"expires": _end(self._now(), ttl_s)}))
+        self._write(
+            self.folder(path), CheckpointRecord(**record | {"expires": _end(self._now(), ttl_s)})
+        )
 
     def delete(self, path: CheckpointPath) -> None:
         """Delete a checkpoint. Raises Refused where there is none."""
@@ -86,9 +88,9 @@ class CheckpointFiles:
             owner, kind, name, _ = file.relative_to(self._folder).parts
             yield CheckpointPath.parse(f"tinker://{owner}/{kind}/{name}")
 
-    def _record(self, folder: Path) -> Record | None:
+    def _record(self, folder: Path) -> CheckpointRecord | None:
         try:
-            record = Record(**json.loads((folder / RECORD).read_text()))
+            record = CheckpointRecord(**json.loads((folder / RECORD).read_text()))
         except FileNotFoundError:
             return None
         if record.expires is not None and record.expires <= self._now():
@@ -96,7 +98,7 @@ class CheckpointFiles:
             return None
         return record
 
-    def _write(self, folder: Path, record: Record) -> None:
+    def _write(self, folder: Path, record: CheckpointRecord) -> None:
         partial = folder / f".{RECORD}"
         partial.write_text(json.dumps(asdict(record)))
         partial.replace(folder / RECORD)

@@ -13,19 +13,17 @@ from hybridrl.serve.requests import (
 )
 
 
-def check_loss(request: ForwardBackward) -> int:
-    """Raise Refused for a loss that there is not; the targets of a position, 0: the next input."""
+def checked_loss(request: ForwardBackward) -> TinkerLoss:
+    """The loss of a request; raises Refused for one that there is not, or that lacks inputs."""
     widest = max((_width(datum) for datum in request.data), default=0)
     num_targets = 0 if all(map(_is_shifted, request.data)) else widest
     try:
         loss = tinker_loss(request.loss, request.settings, num_targets)
     except ValueError as error:
         raise Refused(str(error)) from None
-    if not request.data:
-        raise Refused("data is empty")
     for number, datum in enumerate(request.data):
         _check_inputs(datum, f"data[{number}]", request.loss, loss)
-    return num_targets
+    return loss
 
 
 def _width(datum: Datum) -> int:
@@ -52,7 +50,9 @@ def _check_inputs(datum: Datum, name: str, loss: str, wanted: TinkerLoss) -> Non
 
 
 def check_data(request: ForwardBackward, served: ServedModel) -> None:
-    """Raise Refused for data that is too long, or has no token of the vocabulary."""
+    """Raise Refused for data that is too long, or is not of the vocabulary."""
+    if not request.data:
+        raise Refused("data is empty")
     for number, datum in enumerate(request.data):
         name, length = f"data[{number}]", len(datum.tokens)
         if not 1 <= length <= served.max_tokens:

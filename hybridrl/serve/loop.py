@@ -45,7 +45,7 @@ from hybridrl.serve.requests import (
     ServedModel,
     ServerFailed,
 )
-from hybridrl.serve.sampling import ClientSampling, OpenRequest
+from hybridrl.serve.sampling import ClientSampling, OpenSampling
 from hybridrl.serve.snapshots import Snapshot, Snapshots
 from hybridrl.serve.training import ClientTraining, ModelRequest
 from hybridrl.serve.turns import TRAIN, next_place
@@ -90,7 +90,7 @@ class Turns:
         self.clients = ClientTraining(ranks, served, self.files, self.snapshots)
         self.sampling = ClientSampling(ranks)
         self.training: deque[Ticket] = deque()
-        self.waiting: dict[int, list[OpenRequest]] = {}
+        self.waiting: dict[int, list[OpenSampling]] = {}
         self.place = TRAIN
         self._numbers = itertools.count()
         self._since: dict[int, float] = {}  # of the snapshots with open requests
@@ -121,7 +121,7 @@ class Turns:
         self.snapshots.sampled(snapshot)
         number = next(self._numbers)
         self.waiting.setdefault(snapshot.version, []).append(
-            OpenRequest(request, future, snapshot, most, number)
+            OpenSampling(request, future, snapshot, most, number)
         )
         self._since.setdefault(snapshot.version, self._now())
 

@@ -9,8 +9,8 @@ from hybridrl.serve.requests import Datum, Float32
 from hybridrl.workers.base_worker import Reply
 from hybridrl.workers.rank_calls import RankCalls, Reference
 from hybridrl.workers.serving import (
+    DrawnResponse,
     DrawnSample,
-    DrawnTokens,
     GradientCall,
     ScoredTokens,
     ServingWorker,
@@ -48,10 +48,10 @@ class ServingRanks(WorkerGroup):
 
     def draw(
         self, new: Mapping[int, Sequence[DrawnSample]], num_decode_steps: int
-    ) -> list[DrawnTokens]:
+    ) -> list[DrawnResponse]:
         """Begin samples by instance, and decode on all of them; the responses that have ended."""
 
-        def begin(calls: RankCalls, instance: int) -> list[Reference[list[DrawnTokens]]]:
+        def begin(calls: RankCalls, instance: int) -> list[Reference[list[DrawnResponse]]]:
             own = tuple(new.get(instance, ()))
             return calls.same(ServingWorker.draw, own, num_decode_steps)
 

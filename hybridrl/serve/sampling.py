@@ -17,14 +17,14 @@ from hybridrl.serve.requests import (
     StopReason,
 )
 from hybridrl.serve.snapshots import Snapshot
-from hybridrl.workers.serving import DrawnSample, DrawnTokens, ScoredTokens, TokenScores
+from hybridrl.workers.serving import DrawnResponse, DrawnSample, ScoredTokens, TokenScores
 
 NO_TOKEN = -99999.0
 """The log-probability of a cell that has no token."""
 
 
 @dataclass(slots=True, eq=False)
-class OpenRequest:
+class OpenSampling:
     """A request for samples of a snapshot, until its `future` has them."""
 
     request: SampleRequest
@@ -33,7 +33,7 @@ class OpenRequest:
     max_tokens: int
     number: int
     prompt: TokenScores = field(default_factory=TokenScores)
-    drawn: dict[int, DrawnTokens] = field(default_factory=dict)
+    drawn: dict[int, DrawnResponse] = field(default_factory=dict)
 
     @property
     def is_drawn(self) -> bool:
@@ -52,9 +52,9 @@ class ClientSampling:
         self.ranks = ranks
         self._load = [0] * len(ranks.instances)  # tokens that may be drawn, by instance
         self._instance_of: dict[tuple[int, int], int] = {}
-        self._open: dict[int, OpenRequest] = {}  # by number
+        self._open: dict[int, OpenSampling] = {}  # by number
 
-    def draw(self, new: Sequence[OpenRequest], num_decode_steps: int) -> list[OpenRequest]:
+    def draw(self, new: Sequence[OpenSampling], num_decode_steps: int) -> list[OpenSampling]:
         """Begin requests of the snapshot that generates, and decode for so many steps.
 
         Gives the requests that are answered.
@@ -74,7 +74,7 @@ class ClientSampling:
                 one.future.set_result(self._answer(one))
         return done
 
-    def open(self) -> list[OpenRequest]:
+    def open(self) -> list[OpenSampling]:
         """The requests that are begun and not answered."""
         return list(self._open.values())
 
@@ -85,7 +85,7 @@ class ClientSampling:
         self._instance_of[sample.id] = instance
         return instance
 
-    def _take(self, drawn: DrawnTokens) -> None:
+    def _take(self, drawn: DrawnResponse) -> None:
         number, k = drawn.id
         one = self._open[number]
         self._load[self._instance_of.pop(drawn.id)] -= one.max_tokens
@@ -93,7 +93,7 @@ class ClientSampling:
 
     # -- scores --------------------------------------------------------------------------------
 
-    def _score_prompts(self, new: Sequence[OpenRequest]) -> None:
+    def _score_prompts(self, new: Sequence[OpenSampling]) -> None:
         """Score the prompts of which that is wanted."""
         wanted = [one for one in new if (len(one.request.prompt) > 1 and _wants_prompt(one))]
         scores = self._scored([_prompt(one.request) for one in wanted])
@@ -108,7 +108,7 @@ class ClientSampling:
 
     # -- answers -------------------------------------------------------------------------------
 
-    def _answer(self, one: OpenRequest) -> Samples:
+    def _answer(self, one: OpenSampling) -> Samples:
         request = one.request
         responses = [one.drawn[k] for k in range(request.count)]
         tops: list[LikeliestTokens | None] = [None] * len(responses)
@@ -133,7 +133,7 @@ class ClientSampling:
         return Samples(sequences, log_probs, top, named)
 
 
-def _samples(one: OpenRequest) -> list[DrawnSample]:
+def _samples(one: OpenSampling) -> list[DrawnSample]:
     """The responses to draw, each with a key of its own."""
     request = one.request
     prefix, stream = one.number if request.count > 1 else None, _stream(request)
@@ -149,7 +149,7 @@ def _stream(request: SampleRequest) -> tuple[int, str]:
     return number, f"client {client}"
 
 
-def _wants_prompt(one: OpenRequest) -> bool:
+def _wants_prompt(one: OpenSampling) -> bool:
     request = one.request
     return bool(
         request.prompt_logprobs or request.topk_prompt_logprobs or request.named is not None
@@ -167,7 +167,7 @@ def _prompt(request: SampleRequest) -> ScoredTokens:
     )
 
 
-def _response(request: SampleRequest, drawn: DrawnTokens) -> ScoredTokens:
+def _response(request: SampleRequest, drawn: DrawnResponse) -> ScoredTokens:
     """The likeliest tokens where a response was drawn, as likely as they were there."""
     tokens = np.concatenate([request.prompt, drawn.tokens])
     temperature = request.settings.temperature or 1.0

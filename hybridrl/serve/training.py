@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from hybridrl.checkpoint.distributed import Progress
-from hybridrl.engines.train.optimizer_steps import StepSettings
+from hybridrl.engines.train.optimizer_steps import AdamWSettings
 from hybridrl.serve.checkpoints import CheckpointFiles
-from hybridrl.serve.checks import check_data, check_loss
+from hybridrl.serve.checks import check_data, checked_loss
 from hybridrl.serve.ranks import ServingRanks
 from hybridrl.serve.requests import (
     Answer,
@@ -95,10 +95,8 @@ class ClientTraining:
 
     def _forward_backward(self, request: ForwardBackward) -> Outputs:
         model = self._model(request.model)
-        num_targets = check_loss(request)
         check_data(request, self.served)
-        settings = dict(request.settings)
-        call = GradientCall(request.model, request.loss, settings, num_targets, request.backward)
+        call = GradientCall(request.model, checked_loss(request), request.backward)
         log_probs, metrics = self.ranks.add_gradient(call, request.data)
         model.has_gradient |= request.backward
         return Outputs(log_probs, {"loss:sum": metrics["loss"]})
@@ -110,7 +108,7 @@ class ClientTraining:
         betas = request.beta1, request.beta2
         rest = request.eps, request.weight_decay, request.clip
         metrics = self.ranks.ask(
-            ServingWorker.step_model, request.model, StepSettings(request.lr, betas, *rest)
+            ServingWorker.step_model, request.model, AdamWSettings(request.lr, betas, *rest)
         )
         model.has_gradient = False
         model.steps += not metrics["bad_step"]

@@ -31,7 +31,7 @@ from hybridrl.workers.training import UpdateShare
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class WeightSnapshot:
     """Weights of another time or another model: this rank's trained shards by name, on the host.
 
     No other snapshot has its `version`.
@@ -142,7 +142,7 @@ class ColocatedActor:
 
     # -- who has the device --------------------------------------------------------------------
 
-    def enter_generation(self, snapshot: Snapshot | None = None) -> SwitchStats | None:
+    def enter_generation(self, snapshot: WeightSnapshot | None = None) -> SwitchStats | None:
         """Have the rollout engine awake with the newest weights, or a `snapshot`. Collective.
 
         Returns the cost of the weight switch, None where nothing moved.
@@ -173,7 +173,9 @@ class ColocatedActor:
 
     # -- the weight switch ---------------------------------------------------------------------
 
-    def switch_weights(self, wakes: bool, snapshot: Snapshot | None = None) -> SwitchStats | None:
+    def switch_weights(
+        self, wakes: bool, snapshot: WeightSnapshot | None = None
+    ) -> SwitchStats | None:
         """Move the newest weights to the rollout engine, or a `snapshot`, unless it has them.
 
         An engine that `wakes` has none. Gives the switch's cost, None where nothing moved.

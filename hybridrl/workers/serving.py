@@ -1,6 +1,5 @@
 """One rank of a server of training: clients' models in turn, and samples of their snapshots."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hybridrl.algorithms.tinker_losses import TARGETS, tinker_loss
 from hybridrl.checkpoint import distributed
 from hybridrl.checkpoint.distributed import Progress
 from hybridrl.checkpoint.hf import save_hf
+from hybridrl.config.loss import Loss
 from hybridrl.costs.memory import PoolSizes
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.random import stream_key
@@ -20,25 +19,25 @@ from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.engines.score.engine import ScoreEngine
 from hybridrl.engines.train.client_models import ClientModels
 from hybridrl.engines.train.interface import TrainSequence
-from hybridrl.engines.train.optimizer_steps import StepSettings
+from hybridrl.engines.train.optimizer_steps import AdamWSettings
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.answers import RankDescription
 from hybridrl.workers.base_worker import Reply
-from hybridrl.workers.colocated import Snapshot
+from hybridrl.workers.colocated import WeightSnapshot
 from hybridrl.workers.dispatch import Dispatch, dispatch
 from hybridrl.workers.sampling import text_stops
 
 Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int32]
+TokenIds = npt.NDArray[np.int32]
 
 
 class TargetSequence(Protocol):
     """Input tokens [N], their targets [N] or [N, K], and floats by name in the targets' shape."""
 
     @property
-    def tokens(self) -> Ints: ...
+    def tokens(self) -> TokenIds: ...
     @property
-    def targets(self) -> Ints: ...
+    def targets(self) -> TokenIds: ...
     @property
     def inputs(self) -> dict[str, Floats]: ...
 
@@ -62,15 +61,13 @@ class DrawSettings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GradientCall:
-    """A loss of Tinker's name over `data`, of which each rank has a share.
+    """A loss over data, of which each rank has a share, and with `backward` its gradient.
 
-    `num_targets` is 0 where all targets are the next input tokens, else the most of a position.
+    Its candidates are the targets, where they are not the next input tokens.
     """
 
     model: str
-    loss: str
-    settings: dict[str, float]
-    num_targets: int
+    loss: Loss[torch.Tensor]
     backward: bool
 
 
@@ -82,7 +79,7 @@ class DrawnSample:
     """
 
     id: tuple[int, int]
-    prompt: Ints
+    prompt: TokenIds
     max_tokens: int
     settings: DrawSettings
     stream: tuple[int, str, int]
@@ -90,11 +87,11 @@ class DrawnSample:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnTokens:
+class DrawnResponse:
     """A response that has ended: tokens and log-probabilities [n]; `finish` is stop or length."""
 
     id: tuple[int, int]
-    tokens: Ints
+    tokens: TokenIds
     log_probs: Floats
     finish: str
 
@@ -107,11 +104,11 @@ class ScoredTokens:
     [positions, K]; all after `temperature`.
     """
 
-    tokens: Ints
+    tokens: TokenIds
     positions: int
     log_probs: bool = True
     top: int = 0
-    named: Ints | None = None
+    named: TokenIds | None = None
     temperature: float = 1.0
 
 
@@ -120,7 +117,7 @@ class TokenScores:
     """The scores of `ScoredTokens`: [positions], and [positions, top] or [positions, K]."""
 
     log_probs: Floats | None = None
-    top_tokens: Ints | None = None
+    top_tokens: TokenIds | None = None
     top_log_probs: Floats | None = None
     named: Floats | None = None
 
@@ -139,7 +136,7 @@ class ServingWorker(ActorWorker):
         reply = super().setup(host, port, sizes)
         engine = self.trainer.train_engine
         self.models = ClientModels(engine, self.model_path, self.config.run.seed)
-        self.snapshots: dict[int, Snapshot] = {}  # by version
+        self.snapshots: dict[int, WeightSnapshot] = {}  # by version
         self._parked: dict[int, list[Request]] = {}  # likewise
         self._stops: dict[tuple[str, ...], StopStrings | None] = {}
         return reply
@@ -169,19 +166,18 @@ class ServingWorker(ActorWorker):
         Answers with the log-probabilities of its targets, in their shapes, and metrics that are
         the same on all ranks.
         """
-        loss = tinker_loss(call.loss, call.settings, call.num_targets)
         with self._training("gradient", call.model, len(data)):
             self.trainer.train_engine.temperature = 1.0
-            sequences = [train_sequence(datum, loss.inputs, call.num_targets) for datum in data]
+            sequences = [train_sequence(datum, call.loss) for datum in data]
             scored, metrics = self.trainer.train_engine.accumulate_gradient(
-                sequences, loss, call.backward
+                sequences, call.loss, call.backward
             )
-        columns = [x[:, 1:] if call.num_targets else x for x in scored]
+        columns = scored if call.loss.candidates is None else [x[:, 1:] for x in scored]
         pairs = zip(columns, data, strict=True)
         return self._reply(([_shaped(x, datum.targets) for x, datum in pairs], metrics))
 
     @dispatch(Dispatch.SAME)
-    def step_model(self, name: str, settings: StepSettings) -> Reply[dict[str, float]]:
+    def step_model(self, name: str, settings: AdamWSettings) -> Reply[dict[str, float]]:
         """One optimizer step of a model with the gradient so far; its metrics."""
         with self._training("step", name):
             return self._reply(self.trainer.train_engine.step(settings))
@@ -227,7 +223,7 @@ class ServingWorker(ActorWorker):
     def take_snapshot(self, version: int, model: str) -> Reply[None]:
         """Keep the present weights of a model under a new `version`."""
         with self._training("snapshot", model):
-            self.snapshots[version] = Snapshot(version, self.models.snapshot())
+            self.snapshots[version] = WeightSnapshot(version, self.models.snapshot())
         return self._reply(None)
 
     @dispatch(Dispatch.SAME)
@@ -235,7 +231,7 @@ class ServingWorker(ActorWorker):
         """Keep the weights in a model's `folder` under a new `version`; None: those of the base."""
         with self._training("snapshot"):
             shards = self.models.base() if folder is None else self.models.stored(Path(folder))
-            self.snapshots[version] = Snapshot(version, shards)
+            self.snapshots[version] = WeightSnapshot(version, shards)
         return self._reply(None)
 
     @dispatch(Dispatch.SAME)
@@ -275,7 +271,7 @@ class ServingWorker(ActorWorker):
     @dispatch(Dispatch.SAME)
     def draw(
         self, samples: tuple[DrawnSample, ...], num_decode_steps: int
-    ) -> Reply[list[DrawnTokens]]:
+    ) -> Reply[list[DrawnResponse]]:
         """Begin samples and decode all that are here, for a bounded number of steps.
 
         All ranks of an instance have the same ones; answers with those that have ended.
@@ -331,19 +327,22 @@ STATE = "state"
 """The folder, in a model's, with what training resumes from."""
 
 
-def train_sequence(datum: TargetSequence, inputs: Sequence[str], num_targets: int) -> TrainSequence:
+def train_sequence(datum: TargetSequence, loss: Loss[torch.Tensor]) -> TrainSequence:
     """A datum [N] as N response tokens behind its first input token.
 
-    With `num_targets` its targets are a field, filled up with token 0, and the last token of the
+    With candidates its targets are a field, filled up with token 0, and the last token of the
     sequence is arbitrary: nothing reads it.
     """
     tokens, targets = (torch.from_numpy(x).long() for x in (datum.tokens, datum.targets))
-    fields = {name: torch.from_numpy(datum.inputs[name]) for name in inputs}
-    if num_targets:
-        fields = {name: _filled(x, num_targets) for name, x in fields.items()}
-        fields[TARGETS] = _filled(targets, num_targets)
+    inputs = [name for name in loss.fields if name != loss.candidates]
+    fields: dict[str, torch.Tensor | float] = {}
+    for name in inputs:
+        value = torch.from_numpy(datum.inputs[name])
+        fields[name] = _filled(value, loss.num_candidates) if loss.candidates else value
+    if loss.candidates is not None:
+        fields[loss.candidates] = _filled(targets, loss.num_candidates)
     last = targets.reshape(len(targets), -1)[-1:, 0]
-    return TrainSequence(torch.cat([tokens, last]), len(tokens), dict(fields))
+    return TrainSequence(torch.cat([tokens, last]), len(tokens), fields)
 
 
 def _filled(values: torch.Tensor, num_targets: int) -> torch.Tensor:
@@ -354,16 +353,16 @@ def _filled(values: torch.Tensor, num_targets: int) -> torch.Tensor:
     return whole
 
 
-def _shaped(log_probs: torch.Tensor, targets: Ints) -> Floats:
+def _shaped(log_probs: torch.Tensor, targets: TokenIds) -> Floats:
     """Log-probabilities [N] or [N, num_targets] in the shape of a datum's targets."""
     width = 1 if targets.ndim == 1 else targets.shape[1]
     columns = log_probs.float().reshape(len(targets), -1)[:, :width]
     return columns.reshape(targets.shape).numpy()
 
 
-def _drawn(output: Output) -> DrawnTokens:
+def _drawn(output: Output) -> DrawnResponse:
     tokens = np.array(output.token_ids, np.int32)
-    return DrawnTokens(output.id, tokens, np.array(output.log_probs, np.float32), output.finish)  # type: ignore[arg-type]
+    return DrawnResponse(output.id, tokens, np.array(output.log_probs, np.float32), output.finish)  # type: ignore[arg-type]
 
 
 def _scores(engine: ScoreEngine, wanted: ScoredTokens) -> TokenScores:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from served_loops import Client, folder_of, ids, serving, shifted
+from served_loops import ADAM, Client, folder_of, ids, serving, shifted
 
 from hybridrl.config import Config
 from hybridrl.serve.loop import ServeLoop
@@ -19,9 +19,10 @@ from hybridrl.serve.requests import (
     OptimStep,
     Refused,
 )
+from hybridrl.workers.serving import ServingWorker
 
 ONE_RANK = ["cluster=processes", "cluster.ranks=1", "data.max_prompt_tokens=24"]
-ADAPTERS = [*ONE_RANK, "actor.lora.rank=4", "serve.snapshots=3"]
+ADAPTERS = [*ONE_RANK, "actor.lora.rank=4", "serve.snapshots=3", "serve.patience_s=0"]
 TOKENS = [5, 6, 7, 8, 9, 10, 11]
 
 
@@ -79,7 +80,7 @@ def test_a_forward_pass_adds_no_gradient(client: Client) -> None:
 
 
 def test_four_data_have_four_times_the_gradient_of_one(client: Client) -> None:
-    """Also where they come in several calls."""
+    """In one call or in several."""
     datum, norms = shifted(TOKENS, weights=[1] * 6), []
     for calls in ([[datum]], [[datum] * 4], [[datum], [datum] * 3]):
         for data in calls:
@@ -89,7 +90,7 @@ def test_four_data_have_four_times_the_gradient_of_one(client: Client) -> None:
 
 
 def test_targets_may_be_any_tokens(client: Client) -> None:
-    """Those of the next input and others give the same gradient; several add up."""
+    """Targets give one gradient, the next input or not; several of a position add up."""
     tokens, last = ids(TOKENS[:-1]), TOKENS[-1]
     weights = np.ones(6, np.float32)
     plain = Datum(tokens, ids([*TOKENS[1:-1], last]), {"weights": weights})
@@ -146,6 +147,32 @@ def test_draws_are_keyed_by_the_clients_numbers(loop: ServeLoop) -> None:
     assert tokens[0] != tokens[2]
     seeded = [one.sample(None, TOKENS[:2], 2, max_tokens=8, seed=5) for one in clients]
     assert len({str([s.tokens.tolist() for s in one.sequences]) for one in seeded}) == 1
+
+
+def test_samples_that_are_parked_go_on(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training and two snapshots take turns every two steps, and nothing else differs."""
+    data = (shifted(TOKENS, weights=[1] * 6),)
+    gradient = ForwardBackward(client.model, data, "cross_entropy", {}, True)
+    step = OptimStep(client.model, **ADAM)
+    paths = [client.save("one"), None]
+    requests = [client.request(path, TOKENS[:2], 2, max_tokens=10, seed=4) for path in paths]
+    alone: list[Any] = [client.ask(request)[0] for request in requests]
+    parked, park = list[int](), ServingWorker._park
+
+    def counted(self: ServingWorker) -> None:
+        before = len(self._parked)
+        park(self)
+        parked.append(len(self._parked) - before)
+
+    monkeypatch.setattr(ServingWorker, "_park", counted)
+    monkeypatch.setattr("hybridrl.serve.loop._DECODE_STEPS", 2)
+    turns: list[Any] = [gradient, requests[0], step, requests[1], *[gradient, step] * 4]
+    answers: list[Any] = client.ask(*turns)
+    assert sum(parked) >= 4
+    for one, other in zip(alone, (answers[1], answers[3]), strict=True):
+        for a, b in zip(one.sequences, other.sequences, strict=True):
+            np.testing.assert_array_equal(a.tokens, b.tokens)
+            np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-6)
 
 
 def test_each_request_has_settings_of_its_own(loop: ServeLoop) -> None:

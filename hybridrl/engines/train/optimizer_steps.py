@@ -15,7 +15,7 @@ from hybridrl.engines.train.weights import ModelShards
 
 
 @dataclass(frozen=True, slots=True)
-class StepSettings:
+class AdamWSettings:
     """What one optimizer step is made with, in place of the schedule's; `clip_grad_norm` 0: none.
 
     The names are those of `OptimConfig`.
@@ -65,7 +65,7 @@ class SteppedShards(ModelShards):
             self.memory.allocate_moments(self.optimizer, steps)
         self._written()
 
-    def step(self, settings: StepSettings) -> dict[str, float]:
+    def step(self, settings: AdamWSettings) -> dict[str, float]:
         """One optimizer step of the gradient that is there, which is gone afterwards. Collective.
 
         Returns the same metrics on all ranks: `grad_norm` (before clipping), `lr`, and `bad_step`,
