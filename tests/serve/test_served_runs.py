@@ -104,6 +104,32 @@ def test_three_clients_at_once_are_each_as_alone(
         assert loop.failure is not None
 
 
+@pytest.mark.layouts
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "trainer.layout.pp=2 model.tiny.num_layers=2",
+        "trainer.layout.tp=2 rollout.layout.tp=2",
+        "trainer.layout.replicas=2 deterministic=strict",
+    ],
+)
+def test_layouts_serve_alike(
+    make_config: Callable[..., Config], tiny_run: list[str], tmp_path: Path, layout: str
+) -> None:
+    """Tokens and gradient norms of a client on two ranks are those on one."""
+    runs = []
+    for number, own in enumerate((["cluster.ranks=2", *layout.split()], _of_one_rank(layout))):
+        folder = f"run.dir={tmp_path / str(number)}"
+        with serving(make_config(*tiny_run, *ONE_RANK, "actor.lora.rank=4", *own, folder)) as loop:
+            runs.append(_two_steps(loop, 0))
+    assert runs[0][0] == runs[1][0]
+    assert runs[0][1] == pytest.approx(runs[1][1], rel=1e-5)
+
+
+def _of_one_rank(layout: str) -> list[str]:
+    return [setting for setting in layout.split() if ".layout." not in setting]
+
+
 def _two_steps(loop: ServeLoop, number: int) -> tuple[list[list[int]], list[float]]:
     """Tokens and gradient norms of a client's short loop, which differs by its number."""
     client = Client(loop, f"client-{number}:train:0", number)
