@@ -57,6 +57,8 @@ def check_data(request: ForwardBackward, served: ServedModel) -> None:
         name, length = f"data[{number}]", len(datum.tokens)
         if not 1 <= length <= served.max_tokens:
             raise Refused(f"{name} has {length} tokens, wanted 1 to {served.max_tokens}")
+        if datum.targets.ndim > 2 or not datum.targets.size:
+            raise Refused(f"{name}: target_tokens are {list(datum.targets.shape)}, wanted [N, K]")
         check_tokens(datum.tokens, f"{name} has the token", served.vocab)
         check_tokens(datum.targets, f"{name} has the target", served.vocab)
 

@@ -241,7 +241,7 @@ class ServeLoop:
         self._config, self._prepared = config, prepared
         self._inbox: queue.SimpleQueue[tuple[ClientRequest, Future[Answer]] | None]
         self._inbox = queue.SimpleQueue()
-        self._closing = threading.Event()
+        self._closing, self._ended = threading.Event(), threading.Event()
         self._ready: Future[None] = Future()
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="serve loop")
@@ -257,8 +257,9 @@ class ServeLoop:
     async def submit(self, request: ClientRequest) -> Answer:
         """See `Backend`."""
         future: Future[Answer] = Future()
+        future.set_running_or_notify_cancel()  # a client that leaves takes no answer away
         self._inbox.put((request, future))
-        if not self._thread.is_alive():  # nobody will read it
+        if self._ended.is_set():  # nobody will read it
             self._fail_inbox()
         return await asyncio.wrap_future(future)
 
@@ -300,6 +301,7 @@ class ServeLoop:
         finally:
             for future in turns.open() if turns is not None else ():
                 self._fail(future)
+            self._ended.set()  # before the inbox is read for the last time
             self._fail_inbox()
 
     def _serve(self, turns: Turns) -> None:

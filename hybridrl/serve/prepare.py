@@ -65,11 +65,18 @@ def prepare_server(config: Config) -> PreparedServer:
     served = ServedModel(
         name=config.serve.name or config.model.path or "tiny",
         tokenizer_path=path,
-        max_tokens=min(config.longest_generated, context_tokens(shape)),
+        max_tokens=_most_tokens(config, context_tokens(shape)),
         lora_rank=config.actor.lora.rank,
         vocab=load_config(path).vocab_size,
     )
     return PreparedServer(path, served, graph)
+
+
+def _most_tokens(config: Config, context: int) -> int:
+    """Tokens of the longest prompt with its response, which the KV cache must hold."""
+    rollout = config.rollout
+    cached = rollout.kv_cache_tokens // rollout.block_size * rollout.block_size
+    return min(config.longest_generated, context, cached or context)
 
 
 def _check_served(config: Config) -> None:
@@ -78,7 +85,7 @@ def _check_served(config: Config) -> None:
     if isinstance(cluster, EmulatedClusterConfig) or not cluster.holds_models:
         raise ConfigError("cluster", cluster.kind.value, "a cluster whose ranks hold models")
     if cluster.home != "actor" or len(cluster.pool_ranks) > 1:
-        raise ConfigError("cluster.placement", cluster.placement.value, "colocated: one pool")
+        raise ConfigError("cluster.placement", cluster.placement.value, "colocate: one pool")
     if not (rollout.features.shares_weights and rollout.features.exports_kv):
         raise ConfigError("rollout", rollout.engine.value, "native: the others do not serve yet")
     if config.environment.is_on:

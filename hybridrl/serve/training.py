@@ -65,8 +65,7 @@ class ClientTraining:
                 self._load(request.model, request.path, request.optimizer)
             case Unload():
                 self._model(request.model)
-                self.ranks.ask(ServingWorker.drop_model, request.model)
-                del self.models[request.model]
+                self._unload(request.model)
         return Done()
 
     def _model(self, name: str) -> ClientModel:
@@ -90,8 +89,16 @@ class ClientTraining:
         self.ranks.ask(ServingWorker.create_model, name, request.seed)
         self.models[name] = ClientModel()
         if request.source is not None:
-            self._load(name, request.source, request.optimizer)
+            try:
+                self._load(name, request.source, request.optimizer)
+            except Refused:
+                self._unload(name)
+                raise
         return Done()
+
+    def _unload(self, name: str) -> None:
+        self.ranks.ask(ServingWorker.drop_model, name)
+        del self.models[name]
 
     def _forward_backward(self, request: ForwardBackward) -> Outputs:
         model = self._model(request.model)

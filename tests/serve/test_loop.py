@@ -137,6 +137,27 @@ def test_an_old_snapshot_keeps_its_weights_and_changes_nothing(client: Client) -
     twin.unload()
 
 
+def test_models_that_take_turns_are_each_as_alone(loop: ServeLoop) -> None:
+    """Weights, moments and gradients of each are its own, whatever comes between its calls."""
+    data = [shifted(TOKENS, weights=[1] * 6)], [shifted(TOKENS[::-1], weights=[1] * 6)]
+
+    def norms_of(numbers: list[int]) -> dict[int, list[float]]:
+        clients = {n: Client(loop, f"turns-{n}:train:0") for n in numbers}
+        norms: dict[int, list[float]] = {n: [] for n in numbers}
+        for number, client in clients.items():
+            client.create(seed=number)
+        for _ in range(3):
+            for number in numbers * 2:  # two gradients add up
+                clients[number].gradient(data[number], "cross_entropy")
+            for number in numbers:
+                norms[number].append(clients[number].step()["grad_norm"])
+        for client in clients.values():
+            client.unload()
+        return norms
+
+    assert norms_of([0, 1]) == norms_of([0]) | norms_of([1])
+
+
 def test_draws_are_keyed_by_the_clients_numbers(loop: ServeLoop) -> None:
     """Two clients of the same numbers draw the same; a seed makes them those of a prompt."""
     clients = [Client(loop, number=number) for number in (1, 1, 2)]
