@@ -157,7 +157,8 @@ class Turns:
         if place != self.place:
             self._enter(place)
         if place == TRAIN:
-            self._train(self.training.popleft())
+            self._train(self.training[0])
+            self.training.popleft()  # a request whose run raises is still here, to be failed
         else:
             self._generate(self.snapshots[place])
         return True
@@ -212,8 +213,8 @@ class Turns:
 
     def _generate(self, snapshot: Snapshot) -> None:
         """Some decode steps of a snapshot's samples, new ones with them."""
-        new = self.waiting.pop(snapshot.version, [])
-        done = self.sampling.draw(new, _DECODE_STEPS)
+        self.sampling.begin(self.waiting.pop(snapshot.version, []))
+        done = self.sampling.draw(_DECODE_STEPS)
         snapshot.open -= len(done)
         if not snapshot.open:
             del self._since[snapshot.version]

@@ -47,6 +47,7 @@ def prepare_server(config: Config) -> PreparedServer:
     """Check the config against the world, make the tiny model; raises `ConfigError`."""
     shorten_tmpdir()
     run_dir, graph = Path(config.run.dir), _served.build(None)
+    config.eval.sets = {}  # whose judges ranks would start
     _check_served(config)
     check_ray(config)
     gpu_memory = resolve_device(config, asks_memory=True)
@@ -85,7 +86,8 @@ def _check_served(config: Config) -> None:
     if isinstance(cluster, EmulatedClusterConfig) or not cluster.holds_models:
         raise ConfigError("cluster", cluster.kind.value, "a cluster whose ranks hold models")
     if cluster.home != "actor" or len(cluster.pool_ranks) > 1:
-        raise ConfigError("cluster.placement", cluster.placement.value, "colocate: one pool")
+        allowed = "one pool, whose ranks train and generate"
+        raise ConfigError("cluster.pools", ", ".join(cluster.pool_ranks), allowed)
     if not (rollout.features.shares_weights and rollout.features.exports_kv):
         raise ConfigError("rollout", rollout.engine.value, "native: the others do not serve yet")
     if config.environment.is_on:

@@ -44,8 +44,8 @@ class OpenSampling:
 class ClientSampling:
     """Requests for samples on ranks that generate with their snapshot.
 
-    A request is waiting until a `draw` of its snapshot begins it, then open until all of its
-    responses have ended. Which instance draws a response changes none of its tokens.
+    A request is open from `begin` until all of its responses have ended. Which instance draws a
+    response changes none of its tokens.
     """
 
     def __init__(self, ranks: ServingRanks) -> None:
@@ -53,25 +53,27 @@ class ClientSampling:
         self._load = [0] * len(ranks.instances)  # tokens that may be drawn, by instance
         self._instance_of: dict[tuple[int, int], int] = {}
         self._open: dict[int, OpenSampling] = {}  # by number
+        self._new: list[OpenSampling] = []  # of which nothing is drawn yet
 
-    def draw(self, new: Sequence[OpenSampling], num_decode_steps: int) -> list[OpenSampling]:
-        """Begin requests of the snapshot that generates, and decode for so many steps.
+    def begin(self, requests: Sequence[OpenSampling]) -> None:
+        """Let requests of the snapshot that generates be drawn from the next `draw` on."""
+        self._open |= {one.number: one for one in requests}
+        self._new += requests
 
-        Gives the requests that are answered.
-        """
+    def draw(self, num_decode_steps: int) -> list[OpenSampling]:
+        """Decode for so many steps; the requests that are answered."""
+        new, self._new = self._new, []
         self._score_prompts(new)
         begun: dict[int, list[DrawnSample]] = {i: [] for i in range(len(self._load))}
         for one in new:
-            self._open[one.number] = one
             for sample in _samples(one):
                 begun[self._dealt(sample)].append(sample)
         for drawn in self.ranks.draw(begun, num_decode_steps):
             self._take(drawn)
         done = [one for one in self._open.values() if one.is_drawn]
         for one in done:
+            one.future.set_result(self._answer(one))
             del self._open[one.number]
-            if not one.future.done():
-                one.future.set_result(self._answer(one))
         return done
 
     def open(self) -> list[OpenSampling]:

@@ -13,8 +13,8 @@ REFUSED = {
     "trainer.optim.name=muon": r"trainer\.optim\.name=muon: wanted adamw, as clients expect",
     "rollout.stop=[END]": r"rollout\.stop=\['END'\]: wanted \[\]: each request has stop texts",
     "cluster=emulated": r"cluster=emulated: wanted a cluster whose ranks hold models",
-    "cluster.placement=standalone cluster.ranks=2": (
-        r"cluster\.placement=standalone: wanted colocate: one pool"
+    "cluster.pools.rollout=1 cluster.ranks=2": (
+        r"cluster\.pools=actor, rollout: wanted one pool, whose ranks train and generate"
     ),
 }
 

@@ -21,6 +21,7 @@ ONE_RANK = ["cluster=processes", "cluster.ranks=1", "data.max_prompt_tokens=24"]
 TOKENS = [5, 6, 7, 8, 9, 10, 11]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [4, 0])
 def test_a_grpo_loop_equals_a_run(
     make_config: Callable[..., Config],
@@ -98,7 +99,7 @@ def test_three_clients_at_once_are_each_as_alone(
         ranks = [x for one in psutil.Process().children() for x in one.children()]
         ranks[0].kill()
         with pytest.raises(ServerFailed, match=r"^rank \d of 2 \(actor\) on node .* failed: "):
-            client.step_of([shifted(TOKENS, weights=[1] * 6)])
+            client.gradient([shifted(TOKENS, weights=[1] * 6)], "cross_entropy")
         with pytest.raises(ServerFailed, match=r"^rank \d of 2"):
             client.sample(None, TOKENS, max_tokens=1)
         assert loop.failure is not None
