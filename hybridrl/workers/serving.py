@@ -333,11 +333,11 @@ def train_sequence(datum: TargetSequence, loss: Loss[torch.Tensor]) -> TrainSequ
     With candidates its targets are a field, filled up with token 0, and the last token of the
     sequence is arbitrary: nothing reads it.
     """
-    tokens, targets = (torch.from_numpy(x).long() for x in (datum.tokens, datum.targets))
+    tokens, targets = (torch.tensor(x).long() for x in (datum.tokens, datum.targets))
     inputs = [name for name in loss.fields if name != loss.candidates]
     fields: dict[str, torch.Tensor | float] = {}
     for name in inputs:
-        value = torch.from_numpy(datum.inputs[name])
+        value = torch.tensor(datum.inputs[name])  # copied: bodies of requests are read-only
         fields[name] = _filled(value, loss.num_candidates) if loss.candidates else value
     if loss.candidates is not None:
         fields[loss.candidates] = _filled(targets, loss.num_candidates)
@@ -367,7 +367,7 @@ def _drawn(output: Output) -> DrawnResponse:
 
 def _scores(engine: ScoreEngine, wanted: ScoredTokens) -> TokenScores:
     """What the scoring engine says of a sequence, in as many passes as kinds are wanted."""
-    sequence = TrainSequence(torch.from_numpy(wanted.tokens).long(), wanted.positions)
+    sequence = TrainSequence(torch.tensor(wanted.tokens).long(), wanted.positions)
     engine.temperature = wanted.temperature
     scores: dict[str, Any] = {}
     if wanted.log_probs:
@@ -377,7 +377,7 @@ def _scores(engine: ScoreEngine, wanted: ScoredTokens) -> TokenScores:
         ((ids, top),) = engine.top_log_probs([sequence], wanted.top)
         scores |= {"top_tokens": ids.int().numpy(), "top_log_probs": top.float().numpy()}
     if wanted.named is not None:
-        sequence.fields[NAMED] = torch.from_numpy(wanted.named).long()
+        sequence.fields[NAMED] = torch.tensor(wanted.named).long()
         (named,) = engine.named_log_probs([sequence], NAMED)
         scores["named"] = named.float().numpy()
     return TokenScores(**scores)
