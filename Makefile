@@ -122,6 +122,20 @@ test-agents: $(BIN)/.dev .cache/agents/bin/.installed .cache/verifiers/bin/.inst
 	.cache/agents/bin/python -m pytest -q -m agents tests/environments
 	.cache/verifiers/bin/python -m pytest -q -m verifiers tests/environments
 
+# Two of them: the first SDK whose bytes are today's, and the newest.
+.cache/tinker/bin/.installed: pyproject.toml scripts/constraints.txt scripts/install_agents.sh
+	@scripts/install_agents.sh $(VENV) .cache/tinker tinker
+	@touch $@
+
+.cache/tinker-0.25/bin/.installed: pyproject.toml scripts/constraints.txt scripts/install_agents.sh
+	@scripts/install_agents.sh $(VENV) .cache/tinker-0.25 tinker
+	@scripts/install.sh .cache/tinker-0.25 "$(PYTHON)" 'tinker==0.25.*'
+	@touch $@
+
+test-tinker: $(BIN)/.dev .cache/tinker/bin/.installed .cache/tinker-0.25/bin/.installed  ## `hybridrl serve` under Tinker's SDK, its first fitting version and the newest
+	.cache/tinker/bin/python -m pytest -q -m tinker $(call MARKED,tinker)
+	.cache/tinker-0.25/bin/python -m pytest -q -m tinker $(call MARKED,tinker)
+
 # As rented GPU machines are: the oldest torch, the newest transformers, and nothing else.
 .cache/bare/bin/.installed: scripts/constraints-bare.txt scripts/install_bare.sh
 	@scripts/install_bare.sh .cache/bare "$(PYTHON)"
@@ -291,4 +305,4 @@ fmt: $(BIN)/.dev  ## format in place
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: help curves cut-off install train train-tools train-smollm2 test test-long test-ray test-slow test-layouts test-adamw8bit test-newest test-agents test-bare test-loggers test-models test-nccl test-pages test-plan test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report gpu-first-run gpu-first-run-wheels install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-turns bench-moe bench-placement bench-long bench-shared-prompts bench-driver bench-tail bench-async bench-tail-ranks bench-async-ranks bench-async-learning bench-sparse-push bench-fused-update bench-plan-steps bench-plan-search bench-vllm
+.PHONY: help curves cut-off install train train-tools train-smollm2 test test-long test-ray test-slow test-layouts test-adamw8bit test-newest test-agents test-tinker test-bare test-loggers test-models test-nccl test-pages test-plan test-cubins test-contracts test-gpu gpu-dry gpu-dry-full gpu-report gpu-first-run gpu-first-run-wheels install-vllm test-vllm test-slow-vllm test-slurm test-slow-slurm docs-site lint type fmt bench bench-kernels bench-reshard bench-fusion bench-jail bench-judges bench-samples bench-speculate bench-wide bench-turns bench-moe bench-placement bench-long bench-shared-prompts bench-driver bench-tail bench-async bench-tail-ranks bench-async-ranks bench-async-learning bench-sparse-push bench-fused-update bench-plan-steps bench-plan-search bench-vllm

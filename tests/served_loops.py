@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 
 from hybridrl.config import Config
-from hybridrl.serve.loop import ServeLoop
-from hybridrl.serve.requests import (
-    Answer,
+from hybridrl.serving.loop import ServeLoop
+from hybridrl.serving.requests import (
     CheckpointPath,
+    ClientAnswer,
     ClientRequest,
     CreateModel,
     Datum,
     ForwardBackward,
+    LossOutputs,
     OptimStep,
-    Outputs,
     SampleRequest,
     Samples,
     SampleSettings,
@@ -40,10 +40,10 @@ class Client:
     number: int = 0
     requests: int = 0
 
-    def ask(self, *requests: ClientRequest) -> list[Answer]:
+    def ask(self, *requests: ClientRequest) -> list[ClientAnswer]:
         """Submit requests together; their answers."""
 
-        async def all_of_them() -> list[Answer]:
+        async def all_of_them() -> list[ClientAnswer]:
             return await asyncio.gather(*(self.loop.submit(request) for request in requests))
 
         return asyncio.run(all_of_them())
@@ -55,10 +55,10 @@ class Client:
 
     def gradient(
         self, data: Sequence[Datum], loss: str, *, backward: bool = True, **settings: float
-    ) -> Outputs:
+    ) -> LossOutputs:
         """A loss over data."""
         (outputs,) = self.ask(ForwardBackward(self.model, tuple(data), loss, settings, backward))
-        assert isinstance(outputs, Outputs)
+        assert isinstance(outputs, LossOutputs)
         return outputs
 
     def step(self, **settings: float) -> dict[str, float]:

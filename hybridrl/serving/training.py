@@ -4,18 +4,18 @@ from dataclasses import dataclass
 
 from hybridrl.checkpoint.distributed import Progress
 from hybridrl.engines.train.optimizer_steps import AdamWSettings
-from hybridrl.serve.checkpoints import CheckpointFiles
-from hybridrl.serve.checks import check_data, checked_loss
-from hybridrl.serve.ranks import ServingRanks
-from hybridrl.serve.requests import (
-    Answer,
+from hybridrl.serving.checkpoints import CheckpointFiles
+from hybridrl.serving.checks import check_data, checked_loss
+from hybridrl.serving.ranks import ServingRanks
+from hybridrl.serving.requests import (
     CheckpointPath,
+    ClientAnswer,
+    Completed,
     CreateModel,
-    Done,
     ForwardBackward,
-    Load,
+    LoadModel,
+    LossOutputs,
     OptimStep,
-    Outputs,
     Refused,
     Save,
     Saved,
@@ -23,10 +23,10 @@ from hybridrl.serve.requests import (
     Stepped,
     Unload,
 )
-from hybridrl.serve.snapshots import Snapshots
+from hybridrl.serving.snapshots import Snapshots
 from hybridrl.workers.serving import GradientCall, ServingWorker
 
-ModelRequest = CreateModel | ForwardBackward | OptimStep | Save | Load | Unload
+ModelRequest = CreateModel | ForwardBackward | OptimStep | Save | LoadModel | Unload
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class ClientTraining:
         self.ranks, self.served, self.files, self.snapshots = ranks, served, files, snapshots
         self.models: dict[str, ClientModel] = {}
 
-    def run(self, request: ModelRequest) -> Answer:
+    def run(self, request: ModelRequest) -> ClientAnswer:
         """Run a request to its end. Raises Refused where it is the client's fault."""
         match request:
             case CreateModel():
@@ -61,19 +61,19 @@ class ClientTraining:
                 return self._step(request)
             case Save():
                 return self._save(request)
-            case Load():
+            case LoadModel():
                 self._load(request.model, request.path, request.optimizer)
             case Unload():
                 self._model(request.model)
                 self._unload(request.model)
-        return Done()
+        return Completed()
 
     def _model(self, name: str) -> ClientModel:
         if name not in self.models:
             raise Refused(f"{name}: there is no such model, or it has been unloaded")
         return self.models[name]
 
-    def _create(self, request: CreateModel) -> Done:
+    def _create(self, request: CreateModel) -> Completed:
         name, rank = request.model, self.served.lora_rank
         if name in self.models:
             raise Refused(f"{name}: there is a model of that name")
@@ -94,19 +94,19 @@ class ClientTraining:
             except Refused:
                 self._unload(name)
                 raise
-        return Done()
+        return Completed()
 
     def _unload(self, name: str) -> None:
         self.ranks.ask(ServingWorker.drop_model, name)
         del self.models[name]
 
-    def _forward_backward(self, request: ForwardBackward) -> Outputs:
+    def _forward_backward(self, request: ForwardBackward) -> LossOutputs:
         model = self._model(request.model)
         check_data(request, self.served)
         call = GradientCall(request.model, checked_loss(request), request.backward)
         log_probs, metrics = self.ranks.add_gradient(call, request.data)
         model.has_gradient |= request.backward
-        return Outputs(log_probs, {"loss:sum": metrics["loss"]})
+        return LossOutputs(log_probs, {"loss:sum": metrics["loss"]})
 
     def _step(self, request: OptimStep) -> Stepped:
         model = self._model(request.model)

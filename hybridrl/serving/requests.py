@@ -1,6 +1,6 @@
 """What a client asks of the loop, and what the loop answers.
 
-The HTTP side makes these from the wire and hands them to a `Backend`; the loop behind it knows
+The HTTP side makes these from the wire and hands them to a `ServeBackend`; the loop behind it knows
 nothing of HTTP. Paths have the form `tinker://MODEL/weights/NAME` (with the optimizer's state) and
 `tinker://MODEL/sampler_weights/NAME` (weights alone, for sampling). The names follow Tinker's API.
 """
@@ -72,7 +72,7 @@ class CreateModel:
     """A new model under the name `model`, or one from the path `source`.
 
     `rank` is that of its adapter (0: all weights). With `source`, `optimizer` says whether the
-    optimizer's state is loaded as well. Answered by `Done`.
+    optimizer's state is loaded as well. Answered by `Completed`.
     """
 
     model: str
@@ -84,7 +84,7 @@ class CreateModel:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackward:
-    """A loss over `data` and, with `backward`, its gradient added to the model's; see `Outputs`."""
+    """A loss over `data` and, with `backward`, its gradient added to the model's. `LossOutputs`."""
 
     model: str
     data: tuple[Datum, ...]
@@ -124,8 +124,8 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """The weights at `path`, and the optimizer's state if asked, into a model. `Done`."""
+class LoadModel:
+    """The weights at `path`, and the optimizer's state if asked, into a model. `Completed`."""
 
     model: str
     path: str
@@ -134,7 +134,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """The end of a model: its memory is free, its files stay. `Done`."""
+    """The end of a model: its memory is free, its files stay. `Completed`."""
 
     model: str
 
@@ -190,14 +190,14 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """The end of a checkpoint's files. `Done`; `Refused` where there is none."""
+    """The end of a checkpoint's files. `Completed`; `Refused` where there is none."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class Expire:
-    """The files of a checkpoint may go after `ttl_s` seconds from now; None: never. `Done`."""
+    """The files of a checkpoint may go after `ttl_s` seconds from now; None: never. `Completed`."""
 
     path: str
     ttl_s: float | None
@@ -208,7 +208,7 @@ ClientRequest = (
     | ForwardBackward
     | OptimStep
     | Save
-    | Load
+    | LoadModel
     | Unload
     | SampleRequest
     | Listing
@@ -218,7 +218,7 @@ ClientRequest = (
 
 
 @dataclass(frozen=True, slots=True)
-class Outputs:
+class LossOutputs:
     """Log-probabilities of each datum's targets, in their shape, and metrics such as `loss:sum`."""
 
     logprobs: list[Float32]
@@ -239,11 +239,15 @@ class Saved:
     path: str
 
 
+NO_TOKEN = -99999.0
+"""The log-probability in a cell of likeliest tokens that has none."""
+
+
 @dataclass(frozen=True, slots=True)
 class LikeliestTokens:
     """The likeliest tokens at each position: ids and log-probabilities, both [N, K].
 
-    A cell that has no token is (0, -99999.0), as the whole first row of a prompt is.
+    A cell that has no token is (0, `NO_TOKEN`), as the whole first row of a prompt is.
     """
 
     tokens: Int32
@@ -292,11 +296,11 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Completed:
     """Nothing but that it is done."""
 
 
-Answer = Outputs | Stepped | Saved | Samples | Listed | Done
+ClientAnswer = LossOutputs | Stepped | Saved | Samples | Listed | Completed
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +317,7 @@ class ServedModel:
     vocab: int
 
 
-class Backend(Protocol):
+class ServeBackend(Protocol):
     """What runs the requests.
 
     Requests that name a model arrive in the order of the client's numbers. One may arrive before
@@ -322,7 +326,7 @@ class Backend(Protocol):
 
     info: ServedModel
 
-    async def submit(self, request: ClientRequest) -> Answer:
+    async def submit(self, request: ClientRequest) -> ClientAnswer:
         """Run a request to its end. Raises Refused or ServerFailed."""
 
     async def close(self) -> None:

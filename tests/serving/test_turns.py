@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.serve.checkpoints import CheckpointFiles
-from hybridrl.serve.requests import CheckpointPath, Refused
-from hybridrl.serve.snapshots import Snapshots
-from hybridrl.serve.turns import TRAIN, next_place
+from hybridrl.serving.checkpoints import CheckpointFiles
+from hybridrl.serving.requests import CheckpointPath, Refused
+from hybridrl.serving.snapshots import Snapshots
+from hybridrl.serving.turns import TRAIN, next_place
 
 TURNS = {
     "there is work, and nobody else waits": (1, {1: 0.0}, 1),

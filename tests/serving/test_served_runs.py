@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from served_loops import Client, folder_of, serving, shifted
 
 from hybridrl.config import Config
-from hybridrl.serve.loop import ServeLoop
-from hybridrl.serve.requests import ServerFailed
+from hybridrl.serving.loop import ServeLoop
+from hybridrl.serving.requests import ServerFailed
 
 ONE_RANK = ["cluster=processes", "cluster.ranks=1", "data.max_prompt_tokens=24"]
 TOKENS = [5, 6, 7, 8, 9, 10, 11]

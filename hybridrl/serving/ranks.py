@@ -5,7 +5,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from hybridrl.driver.worker_group import WorkerGroup
 from hybridrl.pipelines.balance import balance
-from hybridrl.serve.requests import Datum, Float32
+from hybridrl.serving.requests import Datum, Float32
 from hybridrl.workers.base_worker import Reply
 from hybridrl.workers.rank_calls import RankCalls, Reference
 from hybridrl.workers.serving import (

@@ -3,7 +3,7 @@
 import math
 
 from hybridrl.algorithms.tinker_losses import TinkerLoss, tinker_loss
-from hybridrl.serve.requests import (
+from hybridrl.serving.requests import (
     Datum,
     ForwardBackward,
     Int32,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hybridrl.serve.requests import Checkpoint, CheckpointPath, Refused
+from hybridrl.serving.requests import Checkpoint, CheckpointPath, Refused
 
 RECORD = "checkpoint.json"
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hybridrl.serve.ranks import ServingRanks
-from hybridrl.serve.requests import (
-    Answer,
+from hybridrl.serving.ranks import ServingRanks
+from hybridrl.serving.requests import (
+    NO_TOKEN,
+    ClientAnswer,
     Float32,
     LikeliestTokens,
     SampledResponse,
@@ -16,11 +17,8 @@ from hybridrl.serve.requests import (
     Samples,
     StopReason,
 )
-from hybridrl.serve.snapshots import Snapshot
+from hybridrl.serving.snapshots import Snapshot
 from hybridrl.workers.serving import DrawnResponse, DrawnSample, ScoredTokens, TokenScores
-
-NO_TOKEN = -99999.0
-"""The log-probability of a cell that has no token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +26,7 @@ class OpenSampling:
     """A request for samples of a snapshot, until its `future` has them."""
 
     request: SampleRequest
-    future: "Future[Answer]"
+    future: "Future[ClientAnswer]"
     snapshot: Snapshot
     max_tokens: int
     number: int

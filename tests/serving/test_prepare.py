@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import Config, ConfigError
-from hybridrl.serve.prepare import prepare_server
+from hybridrl.serving.prepare import prepare_server
 
 REFUSED = {
     "rollout=vllm": r"rollout=vllm: wanted native: the others do not serve yet",

@@ -24,7 +24,7 @@ from hybridrl.preflight.prompt_sharing import decide_prompt_sharing
 from hybridrl.preflight.schedule_choice import decide_schedule
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
-from hybridrl.serve.requests import ServedModel
+from hybridrl.serving.requests import ServedModel
 from hybridrl.system.short_tmpdir import shorten_tmpdir
 
 

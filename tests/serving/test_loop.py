@@ -9,8 +9,8 @@ import torch
 from served_loops import ADAM, Client, folder_of, ids, serving, shifted
 
 from hybridrl.config import Config
-from hybridrl.serve.loop import ServeLoop
-from hybridrl.serve.requests import (
+from hybridrl.serving.loop import ServeLoop
+from hybridrl.serving.requests import (
     CreateModel,
     Datum,
     ForwardBackward,
@@ -189,7 +189,7 @@ def test_samples_that_are_parked_go_on(client: Client, monkeypatch: pytest.Monke
         parked.append(len(self._parked) - before)
 
     monkeypatch.setattr(ServingWorker, "_park", counted)
-    monkeypatch.setattr("hybridrl.serve.loop._DECODE_STEPS", 2)
+    monkeypatch.setattr("hybridrl.serving.loop._DECODE_STEPS", 2)
     turns: list[Any] = [gradient, requests[0], step, requests[1], *[gradient, step] * 4]
     answers: list[Any] = client.ask(*turns)
     assert sum(parked) >= 4

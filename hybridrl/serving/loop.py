@@ -27,16 +27,16 @@ from hybridrl.driver.rank_failures import WorkerError
 from hybridrl.preflight.memory_plan import sizes_of_run
 from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.launchers import launched
-from hybridrl.serve.checkpoints import CheckpointFiles
-from hybridrl.serve.checks import check_sample
-from hybridrl.serve.prepare import PreparedServer, prepare_server
-from hybridrl.serve.ranks import ServingRanks
-from hybridrl.serve.requests import (
-    Answer,
+from hybridrl.serving.checkpoints import CheckpointFiles
+from hybridrl.serving.checks import check_sample
+from hybridrl.serving.prepare import PreparedServer, prepare_server
+from hybridrl.serving.ranks import ServingRanks
+from hybridrl.serving.requests import (
     CheckpointPath,
+    ClientAnswer,
     ClientRequest,
+    Completed,
     Delete,
-    Done,
     Expire,
     Listed,
     Listing,
@@ -45,10 +45,10 @@ from hybridrl.serve.requests import (
     ServedModel,
     ServerFailed,
 )
-from hybridrl.serve.sampling import ClientSampling, OpenSampling
-from hybridrl.serve.snapshots import Snapshot, Snapshots
-from hybridrl.serve.training import ClientTraining, ModelRequest
-from hybridrl.serve.turns import TRAIN, next_place
+from hybridrl.serving.sampling import ClientSampling, OpenSampling
+from hybridrl.serving.snapshots import Snapshot, Snapshots
+from hybridrl.serving.training import ClientTraining, ModelRequest
+from hybridrl.serving.turns import TRAIN, next_place
 from hybridrl.workers.serving import ServingWorker
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Ticket:
     """A request of training that waits since `since`, for its `future`."""
 
     request: ModelRequest
-    future: "Future[Answer]"
+    future: "Future[ClientAnswer]"
     since: float
 
 
@@ -96,7 +96,7 @@ class Turns:
         self._since: dict[int, float] = {}  # of the snapshots with open requests
         self._left_training = 0.0
 
-    def take(self, request: ClientRequest, future: "Future[Answer]") -> None:
+    def take(self, request: ClientRequest, future: "Future[ClientAnswer]") -> None:
         """Let a request wait for its turn, or answer it at once."""
         with _refusals(future):
             match request:
@@ -107,14 +107,14 @@ class Turns:
                 case Delete():
                     self.files.delete(CheckpointPath.parse(request.path))
                     self.snapshots.forget(request.path)
-                    future.set_result(Done())
+                    future.set_result(Completed())
                 case Expire():
                     self.files.expire(CheckpointPath.parse(request.path), request.ttl_s)
-                    future.set_result(Done())
+                    future.set_result(Completed())
                 case _:
                     self.training.append(Ticket(request, future, self._now()))
 
-    def _take_sample(self, request: SampleRequest, future: "Future[Answer]") -> None:
+    def _take_sample(self, request: SampleRequest, future: "Future[ClientAnswer]") -> None:
         most = check_sample(request, self.served)
         snapshot = self._snapshot(request.weights)
         snapshot.open += 1
@@ -170,7 +170,7 @@ class Turns:
         return snapshot.folder is None or not self.files.has(CheckpointPath.parse(snapshot.path))
 
     def _refuse(self, snapshot: Snapshot) -> None:
-        """Answer the requests for a snapshot that cannot be read; none of them has begun."""
+        """ClientAnswer the requests for a snapshot that cannot be read; none of them has begun."""
         for one in self.waiting.pop(snapshot.version):
             one.future.set_exception(Refused(f"{snapshot.path}: the checkpoint has been deleted"))
         snapshot.open = 0
@@ -219,7 +219,7 @@ class Turns:
         if not snapshot.open:
             del self._since[snapshot.version]
 
-    def open(self) -> Iterator["Future[Answer]"]:
+    def open(self) -> Iterator["Future[ClientAnswer]"]:
         """The futures of all requests that are not answered."""
         for ticket in self.training:
             yield ticket.future
@@ -229,7 +229,7 @@ class Turns:
 
 
 class ServeLoop:
-    """See `Backend`: the ranks of a server, and the thread that asks them.
+    """See `ServeBackend`: the ranks of a server, and the thread that asks them.
 
     States: made by `start`, which returns once the ranks are up -> `submit`, any number of times ->
     `close`, or the death of a rank. Then every request fails with one line.
@@ -240,7 +240,7 @@ class ServeLoop:
     def __init__(self, config: Config, prepared: PreparedServer) -> None:
         self.info, self.run_dir = prepared.served, Path(config.run.dir)
         self._config, self._prepared = config, prepared
-        self._inbox: queue.SimpleQueue[tuple[ClientRequest, Future[Answer]] | None]
+        self._inbox: queue.SimpleQueue[tuple[ClientRequest, Future[ClientAnswer]] | None]
         self._inbox = queue.SimpleQueue()
         self._closing, self._ended = threading.Event(), threading.Event()
         self._ready: Future[None] = Future()
@@ -252,12 +252,18 @@ class ServeLoop:
         """Check the config and start its ranks. Raises ConfigError, and what ranks fail with."""
         loop = cls(config, prepare_server(config))
         loop._thread.start()
-        loop._ready.result()
+        try:
+            loop._ready.result()
+        except BaseException:  # a signal: the thread ends what it has started
+            loop._closing.set()
+            loop._inbox.put(None)
+            loop._thread.join()
+            raise
         return loop
 
-    async def submit(self, request: ClientRequest) -> Answer:
-        """See `Backend`."""
-        future: Future[Answer] = Future()
+    async def submit(self, request: ClientRequest) -> ClientAnswer:
+        """See `ServeBackend`."""
+        future: Future[ClientAnswer] = Future()
         future.set_running_or_notify_cancel()  # a client that leaves takes no answer away
         self._inbox.put((request, future))
         if self._ended.is_set():  # nobody will read it
@@ -265,7 +271,7 @@ class ServeLoop:
         return await asyncio.wrap_future(future)
 
     async def close(self) -> None:
-        """See `Backend`. The call that runs is answered, all other requests fail."""
+        """See `ServeBackend`. The call that runs is answered, all other requests fail."""
         self._closing.set()
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
@@ -327,13 +333,13 @@ class ServeLoop:
             if item is not None:
                 self._fail(item[1])
 
-    def _fail(self, future: "Future[Answer]") -> None:
+    def _fail(self, future: "Future[ClientAnswer]") -> None:
         if not future.done():
             future.set_exception(ServerFailed(self._failure or "the server has ended"))
 
 
 @contextmanager
-def _refusals(future: "Future[Answer]") -> Iterator[None]:
+def _refusals(future: "Future[ClientAnswer]") -> Iterator[None]:
     """Within, what is the client's fault becomes the answer."""
     try:
         yield
