@@ -122,6 +122,20 @@ test-agents: $(BIN)/.dev .cache/agents/bin/.installed .cache/verifiers/bin/.inst
 	.cache/agents/bin/python -m pytest -q -m agents tests/environments
 	.cache/verifiers/bin/python -m pytest -q -m verifiers tests/environments
 
+# Two of them: the first SDK whose bytes are today's, and the newest.
+.cache/tinker/bin/.installed: pyproject.toml scripts/constraints.txt scripts/install_agents.sh
+	@scripts/install_agents.sh $(VENV) .cache/tinker tinker
+	@touch $@
+
+.cache/tinker-0.25/bin/.installed: pyproject.toml scripts/constraints.txt scripts/install_agents.sh
+	@scripts/install_agents.sh $(VENV) .cache/tinker-0.25 tinker
+	@scripts/install.sh .cache/tinker-0.25 "$(PYTHON)" 'tinker==0.25.*'
+	@touch $@
+
+test-tinker: $(BIN)/.dev .cache/tinker/bin/.installed .cache/tinker-0.25/bin/.installed  ## `hybridrl serve` under Tinker's SDK, its first fitting version and the newest
+	.cache/tinker/bin/python -m pytest -q -m tinker $(call MARKED,tinker)
+	.cache/tinker-0.25/bin/python -m pytest -q -m tinker $(call MARKED,tinker)
+
 # As rented GPU machines are: the oldest torch, the newest transformers, and nothing else.
 .cache/bare/bin/.installed: scripts/constraints-bare.txt scripts/install_bare.sh
 	@scripts/install_bare.sh .cache/bare "$(PYTHON)"

@@ -1,12 +1,12 @@
 """hybridrl: reinforcement-learning post-training of language models on shared accelerators.
 
-From Python: `hybridrl.train([...])` and `hybridrl.evaluate([...])` (`notebook.py`).
+From Python: `hybridrl.train([...])`, `evaluate([...])` and `serve([...])` (`notebook.py`).
 """
 
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "Result", "evaluate", "train"]
+__all__ = ["ConfigError", "Result", "evaluate", "serve", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ result.plot()
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -85,19 +86,18 @@ def evaluate(overrides: Sequence[str]) -> Result:
 def _run(
     action: Callable[[Config], dict[str, Any]], overrides: Sequence[str], *, new: bool
 ) -> Result:
-    from omegaconf import OmegaConf
+    from hybridrl.preflight.settings import composed_run
 
-    from hybridrl.config import compose
-    from hybridrl.preflight.settings import check_model_settings, check_run_dir
-
-    compose.register()
-    node = compose.composed(compose.resolve_arguments(overrides))
-    node.run.dir = str(Path(node.run.dir).absolute())
-    config = compose.to_config(node)
-    check_model_settings(config)
-    if new:
-        check_run_dir(config)
-    settings = Path(config.run.dir) / ".hydra" / "config.yaml"  # where the command line has them
-    settings.parent.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(node, settings)
+    config = composed_run(overrides, new=new)
+    config.serve.check_unused("train" if new else "eval")
     return Result(Path(config.run.dir), action(config))
+
+
+def serve(overrides: Sequence[str] = ()) -> AbstractContextManager[Any]:
+    """A server of `hybridrl serve` with these overrides, until the end of a `with` block.
+
+    It has `url` and `key`, for the clients. Raises `ConfigError` before a process starts.
+    """
+    from hybridrl.serving.start import serving
+
+    return serving(overrides)

@@ -22,8 +22,10 @@ MAX_FILE, MAX_FUNCTION, MAX_RECIPE = 600, 100, 150
 FLOOR_PLAN = """
 __init__      notebook
 recipes       flow algorithms config
-notebook      driver preflight telemetry config
-cli           jobs doctor plan replay driver preflight runtime telemetry system config
+notebook      serving driver preflight telemetry config
+cli           serving jobs doctor plan replay driver preflight runtime telemetry system config
+serving       driver preflight runtime workers checkpoint engines algorithms flow models
+              pipelines telemetry system config
 jobs          driver runtime telemetry system config
 doctor        runtime compat sandbox costs models telemetry system config
 plan          preflight schedule flow costs models layout telemetry system config

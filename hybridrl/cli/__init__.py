@@ -17,6 +17,7 @@ from hybridrl.cli.output import USAGE, fail
 from hybridrl.cli.plan import plan
 from hybridrl.cli.replay import blame, inspect, replay
 from hybridrl.cli.report import report
+from hybridrl.cli.serve import serve
 from hybridrl.cli.train import train
 from hybridrl.cli.watch import watch
 from hybridrl.config import ConfigError
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     commands: dict[str, Callable[[list[str]], None]] = {
         "train": train,
         "eval": evaluate,
+        "serve": serve,
         "plan": plan,
         "report": report,
         "watch": watch,

@@ -15,6 +15,7 @@ USAGE = """usage: hybridrl COMMAND [OVERRIDES]
   train    post-train a model by a recipe        hybridrl train --help
   eval     held-out accuracy of a model          hybridrl eval model.path=DIR data=...
            or of a run's checkpoints             hybridrl eval RUN --checkpoints all
+  serve    Tinker's training API                 hybridrl serve --help
   plan     mapping, memory, schedule, on paper   hybridrl plan auto --help
   report   render a run's page                   hybridrl report RUN
   watch    the same page live, and all samples   hybridrl watch RUN [--port=6007]

@@ -42,6 +42,7 @@ def run(command: str, action: Action, args: list[str]) -> None:
     new_parents: list[Path] = []
     if first is not None:  # Hydra makes the directory and writes into it before it calls the job
         check_model_settings(first)
+        first.serve.check_unused(command)
         if command == "train":
             check_run_dir(first)
         new_parents = [path for path in Path(first.run.dir).absolute().parents if not path.exists()]

@@ -87,6 +87,7 @@ from hybridrl.config.schedule import (
     SerialScheduleConfig,
     on_policy_names,
 )
+from hybridrl.config.serve import ServeConfig
 from hybridrl.config.teacher import TeacherConfig
 from hybridrl.config.trainer import (
     ActivationMode,
@@ -146,6 +147,8 @@ class Config:
     """Records."""
     log: LogConfig = field(default_factory=LogConfig)
     """The log."""
+    serve: ServeConfig = field(default_factory=ServeConfig)
+    """The training API of `hybridrl serve`."""
     run: RunConfig = field(default_factory=RunConfig)
     """Directory and seed."""
 
@@ -570,6 +573,7 @@ __all__ = [
     "ScheduleConfig",
     "ScheduleKind",
     "SerialScheduleConfig",
+    "ServeConfig",
     "SharePrompts",
     "SlurmClusterConfig",
     "SourceConfig",

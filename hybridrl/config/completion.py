@@ -18,6 +18,7 @@ OPTIONS = {
     "eval": ("--help", "--cfg", "--config-dir", "--checkpoints"),
     "plan": ("--help", "auto", "layout", "memory", "schedule"),
     "report": (),
+    "serve": ("--help",),
     "watch": ("--help", "--port", "--host"),
     "compare": ("--help", "--out"),
     "replay": (
@@ -39,7 +40,7 @@ _KINDS: dict[Any, list[Any]] = {
     ScheduleConfig: [entry.settings for entry in SCHEDULES.values()],
 }
 """The settings of each kind of a group, all of whose keys are completed."""
-WITH_KEYS = ("train", "eval", "plan", "submit", "doctor", "replay")
+WITH_KEYS = ("train", "eval", "serve", "plan", "submit", "doctor", "replay")
 
 SCRIPTS = {
     "bash": """_hybridrl() {

@@ -24,6 +24,7 @@ OF_FILES = frozenset(
     {"listen", "setup", "begin", "load", "load_weights", "load_pushed", "load_pending"}
     | {"save_state", "save_weights", "save_pushed", "save_pending", "save_tensors"}
     | {"load_tensors", "finish_records", "finish_save", "close"}
+    | {"create_model", "save_model", "load_model", "read_snapshot"}
 )
 """Calls whose seconds follow from files, which no earlier call tells."""
 _LOOK_S = 1.0

@@ -83,15 +83,19 @@ class WorkerGroup:
         on_span: OnSpan,
         on_memory: OnMemory,
         current_step: Callable[[], int] = lambda: 0,
+        serves: bool = False,
     ) -> None:
-        """`current_step` is that of the run, to which spans belong."""
+        """`current_step` is that of the run, to which spans belong.
+
+        With `serves` the ranks' models are those of clients (`workers.serving`).
+        """
         self.launcher, self.config = launcher, config
         self.on_span, self.on_memory, self.current_step = on_span, on_memory, current_step
         self.killed = False
         # Those of a run that is resumed are of its ranks.
         shutil.rmtree(Path(config.run.dir) / activity.FOLDER, ignore_errors=True)
         workers = launcher.start(
-            ClusterWorker, make_worker, config, model_path, launcher.data_plane
+            ClusterWorker, make_worker, config, model_path, launcher.data_plane, serves
         )
         order = config.cluster.rank_order
         self.all_ranks = launcher.subgroup(workers, order) if order else workers

@@ -145,13 +145,13 @@ def prepare(
     check_optimizers(config, graph)
     config.telemetry.check_installed()
     check_environment(config, graph)
-    _writable(run_dir)
+    check_writable(run_dir)
     if isinstance(config.cluster, EmulatedClusterConfig):
         gpu_memory = emulated_gpu_memory(config.cluster)
         model_path = imitated_model(config, config.cluster, graph, run_dir / "start")
         check_emulation(config, config.cluster, graph)
     else:
-        model_path = _model_path(config, run_dir)
+        model_path = model_path_of(config, run_dir)
     shape = load_config(model_path)  # a path with no model in it is an error of its own
     language_model = language_model_line(config, model_path)
     data, eval_items, turns, tokenizer = _load(config, model_path, graph, known)
@@ -344,7 +344,8 @@ def _load_recipe(target: str) -> Recipe:
     return recipe
 
 
-def _writable(run_dir: Path) -> None:
+def check_writable(run_dir: Path) -> None:
+    """Make the run directory; raises ConfigError where nothing can be written."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         probe = run_dir / ".probe"
@@ -354,7 +355,8 @@ def _writable(run_dir: Path) -> None:
         raise ConfigError("run.dir", run_dir, f"a writable directory ({error.strerror})") from None
 
 
-def _model_path(config: Config, run_dir: Path) -> str:
+def model_path_of(config: Config, run_dir: Path) -> str:
+    """The directory of the actor's model, which is made in the run directory if it is tiny."""
     path = config.model.path
     if path is None:
         from safetensors import SafetensorError
@@ -379,10 +381,35 @@ def _load(
 
     Also what stands between turns, and the tokenizer.
     """
-    from hybridrl.checkpoint.hf import check_side_files
-    from hybridrl.data.chat import template_text
     from hybridrl.data.images import PromptImages
     from hybridrl.models.context import context_tokens
+
+    model, tokenizer = checked_model(config, graph, model_path)
+    _check_sampling(config, graph, tokenizer, model.vocab_size)
+    with openings(config) as opening:
+        context = context_tokens(model)
+        uses = RowUses(
+            graph.columns,
+            targets=graph.trains_targets or config.warm_start_steps > 0,
+            generates=graph.generates,
+        )
+        size = model.vocab_size
+        images = PromptImages.of(model_path, tokenizer)
+        loading = {"opening": opening, "images": images}
+        data, eval_items = _load_items(config, tokenizer, context, size, uses, known, loading)
+        turns = turn_template(config, tokenizer, opening) if opening is not None else None
+    _check_kv_cache(config, [data.train, *eval_items.values()])
+    return data, eval_items, turns, tokenizer
+
+
+def checked_model(config: Config, graph: Graph, model_path: str) -> tuple[Any, Any]:
+    """The config of the actor's model and its tokenizer, once both are checked.
+
+    So are other roles' models. Raises ConfigError for what cannot train, generate, be laid out or
+    be written.
+    """
+    from hybridrl.checkpoint.hf import check_side_files
+    from hybridrl.data.chat import template_text
     from hybridrl.models.load import check_supported, load_config, load_tokenizer
     from hybridrl.models.stored_weights import check_stored
     from hybridrl.workers.sampling import stop_strings
@@ -406,21 +433,7 @@ def _load(
         resolve_role_paths(config, graph)
     stop_strings(tokenizer, config.rollout.stop)
     stop_strings(tokenizer, config.environment.stop, "environment.stop")
-    _check_sampling(config, graph, tokenizer, model.vocab_size)
-    with openings(config) as opening:
-        context = context_tokens(model)
-        uses = RowUses(
-            graph.columns,
-            targets=graph.trains_targets or config.warm_start_steps > 0,
-            generates=graph.generates,
-        )
-        size = model.vocab_size
-        images = PromptImages.of(model_path, tokenizer)
-        loading = {"opening": opening, "images": images}
-        data, eval_items = _load_items(config, tokenizer, context, size, uses, known, loading)
-        turns = turn_template(config, tokenizer, opening) if opening is not None else None
-    _check_kv_cache(config, [data.train, *eval_items.values()])
-    return data, eval_items, turns, tokenizer
+    return model, tokenizer
 
 
 def _check_model(config: Config, graph: Graph, model: Any) -> None:

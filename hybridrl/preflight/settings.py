@@ -38,6 +38,28 @@ def check_model_settings(config: Config) -> None:
         check_value_layout(settings.path, config.model, settings.layout, name)
 
 
+def composed_run(overrides: Sequence[str], *, new: bool = True) -> Config:
+    """The config of overrides, whose settings are in `run.dir` then, as the command line has them.
+
+    Raises ConfigError for settings that cannot work, and where a `new` run would join another.
+    """
+    from omegaconf import OmegaConf
+
+    from hybridrl.config import compose
+
+    compose.register()
+    node = compose.composed(compose.resolve_arguments(overrides))
+    node.run.dir = str(Path(node.run.dir).absolute())
+    config = compose.to_config(node)
+    check_startable(config)
+    if new:
+        check_run_dir(config)
+    settings = Path(config.run.dir) / ".hydra" / "config.yaml"
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(node, settings)
+    return config
+
+
 def check_run_dir(config: Config) -> None:
     """Raise ConfigError where a training run would add its metrics to those of another."""
     metrics = Path(config.run.dir) / "metrics.jsonl"

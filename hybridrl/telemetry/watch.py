@@ -26,15 +26,16 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; raises ConfigError where there can be none."""
+def listen(host: str, port: int, keys: tuple[str, str] = ("--host", "--port")) -> socket.socket:
+    """A listening socket; raises ConfigError with one of `keys` where there can be none."""
+    host_key, port_key = keys
     if not 0 <= port <= 65535:
-        raise ConfigError("--port", port, "0 (any free port) to 65535")
+        raise ConfigError(port_key, port, "0 (any free port) to 65535")
     try:
         (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(
-            "--host", host, f"an address of this machine ({error.strerror})"
+            host_key, host, f"an address of this machine ({error.strerror})"
         ) from None
     try:
         both = family == socket.AF_INET6 and _is_unspecified(
@@ -45,11 +46,11 @@ def listen(host: str, port: int) -> socket.socket:
         )
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError("--host", host, "an address of this machine") from None
+            raise ConfigError(host_key, host, "an address of this machine") from None
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError("--port", port, "a free port: another program has it") from None
+            raise ConfigError(port_key, port, "a free port: another program has it") from None
         raise ConfigError(
-            "--port", port, f"a free port ({os.strerror(error.errno or 0)})"
+            port_key, port, f"a free port ({os.strerror(error.errno or 0)})"
         ) from None
 
 

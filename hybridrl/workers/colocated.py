@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,17 @@ from hybridrl.workers.staying_roles import ALL_LEAVE, StayingRoles
 from hybridrl.workers.store import SampleStore
 from hybridrl.workers.trainer import ActorTrainer
 from hybridrl.workers.training import UpdateShare
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSnapshot:
+    """Weights of another time or another model: this rank's trained shards by name, on the host.
+
+    No other snapshot has its `version`.
+    """
+
+    version: int
+    shards: Mapping[str, torch.Tensor]
 
 
 class ColocatedActor:
@@ -130,13 +142,13 @@ class ColocatedActor:
 
     # -- who has the device --------------------------------------------------------------------
 
-    def enter_generation(self) -> SwitchStats | None:
-        """Have the rollout engine awake with the newest weights. Collective.
+    def enter_generation(self, snapshot: WeightSnapshot | None = None) -> SwitchStats | None:
+        """Have the rollout engine awake with the newest weights, or a `snapshot`. Collective.
 
         Returns the cost of the weight switch, None where nothing moved.
         """
         with self.residency.entering_generation(self.trainer.train_engine) as wakes:
-            return self.switch_weights(wakes)
+            return self.switch_weights(wakes, snapshot)
 
     def enter_training(self) -> None:
         """Put the rollout engine to sleep, for the roles that train.
@@ -161,19 +173,25 @@ class ColocatedActor:
 
     # -- the weight switch ---------------------------------------------------------------------
 
-    def switch_weights(self, wakes: bool) -> SwitchStats | None:
-        """Move the newest weights to the rollout engine, unless it has them. Collective.
+    def switch_weights(
+        self, wakes: bool, snapshot: WeightSnapshot | None = None
+    ) -> SwitchStats | None:
+        """Move the newest weights to the rollout engine, or a `snapshot`, unless it has them.
 
         An engine that `wakes` has none. Gives the switch's cost, None where nothing moved.
+        Collective.
         """
-        version = self.trainer.train_engine.version
+        version = self.trainer.train_engine.version if snapshot is None else snapshot.version
         if not wakes and self.generator.version == version:
             return None
 
         def load(fill: Fill) -> None:
             self.generator.load(fill, version)
 
-        shards = self.trainer.train_engine.named_shards()
+        shards: Mapping[str, torch.Tensor] = self.trainer.train_engine.named_shards()
+        if snapshot is not None:
+            own = {name: shard.to(self.device) for name, shard in snapshot.shards.items()}
+            shards = {**shards, **own}
         if self.adapters is None:
             stats = self._switch.switch(shards, load, self.generator.held_weights)
         else:

@@ -310,6 +310,20 @@ class Generator:
         )
         return Generated(finished, parked, turns, work, copies)
 
+    def decode(self, requests: Sequence[Request], num_decode_steps: int) -> list[Output]:
+        """Decode further requests, which are no samples of a run, with those that are here.
+
+        Gives the ones that have finished within so many steps, whole.
+        """
+        self.engine.submit(requests)
+        self._bounded_call(None)
+        outputs: list[Output] = []
+        for _ in range(num_decode_steps):
+            if not self.unfinished:
+                break
+            outputs += self.engine.step()
+        return outputs
+
     def _bounded_call(self, limit: int | None) -> BoundsCalls | None:
         """Begin a call of so many steps, in an engine that must know them."""
         if not self.config.rollout.features.bounds_calls:

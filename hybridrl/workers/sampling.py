@@ -73,7 +73,12 @@ def stop_strings(
     """
     texts = [text for text in stop if _token_id(tokenizer, text) is None]
     _check_texts(tokenizer, texts, key)
-    return StopStrings(partial(_decode, tokenizer), texts) if texts else None
+    return text_stops(tokenizer, texts) if texts else None
+
+
+def text_stops(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> StopStrings:
+    """What ends a response by these texts, tokens of the vocabulary too, none of them empty."""
+    return StopStrings(partial(_decode, tokenizer), texts)
 
 
 def bad_word_ids(

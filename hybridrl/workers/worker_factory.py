@@ -11,15 +11,22 @@ from hybridrl.workers.base_worker import BaseWorker
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.data_plane import DataPlane
 from hybridrl.workers.rollout_worker import RolloutWorker
+from hybridrl.workers.serving import ServingWorker
 from hybridrl.workers.trainer_worker import TrainerWorker
 
 
 def make_worker(
-    number: int, world_size: int, config: Config, model_path: str, data_plane: DataPlane
+    number: int,
+    world_size: int,
+    config: Config,
+    model_path: str,
+    data_plane: DataPlane,
+    serves: bool = False,
 ) -> BaseWorker:
     """The worker of this `number`: of a rank of the run, by `cluster.rank_order`.
 
-    In its pool the rank has another number. It begins its logs.
+    In its pool the rank has another number. It begins its logs. With `serves` its models are those
+    of clients.
     """
     rank = config.cluster.worker_of_rank.index(number)
     # Under Ray a rank's standard error is a file; without it is the terminal.
@@ -33,11 +40,13 @@ def make_worker(
     if config.cluster.device is Device.cuda:
         record_collectives(logs / f"{NCCL_TRACE}{name}-", rank_in_pool)
     place = rank_in_pool, len(pools[name]), config, model_path, data_plane
+    if serves:
+        return ServingWorker(*place)
     if name == "actor":
         generates = config.cluster.home == name
         return ActorWorker(*place) if generates else TrainerWorker(*place)
     return RolloutWorker(*place) if name == "rollout" else CriticWorker(*place, pool=name)
 
 
-class ClusterWorker(ActorWorker, TrainerWorker):  # type: ignore[misc]  # nobody calls them
+class ClusterWorker(ServingWorker, TrainerWorker):  # type: ignore[misc]  # nobody calls them
     """The marks of all workers' methods, for launchers; it has no instance."""

@@ -141,6 +141,8 @@ class Request:
 
     `images` are the files of the prompt's images, whose pads are among the `prompt_ids`.
 
+    `stops` are texts that end it, besides those of the engine.
+
     With `rests_at` it is held once it has so many response tokens and has not ended, until it is
     parked. 0: never.
 
@@ -168,6 +170,7 @@ class Request:
     rests_at: int = 0
     recomputed_at: list[int] = field(default_factory=list)
     images: Images = ()
+    stops: StopStrings | None = None
 
     def copy(self) -> "Request":
         """One with lists of its own, and without keys and values."""

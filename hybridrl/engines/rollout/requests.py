@@ -96,10 +96,11 @@ def finish_of(request: Request, stops: StopStrings | None) -> str | None:
     sampling, start = request.sampling, request.turn_start
     if request.response_ids[-1] in sampling.stop_token_ids:
         return "stop"
-    if stops is not None:
-        turn = request.response_ids[start:] if start else request.response_ids
-        if stops.ended(turn, max(0, sampling.min_new_tokens - start)):
-            return "stop"
+    for texts in (stops, request.stops):
+        if texts is not None:
+            turn = request.response_ids[start:] if start else request.response_ids
+            if texts.ended(turn, max(0, sampling.min_new_tokens - start)):
+                return "stop"
     num_tokens = len(request.response_ids)
     if num_tokens >= _limit(request):
         return "length"

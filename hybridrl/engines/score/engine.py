@@ -278,6 +278,20 @@ class ScoreEngine:
         return [(ids.long(), log_probs.contiguous()) for ids, log_probs in pairs]
 
     @torch.no_grad()
+    def named_log_probs(self, sequences: Sequence[TrainSequence], field: str) -> list[torch.Tensor]:
+        """Log-probabilities of the tokens in a `field` [response_tokens, k], the same k in all.
+
+        They are [response_tokens, k] a sequence, on the CPU. A token of -1 is none, and has 0.
+        """
+        assert not self.classifier, "a sequence classifier has no vocabulary"
+        counts = [s.response_tokens for s in sequences]
+        ids = [s.fields[field] for s in sequences]
+        width = {x.shape[1] for x in ids if isinstance(x, torch.Tensor)}
+        head = partial(self._named_log_probs, field)
+        columns = self._run(sequences, counts, head, width=tuple(width))
+        return [rows.reshape(count, *width) for rows, count in zip(columns, counts, strict=True)]
+
+    @torch.no_grad()
     def values_at_end(self, sequences: Sequence[TrainSequence]) -> list[float]:
         """The classifier's score of every sequence, at its last token.
 
@@ -398,6 +412,27 @@ class ScoreEngine:
         )
         assert self.config.vocab_size <= 2**24, self.config.vocab_size
         return torch.cat([ids.float(), log_probs.float()], 1)
+
+    def _named_log_probs(
+        self,
+        field: str,
+        hidden: torch.Tensor,
+        batch: PackedBatch,
+        sequences: Sequence[TrainSequence],
+    ) -> torch.Tensor:
+        head = self.model.get_output_embeddings()
+        ids = torch.cat([x for s in sequences if isinstance(x := s.fields[field], torch.Tensor)])
+        ids = ids.to(self.device)
+        log_probs, _ = linear_log_probs(
+            hidden.index_select(0, batch.predicting),
+            head.weight,
+            batch.targets,
+            shard=self._shard(head.weight),
+            bias=head.bias,
+            candidates=ids.clamp(min=0),
+            **self._transform,
+        )
+        return log_probs[:, 1:].masked_fill(ids < 0, 0.0)
 
     def _shard(self, weight: torch.Tensor) -> VocabShard | None:
         """The rank's share of the head's rows; None where it has all of them."""

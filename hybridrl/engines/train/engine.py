@@ -19,8 +19,6 @@ from hybridrl.algorithms.normalize import factor_of_totals
 from hybridrl.config import (
     LoraConfig,
     ModelConfig,
-    OptimConfig,
-    OptimName,
     RouterReplay,
     TrainerConfig,
 )
@@ -28,8 +26,7 @@ from hybridrl.config.loss import Loss
 from hybridrl.engines.train.build import TrainDims, build, load
 from hybridrl.engines.train.expert_load import ExpertLoad
 from hybridrl.engines.train.interface import TrainSequence, ended
-from hybridrl.engines.train.muon import MatrixOwners
-from hybridrl.engines.train.optim import make_optimizer
+from hybridrl.engines.train.optimizer_steps import SteppedShards
 from hybridrl.engines.train.packed import Candidates, PackedBatch, keep_experts
 from hybridrl.engines.train.pipeline import Pipeline, StageModel
 from hybridrl.engines.train.pipeline_executor import PipelineGroups
@@ -45,7 +42,6 @@ from hybridrl.engines.train.update_sums import (
     row_loss,
     sum_tied,
 )
-from hybridrl.engines.train.weights import ModelShards
 from hybridrl.layout.fsdp_groups import is_one_group, stays_unsharded
 from hybridrl.layout.process_groups import warm_up
 from hybridrl.models.adapters import add_adapters, enabled_dropout
@@ -70,7 +66,7 @@ from hybridrl.system.activity import mark
 logger = logging.getLogger(__name__)
 
 
-class TrainEngine(ModelShards):
+class TrainEngine(SteppedShards):
     """One rank's shard of a model in training.
 
     Invariant: between calls trained parameters are sharded and in float32, and all ranks hold the
@@ -168,7 +164,6 @@ class TrainEngine(ModelShards):
         if gives_values:  # in place of the vocabulary's head
             self.flops = replace(self.flops, per_scored=2 * self.model.config.hidden_size)
         self._early: UpdateSums | None = None
-        self.version = 0
         steps = trainer.steps * trainer.mini_batches * trainer.epochs
         self.reset_optimizer(trainer.optim, steps)
 
@@ -244,37 +239,10 @@ class TrainEngine(ModelShards):
             "fsdp_keep_unsharded": self.keep_unsharded,
         }
 
-    def reset_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
-        """Restart with empty moments and the schedule at its beginning; weights stay."""
-        self.optim, self.total_steps = optim, total_steps
-        self._make_optimizer()
-
-    def _make_optimizer(self, steps: int = 0) -> None:
-        """Make the optimizer of the present phase, after `steps` of its steps."""
-        self.memory.drop_moments()
-        owners = None
-        if self.optim.name is OptimName.muon:
-            owners = MatrixOwners(*self.trained_matrices(), self.compute_dtype, self.device)
-        self.optimizer, self.lr_scheduler = make_optimizer(
-            self.trained_parameters(), self.optim, self.total_steps, steps, owners
-        )
-
     def moving_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers of this rank's layers that updates change, by name; not copies."""
         moves = self.trainer.router_bias_update_rate > 0
         return routing_biases(self.local_buffers()) if moves else {}
-
-    def resume(self, version: int, steps: int, moments: bool) -> None:
-        """Set the state after `steps` optimizer steps of the present phase, `version` in all.
-
-        With `moments` the optimizer allocates them, to be filled in place like the weights
-        (`hybridrl.checkpoint.distributed`).
-        """
-        self._make_optimizer(steps)
-        self.version = version
-        if moments:
-            self.memory.allocate_moments(self.optimizer, steps)
-        self._written()
 
     # Scoring
 
@@ -306,11 +274,7 @@ class TrainEngine(ModelShards):
     ) -> list[torch.Tensor]:
         """The model's score of every response token."""
         rows = self.prepare_scores(sequences, alone, records_experts)
-        if self.pipeline is not None:
-            self.pipeline.score(rows.batches, rows.finish)
-            return self.finish_scores(rows)
-        (root,) = self.roots
-        score_rows(root, rows)
+        self._score_rows(rows.batches, rows.finish)
         return self.finish_scores(rows)
 
     def prepare_scores(
@@ -370,7 +334,7 @@ class TrainEngine(ModelShards):
         assert not any(module.p for module in self._dropouts), "its seed is the update's"
         early = self._early or UpdateSums()
         with self._replica.apart():
-            pooled, micros = self._rows(sequences, loss)
+            pooled, _, micros = self._rows(sequences, loss)
             (number,) = self._replica.most([len(micros.parts)])
             early.counts = early.joined(self._replica.count(pooled, 0, self.flops))
             if number:
@@ -439,6 +403,33 @@ class TrainEngine(ModelShards):
             self._train_rows(prepared.batches, prepared.finish)
         return self.finish_update(prepared)
 
+    def accumulate_gradient(
+        self, sequences: Sequence[TrainSequence], loss: Loss[torch.Tensor], backward: bool = True
+    ) -> tuple[list[torch.Tensor], dict[str, float]]:
+        """Add the gradient of `loss`, summed over all ranks' sequences, to what is there.
+
+        `step` follows, after one call or several. Tokens have the weights of totals 1: those of
+        `normalize=token` are 1. Without `backward` nothing is added.
+
+        Returns the log-probabilities of this rank's sequences, on the CPU: [response_tokens] each,
+        with candidates [response_tokens, 1 + k]. Also metrics, the same on all ranks: `loss`, the
+        sum, and means over tokens of the loss's own. Raises ValueError as `update`.
+        """
+        update = self.prepare_update(sequences, loss, continues=True, keeps_scores=True)
+        if backward:
+            with self.training(update):
+                self._train_rows(update.batches, update.finish)
+        else:
+            with torch.no_grad():
+                self._score_rows(update.batches, update.finish)
+        assert update.scored is not None
+        log_probs, sums = self.finish_scores(update.scored), update.sums.sums
+        if self.pipeline is not None:
+            sums = self._replica.from_last_stage(sums, self.device)
+        nothing = torch.zeros((), dtype=torch.float64, device=self.device)
+        _, metrics = averages(nothing, sums, 1.0, self._replica.size)
+        return log_probs, metrics
+
     def prepare_update(
         self,
         sequences: Sequence[TrainSequence],
@@ -448,14 +439,16 @@ class TrainEngine(ModelShards):
         compare: Mapping[str, str] = MappingProxyType({}),
         continues: bool = False,
         even: bool = True,
+        keeps_scores: bool = False,
     ) -> PreparedUpdate:
         """The rows of an `update` and the totals of all ranks; `finish_update` follows.
 
-        All ranks have equally many rows, unless `even` is false.
+        All ranks have equally many rows, unless `even` is false. With `keeps_scores` the scores of
+        all response tokens are kept.
         """
         assert continues or self._early is None, "an update that knows of no early gradient"
         sums, self._early = self._early or UpdateSums(), None
-        pooled, micros = self._rows(sequences, loss)
+        pooled, own, micros = self._rows(sequences, loss)
         counts = self._replica.count(pooled, len(micros.parts), self.flops)
         totals = self._replica.totals(sums.joined(counts))
         number = totals.micro_batches if even else max(1, len(micros.parts))
@@ -468,7 +461,13 @@ class TrainEngine(ModelShards):
         weighed = (1, 1, 1) if continues else known
         finish = row_loss(micros, batches, loss, weighed, compare, sums)
         factor = factor_of_totals(loss.normalize, *known) if continues else 1.0
-        return PreparedUpdate(pooled, batches, loss, totals, compare, sums, finish, factor)
+        scored = None
+        if keeps_scores:
+            scored = ScoredRows(
+                sequences=sequences, pooled=pooled, own=own, micros=micros, batches=batches
+            )
+            finish = scored.keeping(finish)
+        return PreparedUpdate(pooled, batches, loss, totals, compare, sums, finish, factor, scored)
 
     @contextmanager
     def training(self, update: PreparedUpdate) -> Iterator[None]:
@@ -503,8 +502,8 @@ class TrainEngine(ModelShards):
 
     def _rows(
         self, sequences: Sequence[TrainSequence], loss: Loss[torch.Tensor]
-    ) -> tuple[Sequence[TrainSequence], MicroBatches]:
-        """The sequences that this rank's pp x tp ranks compute, and their micro-batches."""
+    ) -> tuple[Sequence[TrainSequence], slice, MicroBatches]:
+        """The sequences that this rank's pp x tp ranks compute, its own, and micro-batches."""
         samples_per_row = loss.samples_per_row
         if len(sequences) % samples_per_row:
             raise ValueError(
@@ -514,8 +513,8 @@ class TrainEngine(ModelShards):
             assert self.gives_values, "only a model with a value head is read at the end"
             pad = getattr(self.model.config, "pad_token_id", None)
             sequences = [ended(sequence, pad) for sequence in sequences]
-        pooled, _ = self._replica.gather(sequences)
-        return pooled, self._replica.split(pooled, samples_per_row)
+        pooled, own = self._replica.gather(sequences)
+        return pooled, own, self._replica.split(pooled, samples_per_row)
 
     def _pack(self, micros: MicroBatches, loss: Loss[torch.Tensor]) -> list[PackedBatch]:
         return self._replica.pack(
@@ -539,6 +538,13 @@ class TrainEngine(ModelShards):
             real, shared = self._reduce([sums.real, sums.shared], dist.ReduceOp.SUM)
             metrics["shared_prompt_share"] = shared / (real + shared)
         return metrics
+
+    def _score_rows(self, batches: Sequence[PackedBatch], finish: Callable[..., Any]) -> None:
+        if self.pipeline is not None:
+            self.pipeline.score(batches, finish)
+            return
+        (root,) = self.roots
+        score_rows(root, batches, finish)
 
     def _train_rows(
         self, batches: Sequence[PackedBatch], finish: Callable[..., Any], all_reduce: bool = True
@@ -565,17 +571,10 @@ class TrainEngine(ModelShards):
         }
         finite = math.isfinite(square) and math.isfinite(metrics["loss"])
         if finite:
-            limit = self.optim.clip_grad_norm
-            if limit and metrics["grad_norm"] > limit:
-                torch._foreach_mul_(gradients, limit / (metrics["grad_norm"] + 1e-6))
             for group in self.optimizer.param_groups:
                 group["lr"] *= lr_scale  # for this step: the scheduler resets it
-            if not self.optimizer.state:
-                self.memory.allocate_moments(self.optimizer, steps=0)
-            self._written()  # once moments that were away have come
-            self.optimizer.step()
+            self._apply(gradients, metrics["grad_norm"], self.optim.clip_grad_norm)
             self.lr_scheduler.step()
-            self.version += 1
         self.optimizer.zero_grad()
         metrics["bad_step"] = 0.0 if finite else 1.0
         return metrics

@@ -14,6 +14,9 @@ from hybridrl.engines.train.packed import PackedBatch, PackedModel
 from hybridrl.engines.train.replica import MicroBatches
 from hybridrl.system.activity import mark
 
+RowScored = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Called with a row's number, its scores and entropies [scored]; gives a loss []."""
+
 
 @dataclass(kw_only=True, slots=True)
 class ScoredRows:
@@ -46,6 +49,15 @@ class ScoredRows:
             if position >= 0:
                 self.scores[indices[position]] = value.clone()
         return torch.zeros(())
+
+    def keeping(self, loss: RowScored) -> RowScored:
+        """The `loss` [] of a row by its number, which also has the row's scores taken."""
+
+        def finish(number: int, values: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
+            self.finish(number, values.detach(), entropy)
+            return loss(number, values, entropy)
+
+        return finish
 
 
 def train_rows(
@@ -86,9 +98,11 @@ def train_rows(
             del loss  # and with it the row's graph, before the next one
 
 
-def score_rows(root: PackedModel, rows: ScoredRows) -> None:
-    """Forward of one row after another; within `torch.no_grad`."""
-    for number, row in enumerate(rows.batches):
+def score_rows(
+    root: PackedModel, batches: Sequence[PackedBatch], finish: Callable[..., Any]
+) -> None:
+    """Forward of one row after another; within `torch.no_grad`. `finish` takes a row's scores."""
+    for number, row in enumerate(batches):
         mark("forward", number)
         values = score_in_passes(root, row) if row.passes else root(row.ids, row)[0]
-        rows.finish(number, values, None)
+        finish(number, values, None)

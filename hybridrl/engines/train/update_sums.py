@@ -1,7 +1,7 @@
 """What a rank adds up in an update, row by row, and what the ranks join: sums and gradients."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from hybridrl.engines.train.gathering import fsdp_modules
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import PackedBatch, loss_inputs, scored_fields
 from hybridrl.engines.train.replica import MicroBatches, UpdateTotals
+from hybridrl.engines.train.rows import RowScored, ScoredRows
 from hybridrl.models.stages import Chunk, modules_before
 
 _LONGEST = 3  # of `UpdateTotals`: a maximum, the others are sums
@@ -63,7 +64,7 @@ class PreparedUpdate:
     """An update whose rows are packed: what forward and backward read, and then the step.
 
     `finish` gives the loss of a row by its number. The gradient and `sums` are to be multiplied by
-    `factor`.
+    `factor`. `scored` has the scores of the rows, where they are kept.
     """
 
     sequences: Sequence[TrainSequence]
@@ -72,8 +73,9 @@ class PreparedUpdate:
     totals: UpdateTotals
     compare: Mapping[str, str]
     sums: UpdateSums
-    finish: Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    finish: RowScored
     factor: float
+    scored: ScoredRows | None = None
 
 
 def row_loss(
@@ -83,7 +85,7 @@ def row_loss(
     totals: tuple[int, int, int],
     compare: Mapping[str, str],
     into: UpdateSums,
-) -> Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]:
+) -> RowScored:
     """The loss [] of row number i, from its scores; its metrics are added to `into`.
 
     `totals` are tokens, sequences and the longest response, by which tokens are weighted.

@@ -1,0 +1,351 @@
+"""The loop of a server: clients' requests in turn on the ranks, in a thread beside the HTTP side.
+
+    submit -> inbox -> training's queue, in the order of arrival  -> TRAIN
+                    -> samples waiting, by their snapshot         -> GENERATE with that snapshot
+
+The ranks are in one place at a time (`turns`). Work is one request of training, or a few decode
+steps of all samples of a snapshot. So new requests for the snapshot that decodes join its batch.
+"""
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from hybridrl.config import Config, ConfigError
+from hybridrl.config.serve import ServeConfig
+from hybridrl.driver.rank_failures import WorkerError
+from hybridrl.preflight.memory_plan import sizes_of_run
+from hybridrl.runtime.errors import RayStartError
+from hybridrl.runtime.launchers import launched
+from hybridrl.serving.checkpoints import CheckpointFiles
+from hybridrl.serving.checks import check_sample
+from hybridrl.serving.prepare import PreparedServer, prepare_server
+from hybridrl.serving.ranks import ServingRanks
+from hybridrl.serving.requests import (
+    CheckpointPath,
+    ClientAnswer,
+    ClientRequest,
+    Completed,
+    Delete,
+    Expire,
+    Listed,
+    Listing,
+    Refused,
+    SampleRequest,
+    ServedModel,
+    ServerFailed,
+)
+from hybridrl.serving.sampling import ClientSampling, OpenSampling
+from hybridrl.serving.snapshots import Snapshot, Snapshots
+from hybridrl.serving.training import ClientTraining, ModelRequest
+from hybridrl.serving.turns import TRAIN, next_place
+from hybridrl.workers.serving import ServingWorker
+
+logger = logging.getLogger(__name__)
+
+_DECODE_STEPS = 32
+"""Decode steps until new requests join a batch, and others may have their turn."""
+
+SERVER_ERRORS = (WorkerError, RayStartError, OSError)
+"""The errors that end a server after its start, each with one line."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request of training that waits since `since`, for its `future`."""
+
+    request: ModelRequest
+    future: "Future[ClientAnswer]"
+    since: float
+
+
+class Turns:
+    """All work that clients wait for, and the place where the ranks are.
+
+    Invariant: every request's future is in one place: in `training`, in `waiting` under the version
+    of its snapshot, or with `sampling`, which has begun it.
+    """
+
+    def __init__(
+        self,
+        ranks: ServingRanks,
+        served: ServedModel,
+        run_dir: Path,
+        settings: ServeConfig,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.ranks, self.served, self._settings, self._now = ranks, served, settings, now
+        self.files = CheckpointFiles(run_dir)
+        self.snapshots = Snapshots(settings.snapshots)
+        self.clients = ClientTraining(ranks, served, self.files, self.snapshots)
+        self.sampling = ClientSampling(ranks)
+        self.training: deque[Ticket] = deque()
+        self.waiting: dict[int, list[OpenSampling]] = {}
+        self.place = TRAIN
+        self._numbers = itertools.count()
+        self._since: dict[int, float] = {}  # of the snapshots with open requests
+        self._left_training = 0.0
+
+    def take(self, request: ClientRequest, future: "Future[ClientAnswer]") -> None:
+        """Let a request wait for its turn, or answer it at once."""
+        with _refusals(future):
+            match request:
+                case SampleRequest():
+                    self._take_sample(request, future)
+                case Listing():
+                    future.set_result(Listed(self.files.all(request.model)))
+                case Delete():
+                    self.files.delete(CheckpointPath.parse(request.path))
+                    self.snapshots.forget(request.path)
+                    future.set_result(Completed())
+                case Expire():
+                    self.files.expire(CheckpointPath.parse(request.path), request.ttl_s)
+                    future.set_result(Completed())
+                case _:
+                    self.training.append(Ticket(request, future, self._now()))
+
+    def _take_sample(self, request: SampleRequest, future: "Future[ClientAnswer]") -> None:
+        most = check_sample(request, self.served)
+        snapshot = self._snapshot(request.weights)
+        snapshot.open += 1
+        self.snapshots.sampled(snapshot)
+        number = next(self._numbers)
+        self.waiting.setdefault(snapshot.version, []).append(
+            OpenSampling(request, future, snapshot, most, number)
+        )
+        self._since.setdefault(snapshot.version, self._now())
+
+    def _snapshot(self, text: str | None) -> Snapshot:
+        """The snapshot of a path, which may have to be read before it generates."""
+        if (snapshot := self.snapshots.get(text)) is not None:
+            return snapshot
+        if text is None:
+            return self.snapshots.add(None, None, here=False)
+        path = CheckpointPath.parse(text)
+        if self.files.has(path):
+            return self.snapshots.add(text, self.files.folder(path), here=False)
+        if text in self.snapshots.gone:
+            raise Refused(
+                f"{path} is gone: serve.snapshots={self.snapshots.most} keeps the last sampled"
+                " ones; save_weights_for_sampler with a name writes files"
+            )
+        raise Refused(f"{path}: there is no such checkpoint")
+
+    # -- work ----------------------------------------------------------------------------------
+
+    def work(self) -> bool:
+        """Do the next piece of work; False where there is none."""
+        since = dict(self._since)
+        if self.training:
+            since[TRAIN] = max(self.training[0].since, self._left_training)
+        if not since:
+            return False
+        place = next_place(self.place, since, self._now(), self._settings.patience_s)
+        if place != TRAIN and self._is_lost(self.snapshots[place]):
+            self._refuse(self.snapshots[place])
+            return True
+        if place != self.place:
+            self._enter(place)
+        if place == TRAIN:
+            self._train(self.training[0])
+            self.training.popleft()  # a request whose run raises is still here, to be failed
+        else:
+            self._generate(self.snapshots[place])
+        return True
+
+    def _is_lost(self, snapshot: Snapshot) -> bool:
+        """Whether a snapshot would have to be read from files that are gone."""
+        if snapshot.here or snapshot.path is None:
+            return False
+        return snapshot.folder is None or not self.files.has(CheckpointPath.parse(snapshot.path))
+
+    def _refuse(self, snapshot: Snapshot) -> None:
+        """ClientAnswer the requests for a snapshot that cannot be read; none of them has begun."""
+        for one in self.waiting.pop(snapshot.version):
+            one.future.set_exception(Refused(f"{snapshot.path}: the checkpoint has been deleted"))
+        snapshot.open = 0
+        del self._since[snapshot.version]
+
+    def _enter(self, place: int) -> None:
+        """Bring the ranks to another place; what is left there waits from now on."""
+        if self.place == TRAIN:
+            self._left_training = self._now()
+        elif self.place in self._since:
+            self._since[self.place] = self._now()
+        if place == TRAIN:
+            self.ranks.ask(ServingWorker.train)
+        else:
+            self._bring(self.snapshots[place])
+            self.ranks.ask(ServingWorker.generate_with, place)
+        self.place = place
+
+    def _bring(self, snapshot: Snapshot) -> None:
+        """Have the ranks read a snapshot that they have not."""
+        if not snapshot.here:
+            if self.place != TRAIN:
+                self.ranks.ask(ServingWorker.train)
+            folder = None if snapshot.folder is None else str(snapshot.folder)
+            self.ranks.ask(ServingWorker.read_snapshot, snapshot.version, folder)
+            snapshot.here = True
+            self._drop()
+
+    def _drop(self) -> None:
+        """Forget the snapshots that are too many."""
+        for snapshot in list(self.snapshots.dropped()):
+            logger.info("the snapshot %s is dropped from memory", snapshot.path or "of the base")
+            self.ranks.ask(ServingWorker.drop_snapshot, snapshot.version)
+
+    def _train(self, ticket: Ticket) -> None:
+        with _refusals(ticket.future):
+            answer = self.clients.run(ticket.request)
+            self._drop()
+            ticket.future.set_result(answer)
+
+    def _generate(self, snapshot: Snapshot) -> None:
+        """Some decode steps of a snapshot's samples, new ones with them."""
+        self.sampling.begin(self.waiting.pop(snapshot.version, []))
+        done = self.sampling.draw(_DECODE_STEPS)
+        snapshot.open -= len(done)
+        if not snapshot.open:
+            del self._since[snapshot.version]
+
+    def open(self) -> Iterator["Future[ClientAnswer]"]:
+        """The futures of all requests that are not answered."""
+        for ticket in self.training:
+            yield ticket.future
+        for requests in (*self.waiting.values(), self.sampling.open()):
+            for one in requests:
+                yield one.future
+
+
+class ServeLoop:
+    """See `ServeBackend`: the ranks of a server, and the thread that asks them.
+
+    States: made by `start`, which returns once the ranks are up -> `submit`, any number of times ->
+    `close`, or the death of a rank. Then every request fails with one line.
+    """
+
+    info: ServedModel
+
+    def __init__(self, config: Config, prepared: PreparedServer) -> None:
+        self.info, self.run_dir = prepared.served, Path(config.run.dir)
+        self._config, self._prepared = config, prepared
+        self._inbox: queue.SimpleQueue[tuple[ClientRequest, Future[ClientAnswer]] | None]
+        self._inbox = queue.SimpleQueue()
+        self._closing, self._ended = threading.Event(), threading.Event()
+        self._ready: Future[None] = Future()
+        self._failure: str | None = None
+        self._thread = threading.Thread(target=self._run, name="serve loop")
+
+    @classmethod
+    def start(cls, config: Config) -> Self:
+        """Check the config and start its ranks. Raises ConfigError, and what ranks fail with."""
+        loop = cls(config, prepare_server(config))
+        loop._thread.start()
+        try:
+            loop._ready.result()
+        except BaseException:  # a signal: the thread ends what it has started
+            loop._closing.set()
+            loop._inbox.put(None)
+            loop._thread.join()
+            raise
+        return loop
+
+    async def submit(self, request: ClientRequest) -> ClientAnswer:
+        """See `ServeBackend`."""
+        future: Future[ClientAnswer] = Future()
+        future.set_running_or_notify_cancel()  # a client that leaves takes no answer away
+        self._inbox.put((request, future))
+        if self._ended.is_set():  # nobody will read it
+            self._fail_inbox()
+        return await asyncio.wrap_future(future)
+
+    async def close(self) -> None:
+        """See `ServeBackend`. The call that runs is answered, all other requests fail."""
+        self._closing.set()
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    @property
+    def failure(self) -> str | None:
+        """The line with which the server has ended by itself; None while it serves."""
+        return self._failure
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        config, prepared, turns = self._config, self._prepared, None
+        try:
+            with launched(config.cluster, self.run_dir / "logs") as launcher:
+                path = prepared.model_path
+                ranks = ServingRanks(
+                    launcher, config, path, _no_span, lambda rank, reading: None, serves=True
+                )
+                try:
+                    ranks.setup(sizes_of_run(config, prepared.graph, path))
+                    turns = Turns(ranks, self.info, self.run_dir, config.serve)
+                    self._ready.set_result(None)
+                    self._serve(turns)
+                    ranks.close()
+                finally:
+                    ranks.kill()
+        except Exception as error:
+            self._failure = " ".join(str(error).split()) or type(error).__name__
+            if not self._ready.done():
+                self._ready.set_exception(error)
+            elif not isinstance(error, (*SERVER_ERRORS, ConfigError)):
+                logger.exception("the server has failed")
+        finally:
+            for future in turns.open() if turns is not None else ():
+                self._fail(future)
+            self._ended.set()  # before the inbox is read for the last time
+            self._fail_inbox()
+
+    def _serve(self, turns: Turns) -> None:
+        """Take requests and work on them until `close`."""
+        busy = False
+        while not self._closing.is_set():
+            try:
+                while item := self._inbox.get(block=not busy):
+                    turns.take(*item)
+                    busy = True
+            except queue.Empty:
+                pass
+            if not self._closing.is_set():
+                busy = turns.work()
+
+    def _fail_inbox(self) -> None:
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if item is not None:
+                self._fail(item[1])
+
+    def _fail(self, future: "Future[ClientAnswer]") -> None:
+        if not future.done():
+            future.set_exception(ServerFailed(self._failure or "the server has ended"))
+
+
+@contextmanager
+def _refusals(future: "Future[ClientAnswer]") -> Iterator[None]:
+    """Within, what is the client's fault becomes the answer."""
+    try:
+        yield
+    except Refused as refused:
+        future.set_exception(refused)
+
+
+def _no_span(lane: str, span: object, step: int) -> None:
+    """Nobody records a server's spans."""

@@ -1,0 +1,102 @@
+"""Everything that is checked and made before a server starts a process: a run's, without data."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridrl.algorithms.losses import CrossEntropyLoss
+from hybridrl.config import Config, ConfigError, EmulatedClusterConfig, OptimName, RouterReplay
+from hybridrl.engines.rollout.available import engine_checks
+from hybridrl.flow import Flow, Graph, recipe
+from hybridrl.models.context import context_tokens
+from hybridrl.models.load import load_config
+from hybridrl.preflight.activation_choice import decide_activations
+from hybridrl.preflight.memory_plan import check_memory
+from hybridrl.preflight.packages import check_packages, check_ray
+from hybridrl.preflight.placement import check_placement
+from hybridrl.preflight.prepare import (
+    check_compiler,
+    check_writable,
+    checked_model,
+    model_path_of,
+)
+from hybridrl.preflight.prompt_sharing import decide_prompt_sharing
+from hybridrl.preflight.schedule_choice import decide_schedule
+from hybridrl.runtime.devices import resolve_device
+from hybridrl.runtime.ray_cluster import check_ranks
+from hybridrl.serving.requests import ServedModel
+from hybridrl.system.short_tmpdir import shorten_tmpdir
+
+
+@dataclass(frozen=True)
+class PreparedServer:
+    """The inputs of a server, before its ranks start; `graph` is what memory is planned for."""
+
+    model_path: str
+    served: ServedModel
+    graph: Graph
+
+
+@recipe("serve")
+def _served(flow: Flow, cfg: Any) -> None:
+    """Generate and train: the roles of a server."""
+    flow.actor.update(flow.actor.generate(flow.prompts), loss=CrossEntropyLoss())
+
+
+def prepare_server(config: Config) -> PreparedServer:
+    """Check the config against the world, make the tiny model; raises `ConfigError`."""
+    shorten_tmpdir()
+    run_dir, graph = Path(config.run.dir), _served.build(None)
+    config.eval.sets = {}  # whose judges ranks would start
+    _check_served(config)
+    check_ray(config)
+    gpu_memory = resolve_device(config, asks_memory=True)
+    check_packages(config)
+    check_compiler(config)
+    check_ranks(config.cluster)
+    check_placement(config, graph)
+    engine_checks(config.rollout).check_installed()
+    check_writable(run_dir)
+    path = model_path_of(config, run_dir)
+    shape, _ = checked_model(config, graph, path)
+    decide_schedule(config, graph, shape)
+    decide_prompt_sharing(config, graph, shape)
+    decide_activations(config, graph, shape, gpu_memory)
+    check_memory(config, graph, path, gpu_memory)
+    served = ServedModel(
+        name=config.serve.name or config.model.path or "tiny",
+        tokenizer_path=path,
+        max_tokens=_most_tokens(config, context_tokens(shape)),
+        lora_rank=config.actor.lora.rank,
+        vocab=load_config(path).vocab_size,
+    )
+    return PreparedServer(path, served, graph)
+
+
+def _most_tokens(config: Config, context: int) -> int:
+    """Tokens of the longest prompt with its response, which the KV cache must hold."""
+    rollout = config.rollout
+    cached = rollout.kv_cache_tokens // rollout.block_size * rollout.block_size
+    return min(config.longest_generated, context, cached or context)
+
+
+def _check_served(config: Config) -> None:
+    """Raise for settings that a server cannot have, by their keys."""
+    cluster, rollout, trainer = config.cluster, config.rollout, config.trainer
+    if isinstance(cluster, EmulatedClusterConfig) or not cluster.holds_models:
+        raise ConfigError("cluster", cluster.kind.value, "a cluster whose ranks hold models")
+    if cluster.home != "actor" or len(cluster.pool_ranks) > 1:
+        allowed = "one pool, whose ranks train and generate"
+        raise ConfigError("cluster.pools", ", ".join(cluster.pool_ranks), allowed)
+    if not (rollout.features.shares_weights and rollout.features.exports_kv):
+        raise ConfigError("rollout", rollout.engine.value, "native: the others do not serve yet")
+    if config.environment.is_on:
+        raise ConfigError("environment", config.environment.kind.value, "none: clients have theirs")
+    if trainer.optim.name is not OptimName.adamw:
+        raise ConfigError(
+            "trainer.optim.name", trainer.optim.name.value, "adamw, as clients expect"
+        )
+    if trainer.router_replay is not RouterReplay.off:
+        raise ConfigError("trainer.router_replay", trainer.router_replay.value, "off")
+    if rollout.stop:
+        raise ConfigError("rollout.stop", rollout.stop, "[]: each request has stop texts")

@@ -1,0 +1,84 @@
+"""The snapshots that the ranks keep for sampling: as many as fit, the last sampled ones."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Weights under a `version` that no others have; `path` None is the base model.
+
+    They can be read again from a `folder`, unless that is None; the base is read from its file. A
+    snapshot that is not `here` is read before it generates. `open` requests want samples of it.
+    """
+
+    version: int
+    path: str | None
+    folder: Path | None = None
+    here: bool = False
+    open: int = 0
+
+    @property
+    def returns(self) -> bool:
+        """Whether it can be read again once it has been dropped."""
+        return self.path is None or self.folder is not None
+
+
+class Snapshots:
+    """Snapshots by path, at most `most` of them on the ranks, but for those with open requests.
+
+    Invariant: a snapshot that `dropped` gives has no open request and is not here any more; one
+    that cannot be read again is forgotten with it, and its path is among the `gone`.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.gone: set[str] = set()
+        self._versions = itertools.count(1)
+        self._by_version: dict[int, Snapshot] = {}  # the last sampled one last
+        self._version_of: dict[str | None, int] = {}
+
+    def __getitem__(self, version: int) -> Snapshot:
+        return self._by_version[version]
+
+    def get(self, path: str | None) -> Snapshot | None:
+        """The snapshot of a path, if it is known."""
+        version = self._version_of.get(path)
+        return None if version is None else self._by_version[version]
+
+    def add(self, path: str | None, folder: Path | None, here: bool) -> Snapshot:
+        """A new snapshot; one of the same path is no more, once its open requests are answered."""
+        snapshot = Snapshot(next(self._versions), path, folder, here)
+        self._by_version[snapshot.version] = snapshot
+        self._version_of[path] = snapshot.version
+        if path is not None:
+            self.gone.discard(path)
+        return snapshot
+
+    def sampled(self, snapshot: Snapshot) -> None:
+        """It is the last sampled one from now on."""
+        self._by_version[snapshot.version] = self._by_version.pop(snapshot.version)
+
+    def forget(self, path: str) -> None:
+        """The files of a path are no more."""
+        if (snapshot := self.get(path)) is not None:
+            snapshot.folder = None
+
+    def dropped(self) -> Iterator[Snapshot]:
+        """The snapshots to drop from the ranks: what is replaced, then what is beyond `most`."""
+        idle = [one for one in self._by_version.values() if one.here and not one.open]
+        replaced = [one for one in idle if self._version_of.get(one.path) != one.version]
+        number = sum(one.here for one in self._by_version.values()) - len(replaced)
+        others = [one for one in idle if one not in replaced]
+        for snapshot in replaced + others[: max(0, number - self.most)]:
+            snapshot.here = False
+            is_latest = self._version_of.get(snapshot.path) == snapshot.version
+            if not (is_latest and snapshot.returns):
+                del self._by_version[snapshot.version]
+                if is_latest:
+                    assert snapshot.path is not None
+                    del self._version_of[snapshot.path]
+                    self.gone.add(snapshot.path)
+            yield snapshot

@@ -1,0 +1,79 @@
+"""A server from its overrides: what has no effect is refused, then ranks and HTTP start."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+from hybridrl.config import ConfigError
+from hybridrl.preflight.settings import composed_run, own_run_dir
+from hybridrl.serving.loop import ServeLoop
+from hybridrl.serving.server import Server, in_thread, listener, read_key
+from hybridrl.telemetry.log import driver_log
+
+THE_CLIENTS = "nothing: it is the client's with hybridrl serve"
+NEEDLESS = {
+    **dict.fromkeys(
+        (
+            "cost",
+            "environment",
+            "eval",
+            "experiment",
+            "recipe",
+            "reward",
+            "roles",
+            "schedule",
+            "teacher",
+            "trainer.epochs",
+            "trainer.max_bad_steps",
+            "trainer.mini_batches",
+            "trainer.optim.betas",
+            "trainer.optim.clip_grad_norm",
+            "trainer.optim.eps",
+            "trainer.optim.lr",
+            "trainer.optim.min_lr_ratio",
+            "trainer.optim.schedule",
+            "trainer.optim.warmup_steps",
+            "trainer.optim.weight_decay",
+            "trainer.prompts_per_step",
+            "trainer.steps",
+            "warm_start",
+        ),
+        THE_CLIENTS,
+    ),
+    "data": "data.max_prompt_tokens alone: the data is the client's with hybridrl serve",
+    "trainer.keep_last": "nothing: clients save and delete",
+    "trainer.resume": "nothing: clients load what they have saved",
+    "trainer.save_every": "nothing: clients save and delete",
+}
+"""Settings of a run that a server has no use for, with those below them, and what is wanted."""
+USED = {"data.max_prompt_tokens"}
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for an override that has no effect on a server."""
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        key = key.partition("@")[0]
+        for needless, wanted in NEEDLESS.items():
+            if key not in USED and (key == needless or key.startswith((f"{needless}.", "eval/"))):
+                raise ConfigError(key, value, wanted)
+
+
+@contextmanager
+def serving(overrides: Sequence[str]) -> Iterator[Server]:
+    """A server with these overrides, until the end of the block: see `hybridrl serve`.
+
+    Raises ConfigError before a process starts, and later the errors of ranks.
+    """
+    check_overrides(overrides)
+    if not any(override.startswith("run.dir=") for override in overrides):
+        overrides = [*overrides, "run.dir=runs/${now:%Y%m%d-%H%M%S}-serve"]
+    config = composed_run(overrides)
+    run_dir = Path(config.run.dir)
+    with ExitStack() as stack:
+        stack.enter_context(own_run_dir(config))
+        stack.enter_context(driver_log(config.log.level, run_dir / "logs" / "driver.log"))
+        key = read_key(run_dir)
+        bound = stack.enter_context(closing(listener(config.serve)))
+        backend = ServeLoop.start(config)
+        yield stack.enter_context(in_thread(config.serve, backend, key, bound))

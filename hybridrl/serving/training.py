@@ -1,0 +1,155 @@
+"""What clients ask of their models: gradients, steps, checkpoints, snapshots."""
+
+from dataclasses import dataclass
+
+from hybridrl.checkpoint.distributed import Progress
+from hybridrl.engines.train.optimizer_steps import AdamWSettings
+from hybridrl.serving.checkpoints import CheckpointFiles
+from hybridrl.serving.checks import check_data, checked_loss
+from hybridrl.serving.ranks import ServingRanks
+from hybridrl.serving.requests import (
+    CheckpointPath,
+    ClientAnswer,
+    Completed,
+    CreateModel,
+    ForwardBackward,
+    LoadModel,
+    LossOutputs,
+    OptimStep,
+    Refused,
+    Save,
+    Saved,
+    ServedModel,
+    Stepped,
+    Unload,
+)
+from hybridrl.serving.snapshots import Snapshots
+from hybridrl.workers.serving import GradientCall, ServingWorker
+
+ModelRequest = CreateModel | ForwardBackward | OptimStep | Save | LoadModel | Unload
+
+
+@dataclass(slots=True)
+class ClientModel:
+    """A model that the ranks have: its optimizer steps, and whether it has a gradient."""
+
+    steps: int = 0
+    has_gradient: bool = False
+
+
+class ClientTraining:
+    """Clients' models by name, on ranks that are in TRAIN."""
+
+    def __init__(
+        self,
+        ranks: ServingRanks,
+        served: ServedModel,
+        files: CheckpointFiles,
+        snapshots: Snapshots,
+    ) -> None:
+        self.ranks, self.served, self.files, self.snapshots = ranks, served, files, snapshots
+        self.models: dict[str, ClientModel] = {}
+
+    def run(self, request: ModelRequest) -> ClientAnswer:
+        """Run a request to its end. Raises Refused where it is the client's fault."""
+        match request:
+            case CreateModel():
+                return self._create(request)
+            case ForwardBackward():
+                return self._forward_backward(request)
+            case OptimStep():
+                return self._step(request)
+            case Save():
+                return self._save(request)
+            case LoadModel():
+                self._load(request.model, request.path, request.optimizer)
+            case Unload():
+                self._model(request.model)
+                self._unload(request.model)
+        return Completed()
+
+    def _model(self, name: str) -> ClientModel:
+        if name not in self.models:
+            raise Refused(f"{name}: there is no such model, or it has been unloaded")
+        return self.models[name]
+
+    def _create(self, request: CreateModel) -> Completed:
+        name, rank = request.model, self.served.lora_rank
+        if name in self.models:
+            raise Refused(f"{name}: there is a model of that name")
+        if rank and request.rank != rank:
+            raise Refused(
+                f"rank={request.rank}: this server's adapters have actor.lora.rank={rank}"
+            )
+        if not rank and self.models:
+            other = next(iter(self.models))
+            raise Refused(f"actor.lora.rank=0 serves all weights of one model, now {other}")
+        if request.source is not None:
+            self._check_source(request.source, request.optimizer)
+        self.ranks.ask(ServingWorker.create_model, name, request.seed)
+        self.models[name] = ClientModel()
+        if request.source is not None:
+            try:
+                self._load(name, request.source, request.optimizer)
+            except Refused:
+                self._unload(name)
+                raise
+        return Completed()
+
+    def _unload(self, name: str) -> None:
+        self.ranks.ask(ServingWorker.drop_model, name)
+        del self.models[name]
+
+    def _forward_backward(self, request: ForwardBackward) -> LossOutputs:
+        model = self._model(request.model)
+        check_data(request, self.served)
+        call = GradientCall(request.model, checked_loss(request), request.backward)
+        log_probs, metrics = self.ranks.add_gradient(call, request.data)
+        model.has_gradient |= request.backward
+        return LossOutputs(log_probs, {"loss:sum": metrics["loss"]})
+
+    def _step(self, request: OptimStep) -> Stepped:
+        model = self._model(request.model)
+        if not model.has_gradient:
+            raise Refused("optim_step: there is no gradient since the last one")
+        betas = request.beta1, request.beta2
+        rest = request.eps, request.weight_decay, request.clip
+        metrics = self.ranks.ask(
+            ServingWorker.step_model, request.model, AdamWSettings(request.lr, betas, *rest)
+        )
+        model.has_gradient = False
+        model.steps += not metrics["bad_step"]
+        return Stepped(metrics)
+
+    def _save(self, request: Save) -> Saved:
+        model = self._model(request.model)
+        path = CheckpointPath.parse(f"tinker://{request.model}/{request.kind}/{request.name}")
+        folder = None
+        if request.files:
+            folder, trains = self.files.begin(path, request.overwrite), request.kind == "weights"
+            self.ranks.ask(ServingWorker.save_model, request.model, str(folder), trains)
+            self.files.finish(path, self.served.lora_rank, model.steps, request.ttl_s)
+        if request.kind == "sampler_weights":
+            snapshot = self.snapshots.add(str(path), folder, here=True)
+            self.ranks.ask(ServingWorker.take_snapshot, snapshot.version, request.model)
+        return Saved(str(path))
+
+    def _check_source(self, text: str, optimizer: bool) -> tuple[CheckpointPath, int]:
+        """The path of a checkpoint that a model can be of, and its steps."""
+        path = CheckpointPath.parse(text)
+        record = self.files.read(path)
+        if record.rank != self.served.lora_rank:
+            wanted = self.served.lora_rank
+            raise Refused(f"{path} has adapters of rank {record.rank}, this server of {wanted}")
+        if optimizer and path.kind != "weights":
+            raise Refused(f"{path} has no optimizer's state; save_state writes one")
+        return path, record.steps
+
+    def _load(self, name: str, text: str, optimizer: bool) -> None:
+        model = self._model(name)
+        path, steps = self._check_source(text, optimizer)
+        progress = Progress(steps, steps) if optimizer else None
+        folder = str(self.files.folder(path))
+        if error := self.ranks.ask(ServingWorker.load_model, name, folder, progress):
+            raise Refused(f"{path} cannot be read: {error}")
+        model.has_gradient, model.steps = False, steps if optimizer else 0

@@ -1,0 +1,358 @@
+"""The loop of a server, straight against `Backend.submit`, on ranks of a tiny model."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from served_loops import ADAM, Client, folder_of, ids, serving, shifted
+
+from hybridrl.config import Config
+from hybridrl.serving.loop import ServeLoop
+from hybridrl.serving.requests import (
+    CreateModel,
+    Datum,
+    ForwardBackward,
+    Listed,
+    Listing,
+    OptimStep,
+    Refused,
+)
+from hybridrl.workers.serving import ServingWorker
+
+pytestmark = pytest.mark.long
+
+ONE_RANK = ["cluster=processes", "cluster.ranks=1", "data.max_prompt_tokens=24"]
+ADAPTERS = [*ONE_RANK, "actor.lora.rank=4", "serve.snapshots=3", "serve.patience_s=0"]
+TOKENS = [5, 6, 7, 8, 9, 10, 11]
+
+
+@pytest.fixture(scope="module")
+def loop(
+    make_config: Callable[..., Config],
+    tiny_run: list[str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[ServeLoop]:
+    """A server of adapters on one rank, which is this process."""
+    folder = tmp_path_factory.mktemp("served") / "run"
+    with serving(make_config(*tiny_run, *ADAPTERS, f"run.dir={folder}")) as loop:
+        yield loop
+
+
+@pytest.fixture
+def client(loop: ServeLoop, request: pytest.FixtureRequest) -> Iterator[Client]:
+    """A client whose model has adapters that are not zero."""
+    client = Client(loop, f"{request.node.name.partition('[')[0]}:train:0")
+    client.create(seed=3)
+    client.gradient([shifted(TOKENS, weights=[1] * 6)], "cross_entropy")
+    client.step()
+    yield client
+    client.unload()
+
+
+def test_forward_and_sampling_agree(client: Client) -> None:
+    """In log-probabilities of what was sampled, and of the prompt that it was sampled after."""
+    path = client.save("now")
+    samples = client.sample(path, TOKENS[:3], 2, max_tokens=8, prompt_logprobs=True)
+    for sequence in samples.sequences:
+        whole = [*TOKENS[:3], *sequence.tokens.tolist()]
+        data = [shifted(whole, weights=[1] * (len(whole) - 1))]
+        (own,) = client.gradient(data, "cross_entropy", backward=False).logprobs
+        np.testing.assert_allclose(own[2:], sequence.logprobs, rtol=0, atol=1e-5)
+        assert samples.prompt_logprobs is not None
+        assert np.isnan(samples.prompt_logprobs[0])
+        np.testing.assert_allclose(own[:2], samples.prompt_logprobs[1:], rtol=0, atol=1e-5)
+
+
+def test_forward_and_forward_backward_are_equal_bit_for_bit(client: Client) -> None:
+    data = [shifted(TOKENS, weights=[0, 1, 1, 1, 1, 1]), shifted(TOKENS[2:], weights=[1] * 4)]
+    first = client.gradient(data, "cross_entropy", backward=False)
+    second = client.gradient(data, "cross_entropy")
+    for one, other in zip(first.logprobs, second.logprobs, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert first.metrics == second.metrics
+
+
+def test_a_forward_pass_adds_no_gradient(client: Client) -> None:
+    data = [shifted(TOKENS, weights=[1] * 6)]
+    client.gradient(data, "cross_entropy", backward=False)
+    with pytest.raises(Refused, match="no gradient since the last one"):
+        client.step()
+
+
+def test_four_data_have_four_times_the_gradient_of_one(client: Client) -> None:
+    """In one call or in several."""
+    datum, norms = shifted(TOKENS, weights=[1] * 6), []
+    for calls in ([[datum]], [[datum] * 4], [[datum], [datum] * 3]):
+        for data in calls:
+            client.gradient(data, "cross_entropy")
+        norms.append(client.step(lr=0.0)["grad_norm"])
+    assert norms[1:] == pytest.approx([4 * norms[0]] * 2, rel=1e-6)
+
+
+def test_targets_may_be_any_tokens(client: Client) -> None:
+    """Targets give one gradient, the next input or not; several of a position add up."""
+    tokens, last = ids(TOKENS[:-1]), TOKENS[-1]
+    weights = np.ones(6, np.float32)
+    plain = Datum(tokens, ids([*TOKENS[1:-1], last]), {"weights": weights})
+    other = Datum(tokens, ids([0, *TOKENS[2:-1], last]), {"weights": np.r_[0, weights[1:]]})
+    other = Datum(other.tokens, other.targets, {"weights": other.inputs["weights"].astype("f")})
+    both = np.stack([plain.targets, other.targets], 1)
+    several = Datum(tokens, both, {"weights": np.stack([weights, other.inputs["weights"]], 1)})
+    outputs = [client.gradient([one], "cross_entropy") for one in (plain, other, several)]
+    np.testing.assert_allclose(outputs[0].logprobs[0][1:], outputs[1].logprobs[0][1:], atol=1e-6)
+    assert outputs[2].logprobs[0].shape == (6, 2)
+    np.testing.assert_allclose(outputs[2].logprobs[0][:, 0], outputs[0].logprobs[0], atol=1e-6)
+    np.testing.assert_allclose(outputs[2].logprobs[0][:, 1], outputs[1].logprobs[0], atol=1e-6)
+    sums = [one.metrics["loss:sum"] for one in outputs]
+    assert sums[2] == pytest.approx(sums[0] + sums[1], rel=1e-6)
+    together = client.step(lr=0.0)["grad_norm"]
+    client.gradient([plain, other], "cross_entropy")
+    assert 2 * client.step(lr=0.0)["grad_norm"] == pytest.approx(together, rel=1e-5)
+
+
+def test_an_old_snapshot_keeps_its_weights_and_changes_nothing(client: Client) -> None:
+    data, prompt = [shifted(TOKENS, weights=[1] * 6)], TOKENS[:2]
+    old = client.save("old")
+    before = client.sample(old, prompt, 2, max_tokens=6, seed=1)
+    losses = []
+    for samples_between in (True, False):
+        client.gradient(data, "cross_entropy")
+        client.step()
+        if samples_between:
+            client.sample(old, prompt, max_tokens=3)
+        losses.append(client.gradient(data, "cross_entropy", backward=False).metrics["loss:sum"])
+    after = client.sample(old, prompt, 2, max_tokens=6, seed=1)
+    for one, other in zip(before.sequences, after.sequences, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+    new = client.sample(client.save("new"), prompt, 2, max_tokens=6, seed=1)
+    assert new.sequences[0].logprobs.tolist() != after.sequences[0].logprobs.tolist()
+    twin = Client(client.loop, "twin:train:0")  # the same, without samples
+    twin.create(seed=3)
+    for _ in range(3):
+        twin.gradient(data, "cross_entropy")
+        twin.step()
+    loss = twin.gradient(data, "cross_entropy", backward=False).metrics["loss:sum"]
+    assert loss == losses[-1]
+    twin.unload()
+
+
+def test_models_that_take_turns_are_each_as_alone(loop: ServeLoop) -> None:
+    """Weights, moments and gradients of each are its own, whatever comes between its calls."""
+    data = [shifted(TOKENS, weights=[1] * 6)], [shifted(TOKENS[::-1], weights=[1] * 6)]
+
+    def norms_of(numbers: list[int]) -> dict[int, list[float]]:
+        clients = {n: Client(loop, f"turns-{n}:train:0") for n in numbers}
+        norms: dict[int, list[float]] = {n: [] for n in numbers}
+        for number, client in clients.items():
+            client.create(seed=number)
+        for _ in range(3):
+            for number in numbers * 2:  # two gradients add up
+                clients[number].gradient(data[number], "cross_entropy")
+            for number in numbers:
+                norms[number].append(clients[number].step()["grad_norm"])
+        for client in clients.values():
+            client.unload()
+        return norms
+
+    assert norms_of([0, 1]) == norms_of([0]) | norms_of([1])
+
+
+def test_draws_are_keyed_by_the_clients_numbers(loop: ServeLoop) -> None:
+    """Two clients of the same numbers draw the same; a seed makes them those of a prompt."""
+    clients = [Client(loop, number=number) for number in (1, 1, 2)]
+    drawn = [one.sample(None, TOKENS[:2], 2, max_tokens=8) for one in clients]
+    tokens = [[s.tokens.tolist() for s in one.sequences] for one in drawn]
+    assert tokens[0] == tokens[1]
+    assert tokens[0][0] != tokens[0][1]
+    assert tokens[0] != tokens[2]
+    clients[2].requests = 5
+    seeded = [one.sample(None, TOKENS[:2], 2, max_tokens=8, seed=5) for one in clients]
+    assert len({str([s.tokens.tolist() for s in one.sequences]) for one in seeded}) == 1
+
+
+def test_samples_that_are_parked_go_on(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training and two snapshots take turns every two steps, and nothing else differs."""
+    data = (shifted(TOKENS, weights=[1] * 6),)
+    gradient = ForwardBackward(client.model, data, "cross_entropy", {}, True)
+    step = OptimStep(client.model, **ADAM)
+    paths = [client.save("one"), None]
+    requests = [client.request(path, TOKENS[:2], 2, max_tokens=10, seed=4) for path in paths]
+    alone: list[Any] = [client.ask(request)[0] for request in requests]
+    parked, park = list[int](), ServingWorker._park
+
+    def counted(self: ServingWorker) -> None:
+        before = len(self._parked)
+        park(self)
+        parked.append(len(self._parked) - before)
+
+    monkeypatch.setattr(ServingWorker, "_park", counted)
+    monkeypatch.setattr("hybridrl.serving.loop._DECODE_STEPS", 2)
+    turns: list[Any] = [gradient, requests[0], step, requests[1], *[gradient, step] * 4]
+    answers: list[Any] = client.ask(*turns)
+    assert sum(parked) >= 4
+    for one, other in zip(alone, (answers[1], answers[3]), strict=True):
+        for a, b in zip(one.sequences, other.sequences, strict=True):
+            np.testing.assert_array_equal(a.tokens, b.tokens)
+            np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-6)
+
+
+def test_each_request_has_settings_of_its_own(loop: ServeLoop) -> None:
+    """Together in one batch: greedy, one token, a stop token, a stop text."""
+    client = Client(loop, number=7)
+    (free,) = client.sample(None, TOKENS[:2], max_tokens=8, seed=2, eos=False).sequences
+    tokenizer = _tokenizer(loop)
+    text = tokenizer.decode(free.tokens[3:5].tolist())
+    requests = [
+        client.request(None, TOKENS[:2], max_tokens=8, seed=2, **more)
+        for more in (
+            {"temperature": 0.0},
+            {"top_k": 1},
+            {"top_p": 1e-9},
+            {"stop_tokens": (int(free.tokens[2]),)},
+            {"stop_texts": (text, "never")},
+            {"eos": False},
+        )
+    ]
+    answers: list[Any] = client.ask(*requests)
+    greedy, top_k, top_p, token, stopped, whole = (x.sequences[0] for x in answers)
+    assert greedy.tokens.tolist() == top_k.tokens.tolist() == top_p.tokens.tolist()
+    assert token.tokens.tolist() == free.tokens[:3].tolist()
+    assert token.stop_reason == "stop"
+    assert stopped.tokens.tolist() == free.tokens[:5].tolist()
+    assert stopped.stop_reason == "stop"
+    assert whole.tokens.tolist() == free.tokens.tolist()
+    assert whole.stop_reason == "length"
+
+
+def test_prompts_are_scored(client: Client) -> None:
+    """Likeliest and named tokens, of a prompt alone and of responses."""
+    path, prompt = client.save("scored"), TOKENS
+    named = np.array([[5, -1], [6, 7], [-1, -1], [0, 1], [2, 3], [4, 5]], np.int32)
+    scored = client.sample(
+        path, prompt, 0, prompt_logprobs=True, topk_prompt_logprobs=3, named=named
+    )
+    assert not scored.sequences
+    (own,) = client.gradient([shifted(prompt, weights=[1] * 6)], "cross_entropy").logprobs
+    np.testing.assert_allclose(scored.prompt_logprobs[1:], own, atol=1e-5)
+    targets = np.maximum(named, 0)
+    data = [Datum(ids(prompt[:-1]), targets, {"weights": np.ones((6, 2), np.float32)})]
+    (other,) = client.gradient(data, "cross_entropy", backward=False).logprobs
+    np.testing.assert_allclose(scored.named, np.where(named < 0, 0, other), atol=1e-5)
+    assert scored.topk.tokens.shape == (7, 3)
+    assert (scored.topk.logprobs[0] == -99999).all()
+    assert (np.diff(scored.topk.logprobs[1:], axis=1) <= 0).all()
+    drawn = client.sample(path, prompt, 1, max_tokens=4, topk_logprobs=2, temperature=0.0)
+    (response,) = drawn.sequences
+    np.testing.assert_array_equal(response.topk.tokens[:, 0], response.tokens)
+    np.testing.assert_allclose(response.topk.logprobs[:, 0], response.logprobs, atol=1e-5)
+
+
+def test_a_model_goes_on_from_its_files(client: Client) -> None:
+    """With its optimizer as if it had never stopped, and without as from new moments."""
+    data = [shifted(TOKENS, weights=[1] * 6)]
+    path = client.save("there", "weights", files=True)
+    weights_alone = client.save("there", files=True)
+    client.gradient(data, "cross_entropy")
+    client.step()
+    losses = [client.gradient(data, "cross_entropy", backward=False).metrics]
+    for source, optimizer in ((path, True), (path, False), (weights_alone, False)):
+        other = Client(client.loop, "other:train:0")
+        other.create(seed=9, source=source, optimizer=optimizer)
+        other.gradient(data, "cross_entropy")
+        other.step()
+        losses.append(other.gradient(data, "cross_entropy", backward=False).metrics)
+        other.unload()
+    assert losses[0] == losses[1]
+    assert losses[2] == losses[3] != losses[0]
+    (listed,) = client.ask(Listing(client.model))
+    assert isinstance(listed, Listed)
+    checkpoint, _ = listed.checkpoints
+    assert (checkpoint.path, checkpoint.rank) == (path, 4)
+    assert checkpoint.bytes > 1000
+
+
+def test_a_saved_model_is_peft_s_and_transformers(client: Client) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    path = client.save("exported", "weights", files=True)
+    folder = folder_of(client.loop, path)
+    data = [shifted(TOKENS, weights=[1] * 6)]
+    (own,) = client.gradient(data, "cross_entropy", backward=False).logprobs
+    merged = AutoModelForCausalLM.from_pretrained(folder)
+    base = AutoModelForCausalLM.from_pretrained(client.loop.info.tokenizer_path)
+    for model in (merged, PeftModel.from_pretrained(base, folder / "adapter")):
+        logits = model(torch.tensor([TOKENS[:-1]])).logits[0].log_softmax(-1)
+        expected = logits[torch.arange(6), torch.tensor(TOKENS[1:])].detach().numpy()
+        np.testing.assert_allclose(own, expected, atol=1e-5)
+
+
+def test_snapshots_beyond_the_bound_go(client: Client) -> None:
+    """The least recently sampled one; one with files comes back."""
+    prompt = TOKENS[:2]
+    paths = [client.save(str(number)) for number in range(2)]
+    kept = client.save("kept", files=True)
+    first = client.sample(kept, prompt, max_tokens=5, seed=1)
+    client.sample(paths[0], prompt, max_tokens=1)
+    others = [client.save(f"more{number}") for number in range(2)]
+    with pytest.raises(Refused, match=r"1 is gone: serve\.snapshots=3 keeps the last sampled"):
+        client.sample(paths[1], prompt, max_tokens=1)
+    for path in (paths[0], *others):
+        client.sample(path, prompt, max_tokens=1)
+    again = client.sample(kept, prompt, max_tokens=5, seed=1)
+    np.testing.assert_array_equal(first.sequences[0].tokens, again.sequences[0].tokens)
+
+
+REFUSED = {
+    "stable_reinforce": (r"loss_fn=stable_reinforce .*; set loss_fn=importance_sampling", {}),
+    "grpo": (r"loss_fn=grpo: available are cross_entropy, importance_sampling, ppo", {}),
+    "ppo": (r"data\[0\]: loss_fn=ppo needs loss_fn_inputs\.logprobs", {}),
+    "cross_entropy": (r"loss_fn_config\.beta: settings of cross_entropy are none", {"beta": 1.0}),
+    "dro": (r"loss_fn_config\.beta: loss_fn=dro needs it", {}),
+}
+
+
+@pytest.mark.parametrize("loss", REFUSED)
+def test_a_wrong_loss_is_refused_in_one_line(client: Client, loss: str) -> None:
+    line, settings = REFUSED[loss]
+    with pytest.raises(Refused, match=f"^{line}") as caught:
+        client.gradient([shifted(TOKENS, weights=[1] * 6)], loss, **settings)
+    assert "\n" not in str(caught.value)
+    assert client.gradient([shifted(TOKENS, weights=[1] * 6)], "cross_entropy")
+
+
+def test_what_cannot_be_is_refused_before_a_rank_sees_it(client: Client) -> None:
+    ones, most = [1.0] * 6, client.loop.info.max_tokens
+    too_long = [1] * (most + 2)
+    for line, request in {
+        "data is empty": ForwardBackward(client.model, (), "cross_entropy", {}, True),
+        rf"data\[0\] has {most + 1} tokens, wanted 1 to {most}": ForwardBackward(
+            client.model, (shifted(too_long, weights=[1] * (most + 1)),), "cross_entropy", {}, True
+        ),
+        r"data\[0\] has the token 999, the vocabulary": ForwardBackward(
+            client.model, (shifted([999, *TOKENS[1:]], weights=ones),), "cross_entropy", {}, True
+        ),
+        "nobody: there is no such model": OptimStep("nobody", 1e-3, 0.9, 0.9, 1e-8, 0, 0),
+        r"rank=8: this server's adapters have actor\.lora\.rank=4": CreateModel("other", 8),
+        ".*there is a model of that name": CreateModel(client.model, 4),
+        "tinker://a/weights/b: there is no such checkpoint": CreateModel(
+            "other", 4, source="tinker://a/weights/b"
+        ),
+        "'x': wanted tinker": client.request("x", TOKENS, max_tokens=1),
+        "the prompt has 0 tokens": client.request(None, [], max_tokens=1),
+        rf"max_tokens={most}: wanted 1 to {most - 7} behind a prompt of 7": client.request(
+            None, TOKENS, max_tokens=most
+        ),
+        r"temperature=-1\.0: wanted 0 or above": client.request(None, TOKENS, temperature=-1.0),
+    }.items():
+        with pytest.raises(Refused, match=f"^{line}"):
+            client.ask(request)
+
+
+def _tokenizer(loop: ServeLoop) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(loop.info.tokenizer_path)

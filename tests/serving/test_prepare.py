@@ -1,0 +1,40 @@
+"""What cannot be served is one line with its key, before a process starts."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config import Config, ConfigError
+from hybridrl.serving.prepare import prepare_server
+
+REFUSED = {
+    "rollout=vllm": r"rollout=vllm: wanted native: the others do not serve yet",
+    "trainer.optim.name=muon": r"trainer\.optim\.name=muon: wanted adamw, as clients expect",
+    "rollout.stop=[END]": r"rollout\.stop=\['END'\]: wanted \[\]: each request has stop texts",
+    "cluster=emulated": r"cluster=emulated: wanted a cluster whose ranks hold models",
+    "cluster.pools.rollout=1 cluster.ranks=2": (
+        r"cluster\.pools=actor, rollout: wanted one pool, whose ranks train and generate"
+    ),
+}
+
+
+@pytest.mark.parametrize("settings", REFUSED)
+def test_what_cannot_be_served_is_refused(
+    make_config: Callable[..., Config], tiny_run: list[str], tmp_path: Path, settings: str
+) -> None:
+    config = make_config(*tiny_run, f"run.dir={tmp_path / 'run'}", *settings.split())
+    with pytest.raises(ConfigError, match=f"^{REFUSED[settings]}"):
+        prepare_server(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_server_computes_what_its_cache_holds(
+    make_config: Callable[..., Config], tiny_run: list[str], tmp_path: Path
+) -> None:
+    """Prompt and response together, at most the longest of a run and the model's context."""
+    settings = [*tiny_run, "cluster=processes", "cluster.ranks=1", f"run.dir={tmp_path / 'run'}"]
+    sizes = {"": 36, "rollout.kv_cache_tokens=32": 32, "rollout.kv_cache_tokens=4096": 36}
+    for own, expected in sizes.items():
+        config = make_config(*settings, "data.max_prompt_tokens=24", *own.split())
+        assert prepare_server(config).served.max_tokens == expected

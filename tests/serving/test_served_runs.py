@@ -1,0 +1,149 @@
+"""Servers against `hybridrl train`, and several clients at once against each alone."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+from served_loops import Client, folder_of, serving, shifted
+
+from hybridrl.config import Config
+from hybridrl.serving.loop import ServeLoop
+from hybridrl.serving.requests import ServerFailed
+
+ONE_RANK = ["cluster=processes", "cluster.ranks=1", "data.max_prompt_tokens=24"]
+TOKENS = [5, 6, 7, 8, 9, 10, 11]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [4, 0])
+def test_a_grpo_loop_equals_a_run(
+    make_config: Callable[..., Config],
+    train_here: Callable[..., Any],
+    tiny_run: list[str],
+    tmp_path: Path,
+    rank: int,
+) -> None:
+    """Three steps with `seed` the prompt's position: tokens, `grad_norm` and final weights."""
+    settings = [*tiny_run, *ONE_RANK, f"actor.lora.rank={rank}", "trainer.optim.lr=1e-2"]
+    run = train_here(
+        tmp_path / "run", *settings, "cluster.rank_in_driver=true",
+        "recipe=grpo", "trainer.steps=3", "telemetry.samples=all",
+    )  # fmt: skip
+    with serving(make_config(*settings, f"run.dir={tmp_path / 'served'}")) as loop:
+        client = Client(loop)
+        client.create()
+        for step, metrics in enumerate(run.metrics, 1):
+            files = (run.dir / "samples").glob(f"step-{step:06d}-*.parquet")
+            rows = [row for file in files for row in pq.read_table(file).to_pylist()]
+            norm = _grpo_step(client, rows, str(step))
+            assert norm == pytest.approx(metrics["grad_norm"], abs=1e-6)
+        folder = folder_of(loop, client.save("final", "weights", files=True))
+        own, expected = (load_file(f / "model.safetensors") for f in (folder, run.dir / "final"))
+        assert own.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(own[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+def _grpo_step(client: Client, rows: Sequence[dict[str, Any]], name: str) -> float:
+    """One step on a run's prompts, with its rewards for the same responses; `grad_norm`."""
+    path, data = client.save(name), []
+    rows = sorted(rows, key=lambda row: (row["prompt_position"], row["k"]))
+    trained = [row for row in rows if row["advantage"] is not None]
+    total = sum(row["response_tokens"] for row in trained)
+    requests, groups = [], []
+    for position, group in groupby(rows, key=lambda row: row["prompt_position"]):
+        groups.append(list(group))
+        prompt, count = groups[-1][0]["prompt_ids"], len(groups[-1])
+        requests.append(client.request(path, prompt, count, max_tokens=12, seed=position))
+    answers: list[Any] = client.ask(*requests)
+    for group, samples in zip(groups, answers, strict=True):
+        for row, sequence in zip(group, samples.sequences, strict=True):
+            assert sequence.tokens.tolist() == row["response_ids"]
+            if row["advantage"] is None:
+                continue
+            before = [0.0] * (len(row["prompt_ids"]) - 1)
+            advantages = [row["advantage"] / total] * row["response_tokens"]
+            data.append(
+                shifted(
+                    [*row["prompt_ids"], *row["response_ids"]],
+                    logprobs=[*before, *sequence.logprobs],
+                    advantages=[*before, *advantages],
+                )
+            )
+    client.gradient(data, "importance_sampling")
+    return client.step()["grad_norm"]
+
+
+@pytest.mark.layouts
+def test_three_clients_at_once_are_each_as_alone(
+    make_config: Callable[..., Config], tiny_run: list[str], tmp_path: Path
+) -> None:
+    """On two ranks; then one of these dies, and every request fails with its line."""
+    settings = [*tiny_run, *ONE_RANK, "cluster.ranks=2", "actor.lora.rank=4"]
+    with serving(make_config(*settings, f"run.dir={tmp_path / 'two'}")) as loop:
+        alone = [_two_steps(loop, number) for number in range(3)]
+        with ThreadPoolExecutor(3) as threads:
+            together = list(threads.map(lambda number: _two_steps(loop, number), range(3)))
+        assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
+        for (_, norms), (_, others) in zip(together, alone, strict=True):
+            assert norms == pytest.approx(others, rel=1e-6)
+        client = Client(loop)
+        client.create()
+        ranks = [x for one in psutil.Process().children() for x in one.children()]
+        ranks[0].kill()
+        with pytest.raises(ServerFailed, match=r"^rank \d of 2 \(actor\) on node .* failed: "):
+            client.gradient([shifted(TOKENS, weights=[1] * 6)], "cross_entropy")
+        with pytest.raises(ServerFailed, match=r"^rank \d of 2"):
+            client.sample(None, TOKENS, max_tokens=1)
+        assert loop.failure is not None
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "trainer.layout.pp=2 model.tiny.num_layers=2",
+        "trainer.layout.tp=2 rollout.layout.tp=2",
+        "trainer.layout.replicas=2 deterministic=strict",
+    ],
+)
+def test_layouts_serve_alike(
+    make_config: Callable[..., Config], tiny_run: list[str], tmp_path: Path, layout: str
+) -> None:
+    """Tokens and gradient norms of a client on two ranks are those on one."""
+    runs = []
+    for number, own in enumerate((["cluster.ranks=2", *layout.split()], _of_one_rank(layout))):
+        folder = f"run.dir={tmp_path / str(number)}"
+        with serving(make_config(*tiny_run, *ONE_RANK, "actor.lora.rank=4", *own, folder)) as loop:
+            runs.append(_two_steps(loop, 0))
+    assert runs[0][0] == runs[1][0]
+    assert runs[0][1] == pytest.approx(runs[1][1], rel=1e-5)
+
+
+def _of_one_rank(layout: str) -> list[str]:
+    return [setting for setting in layout.split() if ".layout." not in setting]
+
+
+def _two_steps(loop: ServeLoop, number: int) -> tuple[list[list[int]], list[float]]:
+    """Tokens and gradient norms of a client's short loop, which differs by its number."""
+    client = Client(loop, f"client-{number}:train:0", number)
+    client.create(seed=number)
+    tokens, norms = [], []
+    for step in range(2):
+        path = client.save(str(step))
+        drawn = client.sample(path, TOKENS[: 2 + number], 5, max_tokens=12)
+        data = []
+        for sample in drawn.sequences:
+            tokens.append(sample.tokens.tolist())
+            whole = [*TOKENS[: 2 + number], *tokens[-1]]
+            data.append(shifted(whole, weights=[1] * (len(whole) - 1)))
+        norms.append(client.step_of(data))
+    client.unload()
+    return tokens, norms

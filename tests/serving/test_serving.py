@@ -1,0 +1,154 @@
+"""`hybridrl serve` as its users start it: the SDK's clients in front of ranks of a tiny model."""
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hybridrl
+from hybridrl.config import ConfigError
+from hybridrl.serving.start import check_overrides
+
+TINY = [
+    "model=tiny",
+    "cluster=processes",
+    "cluster.ranks=1",
+    "cluster.device=cpu",
+    "actor.lora.rank=4",
+    "serve.port=0",
+    "data.max_prompt_tokens=24",
+    "rollout.max_new_tokens=16",
+]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("recipe=grpo", "recipe=grpo: wanted nothing: it is the client's with hybridrl serve"),
+        ("recipe.clip=0.2", "recipe.clip=0.2: wanted nothing"),
+        ("experiment=spell_tiny", "experiment=spell_tiny: wanted nothing"),
+        ("data=jsonl", "data=jsonl: wanted data.max_prompt_tokens alone"),
+        ("+eval/sets@eval.sets.x=y", "eval/sets=y: wanted nothing"),
+        ("trainer.optim.lr=1", "trainer.optim.lr=1: wanted nothing"),
+        ("trainer.resume=auto", "trainer.resume=auto: wanted nothing: clients load"),
+    ],
+)
+def test_what_has_no_effect_is_refused(override: str, line: str) -> None:
+    check_overrides(TINY)
+    with pytest.raises(ConfigError) as refused:
+        check_overrides([*TINY, override])
+    assert str(refused.value).startswith(line)
+
+
+class Served:
+    """A process of `hybridrl serve`."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "-m", "hybridrl.cli", "serve", *TINY, f"run.dir={folder}"]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # so that its group is its own
+        )
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], 300)
+        self.first = self.process.stdout.readline() if ready else ""
+        self.second = self.process.stdout.readline() if self.first else ""
+        if not self.second:
+            self.process.kill()
+            raise AssertionError(self.process.communicate())
+
+    def end(self) -> tuple[int, str]:
+        """Send SIGTERM; the exit code, and what it has written to standard error."""
+        self.process.send_signal(signal.SIGTERM)
+        _, errors = self.process.communicate(timeout=120)
+        return self.process.returncode, errors
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("serve") / "run")
+    yield served
+    if served.process.poll() is None:
+        served.process.kill()
+        served.process.communicate()
+
+
+@pytest.mark.tinker
+def test_a_loop_trains_samples_and_goes_on_from_its_files(served: Served) -> None:
+    """Then SIGTERM ends the server, whose process leaves no other."""
+    tinker = pytest.importorskip("tinker")
+    types: Any = tinker.types
+    said = re.fullmatch(
+        r"serving (\S+) at (http://127\.0\.0\.1:\d+) \(LoRA, rank 4; at most 40 tokens\)\n",
+        served.first,
+    )
+    assert said is not None, served.first
+    exported = re.fullmatch(
+        r"export TINKER_BASE_URL=(\S+) TINKER_API_KEY=(tml-\w+)\n", served.second
+    )
+    assert exported is not None
+    assert exported[1] == said[2]
+    service = tinker.ServiceClient(base_url=exported[1], api_key=exported[2])
+    created = service.create_lora_training_client(base_model=said[1], rank=4, seed=1)
+    training = created.result() if hasattr(created, "result") else created
+    tokens = training.get_tokenizer().encode("abc", add_special_tokens=False)
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
+    )
+    with pytest.raises(Exception, match="importance_sampling"):
+        training.forward_backward([datum], "stable_reinforce").result(120)
+    losses = []
+    for _ in range(3):
+        loss = training.forward_backward([datum], "cross_entropy")
+        step = training.optim_step(types.AdamParams(learning_rate=0.05))
+        losses.append(loss.result(120).metrics["loss:sum"])
+        step.result(120)
+    assert losses[0] > losses[1] > losses[2]
+    sampler = training.save_weights_and_get_sampling_client()
+    sampler = sampler.result() if hasattr(sampler, "result") else sampler
+    prompt = types.ModelInput.from_ints(tokens)
+    params = types.SamplingParams(max_tokens=8, temperature=1.0)
+    (sequence,) = sampler.sample(prompt, 1, params).result(120).sequences
+    whole = types.ModelInput.from_ints([*tokens, *sequence.tokens])
+    scored = sampler.compute_logprobs(whole).result(120)
+    assert scored[len(tokens) :] == pytest.approx(sequence.logprobs, abs=1e-5)
+    path = training.save_state("one").result(120).path
+    again = service.create_training_client_from_state_with_optimizer(path)
+    again = again.result() if hasattr(again, "result") else again
+    first, second = (
+        each.forward([datum], "cross_entropy").result(120).metrics["loss:sum"]
+        for each in (training, again)
+    )
+    assert first == pytest.approx(second, abs=1e-6)
+    code, errors = served.end()
+    assert code == 0
+    assert "Traceback" not in errors
+    assert "Warning" not in errors
+    with pytest.raises(ProcessLookupError):
+        os.killpg(served.process.pid, 0)  # its ranks, too
+
+
+@pytest.mark.long
+def test_a_server_of_a_notebook(tmp_path: Path) -> None:
+    """Its ranks are up within the block, and the port is free after it."""
+    import urllib.request
+
+    with hybridrl.serve([*TINY, f"run.dir={tmp_path / 'run'}"]) as server:
+        url = f"{server.url}/api/v1/get_server_capabilities"
+        request = urllib.request.Request(url, headers={"X-API-Key": server.key})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert b'"max_context_length": 40' in answer.read()
+    assert (tmp_path / "run" / "api_key").read_text() == server.key
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(request, timeout=60)
