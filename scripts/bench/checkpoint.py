@@ -18,12 +18,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lines import line, show, take_turns
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -59,13 +62,19 @@ class Sides:
             trainer=TrainerConfig(layout=TrainLayoutConfig(fsdp=RANKS)),
             device=torch.device("cpu"),
         )
-        fields = {"advantages": 1.0, "old_log_probs": torch.zeros(8)}
+        fields: dict[str, torch.Tensor | float] = {
+            "advantages": 1.0,
+            "old_log_probs": torch.zeros(8),
+        }
         self.engine.update([TrainSequence(torch.arange(16), 8, fields)], ClippedLoss())
-        self.state = {name: tensors[0] for name, tensors in _tensors(self.engine)}
-        self.local = [tensor.to_local() for tensor in self.state.values()]
+        tensors = [tensors[0] for _, tensors in _tensors(self.engine)]
+        self.local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
         self.room = [torch.empty_like(tensor).fill_(0) for tensor in self.local]
+        # The shards' own storage is FSDP2's, which torch's stagers cannot copy on a CPU.
+        rank = dist.get_rank()
+        self.state = {f"rank {rank}, {i}": tensor for i, tensor in enumerate(self.room)}
         self.copies: NamedTensors = {}
-        # torch's default stager cannot copy the shards of FSDP2 on a CPU, and its cache wants a GPU
+        # The default stager's cache wants a GPU.
         self.stager = BlockingAsyncStager(cache_staged_state_dict=False)
         self.whole: dict[str, list[float]] = {}
 
@@ -76,7 +85,12 @@ class Sides:
 
     def copy(self) -> float:
         """The plain copy."""
-        return self._timed("copy", lambda: _nothing(torch._foreach_copy_(self.room, self.local)))
+
+        def begin() -> Callable[[], None]:
+            torch._foreach_copy_(self.room, self.local)
+            return _nothing
+
+        return self._timed("copy", begin)
 
     def snapshot(self) -> float:
         """Ours; the write follows on this thread, which takes what it takes."""
@@ -97,7 +111,7 @@ class Sides:
 
         def begin() -> Callable[[], None]:
             state_dict_saver.save(self.state, checkpoint_id=self.folder / "save")
-            return _nothing()
+            return _nothing
 
         return self._timed("save", begin)
 
@@ -109,11 +123,11 @@ class Sides:
             begun = state_dict_saver.async_save(
                 self.state, checkpoint_id=path, async_stager=self.stager
             )
-            staged = getattr(begun, "staging_completion", None)
-            if staged is not None:
-                staged.result()
-            written = getattr(begun, "upload_completion", begun)
-            return lambda: _nothing(written.result())()
+            written: Any = begun
+            if isinstance(begun, AsyncSaveResponse):
+                begun.staging_completion.result()
+                written = begun.upload_completion
+            return lambda: _nothing(written.result())
 
         return self._timed("async_save", begin)
 
@@ -133,8 +147,8 @@ class Sides:
         return float(seconds[0])
 
 
-def _nothing(*_: object) -> Callable[[], None]:
-    return lambda: None
+def _nothing(*_: object) -> None:
+    """Do nothing."""
 
 
 def work(rank: int, model: str, folder: str, rounds: int) -> None:
@@ -151,7 +165,7 @@ def work(rank: int, model: str, folder: str, rounds: int) -> None:
     }
     stalls = take_turns(ways, rounds)
     if rank == 0:
-        extra = {"mb_a_rank": round(sides.num_bytes / 1e6)}
+        extra: dict[str, Any] = {"mb_a_rank": round(sides.num_bytes / 1e6)}
         for other in ("copy", "save", "async_save"):
             name = f"checkpoint_stall_against_{other}"
             show(line(name, "s", "lower", stalls["snapshot"], stalls[other], **extra))
