@@ -53,12 +53,12 @@ def save(folder: Path, engine: TrainEngine, kept: NamedTensors) -> None:
     All ranks call it. Raises OSError, on all of them, that names the folder.
     """
     with logged(logger, f"save to {folder}"):
-        snapshot = Snapshot(folder, engine, kept)
+        snapshot = StateCopy(folder, engine, kept)
         snapshot.write()
         snapshot.finish()
 
 
-class Snapshot:
+class StateCopy:
     """What `save` writes, in three steps: planned together, written by each rank, ended together.
 
     With `copies` it is what training has now, copied to host memory; without, `write` comes before

@@ -96,10 +96,10 @@ class CopiesCheck:
     def _sums(self, pieces: Sequence[Piece], shards: Tensors) -> list[torch.Tensor]:
         return [checksum(shards[p.name][self._local[p.name].slices(p.box)]) for p in pieces]
 
-    def _explain(
+    def _difference(
         self, ranks: Sequence[int], kind: CopyGroups, sums: Sequence[torch.Tensor]
-    ) -> None:
-        """Raise the error about a group whose copies differ. Collective."""
+    ) -> str:
+        """The message about a group whose copies differ. Collective."""
         own = dict[str, list[int]]()
         for piece, one in zip(self._due()[kind], sums, strict=True):
             own.setdefault(piece.name, []).append(int(one))

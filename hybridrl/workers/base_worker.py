@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging as transformers_logging
 
 from hybridrl.checkpoint import distributed
-from hybridrl.checkpoint.distributed import Progress, Snapshot
+from hybridrl.checkpoint.distributed import Progress, StateCopy
 from hybridrl.checkpoint.hf import Export, save_hf
 from hybridrl.checkpoint.parts import BackgroundWriter
 from hybridrl.config import Config
@@ -250,7 +250,7 @@ class BaseWorker:
             for name, role in self.trained.items():
                 what = Path(path) / name, role.train_engine, self._averages(name)
                 if background:
-                    self._writer.begin(Snapshot(*what, self._copies.setdefault(name, {})))
+                    self._writer.begin(StateCopy(*what, self._copies.setdefault(name, {})))
                 else:
                     distributed.save(*what)
         if background:

@@ -3,7 +3,7 @@
 Two gloo processes hold a Qwen3 of random parameters under FSDP2, in float32 with AdamW's moments:
 `--mb` MB a rank (400). All sides write it to one folder, and take turns:
 
-- `snapshot`: `checkpoint.distributed.Snapshot`, until the copies are there;
+- `snapshot`: `checkpoint.distributed.StateCopy`, until the copies are there;
 - `copy`: these bytes copied into memory that is there, which is the least;
 - `save`: `torch.distributed.checkpoint.save`;
 - `async_save`: `torch.distributed.checkpoint.async_save`, until the state is staged.
@@ -31,7 +31,7 @@ from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from hybridrl.algorithms.losses import ClippedLoss
-from hybridrl.checkpoint.distributed import NamedTensors, Snapshot, _tensors
+from hybridrl.checkpoint.distributed import NamedTensors, StateCopy, _tensors
 from hybridrl.config import ModelConfig, TrainerConfig, TrainLayoutConfig
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
@@ -96,7 +96,7 @@ class Sides:
         """Ours; the write follows on this thread, which takes what it takes."""
 
         def begin() -> Callable[[], None]:
-            snapshot = Snapshot(self.folder / "snapshot", self.engine, {}, self.copies)
+            snapshot = StateCopy(self.folder / "snapshot", self.engine, {}, self.copies)
 
             def end() -> None:
                 snapshot.write()

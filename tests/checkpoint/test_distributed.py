@@ -223,7 +223,7 @@ def snapshots(source, folder):
     for number in (1, 2):
         update(engine, number)
         saved.append((whole(engine), distributed.progress_of(engine)))
-        snapshot = distributed.Snapshot(folder / str(number), engine, {}, copies)
+        snapshot = distributed.StateCopy(folder / str(number), engine, {}, copies)
         addresses = {name: tensor.data_ptr() for name, tensor in copies.items()}
         update(engine, number + 5)
         writer.begin(snapshot)
@@ -257,7 +257,7 @@ def save_with_little_room(source, folder, background):
     try:
         if background:
             writer = BackgroundWriter()
-            writer.begin(distributed.Snapshot(folder, engine, {}, {}))
+            writer.begin(distributed.StateCopy(folder, engine, {}, {}))
             writer.finish()
         else:
             distributed.save(folder, engine, {})
