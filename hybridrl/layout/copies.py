@@ -41,6 +41,7 @@ class CopiesCheck:
         """What the last check has taken on this rank."""
         self._local = local_tensors(layout, rank)
         self._number = 0
+        self._mesh, self._warned = layout.mesh, False
         pieces: dict[CopyGroups, list[Piece]] = defaultdict(list)
         for names in layout.alike:
             groups = copies_of(layout, names[0])
