@@ -2,13 +2,15 @@
 
 Same weights, prompts, lengths and one thread for both, alternating in one process. The baseline is
 plain torch: contiguous KV cache, fused qkv and gate-up products, SDPA, the same sampling with
-log-probabilities. It pads every row to the longest response. Prints one JSON object per line.
+log-probabilities. It pads every row to the longest response. `bound` is what its kernels alone
+allow: a step of it as a traced graph, which runs no Python. Prints one JSON object per line.
 """
 
 import argparse
 import json
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -93,15 +95,47 @@ class HandWrittenLoop:
         logits = self.forward(prompts, 0)
         tokens, log_probs = [], []
         for i in range(new):
-            log_p = logits.float().log_softmax(-1)
-            ends = log_p.exp().cumsum(-1, dtype=torch.float64)
-            drawn = torch.rand(len(prompts), 1, dtype=torch.float64) * ends[:, -1:]
-            token = torch.searchsorted(ends, drawn, right=True)
+            token, log_prob = self.draw(logits)
             tokens.append(token)
-            log_probs.append(log_p.gather(-1, token))
+            log_probs.append(log_prob)
             if i + 1 < new:
                 logits = self.forward(token, prompts.shape[1] + i)
         return torch.cat(tokens, 1), torch.cat(log_probs, 1)
+
+    def draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token of each row and its log-probability, both [rows, 1]."""
+        log_p = logits.float().log_softmax(-1)
+        ends = log_p.exp().cumsum(-1, dtype=torch.float64)
+        drawn = torch.rand(len(logits), 1, dtype=torch.float64) * ends[:, -1:]
+        token = torch.searchsorted(ends, drawn, right=True)
+        return token, log_p.gather(-1, token)
+
+
+class TracedSteps:
+    """Decode steps of the loop as graphs, at some of the lengths that a sequence has."""
+
+    @torch.inference_mode()
+    def __init__(self, loop: HandWrittenLoop, rows: int, prompt: int, new: int) -> None:
+        self.rows = rows
+        self._logits = torch.randn(rows, loop.config.vocab_size)
+        self._steps = []
+        for length in np.linspace(prompt, prompt + new - 2, 5).astype(int).tolist():
+
+            def step(logits: torch.Tensor, at: int = length) -> tuple[torch.Tensor, torch.Tensor]:
+                token, log_prob = loop.draw(logits)
+                return loop.forward(token, at), log_prob
+
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # each length is a trace of its own
+                self._steps.append(torch.jit.trace(step, (self._logits,), check_trace=False))
+
+    @torch.inference_mode()
+    def run(self, times: int = 20) -> int:
+        """Run every step so many times; the number of tokens."""
+        for step in self._steps:
+            for _ in range(times):
+                step(self._logits)
+        return self.rows * times * len(self._steps)
 
 
 def tiny(shape: str, dtype: torch.dtype, vocab_size: int = 64) -> PreTrainedModel:
@@ -109,7 +143,7 @@ def tiny(shape: str, dtype: torch.dtype, vocab_size: int = 64) -> PreTrainedMode
     config = Qwen3Config(vocab_size=vocab_size, max_position_embeddings=1024,
                          tie_word_embeddings=True, **SHAPES[shape])  # fmt: skip
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
 
 
 def make_engine(
@@ -142,26 +176,33 @@ def run_engine(
     return tokens
 
 
-def alternate(
-    ours: Callable[[], int], baseline: Callable[[], int], repeats: int
-) -> tuple[float, float, float]:
-    """Median tokens/s of both and the median of the paired ratios, after one warm-up each."""
-    ours(), baseline()
-    pairs = []
+Rates = list[list[float]]
+"""Tokens/s by round: of ours, the baseline and, if there is one, the bound."""
+
+
+def alternate(*runs: Callable[[], int], repeats: int) -> Rates:
+    """The rates of all sides, which take turns after one warm-up each."""
+    for run in runs:
+        run()
+    rounds = []
     for _ in range(repeats):
         rates = []
-        for run in (ours, baseline):
+        for run in runs:
             start = time.perf_counter()
             tokens = run()
             rates.append(tokens / (time.perf_counter() - start))
-        pairs.append(rates)
-    a, b = (statistics.median(column) for column in zip(*pairs, strict=True))
-    return a, b, statistics.median(x / y for x, y in pairs)
+        rounds.append(rates)
+    return rounds
 
 
-def report(name: str, rates: tuple[float, float, float]) -> None:
-    """One JSON line."""
-    value, baseline, ratio = rates
+def report(name: str, rates: Rates) -> None:
+    """One JSON line: medians, and medians of the ratios by round."""
+    value, baseline, *bound = (statistics.median(side) for side in zip(*rates, strict=True))
+    ratio = statistics.median(ours / theirs for ours, theirs, *_ in rates)
+    more: dict[str, float] = {}
+    if bound:
+        more["bound"] = round(bound[0])
+        more["of_bound"] = round(statistics.median(r[0] / r[2] for r in rates), 3)
     print(
         json.dumps(
             {
@@ -171,6 +212,7 @@ def report(name: str, rates: tuple[float, float, float]) -> None:
                 "baseline": round(baseline),
                 "ratio": round(ratio, 3),
                 "better": "higher",
+                **more,
             }
         ),
         flush=True,
@@ -190,7 +232,10 @@ def against_loop(name: str, shape: str, lengths: list[int], args: argparse.Names
         return sum(lengths)
 
     rows_of = prompts.tolist()
-    report(name, alternate(lambda: run_engine(engine, rows_of, lengths), baseline, args.repeats))
+    ours = partial(run_engine, engine, rows_of, lengths)
+    # The kernels' bound is that of rows which all go on to the end.
+    bound = [TracedSteps(loop, rows, args.prompt, longest).run] * (min(lengths) == longest)
+    report(name, alternate(ours, baseline, *bound, repeats=args.repeats))
 
 
 def deterministic_against_default(args: argparse.Namespace) -> None:
@@ -204,7 +249,7 @@ def deterministic_against_default(args: argparse.Namespace) -> None:
         alternate(
             lambda: run_engine(strict, prompts, lengths),
             lambda: run_engine(fast, prompts, lengths),
-            args.repeats,
+            repeats=args.repeats,
         ),
     )
 
@@ -227,7 +272,7 @@ def sampling_against_plain(args: argparse.Namespace) -> None:
     engine = make_engine(model, args.samples, length)
     run = partial(run_engine, engine, prompts, [args.new] * args.samples)
     for name, way in WAYS.items():
-        rates = alternate(partial(run, **way), run, args.repeats)
+        rates = alternate(partial(run, **way), run, repeats=args.repeats)
         report(f"rollout_tokens_per_s_{name}", rates)
 
 
@@ -252,7 +297,8 @@ def against_generate(args: argparse.Namespace) -> None:
 
     rows = prompts.tolist()
     name = "rollout_tokens_per_s_smollm2_vs_generate"
-    report(name, alternate(lambda: run_engine(engine, rows, [24] * len(rows)), baseline, 2))
+    ours = partial(run_engine, engine, rows, [24] * len(rows))
+    report(name, alternate(ours, baseline, repeats=2))
 
 
 def main() -> None:
@@ -278,6 +324,7 @@ def main() -> None:
         return against_generate(args)
     equal = [args.new] * args.samples
     against_loop("rollout_tokens_per_s_vs_loop", "3m", equal, args)
+    against_loop("rollout_tokens_per_s_8_rows_vs_loop", "3m", [args.new] * 8, args)
     if args.all:
         against_loop("rollout_tokens_per_s_vs_loop_1m", "1m", equal, args)
         tail = np.full(args.samples, max(args.new // 8, 1))
