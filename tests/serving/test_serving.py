@@ -2,15 +2,12 @@
 
 import os
 import re
-import select
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from served_command import Served
 
 import hybridrl
 from hybridrl.config import ConfigError
@@ -47,40 +44,11 @@ def test_what_has_no_effect_is_refused(override: str, line: str) -> None:
     assert str(refused.value).startswith(line)
 
 
-class Served:
-    """A process of `hybridrl serve`."""
-
-    def __init__(self, folder: Path) -> None:
-        command = [sys.executable, "-m", "hybridrl.cli", "serve", *TINY, f"run.dir={folder}"]
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # so that its group is its own
-        )
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], 300)
-        self.first = self.process.stdout.readline() if ready else ""
-        self.second = self.process.stdout.readline() if self.first else ""
-        if not self.second:
-            self.process.kill()
-            raise AssertionError(self.process.communicate())
-
-    def end(self) -> tuple[int, str]:
-        """Send SIGTERM; the exit code, and what it has written to standard error."""
-        self.process.send_signal(signal.SIGTERM)
-        _, errors = self.process.communicate(timeout=120)
-        return self.process.returncode, errors
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = Served(tmp_path_factory.mktemp("serve") / "run")
+    served = Served(tmp_path_factory.mktemp("serve") / "run", *TINY)
     yield served
-    if served.process.poll() is None:
-        served.process.kill()
-        served.process.communicate()
+    served.kill()
 
 
 @pytest.mark.tinker
