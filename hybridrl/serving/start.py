@@ -41,12 +41,13 @@ NEEDLESS = {
         THE_CLIENTS,
     ),
     "data": "data.max_prompt_tokens alone: the data is the client's with hybridrl serve",
+    "telemetry": "telemetry.loggers and telemetry.project alone with hybridrl serve",
     "trainer.keep_last": "nothing: clients save and delete",
     "trainer.resume": "nothing: clients load what they have saved",
     "trainer.save_every": "nothing: clients save and delete",
 }
 """Settings of a run that a server has no use for, with those below them, and what is wanted."""
-USED = {"data.max_prompt_tokens"}
+USED = {"data.max_prompt_tokens", "telemetry.loggers", "telemetry.project"}
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
