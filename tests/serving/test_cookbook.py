@@ -38,7 +38,7 @@ RECIPES = {
         *("env=arithmetic", "groups_per_batch=2", "group_size=8", "max_tokens=32"),
         *("eval_every=0", "max_steps=6", "save_every=2", CENTERED),
     ],
-    "preference.dpo.train": ["batch_size=4", "learning_rate=1e-3"],
+    "preference.dpo.train": ["batch_size=4", "learning_rate=3e-3"],
 }
 """The modules below `tinker_cookbook.recipes`, and their settings."""
 
@@ -136,7 +136,15 @@ CHECKS: dict[str, Callable[[list[Row]], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sl_loop",
+        "math_rl.train",
+        pytest.param("rl_loop", marks=pytest.mark.slow),
+        pytest.param("preference.dpo.train", marks=pytest.mark.slow),
+    ],
+)
 def test_a_recipe_runs_to_its_end(hub: Path, served: Served, name: str) -> None:
     CHECKS[name](Recipe(hub, served, name, name).finished())
 
