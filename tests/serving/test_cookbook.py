@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from math import log
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,12 @@ class Recipe:
             text=True,
         )
 
+    def kill(self) -> None:
+        """Send SIGKILL, if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+
     def rows(self, name: str = "metrics") -> list[Row]:
         """The rows of a log file that are complete."""
         file = self.log / f"{name}.jsonl"
@@ -136,6 +143,22 @@ CHECKS: dict[str, Callable[[list[Row]], None]] = {
 }
 
 
+Start = Callable[..., Recipe]
+
+
+@pytest.fixture
+def start(hub: Path) -> Iterator[Start]:
+    """Start a recipe against a server; none outlives the test."""
+    with ExitStack() as stack:
+
+        def started(served: Served, name: str, log: str, *more: str) -> Recipe:
+            recipe = Recipe(hub, served, name, log, *more)
+            stack.callback(recipe.kill)
+            return recipe
+
+        yield started
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -145,58 +168,46 @@ CHECKS: dict[str, Callable[[list[Row]], None]] = {
         pytest.param("preference.dpo.train", marks=pytest.mark.slow),
     ],
 )
-def test_a_recipe_runs_to_its_end(hub: Path, served: Served, name: str) -> None:
-    CHECKS[name](Recipe(hub, served, name, name).finished())
+def test_a_recipe_runs_to_its_end(start: Start, served: Served, name: str) -> None:
+    CHECKS[name](start(served, name, name).finished())
 
 
 @pytest.mark.slow
-def test_recipes_at_once(hub: Path, served: Served) -> None:
+def test_recipes_at_once(start: Start, served: Served) -> None:
     """Four clients of one server."""
-    recipes = {name: Recipe(hub, served, name, f"beside-{name}") for name in RECIPES}
+    recipes = {name: start(served, name, f"beside-{name}") for name in RECIPES}
     for name, recipe in recipes.items():
         CHECKS[name](recipe.finished())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_goes_on_after_a_kill(hub: Path, tmp_path: Path, name: str) -> None:
+def test_a_recipe_goes_on_after_a_kill(start: Start, hub: Path, tmp_path: Path, name: str) -> None:
     """The client is killed after its first checkpoint, the server after the second."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         settings = [*SERVE, f"serve.port={free.getsockname()[1]}"]
     more = ["batch_size=1"] if name in ("sl_loop", "preference.dpo.train") else []
-    served = Served(tmp_path / "run", *settings, cwd=hub)
-    try:
-        recipe = Recipe(hub, served, name, f"killed-{name}", *more)
+    log = f"killed-{name}"
+    with ExitStack() as stack:
+        served = Served(tmp_path / "run", *settings, cwd=hub)
+        stack.callback(served.kill)
+        recipe = start(served, name, log, *more)
         recipe.wait_for_checkpoints(1)
-        recipe.process.kill()
-        recipe.process.communicate()
+        recipe.kill()
         assert recipe.process.returncode < 0
 
-        recipe = Recipe(hub, served, name, f"killed-{name}", *more)
+        recipe = start(served, name, log, *more)
         recipe.wait_for_checkpoints(2)
         served.kill()
         second = Served(tmp_path / "run", *settings, cwd=hub)
-    except BaseException:
-        served.kill()
-        raise
-    try:
+        stack.callback(second.kill)
         assert second.second == served.second  # the same address and key
         output, _ = recipe.process.communicate(timeout=600)
         assert recipe.process.returncode != 0
         assert "unknown to this server, which may be new" in output
-        Recipe(hub, second, name, f"killed-{name}", *more).finished()
-        _same_rows_as_without_a_kill(hub, second, name, more)
-    finally:
-        second.kill()
 
-
-def _same_rows_as_without_a_kill(hub: Path, served: Served, name: str, more: list[str]) -> None:
-    """Compare the rows of a recipe that samples nothing with those of another run."""
-    if name != "sl_loop":
-        return
-    whole = Recipe(hub, served, name, f"whole-{name}", *more).finished()
-    norms = {row["step"]: row["grad_norm"] for row in whole}
-    killed = Recipe.__new__(Recipe)
-    killed.log = hub / f"killed-{name}"
-    assert all(row["grad_norm"] == norms[row["step"]] for row in killed.rows())
-    assert {row["step"] for row in killed.rows()} == set(norms)
+        rows = start(second, name, log, *more).finished()
+        if name == "sl_loop":  # which samples nothing
+            whole = start(second, name, f"whole-{name}", *more).finished()
+            norms = {row["step"]: row["grad_norm"] for row in whole}
+            assert {row["step"]: row["grad_norm"] for row in rows} == norms
