@@ -12,6 +12,7 @@ from served_command import Served
 import hybridrl
 from hybridrl.config import ConfigError
 from hybridrl.serving.start import check_overrides
+from hybridrl.telemetry.rundata import load
 
 TINY = [
     "model=tiny",
@@ -45,15 +46,20 @@ def test_what_has_no_effect_is_refused(override: str, line: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = Served(tmp_path_factory.mktemp("serve") / "run", *TINY)
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("serve") / "run"
+
+
+@pytest.fixture(scope="module")
+def served(run_dir: Path) -> Iterator[Served]:
+    served = Served(run_dir, *TINY)
     yield served
     served.kill()
 
 
 @pytest.mark.tinker
-def test_a_loop_trains_samples_and_goes_on_from_its_files(served: Served) -> None:
-    """Then SIGTERM ends the server, whose process leaves no other."""
+def test_a_loop_trains_samples_and_goes_on_from_its_files(served: Served, run_dir: Path) -> None:
+    """Then SIGTERM ends the server, whose process leaves no other, and its records are a run's."""
     tinker = pytest.importorskip("tinker")
     types: Any = tinker.types
     said = re.fullmatch(
@@ -105,14 +111,28 @@ def test_a_loop_trains_samples_and_goes_on_from_its_files(served: Served) -> Non
     assert "Warning" not in errors
     with pytest.raises(ProcessLookupError):
         os.killpg(served.process.pid, 0)  # its ranks, too
+    run, model = load(run_dir), path.removeprefix("tinker://").partition("/")[0]
+    assert run.state == "finished"
+    assert [value for _, value in run.series(f"loss/{model}")] == pytest.approx(losses)
+    assert [event["what"] for event in run.events if event["model"] == model][:2] == [
+        "created",
+        f"saved {path}",
+    ]
 
 
-@pytest.mark.long
-def test_a_server_of_a_notebook(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        pytest.param("processes", marks=pytest.mark.long),
+        pytest.param("ray", marks=pytest.mark.ray),  # whose handlers only a main thread can set
+    ],
+)
+def test_a_server_of_a_notebook(tmp_path: Path, cluster: str) -> None:
     """Its ranks are up within the block, and the port is free after it."""
     import urllib.request
 
-    with hybridrl.serve([*TINY, f"run.dir={tmp_path / 'run'}"]) as server:
+    settings = [f"cluster={cluster}", *(x for x in TINY if not x.startswith("cluster="))]
+    with hybridrl.serve([*settings, f"run.dir={tmp_path / 'run'}"]) as server:
         url = f"{server.url}/api/v1/get_server_capabilities"
         request = urllib.request.Request(url, headers={"X-API-Key": server.key})
         with urllib.request.urlopen(request, timeout=60) as answer:
