@@ -124,7 +124,7 @@ def test_a_loop_trains_samples_and_goes_on_from_its_files(served: Served, run_di
     "cluster",
     [
         pytest.param("processes", marks=pytest.mark.long),
-        pytest.param("ray", marks=pytest.mark.ray),  # whose handlers only a main thread can set
+        pytest.param("local", marks=pytest.mark.ray),  # whose handlers only a main thread can set
     ],
 )
 def test_a_server_of_a_notebook(tmp_path: Path, cluster: str) -> None:
