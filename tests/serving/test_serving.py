@@ -120,19 +120,21 @@ def test_a_loop_trains_samples_and_goes_on_from_its_files(served: Served, run_di
     ]
 
 
-@pytest.mark.parametrize(
-    "cluster",
-    [
-        pytest.param("processes", marks=pytest.mark.long),
-        pytest.param("local", marks=pytest.mark.ray),  # whose handlers only a main thread can set
-    ],
-)
-def test_a_server_of_a_notebook(tmp_path: Path, cluster: str) -> None:
+@pytest.mark.ray
+def test_a_server_on_its_own_ray(tmp_path: Path) -> None:
+    """The command's handlers of signals are set again behind Ray's, and SIGTERM ends it."""
+    settings = [setting for setting in TINY if setting != "cluster=processes"]
+    code, errors = Served(tmp_path / "run", *settings).end()
+    assert code == 0
+    assert "Traceback" not in errors
+
+
+@pytest.mark.long
+def test_a_server_of_a_notebook(tmp_path: Path) -> None:
     """Its ranks are up within the block, and the port is free after it."""
     import urllib.request
 
-    settings = [f"cluster={cluster}", *(x for x in TINY if not x.startswith("cluster="))]
-    with hybridrl.serve([*settings, f"run.dir={tmp_path / 'run'}"]) as server:
+    with hybridrl.serve([*TINY, f"run.dir={tmp_path / 'run'}"]) as server:
         url = f"{server.url}/api/v1/get_server_capabilities"
         request = urllib.request.Request(url, headers={"X-API-Key": server.key})
         with urllib.request.urlopen(request, timeout=60) as answer:
