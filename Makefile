@@ -82,7 +82,7 @@ test-ray: $(BIN)/.dev  ## tests on Ray clusters, which they start on this machin
 	$(PYTEST) -q -m "ray and not slow" $(call MARKED,ray)
 
 test-slow: $(BIN)/.dev  ## tests that take minutes: the demo itself, the wheel, the README
-	$(PYTEST) -q -m "slow and not vllm and not slurm"
+	$(PYTEST) -q -m "slow and not vllm and not slurm and not tinker"
 
 # In a folder: transformers imports an installed torchao in every process, in seconds, with warnings.
 .cache/torchao: scripts/constraints.txt
@@ -123,8 +123,9 @@ test-agents: $(BIN)/.dev .cache/agents/bin/.installed .cache/verifiers/bin/.inst
 	.cache/verifiers/bin/python -m pytest -q -m verifiers tests/environments
 
 # Two of them: the first SDK whose bytes are today's, and the newest.
-.cache/tinker/bin/.installed: pyproject.toml scripts/constraints.txt scripts/install_agents.sh
+.cache/tinker/bin/.installed: pyproject.toml scripts/constraints.txt scripts/install_agents.sh scripts/install_cookbook.sh
 	@scripts/install_agents.sh $(VENV) .cache/tinker tinker
+	@scripts/install_cookbook.sh $(VENV) .cache/tinker
 	@touch $@
 
 .cache/tinker-0.25/bin/.installed: pyproject.toml scripts/constraints.txt scripts/install_agents.sh
@@ -133,8 +134,11 @@ test-agents: $(BIN)/.dev .cache/agents/bin/.installed .cache/verifiers/bin/.inst
 	@touch $@
 
 test-tinker: $(BIN)/.dev .cache/tinker/bin/.installed .cache/tinker-0.25/bin/.installed  ## `hybridrl serve` under Tinker's SDK, its first fitting version and the newest
-	.cache/tinker/bin/python -m pytest -q -m tinker $(call MARKED,tinker)
-	.cache/tinker-0.25/bin/python -m pytest -q -m tinker $(call MARKED,tinker)
+	.cache/tinker/bin/python -m pytest -q -m "tinker and not slow" $(call MARKED,tinker)
+	.cache/tinker-0.25/bin/python -m pytest -q -m "tinker and not slow" $(call MARKED,tinker)
+
+test-slow-tinker: $(BIN)/.dev .cache/tinker/bin/.installed  ## tinker-cookbook's recipes, killed and resumed: minutes
+	.cache/tinker/bin/python -m pytest -q -m "tinker and slow" $(call MARKED,tinker)
 
 # As rented GPU machines are: the oldest torch, the newest transformers, and nothing else.
 .cache/bare/bin/.installed: scripts/constraints-bare.txt scripts/install_bare.sh

@@ -16,8 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -26,9 +26,11 @@ from hybridrl.config.serve import ServeConfig
 from hybridrl.driver.rank_failures import WorkerError
 from hybridrl.preflight.memory_plan import sizes_of_run
 from hybridrl.runtime.errors import RayStartError
+from hybridrl.runtime.launcher import Launcher
 from hybridrl.runtime.launchers import launched
 from hybridrl.serving.checkpoints import CheckpointFiles
 from hybridrl.serving.checks import check_sample
+from hybridrl.serving.history import ServerHistory
 from hybridrl.serving.prepare import PreparedServer, prepare_server
 from hybridrl.serving.ranks import ServingRanks
 from hybridrl.serving.requests import (
@@ -49,6 +51,8 @@ from hybridrl.serving.sampling import ClientSampling, OpenSampling
 from hybridrl.serving.snapshots import Snapshot, Snapshots
 from hybridrl.serving.training import ClientTraining, ModelRequest
 from hybridrl.serving.turns import TRAIN, next_place
+from hybridrl.telemetry.run import Telemetry
+from hybridrl.telemetry.rundata import last_step
 from hybridrl.workers.serving import ServingWorker
 
 logger = logging.getLogger(__name__)
@@ -82,9 +86,11 @@ class Turns:
         served: ServedModel,
         run_dir: Path,
         settings: ServeConfig,
+        history: ServerHistory,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ranks, self.served, self._settings, self._now = ranks, served, settings, now
+        self.history = history
         self.files = CheckpointFiles(run_dir)
         self.snapshots = Snapshots(settings.snapshots)
         self.clients = ClientTraining(ranks, served, self.files, self.snapshots)
@@ -187,6 +193,7 @@ class Turns:
         else:
             self._bring(self.snapshots[place])
             self.ranks.ask(ServingWorker.generate_with, place)
+        self.history.switched()
         self.place = place
 
     def _bring(self, snapshot: Snapshot) -> None:
@@ -206,15 +213,18 @@ class Turns:
             self.ranks.ask(ServingWorker.drop_snapshot, snapshot.version)
 
     def _train(self, ticket: Ticket) -> None:
+        begun = self._now()
         with _refusals(ticket.future):
             answer = self.clients.run(ticket.request)
             self._drop()
+            self.history.trained(ticket.request, answer, begun - ticket.since)
             ticket.future.set_result(answer)
 
     def _generate(self, snapshot: Snapshot) -> None:
         """Some decode steps of a snapshot's samples, new ones with them."""
         self.sampling.begin(self.waiting.pop(snapshot.version, []))
         done = self.sampling.draw(_DECODE_STEPS)
+        self.history.sampled(done)
         snapshot.open -= len(done)
         if not snapshot.open:
             del self._since[snapshot.version]
@@ -237,28 +247,37 @@ class ServeLoop:
 
     info: ServedModel
 
-    def __init__(self, config: Config, prepared: PreparedServer) -> None:
+    def __init__(self, config: Config, prepared: PreparedServer, launcher: Launcher) -> None:
         self.info, self.run_dir = prepared.served, Path(config.run.dir)
-        self._config, self._prepared = config, prepared
+        self._config, self._prepared, self._launcher = config, prepared, launcher
         self._inbox: queue.SimpleQueue[tuple[ClientRequest, Future[ClientAnswer]] | None]
         self._inbox = queue.SimpleQueue()
         self._closing, self._ended = threading.Event(), threading.Event()
         self._ready: Future[None] = Future()
         self._failure: str | None = None
+        self._launched = ExitStack()  # what `start` has entered
         self._thread = threading.Thread(target=self._run, name="serve loop")
 
     @classmethod
     def start(cls, config: Config) -> Self:
-        """Check the config and start its ranks. Raises ConfigError, and what ranks fail with."""
-        loop = cls(config, prepare_server(config))
-        loop._thread.start()
-        try:
-            loop._ready.result()
-        except BaseException:  # a signal: the thread ends what it has started
-            loop._closing.set()
-            loop._inbox.put(None)
-            loop._thread.join()
-            raise
+        """Check the config and start its ranks. Raises ConfigError, and what ranks fail with.
+
+        The launcher starts in the caller's thread: Ray and we set handlers of signals, which only
+        the main thread can.
+        """
+        prepared = prepare_server(config)
+        with ExitStack() as stack:
+            launcher = stack.enter_context(launched(config.cluster, Path(config.run.dir) / "logs"))
+            loop = cls(config, prepared, launcher)
+            loop._thread.start()
+            try:
+                loop._ready.result()
+            except BaseException:  # a signal: the thread ends what it has started
+                loop._closing.set()
+                loop._inbox.put(None)
+                loop._thread.join()
+                raise
+            loop._launched = stack.pop_all()
         return loop
 
     async def submit(self, request: ClientRequest) -> ClientAnswer:
@@ -275,6 +294,7 @@ class ServeLoop:
         self._closing.set()
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._launched.close)
 
     @property
     def failure(self) -> str | None:
@@ -286,14 +306,15 @@ class ServeLoop:
     def _run(self) -> None:
         config, prepared, turns = self._config, self._prepared, None
         try:
-            with launched(config.cluster, self.run_dir / "logs") as launcher:
+            with self._telemetry() as telemetry:
                 path = prepared.model_path
                 ranks = ServingRanks(
-                    launcher, config, path, _no_span, lambda rank, reading: None, serves=True
+                    self._launcher, config, path, _no_span, lambda rank, reading: None, serves=True
                 )
                 try:
                     ranks.setup(sizes_of_run(config, prepared.graph, path))
-                    turns = Turns(ranks, self.info, self.run_dir, config.serve)
+                    history = ServerHistory(telemetry, last_step(self.run_dir))
+                    turns = Turns(ranks, self.info, self.run_dir, config.serve, history)
                     self._ready.set_result(None)
                     self._serve(turns)
                     ranks.close()
@@ -310,6 +331,11 @@ class ServeLoop:
                 self._fail(future)
             self._ended.set()  # before the inbox is read for the last time
             self._fail_inbox()
+
+    def _telemetry(self) -> Telemetry:
+        """The records of the run; those of an earlier server are continued."""
+        settings = replace(self._config.telemetry, progress=False)  # what it prints is its address
+        return Telemetry(self.run_dir, settings, total_steps=0)
 
     def _serve(self, turns: Turns) -> None:
         """Take requests and work on them until `close`."""

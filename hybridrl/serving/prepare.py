@@ -56,6 +56,7 @@ def prepare_server(config: Config) -> PreparedServer:
     check_ranks(config.cluster)
     check_placement(config, graph)
     engine_checks(config.rollout).check_installed()
+    config.telemetry.check_installed()
     check_writable(run_dir)
     path = model_path_of(config, run_dir)
     shape, _ = checked_model(config, graph, path)

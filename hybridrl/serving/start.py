@@ -7,7 +7,7 @@ from pathlib import Path
 from hybridrl.config import ConfigError
 from hybridrl.preflight.settings import composed_run, own_run_dir
 from hybridrl.serving.loop import ServeLoop
-from hybridrl.serving.server import Server, in_thread, listener, read_key
+from hybridrl.serving.server import KEY_FILE, Server, in_thread, listener, read_key
 from hybridrl.telemetry.log import driver_log
 
 THE_CLIENTS = "nothing: it is the client's with hybridrl serve"
@@ -41,12 +41,13 @@ NEEDLESS = {
         THE_CLIENTS,
     ),
     "data": "data.max_prompt_tokens alone: the data is the client's with hybridrl serve",
+    "telemetry": "telemetry.loggers and telemetry.project alone with hybridrl serve",
     "trainer.keep_last": "nothing: clients save and delete",
     "trainer.resume": "nothing: clients load what they have saved",
     "trainer.save_every": "nothing: clients save and delete",
 }
 """Settings of a run that a server has no use for, with those below them, and what is wanted."""
-USED = {"data.max_prompt_tokens"}
+USED = {"data.max_prompt_tokens", "telemetry.loggers", "telemetry.project"}
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
@@ -68,7 +69,7 @@ def serving(overrides: Sequence[str]) -> Iterator[Server]:
     check_overrides(overrides)
     if not any(override.startswith("run.dir=") for override in overrides):
         overrides = [*overrides, "run.dir=runs/${now:%Y%m%d-%H%M%S}-serve"]
-    config = composed_run(overrides)
+    config = composed_run(overrides, new=not _continues_a_server(overrides))
     run_dir = Path(config.run.dir)
     with ExitStack() as stack:
         stack.enter_context(own_run_dir(config))
@@ -77,3 +78,9 @@ def serving(overrides: Sequence[str]) -> Iterator[Server]:
         bound = stack.enter_context(closing(listener(config.serve)))
         backend = ServeLoop.start(config)
         yield stack.enter_context(in_thread(config.serve, backend, key, bound))
+
+
+def _continues_a_server(overrides: Sequence[str]) -> bool:
+    """Whether `run.dir` is the directory of an earlier server, whose records are continued."""
+    *_, run_dir = (o.removeprefix("run.dir=") for o in overrides if o.startswith("run.dir="))
+    return (Path(run_dir) / KEY_FILE).is_file()

@@ -144,6 +144,11 @@ def load(run_dir: Path) -> RunData:
     return run
 
 
+def last_step(run_dir: Path) -> int:
+    """The last step that has a row of metrics; 0 without one."""
+    return max((_step(row) for row in read_lines(run_dir / "metrics.jsonl")), default=0)
+
+
 def environment_at(run_dir: Path, when: float) -> dict[str, Any]:
     """The environment of the process that worked on a run at `when` (Unix seconds).
 

@@ -2,19 +2,17 @@
 
 import os
 import re
-import select
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from served_command import Served
 
 import hybridrl
 from hybridrl.config import ConfigError
 from hybridrl.serving.start import check_overrides
+from hybridrl.telemetry.rundata import load
 
 TINY = [
     "model=tiny",
@@ -47,45 +45,21 @@ def test_what_has_no_effect_is_refused(override: str, line: str) -> None:
     assert str(refused.value).startswith(line)
 
 
-class Served:
-    """A process of `hybridrl serve`."""
-
-    def __init__(self, folder: Path) -> None:
-        command = [sys.executable, "-m", "hybridrl.cli", "serve", *TINY, f"run.dir={folder}"]
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # so that its group is its own
-        )
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], 300)
-        self.first = self.process.stdout.readline() if ready else ""
-        self.second = self.process.stdout.readline() if self.first else ""
-        if not self.second:
-            self.process.kill()
-            raise AssertionError(self.process.communicate())
-
-    def end(self) -> tuple[int, str]:
-        """Send SIGTERM; the exit code, and what it has written to standard error."""
-        self.process.send_signal(signal.SIGTERM)
-        _, errors = self.process.communicate(timeout=120)
-        return self.process.returncode, errors
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("serve") / "run"
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = Served(tmp_path_factory.mktemp("serve") / "run")
+def served(run_dir: Path) -> Iterator[Served]:
+    served = Served(run_dir, *TINY)
     yield served
-    if served.process.poll() is None:
-        served.process.kill()
-        served.process.communicate()
+    served.kill()
 
 
 @pytest.mark.tinker
-def test_a_loop_trains_samples_and_goes_on_from_its_files(served: Served) -> None:
-    """Then SIGTERM ends the server, whose process leaves no other."""
+def test_a_loop_trains_samples_and_goes_on_from_its_files(served: Served, run_dir: Path) -> None:
+    """Then SIGTERM ends the server, whose process leaves no other, and its records are a run's."""
     tinker = pytest.importorskip("tinker")
     types: Any = tinker.types
     said = re.fullmatch(
@@ -137,6 +111,22 @@ def test_a_loop_trains_samples_and_goes_on_from_its_files(served: Served) -> Non
     assert "Warning" not in errors
     with pytest.raises(ProcessLookupError):
         os.killpg(served.process.pid, 0)  # its ranks, too
+    run, model = load(run_dir), path.removeprefix("tinker://").partition("/")[0]
+    assert run.state == "finished"
+    assert [value for _, value in run.series(f"loss/{model}")] == pytest.approx(losses)
+    assert [event["what"] for event in run.events if event["model"] == model][:2] == [
+        "created",
+        f"saved {path}",
+    ]
+
+
+@pytest.mark.ray
+def test_a_server_on_its_own_ray(tmp_path: Path) -> None:
+    """The command's handlers of signals are set again behind Ray's, and SIGTERM ends it."""
+    settings = [setting for setting in TINY if setting != "cluster=processes"]
+    code, errors = Served(tmp_path / "run", *settings).end()
+    assert code == 0
+    assert "Traceback" not in errors
 
 
 @pytest.mark.long
