@@ -764,7 +764,7 @@ def test_a_run_directory_that_cannot_be_written(
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        (["fly"], "fly: wanted one of train, eval, plan, report"),
+        (["fly"], "fly: wanted one of train, eval, serve, plan, report"),
         (["report"], "report: wanted one run directory"),
         (["report", "/none"], "run=/none: wanted a run directory"),
         (["eval", "eval.nothing=1"], "eval.nothing=1: wanted a known key: one of sets"),

@@ -20,7 +20,7 @@ def judges(config: Any) -> list[str]:
 
 OF_A_RUN = {
     "__init__", "cli", "compat", "conf", "costs", "doctor", "environments", "jobs", "notebook",
-    "pipelines", "plan", "recipes", "replay", "runtime", "sandbox", "telemetry",
+    "pipelines", "plan", "recipes", "replay", "runtime", "sandbox", "serving", "telemetry",
 }  # fmt: skip
 """Rooms whose code decides where and when a run does something, or is counted by its own name."""
 

@@ -112,6 +112,7 @@ def main() -> None:
         fake_cuda.install(lambda name: device.sync("wait"))
         fake_device.install(device)
         device.integer = 3  # a token that ends nothing
+        device.answers = {"hybridrl/layout/proof.py compare": 0}  # no checksums differ
 
         def run(name: str) -> None:
             file = Path(folder) / f"{name}.json"

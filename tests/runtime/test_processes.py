@@ -330,12 +330,12 @@ def test_a_failing_rank_is_named_and_its_traceback_shown(
 
 
 DIES = """if dist.get_rank() == 1:
-            state_dict_saver.save = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"""
+            FileSystemWriter.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)"""
 IMPORTS = """import os
 import signal
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint import FileSystemWriter
 """
 
 

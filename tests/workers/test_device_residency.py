@@ -186,7 +186,7 @@ def worker_of(rank: Rank, load: Callable[[], None] = lambda: None) -> tuple[Acto
         train_engine=engine, update_steps=lambda stage, share: steps, averages={}
     ))  # fmt: skip
     actor.generator = cast(Any, SimpleNamespace(version=0, unfinished=0))
-    cast(Any, actor).switch_weights = lambda wakes: load()
+    cast(Any, actor).switch_weights = lambda wakes, snapshot: load()
     worker._early_s = 0.0
     return worker, engine
 

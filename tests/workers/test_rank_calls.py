@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 
+from hybridrl import serving
 from hybridrl.driver import worker_group
 from hybridrl.flow.sample import SampleId
 from hybridrl.workers.actor_shards import ActorShards
@@ -17,19 +18,22 @@ from hybridrl.workers.dispatch import dispatched_methods, runs_concurrently
 from hybridrl.workers.rank_calls import RankCalls, SharedIds
 from hybridrl.workers.rollout_worker import RolloutWorker
 from hybridrl.workers.sample_worker import SampleWorker
+from hybridrl.workers.serving import ServingWorker
 from hybridrl.workers.trainer_worker import TrainerWorker
 from hybridrl.workers.worker_factory import ClusterWorker
 
 KINDS = (BaseWorker, ActorShards, SampleWorker, ActorWorker, CriticWorker, TrainerWorker)
+KINDS += (ServingWorker,)
 WORKERS = {worker.__name__: worker for worker in KINDS}
 
 
 def called() -> set[tuple[str, str]]:
-    """Class and name of every worker's method that the driver's group names."""
-    nodes = ast.walk(ast.parse(Path(worker_group.__file__).read_text()))
+    """Class and name of every worker's method that the driver's group or a server names."""
+    files = [Path(worker_group.__file__), *Path(serving.__file__).parent.glob("*.py")]
     return {
         (node.value.id, node.attr)
-        for node in nodes
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         if node.value.id in WORKERS
     }
