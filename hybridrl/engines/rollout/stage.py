@@ -263,22 +263,16 @@ class RolloutStage:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Logits [tokens, vocab] of the last stage's `hidden` [tokens, hidden]: see `decode`."""
-        return self._join(self._local_logits(hidden))
+        head = self.model.get_output_embeddings()
+        return self._join(self._transform.apply_(_products(hidden, head)))
 
     def logits_everywhere(self, hidden: torch.Tensor) -> torch.Tensor:
         """`logits`, contiguous, on every rank of a stage that holds equal shards."""
-        logits = self._local_logits(hidden)
+        head = self.model.get_output_embeddings()
+        logits = self._transform.apply_(_products(hidden, head))
         if self.parallel.tp > 1:
             logits = self.parallel.gather(logits)[:, : self._vocab_size]
         return logits.contiguous()
-
-    def _local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of this rank's part of the vocabulary."""
-        head = self.model.get_output_embeddings()
-        products = _products(hidden, head.weight)
-        if head.bias is not None:
-            products += head.bias
-        return self._transform.apply_(products)
 
     def feed(self, inputs: PassInputs, routing: Routing | None = None) -> torch.Tensor:
         """A decode step without its logits: the stage's hidden states [tokens, hidden]."""
@@ -409,12 +403,16 @@ class RolloutStage:
         return [work for work in works if work is not None]
 
 
-def _products(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`hidden` [tokens, hidden] times `weight` [vocab, hidden], summed and kept in float32.
+def _products(hidden: torch.Tensor, head: Any) -> torch.Tensor:
+    """`hidden` [tokens, hidden] times the head's weight [vocab, hidden], and its bias, in float32.
 
     As in training: rounded to bfloat16, a logit of 16 to 32 is up to 0.06 off, and the engines'
     log-probabilities differ by that.
     """
     if hidden.is_cuda and hidden.dtype != torch.float32:
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return F.linear(hidden.float(), weight.float())
+        products = torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
+    else:
+        products = F.linear(hidden.float(), head.weight.float())
+    if head.bias is not None:
+        products += head.bias
+    return products
