@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -54,6 +55,7 @@ class FakeBackend:
     files: dict[str, Checkpoint] = field(default_factory=dict)
     models: set[str] = field(default_factory=set)
     closed: bool = False
+    failure: "Future[str]" = field(default_factory=Future)
 
     def __post_init__(self) -> None:
         self.gate = asyncio.Event()

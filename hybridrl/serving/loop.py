@@ -97,8 +97,8 @@ class Turns:
         self._left_training = 0.0
 
     def take(self, request: ClientRequest, future: "Future[ClientAnswer]") -> None:
-        """Let a request wait for its turn, or answer it at once."""
-        with _refusals(future):
+        """Let a request wait for its turn, or answer it at once; an error fails it alone."""
+        with _failures(future):
             match request:
                 case SampleRequest():
                     self._take_sample(request, future)
@@ -236,6 +236,7 @@ class ServeLoop:
     """
 
     info: ServedModel
+    failure: "Future[str]"
 
     def __init__(self, config: Config, prepared: PreparedServer) -> None:
         self.info, self.run_dir = prepared.served, Path(config.run.dir)
@@ -244,7 +245,7 @@ class ServeLoop:
         self._inbox = queue.SimpleQueue()
         self._closing, self._ended = threading.Event(), threading.Event()
         self._ready: Future[None] = Future()
-        self._failure: str | None = None
+        self.failure = Future()
         self._thread = threading.Thread(target=self._run, name="serve loop")
 
     @classmethod
@@ -276,11 +277,6 @@ class ServeLoop:
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
 
-    @property
-    def failure(self) -> str | None:
-        """The line with which the server has ended by itself; None while it serves."""
-        return self._failure
-
     # -- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -300,11 +296,12 @@ class ServeLoop:
                 finally:
                     ranks.kill()
         except Exception as error:
-            self._failure = " ".join(str(error).split()) or type(error).__name__
+            line = " ".join(str(error).split()) or type(error).__name__
             if not self._ready.done():
                 self._ready.set_exception(error)
             elif not isinstance(error, (*SERVER_ERRORS, ConfigError)):
                 logger.exception("the server has failed")
+            self.failure.set_result(line)
         finally:
             for future in turns.open() if turns is not None else ():
                 self._fail(future)
@@ -335,7 +332,19 @@ class ServeLoop:
 
     def _fail(self, future: "Future[ClientAnswer]") -> None:
         if not future.done():
-            future.set_exception(ServerFailed(self._failure or "the server has ended"))
+            line = self.failure.result() if self.failure.done() else "the server has ended"
+            future.set_exception(ServerFailed(line))
+
+
+@contextmanager
+def _failures(future: "Future[ClientAnswer]") -> Iterator[None]:
+    """Within, any error becomes the answer: nothing is asked of ranks, whose death ends all."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, Refused):
+            logger.exception("a request failed before its turn")
+        future.set_exception(error)
 
 
 @contextmanager

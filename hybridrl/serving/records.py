@@ -11,7 +11,15 @@ from aiohttp import web
 
 from hybridrl.serving import payloads
 from hybridrl.serving.payloads import integer, required
-from hybridrl.serving.requests import Checkpoint, CheckpointPath, Delete, Expire, Listed, Listing
+from hybridrl.serving.requests import (
+    Checkpoint,
+    CheckpointPath,
+    Delete,
+    Expire,
+    Listed,
+    Listing,
+    check_model_name,
+)
 from hybridrl.serving.routes import LARGEST_SEQ, Api
 from hybridrl.serving.sessions import Unknown
 
@@ -99,6 +107,8 @@ class RecordRoutes:
     async def _checkpoints(self, request: web.Request) -> web.Response:
         """The checkpoints of a model, all at once; those of all, newest first, in pages."""
         model = request.match_info.get("model")
+        if model is not None:
+            check_model_name(model)
         checkpoints = [_shown(checkpoint) for checkpoint in await self._listed(model)]
         if model is not None:
             return web.json_response({"checkpoints": checkpoints})

@@ -6,6 +6,7 @@ nothing of HTTP. Paths have the form `tinker://MODEL/weights/NAME` (with the opt
 """
 
 import re
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self, cast
 
@@ -28,6 +29,12 @@ class ServerFailed(Exception):
 
 NAME = re.compile(r"(?!\.)[A-Za-z0-9._:-]{1,128}")
 """A model's or a checkpoint's name, which is a directory's too."""
+
+
+def check_model_name(name: str) -> None:
+    """Raise Refused for what cannot be a model's name, `..` say."""
+    if not NAME.fullmatch(name):
+        raise Refused(f"model {name!r:.140}: wanted up to 128 letters, digits and ._:-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,12 +329,18 @@ class ServeBackend(Protocol):
 
     Requests that name a model arrive in the order of the client's numbers. One may arrive before
     the last is answered, so the backend keeps their order. Sample requests are concurrent.
+
+    `failure` becomes the line of what ends it by itself, when that happens: a rank's death, say.
     """
 
     info: ServedModel
+    failure: "Future[str]"
 
     async def submit(self, request: ClientRequest) -> ClientAnswer:
-        """Run a request to its end. Raises Refused or ServerFailed."""
+        """Run a request to its end.
+
+        Raises Refused, ServerFailed, and other errors that concern this request alone.
+        """
 
     async def close(self) -> None:
         """End what runs, and leave no process."""

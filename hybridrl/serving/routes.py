@@ -158,6 +158,11 @@ class Api:
             return _error(400, error)
         except ServerFailed as error:
             return _error(503, error)
+        except web.HTTPException:
+            raise
+        except Exception as error:
+            logger.exception("a request failed")
+            return _error(500, error)
 
     async def body(self, request: web.Request) -> bytes:
         """The bytes of a request. Raises TooLarge, after all of it has been read past."""

@@ -101,6 +101,10 @@ class Server:
         await self._runner.setup()
         await web.SockSite(self._runner, self._bound).start()
         self._watch = asyncio.create_task(self._end_silent_clients())
+        loop = asyncio.get_running_loop()
+        self._backend.failure.add_done_callback(
+            lambda failure: loop.call_soon_threadsafe(self.api.fail, failure.result())
+        )
 
     async def close(self) -> None:
         """End: the running call ends, what is done is answered, the rest fails with a line."""

@@ -13,6 +13,7 @@ import aiohttp
 import numpy as np
 import pytest
 from serve_backends import INFO, FakeBackend
+from yarl import URL
 
 from hybridrl.config import ConfigError, ServeConfig
 from hybridrl.serving import wire
@@ -299,6 +300,36 @@ def test_a_failure_of_the_server_fails_all_and_a_bug_one_request() -> None:
                 failed = await client.answer(promise)
                 assert failed == {"error": line, "category": "server"}
             assert client.server.failure.result(0) == line
+
+    run(story)
+
+
+def test_a_backend_that_ends_by_itself_ends_the_server_at_once() -> None:
+    """No request has to find out."""
+
+    async def story() -> None:
+        backend = FakeBackend()
+        async with served(backend) as client:
+            await client.begin()
+            sampler = await client.sampler(base_model=INFO.name)
+            backend.gate.clear()
+            sample = await client.sample(sampler, 0)
+            backend.failure.set_result("rank 0 has died")
+            ended = asyncio.wrap_future(client.server.failure)
+            assert await asyncio.wait_for(ended, 5) == "rank 0 has died"
+            assert (await client.answer(sample))["error"] == "rank 0 has died"
+
+    run(story)
+
+
+@pytest.mark.parametrize("model", ["*", "..", "a%2Fb", "x" * 129])
+def test_a_training_run_of_no_model_s_name_is_refused(model: str) -> None:
+    async def story() -> None:
+        async with served(FakeBackend()) as client:
+            url = URL(f"{client.server.url}/api/v1/training_runs/", encoded=True)
+            async with client.http.get(URL(f"{url}{model}/checkpoints", encoded=True)) as got:
+                assert got.status == 400
+                assert "wanted up to 128 letters" in (await got.json())["detail"]
 
     run(story)
 
