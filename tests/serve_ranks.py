@@ -12,7 +12,7 @@ from hybridrl.serving.loop import Turns
 from hybridrl.serving.requests import ClientAnswer, ClientRequest, ServedModel
 from hybridrl.workers.serving import DrawnResponse, DrawnSample
 
-SERVED = ServedModel("tiny", "tiny", max_tokens=64, lora_rank=4, vocab=32)
+SERVED = ServedModel("tiny", "tiny", max_tokens=64, lora_rank=4, vocab=32, trained="adapters")
 
 
 class FakeRanks:
@@ -23,7 +23,7 @@ class FakeRanks:
 
     def __init__(self, **answers: Any) -> None:
         self.asked: list[tuple[Any, ...]] = []
-        self.answers = {"step_model": {"bad_step": 0.0}, **answers}
+        self.answers = {"step_model": {"bad_step": 0.0}, "save_model": _saved, **answers}
         self.draws = True
         self._drawing: list[DrawnSample] = []
 
@@ -51,6 +51,11 @@ class FakeRanks:
     def called(self, name: str) -> list[tuple[Any, ...]]:
         """The arguments of the calls of a method."""
         return [args for method, *args in self.asked if method == name]  # type: ignore[misc]
+
+
+def _saved(model: str, folder: str, state: bool) -> str:
+    Path(folder).mkdir()
+    return ""
 
 
 def turns_of(ranks: FakeRanks, run_dir: Path, served: ServedModel = SERVED, **own: Any) -> Turns:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -77,7 +78,7 @@ def load(folder: Path, engine: TrainEngine, progress: Progress, kept: NamedTenso
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise ValueError(f"{folder}: {' '.join(str(first).split())}") from error
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, UnpicklingError) as error:
         raise ValueError(f"{folder}: {error}") from error
     for name, tensors in copies.items():
         for tensor in tensors:

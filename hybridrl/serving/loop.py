@@ -133,6 +133,7 @@ class Turns:
             return self.snapshots.add(None, None, here=False)
         path = CheckpointPath.parse(text)
         if self.files.has(path):
+            self.clients.check_source(text)
             return self.snapshots.add(text, self.files.folder(path), here=False)
         if text in self.snapshots.gone:
             raise Refused(
@@ -151,11 +152,12 @@ class Turns:
         if not since:
             return False
         place = next_place(self.place, since, self._now(), self._settings.patience_s)
-        if place != TRAIN and self._is_lost(self.snapshots[place]):
-            self._refuse(self.snapshots[place])
-            return True
         if place != self.place:
-            self._enter(place)
+            try:
+                self._enter(place)
+            except Refused as refused:
+                self._refuse(self.snapshots[place], refused)
+                return True
         if place == TRAIN:
             self._train(self.training[0])
             self.training.popleft()  # a request whose run raises is still here, to be failed
@@ -164,40 +166,48 @@ class Turns:
         return True
 
     def _is_lost(self, snapshot: Snapshot) -> bool:
-        """Whether a snapshot would have to be read from files that are gone."""
-        if snapshot.here or snapshot.path is None:
+        """Whether the files of a snapshot are gone."""
+        if snapshot.path is None:
             return False
         return snapshot.folder is None or not self.files.has(CheckpointPath.parse(snapshot.path))
 
-    def _refuse(self, snapshot: Snapshot) -> None:
-        """ClientAnswer the requests for a snapshot that cannot be read; none of them has begun."""
+    def _refuse(self, snapshot: Snapshot, refused: Refused) -> None:
+        """Refuse the requests for a snapshot that cannot be read; none of them has begun."""
         for one in self.waiting.pop(snapshot.version):
-            one.future.set_exception(Refused(f"{snapshot.path}: the checkpoint has been deleted"))
+            one.future.set_exception(refused)
         snapshot.open = 0
         del self._since[snapshot.version]
 
     def _enter(self, place: int) -> None:
-        """Bring the ranks to another place; what is left there waits from now on."""
-        if self.place == TRAIN:
-            self._left_training = self._now()
-        elif self.place in self._since:
-            self._since[self.place] = self._now()
+        """Bring the ranks to another place; what is left there waits from now on.
+
+        Raises Refused for a snapshot that cannot be read.
+        """
+        left, now = self.place, self._now()
+        if place != TRAIN and not self.snapshots[place].here:
+            self._read(self.snapshots[place])
+        if left == TRAIN:
+            self._left_training = now
+        elif left in self._since:
+            self._since[left] = now
         if place == TRAIN:
             self.ranks.ask(ServingWorker.train)
         else:
-            self._bring(self.snapshots[place])
             self.ranks.ask(ServingWorker.generate_with, place)
         self.place = place
 
-    def _bring(self, snapshot: Snapshot) -> None:
-        """Have the ranks read a snapshot that they have not."""
-        if not snapshot.here:
-            if self.place != TRAIN:
-                self.ranks.ask(ServingWorker.train)
-            folder = None if snapshot.folder is None else str(snapshot.folder)
-            self.ranks.ask(ServingWorker.read_snapshot, snapshot.version, folder)
-            snapshot.here = True
-            self._drop()
+    def _read(self, snapshot: Snapshot) -> None:
+        """Have the ranks read a snapshot, which they do in TRAIN."""
+        if self._is_lost(snapshot):
+            raise Refused(f"{snapshot.path}: the checkpoint has been deleted")
+        if self.place != TRAIN:
+            self.ranks.ask(ServingWorker.train)
+            self.place = TRAIN
+        folder = None if snapshot.folder is None else str(snapshot.folder)
+        if error := self.ranks.ask(ServingWorker.read_snapshot, snapshot.version, folder):
+            raise Refused(f"{snapshot.path or 'the base model'} cannot be read: {error}")
+        snapshot.here = True
+        self._drop()
 
     def _drop(self) -> None:
         """Forget the snapshots that are too many."""

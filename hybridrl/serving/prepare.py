@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.algorithms.losses import CrossEntropyLoss
-from hybridrl.config import Config, ConfigError, EmulatedClusterConfig, OptimName, RouterReplay
+from hybridrl.config import (
+    Config,
+    ConfigError,
+    EmulatedClusterConfig,
+    LoraConfig,
+    OptimName,
+    RouterReplay,
+)
 from hybridrl.engines.rollout.available import engine_checks
 from hybridrl.flow import Flow, Graph, recipe
 from hybridrl.models.context import context_tokens
@@ -69,8 +76,17 @@ def prepare_server(config: Config) -> PreparedServer:
         max_tokens=_most_tokens(config, context_tokens(shape)),
         lora_rank=config.actor.lora.rank,
         vocab=load_config(path).vocab_size,
+        trained=_trained(config.actor.lora),
     )
     return PreparedServer(path, served, graph)
+
+
+def _trained(lora: LoraConfig) -> str:
+    """Which weights are trained, in words."""
+    if not lora.rank:
+        return "all weights"
+    modules = ", ".join(sorted(lora.target_modules))
+    return f"adapters of rank {lora.rank} and alpha {lora.alpha} on {modules}"
 
 
 def _most_tokens(config: Config, context: int) -> int:

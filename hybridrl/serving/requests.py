@@ -315,6 +315,7 @@ class ServedModel:
     """What a server serves: the base model's name, where its tokenizer is, and its limits.
 
     `max_tokens` bounds prompt and response together. `lora_rank` 0: all weights are trained.
+    `trained` says which weights are: checkpoints of others have other tensors.
     """
 
     name: str
@@ -322,6 +323,7 @@ class ServedModel:
     max_tokens: int
     lora_rank: int
     vocab: int
+    trained: str = "all weights"
 
 
 class ServeBackend(Protocol):
