@@ -417,6 +417,8 @@ def test_a_wrong_request_is_one_line(route: str, body: Any, status: int, line: s
     [
         ({"base_model": "other"}, "base_model=other: this server has tiny/model"),
         ({"lora_config": {"rank": 4}}, "rank=4: this server has adapters of rank 8"),
+        ({"lora_config": {"rank": 8, "seed": 1 << 64}}, "seed=18446744073709551616: wanted -92"),
+        ({"lora_config": {"rank": 8, "seed": -(1 << 63) - 1}}, "seed=-9223372036854775809"),
         ({"lora_config": {"rank": 8, "train_mlp": False}}, "train_mlp=false"),
         ({"optimizer_config": {"type": "dimuon"}}, "optimizer_config.type='dimuon': wanted adamw"),
     ],
@@ -452,6 +454,8 @@ def test_a_model_that_cannot_be_is_refused(facts: dict[str, Any], line: str) -> 
         ({"sampling_params": {"top_p": 0}}, "top_p=0.0: wanted above 0"),
         ({"sampling_params": {"temperature": -1}}, "temperature=-1.0: wanted 0 or more"),
         ({"sampling_params": {"stop": [1.5]}}, "stop=[1.5]: wanted texts or token ids"),
+        ({"sampling_params": {"stop": [32]}}, "stop=[32]: wanted texts or token ids, 0 to 31"),
+        ({"sampling_params": {"top_p": 10**400}}, "top_p=10000000000000000000...: wanted a number"),
         ({"sampling_params": {"max_tokens": "4"}}, "max_tokens='4': wanted an integer"),
         ({"topk_prompt_logprobs": 33}, "topk_prompt_logprobs=33: wanted 0 to 32"),
         ({"record_stability_info": True}, "record_stability_info: stable_reinforce is not served"),
