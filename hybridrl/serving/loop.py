@@ -106,7 +106,7 @@ class Turns:
                     future.set_result(Listed(self.files.all(request.model)))
                 case Delete():
                     self.files.delete(CheckpointPath.parse(request.path))
-                    self.snapshots.forget(request.path)
+                    self.snapshots.detach(request.path)
                     future.set_result(Completed())
                 case Expire():
                     self.files.expire(CheckpointPath.parse(request.path), request.ttl_s)
@@ -199,7 +199,7 @@ class Turns:
     def _read(self, snapshot: Snapshot) -> None:
         """Have the ranks read a snapshot, which they do in TRAIN."""
         if self._is_lost(snapshot):
-            raise Refused(f"{snapshot.path}: the checkpoint has been deleted")
+            raise Refused(f"{snapshot.path}: the checkpoint has been deleted or replaced")
         if self.place != TRAIN:
             self.ranks.ask(ServingWorker.train)
             self.place = TRAIN
@@ -228,6 +228,7 @@ class Turns:
         snapshot.open -= len(done)
         if not snapshot.open:
             del self._since[snapshot.version]
+            self._drop()  # it may have no path any more
 
     def open(self) -> Iterator["Future[ClientAnswer]"]:
         """The futures of all requests that are not answered."""
@@ -256,7 +257,8 @@ class ServeLoop:
         self._closing, self._ended = threading.Event(), threading.Event()
         self._ready: Future[None] = Future()
         self.failure = Future()
-        self._thread = threading.Thread(target=self._run, name="serve loop")
+        self._done: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="serve loop", daemon=True)
 
     @classmethod
     def start(cls, config: Config) -> Self:
@@ -285,7 +287,7 @@ class ServeLoop:
         """See `ServeBackend`. The call that runs is answered, all other requests fail."""
         self._closing.set()
         self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.wrap_future(self._done)  # no thread that waits keeps the process
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -317,6 +319,7 @@ class ServeLoop:
                 self._fail(future)
             self._ended.set()  # before the inbox is read for the last time
             self._fail_inbox()
+            self._done.set_result(None)
 
     def _serve(self, turns: Turns) -> None:
         """Take requests and work on them until `close`."""

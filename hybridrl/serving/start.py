@@ -47,6 +47,7 @@ NEEDLESS = {
 }
 """Settings of a run that a server has no use for, with those below them, and what is wanted."""
 USED = {"data.max_prompt_tokens"}
+OWN_FOLDER = "run.dir=runs/${now:%Y%m%d-%H%M%S}-serve"
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
@@ -66,9 +67,7 @@ def serving(overrides: Sequence[str]) -> Iterator[Server]:
     Raises ConfigError before a process starts, and later the errors of ranks.
     """
     check_overrides(overrides)
-    if not any(override.startswith("run.dir=") for override in overrides):
-        overrides = [*overrides, "run.dir=runs/${now:%Y%m%d-%H%M%S}-serve"]
-    config = composed_run(overrides)
+    config = composed_run([OWN_FOLDER, *overrides])  # the last one wins
     run_dir = Path(config.run.dir)
     with ExitStack() as stack:
         stack.enter_context(own_run_dir(config))

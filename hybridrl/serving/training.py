@@ -99,6 +99,7 @@ class ClientTraining:
     def _unload(self, name: str) -> None:
         self.ranks.ask(ServingWorker.drop_model, name)
         del self.models[name]
+        self.snapshots.unload(name)
 
     def _forward_backward(self, request: ForwardBackward) -> LossOutputs:
         model = self._model(request.model)
@@ -126,6 +127,7 @@ class ClientTraining:
         path = CheckpointPath.parse(f"tinker://{request.model}/{request.kind}/{request.name}")
         if request.files:
             self._write(request, path, model.steps)
+            self.snapshots.detach(str(path))  # which may have been read from older files
         if request.kind == "sampler_weights":
             folder = self.files.folder(path) if request.files else None
             snapshot = self.snapshots.add(str(path), folder, here=True)

@@ -1,18 +1,25 @@
 """What fails one request alone, whatever fails in it: on ranks that compute nothing."""
 
-from dataclasses import replace
+import asyncio
+import signal
+import threading
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from serve_backends import FakeBackend
 from serve_ranks import SERVED, FakeRanks, answered, taken, turns_of
 
+from hybridrl.config import ServeConfig
 from hybridrl.serving.checkpoints import CheckpointFiles
 from hybridrl.serving.loop import Turns
 from hybridrl.serving.requests import (
     CreateModel,
     Datum,
+    Delete,
     Expire,
     ForwardBackward,
     LoadModel,
@@ -24,6 +31,7 @@ from hybridrl.serving.requests import (
     Save,
     Unload,
 )
+from hybridrl.serving.server import in_thread, listener
 
 IDS = np.arange(3, dtype=np.int32)
 GRADIENT = ForwardBackward(
@@ -120,3 +128,70 @@ def test_a_checkpoint_of_other_weights_is_neither_loaded_nor_sampled(
             answered(turns, request)
     assert not ranks.called("read_snapshot")
     assert not ranks.called("load_model")
+
+
+@pytest.mark.parametrize("kind", ["weights", "sampler_weights"])
+@pytest.mark.parametrize("change", ["replaced", "deleted"])
+def test_samples_of_a_path_are_those_of_its_present_files(
+    tmp_path: Path, kind: Any, change: str
+) -> None:
+    ranks, path = FakeRanks(), f"tinker://a/{kind}/x"
+    turns = with_model(ranks, tmp_path)
+    answered(turns, Save("a", "x", kind))
+    answered(turns, sampled(path))
+    (first,) = ranks.called("generate_with")
+    if change == "deleted":
+        answered(turns, Delete(path))
+        with pytest.raises(Refused, match="there is no such checkpoint"):
+            answered(turns, sampled(path, 1))
+    else:
+        answered(turns, Save("a", "x", kind, overwrite=True))
+        answered(turns, sampled(path, 1))
+        assert ranks.called("generate_with")[1] != first
+        assert first in [[version] for (version,) in ranks.called("drop_snapshot")]
+
+
+def test_snapshots_in_memory_go_with_their_model(tmp_path: Path) -> None:
+    """Those with open requests when these are answered; files stay."""
+    ranks = FakeRanks()
+    turns = with_model(ranks, tmp_path)
+    for name in ("idle", "open"):
+        answered(turns, Save("a", name, "sampler_weights", files=False))
+    answered(turns, Save("a", "files", "sampler_weights"))
+    ranks.draws = False
+    request = taken(turns, sampled("tinker://a/sampler_weights/open"))
+    turns.work()
+    unloaded = taken(turns, Unload("a"))
+    turns._left_training = turns._since[turns.place] = -1e9  # patience is over
+    turns.training[0].since = -2e9
+    turns.work()
+    unloaded.result(0)
+    assert ranks.called("drop_snapshot") == [[1]]
+    ranks.draws = True
+    while turns.work():
+        pass
+    assert isinstance(request.result(0), Samples)
+    assert ranks.called("drop_snapshot") == [[1], [2]]
+    assert isinstance(answered(turns, sampled("tinker://a/sampler_weights/files", 1)), Samples)
+
+
+@dataclass
+class StuckBackend(FakeBackend):
+    """A backend whose end never comes."""
+
+    async def close(self) -> None:
+        await asyncio.Event().wait()
+
+
+def test_an_exception_during_the_end_ends_it() -> None:
+    """A second signal, say: no thread is left, nor any that keeps the process."""
+    settings, before = ServeConfig(port=0), threading.active_count()
+    bound, main = listener(settings), threading.get_ident()
+    interrupt = partial(signal.pthread_kill, main, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):  # noqa: SIM117
+        with in_thread(settings, StuckBackend(), "tml-" + "0" * 32, bound) as server:
+            others = [x for x in threading.enumerate() if x is not threading.main_thread()]
+            assert all(thread.daemon for thread in others if thread.name == "hybridrl-serve")
+            server.api.refuse_new = lambda line: interrupt()  # type: ignore[method-assign]
+    bound.close()
+    assert threading.active_count() == before

@@ -294,6 +294,17 @@ def test_a_saved_model_is_peft_s_and_transformers(client: Client) -> None:
         np.testing.assert_allclose(own, expected, atol=1e-5)
 
 
+def test_decoding_is_marked_as_it_goes_on(
+    loop: ServeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that no call is stuck because its samples are long."""
+    marks = list[tuple[str, int]]()
+    monkeypatch.setattr("hybridrl.workers.generator.mark", lambda *mark: marks.append(mark))
+    monkeypatch.setattr("hybridrl.workers.generator._MARKED_STEPS", 4)
+    Client(loop).sample(None, TOKENS[:2], max_tokens=10, eos=False)
+    assert marks[:3] == [("admit and decode", 0), ("decode", 4), ("decode", 8)]
+
+
 def test_files_that_are_damaged_change_nothing(client: Client) -> None:
     """Neither weights nor moments of the model: it goes on as its twin, which loads nothing."""
     path = client.save("damaged", "weights", files=True)

@@ -14,7 +14,7 @@ import pytest
 
 import hybridrl
 from hybridrl.config import ConfigError
-from hybridrl.serving.start import check_overrides
+from hybridrl.serving.start import check_overrides, serving
 
 TINY = [
     "model=tiny",
@@ -45,6 +45,26 @@ def test_what_has_no_effect_is_refused(override: str, line: str) -> None:
     with pytest.raises(ConfigError) as refused:
         check_overrides([*TINY, override])
     assert str(refused.value).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [("run.dir=own", "own"), ("++run.dir=own", "own"), ("serve.port=0", r"runs/[-\d]+-serve")],
+)
+def test_a_directory_of_the_user_s_is_where_the_server_writes(
+    override: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    started = list[str]()
+
+    def start(config: Any) -> None:
+        started.append(str(Path(config.run.dir).relative_to(tmp_path)))
+        raise InterruptedError
+
+    monkeypatch.setattr("hybridrl.serving.start.ServeLoop.start", start)
+    with pytest.raises(InterruptedError), serving([*TINY, override]):
+        pass
+    assert re.fullmatch(expected, *started)
 
 
 class Served:

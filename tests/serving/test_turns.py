@@ -50,12 +50,12 @@ def test_the_last_sampled_snapshots_stay() -> None:
     assert snapshots.get("c") is None
     assert not three.here
     two.open, kept = 0, snapshots.add("d", Path("there"), here=True)
-    assert [x.path for x in snapshots.dropped()] == ["b"]
-    snapshots.sampled(one)
-    snapshots.add("e", None, here=True)
     assert [x.path for x in snapshots.dropped()] == ["d"]
     assert snapshots.get("d") is kept  # to be read again
     assert "d" not in snapshots.gone
+    snapshots.sampled(one)
+    snapshots.add("e", None, here=True)
+    assert [x.path for x in snapshots.dropped()] == ["b"]
 
 
 def test_a_snapshot_that_is_replaced_lives_while_it_is_sampled() -> None:
@@ -68,6 +68,33 @@ def test_a_snapshot_that_is_replaced_lives_while_it_is_sampled() -> None:
     old.open = 0
     assert list(snapshots.dropped()) == [old]
     assert not snapshots.gone
+
+
+def test_snapshots_with_files_go_first() -> None:
+    """They can be read again, also where they are the last sampled ones."""
+    snapshots = Snapshots(1)
+    snapshots.add("memory", None, here=True)
+    snapshots.add("files", Path("there"), here=True)
+    assert [one.path for one in snapshots.dropped()] == ["files"]
+
+
+def test_a_snapshot_whose_files_are_gone_or_others_loses_its_path() -> None:
+    """Its open requests are answered from memory; one that would be read first is not."""
+    snapshots = Snapshots(9)
+    idle = snapshots.add("a", Path("a"), here=True)
+    snapshots.detach("a")
+    assert snapshots.get("a") is None
+    assert list(snapshots.dropped()) == [idle]
+    asked = snapshots.add("a", Path("a"), here=True)
+    asked.open = 1
+    unread = snapshots.add("b", Path("b"), here=False)
+    unread.open = 1
+    for path in "ab":
+        snapshots.detach(path)
+    assert not list(snapshots.dropped())
+    assert unread.folder is None
+    asked.open = 0
+    assert list(snapshots.dropped()) == [asked]
 
 
 def test_checkpoints_are_listed_deleted_and_expire(tmp_path: Path) -> None:
