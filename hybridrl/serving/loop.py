@@ -32,18 +32,18 @@ from hybridrl.serving.checks import check_sample
 from hybridrl.serving.prepare import PreparedServer, prepare_server
 from hybridrl.serving.ranks import ServingRanks
 from hybridrl.serving.requests import (
+    Checkpoint,
     CheckpointPath,
     ClientAnswer,
     ClientRequest,
     Completed,
     Delete,
     Expire,
-    Listed,
-    Listing,
     Refused,
     SampleRequest,
     ServedModel,
     ServerFailed,
+    Unload,
 )
 from hybridrl.serving.sampling import ClientSampling, OpenSampling
 from hybridrl.serving.snapshots import Snapshot, Snapshots
@@ -102,8 +102,6 @@ class Turns:
             match request:
                 case SampleRequest():
                     self._take_sample(request, future)
-                case Listing():
-                    future.set_result(Listed(self.files.all(request.model)))
                 case Delete():
                     self.files.delete(CheckpointPath.parse(request.path))
                     self.snapshots.detach(request.path)
@@ -112,7 +110,15 @@ class Turns:
                     self.files.expire(CheckpointPath.parse(request.path), request.ttl_s)
                     future.set_result(Completed())
                 case _:
+                    if isinstance(request, Unload):
+                        self._abandon(request.model)
                     self.training.append(Ticket(request, future, self._now()))
+
+    def _abandon(self, model: str) -> None:
+        """Refuse what waits for a model whose client has left."""
+        for ticket in [x for x in self.training if x.request.model == model]:
+            self.training.remove(ticket)
+            ticket.future.set_exception(Refused(f"{model}: the session has ended"))
 
     def _take_sample(self, request: SampleRequest, future: "Future[ClientAnswer]") -> None:
         most = check_sample(request, self.served)
@@ -282,6 +288,10 @@ class ServeLoop:
         if self._ended.is_set():  # nobody will read it
             self._fail_inbox()
         return await asyncio.wrap_future(future)
+
+    def listed(self, model: str | None = None) -> tuple[Checkpoint, ...]:
+        """See `ServeBackend`."""
+        return CheckpointFiles(self.run_dir).all(model)
 
     async def close(self) -> None:
         """See `ServeBackend`. The call that runs is answered, all other requests fail."""

@@ -122,10 +122,13 @@ def _check_snapshots(config: Config, shape: Any) -> None:
 
 
 def _most_tokens(config: Config, context: int) -> int:
-    """Tokens of the longest prompt with its response, which the KV cache must hold."""
+    """Tokens of the longest prompt with its response, which the KV cache must hold.
+
+    A datum of as many input tokens has a target behind them, which the model computes, too.
+    """
     rollout = config.rollout
     cached = rollout.kv_cache_tokens // rollout.block_size * rollout.block_size
-    return min(config.longest_generated, context, cached or context)
+    return min(config.longest_generated, context - 1, cached or context)
 
 
 def _check_served(config: Config) -> None:

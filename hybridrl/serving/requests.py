@@ -189,13 +189,6 @@ class SampleRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
-    """All checkpoints that have files, or those of one model. Answered by `Listed`."""
-
-    model: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Delete:
     """The end of a checkpoint's files. `Completed`; `Refused` where there is none."""
 
@@ -218,7 +211,6 @@ ClientRequest = (
     | LoadModel
     | Unload
     | SampleRequest
-    | Listing
     | Delete
     | Expire
 )
@@ -296,18 +288,11 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """Checkpoints, oldest first."""
-
-    checkpoints: tuple[Checkpoint, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Completed:
     """Nothing but that it is done."""
 
 
-ClientAnswer = LossOutputs | Stepped | Saved | Samples | Listed | Completed
+ClientAnswer = LossOutputs | Stepped | Saved | Samples | Completed
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +328,9 @@ class ServeBackend(Protocol):
 
         Raises Refused, ServerFailed, and other errors that concern this request alone.
         """
+
+    def listed(self, model: str | None = None) -> tuple[Checkpoint, ...]:
+        """All checkpoints that have files, or those of one model, oldest first; asks no rank."""
 
     async def close(self) -> None:
         """End what runs, and leave no process."""

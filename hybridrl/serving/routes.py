@@ -21,8 +21,6 @@ from hybridrl.serving.requests import (
     CheckpointPath,
     ClientRequest,
     CreateModel,
-    Listed,
-    Listing,
     LossOutputs,
     Refused,
     Samples,
@@ -332,15 +330,15 @@ class Api:
         path = optional(body, "model_path", str)
         payloads.check_base(body, self.backend.info)
         if path is not None:
-            await self.check_exists(path)
+            self.check_exists(path)
         sampler = self.sessions.add_sampler(session, number, path)
         reply = {"type": "create_sampling_session", "sampling_session_id": sampler.id}
         return web.json_response(reply)
 
-    async def check_exists(self, path: str) -> None:
+    def check_exists(self, path: str) -> None:
         """Raise Refused for a path that has no files."""
-        listed = cast(Listed, await self.ask(Listing(CheckpointPath.parse(path).model)))
-        if path not in (checkpoint.path for checkpoint in listed.checkpoints):
+        listed = self.backend.listed(CheckpointPath.parse(path).model)
+        if path not in (checkpoint.path for checkpoint in listed):
             raise Refused(f"{path}: no checkpoint of that name")
 
     async def _sampler(self, request: web.Request) -> web.Response:

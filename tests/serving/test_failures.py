@@ -120,7 +120,9 @@ def test_a_checkpoint_of_other_weights_is_neither_loaded_nor_sampled(
 ) -> None:
     """Of another base model, or of adapters that another server had."""
     ranks, path = FakeRanks(), "tinker://a/weights/x"
-    answered(with_model(ranks, tmp_path, served=replace(SERVED, **other)), Save("a", "x", "weights"))
+    answered(
+        with_model(ranks, tmp_path, served=replace(SERVED, **other)), Save("a", "x", "weights")
+    )
     turns = with_model(ranks, tmp_path)
     requests = sampled(path), LoadModel("a", path, False), CreateModel("b", 4, source=path)
     for request in requests:
@@ -175,6 +177,22 @@ def test_snapshots_in_memory_go_with_their_model(tmp_path: Path) -> None:
     assert isinstance(answered(turns, sampled("tinker://a/sampler_weights/files", 1)), Samples)
 
 
+def test_what_waits_for_a_model_goes_with_its_session(tmp_path: Path) -> None:
+    """Of other models nothing does, and no rank sees what is dropped."""
+    ranks = FakeRanks()
+    turns = with_model(ranks, tmp_path)
+    answered(turns, CreateModel("b", 4))
+    waiting = [taken(turns, request) for request in (GRADIENT, STEP)]
+    other = taken(turns, replace(GRADIENT, model="b"))
+    answered(turns, Unload("a"))
+    for future in waiting:
+        with pytest.raises(Refused, match=r"^a: the session has ended$"):
+            future.result(0)
+    assert other.result(0)
+    assert not ranks.called("step_model")
+    assert ranks.called("drop_model") == [["a"]]
+
+
 @dataclass
 class StuckBackend(FakeBackend):
     """A backend whose end never comes."""
@@ -188,10 +206,9 @@ def test_an_exception_during_the_end_ends_it() -> None:
     settings, before = ServeConfig(port=0), threading.active_count()
     bound, main = listener(settings), threading.get_ident()
     interrupt = partial(signal.pthread_kill, main, signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):  # noqa: SIM117
-        with in_thread(settings, StuckBackend(), "tml-" + "0" * 32, bound) as server:
-            others = [x for x in threading.enumerate() if x is not threading.main_thread()]
-            assert all(thread.daemon for thread in others if thread.name == "hybridrl-serve")
-            server.api.refuse_new = lambda line: interrupt()  # type: ignore[method-assign]
+    server = in_thread(settings, StuckBackend(), "tml-" + "0" * 32, bound)
+    server.__enter__().api.refuse_new = lambda line: interrupt()  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        server.__exit__(None, None, None)
     bound.close()
     assert threading.active_count() == before

@@ -17,8 +17,6 @@ from hybridrl.serving.requests import (
     CreateModel,
     Datum,
     ForwardBackward,
-    Listed,
-    Listing,
     LoadModel,
     OptimStep,
     Refused,
@@ -271,9 +269,7 @@ def test_a_model_goes_on_from_its_files(client: Client) -> None:
         other.unload()
     assert losses[0] == losses[1]
     assert losses[2] == losses[3] != losses[0]
-    (listed,) = client.ask(Listing(client.model))
-    assert isinstance(listed, Listed)
-    checkpoint, _ = listed.checkpoints
+    checkpoint, _ = client.loop.listed(client.model)
     assert (checkpoint.path, checkpoint.rank) == (path, 4)
     assert checkpoint.bytes > 1000
 
@@ -294,9 +290,7 @@ def test_a_saved_model_is_peft_s_and_transformers(client: Client) -> None:
         np.testing.assert_allclose(own, expected, atol=1e-5)
 
 
-def test_decoding_is_marked_as_it_goes_on(
-    loop: ServeLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoding_is_marked_as_it_goes_on(loop: ServeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that no call is stuck because its samples are long."""
     marks = list[tuple[str, int]]()
     monkeypatch.setattr("hybridrl.workers.generator.mark", lambda *mark: marks.append(mark))

@@ -18,6 +18,7 @@ from yarl import URL
 from hybridrl.config import ConfigError, ServeConfig
 from hybridrl.serving import wire
 from hybridrl.serving.requests import (
+    Checkpoint,
     CheckpointPath,
     CreateModel,
     ForwardBackward,
@@ -318,6 +319,24 @@ def test_a_backend_that_ends_by_itself_ends_the_server_at_once() -> None:
             ended = asyncio.wrap_future(client.server.failure)
             assert await asyncio.wait_for(ended, 5) == "rank 0 has died"
             assert (await client.answer(sample))["error"] == "rank 0 has died"
+
+    run(story)
+
+
+def test_checkpoints_are_listed_without_a_rank() -> None:
+    """Which may be busy for long."""
+
+    async def story() -> None:
+        backend = FakeBackend(
+            files={"tinker://a/weights/x": Checkpoint("tinker://a/weights/x", 8, 1, 0)}
+        )
+        async with served(backend) as client:
+            await client.begin()
+            before = len(backend.asked)
+            for route in ("checkpoints", "training_runs", "training_runs/a/checkpoints"):
+                assert (await client.get(route))[0] == 200
+            await client.sampler(model_path="tinker://a/weights/x")
+            assert len(backend.asked) == before
 
     run(story)
 
