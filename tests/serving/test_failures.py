@@ -118,7 +118,7 @@ def test_a_snapshot_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_of_other_weights_is_neither_loaded_nor_sampled(
     tmp_path: Path, other: dict[str, Any]
 ) -> None:
-    """Of another base model, or of adapters that another server had."""
+    """Its base model is another, or its adapters are."""
     ranks, path = FakeRanks(), "tinker://a/weights/x"
     answered(
         with_model(ranks, tmp_path, served=replace(SERVED, **other)), Save("a", "x", "weights")
@@ -154,7 +154,7 @@ def test_samples_of_a_path_are_those_of_its_present_files(
 
 
 def test_snapshots_in_memory_go_with_their_model(tmp_path: Path) -> None:
-    """Those with open requests when these are answered; files stay."""
+    """One with open requests goes when these are answered; files stay."""
     ranks = FakeRanks()
     turns = with_model(ranks, tmp_path)
     for name in ("idle", "open"):
@@ -178,7 +178,7 @@ def test_snapshots_in_memory_go_with_their_model(tmp_path: Path) -> None:
 
 
 def test_what_waits_for_a_model_goes_with_its_session(tmp_path: Path) -> None:
-    """Of other models nothing does, and no rank sees what is dropped."""
+    """Other models' requests run, and no rank sees what is dropped."""
     ranks = FakeRanks()
     turns = with_model(ranks, tmp_path)
     answered(turns, CreateModel("b", 4))

@@ -290,6 +290,14 @@ def test_a_saved_model_is_peft_s_and_transformers(client: Client) -> None:
         np.testing.assert_allclose(own, expected, atol=1e-5)
 
 
+def test_a_datum_is_as_long_as_the_server_says(client: Client) -> None:
+    """Its last target is one token more."""
+    most = client.loop.info.max_tokens
+    data = [shifted([5] * (most + 1), weights=[1] * most)]
+    assert client.gradient(data, "cross_entropy").logprobs[0].shape == (most,)
+    client.step()
+
+
 def test_decoding_is_marked_as_it_goes_on(loop: ServeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that no call is stuck because its samples are long."""
     marks = list[tuple[str, int]]()

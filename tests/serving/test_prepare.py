@@ -56,7 +56,12 @@ def test_a_server_computes_what_its_cache_holds(
 ) -> None:
     """Prompt and response together, at most the longest of a run and the model's context."""
     settings = [*tiny_run, "cluster=processes", "cluster.ranks=1", f"run.dir={tmp_path / 'run'}"]
-    sizes = {"": 36, "rollout.kv_cache_tokens=32": 32, "rollout.kv_cache_tokens=4096": 36}
+    sizes = {
+        "model.tiny.max_positions=36": 35,
+        "": 36,
+        "rollout.kv_cache_tokens=32": 32,
+        "rollout.kv_cache_tokens=4096": 36,
+    }
     for own, expected in sizes.items():
         config = make_config(*settings, "data.max_prompt_tokens=24", *own.split())
         assert prepare_server(config).served.max_tokens == expected
