@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,8 +18,6 @@ from hybridrl.serving.requests import (
     Expire,
     ForwardBackward,
     LikeliestTokens,
-    Listed,
-    Listing,
     LoadModel,
     LossOutputs,
     OptimStep,
@@ -54,6 +53,7 @@ class FakeBackend:
     files: dict[str, Checkpoint] = field(default_factory=dict)
     models: set[str] = field(default_factory=set)
     closed: bool = False
+    failure: "Future[str]" = field(default_factory=Future)
 
     def __post_init__(self) -> None:
         self.gate = asyncio.Event()
@@ -84,13 +84,6 @@ class FakeBackend:
             case SampleRequest():
                 await self.gate.wait()
                 return self._samples(request)
-            case Listing(model=model):
-                listed = [
-                    file
-                    for path, file in self.files.items()
-                    if model is None or CheckpointPath.parse(path).model == model
-                ]
-                return Listed(tuple(listed))
             case Delete(path=path):
                 if self.files.pop(path, None) is None:
                     raise Refused(f"{path}: no checkpoint of that name")
@@ -99,6 +92,13 @@ class FakeBackend:
                 expires = None if ttl_s is None else time.time() + ttl_s
                 self.files[path] = replace(self.files[path], expires=expires)
                 return Completed()
+
+    def listed(self, model: str | None = None) -> tuple[Checkpoint, ...]:
+        return tuple(
+            file
+            for path, file in self.files.items()
+            if model is None or CheckpointPath.parse(path).model == model
+        )
 
     async def close(self) -> None:
         self.closed = True

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ def load(folder: Path, engine: TrainEngine, progress: Progress, kept: NamedTenso
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise ValueError(f"{folder}: {' '.join(str(first).split())}") from error
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, UnpicklingError) as error:
         raise ValueError(f"{folder}: {error}") from error
     for name, tensors in copies.items():
         for tensor in tensors:

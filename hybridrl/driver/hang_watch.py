@@ -27,6 +27,8 @@ OF_FILES = frozenset(
     | {"create_model", "save_model", "load_model", "read_snapshot"}
 )
 """Calls whose seconds follow from files, which no earlier call tells."""
+OF_CLIENTS = frozenset({"add_gradient", "draw", "score_tokens"})
+"""Calls of a server, each as long as its client's request is large."""
 _LOOK_S = 1.0
 _STACKS_S = 10.0  # between two looks at stacks, which signal all ranks
 _PAUSE_S = 10.0  # without a look: the driver was busy, or the whole run was stopped
@@ -99,7 +101,7 @@ class HangWatch:
         return max(self.config.hang_floor_s, self.config.hang_factor * one.longest)
 
     def _is_new(self, one: Activity) -> bool:
-        return one.call in OF_FILES or one.times < LEARNED
+        return one.call in OF_FILES | OF_CLIENTS or one.times < LEARNED
 
     def _seconds(self, one: Activity, now: float) -> float:
         return now - max(one.since, self._resumed)

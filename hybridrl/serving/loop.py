@@ -34,18 +34,18 @@ from hybridrl.serving.history import ServerHistory
 from hybridrl.serving.prepare import PreparedServer, prepare_server
 from hybridrl.serving.ranks import ServingRanks
 from hybridrl.serving.requests import (
+    Checkpoint,
     CheckpointPath,
     ClientAnswer,
     ClientRequest,
     Completed,
     Delete,
     Expire,
-    Listed,
-    Listing,
     Refused,
     SampleRequest,
     ServedModel,
     ServerFailed,
+    Unload,
 )
 from hybridrl.serving.sampling import ClientSampling, OpenSampling
 from hybridrl.serving.snapshots import Snapshot, Snapshots
@@ -103,22 +103,28 @@ class Turns:
         self._left_training = 0.0
 
     def take(self, request: ClientRequest, future: "Future[ClientAnswer]") -> None:
-        """Let a request wait for its turn, or answer it at once."""
-        with _refusals(future):
+        """Let a request wait for its turn, or answer it at once; an error fails it alone."""
+        with _failures(future):
             match request:
                 case SampleRequest():
                     self._take_sample(request, future)
-                case Listing():
-                    future.set_result(Listed(self.files.all(request.model)))
                 case Delete():
                     self.files.delete(CheckpointPath.parse(request.path))
-                    self.snapshots.forget(request.path)
+                    self.snapshots.detach(request.path)
                     future.set_result(Completed())
                 case Expire():
                     self.files.expire(CheckpointPath.parse(request.path), request.ttl_s)
                     future.set_result(Completed())
                 case _:
+                    if isinstance(request, Unload):
+                        self._abandon(request.model)
                     self.training.append(Ticket(request, future, self._now()))
+
+    def _abandon(self, model: str) -> None:
+        """Refuse what waits for a model whose client has left."""
+        for ticket in [x for x in self.training if x.request.model == model]:
+            self.training.remove(ticket)
+            ticket.future.set_exception(Refused(f"{model}: the session has ended"))
 
     def _take_sample(self, request: SampleRequest, future: "Future[ClientAnswer]") -> None:
         most = check_sample(request, self.served)
@@ -139,6 +145,7 @@ class Turns:
             return self.snapshots.add(None, None, here=False)
         path = CheckpointPath.parse(text)
         if self.files.has(path):
+            self.clients.check_source(text)
             return self.snapshots.add(text, self.files.folder(path), here=False)
         if text in self.snapshots.gone:
             raise Refused(
@@ -157,11 +164,12 @@ class Turns:
         if not since:
             return False
         place = next_place(self.place, since, self._now(), self._settings.patience_s)
-        if place != TRAIN and self._is_lost(self.snapshots[place]):
-            self._refuse(self.snapshots[place])
-            return True
         if place != self.place:
-            self._enter(place)
+            try:
+                self._enter(place)
+            except Refused as refused:
+                self._refuse(self.snapshots[place], refused)
+                return True
         if place == TRAIN:
             self._train(self.training[0])
             self.training.popleft()  # a request whose run raises is still here, to be failed
@@ -170,41 +178,49 @@ class Turns:
         return True
 
     def _is_lost(self, snapshot: Snapshot) -> bool:
-        """Whether a snapshot would have to be read from files that are gone."""
-        if snapshot.here or snapshot.path is None:
+        """Whether the files of a snapshot are gone."""
+        if snapshot.path is None:
             return False
         return snapshot.folder is None or not self.files.has(CheckpointPath.parse(snapshot.path))
 
-    def _refuse(self, snapshot: Snapshot) -> None:
-        """ClientAnswer the requests for a snapshot that cannot be read; none of them has begun."""
+    def _refuse(self, snapshot: Snapshot, refused: Refused) -> None:
+        """Refuse the requests for a snapshot that cannot be read; none of them has begun."""
         for one in self.waiting.pop(snapshot.version):
-            one.future.set_exception(Refused(f"{snapshot.path}: the checkpoint has been deleted"))
+            one.future.set_exception(refused)
         snapshot.open = 0
         del self._since[snapshot.version]
 
     def _enter(self, place: int) -> None:
-        """Bring the ranks to another place; what is left there waits from now on."""
-        if self.place == TRAIN:
-            self._left_training = self._now()
-        elif self.place in self._since:
-            self._since[self.place] = self._now()
+        """Bring the ranks to another place; what is left there waits from now on.
+
+        Raises Refused for a snapshot that cannot be read.
+        """
+        left, now = self.place, self._now()
+        if place != TRAIN and not self.snapshots[place].here:
+            self._read(self.snapshots[place])
+        if left == TRAIN:
+            self._left_training = now
+        elif left in self._since:
+            self._since[left] = now
         if place == TRAIN:
             self.ranks.ask(ServingWorker.train)
         else:
-            self._bring(self.snapshots[place])
             self.ranks.ask(ServingWorker.generate_with, place)
         self.history.switched()
         self.place = place
 
-    def _bring(self, snapshot: Snapshot) -> None:
-        """Have the ranks read a snapshot that they have not."""
-        if not snapshot.here:
-            if self.place != TRAIN:
-                self.ranks.ask(ServingWorker.train)
-            folder = None if snapshot.folder is None else str(snapshot.folder)
-            self.ranks.ask(ServingWorker.read_snapshot, snapshot.version, folder)
-            snapshot.here = True
-            self._drop()
+    def _read(self, snapshot: Snapshot) -> None:
+        """Have the ranks read a snapshot, which they do in TRAIN."""
+        if self._is_lost(snapshot):
+            raise Refused(f"{snapshot.path}: the checkpoint has been deleted or replaced")
+        if self.place != TRAIN:
+            self.ranks.ask(ServingWorker.train)
+            self.place = TRAIN
+        folder = None if snapshot.folder is None else str(snapshot.folder)
+        if error := self.ranks.ask(ServingWorker.read_snapshot, snapshot.version, folder):
+            raise Refused(f"{snapshot.path or 'the base model'} cannot be read: {error}")
+        snapshot.here = True
+        self._drop()
 
     def _drop(self) -> None:
         """Forget the snapshots that are too many."""
@@ -228,6 +244,7 @@ class Turns:
         snapshot.open -= len(done)
         if not snapshot.open:
             del self._since[snapshot.version]
+            self._drop()  # it may have no path any more
 
     def open(self) -> Iterator["Future[ClientAnswer]"]:
         """The futures of all requests that are not answered."""
@@ -246,6 +263,7 @@ class ServeLoop:
     """
 
     info: ServedModel
+    failure: "Future[str]"
 
     def __init__(self, config: Config, prepared: PreparedServer, launcher: Launcher) -> None:
         self.info, self.run_dir = prepared.served, Path(config.run.dir)
@@ -254,9 +272,10 @@ class ServeLoop:
         self._inbox = queue.SimpleQueue()
         self._closing, self._ended = threading.Event(), threading.Event()
         self._ready: Future[None] = Future()
-        self._failure: str | None = None
+        self.failure = Future()
+        self._done: Future[None] = Future()
         self._launched = ExitStack()  # what `start` has entered
-        self._thread = threading.Thread(target=self._run, name="serve loop")
+        self._thread = threading.Thread(target=self._run, name="serve loop", daemon=True)
 
     @classmethod
     def start(cls, config: Config) -> Self:
@@ -289,17 +308,16 @@ class ServeLoop:
             self._fail_inbox()
         return await asyncio.wrap_future(future)
 
+    def listed(self, model: str | None = None) -> tuple[Checkpoint, ...]:
+        """See `ServeBackend`."""
+        return CheckpointFiles(self.run_dir).all(model)
+
     async def close(self) -> None:
         """See `ServeBackend`. The call that runs is answered, all other requests fail."""
         self._closing.set()
         self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.wrap_future(self._done)  # no thread that waits keeps the process
         await asyncio.to_thread(self._launched.close)
-
-    @property
-    def failure(self) -> str | None:
-        """The line with which the server has ended by itself; None while it serves."""
-        return self._failure
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -321,16 +339,18 @@ class ServeLoop:
                 finally:
                     ranks.kill()
         except Exception as error:
-            self._failure = " ".join(str(error).split()) or type(error).__name__
+            line = " ".join(str(error).split()) or type(error).__name__
             if not self._ready.done():
                 self._ready.set_exception(error)
             elif not isinstance(error, (*SERVER_ERRORS, ConfigError)):
                 logger.exception("the server has failed")
+            self.failure.set_result(line)
         finally:
             for future in turns.open() if turns is not None else ():
                 self._fail(future)
             self._ended.set()  # before the inbox is read for the last time
             self._fail_inbox()
+            self._done.set_result(None)
 
     def _telemetry(self) -> Telemetry:
         """The records of the run; those of an earlier server are continued."""
@@ -361,7 +381,19 @@ class ServeLoop:
 
     def _fail(self, future: "Future[ClientAnswer]") -> None:
         if not future.done():
-            future.set_exception(ServerFailed(self._failure or "the server has ended"))
+            line = self.failure.result() if self.failure.done() else "the server has ended"
+            future.set_exception(ServerFailed(line))
+
+
+@contextmanager
+def _failures(future: "Future[ClientAnswer]") -> Iterator[None]:
+    """Within, any error becomes the answer: nothing is asked of ranks, whose death ends all."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, Refused):
+            logger.exception("a request failed before its turn")
+        future.set_exception(error)
 
 
 @contextmanager

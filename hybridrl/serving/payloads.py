@@ -39,7 +39,10 @@ def optional(body: Body, key: str, kind: type[T]) -> T | None:
     """A field of a body, None where it is left out or null. Raises Refused for another type."""
     value = body.get(key)
     if kind is float and type(value) is int:
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            raise Refused(f"{key}={str(value)[:20]}...: wanted {WORDS[float]}") from None
     if value is not None and type(value) is not kind:  # True is no integer
         raise Refused(f"{key}={value!r:.60}: wanted {WORDS[kind]}")
     return value
@@ -99,7 +102,8 @@ def read_create_model(body: Body, model: str, info: ServedModel) -> CreateModel:
     for key in ("train_mlp", "train_attn"):
         if optional(lora, key, bool) is False:
             raise Refused(f"{key}=false: adapters are where the server has them")
-    return CreateModel(model, info.lora_rank, optional(lora, "seed", int))
+    seed = integer(lora, "seed", None, -(1 << 63), (1 << 64) - 1)  # what torch takes
+    return CreateModel(model, info.lora_rank, seed)
 
 
 def read_load(body: Body, info: ServedModel) -> tuple[str, bool]:
@@ -196,7 +200,7 @@ def _integers(body: Body, key: str) -> list[int]:
     return values
 
 
-def read_settings(body: Body) -> SampleSettings:
+def read_settings(body: Body, vocab: int) -> SampleSettings:
     """The `sampling_params` of a body. Raises Refused."""
     temperature, top_p = number(body, "temperature", 1.0), number(body, "top_p", 1.0)
     if not 0 < top_p <= 1:
@@ -206,9 +210,9 @@ def read_settings(body: Body) -> SampleSettings:
     stop = body.get("stop")
     stops: Sequence[Any] = [stop] if isinstance(stop, str) else stop or ()
     texts = tuple(entry for entry in stops if isinstance(entry, str) and entry)
-    tokens = tuple(entry for entry in stops if type(entry) is int and entry >= 0)
+    tokens = tuple(entry for entry in stops if type(entry) is int and 0 <= entry < vocab)
     if not isinstance(stop, str | list | None) or len(texts) + len(tokens) != len(stops):
-        raise Refused(f"stop={stop!r:.60}: wanted texts or token ids")
+        raise Refused(f"stop={stop!r:.60}: wanted texts or token ids, 0 to {vocab - 1}")
     return SampleSettings(
         integer(body, "max_tokens", None, 1, 1 << 31),
         temperature,
@@ -262,7 +266,7 @@ def read_sampling(
     if optional(body, "prompt_alt_tokens_k", int):
         raise Refused("prompt_alt_tokens_k: not served; sample(max_tokens=1) at each position")
     prompt = read_prompt(body, info)
-    settings = read_settings(required(body, "sampling_params", dict))
+    settings = read_settings(required(body, "sampling_params", dict), info.vocab)
     count = integer(body, "num_samples", 1, 1, MOST_SAMPLES) or 1
     scored = optional(body, "prompt_logprobs", bool) or False
     last = integer(body, "prompt_logprobs_last_n", None, 1, max(1, len(prompt) - 1))

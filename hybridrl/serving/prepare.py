@@ -1,17 +1,28 @@
 """Everything that is checked and made before a server starts a process: a run's, without data."""
 
+import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybridrl.algorithms.losses import CrossEntropyLoss
-from hybridrl.config import Config, ConfigError, EmulatedClusterConfig, OptimName, RouterReplay
+from hybridrl.config import (
+    Config,
+    ConfigError,
+    EmulatedClusterConfig,
+    LoraConfig,
+    MemoryCheck,
+    OptimName,
+    RouterReplay,
+)
 from hybridrl.engines.rollout.available import engine_checks
 from hybridrl.flow import Flow, Graph, recipe
 from hybridrl.models.context import context_tokens
 from hybridrl.models.load import load_config
+from hybridrl.models.parallel import model_parameters
 from hybridrl.preflight.activation_choice import decide_activations
-from hybridrl.preflight.memory_plan import check_memory
+from hybridrl.preflight.memory_plan import check_memory, unknown_room
 from hybridrl.preflight.packages import check_packages, check_ray
 from hybridrl.preflight.placement import check_placement
 from hybridrl.preflight.prepare import (
@@ -25,7 +36,10 @@ from hybridrl.preflight.schedule_choice import decide_schedule
 from hybridrl.runtime.devices import resolve_device
 from hybridrl.runtime.ray_cluster import check_ranks
 from hybridrl.serving.requests import ServedModel
+from hybridrl.system.node_info import usable_memory
 from hybridrl.system.short_tmpdir import shorten_tmpdir
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,21 +78,58 @@ def prepare_server(config: Config) -> PreparedServer:
     decide_prompt_sharing(config, graph, shape)
     decide_activations(config, graph, shape, gpu_memory)
     check_memory(config, graph, path, gpu_memory)
+    _check_snapshots(config, shape)
     served = ServedModel(
         name=config.serve.name or config.model.path or "tiny",
         tokenizer_path=path,
         max_tokens=_most_tokens(config, context_tokens(shape)),
         lora_rank=config.actor.lora.rank,
         vocab=load_config(path).vocab_size,
+        trained=_trained(config.actor.lora),
     )
     return PreparedServer(path, served, graph)
 
 
+def _trained(lora: LoraConfig) -> str:
+    """Which weights are trained, in words."""
+    if not lora.rank:
+        return "all weights"
+    modules = ", ".join(sorted(lora.target_modules))
+    return f"adapters of rank {lora.rank} and alpha {lora.alpha} on {modules}"
+
+
+def _check_snapshots(config: Config, shape: Any) -> None:
+    """Raise ConfigError where a node's memory cannot hold the snapshots of all weights.
+
+    Adapters are megabytes, and are not counted. Beside the snapshots the model itself is there
+    with two moments, while files are read.
+    """
+    wanted = config.serve.snapshots
+    if config.actor.lora.rank or unknown_room(config):
+        return
+    total = sum(math.prod(parameter.shape) for parameter in model_parameters(shape))
+    copy_bytes = 4 * total * config.trainer.layout.replicas // config.cluster.nodes
+    memory = usable_memory()
+    most = max(0, memory // copy_bytes - 3)
+    if wanted > most:
+        gib = 2**30
+        allowed = (
+            f"at most {most} with actor.lora.rank=0: a node has {memory / gib:.1f} GiB, and each"
+            f" keeps {copy_bytes / gib:.2g} GiB of weights in it"
+        )
+        if config.cluster.memory_check is MemoryCheck.refuse:
+            raise ConfigError("serve.snapshots", wanted, allowed)
+        logger.warning("serve.snapshots=%d: wanted %s", wanted, allowed)
+
+
 def _most_tokens(config: Config, context: int) -> int:
-    """Tokens of the longest prompt with its response, which the KV cache must hold."""
+    """Tokens of the longest prompt with its response, which the KV cache must hold.
+
+    A datum of as many input tokens has a target behind them, which the model computes, too.
+    """
     rollout = config.rollout
     cached = rollout.kv_cache_tokens // rollout.block_size * rollout.block_size
-    return min(config.longest_generated, context, cached or context)
+    return min(config.longest_generated, context - 1, cached or context)
 
 
 def _check_served(config: Config) -> None:

@@ -5,13 +5,19 @@ A training run is a model. What other accounts, billing or publishing would need
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Any
 
 from aiohttp import web
 
 from hybridrl.serving import payloads
 from hybridrl.serving.payloads import integer, required
-from hybridrl.serving.requests import Checkpoint, CheckpointPath, Delete, Expire, Listed, Listing
+from hybridrl.serving.requests import (
+    Checkpoint,
+    CheckpointPath,
+    Delete,
+    Expire,
+    check_model_name,
+)
 from hybridrl.serving.routes import LARGEST_SEQ, Api
 from hybridrl.serving.sessions import Unknown
 
@@ -40,12 +46,9 @@ class RecordRoutes:
             web.route("*", "/{path:.*}", self._refuse),
         ]
 
-    async def _listed(self, model: str | None = None) -> tuple[Checkpoint, ...]:
-        return cast(Listed, await self._api.ask(Listing(model))).checkpoints
-
     async def _weights_info(self, request: web.Request) -> web.Response:
         path = required(await self._api.json(request), "tinker_path", str)
-        checkpoints = await self._listed(CheckpointPath.parse(path).model)
+        checkpoints = self._api.backend.listed(CheckpointPath.parse(path).model)
         for checkpoint in checkpoints:
             if checkpoint.path == path:
                 return web.json_response(self._weights(checkpoint.rank))
@@ -57,21 +60,21 @@ class RecordRoutes:
         return {"base_model": name, "is_lora": rank > 0, "lora_rank": rank or None}
 
     async def _runs(self, request: web.Request) -> web.Response:
-        runs = await self._all_runs()
+        runs = self._all_runs()
         shown, cursor = _page(request, runs)
         return web.json_response({"training_runs": shown, "cursor": cursor})
 
     async def _run(self, request: web.Request) -> web.Response:
         model = request.match_info["model"]
-        for run in await self._all_runs():
+        for run in self._all_runs():
             if run["training_run_id"] == model:
                 return web.json_response(run)
         raise Unknown(404, f"training run {model:.120}: no model and no checkpoint of that name")
 
-    async def _all_runs(self) -> list[dict[str, Any]]:
+    def _all_runs(self) -> list[dict[str, Any]]:
         """Every model that is there or has files, the one used last first."""
         files: dict[str, list[Checkpoint]] = {}
-        for checkpoint in await self._listed():
+        for checkpoint in self._api.backend.listed():
             files.setdefault(CheckpointPath.parse(checkpoint.path).model, []).append(checkpoint)
         models = {
             name: model
@@ -99,7 +102,9 @@ class RecordRoutes:
     async def _checkpoints(self, request: web.Request) -> web.Response:
         """The checkpoints of a model, all at once; those of all, newest first, in pages."""
         model = request.match_info.get("model")
-        checkpoints = [_shown(checkpoint) for checkpoint in await self._listed(model)]
+        if model is not None:
+            check_model_name(model)
+        checkpoints = [_shown(checkpoint) for checkpoint in self._api.backend.listed(model)]
         if model is not None:
             return web.json_response({"checkpoints": checkpoints})
         shown, cursor = _page(request, checkpoints[::-1])

@@ -6,6 +6,7 @@ nothing of HTTP. Paths have the form `tinker://MODEL/weights/NAME` (with the opt
 """
 
 import re
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self, cast
 
@@ -28,6 +29,12 @@ class ServerFailed(Exception):
 
 NAME = re.compile(r"(?!\.)[A-Za-z0-9._:-]{1,128}")
 """A model's or a checkpoint's name, which is a directory's too."""
+
+
+def check_model_name(name: str) -> None:
+    """Raise Refused for what cannot be a model's name, `..` say."""
+    if not NAME.fullmatch(name):
+        raise Refused(f"model {name!r:.140}: wanted up to 128 letters, digits and ._:-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +189,6 @@ class SampleRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
-    """All checkpoints that have files, or those of one model. Answered by `Listed`."""
-
-    model: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Delete:
     """The end of a checkpoint's files. `Completed`; `Refused` where there is none."""
 
@@ -211,7 +211,6 @@ ClientRequest = (
     | LoadModel
     | Unload
     | SampleRequest
-    | Listing
     | Delete
     | Expire
 )
@@ -289,18 +288,11 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """Checkpoints, oldest first."""
-
-    checkpoints: tuple[Checkpoint, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Completed:
     """Nothing but that it is done."""
 
 
-ClientAnswer = LossOutputs | Stepped | Saved | Samples | Listed | Completed
+ClientAnswer = LossOutputs | Stepped | Saved | Samples | Completed
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +300,7 @@ class ServedModel:
     """What a server serves: the base model's name, where its tokenizer is, and its limits.
 
     `max_tokens` bounds prompt and response together. `lora_rank` 0: all weights are trained.
+    `trained` says which weights are: checkpoints of others have other tensors.
     """
 
     name: str
@@ -315,6 +308,7 @@ class ServedModel:
     max_tokens: int
     lora_rank: int
     vocab: int
+    trained: str = "all weights"
 
 
 class ServeBackend(Protocol):
@@ -322,12 +316,21 @@ class ServeBackend(Protocol):
 
     Requests that name a model arrive in the order of the client's numbers. One may arrive before
     the last is answered, so the backend keeps their order. Sample requests are concurrent.
+
+    `failure` becomes the line of what ends it by itself, when that happens: a rank's death, say.
     """
 
     info: ServedModel
+    failure: "Future[str]"
 
     async def submit(self, request: ClientRequest) -> ClientAnswer:
-        """Run a request to its end. Raises Refused or ServerFailed."""
+        """Run a request to its end.
+
+        Raises Refused, ServerFailed, and other errors that concern this request alone.
+        """
+
+    def listed(self, model: str | None = None) -> tuple[Checkpoint, ...]:
+        """All checkpoints that have files, or those of one model, oldest first; asks no rank."""
 
     async def close(self) -> None:
         """End what runs, and leave no process."""

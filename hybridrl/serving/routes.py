@@ -21,8 +21,6 @@ from hybridrl.serving.requests import (
     CheckpointPath,
     ClientRequest,
     CreateModel,
-    Listed,
-    Listing,
     LossOutputs,
     Refused,
     Samples,
@@ -158,6 +156,11 @@ class Api:
             return _error(400, error)
         except ServerFailed as error:
             return _error(503, error)
+        except web.HTTPException:
+            raise
+        except Exception as error:
+            logger.exception("a request failed")
+            return _error(500, error)
 
     async def body(self, request: web.Request) -> bytes:
         """The bytes of a request. Raises TooLarge, after all of it has been read past."""
@@ -327,15 +330,15 @@ class Api:
         path = optional(body, "model_path", str)
         payloads.check_base(body, self.backend.info)
         if path is not None:
-            await self.check_exists(path)
+            self.check_exists(path)
         sampler = self.sessions.add_sampler(session, number, path)
         reply = {"type": "create_sampling_session", "sampling_session_id": sampler.id}
         return web.json_response(reply)
 
-    async def check_exists(self, path: str) -> None:
+    def check_exists(self, path: str) -> None:
         """Raise Refused for a path that has no files."""
-        listed = cast(Listed, await self.ask(Listing(CheckpointPath.parse(path).model)))
-        if path not in (checkpoint.path for checkpoint in listed.checkpoints):
+        listed = self.backend.listed(CheckpointPath.parse(path).model)
+        if path not in (checkpoint.path for checkpoint in listed):
             raise Refused(f"{path}: no checkpoint of that name")
 
     async def _sampler(self, request: web.Request) -> web.Response:

@@ -101,6 +101,10 @@ class Server:
         await self._runner.setup()
         await web.SockSite(self._runner, self._bound).start()
         self._watch = asyncio.create_task(self._end_silent_clients())
+        loop = asyncio.get_running_loop()
+        self._backend.failure.add_done_callback(
+            lambda failure: loop.call_soon_threadsafe(self.api.fail, failure.result())
+        )
 
     async def close(self) -> None:
         """End: the running call ends, what is done is answered, the rest fails with a line."""
@@ -141,16 +145,23 @@ def listener(settings: ServeConfig) -> socket.socket:
 def in_thread(
     settings: ServeConfig, backend: ServeBackend, key: str, bound: socket.socket
 ) -> Iterator[Server]:
-    """A server in a thread of this process, until the end of the block."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="hybridrl-serve")
-    thread.start()
+    """A server in a thread of this process, until the end of the block.
+
+    The end waits for the call that runs. An exception meanwhile, a second signal's say, cuts it
+    short, and no thread keeps the process.
+    """
     server = Server(settings, backend, key, bound)
-    try:
-        asyncio.run_coroutine_threadsafe(server.start(), loop).result()
-        yield server
-    finally:
-        asyncio.run_coroutine_threadsafe(server.close(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # cancels what is left
+        loop = runner.get_loop()
+        thread = threading.Thread(target=loop.run_forever, name="hybridrl-serve", daemon=True)
+        try:
+            thread.start()
+            asyncio.run_coroutine_threadsafe(server.start(), loop).result()
+            yield server
+        finally:
+            if thread.is_alive():
+                try:
+                    asyncio.run_coroutine_threadsafe(server.close(), loop).result()
+                finally:
+                    loop.call_soon_threadsafe(loop.stop)
+                    thread.join()

@@ -49,30 +49,48 @@ class Snapshots:
         return None if version is None else self._by_version[version]
 
     def add(self, path: str | None, folder: Path | None, here: bool) -> Snapshot:
-        """A new snapshot; one of the same path is no more, once its open requests are answered."""
+        """A new snapshot, which takes its path from an older one; see `detach`."""
+        self.detach(path)
         snapshot = Snapshot(next(self._versions), path, folder, here)
         self._by_version[snapshot.version] = snapshot
         self._version_of[path] = snapshot.version
-        if path is not None:
-            self.gone.discard(path)
         return snapshot
 
     def sampled(self, snapshot: Snapshot) -> None:
         """It is the last sampled one from now on."""
         self._by_version[snapshot.version] = self._by_version.pop(snapshot.version)
 
-    def forget(self, path: str) -> None:
-        """The files of a path are no more."""
-        if (snapshot := self.get(path)) is not None:
+    def detach(self, path: str | None) -> None:
+        """Let the snapshot of a path have it no more: its files are gone, or are others.
+
+        It goes once its open requests are answered, from memory; it cannot be read again.
+        """
+        if path is not None:
+            self.gone.discard(path)
+        if (version := self._version_of.pop(path, None)) is not None:
+            snapshot = self._by_version[version]
             snapshot.folder = None
+            if not (snapshot.here or snapshot.open):
+                del self._by_version[version]
+
+    def unload(self, model: str) -> None:
+        """Detach the snapshots of a model that are in memory alone: no client asks for them."""
+        own = f"tinker://{model}/"
+        self.gone = {path for path in self.gone if not path.startswith(own)}
+        for path in [x for x in self._version_of if x is not None and x.startswith(own)]:
+            if self._by_version[self._version_of[path]].folder is None:
+                self.detach(path)
 
     def dropped(self) -> Iterator[Snapshot]:
-        """The snapshots to drop from the ranks: what is replaced, then what is beyond `most`."""
+        """The snapshots to drop from the ranks: those without a path, then those beyond `most`.
+
+        Of these the ones go first that can be read again.
+        """
         idle = [one for one in self._by_version.values() if one.here and not one.open]
         replaced = [one for one in idle if self._version_of.get(one.path) != one.version]
         number = sum(one.here for one in self._by_version.values()) - len(replaced)
-        others = [one for one in idle if one not in replaced]
-        for snapshot in replaced + others[: max(0, number - self.most)]:
+        others = sorted((x for x in idle if x not in replaced), key=lambda x: not x.returns)
+        for snapshot in [*replaced, *others[: max(0, number - self.most)]]:
             snapshot.here = False
             is_latest = self._version_of.get(snapshot.path) == snapshot.version
             if not (is_latest and snapshot.returns):

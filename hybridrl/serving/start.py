@@ -48,6 +48,7 @@ NEEDLESS = {
 }
 """Settings of a run that a server has no use for, with those below them, and what is wanted."""
 USED = {"data.max_prompt_tokens", "telemetry.loggers", "telemetry.project"}
+OWN_FOLDER = "run.dir=runs/${now:%Y%m%d-%H%M%S}-serve"
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
@@ -67,9 +68,8 @@ def serving(overrides: Sequence[str]) -> Iterator[Server]:
     Raises ConfigError before a process starts, and later the errors of ranks.
     """
     check_overrides(overrides)
-    if not any(override.startswith("run.dir=") for override in overrides):
-        overrides = [*overrides, "run.dir=runs/${now:%Y%m%d-%H%M%S}-serve"]
-    config = composed_run(overrides, new=not _continues_a_server(overrides))
+    # the last one wins
+    config = composed_run([OWN_FOLDER, *overrides], new=not _continues_a_server(overrides))
     run_dir = Path(config.run.dir)
     with ExitStack() as stack:
         stack.enter_context(own_run_dir(config))
@@ -82,5 +82,6 @@ def serving(overrides: Sequence[str]) -> Iterator[Server]:
 
 def _continues_a_server(overrides: Sequence[str]) -> bool:
     """Whether `run.dir` is the directory of an earlier server, whose records are continued."""
-    *_, run_dir = (o.removeprefix("run.dir=") for o in overrides if o.startswith("run.dir="))
-    return (Path(run_dir) / KEY_FILE).is_file()
+    plain = [override.lstrip("+") for override in overrides]
+    folders = [one.removeprefix("run.dir=") for one in plain if one.startswith("run.dir=")]
+    return bool(folders) and (Path(folders[-1]) / KEY_FILE).is_file()

@@ -85,7 +85,7 @@ class ClientTraining:
             other = next(iter(self.models))
             raise Refused(f"actor.lora.rank=0 serves all weights of one model, now {other}")
         if request.source is not None:
-            self._check_source(request.source, request.optimizer)
+            self.check_source(request.source, request.optimizer)
         self.ranks.ask(ServingWorker.create_model, name, request.seed)
         self.models[name] = ClientModel()
         if request.source is not None:
@@ -99,6 +99,7 @@ class ClientTraining:
     def _unload(self, name: str) -> None:
         self.ranks.ask(ServingWorker.drop_model, name)
         del self.models[name]
+        self.snapshots.unload(name)
 
     def _forward_backward(self, request: ForwardBackward) -> LossOutputs:
         model = self._model(request.model)
@@ -124,32 +125,45 @@ class ClientTraining:
     def _save(self, request: Save) -> Saved:
         model = self._model(request.model)
         path = CheckpointPath.parse(f"tinker://{request.model}/{request.kind}/{request.name}")
-        folder = None
         if request.files:
-            folder, trains = self.files.begin(path, request.overwrite), request.kind == "weights"
-            self.ranks.ask(ServingWorker.save_model, request.model, str(folder), trains)
-            self.files.finish(path, self.served.lora_rank, model.steps, request.ttl_s)
+            self._write(request, path, model.steps)
+            self.snapshots.detach(str(path))  # which may have been read from older files
         if request.kind == "sampler_weights":
+            folder = self.files.folder(path) if request.files else None
             snapshot = self.snapshots.add(str(path), folder, here=True)
             self.ranks.ask(ServingWorker.take_snapshot, snapshot.version, request.model)
         return Saved(str(path))
 
-    def _check_source(self, text: str, optimizer: bool) -> tuple[CheckpointPath, int]:
-        """The path of a checkpoint that a model can be of, and its steps."""
-        path = CheckpointPath.parse(text)
+    def _write(self, request: Save, path: CheckpointPath, steps: int) -> None:
+        served, trains = self.served, request.kind == "weights"
+        record = self.files.record(
+            served.name, served.trained, served.lora_rank, steps, request.ttl_s
+        )
+        with self.files.writing(path, record, request.overwrite) as folder:
+            error = self.ranks.ask(ServingWorker.save_model, request.model, str(folder), trains)
+            if error:
+                raise Refused(f"{path} cannot be written: {error}")
+
+    def check_source(self, text: str, optimizer: bool = False) -> tuple[CheckpointPath, int]:
+        """The path of a checkpoint that this server's models can have, and its steps.
+
+        Raises Refused for one of another base or of other adapters, and for one that is not there.
+        """
+        path, served = CheckpointPath.parse(text), self.served
         record = self.files.read(path)
-        if record.rank != self.served.lora_rank:
-            wanted = self.served.lora_rank
-            raise Refused(f"{path} has adapters of rank {record.rank}, this server of {wanted}")
+        if (record.base, record.trained) != (served.name, served.trained):
+            own, wanted = f"{record.trained} of {record.base}", f"{served.trained} of {served.name}"
+            raise Refused(f"{path} has {own}; this server trains {wanted}")
         if optimizer and path.kind != "weights":
             raise Refused(f"{path} has no optimizer's state; save_state writes one")
         return path, record.steps
 
     def _load(self, name: str, text: str, optimizer: bool) -> None:
         model = self._model(name)
-        path, steps = self._check_source(text, optimizer)
+        path, steps = self.check_source(text, optimizer)
         progress = Progress(steps, steps) if optimizer else None
         folder = str(self.files.folder(path))
+        model.has_gradient = False
         if error := self.ranks.ask(ServingWorker.load_model, name, folder, progress):
             raise Refused(f"{path} cannot be read: {error}")
-        model.has_gradient, model.steps = False, steps if optimizer else 0
+        model.steps = steps if optimizer else 0

@@ -318,9 +318,11 @@ class Generator:
         self.engine.submit(requests)
         self._bounded_call(None)
         outputs: list[Output] = []
-        for _ in range(num_decode_steps):
+        for step in range(num_decode_steps):
             if not self.unfinished:
                 break
+            if step % _MARKED_STEPS == 0:
+                mark("decode" if step else "admit and decode", step)
             outputs += self.engine.step()
         return outputs
 

@@ -17,7 +17,7 @@ from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.engines.score.engine import ScoreEngine
-from hybridrl.engines.train.client_models import ClientModels
+from hybridrl.engines.train.client_models import ClientModels, error_of_any
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.optimizer_steps import AdamWSettings
 from hybridrl.workers.actor_worker import ActorWorker
@@ -183,39 +183,42 @@ class ServingWorker(ActorWorker):
             return self._reply(self.trainer.train_engine.step(settings))
 
     @dispatch(Dispatch.SAME)
-    def save_model(self, name: str, folder: str, state: bool) -> Reply[Progress]:
+    def save_model(self, name: str, folder: str, state: bool) -> Reply[str]:
         """Write a model as a Hugging Face directory, and with `state` what training resumes from.
 
-        Answers with its optimizer steps.
+        Answers with the error, if any; the first rank knows of every one.
         """
-        engine = self.trainer.train_engine
+        engine, dtype = self.trainer.train_engine, self.config.model.compute_dtype
+        ends = self.trainer.end_ids
         with self._training("save", name):
-            dtype = self.config.model.compute_dtype
-            save_hf(engine, Path(folder), self.tokenizer, dtype, self.trainer.end_ids)
-            if state:
-                distributed.save(Path(folder) / STATE, engine, {})
-        return self._reply(Progress(engine.version, engine.version))
+            try:
+                missing = save_hf(engine, Path(folder), self.tokenizer, dtype, ends)
+                if state:
+                    distributed.save(Path(folder) / STATE, engine, {})
+            except OSError as error:  # on all ranks, whichever it befell
+                return self._reply(str(error))
+        return self._reply("; ".join(missing))
 
     @dispatch(Dispatch.SAME)
     def load_model(self, name: str, folder: str, progress: Progress | None) -> Reply[str]:
         """Take a saved model's weights, and with `progress` its optimizer's state.
 
-        Answers with the error, if any.
+        Answers with the error, if any: then the model is as it was, but for its gradient, which is
+        gone either way.
         """
-        with self._training("load", name):
-            engine = self.trainer.train_engine
-            engine.optimizer.zero_grad()
-            try:
-                if (Path(folder) / STATE).is_dir():
-                    there = progress or Progress(0, 0)
-                    distributed.load(Path(folder) / STATE, engine, there, {})
-                else:
-                    self.models.read(Path(folder))
-            except (OSError, ValueError) as error:
-                return self._reply(str(error))
+        state = Path(folder) / STATE
+
+        def read() -> None:
+            if progress is not None or state.is_dir():
+                there = progress or Progress(0, 0)
+                distributed.load(state, self.trainer.train_engine, there, {})
+            else:
+                self.models.read(Path(folder))
             if progress is None:
                 self.models.forget_optimizer()
-        return self._reply("")
+
+        with self._training("load", name):
+            return self._reply(self.models.replace(read))
 
     # -- snapshots, in TRAIN -------------------------------------------------------------------
 
@@ -227,12 +230,21 @@ class ServingWorker(ActorWorker):
         return self._reply(None)
 
     @dispatch(Dispatch.SAME)
-    def read_snapshot(self, version: int, folder: str | None) -> Reply[None]:
-        """Keep the weights in a model's `folder` under a new `version`; None: those of the base."""
-        with self._training("snapshot"):
+    def read_snapshot(self, version: int, folder: str | None) -> Reply[str]:
+        """Keep the weights in a model's `folder` under a new `version`; None: those of the base.
+
+        Answers with the error, if any: then no rank keeps them.
+        """
+
+        def read() -> None:
             shards = self.models.base() if folder is None else self.models.stored(Path(folder))
             self.snapshots[version] = WeightSnapshot(version, shards)
-        return self._reply(None)
+
+        with self._training("snapshot"):
+            error = error_of_any(read)
+        if error:
+            self.snapshots.pop(version, None)
+        return self._reply(error)
 
     @dispatch(Dispatch.SAME)
     def drop_snapshot(self, version: int) -> Reply[None]:

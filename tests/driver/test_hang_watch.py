@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
@@ -16,7 +17,7 @@ from stuck_ranks import run_rank
 from hybridrl.config import ProcessesClusterConfig
 from hybridrl.driver.hang_watch import Hang, HangWatch
 from hybridrl.system import activity, rank_looks
-from hybridrl.system.activity import ActivityRecord, file_of, read
+from hybridrl.system.activity import Activity, ActivityRecord, file_of, read
 
 FLOOR_S = 0.5
 ENDS_S = 60.0
@@ -105,6 +106,15 @@ def test_a_pause_of_the_whole_run_is_no_hang(
     assert watch.check([0, 1], [0, 1]) is None
     monkeypatch.undo()
     assert first_hang(watch).stuck == (1,)
+
+
+@pytest.mark.parametrize("call", ["add_gradient", "draw", "score_tokens"])
+def test_a_call_of_a_client_is_no_bound_for_another_s(call: str, tmp_path: Path) -> None:
+    """Each is as long as its request is large."""
+    watch = HangWatch(config(), tmp_path)
+    known = Activity(1, 1, call, "decode", 0, 0.0, times=100, longest=0.01)
+    assert watch.most(known) == watch.config.timeout_s
+    assert watch.most(replace(known, call="advance")) == FLOOR_S
 
 
 def idle(run_dir: Path) -> None:

@@ -1,11 +1,14 @@
 """The loop of a server, straight against `Backend.submit`, on ranks of a tiny model."""
 
+import errno
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from served_loops import ADAM, Client, folder_of, ids, serving, shifted
 
 from hybridrl.config import Config
@@ -14,8 +17,7 @@ from hybridrl.serving.requests import (
     CreateModel,
     Datum,
     ForwardBackward,
-    Listed,
-    Listing,
+    LoadModel,
     OptimStep,
     Refused,
 )
@@ -267,9 +269,7 @@ def test_a_model_goes_on_from_its_files(client: Client) -> None:
         other.unload()
     assert losses[0] == losses[1]
     assert losses[2] == losses[3] != losses[0]
-    (listed,) = client.ask(Listing(client.model))
-    assert isinstance(listed, Listed)
-    checkpoint, _ = listed.checkpoints
+    checkpoint, _ = client.loop.listed(client.model)
     assert (checkpoint.path, checkpoint.rank) == (path, 4)
     assert checkpoint.bytes > 1000
 
@@ -288,6 +288,89 @@ def test_a_saved_model_is_peft_s_and_transformers(client: Client) -> None:
         logits = model(torch.tensor([TOKENS[:-1]])).logits[0].log_softmax(-1)
         expected = logits[torch.arange(6), torch.tensor(TOKENS[1:])].detach().numpy()
         np.testing.assert_allclose(own, expected, atol=1e-5)
+
+
+def test_a_datum_is_as_long_as_the_server_says(client: Client) -> None:
+    """Its last target is one token more."""
+    most = client.loop.info.max_tokens
+    data = [shifted([5] * (most + 1), weights=[1] * most)]
+    assert client.gradient(data, "cross_entropy").logprobs[0].shape == (most,)
+    client.step()
+
+
+def test_decoding_is_marked_as_it_goes_on(loop: ServeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no call is stuck because its samples are long."""
+    marks = list[tuple[str, int]]()
+    monkeypatch.setattr("hybridrl.workers.generator.mark", lambda *mark: marks.append(mark))
+    monkeypatch.setattr("hybridrl.workers.generator._MARKED_STEPS", 4)
+    Client(loop).sample(None, TOKENS[:2], max_tokens=10, eos=False)
+    assert marks[:3] == [("admit and decode", 0), ("decode", 4), ("decode", 8)]
+
+
+def test_files_that_are_damaged_change_nothing(client: Client) -> None:
+    """Neither weights nor moments of the model: it goes on as its twin, which loads nothing."""
+    path = client.save("damaged", "weights", files=True)
+    twin = Client(client.loop, "damaged-twin:train:0")
+    twin.ask(CreateModel(twin.model, 4, source=path, optimizer=True))
+    state = folder_of(client.loop, path) / "state"
+    largest = max(state.iterdir(), key=lambda file: file.stat().st_size)
+    for file in (largest, state / ".metadata"):
+        whole = file.read_bytes()
+        file.write_bytes(whole[: len(whole) // 2])
+        for optimizer in (True, False):
+            client.gradient([shifted(TOKENS, weights=[1] * 6)], "cross_entropy")
+            with pytest.raises(Refused, match=f"^{path} cannot be read: "):
+                client.ask(LoadModel(client.model, path, optimizer))
+            with pytest.raises(Refused, match="no gradient"):
+                client.step()
+        file.write_bytes(whole)
+    data = [shifted(TOKENS, weights=[1] * 6)]
+    losses = []
+    for one in (client, twin):
+        for _ in range(2):
+            one.gradient(data, "cross_entropy")
+            one.step()
+        losses.append(one.gradient(data, "cross_entropy", backward=False).metrics)
+    assert losses[0] == losses[1]
+    twin.unload()
+
+
+def test_adapters_of_other_names_or_shapes_are_refused(client: Client) -> None:
+    """Whoever made the file: before a tensor is changed."""
+    path = client.save("foreign", "weights", files=True)
+    file = folder_of(client.loop, path) / "adapter" / "adapter_model.safetensors"
+    own, whole = load_file(file), file.read_bytes()
+    name = min(own)
+    for adapters, line in (
+        ({**own, name: own[name][:, :-1].contiguous()}, "has the shape .*, wanted"),
+        ({key: own[key] for key in own if key != name}, "is in the model alone"),
+        ({**own, "other": own[name].clone()}, "other is in it alone"),
+    ):
+        save_file(adapters, file)
+        with pytest.raises(Refused, match=f"^{path} cannot be read: .*{line}"):
+            client.sample(path, TOKENS[:2], max_tokens=1)
+    file.write_bytes(whole[:-8])
+    with pytest.raises(Refused, match="cannot be read: SafetensorError"):
+        client.sample(path, TOKENS[:2], max_tokens=1)
+    file.write_bytes(whole)
+    assert client.sample(path, TOKENS[:2], max_tokens=1).sequences
+
+
+def test_a_full_disk_refuses_a_save(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for module in ("hf", "distributed"):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"hybridrl.checkpoint.{module}.{WRITERS[module]}", full)
+            with pytest.raises(Refused, match=r"full cannot be written: .*No space left on device"):
+                client.save("full", "weights", files=True)
+    folder = client.loop.run_dir / "models" / client.model
+    assert not folder.exists() or not list((folder / "weights").iterdir())
+    client.save("full", "weights", files=True)
+
+
+WRITERS = {"hf": "save_file", "distributed": "note_sum"}
 
 
 def test_snapshots_beyond_the_bound_go(client: Client) -> None:

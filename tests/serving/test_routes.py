@@ -13,10 +13,12 @@ import aiohttp
 import numpy as np
 import pytest
 from serve_backends import INFO, FakeBackend
+from yarl import URL
 
 from hybridrl.config import ConfigError, ServeConfig
 from hybridrl.serving import wire
 from hybridrl.serving.requests import (
+    Checkpoint,
     CheckpointPath,
     CreateModel,
     ForwardBackward,
@@ -303,6 +305,54 @@ def test_a_failure_of_the_server_fails_all_and_a_bug_one_request() -> None:
     run(story)
 
 
+def test_a_backend_that_ends_by_itself_ends_the_server_at_once() -> None:
+    """No request has to find out."""
+
+    async def story() -> None:
+        backend = FakeBackend()
+        async with served(backend) as client:
+            await client.begin()
+            sampler = await client.sampler(base_model=INFO.name)
+            backend.gate.clear()
+            sample = await client.sample(sampler, 0)
+            backend.failure.set_result("rank 0 has died")
+            ended = asyncio.wrap_future(client.server.failure)
+            assert await asyncio.wait_for(ended, 5) == "rank 0 has died"
+            assert (await client.answer(sample))["error"] == "rank 0 has died"
+
+    run(story)
+
+
+def test_checkpoints_are_listed_without_a_rank() -> None:
+    """Which may be busy for long."""
+
+    async def story() -> None:
+        backend = FakeBackend(
+            files={"tinker://a/weights/x": Checkpoint("tinker://a/weights/x", 8, 1, 0)}
+        )
+        async with served(backend) as client:
+            await client.begin()
+            before = len(backend.asked)
+            for route in ("checkpoints", "training_runs", "training_runs/a/checkpoints"):
+                assert (await client.get(route))[0] == 200
+            await client.sampler(model_path="tinker://a/weights/x")
+            assert len(backend.asked) == before
+
+    run(story)
+
+
+@pytest.mark.parametrize("model", ["*", "..", "a%2Fb", "x" * 129])
+def test_a_training_run_of_no_model_s_name_is_refused(model: str) -> None:
+    async def story() -> None:
+        async with served(FakeBackend()) as client:
+            url = URL(f"{client.server.url}/api/v1/training_runs/", encoded=True)
+            async with client.http.get(URL(f"{url}{model}/checkpoints", encoded=True)) as got:
+                assert got.status == 400
+                assert "wanted up to 128 letters" in (await got.json())["detail"]
+
+    run(story)
+
+
 def test_an_end_answers_what_is_done_and_fails_the_rest() -> None:
     async def story() -> None:
         backend = FakeBackend()
@@ -386,6 +436,8 @@ def test_a_wrong_request_is_one_line(route: str, body: Any, status: int, line: s
     [
         ({"base_model": "other"}, "base_model=other: this server has tiny/model"),
         ({"lora_config": {"rank": 4}}, "rank=4: this server has adapters of rank 8"),
+        ({"lora_config": {"rank": 8, "seed": 1 << 64}}, "seed=18446744073709551616: wanted -92"),
+        ({"lora_config": {"rank": 8, "seed": -(1 << 63) - 1}}, "seed=-9223372036854775809"),
         ({"lora_config": {"rank": 8, "train_mlp": False}}, "train_mlp=false"),
         ({"optimizer_config": {"type": "dimuon"}}, "optimizer_config.type='dimuon': wanted adamw"),
     ],
@@ -421,6 +473,8 @@ def test_a_model_that_cannot_be_is_refused(facts: dict[str, Any], line: str) -> 
         ({"sampling_params": {"top_p": 0}}, "top_p=0.0: wanted above 0"),
         ({"sampling_params": {"temperature": -1}}, "temperature=-1.0: wanted 0 or more"),
         ({"sampling_params": {"stop": [1.5]}}, "stop=[1.5]: wanted texts or token ids"),
+        ({"sampling_params": {"stop": [32]}}, "stop=[32]: wanted texts or token ids, 0 to 31"),
+        ({"sampling_params": {"top_p": 10**400}}, "top_p=10000000000000000000...: wanted a number"),
         ({"sampling_params": {"max_tokens": "4"}}, "max_tokens='4': wanted an integer"),
         ({"topk_prompt_logprobs": 33}, "topk_prompt_logprobs=33: wanted 0 to 32"),
         ({"record_stability_info": True}, "record_stability_info: stable_reinforce is not served"),

@@ -309,7 +309,7 @@ METHODS: dict[str, dict[str, Case]] = {
         "export_session_trace": (
             lambda c: c.rest.export_session_trace(c.session),
             NO_ROUTE,
-            "`hybridrl watch` shows the run",
+            "",
         ),
         "search_sessions": (
             lambda c: c.rest.search_sessions(

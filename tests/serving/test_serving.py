@@ -11,7 +11,7 @@ from served_command import Served
 
 import hybridrl
 from hybridrl.config import ConfigError
-from hybridrl.serving.start import check_overrides
+from hybridrl.serving.start import check_overrides, serving
 from hybridrl.telemetry.rundata import load
 
 TINY = [
@@ -48,6 +48,26 @@ def test_what_has_no_effect_is_refused(override: str, line: str) -> None:
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("serve") / "run"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [("run.dir=own", "own"), ("++run.dir=own", "own"), ("serve.port=0", r"runs/[-\d]+-serve")],
+)
+def test_a_directory_of_the_user_s_is_where_the_server_writes(
+    override: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    started = list[str]()
+
+    def start(config: Any) -> None:
+        started.append(str(Path(config.run.dir).relative_to(tmp_path)))
+        raise InterruptedError
+
+    monkeypatch.setattr("hybridrl.serving.start.ServeLoop.start", start)
+    with pytest.raises(InterruptedError), serving([*TINY, override]):
+        pass
+    assert re.fullmatch(expected, *started)
 
 
 @pytest.fixture(scope="module")

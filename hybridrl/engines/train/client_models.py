@@ -1,11 +1,13 @@
 """Several models that train on one engine in turn: adapters of one base, or all weights of one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from hybridrl.engines.train.adamw import local_shard
@@ -17,6 +19,19 @@ from hybridrl.models.stages import plain_name
 
 Shards = dict[str, torch.Tensor]
 """This rank's trained shards by name, in host memory."""
+_READ_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+
+
+def error_of_any(read: Callable[[], None]) -> str:
+    """Read files on all ranks; the line of the first rank that cannot, on all of them; or ""."""
+    error = ""
+    try:
+        read()
+    except _READ_ERRORS as caught:
+        error = f"{type(caught).__name__}: {' '.join(str(caught).split())}"
+    errors = [error] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    return next(filter(None, errors), "")
 
 
 @dataclass(slots=True)
@@ -91,15 +106,42 @@ class ClientModels:
             return self.snapshot()
 
     def read(self, folder: Path) -> None:
-        """Take the weights that `checkpoint.hf` has written into the model in use."""
+        """Take the weights that `checkpoint.hf` has written into the model in use.
+
+        Raises ValueError for adapters of other names or shapes, before a tensor is changed.
+        """
         if self.engine.lora is None:
             version = self.engine.version
             self.engine.load_weights(str(folder))
             self.engine.version = version
             return
-        stored = load_file(folder / "adapter" / "adapter_model.safetensors")
+        file = folder / "adapter" / "adapter_model.safetensors"
+        stored, shapes = load_file(file), self.engine.layout.shapes
         names = {f"base_model.model.{name}": name for name in self.engine.adapter_names()}
+        for key in sorted(stored.keys() ^ names.keys()):
+            raise ValueError(f"{file}: {key} is in {'it' if key in stored else 'the model'} alone")
+        for key, tensor in stored.items():
+            own, wanted = list(tensor.shape), list(shapes[names[key]])
+            if own != wanted:
+                raise ValueError(f"{file}: {key} has the shape {own}, wanted {wanted}")
         self.engine.take_weights((names[key], tensor) for key, tensor in stored.items())
+
+    def replace(self, read: Callable[[], None]) -> str:
+        """Have `read` fill the engine anew for the model in use; the error of a rank, if any.
+
+        With an error the model is as it was on all ranks, but has no gradient.
+        """
+        name = self.in_use
+        assert name is not None
+        self.engine.optimizer.zero_grad()
+        self.use(None)
+        error = error_of_any(read)
+        if error:
+            self.use(name)
+        else:
+            del self._states[name]
+            self.in_use = name
+        return error
 
     def forget_optimizer(self) -> None:
         """Begin the optimizer of the model in use anew; its weights stay."""
@@ -119,8 +161,10 @@ class ClientModels:
         """Within, the engine may hold other weights; then it holds the model in use again."""
         name = self.in_use
         self.use(None)
-        yield
-        self.use(name)
+        try:
+            yield
+        finally:
+            self.use(name)
 
     def _taken(self) -> ModelState:
         """What the engine holds, copied to the host; it keeps no gradient."""
