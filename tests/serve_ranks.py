@@ -4,10 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 
 from hybridrl.config.serve import ServeConfig
+from hybridrl.serving.history import ServerHistory
 from hybridrl.serving.loop import Turns
 from hybridrl.serving.requests import ClientAnswer, ClientRequest, ServedModel
 from hybridrl.workers.serving import DrawnResponse, DrawnSample
@@ -60,7 +62,8 @@ def _saved(model: str, folder: str, state: bool) -> str:
 
 def turns_of(ranks: FakeRanks, run_dir: Path, served: ServedModel = SERVED, **own: Any) -> Turns:
     """A server's loop over these ranks."""
-    return Turns(ranks, served, run_dir, ServeConfig(**own))  # type: ignore[arg-type]
+    history = ServerHistory(Mock(), 0)
+    return Turns(ranks, served, run_dir, ServeConfig(**own), history)  # type: ignore[arg-type]
 
 
 def taken(turns: Turns, request: ClientRequest) -> "Future[ClientAnswer]":
