@@ -31,7 +31,8 @@ class ReachedLines:
 if __name__ == "__main__":
     out, *tests = sys.argv[1:]
     reached = ReachedLines()
-    code = pytest.main(["-q", "-p", "no:cacheprovider", *tests], plugins=[reached])
+    marked = ["-m", "not slow and not layouts"]  # of the long ones, too
+    code = pytest.main(["-q", "-p", "no:cacheprovider", *marked, *tests], plugins=[reached])
     missed = {test: probes.missed(lines) for test, lines in reached.of_tests.items()}
     Path(out).write_text(json.dumps(missed))
     sys.exit(code)
