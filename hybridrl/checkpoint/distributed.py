@@ -62,9 +62,10 @@ def save(folder: Path, engine: TrainEngine, kept: NamedTensors) -> None:
 class StateCopy:
     """What `save` writes, in three steps: planned together, written by each rank, ended together.
 
-    With `copies` it is what training has now, copied to host memory; without, `write` comes before
-    anything changes. Copies of an earlier snapshot of the same tensors are written over, so they
-    take no new memory: that one must be written. See `checkpoint.parts.Part`.
+    With `copies` it is what training has now, copied to host memory, and nothing here refers to the
+    tensors of training, which may leave the device; without, `write` comes before anything changes.
+    Copies of an earlier snapshot of the same tensors are written over, so they take no new memory:
+    that one must be written. See `checkpoint.parts.Part`.
     """
 
     def __init__(
@@ -95,7 +96,10 @@ class StateCopy:
 
         with _naming(folder):
             self._plan = planner.finish_plan(self._ranks.reduce_scatter("plan", own_plan, agreed))
-        self._planner = _Resolved(planner, self._plan, copies)
+        self._planner: SavePlanner = planner
+        if copies is not None:
+            _copy_to_host(planner, self._plan, copies)
+            self._planner = _CopiesPlanner(copies)
 
     def write(self) -> None:
         """Write this rank's file, and its checksum."""
@@ -192,32 +196,32 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class _Resolved(DefaultSavePlanner):
-    """Gives the tensors of a plan: those of another planner, or copies of them in host memory."""
+class _CopiesPlanner(DefaultSavePlanner):
+    """Gives the tensors of a plan from copies in host memory, by the items' names."""
 
-    def __init__(self, planner: SavePlanner, plan: SavePlan, copies: NamedTensors | None) -> None:
+    def __init__(self, copies: NamedTensors) -> None:
         super().__init__()
-        self._planner, self._copies = planner, copies
-        if copies is None:
-            return
-        wanted = {str(item.index): _tensor_of(planner, item) for item in plan.items}
-        for key in copies.keys() - wanted.keys():
-            del copies[key]
-        pinned = torch.cuda.is_available()
-        for key, tensor in wanted.items():
-            held = copies.get(key)
-            if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-                held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-                copies[key] = held
-            held.copy_(tensor, non_blocking=True)
-        if pinned:
-            torch.cuda.current_stream().synchronize()
+        self._copies = copies
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The tensor of an item."""
-        if self._copies is None:
-            return self._planner.resolve_data(write_item)
         return self._copies[str(write_item.index)]
+
+
+def _copy_to_host(planner: SavePlanner, plan: SavePlan, copies: NamedTensors) -> None:
+    """Let `copies` have the tensors of the plan's items alone, where it fits in its own memory."""
+    wanted = {str(item.index): _tensor_of(planner, item) for item in plan.items}
+    for key in copies.keys() - wanted.keys():
+        del copies[key]
+    pinned = torch.cuda.is_available()
+    for key, tensor in wanted.items():
+        held = copies.get(key)
+        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            copies[key] = held
+        held.copy_(tensor, non_blocking=True)
+    if pinned:
+        torch.cuda.current_stream().synchronize()
 
 
 def _tensor_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:

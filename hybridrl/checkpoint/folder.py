@@ -79,10 +79,10 @@ def note_sum(file: Path) -> None:
 def mark_written(folder: Path) -> None:
     """Say that all files of this rank are in `folder`, for `num_written`.
 
-    Where even that finds no room the mark is missing, and whoever ends the checkpoint waits for it.
+    Where even that finds no room, or the folder is gone with an incomplete checkpoint, the mark is
+    missing, and whoever ends the checkpoint waits for the rank.
     """
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)  # a rank that trains nothing comes here first
         (folder / f"{_WRITTEN}{uuid4().hex}").touch()
 
 

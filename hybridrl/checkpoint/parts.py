@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
@@ -37,8 +38,10 @@ class BackgroundWriter:
     States: idle -> `begin`, once or more -> `finish` -> idle.
     """
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+    def __init__(self, device: torch.device) -> None:
+        """The thread uses the rank's `device`: torch's writer makes a stream on the present GPU."""
+        gpu = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
+        self._thread = ThreadPoolExecutor(1, "checkpoint", *gpu)
         self._parts: list[Part] = []
         self._written: list[Future[None]] = []
 

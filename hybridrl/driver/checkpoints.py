@@ -325,13 +325,13 @@ class Checkpoints:
         """Write the checkpoint of `step`, and let go of those that are no longer kept.
 
         In the background (`trainer.save_in_background`) this waits for copies of the weights alone;
-        `poll` or `finish` end it.
+        `poll` or `finish` end it. Raises OSError as `write` does.
         """
-        self.finish()
-        self.scores[step] = accuracy
-        background = self.config.trainer.save_in_background
-        self.write(self._of(step), step, state, background=background, accuracy=accuracy)
-        self._let_go()
+        with self._earlier_finished():
+            self.scores[step] = accuracy
+            background = self.config.trainer.save_in_background
+            self.write(self._of(step), step, state, background=background, accuracy=accuracy)
+            self._let_go()
 
     def _let_go(self) -> None:
         """Delete what is not kept; the newest may still become the best, unless it has a score.
@@ -367,9 +367,16 @@ class Checkpoints:
         """Write the weights to `path`, and the state that a run resumes from, if this one can.
 
         Raises OSError that names the path; an earlier checkpoint at `path` is then whole. Where
-        `final/` has no earlier one, its weights stay: training has ended, and is not lost.
+        `final/` has no earlier one, its weights stay: training has ended, and is not lost. The
+        error of an earlier checkpoint's write in the background is raised after this one's.
         """
-        self.finish()
+        with self._earlier_finished():
+            self._write(path, step, state, background, event)
+
+    def _write(
+        self, path: Path, step: int, state: DriverState, background: bool, event: dict[str, Any]
+    ) -> None:
+        """Do what `write` does, while nothing is being written in the background."""
         self.telemetry.stage("saving")
         logger.debug("writing %s after step %d", path, step)
         begun = time.perf_counter()
@@ -397,12 +404,23 @@ class Checkpoints:
             else:
                 self._publish(save, missing)
 
+    @contextlib.contextmanager
+    def _earlier_finished(self) -> Iterator[None]:
+        """Finish what is being written; raise its error once the body has written another one."""
+        failed: OSError | None = None
+        try:
+            self.finish()
+        except OSError as error:
+            failed = error
+        yield
+        if failed is not None:
+            raise failed
+
     def poll(self) -> None:
         """End the checkpoint that is being written in the background, if all of it is there."""
         if self._under_way is None:
             return
-        ranks = self.group.living(range(self.group.size))
-        if folder.num_written(self._under_way.path) >= len(ranks):
+        if folder.num_written(self._under_way.path) >= len(self.group.writers):
             self.finish()
 
     def finish(self) -> None:
@@ -413,11 +431,13 @@ class Checkpoints:
         save, self._under_way = self._under_way, None
         if save is None:
             return
+        accuracy = self.scores.pop(save.step)
         with _clearing(save.path):
             missing = self.group.finish_save()
             if save.record is not None:
                 folder.seal(save.path, save.record)
             self._publish(save, missing)
+        self.scores[save.step] = accuracy
         self._let_go()
 
     def _publish(self, save: "_Save", missing: Sequence[str]) -> None:

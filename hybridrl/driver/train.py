@@ -180,7 +180,10 @@ def running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator[R
             yield run
             run.executor.drain()
             run.group.close()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception) and not run.group.killed:  # no second signal, no death
+                with contextlib.suppress(Exception):  # the run ends for another reason
+                    run.checkpoints.finish()
             with contextlib.suppress(OSError):  # a full disk may be the error that is being raised
                 run.executor.salvage()
             raise

@@ -113,6 +113,8 @@ class WorkerGroup:
         self.instances: list[list[int]] = []
         self.places: list[list[int]] = []
         self.wide: dict[int, list[int]] = {}
+        self.writers: list[int] = []
+        """The ranks that train, which write the state to resume from, as of the last one."""
         self.logs = Path(config.run.dir) / "logs"
         self.watch = HangWatch(config.cluster, Path(config.run.dir))
 
@@ -302,20 +304,33 @@ class WorkerGroup:
     def save_state(self, path: str, background: bool = False) -> "dict[str, Progress]":
         """Write the state that training resumes from; answers with how far each role is.
 
-        In the `background` every rank leaves a mark in `path` once it has written all.
+        In the `background` each of the `writers` leaves a mark in `path` once it has written all.
         """
         progress: dict[str, Progress] = {}
+        self.writers = []
         for pool in self.pools.values():
             calls = self._same(pool, BaseWorker.save_state, path, background)
-            progress |= self._gather_living(calls)[0]
+            if of_pool := self._gather_living(calls)[0]:
+                progress |= of_pool
+                self.writers += pool.ranks
         return progress
 
     def finish_save(self) -> list[str]:
-        """Wait for what is written in the background, and end it; answers as `save_weights`."""
+        """Wait for what is written in the background, and end it; answers as `save_weights`.
+
+        Raises OSError for a write that has failed, once all have ended; the ranks live on.
+        """
         missing: list[str] = []
+        errors: list[OSError] = []
         for pool in self.pools.values():
             if pool is self.actor_pool or pool is not self.home:  # ranks that train
-                missing += self._gather_living(self._same(pool, BaseWorker.finish_save))[0]
+                answer = self._gather_living(self._same(pool, BaseWorker.finish_save))[0]
+                if isinstance(answer, OSError):
+                    errors.append(answer)
+                else:
+                    missing += answer
+        if errors:
+            raise errors[0]
         return missing
 
     def load(self, path: str, progress: "Mapping[str, Progress]") -> str:

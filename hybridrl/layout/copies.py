@@ -35,8 +35,9 @@ class CopiesCheck:
     which tp does not split, the group (0, 1, 2, 3).
     """
 
-    def __init__(self, layout: Layout, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, layout: Layout, rank: int, strict: bool) -> None:
+        """With `strict` (`deterministic=strict`) no copy may differ."""
+        self.rank, self._strict = rank, strict
         self.seconds = 0.0
         """What the last check has taken on this rank."""
         self._local = local_tensors(layout, rank)
@@ -56,9 +57,9 @@ class CopiesCheck:
     def check(self, shards: Tensors) -> None:
         """Compare a share of this rank's `shards` with all of their copies. Collective.
 
-        Raises WeightsDiffer, on all ranks, with a rank and a parameter. On GPUs that is for the
-        copies of replicas, which get one reduced gradient. Ranks of tp and ep compute theirs each
-        for itself, and the log warns where kernels that add in any order have let them drift.
+        Raises WeightsDiffer, on all ranks, with a rank and a parameter. Unless `strict` that is for
+        the copies of replicas, which get one reduced gradient. Ranks of tp and ep compute theirs
+        each for itself, and the log warns where kernels that add in any order have let them drift.
         """
         if not self.kinds:
             return
@@ -74,7 +75,7 @@ class CopiesCheck:
             for ranks in kind:
                 if len({by_rank[rank][place] for rank in ranks}) == 1:
                     continue
-                ends = device.type == "cpu" or self._mesh.along(ranks[0], "replica") == [*ranks]
+                ends = self._strict or self._mesh.along(ranks[0], "replica") == [*ranks]
                 if ends or not self._warned:
                     message = self._difference(ranks, kind, sums[kind])
                     if ends:

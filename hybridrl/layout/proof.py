@@ -10,7 +10,7 @@ parameter it is in.
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ import torch.distributed as dist
 from hybridrl.layout.plan import Plan
 from hybridrl.layout.portions import Piece, portions
 from hybridrl.layout.weight_switch import Tensors, local_tensors, plain_tensors
+
+BLOCK_ELEMENTS = 2**24
+"""Elements that a checksum reads at a time."""
 
 SHARES = 256
 """Proofs after which all elements have been proven once more."""
@@ -32,33 +35,53 @@ class WeightsDiffer(RuntimeError):
     """A rank holds other weights than it should; the message names it and the parameter."""
 
 
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A number of a tensor's bits and of where they are, [] in int64, on its device.
+def checksum(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A number of a tensor's bits in `dtype` and of where they are, [] in int64, on its device.
 
     It says nothing of strides. In host memory it is a CRC-32, elsewhere `sums_of_bits`: only
     checksums of one kind of device can be compared.
     """
     if tensor.device.type != "cpu":
-        return sums_of_bits(tensor)
-    data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    return torch.tensor(zlib.crc32(data.data))
+        return sums_of_bits(tensor, dtype)
+    crc = 0
+    for _, rows in _row_blocks(tensor, dtype):
+        crc = zlib.crc32(rows.contiguous().view(-1).view(torch.uint8).numpy().data, crc)
+    return torch.tensor(crc)
 
 
-def sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A checksum [] in int64 of reductions alone, which a GPU makes while it reads.
+def sums_of_bits(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A checksum [] in int64 of reductions alone, for a GPU.
 
     Each element counts with the sum of a weight for its index in every dimension. That sum is odd,
-    so no change of a single element leaves the checksum as it was.
+    so no change of a single element leaves the checksum as it was. The reductions copy what they
+    add to int64, of `BLOCK_ELEMENTS` at a time, so they take 8 bytes for each of these.
     """
-    bits = torch.atleast_1d(tensor.view(_INTEGERS[tensor.element_size()]))
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for dim in range(bits.dim()):
-        others = [other for other in range(bits.dim()) if other != dim]
-        sums = bits.sum(others, dtype=torch.int64) if others else bits.long()
-        weights = torch.arange(1, len(sums) + 1, device=bits.device) * (_FACTOR + 2 * dim)
-        weights = weights | 1 if dim == 0 else weights & ~1
-        total += (sums * weights).sum()
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for first, rows in _row_blocks(tensor, dtype):
+        bits = rows.view(_INTEGERS[rows.element_size()])
+        for dim in range(bits.dim()):
+            others = [other for other in range(bits.dim()) if other != dim]
+            sums = bits.sum(others, dtype=torch.int64) if others else bits.long()
+            start = first + 1 if dim == 0 else 1
+            weights = torch.arange(start, start + len(sums), device=bits.device)
+            weights = weights * (_FACTOR + 2 * dim)
+            weights = weights | 1 if dim == 0 else weights & ~1
+            total += (sums * weights).sum()
     return total
+
+
+def _row_blocks(
+    tensor: torch.Tensor, dtype: torch.dtype | None
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The rows of a tensor in `dtype`, at most `BLOCK_ELEMENTS` or one row at a time.
+
+    Each comes with the index of its first row; a scalar is one row. So no copy, to another format
+    or to integers, is of the whole tensor.
+    """
+    tensor = torch.atleast_1d(tensor)
+    num_rows = max(1, BLOCK_ELEMENTS // max(1, tensor[:1].numel()))
+    for first in range(0, len(tensor), num_rows):
+        yield first, tensor[first : first + num_rows].to(dtype or tensor.dtype)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -145,10 +168,9 @@ class SwitchProof:
 
     def _of_source(self, piece: Piece, source: Tensors) -> torch.Tensor:
         box = source[piece.name][self._source[piece.name].slices(piece.box)]
-        precise = piece.name in self._plan.dst.precise
-        box = box.to(torch.float32 if precise else self.dtype)
-        self.num_bytes += box.nbytes
-        return checksum(box)
+        dtype = torch.float32 if piece.name in self._plan.dst.precise else self.dtype
+        self.num_bytes += box.numel() * dtype.itemsize
+        return checksum(box, dtype)
 
     def _explain(
         self,

@@ -115,7 +115,6 @@ class BaseWorker:
         self._profile: StepProfile | None = None
         self._early_s = 0.0  # seconds of gradients for an update that is to come
         self._together: dict[tuple[str, ...], FusedUpdate] = {}  # by roles
-        self._writer = BackgroundWriter()
         self._copies: dict[str, distributed.NamedTensors] = {}  # of the last snapshot, by role
 
     # -- life --------------------------------------------------------------------------------
@@ -148,6 +147,7 @@ class BaseWorker:
         store = self._store or open_store(host, port, listens=False)
         strict = self.config.strict
         self.device = join_group(self.rank, self.size, store, host, cluster, strict)
+        self._writer = BackgroundWriter(self.device)
         warm_up([dist.group.WORLD], self.device)
         if self.device.type == "cuda":
             prepare_gpu(self.device, cluster.threads_per_rank)
@@ -243,8 +243,8 @@ class BaseWorker:
     def save_state(self, path: str, background: bool = False) -> Reply[dict[str, Progress]]:
         """Write the state that training resumes from into `path`, a folder for each role.
 
-        Answers with each role's progress. In the `background` it is written from copies: the rank
-        leaves a mark once that is done, and `finish_save` ends it.
+        Answers with each role's progress. In the `background` it is written from copies: a rank
+        that trains leaves a mark once that is done, and `finish_save` ends it.
         """
         with self._span("save"):
             for name, role in self.trained.items():
@@ -253,7 +253,7 @@ class BaseWorker:
                     self._writer.begin(StateCopy(*what, self._copies.setdefault(name, {})))
                 else:
                     distributed.save(*what)
-        if background:
+        if background and self.trained:
             self._writer.mark(Path(path))
         progress = {
             x: distributed.progress_of(role.train_engine) for x, role in self.trained.items()
@@ -261,10 +261,17 @@ class BaseWorker:
         return self._reply(progress)
 
     @dispatch(Dispatch.SAME)
-    def finish_save(self) -> Reply[list[str]]:
-        """Wait until what is written in the background is there, and end it; as `save_weights`."""
+    def finish_save(self) -> Reply[list[str] | OSError]:
+        """Wait until what is written in the background is there, and end it; as `save_weights`.
+
+        Answers with the error of a write that has failed: raised, it would end all ranks, and the
+        driver has something more to write.
+        """
         with self._span("finish save"):
-            return self._reply(self._writer.finish())
+            try:
+                return self._reply(self._writer.finish())
+            except OSError as error:
+                return self._reply(error)
 
     def _finish_records(self) -> None:
         """Write the records of all steps so far: a run that resumes here makes none of them."""

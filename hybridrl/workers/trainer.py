@@ -37,7 +37,7 @@ class Trainer:
 
     def __init__(self, config: Config, train_engine: TrainEngine, store: SampleStore) -> None:
         self.config, self.train_engine, self.store = config, train_engine, store
-        self.copies = CopiesCheck(train_engine.layout, dist.get_rank())
+        self.copies = CopiesCheck(train_engine.layout, dist.get_rank(), config.strict)
 
     def scoring(self, stage: Stage, ids: Sequence[SampleId]) -> RoleScoring:
         """A forward-only stage on this rank's samples."""

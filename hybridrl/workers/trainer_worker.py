@@ -123,6 +123,7 @@ class TrainerWorker(ActorShards, CriticWorker):
         start = time.perf_counter()
         with self._span("push"):
             self.residency.activate(engine)
+            biases = self._biases()
             shards = engine.named_shards()
             arrays = self._push.pack(
                 {n: shards[n] for n in self._push.names if n in shards}, engine.version
@@ -132,7 +133,6 @@ class TrainerWorker(ActorShards, CriticWorker):
             deltas = self._deltas.deltas(references) if self._deltas else {}
             base = max((delta.base for delta in deltas.values()), default=NO_VERSION)
             num_bytes = sum((deltas.get(p) or sent[p]).data.nbytes for p in sent)
-            biases = self._biases()
         seconds = time.perf_counter() - start
         own = engine.version, references, num_bytes, seconds, self._push.bytes_theory, biases
         put = {place: self.data_plane.put(delta) for place, delta in deltas.items()}

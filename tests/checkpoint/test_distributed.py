@@ -1,6 +1,7 @@
 """What training goes on from: under any layout, and on the same one bit for bit."""
 
 import errno
+import gc
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from hybridrl.config import (
     TrainLayoutConfig,
 )
 from hybridrl.config.loss import Loss
+from hybridrl.engines.train import state_memory
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
 
@@ -219,7 +221,7 @@ def snapshots(source, folder):
     """Two in the background, written once training has gone on; their state, and what is loaded."""
     engine = make(source, FSDP, OptimName.adamw)
     update(engine, 0)
-    writer, copies, saved = BackgroundWriter(), {}, []
+    writer, copies, saved = BackgroundWriter(engine.device), {}, []
     for number in (1, 2):
         update(engine, number)
         saved.append((whole(engine), distributed.progress_of(engine)))
@@ -248,6 +250,28 @@ def test_a_snapshot_is_of_its_moment(ranks, make_source, tmp_path) -> None:
         assert any(not torch.equal(tensor, saved[1][name]) for name, tensor in saved[0].items())
 
 
+def holders_after_leaving(source, folder):
+    """Tensors that still have the device's memory of weights and moments, which have left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_memory, "leaves_device", lambda device: True)
+        engine = make(source, WHOLE, OptimName.adamw)
+    update(engine, 0)
+    snapshot = distributed.StateCopy(folder, engine, {}, {})
+    left = {block.memory.untyped_storage().data_ptr() for block in engine.memory._all()}
+    engine.memory.leave()
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    shards = [distributed._local(one) for one in tensors]
+    holders = [one.shape for one in shards if one.untyped_storage().data_ptr() in left]
+    snapshot.write()
+    snapshot.finish()
+    return len(left), holders
+
+
+def test_a_snapshot_lets_weights_leave_the_device(ranks, make_source, tmp_path) -> None:
+    assert ranks(1, holders_after_leaving, make_source(tied=True), tmp_path / "saved") == [(2, [])]
+
+
 def save_with_little_room(source, folder, background):
     """Files of rank 1 have at most 4000 bytes: the write fails in the kernel, as on a full disk."""
     engine = make(source, FSDP, OptimName.adamw)
@@ -256,7 +280,7 @@ def save_with_little_room(source, folder, background):
         resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
     try:
         if background:
-            writer = BackgroundWriter()
+            writer = BackgroundWriter(engine.device)
             writer.begin(distributed.StateCopy(folder, engine, {}, {}))
             writer.finish()
         else:

@@ -1,8 +1,10 @@
 """What a run goes on from, and what is refused; nothing is started."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from safetensors import SafetensorError
 from hybridrl.checkpoint import folder
 from hybridrl.config import Config, ConfigError
 from hybridrl.config.renamed_keys import RENAMED_KEYS
+from hybridrl.driver import train
 from hybridrl.driver.checkpoints import (
     Checkpoints,
     DriverState,
@@ -431,14 +434,11 @@ def test_a_disk_without_room_for_the_first_model_is_named(
 class Background:
     """Two ranks that write once they are told to, and fail with an `error` if they have one."""
 
-    size = 2
+    writers = (0, 1)
 
     def __init__(self) -> None:
         self.error: OSError | None = None
         self.resume = Path()
-
-    def living(self, ranks: Sequence[int]) -> list[int]:
-        return list(ranks)
 
     def save_weights(self, path: str, background: bool) -> list[str]:
         Path(path).mkdir(parents=True)
@@ -546,6 +546,70 @@ def test_a_background_that_fails_leaves_the_checkpoint_before(
     group.error = None
     checkpoints.finish()  # nothing is left of it
     assert steps_of(run) == [1]
+
+
+@pytest.mark.parametrize("kept", ["final", "step_000003"])
+def test_a_background_that_fails_keeps_no_later_checkpoint_from_its_disk(
+    saving: tuple[Checkpoints, Background], tmp_path: Path, kept: str
+) -> None:
+    """The final model, and the checkpoint of a stop, are written before the error is raised."""
+    checkpoints, group = saving
+    run, step_2 = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step_000002"
+    checkpoints.save(1, None, DriverState(STATE))
+    checkpoints.save(2, None, DriverState(STATE))
+    group.error = OSError(28, "No space left on device")
+    calls, ended = [], group.finish_save
+
+    def finish_save() -> list[str]:
+        calls.append(group.error)
+        try:
+            return ended()
+        finally:
+            group.error = None  # the next one has room
+
+    group.finish_save = finish_save  # type: ignore[method-assign]
+    write = partial(checkpoints.save, 3, None)
+    if kept == "final":
+        write = partial(checkpoints.write, run / kept, 3)
+    with pytest.raises(OSError, match=r"No space left on device: '.*step_000002'"):
+        write(DriverState(STATE))
+    checkpoints.finish()
+    assert len(calls) == (1 if kept == "final" else 2)
+    assert 3 in steps_of(run)
+    assert not step_2.exists()
+    assert 2 not in checkpoints.scores
+
+
+class Ended(Exception):
+    """The error that a run ends with."""
+
+
+@pytest.mark.parametrize(
+    ("error", "killed", "finishes"),
+    [(Ended, False, 1), (Ended, True, 0), (KeyboardInterrupt, False, 0)],
+)
+def test_a_run_that_fails_ends_what_is_being_written(
+    config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+    killed: bool,
+    finishes: int,
+) -> None:
+    """Where all ranks live; an error of that is not the run's, and a second signal waits not."""
+    run = MagicMock()
+    run.group.killed = killed
+    run.checkpoints.finish.side_effect = OSError(28, "No space left on device")
+    monkeypatch.setattr(train, "Run", lambda *arguments: run)
+    monkeypatch.setattr(train, "launched", lambda *arguments: contextlib.nullcontext(MagicMock()))
+    with pytest.raises(error), train.running(config(), MagicMock(notes=()), Origin()):
+        raise error
+    assert run.checkpoints.finish.call_count == finishes
+    run.group.kill.assert_called_once()
+
+
+def test_a_mark_makes_no_folder_anew(tmp_path: Path) -> None:
+    folder.mark_written(tmp_path / "gone" / folder.RESUME)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_background_needs_something_to_save(config: Callable[..., Config]) -> None:

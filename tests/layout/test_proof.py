@@ -66,6 +66,22 @@ def test_a_checksum_knows_places_and_no_strides(checksum: Checksum) -> None:
     assert checksum(wide[:, 2:8]) == checksum(tensor)
 
 
+@pytest.mark.parametrize("checksum", [checksum, sums_of_bits])
+@pytest.mark.parametrize("shape", [(), (7,), (5, 6), (3, 4, 5)])
+def test_a_checksum_is_the_same_in_blocks_of_rows(
+    checksum: Callable[..., torch.Tensor], shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any number of blocks, each of which is cast alone."""
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    whole = checksum(tensor.bfloat16())
+    for elements in (1, 2, 13, 40):
+        monkeypatch.setattr(proof, "BLOCK_ELEMENTS", elements)
+        sizes = [rows.numel() for _, rows in proof._row_blocks(tensor, None)]
+        assert max(sizes) <= max(elements, tensor[:1].numel() if shape else 1)
+        assert sum(sizes) == tensor.numel()
+        assert checksum(tensor, torch.bfloat16) == whole
+
+
 # What is proven
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hybridrl.algorithms.losses import ClippedLoss
 from hybridrl.config import ModelConfig, OptimConfig, TrainerConfig, TrainLayoutConfig
 from hybridrl.engines.train.engine import TrainEngine
-from hybridrl.layout.copies import CopiesCheck
+from hybridrl.layout.copies import CopiesCheck, logger
 from hybridrl.layout.proof import WeightsDiffer
 
 NORM = "model.norm.weight"
@@ -29,7 +29,7 @@ def updated(path: str, layouts: list[dict[str, Any]], sequences: list[Any]) -> l
     sizes, rank = [], dist.get_rank()
     for layout in layouts:
         engine = make_engine(path, layout)
-        copies = CopiesCheck(engine.layout, rank)
+        copies = CopiesCheck(engine.layout, rank, strict=True)
         for _ in range(3):
             engine.update(sequences[rank :: dist.get_world_size()], ClippedLoss())
             copies._number = 0  # each time all of it
@@ -66,10 +66,11 @@ def test_updates_leave_copies_equal(ranks, tiny, sequences) -> None:
                 assert wanted <= sizes, layout
 
 
-def changed(path: str, layout: dict[str, Any], name: str, at: int) -> str:
-    """The error after rank `at` changed one weight of a parameter."""
+def changed(path: str, layout: dict[str, Any], name: str, at: int, strict: bool = True) -> str:
+    """The error after rank `at` changed one weight of a parameter; without one, the warnings."""
     engine = make_engine(path, layout)
-    copies = CopiesCheck(engine.layout, dist.get_rank())
+    copies, records = CopiesCheck(engine.layout, dist.get_rank(), strict), list[str]()
+    logger.addFilter(lambda record: records.append(record.getMessage()) or True)
     copies.check(engine.named_shards())
     copies._number = 0
     if dist.get_rank() == at:
@@ -79,7 +80,7 @@ def changed(path: str, layout: dict[str, Any], name: str, at: int) -> str:
         copies.check(engine.named_shards())
     except WeightsDiffer as error:
         return str(error)
-    return ""
+    return "\n".join(records)
 
 
 @pytest.mark.layouts
@@ -96,3 +97,15 @@ def test_one_of_two_replicas(ranks, tiny, sequences) -> None:
     (error, other) = ranks(2, changed, path, {"replicas": 2, "fsdp": 1}, name, 1)
     assert error == other
     assert error.endswith(f"rank 1 has other values of {name} than rank 0")
+
+
+def test_ranks_of_tp_may_drift_unless_strict(ranks, tiny, sequences) -> None:
+    """Kernels may add in any order, on CPUs too: one warning, by the first rank."""
+    path, layout = str(tiny("qwen3")), {"fsdp": 1, "tp": 2}
+    first, second = ranks(2, changed, path, layout, NORM, 1, False)
+    assert first.endswith(
+        f"rank 1 has other values of {NORM} than rank 0; kernels that add in any order may do that"
+    )
+    assert second == ""
+    strict = ranks(2, changed, path, layout, NORM, 1)
+    assert all(one.endswith(f"rank 1 has other values of {NORM} than rank 0") for one in strict)
