@@ -83,7 +83,7 @@ def _problem(path: str) -> str | None:
             path, config, switch.plan.dst, dtype=torch.float32, device=torch.device("cpu"),
             max_running=4, block_size=32, kv_cache_tokens=0, max_sequence=64,
         )  # fmt: skip
-        weights = LayerwiseSwitch(switch.plan, 0, torch.float32)
+        weights = LayerwiseSwitch(switch.plan, 0, torch.float32, torch.device("cpu"))
         weights.switch(dict(model.named_parameters()), engine.load)
         torch.manual_seed(2)
         problem = probe.compare_responses(model, engine)

@@ -76,7 +76,7 @@ def prompt_of(length: int, salt: int = 0) -> list[int]:
 
 def moves_of(switch: Switch, dtype: torch.dtype = torch.float32) -> LayerwiseSwitch:
     """What brings the weights of a switch to an engine's `load`."""
-    return LayerwiseSwitch(switch.plan, dist.get_rank(), dtype)
+    return LayerwiseSwitch(switch.plan, dist.get_rank(), dtype, torch.device("cpu"))
 
 
 def change(model: PreTrainedModel, only: str = "") -> None:

@@ -102,7 +102,7 @@ class AdapterSwitch:
                 # Not in a loop, whose variable would hold a tensor while the next layer is filled.
                 self.base |= {n: x if on_cpu else x.cpu().pin_memory() for n, x in tensors.items()}
 
-        settings = self._rank, self.dtype, self._bucket_bytes
+        settings = self._rank, self.dtype, device, self._bucket_bytes
         self._loaded = LayerwiseSwitch(self._base_plan, *settings).switch(source, take)
 
     def switch(self, source: Tensors, load: Load, device: torch.device) -> SwitchStats:
@@ -120,7 +120,7 @@ class AdapterSwitch:
             if name in self._shapes
         }
         stats = self._switch.switch(inputs, adapters, waits=False)
-        self._proof.begin()
+        self._proof.begin(device)
         self._proof.received(adapters)
         self._proof.compare(inputs)
         held = sum(tensor.nbytes for tensor in adapters.values())

@@ -45,9 +45,15 @@ class LayerwiseSwitch:
     """
 
     def __init__(
-        self, plan: Plan, rank: int, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
+        self,
+        plan: Plan,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self.plan = plan
+        """`device` is that of the process group, on which a switch is proven."""
+        self.plan, self._device = plan, device
         self._proof = SwitchProof(plan, rank, dtype)
         self._settings = rank, dtype, bucket_bytes
         self._layers = {frozenset(names) for names in by_layer(plan.dst.rules)}
@@ -66,7 +72,7 @@ class LayerwiseSwitch:
         """
         begun, planning = time.perf_counter(), 0.0
         total, left = SwitchStats("local", 0), {*self._layers}
-        self._proof.begin()
+        self._proof.begin(self._device)
 
         def fill(tensors: Tensors, names: Sequence[str] | None = None) -> None:
             nonlocal total, planning

@@ -115,8 +115,12 @@ class SwitchProof:
         self.num_bytes = 0
         """What it has read, on both sides."""
 
-    def begin(self) -> None:
-        """Begin a proof: the first one is of everything."""
+    def begin(self, device: torch.device) -> None:
+        """Begin a proof, which all ranks compute on this kind of `device`, with its checksums.
+
+        The first one is of everything.
+        """
+        self._device = device
         self.seconds, self.num_bytes, self._sums = 0.0, 0, defaultdict(dict)
 
     @torch.no_grad()
@@ -127,7 +131,7 @@ class SwitchProof:
             for place, piece in enumerate(pieces):
                 if piece.name in tensors:
                     box = tensors[piece.name][self._destination[piece.name].slices(piece.box)]
-                    self._sums[peer][place] = checksum(box)
+                    self._sums[peer][place] = checksum(box.to(self._device))
                     self.num_bytes += box.nbytes
         self.seconds += time.perf_counter() - begun
 
@@ -147,8 +151,7 @@ class SwitchProof:
             peer: [self._sums[peer][place] for place in range(len(pieces))]
             for peer, pieces in self._came.share(self._number).items()
         }
-        device = next((sums[0].device for sums in (sent | came).values() if sums), None)
-        slots = torch.zeros(2 * [self._plan.num_ranks], dtype=torch.int64, device=device)
+        slots = torch.zeros(2 * [self._plan.num_ranks], dtype=torch.int64, device=self._device)
         for peer, sums in sent.items():
             slots[self.rank, peer] += joint_checksum(sums)
         for peer, sums in came.items():
@@ -170,7 +173,7 @@ class SwitchProof:
         box = source[piece.name][self._source[piece.name].slices(piece.box)]
         dtype = torch.float32 if piece.name in self._plan.dst.precise else self.dtype
         self.num_bytes += box.numel() * dtype.itemsize
-        return checksum(box, dtype)
+        return checksum(box.to(self._device), dtype)
 
     def _explain(
         self,

@@ -79,7 +79,8 @@ class ColocatedActor:
         if device.type == "cuda":  # gloo connects all ranks when a group is made
             connect_peers(moves, device)
         kind = TORCH_DTYPES[config.rollout.dtype]
-        self._switch = LayerwiseSwitch(moves, dist.get_rank(), kind, self._bucket_bytes)
+        settings = dist.get_rank(), kind, device, self._bucket_bytes
+        self._switch = LayerwiseSwitch(moves, *settings)
         self.adapters = self._load_base(kind)
         # the rollout engine, which takes what the training shards leave of the device
         memory = self.trainer.train_engine.memory

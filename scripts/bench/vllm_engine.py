@@ -48,7 +48,7 @@ class Rank:
         )
         self.switch = self.plan(tp, vocab_multiple=VOCAB_MULTIPLE, ascending=True)
         self.vllm = VLLMEngine(path, self.config, self.switch.plan.dst, **self.settings())
-        self.moves = LayerwiseSwitch(self.switch.plan, dist.get_rank(), args.dtype)
+        self.moves = LayerwiseSwitch(self.switch.plan, dist.get_rank(), args.dtype, self.device)
 
     def plan(self, tp: int, **options: Any) -> Switch:
         """From training to instances of `tp` ranks."""
@@ -130,7 +130,7 @@ def rates(rank: Rank) -> None:
     args = rank.args
     rank.update()
     native = NativeEngine(rank.config, parallel=GenParallel(), **rank.settings())
-    moves = LayerwiseSwitch(rank.plan(1).plan, dist.get_rank(), args.dtype)
+    moves = LayerwiseSwitch(rank.plan(1).plan, dist.get_rank(), args.dtype, rank.device)
     moves.switch(rank.train.named_shards(), native.load)
     prompts = torch.randint(2, rank.config.vocab_size, (args.samples, args.prompt)).tolist()
     lengths = [args.new] * args.samples

@@ -18,6 +18,7 @@ from hybridrl.layout.plan import Plan, subplan
 from hybridrl.layout.switching import plan_switch
 from hybridrl.layout.weight_switch import SwitchStats
 
+CPU = torch.device("cpu")
 Ranks = Callable[..., list[Any]]
 # Training axes; pp and tp of generation.
 CASES = {
@@ -82,7 +83,7 @@ def switches(cases: list[tuple[Any, ...]]) -> list[SwitchStats]:
         before, after = numbered(there.src), numbered(there.dst)
         for dtype in (torch.float32, torch.bfloat16):
             engine = Repacking(there.dst, dtype)
-            switch = LayerwiseSwitch(there, rank, dtype, 64)
+            switch = LayerwiseSwitch(there, rank, dtype, CPU, 64)
             for factor in (1, -3):
                 source = {n: t * factor for n, t in own(there.src, before, rank).items()}
                 stats = switch.switch(source, engine.load)
@@ -144,7 +145,7 @@ def refused() -> None:
                 sent.append(str(names))
 
         with pytest.raises(ValueError, match=re.escape(message)):
-            LayerwiseSwitch(there, dist.get_rank(), torch.float32).switch(source, load)
+            LayerwiseSwitch(there, dist.get_rank(), torch.float32, CPU).switch(source, load)
         if "left out" not in message:
             # Each wrong one comes last, but for the parameter of another model.
             assert len(sent) == (0 if message.startswith("other") else len(groups) - 1)

@@ -17,6 +17,7 @@ from hybridrl.layout.plan import Plan
 from hybridrl.layout.proof import WeightsDiffer, checksum, sums_of_bits
 from hybridrl.layout.switching import plan_switch
 
+CPU = torch.device("cpu")
 Ranks = Callable[..., list[Any]]
 CASES = {
     2: [(TrainAxes(fsdp=2), 1, 2), (TrainAxes(replicas=2), 2, 1), (TrainAxes(tp=2), 1, 1)],
@@ -134,7 +135,7 @@ def rig(
 ) -> tuple[LayerwiseSwitch, dict[str, torch.Tensor], Holding]:
     there, rank = plan_of(*case), dist.get_rank()
     source = own(there.src, numbered(there.src), rank)
-    return LayerwiseSwitch(there, rank, dtype), source, Holding(there, dtype)
+    return LayerwiseSwitch(there, rank, dtype, CPU), source, Holding(there, dtype)
 
 
 def healthy(cases: list[tuple[Any, ...]]) -> list[list[int]]:

@@ -89,7 +89,7 @@ def _work(_, folder):
     weights = sum(p.nbytes for p in model.parameters())
     cache = engine.stats().kv_blocks_total * 32 * engine.stats().kv_bytes_per_token
     addresses = asleep = None
-    moves = LayerwiseSwitch(switch.plan, dist.get_rank(), torch.bfloat16)
+    moves = LayerwiseSwitch(switch.plan, dist.get_rank(), torch.bfloat16, device)
     for _ in range(3):
         for parameter in model.parameters():
             parameter.mul_(1 + 0.2 * torch.rand_like(parameter))
@@ -130,7 +130,7 @@ def test_updates_sleep_and_wake(tmp_path: Path) -> None:
 def _draw(_, folder, own):
     """Tokens of samples, of which some are parked; a draw that waits for the device raises."""
     engine, model, switch, device = _start(folder, **own)
-    moves = LayerwiseSwitch(switch.plan, dist.get_rank(), torch.bfloat16)
+    moves = LayerwiseSwitch(switch.plan, dist.get_rank(), torch.bfloat16, device)
     moves.switch(dict(model.to(device).named_parameters()), engine.load)
     assert engine._queue._is_asynchronous is (not own)
     sampler, counts = engine._queue._sampler, [0]
