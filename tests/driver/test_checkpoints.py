@@ -596,11 +596,11 @@ def test_a_run_that_fails_ends_what_is_being_written(
     finishes: int,
 ) -> None:
     """Where all ranks live; an error of that is not the run's, and a second signal waits not."""
-    run = MagicMock()
+    run, launcher = MagicMock(), MagicMock(note="")
     run.group.killed = killed
     run.checkpoints.finish.side_effect = OSError(28, "No space left on device")
     monkeypatch.setattr(train, "Run", lambda *arguments: run)
-    monkeypatch.setattr(train, "launched", lambda *arguments: contextlib.nullcontext(MagicMock()))
+    monkeypatch.setattr(train, "launched", lambda *arguments: contextlib.nullcontext(launcher))
     with pytest.raises(error), train.running(config(), MagicMock(notes=()), Origin()):
         raise error
     assert run.checkpoints.finish.call_count == finishes
