@@ -142,10 +142,12 @@ class SwitchProof:
         Raises WeightsDiffer on all ranks, with the first rank that differs and its parameter.
         """
         begun = time.perf_counter()
-        source = plain_tensors(source)
+        due = self._sent.share(self._number)
+        names = {piece.name for pieces in due.values() for piece in pieces}
+        source = plain_tensors({name: source[name] for name in names})
         sent = {
             peer: [self._of_source(piece, source) for piece in pieces]
-            for peer, pieces in self._sent.share(self._number).items()
+            for peer, pieces in due.items()
         }
         came = {
             peer: [self._sums[peer][place] for place in range(len(pieces))]

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -185,13 +186,14 @@ class Generator:
             return None
         return cast(SharesWeights, self.rollout).model
 
-    @property
+    @cached_property
     def held_weights(self) -> Held | None:
         """What gives the weights that the engine generates with, if a module has them."""
         model = self.shared_model
         if model is None:
             return None
-        return lambda: {name: parameter.data for name, parameter in model.named_parameters()}
+        own = dict(model.named_parameters())  # they stay, whatever becomes of their tensors
+        return lambda: {name: parameter.data for name, parameter in own.items()}
 
     @property
     def unfinished(self) -> int:
