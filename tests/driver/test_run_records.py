@@ -34,7 +34,8 @@ KINDS = {
     " model.tiny.num_experts=4 trainer.router_replay=rollout"
     " trainer.router_aux_loss_coef=0.001 rollout.speculate=2",
     "packed": "cluster.ranks=1 schedule=packed recipe=grpo trainer.steps=2 warm_start.steps=0",
-    "safe_rlhf": "cluster.ranks=1 recipe=safe_rlhf trainer.steps=1 trainer.share_prompts=always"
+    "safe_rlhf": "cluster.ranks=2 trainer.layout.replicas=2 recipe=safe_rlhf trainer.steps=1"
+    " trainer.share_prompts=always"
     " +data.sources={other:{name:spell_backward,task_column:metadata.word_len}}"
     " data.curriculum.easy_rest=1",
     "dpo": "cluster.ranks=1 recipe=dpo trainer.steps=1",

@@ -20,6 +20,7 @@ NOT_RUN = (
     "a graph step draws from all tokens, and no other step takes these kernels",
     "a profile of a GPU needs one",
     "of ranks that generate alone, with adapters, which no dry run has",
+    "a checkpoint in the background is written by a thread, which a dry run has not",
     "a dry run joins without a worker, and calls it itself",
     "doctor measures a device, and a fake one has no times",
     "ranks and the doctor measure a device, and a fake one has no times",
