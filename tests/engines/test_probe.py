@@ -76,7 +76,7 @@ def test_what_is_wrong_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) ->
             paged_attention.AttentionInterface.register(paged_attention.NAME, wrong)
         case "head":
             logits = "hybridrl.engines.rollout.stage._products"
-            monkeypatch.setattr(logits, lambda h, w, *_: h.float() @ (1.001 * w).t())
+            monkeypatch.setattr(logits, lambda h, head: h.float() @ (1.001 * head.weight).t())
         case "gradient":
             original = packed_attention._torch
 
