@@ -134,12 +134,7 @@ def prepare(
         warm_start = _once(build_recipe({"target": WARM_START}))
     for line in untried(installed()):
         logger.warning("%s", line)
-    check_ray(config)
-    gpu_memory = resolve_device(config, asks_memory=True)
-    check_packages(config)
-    check_compiler(config)
-    check_ranks(config.cluster)
-    check_placement(config, graph)
+    gpu_memory = check_machine(config, graph)
     check_recipe(config, graph)
     engine_checks(config.rollout).check_installed()
     check_optimizers(config, graph)
@@ -182,6 +177,20 @@ def _with_temperatures(graph: Graph, config: Config) -> Graph:
         return with_temperatures(graph, temperature)
     except ValueError as error:
         raise ConfigError("rollout.temperature", temperature, f"1 ({error})") from None
+
+
+def check_machine(config: Config, graph: Graph) -> int | None:
+    """Check what ranks need of this machine or cluster; the bytes of a GPU, None without one.
+
+    Raises ConfigError.
+    """
+    check_ray(config)
+    gpu_memory = resolve_device(config, asks_memory=True)
+    check_packages(config)
+    check_compiler(config)
+    check_ranks(config.cluster)
+    check_placement(config, graph)
+    return gpu_memory
 
 
 def check_compiler(config: Config) -> None:

@@ -23,18 +23,14 @@ from hybridrl.models.load import load_config
 from hybridrl.models.parallel import model_parameters
 from hybridrl.preflight.activation_choice import decide_activations
 from hybridrl.preflight.memory_plan import check_memory, unknown_room
-from hybridrl.preflight.packages import check_packages, check_ray
-from hybridrl.preflight.placement import check_placement
 from hybridrl.preflight.prepare import (
-    check_compiler,
+    check_machine,
     check_writable,
     checked_model,
     model_path_of,
 )
 from hybridrl.preflight.prompt_sharing import decide_prompt_sharing
 from hybridrl.preflight.schedule_choice import decide_schedule
-from hybridrl.runtime.devices import resolve_device
-from hybridrl.runtime.ray_cluster import check_ranks
 from hybridrl.serving.requests import ServedModel
 from hybridrl.system.node_info import usable_memory
 from hybridrl.system.short_tmpdir import shorten_tmpdir
@@ -63,12 +59,7 @@ def prepare_server(config: Config) -> PreparedServer:
     run_dir, graph = Path(config.run.dir), _served.build(None)
     config.eval.sets = {}  # whose judges ranks would start
     _check_served(config)
-    check_ray(config)
-    gpu_memory = resolve_device(config, asks_memory=True)
-    check_packages(config)
-    check_compiler(config)
-    check_ranks(config.cluster)
-    check_placement(config, graph)
+    gpu_memory = check_machine(config, graph)
     engine_checks(config.rollout).check_installed()
     config.telemetry.check_installed()
     check_writable(run_dir)
