@@ -63,7 +63,7 @@ def _saved(model: str, folder: str, state: bool) -> str:
 def turns_of(ranks: FakeRanks, run_dir: Path, served: ServedModel = SERVED, **own: Any) -> Turns:
     """A server's loop over these ranks."""
     history = ServerHistory(Mock(), 0)
-    return Turns(ranks, served, run_dir, ServeConfig(**own), history)  # type: ignore[arg-type]
+    return Turns(ranks, served, run_dir, ServeConfig(**own), history, 32)  # type: ignore[arg-type]
 
 
 def taken(turns: Turns, request: ClientRequest) -> "Future[ClientAnswer]":

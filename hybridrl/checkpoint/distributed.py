@@ -54,9 +54,9 @@ def save(folder: Path, engine: TrainEngine, kept: NamedTensors) -> None:
     All ranks call it. Raises OSError, on all of them, that names the folder.
     """
     with logged(logger, f"save to {folder}"):
-        snapshot = StateCopy(folder, engine, kept)
-        snapshot.write()
-        snapshot.finish()
+        copy = StateCopy(folder, engine, kept)
+        copy.write()
+        copy.finish()
 
 
 class StateCopy:
@@ -64,7 +64,7 @@ class StateCopy:
 
     With `copies` it is what training has now, copied to host memory, and nothing here refers to the
     tensors of training, which may leave the device; without, `write` comes before anything changes.
-    Copies of an earlier snapshot of the same tensors are written over, so they take no new memory:
+    Earlier copies of the same tensors are written over, so they take no new memory:
     that one must be written. See `checkpoint.parts.Part`.
     """
 

@@ -45,10 +45,10 @@ class BackgroundWriter:
         self._parts: list[Part] = []
         self._written: list[Future[None]] = []
 
-    def begin(self, piece: Part) -> None:
+    def begin(self, new: Part) -> None:
         """Write a part, after those that have begun before."""
-        self._parts.append(piece)
-        self._written.append(self._thread.submit(piece.write))
+        self._parts.append(new)
+        self._written.append(self._thread.submit(new.write))
 
     def mark(self, folder: Path) -> None:
         """Leave a file in `folder` once all parts are written: `folder.num_written` counts them.

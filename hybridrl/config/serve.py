@@ -21,7 +21,8 @@ class ServeConfig:
     patience_s: float = bounded(2.0, least=0)
     """Seconds that work of the other phase waits before training and generation change places."""
     snapshots: int = bounded(16, least=1)
-    """Snapshots for sampling that are kept in memory; the least recently sampled ones go first."""
+    """Snapshots for sampling that are kept in memory. Beyond them those with files go first, then
+    the least recently sampled ones."""
     largest_body: int = bounded(64 << 20, least=1 << 20)
     """Bytes of a request, of which clients send several for a large batch."""
 

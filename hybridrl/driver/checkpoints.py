@@ -330,7 +330,7 @@ class Checkpoints:
         with self._earlier_finished():
             self.scores[step] = accuracy
             background = self.config.trainer.save_in_background
-            self.write(self._of(step), step, state, background=background, accuracy=accuracy)
+            self._write(self._of(step), step, state, background, {"accuracy": accuracy})
             self._let_go()
 
     def _let_go(self) -> None:
@@ -355,15 +355,7 @@ class Checkpoints:
             self.scores[step] = accuracy
             self._let_go()
 
-    def write(
-        self,
-        path: Path,
-        step: int,
-        state: DriverState,
-        *,
-        background: bool = False,
-        **event: Any,
-    ) -> None:
+    def write(self, path: Path, step: int, state: DriverState, **event: Any) -> None:
         """Write the weights to `path`, and the state that a run resumes from, if this one can.
 
         Raises OSError that names the path; an earlier checkpoint at `path` is then whole. Where
@@ -371,7 +363,7 @@ class Checkpoints:
         error of an earlier checkpoint's write in the background is raised after this one's.
         """
         with self._earlier_finished():
-            self._write(path, step, state, background, event)
+            self._write(path, step, state, False, event)
 
     def _write(
         self, path: Path, step: int, state: DriverState, background: bool, event: dict[str, Any]

@@ -119,9 +119,14 @@ class _RowProof:
     A proof of each array reads one of `SHARES` parts of it, which follow each other.
     """
 
-    def __init__(self, pieces: Sequence[Piece], local: Mapping[str, LocalTensor]) -> None:
-        self._pieces, self._local = pieces, local
-        self._whole = joined(packed_boxes(pieces, local))
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        local: Mapping[str, LocalTensor],
+        whole: list[PackedBox],
+    ) -> None:
+        """`whole` are the boxes of all `pieces`."""
+        self._pieces, self._local, self._whole = pieces, local, whole
         self._shares: list[list[PackedBox]] = []
 
     def differing(self, number: int, tensors: Tensors, row: torch.Tensor) -> str | None:
@@ -159,7 +164,8 @@ class PushSource:
         """The parameters that are sent."""
         pieces = push.pieces(rank)
         self._boxes = [joined(packed_boxes(of_place, local)) for of_place in pieces]
-        self._proofs = [_RowProof(of_place, local) for of_place in pieces]
+        own = zip(pieces, self._boxes, strict=True)
+        self._proofs = [_RowProof(of_place, local, boxes) for of_place, boxes in own]
         self._number = 0  # of pushes before this one
         self.proof_seconds = 0.0
         """What the proof of the last push has taken."""
@@ -216,7 +222,7 @@ class PushTarget:
         self._place, self._number = place, 0  # of loads before this one
         for sender, pieces in push.senders(place).items():
             self._boxes[sender] = joined(packed_boxes(pieces, self._local))
-            self._proofs[sender] = _RowProof(pieces, self._local)
+            self._proofs[sender] = _RowProof(pieces, self._local, self._boxes[sender])
             self._sizes[sender] = sum(piece.box.size for piece in pieces)
         self.bytes_theory = int(push.plan.least[rank]) * dtype.itemsize
 

@@ -44,7 +44,7 @@ def _check_inputs(datum: Datum, name: str, loss: str, wanted: TinkerLoss) -> Non
         if datum.inputs[key].shape != datum.targets.shape:
             shape, own = list(datum.targets.shape), list(datum.inputs[key].shape)
             raise Refused(f"{name}: {key} is {own}, wanted {shape}, as target_tokens")
-    if unknown := sorted(datum.inputs.keys() - {*wanted.inputs, "mask"}):
+    if unknown := sorted(datum.inputs.keys() - {*wanted.inputs}):
         known = ", ".join(wanted.inputs)
         raise Refused(f"{name}: loss_fn_inputs.{unknown[0]} is none of {loss}'s: {known}")
 

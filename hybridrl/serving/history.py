@@ -73,7 +73,7 @@ class ServerHistory:
         del self._lengths[:-_MOST_LENGTHS]
 
     def switched(self) -> None:
-        """Record that the ranks have changed between training and generation."""
+        """Record that the ranks have changed between training and generation, or snapshots."""
         self._switches += 1
 
     def _log(self, model: str, metrics: dict[str, float]) -> None:

@@ -57,9 +57,6 @@ from hybridrl.workers.serving import ServingWorker
 
 logger = logging.getLogger(__name__)
 
-_DECODE_STEPS = 32
-"""Decode steps until new requests join a batch, and others may have their turn."""
-
 SERVER_ERRORS = (WorkerError, RayStartError, OSError)
 """The errors that end a server after its start, each with one line."""
 
@@ -87,10 +84,11 @@ class Turns:
         run_dir: Path,
         settings: ServeConfig,
         history: ServerHistory,
+        decode_steps: int,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ranks, self.served, self._settings, self._now = ranks, served, settings, now
-        self.history = history
+        self.history, self._decode_steps = history, decode_steps
         self.files = CheckpointFiles(run_dir)
         self.snapshots = Snapshots(settings.snapshots)
         self.clients = ClientTraining(ranks, served, self.files, self.snapshots)
@@ -189,6 +187,7 @@ class Turns:
             one.future.set_exception(refused)
         snapshot.open = 0
         del self._since[snapshot.version]
+        self.snapshots.closed(snapshot)
 
     def _enter(self, place: int) -> None:
         """Bring the ranks to another place; what is left there waits from now on.
@@ -239,7 +238,7 @@ class Turns:
     def _generate(self, snapshot: Snapshot) -> None:
         """Some decode steps of a snapshot's samples, new ones with them."""
         self.sampling.begin(self.waiting.pop(snapshot.version, []))
-        done = self.sampling.draw(_DECODE_STEPS)
+        done = self.sampling.draw(self._decode_steps)
         self.history.sampled(done)
         snapshot.open -= len(done)
         if not snapshot.open:
@@ -332,7 +331,8 @@ class ServeLoop:
                 try:
                     ranks.setup(sizes_of_run(config, prepared.graph, path))
                     history = ServerHistory(telemetry, last_step(self.run_dir))
-                    turns = Turns(ranks, self.info, self.run_dir, config.serve, history)
+                    rest = config.serve, history, config.rollout.decode_steps
+                    turns = Turns(ranks, self.info, self.run_dir, *rest)
                     self._ready.set_result(None)
                     self._serve(turns)
                     ranks.close()

@@ -205,8 +205,6 @@ def read_settings(body: Body, vocab: int) -> SampleSettings:
     temperature, top_p = number(body, "temperature", 1.0), number(body, "top_p", 1.0)
     if not 0 < top_p <= 1:
         raise Refused(f"top_p={top_p}: wanted above 0, at most 1")
-    if not math.isfinite(temperature):
-        raise Refused(f"temperature={temperature}: wanted 0 or more")
     stop = body.get("stop")
     stops: Sequence[Any] = [stop] if isinstance(stop, str) else stop or ()
     texts = tuple(entry for entry in stops if isinstance(entry, str) and entry)

@@ -66,7 +66,7 @@ class Datum:
 
     `tokens` [N] are the input; `targets` [N], or [N, K] for several a position: position i predicts
     what follows input i. `inputs` are float32 [N] or [N, K] by name: `weights`, `logprobs`,
-    `advantages`, `mask`.
+    `advantages`.
     """
 
     tokens: Int32

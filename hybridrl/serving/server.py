@@ -92,7 +92,7 @@ class Server:
         )
 
     async def start(self) -> None:
-        """ClientAnswer requests from now on."""
+        """Answer requests from now on."""
         app = web.Application(middlewares=[self.api.guard])
         app.add_routes([*self.api.routes(), *RecordRoutes(self.api).routes()])
         self._runner = web.AppRunner(

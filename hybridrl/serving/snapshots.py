@@ -1,4 +1,4 @@
-"""The snapshots that the ranks keep for sampling: as many as fit, the last sampled ones."""
+"""The snapshots that the ranks keep for sampling, and which of them go first."""
 
 import itertools
 from collections.abc import Iterator
@@ -72,6 +72,11 @@ class Snapshots:
             snapshot.folder = None
             if not (snapshot.here or snapshot.open):
                 del self._by_version[version]
+
+    def closed(self, snapshot: Snapshot) -> None:
+        """Forget a snapshot that is not here and has no open request, if it has lost its path."""
+        if self._version_of.get(snapshot.path) != snapshot.version:
+            del self._by_version[snapshot.version]
 
     def unload(self, model: str) -> None:
         """Detach the snapshots of a model that are in memory alone: no client asks for them."""

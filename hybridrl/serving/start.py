@@ -21,6 +21,17 @@ NEEDLESS = {
             "recipe",
             "reward",
             "roles",
+            "rollout.bad_words",
+            "rollout.frequency_penalty",
+            "rollout.ignore_eos",
+            "rollout.logit_bias",
+            "rollout.min_new_tokens",
+            "rollout.min_p",
+            "rollout.presence_penalty",
+            "rollout.repetition_penalty",
+            "rollout.temperature",
+            "rollout.top_k",
+            "rollout.top_p",
             "schedule",
             "teacher",
             "trainer.epochs",
@@ -44,7 +55,9 @@ NEEDLESS = {
     "telemetry": "telemetry.loggers and telemetry.project alone with hybridrl serve",
     "trainer.keep_last": "nothing: clients save and delete",
     "trainer.resume": "nothing: clients load what they have saved",
+    "trainer.resume_changed": "nothing: clients load what they have saved",
     "trainer.save_every": "nothing: clients save and delete",
+    "trainer.save_in_background": "nothing: clients save and delete",
 }
 """Settings of a run that a server has no use for, with those below them, and what is wanted."""
 USED = {"data.max_prompt_tokens", "telemetry.loggers", "telemetry.project"}

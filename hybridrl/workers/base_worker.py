@@ -115,7 +115,7 @@ class BaseWorker:
         self._profile: StepProfile | None = None
         self._early_s = 0.0  # seconds of gradients for an update that is to come
         self._together: dict[tuple[str, ...], FusedUpdate] = {}  # by roles
-        self._copies: dict[str, distributed.NamedTensors] = {}  # of the last snapshot, by role
+        self._copies: dict[str, distributed.NamedTensors] = {}  # of the last state copy, by role
 
     # -- life --------------------------------------------------------------------------------
 

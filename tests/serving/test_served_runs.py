@@ -1,12 +1,13 @@
 """Servers against `hybridrl train`, and several clients at once against each alone."""
 
+import os
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -16,6 +17,7 @@ from served_loops import Client, folder_of, serving, shifted
 from hybridrl.config import Config
 from hybridrl.serving.loop import ServeLoop
 from hybridrl.serving.requests import ServerFailed
+from hybridrl.system.activity import file_of, read
 
 ONE_RANK = ["cluster=processes", "cluster.ranks=1", "data.max_prompt_tokens=24"]
 TOKENS = [5, 6, 7, 8, 9, 10, 11]
@@ -96,8 +98,9 @@ def test_three_clients_at_once_are_each_as_alone(
             assert norms == pytest.approx(others, rel=1e-6)
         client = Client(loop)
         client.create()
-        ranks = [x for one in psutil.Process().children() for x in one.children()]
-        ranks[0].kill()
+        rank = read(file_of(tmp_path / "two", 0))
+        assert rank is not None
+        os.kill(rank.pid, signal.SIGKILL)
         with pytest.raises(ServerFailed, match=r"^rank \d of 2 \(actor\) on node .* failed: "):
             client.gradient([shifted(TOKENS, weights=[1] * 6)], "cross_entropy")
         with pytest.raises(ServerFailed, match=r"^rank \d of 2"):

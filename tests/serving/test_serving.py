@@ -35,6 +35,8 @@ TINY = [
         ("data=jsonl", "data=jsonl: wanted data.max_prompt_tokens alone"),
         ("+eval/sets@eval.sets.x=y", "eval/sets=y: wanted nothing"),
         ("trainer.optim.lr=1", "trainer.optim.lr=1: wanted nothing"),
+        ("rollout.temperature=0.5", "rollout.temperature=0.5: wanted nothing"),
+        ("trainer.save_in_background=true", "trainer.save_in_background=true: wanted nothing"),
         ("trainer.resume=auto", "trainer.resume=auto: wanted nothing: clients load"),
     ],
 )
