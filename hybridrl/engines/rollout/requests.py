@@ -75,52 +75,40 @@ def append_token(
     kept: IdArray | None,
     stops: StopStrings | None,
 ) -> str | None:
-    """Append a drawn token to a response; returns what `finish_of` says then.
+    """Append a drawn token: why it ends the response, or the turn of a conversation, or None.
 
-    `kept` are the ids that it was drawn from, where the request keeps them.
+    `stop` or `length`; `REST` where it does not end, but the request rests there. Stop texts are
+    looked for in the turn alone. `kept` are the ids that it was drawn from, where the request keeps
+    them.
     """
-    request.response_ids.append(token)
+    sampling, start, ids = request.sampling, request.turn_start, request.response_ids
+    ids.append(token)
     request.log_probs.append(log_prob)
     if request.kept_ids is not None:
         assert kept is not None, f"request {request.id!r} keeps ids"
         request.kept_ids.append(kept)
-    return finish_of(request, stops)
-
-
-def finish_of(request: Request, stops: StopStrings | None) -> str | None:
-    """Why the last token ends the response, or the turn of a conversation: `stop` or `length`.
-
-    `REST` where it does not, but the request rests there; None if it goes on. Call it after every
-    drawn token. Stop texts are looked for in the turn alone.
-    """
-    sampling, start = request.sampling, request.turn_start
-    if request.response_ids[-1] in sampling.stop_token_ids:
+    if token in sampling.stop_token_ids:
         return "stop"
     for texts in (stops, request.stops):
         if texts is not None:
-            turn = request.response_ids[start:] if start else request.response_ids
+            turn = ids[start:] if start else ids
             if texts.ended(turn, max(0, sampling.min_new_tokens - start)):
                 return "stop"
-    num_tokens = len(request.response_ids)
-    if num_tokens >= _limit(request):
+    num_tokens, most = len(ids), sampling.max_turn_tokens
+    if num_tokens >= sampling.max_new_tokens or (most and num_tokens - start >= most):
         return "length"
     return REST if num_tokens == request.rests_at else None
 
 
 def tokens_left(request: Request) -> int:
     """The tokens that may be drawn until the response or its turn has to end, or it rests."""
-    most = _limit(request)
-    if request.rests_at:
-        most = min(most, request.rests_at)
-    return most - len(request.response_ids)
-
-
-def _limit(request: Request) -> int:
-    """The most response tokens when the present turn, or the response, ends."""
     sampling = request.sampling
+    ends = [sampling.max_new_tokens]
     if sampling.max_turn_tokens:
-        return min(sampling.max_new_tokens, request.turn_start + sampling.max_turn_tokens)
-    return sampling.max_new_tokens
+        ends.append(request.turn_start + sampling.max_turn_tokens)
+    if request.rests_at:
+        ends.append(request.rests_at)
+    return min(ends) - len(request.response_ids)
 
 
 def end_turn(request: Request, finish: str) -> HeldTurn:
