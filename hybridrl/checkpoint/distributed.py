@@ -10,7 +10,7 @@ import io
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
@@ -59,13 +59,26 @@ def save(folder: Path, engine: TrainEngine, kept: NamedTensors) -> None:
         copy.finish()
 
 
+@dataclass(slots=True)
+class HostCopies:
+    """What one `StateCopy` leaves to the next: copies by the items of its plan, and this plan.
+
+    `layout` says of which tensors the plan is; `metadata` is the first rank's alone.
+    """
+
+    tensors: NamedTensors = field(default_factory=dict)
+    layout: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    plan: SavePlan | None = None
+    metadata: Metadata | None = None
+
+
 class StateCopy:
     """What `save` writes, in three steps: planned together, written by each rank, ended together.
 
     With `copies` it is what training has now, copied to host memory, and nothing here refers to the
     tensors of training, which may leave the device; without, `write` comes before anything changes.
-    Earlier copies of the same tensors are written over, so they take no new memory:
-    that one must be written. See `checkpoint.parts.Part`.
+    Where an earlier one has left `copies` of the same tensors, they are written over, so they take
+    no new memory, and its plan holds: that one must be finished. See `checkpoint.parts.Part`.
     """
 
     def __init__(
@@ -73,7 +86,7 @@ class StateCopy:
         folder: Path,
         engine: TrainEngine,
         kept: NamedTensors,
-        copies: NamedTensors | None = None,
+        copies: HostCopies | None = None,
     ) -> None:
         """Plan which rank writes what. Collective; raises OSError as `save` does."""
         self.folder = folder
@@ -83,28 +96,46 @@ class StateCopy:
         self._writer = FileSystemWriter(folder)
         state = kept | {name: dequantized(tensors[0]) for name, tensors in _tensors(engine)}
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=False)  # copies share the writing
+        is_first = self._ranks.is_coordinator
+        planner.set_up_planner(state, self._writer.storage_meta(), is_first)
+        self._writer.set_up_storage_writer(is_first)
+        self._planner: SavePlanner = planner
+        self._plan: SavePlan
+        self._metadata: Metadata | None
+        if copies is None:
+            self._plan, self._metadata = self._planned(planner)
+            return
+        layout = {name: _layout_of(tensor) for name, tensor in state.items()}
+        holds = copies.plan is not None and copies.layout == layout
+        if not all(self._ranks.all_gather_object(holds)):  # planning takes longer than the copy
+            copies.plan, copies.metadata = self._planned(planner)
+            copies.layout = layout
+        assert copies.plan is not None
+        self._plan, self._metadata = copies.plan, copies.metadata
+        _copy_to_host(planner, self._plan, copies.tensors)
+        self._planner = _CopiesPlanner(copies.tensors)
 
-        def own_plan() -> SavePlan:
-            is_first = self._ranks.is_coordinator
-            planner.set_up_planner(state, self._writer.storage_meta(), is_first)
-            self._writer.set_up_storage_writer(is_first)
-            return self._writer.prepare_local_plan(planner.create_local_plan())
+    def _planned(self, planner: DefaultSavePlanner) -> tuple[SavePlan, Metadata | None]:
+        """What this rank writes, and on the first rank what all do. Collective."""
+        metadata = None
 
         def agreed(plans: list[SavePlan]) -> list[SavePlan]:
-            plans, self._metadata = planner.create_global_plan(plans)
+            nonlocal metadata
+            plans, metadata = planner.create_global_plan(plans)
             return self._writer.prepare_global_plan(plans)
 
-        with _naming(folder):
-            self._plan = planner.finish_plan(self._ranks.reduce_scatter("plan", own_plan, agreed))
-        self._planner: SavePlanner = planner
-        if copies is not None:
-            _copy_to_host(planner, self._plan, copies)
-            self._planner = _CopiesPlanner(copies)
+        def own_plan() -> SavePlan:
+            return self._writer.prepare_local_plan(planner.create_local_plan())
+
+        with _naming(self.folder):
+            plan = self._ranks.reduce_scatter("plan", own_plan, agreed)
+            return planner.finish_plan(plan), metadata
 
     def write(self) -> None:
         """Write this rank's file, and its checksum."""
         self._results: list[WriteResult] = []
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             self._results = self._writer.write_data(self._plan, self._planner).wait()
             for file in {result.storage_data.relative_path for result in self._results}:
                 note_sum(self.folder / file)
@@ -120,6 +151,7 @@ class StateCopy:
             return self._results
 
         def end(results: list[list[WriteResult]]) -> None:
+            assert self._metadata is not None, "another rank than the first ends the file"
             self._writer.finish(self._metadata, results)
             note_sum(self.folder / ".metadata")
 
@@ -192,6 +224,12 @@ def _tensors(engine: TrainEngine) -> Iterator[tuple[str, list[torch.Tensor]]]:
                 yield f"{key}/{name}", [state[key] for state in states]
 
 
+def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a plan depends on: two tensors that agree in it have the same boxes on each rank."""
+    own = tuple(tensor.shape), tensor.dtype
+    return (*own, tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else own
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -217,9 +255,10 @@ def _copy_to_host(planner: SavePlanner, plan: SavePlan, copies: NamedTensors) ->
     for key, tensor in wanted.items():
         held = copies.get(key)
         if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            copies[key] = held
-        held.copy_(tensor, non_blocking=True)
+            copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+    if wanted:
+        into = [copies[key] for key in wanted]
+        torch._foreach_copy_(into, list(wanted.values()), non_blocking=True)
     if pinned:
         torch.cuda.current_stream().synchronize()
 

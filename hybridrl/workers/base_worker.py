@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging as transformers_logging
 
 from hybridrl.checkpoint import distributed
-from hybridrl.checkpoint.distributed import Progress, StateCopy
+from hybridrl.checkpoint.distributed import HostCopies, Progress, StateCopy
 from hybridrl.checkpoint.hf import Export, save_hf
 from hybridrl.checkpoint.parts import BackgroundWriter
 from hybridrl.config import Config
@@ -115,7 +115,7 @@ class BaseWorker:
         self._profile: StepProfile | None = None
         self._early_s = 0.0  # seconds of gradients for an update that is to come
         self._together: dict[tuple[str, ...], FusedUpdate] = {}  # by roles
-        self._copies: dict[str, distributed.NamedTensors] = {}  # of the last state copy, by role
+        self._copies: dict[str, HostCopies] = {}  # of the last state copy, by role
 
     # -- life --------------------------------------------------------------------------------
 
@@ -250,7 +250,8 @@ class BaseWorker:
             for name, role in self.trained.items():
                 what = Path(path) / name, role.train_engine, self._averages(name)
                 if background:
-                    self._writer.begin(StateCopy(*what, self._copies.setdefault(name, {})))
+                    copies = self._copies.setdefault(name, HostCopies())
+                    self._writer.begin(StateCopy(*what, copies))
                 else:
                     distributed.save(*what)
         if background and self.trained:

@@ -31,7 +31,7 @@ from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from hybridrl.algorithms.losses import ClippedLoss
-from hybridrl.checkpoint.distributed import NamedTensors, StateCopy, _tensors
+from hybridrl.checkpoint.distributed import HostCopies, StateCopy, _tensors
 from hybridrl.config import ModelConfig, TrainerConfig, TrainLayoutConfig
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
@@ -73,7 +73,7 @@ class Sides:
         # The shards' own storage is FSDP2's, which torch's stagers cannot copy on a CPU.
         rank = dist.get_rank()
         self.state = {f"rank {rank}, {i}": tensor for i, tensor in enumerate(self.room)}
-        self.copies: NamedTensors = {}
+        self.copies = HostCopies()
         # The default stager's cache wants a GPU.
         self.stager = BlockingAsyncStager(cache_staged_state_dict=False)
         self.whole: dict[str, list[float]] = {}

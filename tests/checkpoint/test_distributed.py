@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.checkpoint import distributed
@@ -221,12 +222,12 @@ def snapshots(source, folder):
     """Two in the background, written once training has gone on; their state, and what is loaded."""
     engine = make(source, FSDP, OptimName.adamw)
     update(engine, 0)
-    writer, copies, saved = BackgroundWriter(engine.device), {}, []
+    writer, copies, saved = BackgroundWriter(engine.device), distributed.HostCopies(), []
     for number in (1, 2):
         update(engine, number)
         saved.append((whole(engine), distributed.progress_of(engine)))
         snapshot = distributed.StateCopy(folder / str(number), engine, {}, copies)
-        addresses = {name: tensor.data_ptr() for name, tensor in copies.items()}
+        addresses = {name: tensor.data_ptr() for name, tensor in copies.tensors.items()}
         update(engine, number + 5)
         writer.begin(snapshot)
         assert writer.finish() == []
@@ -235,7 +236,7 @@ def snapshots(source, folder):
     for number, (_, progress) in enumerate(saved, 1):
         distributed.load(folder / str(number), again, progress, {})
         loaded.append(whole(again))
-    kept = {name: tensor.data_ptr() for name, tensor in copies.items()} == addresses
+    kept = {name: tensor.data_ptr() for name, tensor in copies.tensors.items()} == addresses
     return [state for state, _ in saved], loaded, kept
 
 
@@ -250,13 +251,35 @@ def test_a_snapshot_is_of_its_moment(ranks, make_source, tmp_path) -> None:
         assert any(not torch.equal(tensor, saved[1][name]) for name, tensor in saved[0].items())
 
 
+def names_of_later_copies(source, folder):
+    """What is in the metadata of copies of weights, of moments too, of more tensors, of less."""
+    engine, copies, names = make(source, FSDP, OptimName.adamw), distributed.HostCopies(), []
+    more = distributed.named_average({"w": torch.arange(3.0)}, "actor")
+    for number, kept in enumerate([{}, {}, more, {}]):
+        if number == 1:
+            update(engine, 0)
+        copy = distributed.StateCopy(folder / str(number), engine, kept, copies)
+        copy.write()
+        copy.finish()
+        read = FileSystemReader(folder / str(number)).read_metadata().state_dict_metadata
+        names.append({name.partition("/")[0] for name in read})
+    return names
+
+
+def test_another_plan_is_made_where_other_tensors_are_copied(ranks, make_source, tmp_path) -> None:
+    trained = {"model", "exp_avg", "exp_avg_sq"}
+    wanted = [{"model"}, trained, {*trained, "actor"}, trained]
+    for names in ranks(2, names_of_later_copies, make_source(tied=True), tmp_path / "saved"):
+        assert names == wanted
+
+
 def holders_after_leaving(source, folder):
     """Tensors that still have the device's memory of weights and moments, which have left."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state_memory, "leaves_device", lambda device: True)
         engine = make(source, WHOLE, OptimName.adamw)
     update(engine, 0)
-    snapshot = distributed.StateCopy(folder, engine, {}, {})
+    snapshot = distributed.StateCopy(folder, engine, {}, distributed.HostCopies())
     left = {block.memory.untyped_storage().data_ptr() for block in engine.memory._all()}
     engine.memory.leave()
     gc.collect()
@@ -281,7 +304,7 @@ def save_with_little_room(source, folder, background):
     try:
         if background:
             writer = BackgroundWriter(engine.device)
-            writer.begin(distributed.StateCopy(folder, engine, {}, {}))
+            writer.begin(distributed.StateCopy(folder, engine, {}, distributed.HostCopies()))
             writer.finish()
         else:
             distributed.save(folder, engine, {})
