@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.kept_groups import split
@@ -55,6 +56,32 @@ def test_greedy_equals_generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False
         )
         assert outputs[request.id].token_ids == wanted[0, len(request.prompt_ids) :].tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "llama_biased"])
+def test_greedy_equals_continuous_batching(
+    family: str,
+    make_model: Callable[[str], PreTrainedModel],
+    make_engine: Make,
+    finish: Finish,
+    requests_of: RequestsOf,
+) -> None:
+    """transformers' own paged engine, all in one batch; it passes over the windows of Mistral."""
+    model = make_model(family)
+    requests = requests_of(8, temperature=0.0)
+    outputs = finish(make_engine(model), requests)
+    most = max(request.sampling.max_new_tokens for request in requests)
+    greedy = GenerationConfig(max_new_tokens=most, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    answers = model.generate_batch(
+        [request.prompt_ids for request in requests],
+        generation_config=greedy,
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=64),
+        progress_bar=False,
+    )
+    for request, answer in zip(requests, answers.values(), strict=True):
+        assert answer.prompt_ids == request.prompt_ids
+        wanted = answer.generated_tokens[: request.sampling.max_new_tokens]
+        assert outputs[request.id].token_ids == wanted
 
 
 @pytest.mark.parametrize("family", FAMILIES)
