@@ -66,7 +66,7 @@ def test_greedy_equals_continuous_batching(
     finish: Finish,
     requests_of: RequestsOf,
 ) -> None:
-    """transformers' own paged engine, all in one batch; on Mistral's windows it differs from `generate`."""
+    """transformers' own paged engine; on the windows of Mistral it differs from `generate`."""
     model = make_model(family)
     requests = requests_of(8, temperature=0.0)
     outputs = finish(make_engine(model), requests)
