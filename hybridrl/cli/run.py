@@ -45,6 +45,8 @@ def run(command: str, action: Action, args: list[str]) -> None:
         first.serve.check_unused(command)
         if command == "train":
             check_run_dir(first)
+        else:
+            first.cluster.check_starts_once(command)
         new_parents = [path for path in Path(first.run.dir).absolute().parents if not path.exists()]
 
     @hydra.main(version_base="1.3", config_path="pkg://hybridrl.conf", config_name="train")

@@ -160,7 +160,7 @@ class Config:
         self.cluster.settle(self)
         self.check_groups()
         self.cluster.resolve()
-        if self.cluster.requeue and not self.trainer.resumes:
+        if self.cluster.begins_again and not self.trainer.resumes:
             self.trainer.resume = "auto"
         self.check_schedule()
         self.check_experts()
@@ -184,9 +184,9 @@ class Config:
         self.eval.check(self.rollout.max_new_tokens)
         self.rollout.check()
         self.trainer.check()
-        if self.cluster.requeue and not self.trainer.keep_last:
-            # The checkpoint that a signal asks for would be deleted as soon as it is written.
-            raise ConfigError("trainer.keep_last", 0, "1 or more, with cluster.requeue")
+        if (key := self.cluster.begins_again) and not self.trainer.keep_last:
+            # The checkpoint that it would begin from is deleted as soon as it is written.
+            raise ConfigError("trainer.keep_last", 0, f"1 or more, with {key}")
         self.warm_start.optim.check("warm_start.optim")
         self.telemetry.check()
 
@@ -226,6 +226,7 @@ class Config:
 
     def _check_layouts(self) -> None:
         """Raise ConfigError for pools and layouts that do not fit the ranks."""
+        self.cluster.check_restarts()
         self.cluster.check_pools()
         self.telemetry.profile.check_ranks(self.cluster.ranks)
         ranks, ranks_key = self.ranks_of("actor"), self.cluster.pool_key("actor")

@@ -206,6 +206,9 @@ class ClusterConfig:
     and it counts as dead. 0: no rank is watched."""
     hang_floor_s: float = bounded(60.0, above=0)
     """Seconds that a stretch of a call may last in any case."""
+    restarts: int = bounded(0, least=0)
+    """How often all ranks may start anew within the run, from its newest checkpoint, once one of
+    them has died or is stuck. Then `trainer.resume` is at least `auto`."""
     holds_models: ClassVar[bool] = True
     """Whether its ranks hold models; those of an emulated device take modeled seconds."""
     uses_ray: ClassVar[bool] = True
@@ -232,6 +235,12 @@ class ClusterConfig:
     def requeue(self) -> int:
         """How often the job of the run may start again."""
         return 0
+
+    @property
+    def begins_again(self) -> str:
+        """The key by which a run goes on from its checkpoints after a death; empty without one."""
+        keys = {"cluster.restarts": self.restarts, "cluster.requeue": self.requeue}
+        return next((key for key, number in keys.items() if number), "")
 
     def settle(self, settings: OtherSettings) -> None:
         """Fit other settings to this kind of cluster; raise ConfigError for what it excludes."""
@@ -262,6 +271,14 @@ class ClusterConfig:
         if fields(self)[0].default is not self.kind:
             name = self.kind.value
             raise ConfigError("cluster.kind", name, f"cluster={name} in its place")
+
+    def check_restarts(self) -> None:
+        """Raise ConfigError for `restarts` of ranks that cannot start anew within the run."""
+
+    def check_starts_once(self, command: str) -> None:
+        """Raise ConfigError for `restarts` of a `command` that has no steps to make again."""
+        if self.restarts:
+            raise ConfigError("cluster.restarts", self.restarts, f"0, with hybridrl {command}")
 
     @property
     def worker_of_rank(self) -> Sequence[int]:

@@ -169,6 +169,14 @@ class ProcessesClusterConfig(ClusterConfig):
         if self.address is not None:
             raise ConfigError("cluster.address", self.address, "null: cluster=processes has no Ray")
 
+    def check_restarts(self) -> None:
+        """See `ClusterConfig`."""
+        if self.restarts and self.driver_is_rank:
+            allowed = (
+                "0, or cluster.rank_in_driver=false: the run ends with a rank that is its driver"
+            )
+            raise ConfigError("cluster.restarts", self.restarts, allowed)
+
 
 @dataclass(kw_only=True, slots=True)
 class EmulatedClusterConfig(ClusterConfig):
@@ -220,6 +228,7 @@ class EmulatedClusterConfig(ClusterConfig):
             ("cluster.memory_check", self.memory_check, MemoryCheck.refuse),
             ("cluster.address", self.address, None),
             ("cluster.rank_order", self.rank_order, []),
+            ("cluster.restarts", self.restarts, 0),
             ("rollout.engine", settings.rollout.engine, Engine.native),
             ("environment.kind", settings.environment.kind, EnvironmentKind.none),
             ("eval.sets", ",".join(evaluation.sets), ""),

@@ -44,7 +44,8 @@ def overrides_of(run_dir: Path, following: Sequence[str] = ()) -> list[str]:
     settings = OmegaConf.load(file)
     assert isinstance(settings, DictConfig)
     _rename(settings)
-    settings.cluster.pop("requeue", None)  # what repeats a run, or evaluates it, starts once
+    for key in ("requeue", "restarts"):  # what repeats a run, or evaluates it, starts once
+        settings.cluster.pop(key, None)
     recipe = settings.pop("recipe")
     # A file has an Enum's names, of which `asynchronous` is not the value.
     enums: dict[str, type[Enum]] = {"schedule": ScheduleKind, "cluster": ClusterKind}

@@ -111,12 +111,13 @@ def find_origin(config: Config, reads: bool = False) -> Origin:
     if run_status(own).get("emulated"):
         allowed = f"another run.dir: {own} has a run of emulated ranks, which leaves no checkpoint"
         raise ConfigError("trainer.resume", wanted, allowed)
-    points, damaged = _written_since(wanted, own)
+    started_again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    points, damaged = _written_since(wanted, own, started_again)
     goes_back = wanted != "auto" and not points
     if goes_back:
         points, damaged = _named(wanted)
-    while reads and points and (wrong := folder.changed(points[0])):
-        points, damaged = points[1:], [*damaged, wrong]
+    if reads:
+        points, damaged = _unchanged(points, damaged)
     if points:
         _check_same(points[0], settings)
         _check_warm_start(points[0], config, reads)
@@ -129,19 +130,38 @@ def find_origin(config: Config, reads: bool = False) -> Origin:
     return Origin(settings)
 
 
-def _written_since(wanted: str, own: Path) -> tuple[list[Point], list[str]]:
+def origin_again(config: Config, origin: Origin) -> Origin:
+    """The origin of a run, begun from `origin`, that begins again in the same process.
+
+    It is the newest checkpoint that the run has written, and whose bytes are those that were
+    written; without one `origin`.
+    """
+    written = _written_since(config.trainer.resume, Path(config.run.dir), begun=True)
+    points, damaged = _unchanged(*written)
+    if not points:
+        return origin
+    return replace(origin, point=points[0], damaged=tuple(damaged), goes_back=False)
+
+
+def _unchanged(points: list[Point], damaged: Sequence[str]) -> tuple[list[Point], list[str]]:
+    """Checkpoints, the newest first, without newer ones whose bytes have changed; all errors."""
+    while points and (wrong := folder.changed(points[0])):
+        points, damaged = points[1:], [*damaged, wrong]
+    return points, [*damaged]
+
+
+def _written_since(wanted: str, own: Path, begun: bool) -> tuple[list[Point], list[str]]:
     """The checkpoints in `own`, the run's directory, of the run that began from `wanted`.
 
     None where it begins with this command: in a directory without any, or by going back in its own
-    directory. If Slurm has started the job again, it has begun already.
+    directory. If it has `begun` already, since Slurm has started its job again, say, it goes on.
     """
     points, damaged = folder.search(own)
     if wanted == "auto":
         return points, damaged
     since = [p for p in points if p.state["settings"].get("trainer.resume") == wanted]
     if own.resolve() in Path(wanted).resolve().parents:
-        again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-        return (since, damaged) if since and again else ([], [])
+        return (since, damaged) if since and begun else ([], [])
     if points and not since and own.resolve() != Path(wanted).resolve():
         _named(wanted)
         allowed = f"auto, or another run.dir: {own} has checkpoints of a run that began elsewhere"

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from hybridrl.config import ConfigError
 from hybridrl.driver.rank_pool import Pool
 from hybridrl.runtime.launcher import CallFailed, Launcher
+from hybridrl.system import activity
 from hybridrl.system.rendezvous import NCCL_TRACE, recorded_collectives
 from hybridrl.workers.data_plane import SamplesLost
 
@@ -17,12 +18,13 @@ _UNKNOWN = ("?", "")  # node and log of a rank that has not answered yet
 class WorkerError(RuntimeError):
     """A rank failed: which roles, which rank, which node, where its log is, and why.
 
-    `died` says that its process or its node is gone, which may be otherwise next time.
+    `died` says that its process or its node is gone, which may be otherwise next time. `call` is
+    what the rank was in; it is empty where that is not known.
     """
 
-    def __init__(self, message: str, died: bool = False) -> None:
+    def __init__(self, message: str, died: bool = False, rank: int = -1, call: str = "") -> None:
         super().__init__(message)
-        self.died = died
+        self.died, self.rank, self.call = died, rank, call
 
 
 class InstanceEnded(Exception):
@@ -133,7 +135,8 @@ class RankFailures:
             return error.cause
         # Only here: one line says all of what a user can mend, and of a death.
         print(error.trace, end="", file=sys.stderr, flush=True)
-        return WorkerError(self._described(rank, error), error.died)
+        call = activity.last_call(activity.file_of(self.group.logs.parent, rank))
+        return WorkerError(self._described(rank, error), error.died, rank, call)
 
     def _described(self, rank: int, error: CallFailed) -> str:
         """The failure of a rank in one line."""

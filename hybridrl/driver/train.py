@@ -18,6 +18,7 @@ from hybridrl.driver.checkpoints import (
 from hybridrl.driver.episodes import EnvironmentFailed
 from hybridrl.driver.followed_run import check_followed
 from hybridrl.driver.rank_failures import WorkerError
+from hybridrl.driver.restarts import Restarts
 from hybridrl.driver.resumed_inputs import check_inputs, known_rows
 from hybridrl.driver.run import Run, TrainingDiverged
 from hybridrl.flow.judgements import JudgeFailed
@@ -28,6 +29,7 @@ from hybridrl.preflight.settings import own_run_dir
 from hybridrl.preflight.turn_orders import check_record
 from hybridrl.rewards.results import BudgetSpent
 from hybridrl.runtime.errors import RayStartError
+from hybridrl.runtime.launcher import Launcher
 from hybridrl.runtime.launchers import launched
 from hybridrl.telemetry import sample_files
 from hybridrl.telemetry.advice import advise
@@ -71,18 +73,34 @@ def _train(config: Config) -> dict[str, Any]:
     prepared = prepare(config, known=known)
     check_inputs(config, origin, known, prepared)
     write_first_samples(Path(config.run.dir), prepared.first_samples)
-    with _reported(config), running(config, prepared, origin) as run:
+    with _reported(config), _started(config, prepared, origin) as (telemetry, launcher):
+        restarts = Restarts(config, origin, telemetry)
+        recipe, accuracies = prepared.graph.state_dict(), None
+        while accuracies is None:
+            try:
+                accuracies = _run_phases(config, prepared, launcher, restarts)
+            except WorkerError as error:
+                restarts.begin(error)
+                prepared.graph.load_state_dict(recipe)
+    measured = {k: m["eval_accuracy"] for k, m in accuracies.items() if "eval_accuracy" in m}
+    marks = {label: True for label in [config.cluster.label] if label}
+    counts = {"restarts": len(restarts.events)} if restarts.events else {}
+    return {**marks, **measured, **counts, "run": config.run.dir}
+
+
+def _run_phases(
+    config: Config, prepared: PreparedRun, launcher: Launcher, restarts: Restarts
+) -> dict[str, dict[str, float]]:
+    """Warm start and recipe on ranks that start for them; held-out metrics before and after."""
+    with _with_ranks(config, prepared, restarts.telemetry, launcher, restarts.origin) as run:
+        restarts.ranks_are_up()
         run.warn_off_policy()
         run.warn_unprofiled()
         sample_files.forget_after(run.run_dir, run.step)
         run.warm_start()
         run.begin_recipe()
         before = run.evaluate_before()
-        after = run.run_recipe()
-    accuracies = {"accuracy_before": before, "accuracy_after": after}
-    measured = {k: m["eval_accuracy"] for k, m in accuracies.items() if "eval_accuracy" in m}
-    marks = {label: True for label in [config.cluster.label] if label}
-    return {**marks, **measured, "run": config.run.dir}
+        return {"accuracy_before": before, "accuracy_after": run.run_recipe()}
 
 
 def evaluate_only(config: Config) -> dict[str, Any]:
@@ -150,6 +168,18 @@ def _report(config: Config) -> None:
 @contextmanager
 def running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator[Run]:
     """A run with its ranks up; on the way out no process is left, whatever happened."""
+    with (
+        _started(config, prepared, origin) as (telemetry, launcher),
+        _with_ranks(config, prepared, telemetry, launcher, origin) as run,
+    ):
+        yield run
+
+
+@contextmanager
+def _started(
+    config: Config, prepared: PreparedRun, origin: Origin
+) -> Iterator[tuple[Telemetry, Launcher]]:
+    """The records of a run, and what starts its ranks; on the way out all processes have ended."""
     total = config.warm_start_steps + config.trainer.steps
     run_dir = Path(config.run.dir)
     if origin.goes_back and origin.point is not None:
@@ -175,23 +205,35 @@ def running(config: Config, prepared: PreparedRun, origin: Origin) -> Iterator[R
         for note in filter(None, (launcher.note, *prepared.notes)):
             telemetry.note(note)
             logger.info("%s", note)
-        run = Run(config, prepared, telemetry, launcher, origin)
+        yield telemetry, launcher
+
+
+@contextmanager
+def _with_ranks(
+    config: Config,
+    prepared: PreparedRun,
+    telemetry: Telemetry,
+    launcher: Launcher,
+    origin: Origin,
+) -> Iterator[Run]:
+    """A run whose ranks start, and have ended on the way out."""
+    run = Run(config, prepared, telemetry, launcher, origin)
+    try:
+        yield run
+        run.executor.drain()
+        run.group.close()
+    except BaseException as error:
+        if isinstance(error, Exception) and not run.group.killed:  # no second signal, no death
+            with contextlib.suppress(Exception):  # the run ends for another reason
+                run.checkpoints.finish()
+        with contextlib.suppress(OSError):  # a full disk may be the error that is being raised
+            run.executor.salvage()
+        raise
+    finally:
         try:
-            yield run
-            run.executor.drain()
-            run.group.close()
-        except BaseException as error:
-            if isinstance(error, Exception) and not run.group.killed:  # no second signal, no death
-                with contextlib.suppress(Exception):  # the run ends for another reason
-                    run.checkpoints.finish()
-            with contextlib.suppress(OSError):  # a full disk may be the error that is being raised
-                run.executor.salvage()
-            raise
+            run.end_processes()
         finally:
-            try:
-                run.end_processes()
-            finally:
-                run.group.kill()
+            run.group.kill()
 
 
 @contextmanager

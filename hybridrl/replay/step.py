@@ -50,8 +50,8 @@ Measured in float32: 1.9e-4, of weights after four steps of AdamW at a learning 
 
 _SAME_BITS = (
     "run.", "telemetry.", "log.", "eval.", "cluster.kind", "cluster.address", "cluster.requeue",
-    "trainer.save_every", "trainer.keep_last", "trainer.resume", "schedule.", "rollout.max_running",
-    "rollout.decode_steps",
+    "cluster.restarts", "trainer.save_every", "trainer.keep_last", "trainer.resume", "schedule.",
+    "rollout.max_running", "rollout.decode_steps",
 )  # fmt: skip
 """Settings under which a strict step has the same bits: where it runs, when, and its records."""
 

@@ -85,7 +85,10 @@ class Launcher(Protocol):
     """What users should know of the ranks; empty where these compute."""
 
     def start(self, worker: type, make: Callable[..., Any], *args: Any) -> Any:
-        """A group of all ranks, each `make(rank, size, *args)`, with the marks of `worker`."""
+        """A group of all ranks, each `make(rank, size, *args)`, with the marks of `worker`.
+
+        Ranks that were started before have been killed.
+        """
         ...
 
     def subgroup(self, group: Any, ranks: Sequence[int]) -> Any:

@@ -120,6 +120,7 @@ class ProcessLauncher:
     def start(self, worker: type, make: Callable[..., Any], *args: Any) -> ProcessGroup:
         """See `Launcher`."""
         # Forked by a server that has only imported the worker: no rank repeats the import.
+        self._ranks.clear()
         size, context = self.config.ranks, multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*FORK_SERVER_IMPORTS, worker.__module__])
         children = range(int(self._in_driver), size)

@@ -34,11 +34,15 @@ class RayLauncher:
     def __init__(self, ray: Any, config: ClusterConfig) -> None:
         self.ray, self.config = ray, config
         self.data_plane: DataPlane = RayDataPlane()
+        self._placed: dict[Any, Any] = {}  # placement groups of the present ranks, by their ids
 
     def start(self, worker: type, make: Callable[..., Any], *args: Any) -> Any:
         """See `Launcher`."""
         logger.debug("placing %d ranks", self.config.ranks)
+        for group in self._placed.values():  # of ranks that are to start anew on its resources
+            self.ray.util.remove_placement_group(group)
         bundles = ranks_placement(self.ray, self.config)
+        self._placed = {bundle.group.id: bundle.group for bundle in bundles}
         env = rank_environment(self.config) | verl.environment(self.config.device)
         logger.debug("starting the ranks' actors")
         worker_class = verl.worker_class(worker, make, *args)

@@ -128,6 +128,7 @@ def _check_served(config: Config) -> None:
     cluster, rollout, trainer = config.cluster, config.rollout, config.trainer
     if isinstance(cluster, EmulatedClusterConfig) or not cluster.holds_models:
         raise ConfigError("cluster", cluster.kind.value, "a cluster whose ranks hold models")
+    cluster.check_starts_once("serve")
     if cluster.home != "actor" or len(cluster.pool_ranks) > 1:
         allowed = "one pool, whose ranks train and generate"
         raise ConfigError("cluster.pools", ", ".join(cluster.pool_ranks), allowed)

@@ -166,8 +166,21 @@ def read(path: Path) -> Activity | None:
     _, node, pid, start, thread, since, longest, times, *names, number, _ = data
     if node != _node() or start != _start_of(pid):
         return None
-    call, stretch = (name.rstrip(b"\0").decode(errors="replace") for name in names)
+    call, stretch = map(_text, names)
     return Activity(pid, thread, call, stretch, number, since, times, longest)
+
+
+def last_call(path: Path) -> str:
+    """The call that the rank with this record was in last, also once it has died.
+
+    It is empty where the rank waited for a call, and where the record cannot be read.
+    """
+    data = _stable(path)
+    return "" if data is None else _text(data[8])
+
+
+def _text(name: bytes) -> str:
+    return name.rstrip(b"\0").decode(errors="replace")
 
 
 def _stable(path: Path) -> tuple[Any, ...] | None:

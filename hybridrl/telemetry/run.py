@@ -69,6 +69,8 @@ class Telemetry:
         self.pools: Mapping[str, Sequence[int]] = {}
         """The ranks of each pool, where there are several: each has its own `bubble_share`."""
         self._since, self._spans_since = time.time(), list[TraceSpan]()  # the last step's record
+        self.newest_step = 0
+        """The newest step that has had metrics in this process."""
         self._status: dict[str, Any] = {}
         self._environment: dict[str, Any] = {}
         self._files: dict[str, JsonLines] = {}
@@ -120,6 +122,19 @@ class Telemetry:
         finally:
             self._close()
 
+    def rewind(self, sizes: Mapping[str, int]) -> None:
+        """Go back to records of these `sizes`, an earlier answer of `sizes()`, within the process.
+
+        What came later is made again. Services keep what they have, and are sent no step twice.
+        """
+        self._close()
+        self._files.clear()
+        with self._loggers.files_closed():
+            cut(self.run_dir, sizes)
+        self._trace = TraceFile(self.run_dir / "trace.json", self._label)
+        self._step_spans = []
+        self._since, self._spans_since = time.time(), []
+
     def phase(self, name: str, num_steps: int, first_step: int = 0) -> None:
         """Begin a phase (`warm_start`, `rl`, `evaluation`) of `num_steps` steps.
 
@@ -142,6 +157,7 @@ class Telemetry:
         `bubble_share` (mean over the ranks) is added. Several calls per step are merged by readers.
         """
         now = time.time()
+        self.newest_step = max(self.newest_step, step)
         metrics = dict(metrics)
         phase = str(metrics.pop("phase", self._phase))
         assert not metrics.keys() & {"step", "time"}, "step and time are not metrics"

@@ -27,7 +27,11 @@ class Delivery:
         self.failure = ""
         """Why the logger is left out; empty while it is not."""
         self._logger, self._run = logger, run
-        self._open()
+        self.open()
+
+    def open(self) -> None:
+        """Begin, or go on, with the run at the service."""
+        self._do(partial(self._logger.start, self._run, None))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of a step."""
@@ -43,9 +47,6 @@ class Delivery:
 
     def wait(self, seconds: float) -> None:
         """Wait until the logger has ended, or has failed to within so many seconds."""
-
-    def _open(self) -> None:
-        self._do(partial(self._logger.start, self._run, None))
 
     def _do(self, call: Callable[[], object]) -> None:
         if not self.failure:
@@ -89,14 +90,14 @@ class BackgroundDelivery(Delivery):
 
     # -- in the caller's thread ----------------------------------------------------------------
 
+    def open(self) -> None:
+        self._thread.start()
+
     def wait(self, seconds: float) -> None:
         if not self.failure:
             self._thread.join(max(0.0, seconds))
         if self._thread.is_alive() and not self.failure:
             self.failure = f"it has not ended in time, {self._calls.qsize()} calls wait"
-
-    def _open(self) -> None:
-        self._thread.start()
 
     def _do(self, call: Callable[[], object]) -> None:
         if not self.failure:

@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,16 @@ class RunLoggers:
         rows = [{name: _cell(record.get(name)) for name in names} for record in records]
         for delivery in self._deliveries.values():
             delivery.samples(step, f"samples/{phase}", rows)
+
+    @contextmanager
+    def files_closed(self) -> Iterator[None]:
+        """Within, no logger has a record of the run open, since these are cut; services go on."""
+        local = [d for d in self._deliveries.values() if not isinstance(d, BackgroundDelivery)]
+        for delivery in local:
+            delivery.close("running")
+        yield
+        for delivery in local:
+            delivery.open()
 
     def close(self, state: str) -> None:
         """End all, which takes `CLOSE_S` at most."""

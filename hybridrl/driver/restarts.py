@@ -1,0 +1,83 @@
+"""Ranks that start anew within a run, after one of them has died or is stuck."""
+
+import logging
+import time
+from collections import Counter
+from typing import Any
+
+from hybridrl.config import Config
+from hybridrl.driver.checkpoints import Origin, origin_again
+from hybridrl.driver.rank_failures import WorkerError
+from hybridrl.system import signals
+from hybridrl.telemetry.run import Telemetry
+
+logger = logging.getLogger(__name__)
+
+SAME_PLACE = 3
+"""Deaths of one rank in one call after which a run ends, if no new step has ended meanwhile."""
+
+
+class Restarts:
+    """The restarts of a run (`cluster.restarts`), each from a death until all ranks are up.
+
+    `origin` is what the ranks that start next begin from: after a restart the newest checkpoint
+    that is whole, or what the run began from. Records that came after it are cut off, among them
+    events of earlier restarts from the same checkpoint, which are written again.
+    """
+
+    def __init__(self, config: Config, origin: Origin, telemetry: Telemetry) -> None:
+        self.config, self.origin, self.telemetry = config, origin, telemetry
+        self.events: list[dict[str, Any]] = []
+        """What the event `restart` has of each."""
+        self._places = Counter[tuple[int, str, int]]()  # of deaths: rank, call, newest step
+        self._begun: float | None = None
+
+    def begin(self, error: WorkerError) -> None:
+        """Go back to where the ranks can begin again after `error`, and say so in a line.
+
+        Raises it, with the reason, where the run ends: nobody has died, all restarts are used up,
+        the rank dies at the same place again and again, or a signal has asked the run to stop.
+        """
+        self._check(error)
+        self._begun = time.perf_counter()
+        self.origin = origin_again(self.config, self.origin)
+        point = self.origin.point
+        step = point.state["step"] if point is not None else 0
+        self.telemetry.rewind(self.origin.records(self.config) or {})
+        number, most = len(self.events) + 1, self.config.cluster.restarts
+        where = f"step {step}" if point is not None else "the beginning"
+        line = f"{error}; restart {number} of {most}, from {where}"
+        logger.info("%s", line)
+        self.telemetry.note(line, step=step)
+        self.telemetry.stage(f"starting {self.config.cluster.ranks} ranks anew")
+        self.events.append(
+            {"time": time.time(), "number": number, "rank": error.rank, "call": error.call}
+            | {"reason": str(error), "step": step, "seconds": None}
+        )
+
+    def ranks_are_up(self) -> None:
+        """Record the restart that this ends, if one has begun, and those that it has cut off."""
+        if self._begun is None:
+            return
+        newest = self.events[-1]
+        newest["seconds"] = time.perf_counter() - self._begun
+        self._begun = None
+        for event in self.events:
+            if event["step"] >= newest["step"]:
+                self.telemetry.event("restart", **event)
+
+    def _check(self, error: WorkerError) -> None:
+        """Count a death; raises its error where the run ends."""
+        most = self.config.cluster.restarts
+        if not (error.died and most) or signals.stop_requested():
+            raise error
+        place = error.rank, error.call, self.telemetry.newest_step
+        self._places[place] += 1
+        reason = ""
+        if self._places[place] == SAME_PLACE:
+            of_call = f" in {error.call}" if error.call else ""
+            reason = f"it has died {SAME_PLACE} times{of_call} without a new step between them"
+        elif len(self.events) == most:
+            reason = f"all {most} restarts of cluster.restarts are used up"
+        if reason:
+            raise WorkerError(f"{error}; {reason}", True, error.rank, error.call) from error
