@@ -478,6 +478,19 @@ WRONG = [
         "cluster=slurm cluster.ranks=2 cluster.requeue=1 trainer.keep_last=0",
         "trainer.keep_last=0: wanted 1 or more, with cluster.requeue",
     ),
+    ("cluster.restarts=-1", "cluster.restarts=-1: wanted 0 or more"),
+    (
+        "cluster=processes cluster.restarts=1",
+        "cluster.restarts=1: wanted 0, or cluster.rank_in_driver=false: the run ends with a rank",
+    ),
+    (
+        "cluster=emulated cluster.restarts=1",
+        "cluster.restarts=1: wanted 0 with cluster=emulated, whose ranks hold no model",
+    ),
+    (
+        "cluster.restarts=1 trainer.keep_last=0",
+        "trainer.keep_last=0: wanted 1 or more, with cluster.restarts",
+    ),
     ("cluster.pools.actor=-1", "cluster.pools.actor=-1: wanted 0 or more"),
     (
         "data.sources.spell.weight=0",
@@ -709,6 +722,15 @@ def test_a_directory_with_a_run(files: Path, capfd: pytest.CaptureFixture[str]) 
     assert [file.name for file in run.iterdir()] == ["metrics.jsonl"]
     for other in (("train", "trainer.resume=auto"), ("eval",)):
         assert said(*other).startswith("hybridrl: recipe.kl=k9: ")
+
+
+def test_an_evaluation_has_no_restarts(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", "cluster.restarts=2", "run.dir=out"])
+    assert ended.value.code == 2
+    line = "hybridrl: cluster.restarts=2: wanted 0, with hybridrl eval\n"
+    assert capfd.readouterr().err == line
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])

@@ -50,10 +50,9 @@ class Restarts:
         logger.info("%s", line)
         self.telemetry.note(line, step=step)
         self.telemetry.stage(f"starting {self.config.cluster.ranks} ranks anew")
-        self.events.append(
-            {"time": time.time(), "number": number, "rank": error.rank, "call": error.call}
-            | {"reason": str(error), "step": step, "seconds": None}
-        )
+        event: dict[str, Any] = {"time": time.time(), "number": number, "step": step}
+        event |= {"rank": error.rank, "call": error.call, "reason": str(error), "seconds": None}
+        self.events.append(event)
 
     def ranks_are_up(self) -> None:
         """Record the restart that this ends, if one has begun, and those that it has cut off."""

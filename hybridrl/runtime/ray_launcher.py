@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.compat import verl
-from hybridrl.config import ClusterConfig
+from hybridrl.config import ClusterConfig, ConfigError
+from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.launcher import (
     POLL_S,
     WORKER_DEATH_TIMEOUT_S,
@@ -41,7 +42,13 @@ class RayLauncher:
         logger.debug("placing %d ranks", self.config.ranks)
         for group in self._placed.values():  # of ranks that are to start anew on its resources
             self.ray.util.remove_placement_group(group)
-        bundles = ranks_placement(self.ray, self.config)
+        try:
+            bundles = ranks_placement(self.ray, self.config)
+        except ConfigError as error:
+            if not self._placed:
+                raise
+            # A node has died, say, which is not the user's error.
+            raise RayStartError(f"the ranks could not start anew: {error}") from error
         self._placed = {bundle.group.id: bundle.group for bundle in bundles}
         env = rank_environment(self.config) | verl.environment(self.config.device)
         logger.debug("starting the ranks' actors")

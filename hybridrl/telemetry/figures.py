@@ -114,7 +114,8 @@ def tiles(run: RunData) -> list[dict[str, Any]]:
         note = f"{len(numbers):,} weight switches"
         out.append({"label": "Weights moved", "bytes": sum(numbers), "note": note})
     bad = sum(row.get("kind") == "bad_step" for row in run.events)
-    counts = {("step skipped", "steps skipped"): bad}
+    restarts = sum(row.get("kind") == "restart" for row in run.events)
+    counts = {("step skipped", "steps skipped"): bad, ("restart", "restarts"): restarts}
     for key, names in _TROUBLE.items():
         counts[names] = int(sum(value or 0 for _, value in run.series(key)))
     problems = [f"{count:,} {names[count > 1]}" for names, count in counts.items() if count]

@@ -56,10 +56,10 @@ def test_an_older_run_has_the_keys_of_every_kind_of_cluster(run: Path) -> None:
 
 
 def test_a_job_s_restarts_are_left_out(tmp_path: Path) -> None:
-    job = ["cluster=slurm", "cluster.ranks=1", "cluster.requeue=2"]
+    job = ["cluster=slurm", "cluster.ranks=1", "cluster.requeue=2", "cluster.restarts=2"]
     composed_run([f"run.dir='{tmp_path}'", *job])
     cluster = with_settings(tmp_path, "trainer.resume=never").cluster
-    assert (cluster.kind.value, cluster.ranks, cluster.requeue) == ("slurm", 1, 0)
+    assert (cluster.kind.value, cluster.ranks, cluster.begins_again) == ("slurm", 1, "")
 
 
 def test_an_experiment_is_refused(run: Path) -> None:

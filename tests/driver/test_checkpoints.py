@@ -14,6 +14,7 @@ import pytest
 from safetensors import SafetensorError
 
 from hybridrl.checkpoint import folder
+from hybridrl.checkpoint.folder import Point
 from hybridrl.config import Config, ConfigError
 from hybridrl.config.renamed_keys import RENAMED_KEYS
 from hybridrl.driver import train
@@ -23,6 +24,7 @@ from hybridrl.driver.checkpoints import (
     Origin,
     changed_settings,
     find_origin,
+    origin_again,
     settings_of,
 )
 from hybridrl.models import tiny
@@ -137,6 +139,26 @@ def test_a_run_goes_back_once(
     origin_is(point, False)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
     origin_is(before, True)
+
+
+def test_a_run_that_begins_again_goes_on_from_what_it_has_written(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    """In the same process; before its first checkpoint it is back where it began."""
+    assert origin_again(config(), Origin()) == Origin()
+    path = publish(tmp_path / "run" / "checkpoints" / "step_000003", 3)
+    begun = Origin({"a": 1}, Point(path, {}), goes_back=True)
+    back = config(f"trainer.resume={path}")
+    assert origin_again(back, begun) is begun
+    settings = f"trainer.resume={path}"
+    for step in (5, 7):
+        path = publish(tmp_path / "run" / "checkpoints" / f"step_{step:06d}", step, settings)
+    damaged = path / "resume" / "__0_0.distcp"
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    origin = origin_again(back, begun)
+    assert origin.point is not None
+    assert (origin.settings, origin.point.state["step"], origin.goes_back) == ({"a": 1}, 5, False)
+    assert [line.startswith(f"{damaged}: ") for line in origin.damaged] == [True]
 
 
 def test_a_path_that_is_not_where_the_run_began_is_refused(

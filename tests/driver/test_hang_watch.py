@@ -17,7 +17,7 @@ from stuck_ranks import run_rank
 from hybridrl.config import ProcessesClusterConfig
 from hybridrl.driver.hang_watch import Hang, HangWatch
 from hybridrl.system import activity, rank_looks
-from hybridrl.system.activity import Activity, ActivityRecord, file_of, read
+from hybridrl.system.activity import Activity, ActivityRecord, file_of, last_call, read
 
 FLOOR_S = 0.5
 ENDS_S = 60.0
@@ -166,8 +166,10 @@ def test_records_of_other_nodes_and_processes_are_not_read(
         ActivityRecord(path).begin("update")
         assert read(path) is not None
     assert read(path) is None
+    assert last_call(path) == "update"  # which tells where a rank has died
     path.write_bytes(bytes(path.stat().st_size))
     assert read(path) is None
+    assert last_call(path) == ""
 
 
 def test_a_rank_that_cannot_record_works_all_the_same(

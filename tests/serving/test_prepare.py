@@ -13,6 +13,7 @@ REFUSED = {
     "rollout=vllm": r"rollout=vllm: wanted native: the others do not serve yet",
     "trainer.optim.name=muon": r"trainer\.optim\.name=muon: wanted adamw, as clients expect",
     "rollout.stop=[END]": r"rollout\.stop=\['END'\]: wanted \[\]: each request has stop texts",
+    "cluster.restarts=1": r"cluster\.restarts=1: wanted 0, with hybridrl serve",
     "cluster=emulated": r"cluster=emulated: wanted a cluster whose ranks hold models",
     "cluster.pools.rollout=1 cluster.ranks=2": (
         r"cluster\.pools=actor, rollout: wanted one pool, whose ranks train and generate"

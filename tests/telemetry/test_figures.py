@@ -60,6 +60,7 @@ def test_the_problems_of_a_run_are_counted() -> None:
     """By the names that `hybridrl.driver.run_records` and the ranks give their metrics."""
     rows = [{"samples/aborted": 1.0}, {"samples/aborted": 1.0, "reward_error": 1.0}]
     of_step = {StepKey(step, "rl", step): row for step, row in enumerate(rows)}
-    (problems,) = tiles(RunData(name="run", directory="run", metrics=of_step))
-    assert (problems["label"], problems["text"]) == ("Problems", "3")
-    assert problems["note"] == "2 samples aborted, 1 reward error"
+    restarts = [{"kind": "restart"}]
+    (problems,) = tiles(RunData(name="run", directory="run", metrics=of_step, events=restarts))
+    assert (problems["label"], problems["text"]) == ("Problems", "4")
+    assert problems["note"] == "1 restart, 2 samples aborted, 1 reward error"

@@ -267,22 +267,35 @@ def test_telemetry_imports_nothing_heavy() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_a_run_that_goes_on_has_every_step_once(tmp_path: Path) -> None:
-    """What came after the checkpoint is cut off: lines, slices of the trace, TensorBoard's."""
+@pytest.mark.parametrize("within", [False, True])
+def test_a_run_that_goes_on_has_every_step_once(tmp_path: Path, within: bool) -> None:
+    """What came after the checkpoint is cut off: lines, slices of the trace, TensorBoard's.
+
+    So it is in another process, and within the one that was there before.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = TelemetryConfig(progress=False)
-    sizes = None
-    for first in (1, 4):
+    sizes = dict[str, int]()
+
+    def write(telemetry: Telemetry, first: int) -> None:
+        telemetry.phase("rl", 6)
+        for step in range(first, 7):
+            telemetry.span("rank 0", "generate", step + first / 10, step + 0.5, step)
+            telemetry.samples(step, [{"id": str(first)}])
+            telemetry.lengths(step, [first])
+            telemetry.log(step, {"loss": float(first)})
+            if step == 3:
+                sizes.update(telemetry.sizes())
+
+    with Telemetry(tmp_path, config, 6) as telemetry:
+        write(telemetry, 1)
+        if within:
+            telemetry.rewind(sizes)
+            write(telemetry, 4)
+    if not within:
         with Telemetry(tmp_path, config, 6, sizes) as telemetry:
-            telemetry.phase("rl", 6)
-            for step in range(first, 7):
-                telemetry.span("rank 0", "generate", step + first / 10, step + 0.5, step)
-                telemetry.samples(step, [{"id": str(first)}])
-                telemetry.lengths(step, [first])
-                telemetry.log(step, {"loss": float(first)})
-                if step == 3:
-                    sizes = telemetry.sizes()
+            write(telemetry, 4)
     run = load(tmp_path)
     wanted = [(step, 1 if step < 4 else 4) for step in range(1, 7)]
     assert [(row["step"], row["loss"]) for row in read_lines(tmp_path / "metrics.jsonl")] == wanted

@@ -1,0 +1,255 @@
+"""Ranks that are killed or stopped, and start anew within the run: the same bits as without that.
+
+The faults are in the ranks themselves, at calls that are counted, so that none comes too late.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import psutil
+import pytest
+from resumed_runs import check_same
+from whole_runs import REPLAYED
+
+from hybridrl.config import Config
+from hybridrl.driver import restarts as driver_restarts
+from hybridrl.driver import train as controller_train
+from hybridrl.driver.checkpoints import Origin
+from hybridrl.driver.rank_failures import WorkerError
+from hybridrl.driver.restarts import SAME_PLACE, Restarts
+from hybridrl.telemetry.records import parse, read_lines
+
+FAULTY = """
+import functools
+import os
+import signal
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hybridrl.algorithms import advantages, losses
+from hybridrl.flow import recipe
+from hybridrl.workers.base_worker import BaseWorker
+from hybridrl.workers.generator import Generator
+from hybridrl.workers.trainer import ActorTrainer
+
+METHODS = {"generate": (Generator, "advance"), "update": (ActorTrainer, "_stepped"),
+           "save": (BaseWorker, "save_state"), "stop": (ActorTrainer, "_stepped")}
+
+
+def arm(fault, at, file):
+    kind, method = METHODS[fault]
+    call, calls = getattr(kind, method), []
+
+    @functools.wraps(call)
+    def calling(self, *args, **settings):
+        calls.append(method)
+        if len(calls) == at:
+            file.touch()
+            os.kill(os.getpid(), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
+        return call(self, *args, **settings)
+
+    setattr(kind, method, calling)
+
+
+def armed():
+    '''In every rank that is sent the loss: rank 1 is to have the first fault that has not been.'''
+    if dist.get_rank() == 1 and not hasattr(ActorTrainer, "is_armed"):
+        ActorTrainer.is_armed = True
+        for number, fault in enumerate(os.environ["FAULTS"].split()):
+            file = Path(os.environ["FAULTS_HAD"], str(number))
+            if not file.exists():
+                kind, at = fault.split(":")
+                arm(kind, int(at), file)
+                break
+    return losses.ClippedLoss()
+
+
+class ArmedLoss(losses.ClippedLoss):
+    def __reduce__(self):
+        return armed, ()
+
+
+@recipe("faulty")
+def dataflow(flow, cfg):
+    steps = flow.state("steps", 0.0)
+
+    def spread(rewards):
+        '''By the number of the step, which the driver counts.'''
+        steps.set(steps.get() + 1)
+        return [reward + steps.get() * (place % 3) for place, reward in enumerate(rewards)]
+
+    samples = flow.reward.score(flow.actor.generate(flow.prompts, num_samples=4))
+    samples = samples.by_batch(spread, ("reward",), ("spread",))
+    samples = samples.by_group(advantages.group_relative, ("spread",))
+    flow.actor.update(samples, loss=ArmedLoss())
+"""
+EVERY = ["update:3", "save:2", "generate:2", "stop:3"]
+"""In step 2, before there is a checkpoint; in the checkpoint of step 4; from step 2 on, twice."""
+
+
+@pytest.fixture
+def settings(
+    tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[str]]:
+    """`settings("update:3", ...)` are those of a run whose rank 1 has these faults in turn."""
+    file = tmp_path / "faulty.py"
+    file.write_text(FAULTY)
+    (tmp_path / "had").mkdir()
+    monkeypatch.setenv("FAULTS_HAD", str(tmp_path / "had"))
+    changed = ("recipe", "trainer.steps=", "trainer.save_every=")
+    kept = [x for x in (*tiny_run, *REPLAYED) if not x.startswith(changed)]
+
+    def with_faults(*faults: str) -> list[str]:
+        monkeypatch.setenv("FAULTS", " ".join(faults))
+        target = f"recipe={{target: '{file}:dataflow'}}"
+        return [*kept, target, "trainer.steps=6", "trainer.save_every=2", "cluster.ranks=2"]
+
+    return with_faults
+
+
+@pytest.fixture
+def run_here(make_config: Callable[..., Config], tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """A run whose driver is this process, and its ranks are children."""
+
+    def run(*overrides: str) -> dict[str, Any]:
+        config = make_config("cluster=processes", f"run.dir={tmp_path / 'run'}", *overrides)
+        return controller_train.train(config)
+
+    return run
+
+
+def restarts_of(run_dir: Path) -> list[tuple[int, int, str, int]]:
+    """Number, rank, call and step of each."""
+    events = [x for x in read_lines(run_dir / "events.jsonl") if x["kind"] == "restart"]
+    assert all(event["seconds"] > 0 for event in events)
+    return [(x["number"], x["rank"], x["call"], x["step"]) for x in events]
+
+
+@pytest.mark.layouts
+def test_whatever_dies_when_the_run_has_the_bits_of_one_without_a_death(
+    command: Callable[..., Any],
+    train_here: Callable[..., Any],
+    settings: Callable[..., list[str]],
+    tmp_path: Path,
+) -> None:
+    train_here(tmp_path / "whole", *settings())
+    faulty = ["cluster=processes", "cluster.restarts=4", "cluster.hang_floor_s=3", "run.dir=run"]
+    code, out, err = command(*settings(*EVERY), *faulty).end(timeout=300)
+    assert code == 0, err
+    assert parse(out.splitlines()[-1])["restarts"] == 4
+    assert len([*(tmp_path / "had").iterdir()]) == 4
+    assert restarts_of(tmp_path / "run") == [
+        (1, 1, "update", 0), (2, 1, "save_state", 2), (3, 1, "advance", 2), (4, 1, "update", 2),
+    ]  # fmt: skip
+    assert "; restart 1 of 4, from the beginning" in err
+    assert "; restart 4 of 4, from step 2" in err
+    assert "it is stuck in update" in err
+    check_same(tmp_path / "whole", tmp_path / "run", tmp_path)
+
+
+@pytest.mark.ray
+def test_on_ray_too(
+    command: Callable[..., Any],
+    train_here: Callable[..., Any],
+    settings: Callable[..., list[str]],
+    tmp_path: Path,
+) -> None:
+    train_here(tmp_path / "whole", *settings())
+    run = command(*settings("update:3"), "cluster.restarts=1", "run.dir=run")
+    code, _, err = run.end(timeout=300)
+    assert code == 0, err
+    assert run.left == []
+    assert restarts_of(tmp_path / "run") == [(1, 1, "update", 0)]
+    check_same(tmp_path / "whole", tmp_path / "run", tmp_path)
+
+
+@pytest.mark.layouts
+def test_a_rank_that_dies_at_one_place_again_and_again_ends_the_run(
+    run_here: Callable[..., Any], settings: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Though restarts are left; all of them are in the records, which went back each time."""
+    with pytest.raises(WorkerError, match=r"died 3 times in update without a new step") as raised:
+        run_here(*settings(*["update:3"] * SAME_PLACE), "cluster.restarts=9")
+    assert str(raised.value).startswith("rank 1 of 2 (actor, reward) on node ")
+    assert restarts_of(tmp_path / "run") == [(1, 1, "update", 0), (2, 1, "update", 0)]
+    status = parse((tmp_path / "run" / "run.json").read_text())
+    assert (status["state"], "died 3 times" in status["reason"]) == ("failed", True)
+
+
+@pytest.mark.layouts
+def test_a_signal_amid_a_restart_ends_the_run(
+    run_here: Callable[..., Any],
+    settings: Callable[..., list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command_line_signals: None,
+) -> None:
+    before = {*psutil.Process().children()}
+    begin, states = Restarts.begin, []
+
+    def interrupted(self: Restarts, error: WorkerError) -> None:
+        begin(self, error)
+        states.append(parse((tmp_path / "run" / "run.json").read_text())["state"])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Restarts, "begin", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_here(*settings("update:3"), "cluster.restarts=1")
+    assert states == ["running"]
+    assert parse((tmp_path / "run" / "run.json").read_text())["state"] == "interrupted"
+    left = [
+        x for x in {*psutil.Process().children()} - before if "forkserver" not in str(x.cmdline())
+    ]
+    assert left == []
+
+
+def death(rank: int = 1, call: str = "update", died: bool = True) -> WorkerError:
+    return WorkerError(f"rank {rank} failed", died, rank, call)
+
+
+@pytest.fixture
+def restarts(make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> Restarts:
+    """Five of a run that has no checkpoint."""
+    monkeypatch.setattr(driver_restarts, "origin_again", lambda config, origin: origin)
+    config = make_config("cluster=processes", "cluster.ranks=2", "cluster.restarts=5")
+    return Restarts(config, Origin(), MagicMock(newest_step=0))
+
+
+def test_what_is_no_death_ends_the_run(restarts: Restarts, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = death(died=False)
+    with pytest.raises(WorkerError) as raised:
+        restarts.begin(error)
+    assert raised.value is error
+    monkeypatch.setattr(driver_restarts.signals, "stop_requested", lambda: True)
+    error = death()
+    with pytest.raises(WorkerError) as raised:
+        restarts.begin(error)
+    assert raised.value is error
+
+
+def test_a_place_is_a_rank_a_call_and_the_newest_step(restarts: Restarts) -> None:
+    for one in (death(), death(), death(rank=0), death(call="advance")):
+        restarts.begin(one)
+    restarts.telemetry.newest_step = 1
+    restarts.begin(death())
+    with pytest.raises(
+        WorkerError, match=r"^rank 1 failed; all 5 restarts of cluster.restarts are"
+    ):
+        restarts.begin(death())
+    with pytest.raises(WorkerError, match=r"^rank 1 failed; it has died 3 times in update without"):
+        restarts.begin(death())
+
+
+def test_ranks_that_die_before_they_are_up_are_in_the_records(restarts: Restarts) -> None:
+    restarts.ranks_are_up()
+    restarts.begin(death())
+    restarts.begin(death(call="setup"))
+    restarts.ranks_are_up()
+    restarts.ranks_are_up()
+    written = [call.kwargs for call in restarts.telemetry.event.call_args_list]
+    assert [(x["number"], x["seconds"] is None) for x in written] == [(1, True), (2, False)]
