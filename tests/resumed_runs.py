@@ -15,6 +15,8 @@ TIMES = (
     *("bubble_share", "bubble_share/actor", "bubble_share/rollout"),
 )
 """Ends of keys that time decides."""
+WHEN_MADE = ("mismatch/", "samples/generated_tokens")
+"""Metrics that say how far instances of their own are ahead of training."""
 
 
 def tensors(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:

@@ -73,6 +73,8 @@ class RankFailures:
         """The instances that have ended, the first one first."""
         self.dead: set[int] = set()
         """Their ranks."""
+        self.lost: WorkerError | None = None
+        """The latest death of a rank that has ended an instance; what raises is none."""
         self.on_death: Callable[[int, str], None] = lambda instance, line: None
         """Called with an instance that has ended, and a line that says why."""
         self.locations = [_UNKNOWN] * group.size
@@ -117,7 +119,10 @@ class RankFailures:
         group.launcher.kill(group.launcher.subgroup(group.all_ranks, members))
         left = len({self._instance_of(other) for other in group.living(group.home.ranks)})
         again = f"its samples begin again; instances that go on: {left}"
-        self.on_death(instance, f"{self._described(rank, error)}; {again}")
+        line = f"{self._described(rank, error)}; {again}"
+        if error.died:
+            self.lost = WorkerError(line, True, rank, self._call_of(rank))
+        self.on_death(instance, line)
 
     def _members(self, rank: int) -> list[int]:
         """Ranks that end with this one, since the others do not need them; none: all do."""
@@ -135,8 +140,10 @@ class RankFailures:
             return error.cause
         # Only here: one line says all of what a user can mend, and of a death.
         print(error.trace, end="", file=sys.stderr, flush=True)
-        call = activity.last_call(activity.file_of(self.group.logs.parent, rank))
-        return WorkerError(self._described(rank, error), error.died, rank, call)
+        return WorkerError(self._described(rank, error), error.died, rank, self._call_of(rank))
+
+    def _call_of(self, rank: int) -> str:
+        return activity.last_call(activity.file_of(self.group.logs.parent, rank))
 
     def _described(self, rank: int, error: CallFailed) -> str:
         """The failure of a rank in one line."""

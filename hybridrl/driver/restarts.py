@@ -8,6 +8,7 @@ from typing import Any
 from hybridrl.config import Config
 from hybridrl.driver.checkpoints import Origin, origin_again
 from hybridrl.driver.rank_failures import WorkerError
+from hybridrl.driver.run import Run
 from hybridrl.system import signals
 from hybridrl.telemetry.run import Telemetry
 
@@ -64,6 +65,16 @@ class Restarts:
         for event in self.events:
             if event["step"] >= newest["step"]:
                 self.telemetry.event("restart", **event)
+
+    def bring_back(self, run: Run) -> None:
+        """Raise the death of an instance without which `run` has gone on, if a restart is left.
+
+        So it starts anew, with all other ranks. After a checkpoint that makes no step again.
+        """
+        lost = run.group.failures.lost
+        if lost is not None and len(self.events) < self.config.cluster.restarts:
+            run.checkpoints.finish()
+            raise lost
 
     def _check(self, error: WorkerError) -> None:
         """Count a death; raises its error where the run ends."""

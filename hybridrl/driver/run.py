@@ -7,7 +7,7 @@ From a config to such a run and its result: `train.py`. Its phases: `run_phases.
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -134,6 +134,7 @@ class Run:
             self._record_evaluated,
         )
         self.evaluation.ended = self._evaluated
+        self.after_checkpoint: Callable[[], None] = lambda: None
         self._before: DriverState | None = None  # the state before the step that runs
         self.schedule: Schedule | None = None  # of the recipe's steps, where they are replayed
         # checkpoints
@@ -451,6 +452,7 @@ class Run:
         if saves:
             state = self._state(phase, schedule)  # an evaluation may end meanwhile
             self.checkpoints.save(self.step, self.evaluation.accuracy_at(self.step), state)
+            self.after_checkpoint()
 
     def _evaluate_due(self, phase: RunPhase, schedule: Schedule, waits: bool = False) -> None:
         """Evaluate after a step of a phase that continues, where that is wanted, or begin to.

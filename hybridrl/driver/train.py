@@ -5,6 +5,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,7 @@ def _run_phases(
     """Warm start and recipe on ranks that start for them; held-out metrics before and after."""
     with _with_ranks(config, prepared, restarts.telemetry, launcher, restarts.origin) as run:
         restarts.ranks_are_up()
+        run.after_checkpoint = partial(restarts.bring_back, run)
         run.warn_off_policy()
         run.warn_unprofiled()
         sample_files.forget_after(run.run_dir, run.step)

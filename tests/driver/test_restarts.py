@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 
 import psutil
 import pytest
-from resumed_runs import check_same
+from resumed_runs import WHEN_MADE, check_same
 from whole_runs import REPLAYED
 
 from hybridrl.config import Config
@@ -22,6 +22,7 @@ from hybridrl.driver.checkpoints import Origin
 from hybridrl.driver.rank_failures import WorkerError
 from hybridrl.driver.restarts import SAME_PLACE, Restarts
 from hybridrl.telemetry.records import parse, read_lines
+from hybridrl.telemetry.trace import read_timeline
 
 FAULTY = """
 import functools
@@ -74,6 +75,21 @@ class ArmedLoss(losses.ClippedLoss):
         return armed, ()
 
 
+class ArmedLength:
+    __name__ = "length"
+
+    def __call__(self, log_probs):
+        return len(log_probs)
+
+    def __reduce__(self):  # a rank that generates alone is sent no loss
+        return armed_length, ()
+
+
+def armed_length():
+    armed()
+    return ArmedLength()
+
+
 @recipe("faulty")
 def dataflow(flow, cfg):
     steps = flow.state("steps", 0.0)
@@ -86,6 +102,7 @@ def dataflow(flow, cfg):
     samples = flow.reward.score(flow.actor.generate(flow.prompts, num_samples=4))
     samples = samples.by_batch(spread, ("reward",), ("spread",))
     samples = samples.by_group(advantages.group_relative, ("spread",))
+    samples = samples.map(ArmedLength(), ("log_probs",), scalars=("length",))
     flow.actor.update(samples, loss=ArmedLoss())
 """
 EVERY = ["update:3", "save:2", "generate:2", "stop:3"]
@@ -150,6 +167,27 @@ def test_whatever_dies_when_the_run_has_the_bits_of_one_without_a_death(
     assert "; restart 4 of 4, from step 2" in err
     assert "it is stuck in update" in err
     check_same(tmp_path / "whole", tmp_path / "run", tmp_path)
+
+
+@pytest.mark.layouts
+def test_an_instance_that_has_ended_comes_back_after_a_checkpoint(
+    run_here: Callable[..., Any],
+    train_here: Callable[..., Any],
+    settings: Callable[..., list[str]],
+    tmp_path: Path,
+) -> None:
+    """The run goes on without it until then; no step is made again."""
+    apart = ["cluster.ranks=3", "cluster.pools.rollout=2", "schedule=one_step"]
+    train_here(tmp_path / "whole", *settings(), *apart)
+    assert run_here(*settings("generate:3"), *apart, "cluster.restarts=1")["restarts"] == 1
+    assert restarts_of(tmp_path / "run") == [(1, 2, "advance", 2)]
+    events = read_lines(tmp_path / "run" / "events.jsonl")
+    kinds = [x["kind"] for x in events if x["kind"] in ("ranks", "death", "restart", "checkpoint")]
+    assert kinds == ["ranks", "death", *["ranks", "restart"], *["checkpoint"] * 2]
+    spans, _ = read_timeline(tmp_path / "run" / "trace.json")
+    assert {span.lane for span in spans if span.step > 3} >= {"rank 0", "rank 1", "rank 2"}
+    without = (*WHEN_MADE, "samples/restarted")
+    check_same(tmp_path / "whole", tmp_path / "run", tmp_path, without)
 
 
 @pytest.mark.ray

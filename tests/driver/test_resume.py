@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from resumed_runs import check_same, ended, lines, state, tensors
+from resumed_runs import WHEN_MADE, check_same, ended, lines, state, tensors
 
 from hybridrl.driver.checkpoints import Checkpoints
 from hybridrl.telemetry.records import read_lines
@@ -244,8 +244,6 @@ def test_killed_at_random_moments(
 
 
 APART = ["schedule=one_step", "cluster=processes", "cluster.ranks=2", "cluster.pools.rollout=1"]
-WHEN_MADE = ("mismatch/", "samples/generated_tokens")
-"""Metrics that say how far instances are ahead of training."""
 
 
 @pytest.mark.slow
