@@ -132,7 +132,7 @@ class Telemetry:
         with self._loggers.files_closed():
             cut(self.run_dir, sizes)
         self._trace = TraceFile(self.run_dir / "trace.json", self._label)
-        self._step_spans = []
+        self._phase, self._offset, self._step_spans = "", 0, []
         self._since, self._spans_since = time.time(), []
 
     def phase(self, name: str, num_steps: int, first_step: int = 0) -> None:
