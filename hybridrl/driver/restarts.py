@@ -71,8 +71,8 @@ class Restarts:
 
         So it starts anew, with all other ranks. After a checkpoint that makes no step again.
         """
-        lost = run.group.failures.lost
-        if lost is not None and len(self.events) < self.config.cluster.restarts:
+        lost, left = run.group.failures.lost, self.config.cluster.restarts - len(self.events)
+        if lost is not None and left and not signals.stop_requested():
             run.checkpoints.finish()
             raise lost
 

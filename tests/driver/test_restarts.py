@@ -273,6 +273,23 @@ def test_what_is_no_death_ends_the_run(restarts: Restarts, monkeypatch: pytest.M
     assert raised.value is error
 
 
+def test_an_instance_comes_back_only_where_a_restart_is_left(
+    restarts: Restarts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = MagicMock()
+    run.group.failures.lost = None
+    restarts.bring_back(run)
+    run.group.failures.lost = death()
+    with pytest.raises(WorkerError, match="^rank 1 failed$"):
+        restarts.bring_back(run)
+    run.checkpoints.finish.assert_called_once()  # before the ranks that write it end
+    with monkeypatch.context() as patch:
+        patch.setattr(driver_restarts.signals, "stop_requested", lambda: True)
+        restarts.bring_back(run)
+    restarts.events = [{}] * 5
+    restarts.bring_back(run)
+
+
 def test_a_place_is_a_rank_a_call_and_the_newest_step(restarts: Restarts) -> None:
     for one in (death(), death(), death(rank=0), death(call="advance")):
         restarts.begin(one)
