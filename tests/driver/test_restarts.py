@@ -280,7 +280,7 @@ def test_an_instance_comes_back_only_where_a_restart_is_left(
     run.group.failures.lost = None
     restarts.bring_back(run)
     run.group.failures.lost = death()
-    with pytest.raises(WorkerError, match="^rank 1 failed$"):
+    with pytest.raises(WorkerError, match=r"^rank 1 failed$"):
         restarts.bring_back(run)
     run.checkpoints.finish.assert_called_once()  # before the ranks that write it end
     with monkeypatch.context() as patch:
