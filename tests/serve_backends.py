@@ -15,6 +15,7 @@ from hybridrl.serving.requests import (
     Completed,
     CreateModel,
     Delete,
+    DropSamples,
     Expire,
     ForwardBackward,
     LikeliestTokens,
@@ -80,6 +81,8 @@ class FakeBackend:
                 return Completed()
             case Unload():
                 self.models.discard(request.model)
+                return Completed()
+            case DropSamples():
                 return Completed()
             case SampleRequest():
                 await self.gate.wait()

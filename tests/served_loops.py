@@ -87,9 +87,9 @@ class Client:
         own = {"prompt_logprobs", "topk_prompt_logprobs", "topk_logprobs", "named"} & more.keys()
         settings = SampleSettings(**{k: v for k, v in more.items() if k not in own})  # type: ignore[arg-type]
         self.requests += 1
-        key = self.number, self.requests
+        key, session = (self.number, self.requests), self.model.partition(":")[0]
         rest = {name: more[name] for name in own}
-        return SampleRequest(weights, ids(prompt), count, settings, key, **rest)  # type: ignore[arg-type]
+        return SampleRequest(weights, ids(prompt), count, settings, key, session, **rest)  # type: ignore[arg-type]
 
     def sample(
         self, weights: str | None, prompt: Sequence[int], count: int = 1, **more: object

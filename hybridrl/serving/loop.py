@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -40,6 +40,7 @@ from hybridrl.serving.requests import (
     ClientRequest,
     Completed,
     Delete,
+    DropSamples,
     Expire,
     Refused,
     SampleRequest,
@@ -74,7 +75,7 @@ class Turns:
     """All work that clients wait for, and the place where the ranks are.
 
     Invariant: every request's future is in one place: in `training`, in `waiting` under the version
-    of its snapshot, or with `sampling`, which has begun it.
+    of its snapshot, with `sampling`, which has begun it, or in `leaving`.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Turns:
         self.sampling = ClientSampling(ranks)
         self.training: deque[Ticket] = deque()
         self.waiting: dict[int, list[OpenSampling]] = {}
+        self.leaving: deque[tuple[DropSamples, Future[ClientAnswer]]] = deque()
         self.place = TRAIN
         self._numbers = itertools.count()
         self._since: dict[int, float] = {}  # of the snapshots with open requests
@@ -106,6 +108,8 @@ class Turns:
             match request:
                 case SampleRequest():
                     self._take_sample(request, future)
+                case DropSamples():
+                    self.leaving.append((request, future))
                 case Delete():
                     self.files.delete(CheckpointPath.parse(request.path))
                     self.snapshots.detach(request.path)
@@ -156,6 +160,10 @@ class Turns:
 
     def work(self) -> bool:
         """Do the next piece of work; False where there is none."""
+        if self.leaving:
+            self._drop_samples(self.leaving[0][0])
+            self.leaving.popleft()[1].set_result(Completed())
+            return True
         since = dict(self._since)
         if self.training:
             since[TRAIN] = max(self.training[0].since, self._left_training)
@@ -166,7 +174,7 @@ class Turns:
             try:
                 self._enter(place)
             except Refused as refused:
-                self._refuse(self.snapshots[place], refused)
+                self._refuse(self.waiting[place], refused)  # none of them has begun
                 return True
         if place == TRAIN:
             self._train(self.training[0])
@@ -180,14 +188,6 @@ class Turns:
         if snapshot.path is None:
             return False
         return snapshot.folder is None or not self.files.has(CheckpointPath.parse(snapshot.path))
-
-    def _refuse(self, snapshot: Snapshot, refused: Refused) -> None:
-        """Refuse the requests for a snapshot that cannot be read; none of them has begun."""
-        for one in self.waiting.pop(snapshot.version):
-            one.future.set_exception(refused)
-        snapshot.open = 0
-        del self._since[snapshot.version]
-        self.snapshots.closed(snapshot)
 
     def _enter(self, place: int) -> None:
         """Bring the ranks to another place; what is left there waits from now on.
@@ -240,15 +240,41 @@ class Turns:
         self.sampling.begin(self.waiting.pop(snapshot.version, []))
         done = self.sampling.draw(self._decode_steps)
         self.history.sampled(done)
-        snapshot.open -= len(done)
-        if not snapshot.open:
-            del self._since[snapshot.version]
-            self._drop()  # it may have no path any more
+        self._close(done)
+
+    def _drop_samples(self, request: DropSamples) -> None:
+        """Fail the requests of a session for samples, begun or not."""
+        session = request.session
+        dropped = [one for one in self.sampling.open() if one.request.session == session]
+        if dropped:
+            self.sampling.drop(dropped)
+        for version, waiting in self.waiting.items():
+            dropped += [one for one in waiting if one.request.session == session]
+            self.waiting[version] = [one for one in waiting if one.request.session != session]
+        self._refuse(dropped, Refused(f"session {session}: {request.reason}"))
+
+    def _refuse(self, requests: Sequence[OpenSampling], refused: Refused) -> None:
+        """Refuse requests for samples of which the ranks have none."""
+        for one in requests:
+            one.future.set_exception(refused)
+        self._close(requests)
+
+    def _close(self, requests: Iterable[OpenSampling]) -> None:
+        """Note that requests are answered; their snapshots may go, of which no sample is wanted."""
+        for snapshot in (one.snapshot for one in requests):
+            snapshot.open -= 1
+            if not snapshot.open:
+                del self._since[snapshot.version]
+                self.waiting.pop(snapshot.version, None)
+                self.snapshots.closed(snapshot)
+        self._drop()  # some may have no path any more
 
     def open(self) -> Iterator["Future[ClientAnswer]"]:
         """The futures of all requests that are not answered."""
         for ticket in self.training:
             yield ticket.future
+        for _, future in self.leaving:
+            yield future
         for requests in (*self.waiting.values(), self.sampling.open()):
             for one in requests:
                 yield one.future

@@ -252,9 +252,9 @@ class SampleBody:
 
 
 def read_sampling(
-    body: Body, weights: str | None, key: tuple[int, ...], info: ServedModel
+    body: Body, weights: str | None, key: tuple[int, ...], session: str, info: ServedModel
 ) -> SampleBody:
-    """An `asample` body as a request for the snapshot `weights`. Raises Refused.
+    """An `asample` body of a session as a request for the snapshot `weights`. Raises Refused.
 
     A prompt that fills the context can be scored, where a response to it has no place.
     """
@@ -281,7 +281,16 @@ def read_sampling(
     responses = settings.max_tokens or room
     check_cells([(len(prompt), topk), (count, responses, topk_sampled)])
     request = SampleRequest(
-        weights, prompt, count if fits else 0, settings, key, scored, topk, topk_sampled, named
+        weights,
+        prompt,
+        count if fits else 0,
+        settings,
+        key,
+        session,
+        scored,
+        topk,
+        topk_sampled,
+        named,
     )
     return SampleBody(request, count, last, layout)
 

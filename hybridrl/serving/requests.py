@@ -147,6 +147,17 @@ class Unload:
 
 
 @dataclass(frozen=True, slots=True)
+class DropSamples:
+    """The end of a session, for this `reason`: its samples are not drawn to their end. `Completed`.
+
+    Its requests for samples that are not answered fail with one line.
+    """
+
+    session: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class SampleSettings:
     """How the tokens of a request are drawn.
 
@@ -170,7 +181,8 @@ class SampleRequest:
 
     `weights` is the path of a snapshot; None is the base model. `key` holds the client's own
     numbers, those of its session's sampling client and of its request: the draws' key where
-    `settings.seed` is None. `count` 0 scores the prompt alone.
+    `settings.seed` is None. `session` asks, and takes its samples with it (`DropSamples`). `count`
+    0 scores the prompt alone.
 
     `topk_prompt_logprobs` and `topk_logprobs` ask for that many of the likeliest tokens at each
     position of the prompt and of the responses. `named` [N - 1, K] holds tokens whose
@@ -182,6 +194,7 @@ class SampleRequest:
     count: int
     settings: SampleSettings
     key: tuple[int, ...]
+    session: str
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     topk_logprobs: int = 0
@@ -211,6 +224,7 @@ ClientRequest = (
     | LoadModel
     | Unload
     | SampleRequest
+    | DropSamples
     | Delete
     | Expire
 )

@@ -21,6 +21,7 @@ from hybridrl.serving.requests import (
     CheckpointPath,
     ClientRequest,
     CreateModel,
+    DropSamples,
     LossOutputs,
     Refused,
     Samples,
@@ -118,7 +119,8 @@ class Api:
         return await self.backend.submit(request)
 
     def end_session(self, session: Session, reason: str) -> None:
-        """End a session, and free its models behind what of them runs."""
+        """End a session: drop its samples, and free its models behind what of them runs."""
+        self._detach(DropSamples(session.id, reason), session.id)
         for model in self.sessions.end(session, reason):
             self._detach(Unload(model), session.id)
         self.futures.forget(session.id)
@@ -359,17 +361,19 @@ class Api:
             raise Refused("seq_id: left out, wanted an integer")
         count = integer(body, "num_samples", 1, 1, payloads.MOST_SAMPLES) or 1
         if seq not in sampler.ids:
-            pending = self.futures.open(sampler.id.partition(":")[0])
+            session = sampler.id.partition(":")[0]
+            pending = self.futures.open(session)
             sampler.ids[seq] = pending.id
-            self.futures.start(pending, self._sampling(body, sampler.weights, sampler.number, seq))
+            key = sampler.number, seq
+            self.futures.start(pending, self._sampling(body, sampler.weights, key, session))
         names = [f"{sampler.id}:{seq}:{index}" for index in range(count)]
         return _promise(sampler.ids[seq], sample_sequence_ids=names)
 
     def _sampling(
-        self, body: payloads.Body, weights: str | None, number: int, seq: int
+        self, body: payloads.Body, weights: str | None, key: tuple[int, int], session: str
     ) -> MakeReply:
         try:
-            asked = payloads.read_sampling(body, weights, (number, seq), self.backend.info)
+            asked = payloads.read_sampling(body, weights, key, session, self.backend.info)
         except Refused as error:
             return refuser(error)
 

@@ -18,7 +18,13 @@ from hybridrl.serving.requests import (
     StopReason,
 )
 from hybridrl.serving.snapshots import Snapshot
-from hybridrl.workers.serving import DrawnResponse, DrawnSample, ScoredTokens, TokenScores
+from hybridrl.workers.serving import (
+    DrawnResponse,
+    DrawnSample,
+    ScoredTokens,
+    ServingWorker,
+    TokenScores,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +84,18 @@ class ClientSampling:
         """The requests that are begun and not answered."""
         return list(self._open.values())
 
+    def drop(self, requests: Sequence[OpenSampling]) -> None:
+        """Draw no more of requests that are open, whichever snapshot generates now."""
+        numbers = frozenset(one.number for one in requests)
+        self.ranks.ask(ServingWorker.drop_samples, numbers)
+        self._new = [one for one in self._new if one.number not in numbers]
+        for one in requests:
+            del self._open[one.number]
+            for k in range(one.request.count):
+                instance = self._instance_of.pop((one.number, k), None)
+                if instance is not None:
+                    self._load[instance] -= one.max_tokens
+
     def _dealt(self, sample: DrawnSample) -> int:
         """The instance with the fewest tokens to draw, which gets the sample."""
         instance = min(range(len(self._load)), key=lambda i: (self._load[i], i))
@@ -87,7 +105,8 @@ class ClientSampling:
 
     def _take(self, drawn: DrawnResponse) -> None:
         number, k = drawn.id
-        one = self._open[number]
+        if (one := self._open.get(number)) is None:
+            return  # it ended just before it was dropped
         self._load[self._instance_of.pop(drawn.id)] -= one.max_tokens
         one.drawn[k] = drawn
 

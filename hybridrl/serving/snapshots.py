@@ -74,8 +74,8 @@ class Snapshots:
                 del self._by_version[version]
 
     def closed(self, snapshot: Snapshot) -> None:
-        """Forget a snapshot that is not here and has no open request, if it has lost its path."""
-        if self._version_of.get(snapshot.path) != snapshot.version:
+        """Forget a snapshot that has no open request, if it is not here and has lost its path."""
+        if not snapshot.here and self._version_of.get(snapshot.path) != snapshot.version:
             del self._by_version[snapshot.version]
 
     def unload(self, model: str) -> None:

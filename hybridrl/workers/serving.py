@@ -294,6 +294,22 @@ class ServingWorker(ActorWorker):
         return self._reply([_drawn(output) for output in outputs])
 
     @dispatch(Dispatch.SAME)
+    def drop_samples(self, requests: frozenset[int]) -> Reply[None]:
+        """Forget the samples of these requests, by the first number of their ids: in any phase.
+
+        One whose last token has just been drawn is answered nevertheless, by the next `draw`.
+        """
+        engine = self.generator.engine
+        with self._span("drop"):
+            engine.park([one.id for one in engine.copy() if _request_of(one) in requests])
+            for version, parked in list(self._parked.items()):
+                kept = [one for one in parked if _request_of(one) not in requests]
+                self._parked[version] = kept
+                if not kept:
+                    del self._parked[version]
+        return self._reply(None)
+
+    @dispatch(Dispatch.SAME)
     def score_tokens(self, wanted: tuple[ScoredTokens, ...]) -> Reply[list[TokenScores]]:
         """Score sequences with the snapshot that generates; all ranks of an instance call it."""
         scorer = self.scorers["actor"]
@@ -370,6 +386,12 @@ def _shaped(log_probs: torch.Tensor, targets: TokenIds) -> Floats:
     width = 1 if targets.ndim == 1 else targets.shape[1]
     columns = log_probs.float().reshape(len(targets), -1)[:, :width]
     return columns.reshape(targets.shape).numpy()
+
+
+def _request_of(sample: Request) -> int:
+    """The number of the client's request that a `DrawnSample` belongs to."""
+    number, _ = sample.id  # type: ignore[misc]
+    return number
 
 
 def _drawn(output: Output) -> DrawnResponse:

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from hybridrl.serving.requests import (
     CreateModel,
     Datum,
     Delete,
+    DropSamples,
     Expire,
     ForwardBackward,
     LoadModel,
@@ -40,9 +42,9 @@ GRADIENT = ForwardBackward(
 STEP = OptimStep("a", 1e-3, 0.9, 0.95, 1e-8, 0.0, 0.0)
 
 
-def sampled(weights: str | None, number: int = 0) -> SampleRequest:
+def sampled(weights: str | None, number: int = 0, session: str = "s") -> SampleRequest:
     """A request for one sample."""
-    return SampleRequest(weights, IDS, 1, SampleSettings(max_tokens=4), (0, number))
+    return SampleRequest(weights, IDS, 1, SampleSettings(max_tokens=4), (0, number), session)
 
 
 def with_model(ranks: FakeRanks, run_dir: Path, **own: Any) -> Turns:
@@ -191,6 +193,37 @@ def test_what_waits_for_a_model_goes_with_its_session(tmp_path: Path) -> None:
     assert other.result(0)
     assert not ranks.called("step_model")
     assert ranks.called("drop_model") == [["a"]]
+
+
+def test_samples_go_with_their_session(tmp_path: Path) -> None:
+    """Those that are begun, those that wait, and those of a path that was deleted meanwhile."""
+    ranks = FakeRanks()
+    turns = with_model(ranks, tmp_path)
+    paths = [f"tinker://a/sampler_weights/{name}" for name in ("begun", "waits", "deleted")]
+    for path in paths:
+        answered(turns, Save("a", path.rpartition("/")[2], "sampler_weights"))
+    ranks.draws = False
+    begun = taken(turns, sampled(paths[0]))
+    other = taken(turns, sampled(paths[0], session="other"))
+    turns.work()
+    left = [begun, *(taken(turns, sampled(path)) for path in [*paths, None])]
+    turns.take(Delete(paths[2]), Future())
+    dropped = taken(turns, DropSamples("s", "finished"))
+    assert {*turns.open()} == {*left, other, dropped}
+    turns.work()
+    assert dropped.result(0)
+    for future in left:
+        with pytest.raises(Refused, match=r"^session s: finished$"):
+            future.result(0)
+    assert ranks.called("drop_samples") == [[frozenset({0})]]
+    assert ranks.called("drop_snapshot") == [[3]]  # that of the deleted path
+    assert [*turns.open()] == [other]
+    ranks.draws = True  # the ranks may have drawn the last token of a sample before
+    while turns.work():
+        pass
+    assert other.result(0)
+    assert turns.sampling._load == [0]
+    assert answered(turns, sampled(None, 1))
 
 
 @dataclass

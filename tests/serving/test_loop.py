@@ -1,8 +1,10 @@
 """The loop of a server, straight against `Backend.submit`, on ranks of a tiny model."""
 
+import asyncio
 import errno
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,13 @@ from hybridrl.serving.loop import ServeLoop
 from hybridrl.serving.requests import (
     CreateModel,
     Datum,
+    DropSamples,
     ForwardBackward,
     LoadModel,
     OptimStep,
     Refused,
 )
+from hybridrl.serving.sampling import ClientSampling
 from hybridrl.workers.serving import ServingWorker
 
 pytestmark = pytest.mark.long
@@ -191,7 +195,7 @@ def test_samples_that_are_parked_go_on(client: Client, monkeypatch: pytest.Monke
         parked.append(len(self._parked) - before)
 
     monkeypatch.setattr(ServingWorker, "_park", counted)
-    monkeypatch.setattr("hybridrl.serving.loop._DECODE_STEPS", 2)
+    _draw_in_short_calls(monkeypatch)
     turns: list[Any] = [gradient, requests[0], step, requests[1], *[gradient, step] * 4]
     answers: list[Any] = client.ask(*turns)
     assert sum(parked) >= 4
@@ -199,6 +203,56 @@ def test_samples_that_are_parked_go_on(client: Client, monkeypatch: pytest.Monke
         for a, b in zip(one.sequences, other.sequences, strict=True):
             np.testing.assert_array_equal(a.tokens, b.tokens)
             np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-6)
+
+
+def _draw_in_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a call of the ranks make two decode steps."""
+    draw = ClientSampling.draw
+    monkeypatch.setattr(ClientSampling, "draw", lambda self, _: draw(self, 2))
+
+
+def test_samples_of_a_session_that_ends_leave_the_batch(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that decode and those that are parked; a client beside them draws as it does alone."""
+    loop, paths = client.loop, [client.save("one"), None]
+    left = Client(loop, "left:train:0")
+    alone = client.sample(paths[0], TOKENS[:3], max_tokens=10, seed=4, eos=False)
+    draw, drop = ServingWorker.draw, ServingWorker.drop_samples
+    ended, rows = Future[Any](), list[int]()
+
+    def counted(self: ServingWorker, *args: Any) -> Any:
+        before = self.generator.engine.stats().decode_tokens
+        reply = draw(self, *args)
+        rows.append(self.generator.engine.stats().decode_tokens - before)
+        if len(rows) == 2:  # both snapshots have had a turn
+            loop._inbox.put((DropSamples("left", "finished"), ended))
+        return reply
+
+    def dropped(self: ServingWorker, *args: Any) -> Any:
+        before = [sum(map(len, self._parked.values())), len(self.generator.engine.copy())]
+        reply = drop(self, *args)
+        rows.append(-1)
+        after = [sum(map(len, self._parked.values())), len(self.generator.engine.copy())]
+        assert (sorted(before), sorted(after)) == ([2, 3], [0, 1])
+        return reply
+
+    monkeypatch.setattr(ServingWorker, "draw", counted)
+    monkeypatch.setattr(ServingWorker, "drop_samples", dropped)
+    _draw_in_short_calls(monkeypatch)
+    requests = [left.request(path, TOKENS[:2], 2, max_tokens=12, eos=False) for path in paths]
+    requests.append(client.request(paths[0], TOKENS[:3], max_tokens=10, seed=4, eos=False))
+
+    async def asked() -> list[Any]:
+        answers = (loop.submit(request) for request in requests)
+        return await asyncio.gather(*answers, return_exceptions=True)
+
+    *gone, kept = asyncio.run(asked())
+    assert [str(error) for error in gone] == ["session left: finished"] * 2
+    assert ended.result(0)
+    assert kept.sequences[0].tokens.tolist() == alone.sequences[0].tokens.tolist()
+    assert rows[: rows.index(-1)] == [6, 4]
+    assert set(rows[rows.index(-1) + 1 :]) <= {1, 2}
 
 
 def test_each_request_has_settings_of_its_own(loop: ServeLoop) -> None:

@@ -21,6 +21,7 @@ from hybridrl.serving.requests import (
     Checkpoint,
     CheckpointPath,
     CreateModel,
+    DropSamples,
     ForwardBackward,
     OptimStep,
     Refused,
@@ -252,7 +253,7 @@ def test_a_session_that_finishes_frees_its_models_behind_what_runs() -> None:
             assert (await client.post("session_heartbeat", heartbeat))[0] == 410
             status, got = await client.step(4)
             assert (status, got["detail"]) == (410, f"session {client.session}: finished")
-            assert [type(x) for x in backend.asked] == [CreateModel, OptimStep, Unload]
+            assert [type(x) for x in backend.asked] == [CreateModel, OptimStep, DropSamples, Unload]
             assert backend.models == set()
 
     run(story)
@@ -275,10 +276,12 @@ def test_a_silent_client_is_ended_and_one_that_polls_is_not() -> None:
             await asyncio.sleep(0)
             assert [s.id for s in client.server.api.sessions.open] == [client.session]
             assert backend.of_model(Unload) == [Unload(f"{silent}:train:0")]
+            reason = "no sign of life for 60 s (serve.idle_s)"
+            assert backend.of_model(DropSamples) == [DropSamples(silent, reason)]
             status, got = await client.post("session_heartbeat", {"session_id": silent})
             assert (status, got["detail"]) == (
                 410,
-                f"session {silent}: no sign of life for 60 s (serve.idle_s)",
+                f"session {silent}: {reason}",
             )
 
     run(story)
