@@ -49,9 +49,8 @@ class Client:
         return asyncio.run(all_of_them())
 
     def create(self, **settings: object) -> None:
-        """Make the model, with the server's rank."""
-        rank = self.loop.info.lora_rank
-        self.ask(CreateModel(self.model, rank, **settings))  # type: ignore[arg-type]
+        """Make the model."""
+        self.ask(CreateModel(self.model, **settings))  # type: ignore[arg-type]
 
     def gradient(
         self, data: Sequence[Datum], loss: str, *, backward: bool = True, **settings: float

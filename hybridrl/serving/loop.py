@@ -29,7 +29,6 @@ from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.launcher import Launcher
 from hybridrl.runtime.launchers import launched
 from hybridrl.serving.checkpoints import CheckpointFiles
-from hybridrl.serving.checks import check_sample
 from hybridrl.serving.history import ServerHistory
 from hybridrl.serving.prepare import PreparedServer, prepare_server
 from hybridrl.serving.ranks import ServingRanks
@@ -129,8 +128,9 @@ class Turns:
             ticket.future.set_exception(Refused(f"{model}: the session has ended"))
 
     def _take_sample(self, request: SampleRequest, future: "Future[ClientAnswer]") -> None:
-        most = check_sample(request, self.served)
-        snapshot = self._snapshot(request.weights)
+        snapshot, most = self._snapshot(request.weights), request.settings.max_tokens
+        if most is None:
+            most = self.served.max_tokens - len(request.prompt)
         snapshot.open += 1
         self.snapshots.sampled(snapshot)
         number = next(self._numbers)

@@ -103,7 +103,7 @@ def read_create_model(body: Body, model: str, info: ServedModel) -> CreateModel:
         if optional(lora, key, bool) is False:
             raise Refused(f"{key}=false: adapters are where the server has them")
     seed = integer(lora, "seed", None, -(1 << 63), (1 << 64) - 1)  # what torch takes
-    return CreateModel(model, info.lora_rank, seed)
+    return CreateModel(model, seed)
 
 
 def read_load(body: Body, info: ServedModel) -> tuple[str, bool]:
@@ -124,7 +124,7 @@ def read_load_into(body: Body, model: str, info: ServedModel) -> LoadModel:
 def read_create_from(body: Body, model: str, info: ServedModel) -> CreateModel:
     """A `load_weights` body as a request for a new model."""
     path, optimizer = read_load(body, info)
-    return CreateModel(model, info.lora_rank, source=path, optimizer=optimizer)
+    return CreateModel(model, source=path, optimizer=optimizer)
 
 
 def read_optim_step(body: Body, model: str) -> OptimStep:

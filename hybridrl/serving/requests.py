@@ -78,12 +78,11 @@ class Datum:
 class CreateModel:
     """A new model under the name `model`, or one from the path `source`.
 
-    `rank` is that of its adapter (0: all weights). With `source`, `optimizer` says whether the
-    optimizer's state is loaded as well. Answered by `Completed`.
+    With `source`, `optimizer` says whether the optimizer's state is loaded as well. Answered by
+    `Completed`.
     """
 
     model: str
-    rank: int
     seed: int | None = None
     source: str | None = None
     optimizer: bool = False

@@ -2,16 +2,17 @@
 
 from dataclasses import dataclass
 
+from hybridrl.algorithms.tinker_losses import TinkerLoss, tinker_loss
 from hybridrl.checkpoint.distributed import Progress
 from hybridrl.engines.train.optimizer_steps import AdamWSettings
 from hybridrl.serving.checkpoints import CheckpointFiles
-from hybridrl.serving.checks import check_data, checked_loss
 from hybridrl.serving.ranks import ServingRanks
 from hybridrl.serving.requests import (
     CheckpointPath,
     ClientAnswer,
     Completed,
     CreateModel,
+    Datum,
     ForwardBackward,
     LoadModel,
     LossOutputs,
@@ -74,14 +75,10 @@ class ClientTraining:
         return self.models[name]
 
     def _create(self, request: CreateModel) -> Completed:
-        name, rank = request.model, self.served.lora_rank
+        name = request.model
         if name in self.models:
             raise Refused(f"{name}: there is a model of that name")
-        if rank and request.rank != rank:
-            raise Refused(
-                f"rank={request.rank}: this server's adapters have actor.lora.rank={rank}"
-            )
-        if not rank and self.models:
+        if not self.served.lora_rank and self.models:
             other = next(iter(self.models))
             raise Refused(f"actor.lora.rank=0 serves all weights of one model, now {other}")
         if request.source is not None:
@@ -103,8 +100,7 @@ class ClientTraining:
 
     def _forward_backward(self, request: ForwardBackward) -> LossOutputs:
         model = self._model(request.model)
-        check_data(request, self.served)
-        call = GradientCall(request.model, checked_loss(request), request.backward)
+        call = GradientCall(request.model, _checked_loss(request), request.backward)
         log_probs, metrics = self.ranks.add_gradient(call, request.data)
         model.has_gradient |= request.backward
         return LossOutputs(log_probs, {"loss:sum": metrics["loss"]})
@@ -167,3 +163,37 @@ class ClientTraining:
         if error := self.ranks.ask(ServingWorker.load_model, name, folder, progress):
             raise Refused(f"{path} cannot be read: {error}")
         model.steps = steps if optimizer else 0
+
+
+def _checked_loss(request: ForwardBackward) -> TinkerLoss:
+    """The loss of a request; raises Refused for one that there is not, or that lacks inputs."""
+    widest = max((_width(datum) for datum in request.data), default=0)
+    num_targets = 0 if all(map(_is_shifted, request.data)) else widest
+    try:
+        loss = tinker_loss(request.loss, request.settings, num_targets)
+    except ValueError as error:
+        raise Refused(str(error)) from None
+    for number, datum in enumerate(request.data):
+        _check_inputs(datum, f"data[{number}]", request.loss, loss)
+    return loss
+
+
+def _width(datum: Datum) -> int:
+    return datum.targets.shape[1] if datum.targets.ndim == 2 else 1
+
+
+def _is_shifted(datum: Datum) -> bool:
+    """Whether each target is the input token behind it."""
+    return datum.targets.ndim == 1 and bool((datum.targets[:-1] == datum.tokens[1:]).all())
+
+
+def _check_inputs(datum: Datum, name: str, loss: str, wanted: TinkerLoss) -> None:
+    for key in wanted.inputs:
+        if key not in datum.inputs:
+            raise Refused(f"{name}: loss_fn={loss} needs loss_fn_inputs.{key}")
+        if datum.inputs[key].shape != datum.targets.shape:
+            shape, own = list(datum.targets.shape), list(datum.inputs[key].shape)
+            raise Refused(f"{name}: {key} is {own}, wanted {shape}, as target_tokens")
+    if unknown := sorted(datum.inputs.keys() - {*wanted.inputs}):
+        known = ", ".join(wanted.inputs)
+        raise Refused(f"{name}: loss_fn_inputs.{unknown[0]} is none of {loss}'s: {known}")

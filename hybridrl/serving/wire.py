@@ -270,7 +270,7 @@ def _read_datum(datum: Any, name: str, info: ServedModel) -> Datum:
     if targets is None:
         raise Refused(f"{name}: no target_tokens in loss_fn_inputs")
     for key, array in {"target_tokens": targets, **arrays}.items():
-        if array.ndim not in (1, 2) or len(array) != len(tokens):
+        if array.ndim not in (1, 2) or len(array) != len(tokens) or not array.size:
             wanted = f"[{len(tokens)}] or [{len(tokens)}, K], as the input"
             raise Refused(f"{name}.{key}: shape {list(array.shape)}, wanted {wanted}")
     return Datum(

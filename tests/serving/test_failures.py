@@ -50,7 +50,7 @@ def sampled(weights: str | None, number: int = 0, session: str = "s") -> SampleR
 def with_model(ranks: FakeRanks, run_dir: Path, **own: Any) -> Turns:
     """A loop with a model `a`."""
     turns = turns_of(ranks, run_dir, **own)
-    answered(turns, CreateModel("a", turns.served.lora_rank))
+    answered(turns, CreateModel("a"))
     return turns
 
 
@@ -94,7 +94,7 @@ def test_a_load_that_fails_leaves_no_gradient(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="no gradient since the last one"):
         answered(turns, STEP)
     with pytest.raises(Refused, match="cannot be read: a file is cut off"):
-        answered(turns, CreateModel("b", 4, source="tinker://a/weights/x"))
+        answered(turns, CreateModel("b", source="tinker://a/weights/x"))
     assert list(turns.clients.models) == ["a"]
 
 
@@ -126,7 +126,7 @@ def test_a_checkpoint_of_other_weights_is_neither_loaded_nor_sampled(
         with_model(ranks, tmp_path, served=replace(SERVED, **other)), Save("a", "x", "weights")
     )
     turns = with_model(ranks, tmp_path)
-    requests = sampled(path), LoadModel("a", path, False), CreateModel("b", 4, source=path)
+    requests = sampled(path), LoadModel("a", path, False), CreateModel("b", source=path)
     for request in requests:
         with pytest.raises(Refused, match=rf"^{path} has .*; this server trains adapters of tiny"):
             answered(turns, request)
@@ -183,7 +183,7 @@ def test_what_waits_for_a_model_goes_with_its_session(tmp_path: Path) -> None:
     """Other models' requests run, and no rank sees what is dropped."""
     ranks = FakeRanks()
     turns = with_model(ranks, tmp_path)
-    answered(turns, CreateModel("b", 4))
+    answered(turns, CreateModel("b"))
     waiting = [taken(turns, request) for request in (GRADIENT, STEP)]
     other = taken(turns, replace(GRADIENT, model="b"))
     answered(turns, Unload("a"))

@@ -365,7 +365,7 @@ def test_files_that_are_damaged_change_nothing(client: Client) -> None:
     """Neither weights nor moments of the model: it goes on as its twin, which loads nothing."""
     path = client.save("damaged", "weights", files=True)
     twin = Client(client.loop, "damaged-twin:train:0")
-    twin.ask(CreateModel(twin.model, 4, source=path, optimizer=True))
+    twin.ask(CreateModel(twin.model, source=path, optimizer=True))
     state = folder_of(client.loop, path) / "state"
     largest = max(state.iterdir(), key=lambda file: file.stat().st_size)
     for file in (largest, state / ".metadata"):
@@ -462,28 +462,13 @@ def test_a_wrong_loss_is_refused_in_one_line(client: Client, loss: str) -> None:
 
 
 def test_what_cannot_be_is_refused_before_a_rank_sees_it(client: Client) -> None:
-    ones, most = [1.0] * 6, client.loop.info.max_tokens
-    too_long = [1] * (most + 2)
     for line, request in {
-        "data is empty": ForwardBackward(client.model, (), "cross_entropy", {}, True),
-        rf"data\[0\] has {most + 1} tokens, wanted 1 to {most}": ForwardBackward(
-            client.model, (shifted(too_long, weights=[1] * (most + 1)),), "cross_entropy", {}, True
-        ),
-        r"data\[0\] has the token 999, the vocabulary": ForwardBackward(
-            client.model, (shifted([999, *TOKENS[1:]], weights=ones),), "cross_entropy", {}, True
-        ),
         "nobody: there is no such model": OptimStep("nobody", 1e-3, 0.9, 0.9, 1e-8, 0, 0),
-        r"rank=8: this server's adapters have actor\.lora\.rank=4": CreateModel("other", 8),
-        ".*there is a model of that name": CreateModel(client.model, 4),
+        ".*there is a model of that name": CreateModel(client.model),
         "tinker://a/weights/b: there is no such checkpoint": CreateModel(
-            "other", 4, source="tinker://a/weights/b"
+            "other", source="tinker://a/weights/b"
         ),
         "'x': wanted tinker": client.request("x", TOKENS, max_tokens=1),
-        "the prompt has 0 tokens": client.request(None, [], max_tokens=1),
-        rf"max_tokens={most}: wanted 1 to {most - 7} behind a prompt of 7": client.request(
-            None, TOKENS, max_tokens=most
-        ),
-        r"temperature=-1\.0: wanted 0 or above": client.request(None, TOKENS, temperature=-1.0),
     }.items():
         with pytest.raises(Refused, match=f"^{line}"):
             client.ask(request)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -500,6 +501,30 @@ def test_a_wrong_sample_fails_alone(facts: dict[str, Any], line: str) -> None:
             assert len(backend.of_model(SampleRequest)) == 1
 
     run(story)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shape", "line"),
+    [
+        ([], [], "data: empty, wanted one datum or more"),
+        ([1] * 65, [65], "data[0]: 65 tokens, wanted 1 to 64"),
+        ([1, 32], [2], "data[0].model_input: token 32, wanted 0 to 31"),
+        ([1, 2], [2, 0], "data[0].target_tokens: shape [2, 0], wanted [2] or [2, K]"),
+        ([1, 2], [1], "data[0].target_tokens: shape [1], wanted [2] or [2, K]"),
+    ],
+)
+def test_a_wrong_datum_is_refused(tokens: list[int], shape: list[int], line: str) -> None:
+    """Before its turn, in a line; none of it is checked again."""
+    body = wire.MESSAGES["ForwardBackwardRequest"](model_id="m", seq_id=1, loss_fn="cross_entropy")
+    if tokens:
+        datum = body.data.add()
+        datum.model_input.add().encoded_text.tokens = np.asarray(tokens, np.int32).tobytes()
+        target = datum.loss_fn_inputs["target_tokens"]
+        target.dense, target.dtype = np.ones(math.prod(shape), np.int32).tobytes(), 3
+        target.shape.extend(shape)
+    with pytest.raises(Refused) as refused:
+        wire.read_forward_backward(body, INFO)
+    assert str(refused.value).startswith(line)
 
 
 def test_settings_of_samples_are_the_clients() -> None:

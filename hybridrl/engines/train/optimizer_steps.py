@@ -69,11 +69,8 @@ class SteppedShards(ModelShards):
         """One optimizer step of the gradient that is there, which is gone afterwards. Collective.
 
         Returns the same metrics on all ranks: `grad_norm` (before clipping), `lr`, and `bad_step`,
-        1.0 where the gradient is not finite, so that no rank steps. Raises ValueError without a
-        gradient.
+        1.0 where the gradient is not finite, so that no rank steps.
         """
-        if all(parameter.grad is None for parameter in self.trained_parameters()):
-            raise ValueError("optim_step: no gradient since the last one; call forward_backward")
         if self.dims.config.num_chunks > 1:
             sum_tied(self.chunks, self.dims)
         gradients, square = local_gradients(self.chunks, self.dims)
