@@ -38,8 +38,11 @@ class Task:
     data: tuple[str, ...]  # Hydra overrides
     prompts_per_step: int = 32
 
-    def config(self, model: Path, run_dir: Path) -> Config:
-        """The run of our side: GRPO on two ranks of one thread, every group trained on."""
+    def config(self, model: Path, run_dir: Path, *more: str) -> Config:
+        """The run of our side: GRPO on two ranks of one thread, every group trained on.
+
+        Further overrides are `more`.
+        """
         return make_config(
             *self.data,
             f"model.path={model}",
@@ -60,6 +63,7 @@ class Task:
             "cluster.threads_per_rank=1",
             "telemetry.progress=false",
             "telemetry.report=false",
+            *more,
         )
 
     def prompts(self, model: Path) -> Iterator[Item]:

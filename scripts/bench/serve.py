@@ -1,0 +1,63 @@
+"""Tokens/s of GRPO by a client of `hybridrl serve` against `hybridrl train recipe=grpo`, in turns.
+
+    make bench-serve
+
+The client uses Tinker's SDK in a process of its own, so that its work counts. Both sides have the
+same starting weights, prompts, draws, ranks and optimizer, and so the same responses:
+`response_tokens_mean` and `baseline_response_tokens_mean` are equal but for near-ties.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from blocks import in_turns
+from lines import line, show
+from tasks import TASKS
+
+HERE = Path(__file__).parent
+WARM_UP = 2
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print a line for each rank of adapters."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="of a block")
+    parser.add_argument("--prompts", type=int, default=32, help="of a step; 8 samples each")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--lora", type=int, nargs="+", default=[8, 0], help="0: all weights")
+    parser.add_argument("--cache", type=Path, default=Path(".cache/bench"))
+    parser.add_argument("--python", default=sys.executable, help="one that has Tinker's SDK")
+    args = parser.parse_args(argv)
+    model = TASKS["short"].model(args.cache)
+    for lora in args.lora:
+        rest = [str(model), f"--prompts={args.prompts}", f"--ranks={args.ranks}", f"--lora={lora}"]
+        commands = {
+            name: [args.python, str(HERE / "serve_sides.py"), name, *rest]
+            for name in ("served", "run")
+        }
+        blocks = in_turns(commands, args.rounds, args.steps, WARM_UP)
+        per_s = {
+            name: [one["samples_per_s"] * one["response_tokens_mean"] for one in own]
+            for name, own in blocks.items()
+        }
+        tokens = {
+            name: round(fmean(one["response_tokens_mean"] for one in own), 1)
+            for name, own in blocks.items()
+        }
+        show(
+            line(
+                f"served_tokens_per_s_{f'lora{lora}' if lora else 'all_weights'}",
+                "tokens/s", "higher", per_s["served"], per_s["run"],
+                steps_per_block=args.steps, ranks=args.ranks,
+                response_tokens_mean=tokens["served"],
+                baseline_response_tokens_mean=tokens["run"],
+            )
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

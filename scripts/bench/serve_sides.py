@@ -1,0 +1,158 @@
+"""The sides of `make bench-serve`: a run of `recipe=grpo`, and the same loop by Tinker's SDK."""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blocks import Blocks
+from our_side import take_turns
+from tasks import CLIP_HIGH, CLIP_LOW, GROUP_SIZE, LEARNING_RATE, TASKS, Task, score
+from transformers import AutoTokenizer
+
+from hybridrl.algorithms.advantages import group_relative
+from hybridrl.data import Item
+
+
+def run(task: Task, model: Path, settings: Sequence[str]) -> None:
+    """Let `hybridrl train` take blocks of steps."""
+    take_turns(lambda run_dir: task.config(model, run_dir, *settings), Blocks())
+
+
+@contextmanager
+def server(task: Task, model: Path, settings: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Start `hybridrl serve` in a process; what its clients need to know, by name."""
+    config = task.config(model, Path("unused"))
+    own = [
+        f"model.path={model}",
+        f"data.max_prompt_tokens={config.data.max_prompt_tokens}",
+        f"rollout.max_new_tokens={task.max_new_tokens}",
+        "cluster.threads_per_rank=1",
+        "serve.port=0",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "hybridrl.cli", "serve", *own, *settings]
+        process = subprocess.Popen(
+            [*command, f"run.dir={folder}/run"], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        try:
+            _, exports = process.stdout.readline(), process.stdout.readline()
+            yield dict(word.split("=", 1) for word in exports.split()[1:])
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def result(future: Any) -> Any:
+    """What the SDK answers, of which some versions give futures."""
+    return future.result() if hasattr(future, "result") else future
+
+
+def served(task: Task, model: Path, lora: int, settings: Sequence[str]) -> None:
+    """Take blocks of steps by Tinker's SDK."""
+    import tinker
+
+    blocks, tokenizer = Blocks(), AutoTokenizer.from_pretrained(model)
+    prompts = enumerate(task.prompts(model))
+    with server(task, model, settings) as exports:
+        os.environ |= exports
+        service = tinker.ServiceClient()
+        training = result(
+            service.create_lora_training_client(base_model=str(model), rank=lora or 8)
+        )
+        goes_on = blocks.begin()
+        while goes_on:
+            step = list(islice(prompts, task.prompts_per_step))
+            goes_on = blocks.after_step(grpo_step(training, task, step, tokenizer))
+        result(service.close())
+
+
+def grpo_step(
+    training: Any, task: Task, prompts: Sequence[tuple[int, Item]], tokenizer: Any
+) -> list[int]:
+    """One step of GRPO on prompts by their positions, as `recipe=grpo` makes it; the lengths."""
+    from tinker import types
+
+    # generate: `seed` makes the draws those of the prompt in a run
+    sampler = result(training.save_weights_and_get_sampling_client())
+    asked = [
+        sampler.sample(
+            types.ModelInput.from_ints(list(item.prompt_ids)),
+            GROUP_SIZE,
+            types.SamplingParams(max_tokens=task.max_new_tokens, temperature=1.0, seed=position),
+        )
+        for position, item in prompts
+    ]
+    # score, compare within groups
+    responses = []
+    for (_, item), samples in zip(prompts, map(result, asked), strict=True):
+        texts = tokenizer.batch_decode([x.tokens for x in samples.sequences])
+        advantages = group_relative([score(text, item.answer) for text in texts])
+        responses += [
+            (list(item.prompt_ids), x, advantage)
+            for x, advantage in zip(samples.sequences, advantages, strict=True)
+        ]
+    # update: a mean over tokens
+    lengths = [len(sequence.tokens) for _, sequence, _ in responses]
+    data = [
+        datum(prompt, sequence, advantage / sum(lengths))
+        for prompt, sequence, advantage in responses
+    ]
+    clip = {"clip_low_threshold": 1 - CLIP_LOW, "clip_high_threshold": 1 + CLIP_HIGH}
+    adam = types.AdamParams(
+        learning_rate=LEARNING_RATE, beta1=0.9, beta2=0.95, eps=1e-8, grad_clip_norm=1.0
+    )
+    loss = training.forward_backward(data, "ppo", loss_fn_config=clip)
+    stepped = training.optim_step(adam)
+    result(loss)
+    result(stepped)
+    return lengths
+
+
+def datum(prompt: list[int], sequence: Any, advantage: float) -> Any:
+    """A response behind its prompt, with what it was drawn with and its tokens' advantage."""
+    from tinker import types
+
+    tokens = [*prompt, *sequence.tokens]
+    before, inputs = len(prompt) - 1, np.zeros((2, len(tokens) - 1), np.float32)
+    inputs[0, before:], inputs[1, before:] = sequence.logprobs, advantage
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData.from_numpy(np.asarray(tokens[1:])),
+            "logprobs": types.TensorData.from_numpy(inputs[0]),
+            "advantages": types.TensorData.from_numpy(inputs[1]),
+        },
+    )
+
+
+def main() -> None:
+    """Parse and run blocks of steps."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("side", choices=["run", "served"])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--prompts", type=int)
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--lora", type=int)
+    args = parser.parse_args()
+    task = replace(TASKS["short"], prompts_per_step=args.prompts)
+    settings = [
+        "cluster=processes", f"cluster.ranks={args.ranks}", f"actor.lora.rank={args.lora}",
+    ]  # fmt: skip
+    if args.side == "run":
+        run(task, args.model, settings)
+    else:
+        served(task, args.model, args.lora, settings)
+
+
+if __name__ == "__main__":
+    main()
