@@ -1,7 +1,7 @@
 """`hybridrl.train` from Python, and the example notebook, cell by cell."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +49,39 @@ def test_the_example_notebook(
 ) -> None:
     """As Jupyter runs it, but with a shorter run; `train_here` has the ranks' processes ready."""
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
-        if cell["cell_type"] == "code":
-            source = "".join(cell["source"])
-            source = source.replace('"trainer.steps=40"', ", ".join(map(repr, SHORT)))
-            exec(source.replace("num_samples=4", 'num_samples=4", "data.eval_size=4'), names)
+    names = run_cells(cell for cell in code_cells() if "import tinker" not in cell)
     assert names["result"].run_dir == tmp_path / "runs" / "notebook"
     lines = read_lines(tmp_path / "runs" / "notebook" / "metrics.jsonl")
     assert len(names["result"].metrics) == len({line["step"] for line in lines}) == 4
     assert (tmp_path / "runs" / "notebook" / ".hydra" / "config.yaml").is_file()
     assert 0 <= names["sampled"].summary["eval/main/pass@4"] <= 1
+
+
+@pytest.mark.tinker
+def test_the_example_notebook_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_here: Callable[..., Any]
+) -> None:
+    """The cell with Tinker's SDK, on the model of the run."""
+    pytest.importorskip("tinker")
+    monkeypatch.chdir(tmp_path)
+    first, *_, evaluates, serves = code_cells()
+    assert "import tinker" in serves
+    names = run_cells([first, evaluates, serves])
+    assert names["losses"][-1] < names["losses"][0] / 10
+    assert names["training"].get_tokenizer().decode(names["drawn"].sequences[0].tokens) == "cba"
+    assert (tmp_path / "runs" / "served" / "api_key").is_file()
+
+
+def code_cells() -> list[str]:
+    """The notebook's cells of code."""
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def run_cells(cells: Iterable[str]) -> dict[str, Any]:
+    """Run cells with a short training; the names that they leave."""
+    names: dict[str, Any] = {}
+    for cell in cells:
+        source = cell.replace('"trainer.steps=40"', ", ".join(map(repr, SHORT)))
+        exec(source.replace("num_samples=4", 'num_samples=4", "data.eval_size=4'), names)
+    return names

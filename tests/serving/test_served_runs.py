@@ -1,10 +1,11 @@
 """Servers against `hybridrl train`, and several clients at once against each alone."""
 
+import asyncio
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
+from itertools import groupby, permutations
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,19 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
-from served_loops import Client, folder_of, serving, shifted
+from served_loops import ADAM, Client, folder_of, serving, shifted
 
 from hybridrl.config import Config
 from hybridrl.serving.loop import ServeLoop
-from hybridrl.serving.requests import ServerFailed
+from hybridrl.serving.requests import (
+    ClientRequest,
+    CreateModel,
+    ForwardBackward,
+    OptimStep,
+    Save,
+    ServerFailed,
+    Unload,
+)
 from hybridrl.system.activity import file_of, read
 
 ONE_RANK = ["cluster=processes", "cluster.ranks=1", "data.max_prompt_tokens=24"]
@@ -106,6 +115,88 @@ def test_three_clients_at_once_are_each_as_alone(
         with pytest.raises(ServerFailed, match=r"^rank \d of 2"):
             client.sample(None, TOKENS, max_tokens=1)
         assert loop.failure.result(0).startswith("rank ")
+
+
+Program = Generator[list[ClientRequest], list[Any], list[Any]]
+
+
+@pytest.mark.layouts
+def test_programs_that_run_again_are_equal_bit_for_bit(
+    make_config: Callable[..., Config], tiny_run: list[str], tmp_path: Path
+) -> None:
+    """Strict, on two ranks, against a fresh server: whatever the order of three clients' calls.
+
+    Tokens, log-probabilities, metrics and files are those of each client alone. Samples are parked
+    every two steps where clients are together.
+    """
+    settings = [
+        *tiny_run,
+        *ONE_RANK,
+        "cluster.ranks=2",
+        "actor.lora.rank=4",
+        "deterministic=strict",
+    ]
+    with serving(make_config(*settings, f"run.dir={tmp_path / 'alone'}")) as loop:
+        alone = {number: _in_rounds(loop, [number])[number] for number in range(3)}
+    settings += ["serve.patience_s=0", "rollout.decode_steps=2"]
+    with serving(make_config(*settings, f"run.dir={tmp_path / 'together'}")) as loop:
+        for order in permutations(range(3)):
+            assert _in_rounds(loop, order) == alone
+
+
+def _in_rounds(loop: ServeLoop, order: Sequence[int]) -> dict[int, list[Any]]:
+    """What the programs of clients end with, who ask in this order in each round of calls."""
+    programs = {number: _program(loop, number) for number in order}
+    ended: dict[int, list[Any]] = {}
+
+    async def rounds() -> None:
+        answers: dict[int, list[Any]] = {}
+        while len(ended) < len(programs):
+            asked = {}
+            for number in [n for n in programs if n not in ended]:
+                try:
+                    requests = programs[number].send(answers.get(number))
+                except StopIteration as stopped:
+                    ended[number] = stopped.value
+                else:
+                    asked[number] = asyncio.gather(*map(loop.submit, requests))
+            answers = {number: await answer for number, answer in asked.items()}
+
+    asyncio.run(rounds())
+    return ended
+
+
+def _program(loop: ServeLoop, number: int) -> Program:
+    """Two steps on a client's own samples; every bit that it is answered with, and of its files."""
+    client, bits = Client(loop, f"client-{number}:train:0", number), list[Any]()
+    yield [CreateModel(client.model, seed=number)]
+    prompts = [TOKENS[: 2 + number], TOKENS[3:]]
+    for step in range(2):
+        (saved,) = yield [Save(client.model, str(step), "sampler_weights", files=False)]
+        answers = yield [
+            client.request(saved.path, prompt, 3, max_tokens=12, prompt_logprobs=True)
+            for prompt in prompts
+        ]
+        data = []
+        for prompt, samples in zip(prompts, answers, strict=True):
+            bits.append(samples.prompt_logprobs.tobytes())
+            for sample in samples.sequences:
+                bits += sample.tokens.tolist(), sample.logprobs.tobytes()
+                whole = [*prompt, *sample.tokens.tolist()]
+                data.append(shifted(whole, weights=[1] * (len(whole) - 1)))
+        for part in (data[:4], data[4:]):
+            (loss,) = yield [ForwardBackward(client.model, tuple(part), "cross_entropy", {}, True)]
+            bits += [loss.metrics, *(scores.tobytes() for scores in loss.logprobs)]
+        (stepped,) = yield [OptimStep(client.model, **ADAM)]
+        bits.append(stepped.metrics)
+    (saved,) = yield [Save(client.model, "final", "weights", overwrite=True)]
+    folder = folder_of(loop, saved.path)
+    bits += [(folder / name).read_bytes() for name in FILES]
+    yield [Unload(client.model)]
+    return bits
+
+
+FILES = "model.safetensors", "adapter/adapter_model.safetensors"
 
 
 @pytest.mark.layouts
