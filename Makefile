@@ -285,6 +285,9 @@ bench-plan-search: $(BIN)/.core  ## seconds of the search for a mapping on 128 a
 bench-roofline: $(BIN)/.dev  ## predicted decode steps and GRPO phases on H100s, by the roofline of dry runs' operators
 	@$(KEEP) roofline scripts/bench/roofline.py $(ARGS)
 
+bench-serve: $(BIN)/.core .cache/tinker/bin/.installed  ## GRPO by a client of `hybridrl serve` against `hybridrl train`, in tokens per second
+	@$(KEEP) serve scripts/bench/serve.py --python .cache/tinker/bin/python $(ARGS)
+
 bench-vllm: $(BIN)/.vllm  ## vLLM against the native engine, its own sampler and its own way to load weights
 	@$(KEEP) vllm scripts/bench/vllm_engine.py $(ARGS)
 

@@ -189,6 +189,19 @@ def test_end_to_end(task: str, other: str, tmp_path: Path) -> None:
     assert record["baseline_response_tokens_mean"] > 0
 
 
+@pytest.mark.tinker
+def test_a_served_loop_against_a_run(tmp_path: Path) -> None:
+    """Both sides draw the same responses, with untrained weights as above."""
+    pytest.importorskip("tinker")
+    name = f"short-{load('tasks').TASKS['short'].warm_start_steps}"
+    make_tiny_model(tmp_path / name, TinyModelConfig(hidden_size=32, num_layers=1), seed=0)
+    small = ("--rounds=1", "--steps=1", "--prompts=2", "--ranks=1", "--lora=8")
+    lines = records("serve.py", "--cache", str(tmp_path), *small)
+    record = lines["served_tokens_per_s_lora8"]
+    assert record["unit"] == "tokens/s"
+    assert record["response_tokens_mean"] == record["baseline_response_tokens_mean"] > 0
+
+
 @pytest.mark.slow  # most of a minute
 def test_the_longest_sequence_at_a_fixed_memory() -> None:
     """Counted, not timed: cp 2 holds nearly twice as many tokens, and chunks more of them, too."""
