@@ -73,7 +73,6 @@ def served(task: Task, model: Path, lora: int, settings: Sequence[str]) -> None:
         while goes_on:
             step = list(islice(prompts, task.prompts_per_step))
             goes_on = blocks.after_step(grpo_step(training, task, step, tokenizer))
-        result(service.close())
 
 
 def grpo_step(
