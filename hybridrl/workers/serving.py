@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -390,8 +390,7 @@ def _shaped(log_probs: torch.Tensor, targets: TokenIds) -> Floats:
 
 def _request_of(sample: Request) -> int:
     """The number of the client's request that a `DrawnSample` belongs to."""
-    number, _ = sample.id  # type: ignore[misc]
-    return number
+    return cast(tuple[int, int], sample.id)[0]
 
 
 def _drawn(output: Output) -> DrawnResponse:
