@@ -20,7 +20,7 @@ from hybridrl.models.weight_files import first_few, open_file, weight_files
 
 _PREFIXES = ("model.visual.", "visual.")
 """Before the names of a tower's tensors in files."""
-_KEPT_BYTES = 1 << 28
+KEPT_BYTES = 1 << 28
 """Features that a process keeps of images seen lately: those of a step's prompts are used again by
 each of its samples and stages."""
 
@@ -61,7 +61,7 @@ class VisionTower:
         features = torch.stack([outputs.pooler_output, *deep], 1)
         self._kept[key] = features
         self._kept_bytes += features.nbytes
-        while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
+        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
             _, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= oldest.nbytes
         return features
