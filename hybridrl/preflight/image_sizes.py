@@ -1,6 +1,5 @@
 """Sizes of prompts' images on a rank."""
 
-import torch
 from transformers import PretrainedConfig
 
 from hybridrl.config import Config, Device, RolloutLayoutConfig, TrainLayoutConfig
@@ -34,9 +33,9 @@ def image_sizes(
     formats = list(dict.fromkeys(formats))
     on_cpu = config.cluster.device is Device.cpu
 
-    def kept(dtype: torch.dtype) -> int:
+    def kept(itemsize: int) -> int:
         """Of all prompts of the run, where that is less than the limit."""
-        of_prompt = pads * tower.features * dtype.itemsize
+        of_prompt = pads * tower.features * itemsize
         return min(KEPT_BYTES, of_prompt * num_prompts(config))
 
     def of_rows(layout: TrainLayoutConfig | RolloutLayoutConfig, batches: int) -> int:
@@ -50,7 +49,7 @@ def image_sizes(
     embedded = prefill * shape.hidden_size  # a second time, with features in place of pads
     return ImageSizes(
         tower=tower.parameters * sum(dtype.itemsize for dtype in formats),
-        kept=sum(map(kept, formats)),
+        kept=sum(kept(dtype.itemsize) for dtype in formats),
         computing=max(
             tower_activations(shape, pads * tower.patches_per_pad, dtype=dtype, on_cpu=on_cpu)
             for dtype in formats

@@ -192,7 +192,7 @@ def test_mamba_adds_the_changes_of_its_states():
 def test_a_tower_equals_torchs_count(family, deep, grid):
     tower = {
         "depth": 3, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "patch_size": 4,
-        "out_hidden_size": 64, "num_position_embeddings": 16,
+        "out_hidden_size": 64, "num_position_embeddings": 256,
     }  # fmt: skip
     tower |= {} if deep is None else {"deepstack_visual_indexes": deep}
     whole = AutoConfig.for_model(family, text_config=SIZES, vision_config=tower)
