@@ -5,13 +5,14 @@ import pytest
 import torch
 
 from hybridrl.config import Config, compose
-from hybridrl.costs.memory import MemoryPlan
+from hybridrl.costs.memory import MemoryPhase, MemoryPlan
 from hybridrl.engines.rollout.kept_ids import KeptIds
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.truncated import kept_rows
 from hybridrl.models.image_text import meta_tower
 from hybridrl.models.shape import model_shape
 from hybridrl.models.tower_sizes import tower_activations
+from hybridrl.preflight.memory_advice import advice
 from hybridrl.preflight.memory_inputs import LongestInputs
 from hybridrl.preflight.memory_plan import Room, plan_run
 from hybridrl.preflight.prepare import build_recipe
@@ -94,3 +95,11 @@ def test_kept_ids_have_the_bytes_of_their_tensors() -> None:
     assert sizes["train actor"]["kept ids of rows"] == (of_rank + 1) * rows.nbytes
     without = config_of("model=tiny", "rollout.top_k=20", "rollout.sampling_replay=off")
     assert not {"kept ids of samples", "kept ids of rows"} & owners(plan(without))
+
+
+@pytest.mark.parametrize("phase", ["train actor", "score reference", "prefill"])
+def test_advice_names_what_images_and_kept_ids_depend_on(phase: str) -> None:
+    config = config_of("experiment=shapes_tiny")
+    images = MemoryPhase(phase, {"images being read": 9, "kept ids of rows": 5})
+    wanted = "a smaller data.max_prompt_tokens or trainer.prompts_per_step; a smaller rollout.top_k"
+    assert advice(config, images, "actor") == wanted
