@@ -34,7 +34,7 @@ def image_sizes(
     on_cpu = config.cluster.device is Device.cpu
 
     def kept(itemsize: int) -> int:
-        """Of all prompts of the run, where that is less than the limit."""
+        """Return the features of all prompts of the run, or the limit where that is less."""
         of_prompt = pads * tower.features * itemsize
         return min(KEPT_BYTES, of_prompt * num_prompts(config))
 

@@ -39,14 +39,15 @@ from hybridrl.models.stages import prepare_training, whole
 from hybridrl.models.tiny import make_tiny_model
 
 CPU = torch.device("cpu")
-HYBRID = {"num_layers": 4, "attention_interval": 4}
-"""The keys of `model=tiny_hybrid`, over those of `model=tiny`."""
 
 
-def model_of(attention: str, longest: int, **keys: int) -> PreTrainedModel:
-    """A tiny model of these keys with random weights."""
+def model_of(attention: str, longest: int, hybrid: bool) -> PreTrainedModel:
+    """`model=tiny_hybrid` or `model=tiny`, with random weights."""
+    config = TinyModelConfig(max_positions=longest)
+    if hybrid:
+        config.num_layers = config.attention_interval = 4
     with tempfile.TemporaryDirectory() as folder:
-        make_tiny_model(folder, TinyModelConfig(max_positions=longest, **keys), seed=0)
+        make_tiny_model(folder, config, seed=0)
         return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
 
 
@@ -109,7 +110,7 @@ class Training:
         self.packed.zero_grad()
 
     def tokens_per_s(self) -> float:
-        """Of one row."""
+        """Measure one row."""
         return self.tokens / seconds(self._step)
 
 
@@ -131,7 +132,7 @@ class Chunks:
         self.compute(x).square().mean().backward()
 
     def tokens_per_s(self) -> float:
-        """Of one batch."""
+        """Measure one batch."""
         return self.shape[0] * self.shape[1] / seconds(self._step)
 
 
@@ -186,12 +187,12 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
     longest = max(args.tokens) + 64
-    hybrid = model_of("eager", longest, **HYBRID)
-    dense = model_of("eager", longest)
+    hybrid = model_of("eager", longest, hybrid=True)
+    dense = model_of("eager", longest, hybrid=False)
     sizes = args.rows, args.new
     compare("decode", Decoding(hybrid, *sizes), Decoding(dense, *sizes), args.rounds)
-    trained = model_of(packed_attention.NAME, longest, **HYBRID)
-    attending = model_of(packed_attention.NAME, longest)
+    trained = model_of(packed_attention.NAME, longest, hybrid=True)
+    attending = model_of(packed_attention.NAME, longest, hybrid=False)
     compare("train", Training(trained, args.rows), Training(attending, args.rows), args.rounds)
     ours, theirs = (Chunks(copy.deepcopy(hybrid), own, args.rows, 12) for own in (True, False))
     compare("chunks", ours, theirs, args.rounds)
@@ -201,9 +202,11 @@ def main() -> None:
             {"ours": partial(parking.run, True), "theirs": partial(parking.run, False)},
             args.rounds,
         )
-        copied = {"bytes": parking.bytes, "state_bytes": parking.state_bytes}
-        times = measured["ours"], measured["theirs"]
-        show(line(f"hybrid/park_{tokens}", "ms", "lower", *times, **copied))
+        record = line(
+            f"hybrid/park_{tokens}", "ms", "lower", measured["ours"], measured["theirs"],
+            bytes=parking.bytes, state_bytes=parking.state_bytes,
+        )  # fmt: skip
+        show(record)
 
 
 if __name__ == "__main__":

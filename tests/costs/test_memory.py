@@ -472,15 +472,15 @@ def test_a_tower_stays_and_no_phase_computes_while_it_does(device: str) -> None:
 
 def test_a_cache_leaves_room_for_images() -> None:
     """On a GPU that it would fill: as many bytes less, in whole tokens."""
-    beside = 5_900 + 80 + 10_000 - 700
-    assert reserved_bytes(WITH_IMAGES, ()) == beside
+    reserved = 5_900 + 80 + 10_000 - 700
+    assert reserved_bytes(WITH_IMAGES, ()) == reserved
     run = replace(RUN, generation=replace(RUN.generation, most=10**9))
     plain, images = (
         plan_memory(own, "cuda", CAPACITY, 0) for own in (run, replace(run, images=IMAGES))
     )
     assert plain.cache_tokens is not None
     assert images.cache_tokens is not None
-    assert plain.cache_tokens - images.cache_tokens == pytest.approx(beside / (10 + 5), abs=1)
+    assert plain.cache_tokens - images.cache_tokens == pytest.approx(reserved / (10 + 5), abs=1)
     prefill = next(phase for phase in images.phases if phase.name == "prefill")
     assert prefill.total <= CAPACITY
 

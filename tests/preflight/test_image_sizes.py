@@ -39,7 +39,7 @@ def owners(plan: MemoryPlan) -> set[str]:
 
 
 def test_a_tower_and_its_features_are_in_the_plan() -> None:
-    """Of pictures that may take the whole prompt of 32 tokens; a pad has features of two layers."""
+    """Pictures may take the whole prompt of 32 tokens; a pad has features of two layers."""
     config = config_of("experiment=shapes_tiny")
     shape, sizes = model_shape(config.model), {p.name: p.sizes for p in plan(config).phases}
     tower = 4 * sum(x.numel() for x in meta_tower(shape).parameters())
