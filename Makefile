@@ -240,6 +240,9 @@ bench-turns: $(BIN)/.core  ## conversations held between turns against lockstep,
 bench-moe: $(BIN)/.core  ## mixtures of experts: the gap with and without router replay, a step under ep
 	@$(KEEP) moe scripts/bench/moe.py $(ARGS)
 
+bench-hybrid: $(BIN)/.core  ## a hybrid against a dense model, its chunks, and parking by states against a prefill
+	@$(KEEP) hybrid scripts/bench/hybrid.py $(ARGS)
+
 bench-placement: $(BIN)/.core  ## PPO with the critic on separate ranks against all roles on all ranks
 	@$(KEEP) placement scripts/bench/placement.py $(ARGS)
 

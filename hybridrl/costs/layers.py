@@ -80,12 +80,16 @@ class LayerWork:
 
     @classmethod
     def of(cls, shape: ModelShape, tp: int = 1, adapters: int = 0) -> "LayerWork":
-        """The work of one of `tp` ranks; with `adapters` these parameters alone are trained."""
+        """The work of one of `tp` ranks; with `adapters` these parameters alone are trained.
+
+        Of a hybrid it is that of a layer on average.
+        """
         trained = adapters or shape.active_layer_parameters
+        of_states = shape.recurrent.state_flops / shape.layers if shape.recurrent else 0
         return cls(
-            flops=2 * (shape.active_layer_parameters + adapters) / tp,
+            flops=(2 * (shape.active_layer_parameters + adapters) + of_states) / tp,
             trained_flops=2 * trained / tp,
-            pair_flops=4 * shape.heads * shape.features / tp,
+            pair_flops=4 * shape.heads * shape.features * shape.attending / shape.layers / tp,
         )
 
 

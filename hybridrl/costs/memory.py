@@ -17,13 +17,15 @@ them (`MemoryPlan.staying`). Ranks on CPUs keep all of it: there the training st
 and the generation weights are in each phase. A pool of ranks without the actor neither switches nor
 generates. Keys and values of conversations that give way are in host memory, on CPUs in the phases
 of generation. For ranks on GPUs they count apart, with weights and moments of the roles that wait
-there (`MemoryPlan.on_host`). So do pushed weights (`costs.push_memory`).
+there (`MemoryPlan.on_host`). So do pushed weights (`costs.push_memory`). A model that reads images
+has its tower in all phases but the first loads (`costs.image_memory`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from hybridrl.costs.generation_memory import GenerationSizes
+from hybridrl.costs.image_memory import ImageSizes
 from hybridrl.costs.push_memory import ADAPTERS, LOADED, PACKED, ReceivedSizes, SentSizes
 from hybridrl.costs.train_memory import MASTER, MOMENTS, TrainSizes
 
@@ -31,6 +33,7 @@ GIB = 2**30
 TOGETHER = "together"
 WAITING = "keys and values of waiting conversations"
 SCORING = "scoring weights"
+KEPT_IDS, KEPT_ID_ROWS = "kept ids of samples", "kept ids of rows"
 FILE = 2
 """Bytes of a parameter in a file of bfloat16 weights."""
 LEFT_FOR = {
@@ -42,10 +45,25 @@ LEFT_FOR = {
 
 @dataclass(frozen=True, slots=True)
 class ScoringSizes:
-    """A role that only scores, in bytes: its weights, and the activations of a row."""
+    """A role that only scores, in bytes: its weights, and the activations of a row.
+
+    `kept_ids` are those of all rows of a call (`KeptIdSizes`).
+    """
 
     weights: int
     activations: int
+    kept_ids: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KeptIdSizes:
+    """The ids that truncated sampling has kept (`rollout.sampling_replay`), in bytes.
+
+    Those of a step's `samples` are on the host, those of all rows of an update on the device.
+    """
+
+    samples: int = 0
+    trained: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +86,10 @@ class PoolSizes:
     """Weights that the pool pushes to instances on ranks of their own."""
     received: ReceivedSizes | None = None
     """Weights that come so, where the pool generates alone."""
+    images: ImageSizes | None = None
+    """Images of prompts, for a model that reads them."""
+    kept_ids: KeptIdSizes = KeptIdSizes()
+    """The ids that truncated sampling has kept, where training knows them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,20 +254,25 @@ def _serves(run: PoolSizes, room: int, plan: MemoryPlan) -> bool:
     if run.generation is None:
         return True
     alone = room - run.generation.weights - run.generation.buckets
-    return run.generation.serves(alone - reserved_for_staying(run, plan.staying), alone)
+    images = reserved_bytes(run, ())
+    return run.generation.serves(alone - reserved_bytes(run, plan.staying), alone - images)
 
 
-def reserved_for_staying(run: PoolSizes, staying: Collection[str]) -> int:
-    """Bytes that the KV cache leaves to roles that stay: their state, and what saving takes.
+def reserved_bytes(run: PoolSizes, staying: Collection[str]) -> int:
+    """Bytes that the KV cache leaves to images and to roles that stay.
 
-    A checkpoint may be written while samples wait for their next step.
+    These have their state, and what saving takes: a checkpoint may be written while samples wait
+    for their next step.
     """
-    if not staying or run.generation is None:
+    if run.generation is None:
         return 0
+    images = run.images.beside_cache(run.generation.prefill) if run.images else 0
+    if not staying:
+        return images
     trained = [run.trained[role] for role in staying]
     saved = max(sum(sizes.saving().values()) for sizes in trained)
     states = sum(sum(sizes.state.values()) for sizes in trained)
-    return states + max(0, saved - run.generation.idle)
+    return images + states + max(0, saved - run.generation.idle)
 
 
 def _planned(
@@ -258,14 +285,25 @@ def _planned(
 ) -> MemoryPlan:
     """The plan where `staying` are never offloaded; with the largest moments of `updates`."""
     stays: dict[str, int] = {}
+    images = run.images.stays if run.images else {}
+    samples = {KEPT_IDS: run.kept_ids.samples}
     if device == "cpu":
         base = run.received.stays if run.received else {}
         stored = run.sent.stored if run.sent else {}
         stays = _total(_states(run, run.trained), _scoring_weights(run), base, stored)
+        stays = _total(stays, images, samples)
 
     def of_others(*roles: str) -> dict[str, int]:
         """What stays of other roles than these."""
-        return {} if stays else _states(run, [role for role in staying if role not in roles])
+        if stays:
+            return {}
+        return _total(images, _states(run, [role for role in staying if role not in roles]))
+
+    def reading(features: str, activations: int) -> Mapping[str, int]:
+        """What the images of a phase take more than its activations."""
+        if run.images is None:
+            return {}
+        return run.images.reading(getattr(run.images, features), activations)
 
     phases = []
     for number, (role, sizes) in enumerate(_loading(run, device).items()):
@@ -278,7 +316,7 @@ def _planned(
             weights[ADAPTERS] = run.received.adapters
         left = None
         if device == "cuda":
-            taken = sum(weights.values()) + gen.buckets + reserved_for_staying(run, staying)
+            taken = sum(weights.values()) + gen.buckets + reserved_bytes(run, staying)
             left = capacity - reserved - taken
         tokens = gen.cache_tokens(left)
         loaded = stays or _weights(run, {"actor"}.intersection(staying))
@@ -290,32 +328,35 @@ def _planned(
             moving = {"joined weights": gen.joined}
             arrays = {LOADED: run.received.arrays if device == "cpu" else 0}
             cache = gen.at_start(left)
-            phases.append(_phase("load weights", stays, weights, cache, moving, arrays))
+            phases.append(_phase("load weights", stays or images, weights, cache, moving, arrays))
         waiting_bytes = gen.on_host(left)
         waiting = {WAITING: waiting_bytes if device == "cpu" else 0}
-        phases += [
-            _phase(name, stays or of_others(), weights, sizes, waiting)
-            for name, sizes in gen.phases(left).items()
-        ]
+        for name, own in gen.phases(left).items():
+            read = reading("prefill", gen.prefill) if name == "prefill" else {}
+            phases.append(_phase(name, stays or of_others(), weights, own, waiting, read))
     for role, scorer in run.scoring.items():
-        own = {} if stays else {SCORING: scorer.weights}
-        row = {"activations": scorer.activations}
-        phases.append(_phase(f"score {role}", stays or of_others(), weights, own, row))
+        moved = {} if stays else {SCORING: scorer.weights}
+        row = {"activations": scorer.activations, KEPT_ID_ROWS: scorer.kept_ids}
+        read = reading("scored", scorer.activations)
+        phases.append(_phase(f"score {role}", stays or of_others(), weights, moved, row, read))
     for role, trained in run.trained.items():
         state = _sum(stays, weights) if stays else _sum(trained.state, of_others(role))
-        phases.append(_phase(f"train {role}", state, updates[role]))
+        rows = reading("trained", sum(updates[role].values()))
+        ids = {KEPT_ID_ROWS: run.kept_ids.trained if role == "actor" else 0}
+        phases.append(_phase(f"train {role}", state, updates[role], rows, ids))
         phases.append(_phase(f"save {role}", state, trained.saving()))
         if role == "actor" and run.sent is not None:
             arrays = run.sent.packed if device == "cpu" else {PACKED: run.sent.largest}
             phases.append(_phase("push actor", state, arrays))
     for roles in run.together:
         states = [_sum(stays, weights)] if stays else [_states(run, roles), of_others(*roles)]
-        phases.append(_phase(f"train {TOGETHER}", *states, *(updates[role] for role in roles)))
+        ids = {KEPT_ID_ROWS: run.kept_ids.trained}
+        phases.append(_phase(f"train {TOGETHER}", *states, *(updates[role] for role in roles), ids))
     on_host: Mapping[str, int] = {}
     if device == "cuda":
         leaving = _states(run, [role for role in run.trained if role not in staying])
         moved = _sum(leaving, _scoring_weights(run))
-        on_host = _total(moved, {WAITING: waiting_bytes}, _pushed_on_host(run))
+        on_host = _total(moved, {WAITING: waiting_bytes}, samples, _pushed_on_host(run))
     sizes_of = {role: sum(run.trained[role].state.values()) for role in staying}
     return MemoryPlan(device, phases, capacity, reserved, tokens, on_host=on_host, staying=sizes_of)
 

@@ -508,6 +508,11 @@ class CostModel:
         step = host.seconds(shape.layers, costs.launch_s) * gen.pp + reduce.call_s + send
         step += costs.byte_s * costs.itemsize * read / gen.tp
         row = costs.forward_flop_s * 2 * active / gen.tp + reduce.token_s
+        state_bytes = 0
+        if shape.recurrent:  # a step reads and writes them
+            state_bytes = shape.recurrent.state_bytes
+            operations = costs.forward_flop_s * shape.recurrent.state_flops
+            row += (2 * costs.byte_s * state_bytes + operations) / gen.tp
         prefill = LinearPass.of_layer(costs.forward_flop_s, LayerWork.of(shape, gen.tp))
         prefill = prefill.times(shape.layers)
         kv_bytes = shape.kv_elements * costs.itemsize
@@ -517,7 +522,7 @@ class CostModel:
             row_s=scales.decode * row / gen.pp,
             cached_token_s=scales.decode * costs.byte_s * kv_bytes / gen.ranks,
             prefill_token_s=scales.prefill * (prefill.token_s + reduce.token_s) / gen.pp,
-            kv_call_s=scales.kv * apart.message_s,
+            kv_call_s=scales.kv * (apart.message_s + state_bytes / gen.ranks / apart.bytes_per_s),
             kv_token_s=scales.kv * kv_bytes / gen.ranks / apart.bytes_per_s,
             round_trip_s=costs.round_trip_s,
         )

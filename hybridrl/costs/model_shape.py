@@ -9,6 +9,20 @@ from hybridrl.layout.parameters import BOTH, FIRST, LAST, Parameter
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentShape:
+    """The layers of a hybrid that have a state in place of keys and values, all of them together.
+
+    Their mixers have `parameters`. A sequence's states have `state_bytes`, and a token takes
+    `state_flops` operations on them.
+    """
+
+    layers: int
+    parameters: int
+    state_bytes: int
+    state_flops: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """A decoder with gated feed-forward layers, dense or of experts, as Llama's and Qwen's are.
 
@@ -31,6 +45,13 @@ class ModelShape:
     experts_per_token: int = 0
     shared: int = 0
     """Features of the feed-forward layer beside the experts to which every token goes."""
+    recurrent: RecurrentShape | None = None
+    """The recurrent layers among `layers`; None: all attend."""
+
+    @property
+    def attending(self) -> int:
+        """Layers that attend."""
+        return self.layers - (self.recurrent.layers if self.recurrent else 0)
 
     @property
     def features(self) -> int:
@@ -39,7 +60,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of a layer, without norms and routers."""
+        """Weights of a layer, without norms and routers; of a hybrid on average."""
         return self.dense_parameters + self.expert_parameters
 
     @property
@@ -50,8 +71,10 @@ class ModelShape:
     @property
     def dense_parameters(self) -> int:
         """Weights of a layer with which every token is multiplied."""
-        attention = 2 * self.features * (self.heads + self.kv_heads)
-        return self.hidden * (attention + 3 * (self.shared if self.experts else self.ffn))
+        mixed = 2 * self.features * (self.heads + self.kv_heads) * self.hidden
+        if self.recurrent:
+            mixed = (self.attending * mixed + self.recurrent.parameters) // self.layers
+        return mixed + self.hidden * 3 * (self.shared if self.experts else self.ffn)
 
     @property
     def expert_parameters(self) -> int:
@@ -72,7 +95,7 @@ class ModelShape:
     @property
     def kv_elements(self) -> int:
         """Keys and values of a token."""
-        return 2 * self.layers * self.kv_heads * self.features
+        return 2 * self.attending * self.kv_heads * self.features
 
     @property
     def kv_bytes(self) -> int:
@@ -80,8 +103,10 @@ class ModelShape:
         return 2 * self.kv_elements
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """Return the sizes in a Hugging Face `config.json`.
+    def of_config(
+        cls, config: Mapping[str, Any], recurrent: RecurrentShape | None = None
+    ) -> "ModelShape":
+        """Return the sizes in a Hugging Face `config.json`, which does not say those `recurrent`.
 
         Raises ValueError for sizes that are missing, or that differ between layers.
         """
@@ -103,6 +128,7 @@ class ModelShape:
                 experts=experts,
                 experts_per_token=int(config.get("num_experts_per_tok") or 1) if experts else 0,
                 shared=int(shared) if experts else 0,
+                recurrent=recurrent,
             )
         except KeyError as error:
             raise ValueError(f"a config without {error.args[0]}") from None
@@ -125,12 +151,17 @@ def matrices(shape: ModelShape, *tps: int) -> tuple[Parameter, ...]:
         0 if any(tp > number and tp % number for tp in tps) else number
         for number in (shape.heads, shape.kv_heads)
     )
-    sizes: list[tuple[str, tuple[int, ...], int, int]] = [
+    attention: list[tuple[str, tuple[int, ...], int, int]] = [
         ("q", (shape.heads * features, hidden), 0, queries),
         ("k", (shape.kv_heads * features, hidden), 0, keys),
         ("v", (shape.kv_heads * features, hidden), 0, keys),
         ("o", (hidden, shape.heads * features), 1, queries),
     ]
+    mixers = attention
+    if shape.recurrent:
+        rows = shape.recurrent.parameters // (shape.recurrent.layers * hidden)
+        mixers = [("mixer", (rows, hidden), 0, 0)]
+    sizes: list[tuple[str, tuple[int, ...], int, int]] = []
     if ffn := shape.shared if shape.experts else shape.ffn:
         sizes += [
             ("gate", (ffn, hidden), 0, 0),
@@ -141,8 +172,9 @@ def matrices(shape: ModelShape, *tps: int) -> tuple[Parameter, ...]:
     parameters = []
     for layer in range(shape.layers):
         name = f"layers.{layer}"
+        own = [*(mixers if layer >= shape.attending else attention), *sizes]
         parameters += [
-            Parameter(f"{name}.{n}", size, layer, dim, units) for n, size, dim, units in sizes
+            Parameter(f"{name}.{n}", size, layer, dim, units) for n, size, dim, units in own
         ]
         if experts:
             both, back = (experts, 2 * shape.ffn, hidden), (experts, hidden, shape.ffn)

@@ -41,6 +41,12 @@ from hybridrl.models.parallel import cuts_heads, head_size, kv_heads_of_rank, me
 from hybridrl.models.recomputation import recompute_layers
 from hybridrl.models.shard import GenParallel, shard_experts
 
+_KEPT_ID_SAVED, _KEPT_ID_BACKWARD, _KEPT_ID_SCORED, _KEPT_ID_GATHERED = 27, 49, 26, 18
+"""Bytes of each kept id of a scored token, and of the token itself, in the head
+(`engines.train.truncated`): saved for the backward pass, and its peak besides; the peak of a
+forward pass that saves nothing, and what is there while rows of the head's weight are gathered. The
+backward pass has no `meta` form, so these were measured, on CPUs."""
+
 
 class PeakMemory(MemTracker):
     """torch's MemTracker without its accounts by module, which refuse a second micro-batch.
@@ -117,7 +123,7 @@ _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
 
-def _once(
+def count_once(
     count: Callable[Concatenate[PretrainedConfig, int, _P], _Result],
 ) -> Callable[Concatenate[PretrainedConfig, int, _P], _Result]:
     """Return `count`, which counts anew only for arguments that this process has not had."""
@@ -139,7 +145,7 @@ def _once(
     return call
 
 
-@_once
+@count_once
 def layer_activations(
     config: PretrainedConfig,
     tokens: int,
@@ -181,7 +187,7 @@ def layer_activations(
     return counts._replace(keys=sum(x.nbytes for x in of_chunk))
 
 
-@_once
+@count_once
 def scoring_activations(
     config: PretrainedConfig,
     tokens: int,
@@ -203,7 +209,7 @@ def scoring_activations(
     return _forward_peak(run, hidden, layer, *present)
 
 
-@_once
+@count_once
 def backward_in_halves(
     config: PretrainedConfig,
     tokens: int,
@@ -284,7 +290,7 @@ def _trained_layer(
     return layer, hidden, run, [x for x in tree_leaves(keywords) if isinstance(x, torch.Tensor)]
 
 
-@_once
+@count_once
 def prefill_activations(
     config: PretrainedConfig, tokens: int, longest: int, *, dtype: torch.dtype, tp: int = 1
 ) -> int:
@@ -315,7 +321,7 @@ def prefill_activations(
         return memory.peak("meta") - before
 
 
-@_once
+@count_once
 def head_activations(
     config: PretrainedConfig,
     scored: int,
@@ -324,8 +330,17 @@ def head_activations(
     triton: bool,
     tp: int = 1,
     trained: bool = True,
+    kept: int = 0,
 ) -> Activations:
-    """Count the head over `scored` hidden states; `trained` is whether it gets a gradient."""
+    """Count the head over `scored` hidden states; `trained` is whether it gets a gradient.
+
+    Log-probabilities are renormalized over so many `kept` ids at each.
+    """
+    if kept:
+        whole = head_activations(config, scored, dtype=dtype, triton=triton, tp=tp, trained=trained)
+        ids = scored * (1 + kept)
+        saved, backward = _KEPT_ID_SAVED * ids, _KEPT_ID_BACKWARD * ids
+        return Activations(whole.kept + saved, whole.backward + backward)
     if triton:
         rows, features = -(-config.vocab_size // tp), config.hidden_size
         chunk = CHUNK_ELEMENTS // max(1, scored)
@@ -336,12 +351,24 @@ def head_activations(
     return _count(*_head(config, scored, dtype, tp, trained))
 
 
-@_once
+@count_once
 def scoring_head_activations(
-    config: PretrainedConfig, scored: int, *, dtype: torch.dtype, triton: bool, tp: int = 1
+    config: PretrainedConfig,
+    scored: int,
+    *,
+    dtype: torch.dtype,
+    triton: bool,
+    tp: int = 1,
+    kept: int = 0,
 ) -> int:
     """The most bytes of the head's forward pass over `scored` hidden states without gradients."""
-    return 0 if triton else _forward_peak(*_head(config, scored, dtype, tp, trained=False))
+    whole = 0 if triton else _forward_peak(*_head(config, scored, dtype, tp, trained=False))
+    if not kept:
+        return whole
+    ids = scored * (1 + kept)
+    gathered = min(CHUNK_ELEMENTS, ids * config.hidden_size)  # in the compute format, and widened
+    gathered *= 4 + (dtype.itemsize if dtype.itemsize < 4 else 0)
+    return whole + max(_KEPT_ID_SCORED * ids, _KEPT_ID_GATHERED * ids + gathered)
 
 
 def _head(

@@ -1,13 +1,16 @@
-"""The work of training on a sequence, from a model's config."""
+"""The work of training on a sequence, and of an image tower, from a model's config."""
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PretrainedConfig
 
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.config_json import num_recurrent
-from hybridrl.models.parallel import experts_per_token, model_parameters, num_experts
+from hybridrl.models.image_text import meta_tower
+from hybridrl.models.parallel import experts_per_token, meta_model, model_parameters, num_experts
+from hybridrl.models.recurrent import mixers_of, state_shapes, use_batches
 from hybridrl.models.stages import modules_before
 
 
@@ -20,8 +23,8 @@ class ForwardFlops:
     Each pair of a query and a key up to it takes `per_pair`, two for each feature of keys and of
     values. In layers with a window it takes `per_windowed_pair`, if less than `window` apart.
 
-    Recomputed activations do not count: they are no work of the model. Of recurrent layers the
-    products with parameters count, which are nearly all of their work.
+    Recomputed activations do not count: they are no work of the model. Recurrent layers count among
+    `per_token`, with the products of their states (`state_flops`).
     """
 
     per_token: int
@@ -38,6 +41,8 @@ class ForwardFlops:
         layers = head = 0
         for parameter in model_parameters(config):
             size = math.prod(parameter.shape)
+            if parameter.name.endswith(_RATES):
+                continue
             if parameter.experts:
                 size = size * chosen // experts
             is_looked_up = any(f".{name}." in parameter.name for name in embeddings)
@@ -52,7 +57,8 @@ class ForwardFlops:
         windowed = _windowed_layers(config)
         window = getattr(config, "sliding_window", None) or 0
         full = config.num_hidden_layers - windowed - num_recurrent(config)
-        return cls(2 * layers, 2 * head, pair * full, pair * windowed, window)
+        per_token = 2 * layers + state_flops(config)
+        return cls(per_token, 2 * head, pair * full, pair * windowed, window)
 
     def __call__(self, tokens: int, scored: int) -> int:
         """Count a sequence of so many tokens, of which `scored` are predicted."""
@@ -63,7 +69,65 @@ class ForwardFlops:
         return self.per_token * tokens + self.per_scored * scored + attention
 
 
+@dataclass(frozen=True, slots=True)
+class TowerFlops:
+    """Floating-point operations of an image tower's forward pass over an image, as `ForwardFlops`.
+
+    A patch takes `per_patch`, each of the pads that patches are merged to `per_pad`. Patches attend
+    to all patches of the image: each pair of two takes `per_pair`.
+    """
+
+    per_patch: int
+    per_pad: int
+    per_pair: int
+    patches_per_pad: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "TowerFlops":
+        """Count the operations of the tower that belongs to the text part of this `config`."""
+        tower: Any = meta_tower(config)
+        per_patch = per_pad = 0
+        for name, parameter in tower.named_parameters():
+            if parameter.dim() == 1 or name.startswith("pos_embed."):  # no products
+                continue
+            if "merger" in name:
+                per_pad += 2 * parameter.numel()
+            else:
+                per_patch += 2 * parameter.numel()
+        per_pair = 4 * tower.config.hidden_size * len(tower.blocks)
+        return cls(per_patch, per_pad, per_pair, tower.config.spatial_merge_size**2)
+
+    def __call__(self, patches: int) -> int:
+        """Count an image of so many patches."""
+        pads = patches // self.patches_per_pad
+        return self.per_patch * patches + self.per_pad * pads + self.per_pair * patches**2
+
+
 _HEADS = ("lm_head.", "embed_out.")
+_RATES = ".A_log"  # of decay, of each element of a state: they are in no product
+_DELTA_RULES = ("delta_rule", "kda")  # in the names of their kernels, which a mixer has
+_STATE, _DELTA_STATE = 4, 6
+
+
+def state_flops(config: PretrainedConfig) -> int:
+    """Count the operations of a token on the states of recurrent layers.
+
+    A token adds an outer product to the matrix of a head and multiplies a vector with the result,
+    which takes four operations an element. Under a delta rule it first multiplies its key with the
+    matrix (Gated DeltaNet, arXiv 2412.06464, equation 10). What kernels compute besides, to take
+    several tokens at once, is no work of the model.
+    """
+    if not num_recurrent(config):
+        return 0
+    model = meta_model(config)
+    use_batches(model)
+    flops = 0
+    for mixer, (_, *states) in zip(mixers_of(model), state_shapes(model), strict=True):
+        names = vars(mixer.module)
+        has_delta = any(rule in name for rule in _DELTA_RULES for name in names)
+        elements = sum(shape.numel() for shape, _ in states)
+        flops += (_DELTA_STATE if has_delta else _STATE) * elements
+    return flops
 
 
 def forward_flops(config: PretrainedConfig) -> tuple[int, int]:

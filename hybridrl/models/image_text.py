@@ -31,7 +31,8 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
 
     Whether embeddings are tied is the whole model's matter, and so are special tokens that the text
     part does not name. `whole_type` is the image model's type: no other config has the attribute.
-    `image_pads` are tokens that stand for images and videos, which no model writes.
+    `image_pads` are tokens that stand for images and videos, which no model writes, `tower_config`
+    is the config of the tower that makes features of images.
     """
     model_type = IMAGE_TEXT.get(config.model_type)
     if model_type is None or getattr(config, "vision_config", None) is None:
@@ -53,6 +54,7 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
     if config.model_type in IMAGE_FAMILIES:
         text.name_or_path = config.name_or_path  # where the tower is
         text.image_pads = [config.image_token_id, config.video_token_id]
+        text.tower_config = copy.deepcopy(config.vision_config)
     for name in _FROM_WHOLE:
         if getattr(text, name, None) is None:
             setattr(text, name, getattr(config, name, None))
@@ -83,6 +85,19 @@ def whole_model(path: str) -> PreTrainedModel | None:
         return None
     with torch.device("meta"):
         return AutoModelForImageTextToText.from_config(config)
+
+
+def meta_tower(config: PretrainedConfig) -> PreTrainedModel:
+    """The tower of the model whose text part has this `config`, without memory for its weights."""
+    whole = AutoConfig.for_model(
+        config.whole_type,
+        vision_config=config.tower_config.to_dict(),
+        text_config={"num_hidden_layers": 1},
+    )
+    with torch.device("meta"):
+        model: Any = AutoModelForImageTextToText.from_config(whole)
+    tower: PreTrainedModel = model.model.visual
+    return tower
 
 
 def whole_name(name: str) -> str:

@@ -5,6 +5,7 @@ do not depend on others, bit for bit, and both engines and all samples of a grou
 """
 
 import functools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,14 +14,15 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.models.buffers import fill_buffers
+from hybridrl.models.flops import TowerFlops
 from hybridrl.models.image_files import Images, digest_of
-from hybridrl.models.image_text import whole_model
+from hybridrl.models.image_text import language_config, whole_model
 from hybridrl.models.images import ImageProcessor, ImageTokens, PlacedImages, image_config
 from hybridrl.models.weight_files import first_few, open_file, weight_files
 
 _PREFIXES = ("model.visual.", "visual.")
 """Before the names of a tower's tensors in files."""
-_KEPT_BYTES = 1 << 28
+KEPT_BYTES = 1 << 28
 """Features that a process keeps of images seen lately: those of a step's prompts are used again by
 each of its samples and stages."""
 
@@ -39,6 +41,7 @@ class VisionTower:
         if config is None:
             raise ValueError(f"{path} has no image tower that is computed")
         self.tokens, self.device = ImageTokens.of(config), device
+        self._image_flops = TowerFlops.of(language_config(config))
         self._processor = ImageProcessor(path)
         self._model = _read_tower(path, dtype).to(device)
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
@@ -61,10 +64,14 @@ class VisionTower:
         features = torch.stack([outputs.pooler_output, *deep], 1)
         self._kept[key] = features
         self._kept_bytes += features.nbytes
-        while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
+        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
             _, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= oldest.nbytes
         return features
+
+    def flops(self, images: Images) -> int:
+        """Operations of a forward pass over a prompt's images, whether features are kept or not."""
+        return sum(self._image_flops(math.prod(self._processor.grid(image))) for image in images)
 
     def placed(self, ids: Sequence[int], images: Images) -> PlacedImages:
         """The images of a prompt of these `ids`."""

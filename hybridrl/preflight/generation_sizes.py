@@ -1,6 +1,7 @@
 """Sizes of a rollout engine, and of roles that only score, on the rank that has most."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import ceil
 
@@ -8,7 +9,7 @@ from transformers import PretrainedConfig
 
 from hybridrl.config import Config, Device
 from hybridrl.costs.generation_memory import GenerationSizes, NativeSizes, VLLMSizes
-from hybridrl.costs.memory import ScoringSizes
+from hybridrl.costs.memory import KeptIdSizes, ScoringSizes
 from hybridrl.engines.rollout.memory import (
     graph_step_bytes,
     kv_bytes_per_token,
@@ -32,9 +33,13 @@ from hybridrl.preflight.memory_inputs import (
     PackedRow,
     attention_of,
     has_triton,
+    kept_ids_of,
+    samples_of_rank,
 )
 from hybridrl.preflight.models import judges_of
 
+KEPT_SAMPLE_ID, KEPT_ROW_ID = 4, 8
+"""Bytes of a kept id in the store, and in the rows of an update (`engines.train.truncated`)."""
 MALLOC_KEEPS = 64 * 2**20
 """Freed memory that glibc does not give back, at most: M_TRIM_THRESHOLD, which it raises to twice
 the largest M_MMAP_THRESHOLD. Blocks of 32 MiB and more it gives back at once."""
@@ -143,11 +148,31 @@ def scoring_sizes(
     """
     layout = config.rollout.layout
     stages = range(layout.pp) if stage is None else [stage]
-    row = inputs.row(layout, config.ranks_of(pool))
-    return {
-        role: scorer_sizes(config, own or shape, classifier, row, stages)
-        for role, own, classifier in _scorers(config, graph, pool)
-    }
+    ranks = config.ranks_of(pool)
+    row = inputs.row(layout, ranks)
+    tokens = samples_of_rank(config, graph, layout, ranks) * config.rollout.max_new_tokens
+    kept = KEPT_ROW_ID * tokens * kept_ids_of(config, shape)
+    sizes = {}
+    for role, own, classifier in _scorers(config, graph, pool):
+        scorer = scorer_sizes(config, own or shape, classifier, row, stages)
+        sizes[role] = replace(scorer, kept_ids=0 if classifier else kept)
+    return sizes
+
+
+def kept_id_sizes(config: Config, graph: Graph, shape: PretrainedConfig, pool: str) -> KeptIdSizes:
+    """The sizes of a step's kept ids on a rank of the pool.
+
+    Of the samples there are as many as are in progress at a time, and of each token a number, too.
+    """
+    kept, new = kept_ids_of(config, shape), config.rollout.max_new_tokens
+    if not kept:
+        return KeptIdSizes()
+    ranks, trainer = config.ranks_of(pool), config.trainer
+    prompts = ceil(trainer.prompts_per_step * config.schedule.in_progress)
+    samples = -(-prompts * graph.group_size // ranks)
+    of_update = samples_of_rank(config, graph, trainer.layout, ranks, trainer.mini_batches)
+    trained = KEPT_ROW_ID * of_update * new * kept
+    return KeptIdSizes(KEPT_SAMPLE_ID * samples * new * (1 + kept), trained)
 
 
 def scorer_sizes(
@@ -166,7 +191,10 @@ def scorer_sizes(
     most = layer
     if not classifier:
         triton = has_triton(config)
-        head = scoring_head_activations(shape, row.scored, dtype=dtype, triton=triton, tp=layout.tp)
+        kept = kept_ids_of(config, shape)
+        head = scoring_head_activations(
+            shape, row.scored, dtype=dtype, triton=triton, tp=layout.tp, kept=kept
+        )
         on_cpu = config.cluster.device is Device.cpu
         # Freed bytes of the layers are still resident when the head computes, on a CPU.
         most = max(layer, head + (min(layer, MALLOC_KEEPS) if on_cpu else 0))

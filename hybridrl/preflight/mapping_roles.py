@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING
 
 from hybridrl.config import VALUE_MODELS, Config, LoraConfig
 from hybridrl.costs.mapping import ACTOR, PlannedRole
-from hybridrl.costs.model_shape import ModelShape
+from hybridrl.costs.model_shape import ModelShape, RecurrentShape
 from hybridrl.flow import Graph
 from hybridrl.flow.executor import Scope
 from hybridrl.flow.graph import ComputeStage, UpdateStage
-from hybridrl.models.load import load_config
+from hybridrl.models.config_json import num_recurrent
+from hybridrl.models.flops import state_flops
+from hybridrl.models.load import TORCH_DTYPES, load_config
+from hybridrl.models.mixers import recurrent_modules
+from hybridrl.models.parallel import meta_model
+from hybridrl.models.recurrent import layer_state_bytes
 from hybridrl.preflight.placement import scope_of
 from hybridrl.preflight.train_sizes import adapters_of
 
@@ -42,7 +47,7 @@ def planned_roles(config: Config, graph: Graph, shapes: Shapes) -> list[PlannedR
     """Each role with its model's sizes and its stages. Raises ValueError for missing sizes."""
     roles = []
     for name, shape in shapes.items():
-        sizes = ModelShape.of_config(shape.to_dict())
+        sizes = ModelShape.of_config(shape.to_dict(), recurrent_shape(shape, config))
         stages = [s for s in graph.stages.values() if s.role == name]
         update = next((s for s in stages if isinstance(s, UpdateStage)), None)
         is_value = name in VALUE_MODELS and name in graph.learned
@@ -65,6 +70,20 @@ def planned_roles(config: Config, graph: Graph, shapes: Shapes) -> list[PlannedR
             )
         )
     return roles
+
+
+def recurrent_shape(shape: "PretrainedConfig", config: Config) -> RecurrentShape | None:
+    """The sizes of a model's recurrent layers, as it generates; None without any."""
+    layers = num_recurrent(shape)
+    if not layers:
+        return None
+    mixers = recurrent_modules(meta_model(shape))
+    return RecurrentShape(
+        layers=layers,
+        parameters=sum(p.numel() for mixer in mixers for p in mixer.parameters()),
+        state_bytes=sum(layer_state_bytes(shape, TORCH_DTYPES[config.rollout.dtype])),
+        state_flops=state_flops(shape),
+    )
 
 
 def _adapters_of_layer(shape: "PretrainedConfig", lora: LoraConfig) -> int:

@@ -8,12 +8,18 @@ from hybridrl.config import (
     OptimName,
     TrainLayoutConfig,
 )
-from hybridrl.costs.memory import TOGETHER, WAITING, MemoryPhase
+from hybridrl.costs.image_memory import READING
+from hybridrl.costs.memory import KEPT_ID_ROWS, KEPT_IDS, TOGETHER, WAITING, MemoryPhase
 from hybridrl.costs.train_memory import CHUNK_KEYS
 
 _LARGE = 0.2  # of a phase: what is worth a setting besides the largest size
 _SMALLER = "a smaller trainer.max_tokens_per_micro_batch"
 _SHORTER = "a smaller rollout.max_new_tokens or data.max_prompt_tokens"
+_OF_SAMPLES = {
+    READING: ["a smaller data.max_prompt_tokens or trainer.prompts_per_step"],
+    KEPT_IDS: ["a smaller rollout.top_k"],
+    KEPT_ID_ROWS: ["a smaller rollout.top_k"],
+}
 
 
 def advice(config: Config, phase: MemoryPhase, pool: str) -> str:
@@ -60,6 +66,7 @@ def _of_training(config: Config, role: str, pool: str) -> dict[str, list[str]]:
         "parameter being saved": [*adapters, *more, *thinner],  # its size stays, others shrink
         "whole parameters": narrower or more,
         "weights file": [*more, *thinner],
+        **_OF_SAMPLES,
     }
 
 
@@ -85,6 +92,7 @@ def _of_generation(config: Config, work: str, pool: str) -> dict[str, list[str]]
         "buckets": ["a smaller rollout.layout.bucket_mb"],
         "float32 weights": ["more cluster.ranks"],
         "moments": ["more cluster.ranks"],
+        **_OF_SAMPLES,
     }
 
 

@@ -102,15 +102,17 @@ class LongestInputs:
     `row` gives that of a layout on a number of ranks, in training or in scoring. `chunk` gives that
     of a sample that a layout trains in chunks. `prompt` are the tokens that a prefill reads of one
     sample. A decode step copies the keys and values of `copied` tokens; 0: of the whole cache.
+    Prompts have `images`, where the model reads them.
     """
 
     row: Callable[[TrainLayoutConfig | RolloutLayoutConfig, int], PackedRow]
     prompt: int
     copied: int = 0
     chunk: Callable[[TrainLayoutConfig], PackedRow | None] = lambda layout: None
+    images: bool = True
 
     @classmethod
-    def of(cls, config: Config, graph: Graph) -> "LongestInputs":
+    def of(cls, config: Config, graph: Graph, images: bool = True) -> "LongestInputs":
         """What the config allows. A sample that is resumed is read whole; a strict one's prompt."""
         longest = config.longest_sample
         return cls(
@@ -118,6 +120,7 @@ class LongestInputs:
             prompt=config.data.max_prompt_tokens if config.strict else longest,
             copied=longest if config.strict else 0,  # each sample decodes alone
             chunk=lambda layout: PackedRow.chunk_of(config, layout),
+            images=images,
         )
 
 
@@ -139,6 +142,27 @@ def _rows_of_round(
     if isinstance(layout, RolloutLayoutConfig):
         return rows
     return least_micro_batches(layout.schedule.value, layout.pp, rows)
+
+
+def samples_of_rank(
+    config: Config,
+    graph: Graph,
+    layout: TrainLayoutConfig | RolloutLayoutConfig,
+    ranks: int,
+    batches: int = 1,
+) -> int:
+    """The samples that a replica of this `layout` gets of one of a step's `batches`, at most.
+
+    Samples that cost alike differ by one a replica.
+    """
+    of_batch = -(-graph.group_size * config.trainer.prompts_per_step // batches)
+    replicas = max(1, ranks // (layout.pp * layout.tp * getattr(layout, "cp", 1)))
+    return min(of_batch, -(-of_batch // replicas) + 1)
+
+
+def kept_ids_of(config: Config, shape: PretrainedConfig) -> int:
+    """The ids that truncated sampling keeps of a token, at most; 0 where training knows none."""
+    return min(config.rollout.top_k, shape.vocab_size) * config.rollout.replays_sampling
 
 
 def itemsize_of(config: Config) -> int:

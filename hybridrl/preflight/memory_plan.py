@@ -75,10 +75,13 @@ def plan_run(
     return RunPlan(pools, attention.value, reason, _node_host(config, graph, pools))
 
 
-def sizes_of_run(config: Config, graph: Graph, model_path: str) -> dict[str, PoolSizes]:
+def sizes_of_run(
+    config: Config, graph: Graph, model_path: str, images: bool = False
+) -> dict[str, PoolSizes]:
     """What a rank of each pool on GPUs holds, by which it decides what stays on its device.
 
-    Ranks know the memory of their own devices. Empty on CPUs, and for a model that has no plan.
+    Ranks know the memory of their own devices. `images`: some prompt has one. Empty on CPUs, and
+    for a model that has no plan.
     """
     from hybridrl.models.load import load_config
     from hybridrl.preflight.memory_inputs import LongestInputs
@@ -86,7 +89,7 @@ def sizes_of_run(config: Config, graph: Graph, model_path: str) -> dict[str, Poo
     if config.cluster.device is not Device.cuda or not config.cluster.holds_models:
         return {}
     try:
-        shape, inputs = load_config(model_path), LongestInputs.of(config, graph)
+        shape, inputs = load_config(model_path), LongestInputs.of(config, graph, images)
         return _sizes(config, graph, shape, inputs, assumed_attention(config, shape)[0])
     except RuntimeError:  # `check_memory` has said that there is no plan
         return {}
@@ -146,9 +149,11 @@ def _pool_sizes(
     """The models on a rank of the pool."""
     from hybridrl.preflight.generation_sizes import (
         generation_sizes,
+        kept_id_sizes,
         model_shape_at,
         scoring_sizes,
     )
+    from hybridrl.preflight.image_sizes import image_sizes
     from hybridrl.preflight.pushed_sizes import received_sizes, sent_sizes
 
     train_stage, gen_stage = stages or (None, None)
@@ -173,14 +178,18 @@ def _pool_sizes(
             args = own_shape, own.layout, own.lora, own.optim
             trained[role] = heaviest(config, rows, train_stage, *args, classifier=True)
             from_actor |= set() if own.path else {role}
+    scoring = scoring_sizes(config, graph, shape, pool, inputs, gen_stage)
+    computes = bool(trained or scoring)
     return PoolSizes(
         trained=trained,
-        scoring=scoring_sizes(config, graph, shape, pool, inputs, gen_stage),
+        scoring=scoring,
         generation=generation,
         from_actor=from_actor,
         together=roles_together(config, graph, pool) if config.trainer.fuses else (),
         sent=sent,
         received=received,
+        images=image_sizes(config, graph, shape, pool, inputs, computes),
+        kept_ids=kept_id_sizes(config, graph, shape, pool),
     )
 
 
@@ -223,15 +232,20 @@ def local_obstacle(kind: Attention, config: Config, shape: "PretrainedConfig") -
 
 
 def check_memory(
-    config: Config, graph: Graph, model_path: str, gpu_memory: int | None = None
+    config: Config,
+    graph: Graph,
+    model_path: str,
+    gpu_memory: int | None = None,
+    images: bool = False,
 ) -> None:
     """Raise ConfigError for a run that a rank cannot hold, unless `cluster.memory_check` is warn.
 
     `gpu_memory` is bytes of a GPU of the cluster that the run joins. Without it, the ranks' nodes
     are like this one, or the log says that nothing was checked. A run that leaves less than others
-    need gets a warning.
+    need gets a warning. `images`: some prompt has one.
     """
     from hybridrl.models.load import load_config
+    from hybridrl.preflight.memory_inputs import LongestInputs
 
     if gpu_memory is None and (reason := unknown_room(config)):
         logger.info("memory plan: not checked, %s", reason)
@@ -241,7 +255,7 @@ def check_memory(
         room = local_room(config) if gpu_memory is None else gpu_room(gpu_memory)
         if gpu_memory is not None:  # whether ranks there can import flash-attn is not known
             config = with_flash(config, shape)
-        plan = plan_run(config, graph, shape, room)
+        plan = plan_run(config, graph, shape, room, LongestInputs.of(config, graph, images))
     except RuntimeError as error:  # torch has no `meta` kernel for an operation of the model
         logger.info("no memory plan for this model: %s", " ".join(str(error).split()))
         return

@@ -103,6 +103,8 @@ class PreparedRun:
     """Whether groups share prompts, and why not; empty for `trainer.share_prompts=never`."""
     language_model: str = ""
     """What trains of a checkpoint for images and text; empty for other models."""
+    images: bool = False
+    """Whether some prompt has an image."""
 
     @property
     def notes(self) -> list[str]:
@@ -162,12 +164,15 @@ def prepare(
     sharing = decide_prompt_sharing(config, graph, shape)
     activations = decide_activations(config, graph, shape, gpu_memory)
     decide_fused_updates(config, graph, shape, gpu_memory)
-    check_memory(config, graph, model_path, gpu_memory)
+    images = any(item.images for item in items)
+    check_memory(config, graph, model_path, gpu_memory, images)
     ends = SamplingTexts(tokenizer, config.data.chat, (), end_token_ids(model_path, shape)).end_ids
     shown = FirstSamples(config, graph, tokenizer, sorted(ends), trials, turns).text(data.train)
     chosen = {"schedule": schedule, "activations": activations, "prompt_sharing": sharing}
     chosen |= {"language_model": language_model}
-    return PreparedRun(model_path, data, eval_items, graph, warm_start, turns, shown, **chosen)
+    return PreparedRun(
+        model_path, data, eval_items, graph, warm_start, turns, shown, **chosen, images=images
+    )
 
 
 def _with_temperatures(graph: Graph, config: Config) -> Graph:

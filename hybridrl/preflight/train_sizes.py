@@ -40,7 +40,13 @@ from hybridrl.models.activations import (
 from hybridrl.models.adapters import adapter_parameters, add_adapters, pair_of
 from hybridrl.models.load import SCORE, TORCH_DTYPES
 from hybridrl.models.parallel import meta_model, model_parameters, num_experts
-from hybridrl.preflight.memory_inputs import PackedRow, attention_of, has_triton, itemsize_of
+from hybridrl.preflight.memory_inputs import (
+    PackedRow,
+    attention_of,
+    has_triton,
+    itemsize_of,
+    kept_ids_of,
+)
 from hybridrl.preflight.pipeline_sizes import zero_bubble_update
 
 
@@ -298,6 +304,7 @@ def _ends(
         triton=has_triton(config),
         tp=layout.tp,
         trained=not lora.rank,
+        kept=kept_ids_of(config, shape),
     )
     selected = row.scored * shape.hidden_size * itemsize_of(config)
     # The last norm keeps its input; transformers' own code also what it makes of it.

@@ -51,7 +51,8 @@ class RolloutWorker(SampleWorker):
             texts = SamplingTexts(self.tokenizer, config.data.chat, config.stop_texts, ends)
             layout = instances_layout(config, shape, self.size)
             model = config, path, shape, self.tokenizer, texts
-            self._generator = Generator(*model, self.store, self.device, layout)
+            reserved = self.staying.reserved_bytes  # of images: no role trains here
+            self._generator = Generator(*model, self.store, self.device, layout, reserved)
             self.residency = DeviceResidency(self.device, self._on_reading)
             dtype = TORCH_DTYPES[config.rollout.dtype]
             place = self.generator.parallel.instance_rank

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hybridrl.costs.memory import PoolSizes, plan_memory, reserved_for_staying
+from hybridrl.costs.memory import PoolSizes, plan_memory, reserved_bytes
 from hybridrl.engines.rollout.memory import device_margin
 
 logger = logging.getLogger(__name__)
@@ -44,4 +44,4 @@ def staying_roles(sizes: PoolSizes | None, device: torch.device) -> StayingRoles
     for role in sizes.trained:
         does = "stay on the device" if role in names else "are offloaded while others work"
         logger.info("weights and moments of the %s %s", role, does)
-    return StayingRoles(names, reserved_for_staying(sizes, names))
+    return StayingRoles(names, reserved_bytes(sizes, names))

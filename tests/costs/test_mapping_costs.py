@@ -12,7 +12,7 @@ import pytest
 from hybridrl.config import ActivationMode, PipelineSchedule, SerialScheduleConfig
 from hybridrl.config.rollout import ENGINES, Engine
 from hybridrl.costs.devices import ACCELERATORS, MODELS
-from hybridrl.costs.layers import LayerCosts
+from hybridrl.costs.layers import LayerCosts, LayerWork
 from hybridrl.costs.links import LinkSpeed
 from hybridrl.costs.mapping import (
     ClusterShape,
@@ -25,7 +25,7 @@ from hybridrl.costs.mapping import (
     cluster_of,
 )
 from hybridrl.costs.model import CostModel, even_rows
-from hybridrl.costs.model_shape import ModelShape, matrices
+from hybridrl.costs.model_shape import ModelShape, RecurrentShape, matrices
 from hybridrl.costs.scales import CostScales
 from hybridrl.flow.mapped_work import MappedWork
 from hybridrl.layout.grouping import TrainAxes
@@ -54,6 +54,34 @@ def test_the_sizes_of_llama_3_8b() -> None:
     assert sum(math.prod(p.shape) for p in matrices(experts)) == experts.parameters
     with pytest.raises(ValueError, match="without vocab_size"):
         ModelShape.of_config({k: v for k, v in config.items() if k != "vocab_size"})
+
+
+def test_recurrent_layers_by_hand() -> None:
+    """Three of four layers keep a state: they have no keys, no pairs, and weights of their own."""
+    mixers = 24 * 5 * 4096 * 4096
+    states = RecurrentShape(24, mixers, state_bytes=48 * 2**20, state_flops=10**8)
+    shape = replace(LLAMA, recurrent=states)
+    assert shape.kv_bytes == LLAMA.kv_bytes // 4
+    attention = 4096 * 2 * 128 * (32 + 8)
+    assert shape.parameters == LLAMA.parameters - 24 * attention + mixers
+    assert sum(math.prod(p.shape) for p in matrices(shape)) == shape.parameters
+    dense, hybrid = (LayerWork.of(own) for own in (LLAMA, shape))
+    assert hybrid.pair_flops == dense.pair_flops / 4
+    assert 32 * hybrid.flops == 2 * 32 * shape.layer_parameters + 10**8
+    assert hybrid.trained_flops == 2 * shape.layer_parameters
+    layouts = GenLayout(tp=2), range(2)
+    before, after = (
+        COSTS.generation(replace(ACTOR, shape=own), *layouts) for own in (LLAMA, shape)
+    )
+    work = 2 * (shape.layers * (shape.layer_parameters - LLAMA.layer_parameters)) + 10**8
+    moved = 2 * 48 * 2**20 / (0.7 * H100.memory_bytes_per_s)
+    more = work / (0.5 * H100.flops) + moved
+    assert after.row_s - before.row_s == pytest.approx(more / 2, rel=1e-6)
+    assert after.cached_token_s == pytest.approx(before.cached_token_s / 4)
+    assert after.kv_token_s == pytest.approx(before.kv_token_s / 4)
+    # A sample that moves takes its states, however short it is.
+    sent = 48 * 2**20 / 2 / COSTS.cluster.between.bytes_per_s
+    assert after.kv_call_s - before.kv_call_s == pytest.approx(sent)
 
 
 def test_a_roofline_by_hand() -> None:

@@ -5,14 +5,18 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.costs.generation_memory import NativeSizes, VLLMSizes
+from hybridrl.costs.image_memory import ImageSizes
 from hybridrl.costs.memory import (
     WAITING,
+    KeptIdSizes,
     MemoryPlan,
     PoolSizes,
     RunPlan,
     ScoringSizes,
     plan_memory,
+    reserved_bytes,
 )
+from hybridrl.costs.push_memory import ReceivedSizes
 from hybridrl.costs.train_memory import EIGHT_BIT_MOMENT, ActivationSizes, TrainSizes
 from hybridrl.costs.zero_bubble import ChunkSizes, ZeroBubbleUpdate
 
@@ -435,3 +439,67 @@ def test_roles_of_a_pool_without_the_actor_stay_likewise() -> None:
     assert {"moments": 4800}.items() <= {p.name: p.sizes for p in plan.phases}[
         "score reference"
     ].items()
+
+
+IMAGES = ImageSizes(tower=5_000, kept=900, computing=10_000, prefill=80, scored=70, trained=60)
+WITH_IMAGES = replace(RUN, images=IMAGES)
+CAPACITY = 10**6
+
+
+def more(run: MemoryPlan, plain: MemoryPlan) -> dict[str, int]:
+    """Bytes by which the phases of a run are larger."""
+    pairs = zip(run.phases, plain.phases, strict=True)
+    return {phase.name: phase.total - other.total for phase, other in pairs}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_tower_stays_and_no_phase_computes_while_it_does(device: str) -> None:
+    """An image of 10,000 bytes is read before a prefill of 700, and before an update of more."""
+    plain, images = (plan_memory(run, device, CAPACITY, 0) for run in (RUN, WITH_IMAGES))
+    update = sum(SIZES.update().values())
+    assert update > 10_000 > 9_000
+    assert more(images, plain) == {
+        "load actor": 0,
+        "load rollout engine": 0 if device == "cuda" else 5_900,
+        "switch": 5_900,
+        "prefill": 5_900 + 80 + 10_000 - 700,
+        "decode": 5_900,
+        "score reference": 5_900 + 70 + 10_000 - 9_000,
+        "train actor": 5_900 + 60,
+        "save actor": 5_900,
+    }
+
+
+def test_a_cache_leaves_room_for_images() -> None:
+    """On a GPU that it would fill: as many bytes less, in whole tokens."""
+    reserved = 5_900 + 80 + 10_000 - 700
+    assert reserved_bytes(WITH_IMAGES, ()) == reserved
+    run = replace(RUN, generation=replace(RUN.generation, most=10**9))
+    plain, images = (
+        plan_memory(own, "cuda", CAPACITY, 0) for own in (run, replace(run, images=IMAGES))
+    )
+    assert plain.cache_tokens is not None
+    assert images.cache_tokens is not None
+    assert plain.cache_tokens - images.cache_tokens == pytest.approx(reserved / (10 + 5), abs=1)
+    prefill = next(phase for phase in images.phases if phase.name == "prefill")
+    assert prefill.total <= CAPACITY
+
+
+def test_a_pool_that_generates_alone_has_a_tower() -> None:
+    received = ReceivedSizes(arrays=0)
+    run = replace(WITH_IMAGES, trained={}, scoring={}, received=received)
+    sizes = {p.name: p.sizes for p in plan_memory(run, "cuda", CAPACITY, 0).phases}
+    assert sizes["load weights"]["image tower"] == sizes["prefill"]["image tower"] == 5_000
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_kept_ids_are_on_the_host_and_in_rows(device: str) -> None:
+    scoring = {"reference": replace(RUN.scoring["reference"], kept_ids=30)}
+    run = replace(RUN, kept_ids=KeptIdSizes(samples=400, trained=50), scoring=scoring)
+    plain, kept = (plan_memory(own, device, CAPACITY, 0) for own in (RUN, run))
+    on_host = 400 if device == "cpu" else 0
+    sizes = more(kept, plain)
+    assert sizes["decode"] == on_host
+    assert sizes["score reference"] == on_host + 30
+    assert sizes["train actor"] == on_host + 50
+    assert kept.on_host.get("kept ids of samples", 0) == 400 - on_host

@@ -5,12 +5,16 @@ import torch
 from transformers import AutoConfig
 
 from hybridrl.config import Attention
+from hybridrl.engines.train.truncated import truncated
+from hybridrl.kernels.linear_log_probs import linear_log_probs
 from hybridrl.models import activations
 from hybridrl.models.activations import (
+    PeakMemory,
     head_activations,
     layer_activations,
     prefill_activations,
     scoring_activations,
+    scoring_head_activations,
 )
 
 TOKENS, HEADS, VOCAB, SCORED = 256, 4, 43, 100
@@ -161,3 +165,43 @@ def test_the_same_layer_is_counted_once(monkeypatch):
     assert _layer(Attention.torch) is want
     with pytest.raises(TypeError):
         _layer(Attention.torch, hidden_size=64)
+
+
+def _taken(kept, trained):
+    """Bytes on a CPU of the head over 96 hidden states: kept for backward, and at the peaks."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=draw) for n in (96, 400))
+    targets = torch.randint(400, (96,), generator=draw)
+    ids = torch.stack([torch.randperm(400, generator=draw)[:kept].sort().values for _ in targets])
+    if trained:
+        hidden.requires_grad_(), weight.requires_grad_()
+    memory = PeakMemory()
+    memory.track_external(hidden, weight, targets, ids)
+    before = memory.allocated("cpu")
+    with memory, torch.set_grad_enabled(trained):
+        candidates = ids if kept else None
+        log_probs, entropy = linear_log_probs(
+            hidden, weight, targets, with_entropy=True, candidates=candidates
+        )
+        if kept:
+            log_probs, entropy = truncated(log_probs, entropy, ids, targets)
+        if not trained:
+            return memory.peak("cpu") - before
+        loss = log_probs.sum() + entropy.sum()
+        del log_probs, entropy
+        stays = memory.allocated("cpu") - before
+        memory.restart()
+        loss.backward()
+        return stays, memory.peak("cpu") - before
+
+
+def test_the_head_takes_so_much_for_each_kept_id():
+    """The ids take more than the logits here, as they do where many are kept."""
+    config = AutoConfig.for_model("qwen3", **SHAPE | {"hidden_size": 16})
+    options = {"dtype": torch.float32, "triton": False}
+    whole, kept = (head_activations(config, 96, **options, kept=n) for n in (0, 300))
+    (stays, peak), (plain, _) = _taken(300, trained=True), _taken(0, trained=True)
+    assert kept.kept - whole.kept == pytest.approx(stays - plain, rel=0.05)
+    assert kept.backward - whole.backward == pytest.approx(peak - stays, rel=0.05)
+    scoring = [scoring_head_activations(config, 96, **options, kept=n) for n in (0, 300)]
+    assert scoring[1] - scoring[0] == pytest.approx(_taken(300, trained=False), rel=0.1)

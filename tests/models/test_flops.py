@@ -1,9 +1,12 @@
 """The operations of a forward pass, against torch's own count of what a model runs."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma3TextConfig,
     MistralConfig,
@@ -11,7 +14,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from hybridrl.models.flops import ForwardFlops, forward_flops
+from hybridrl.models.flops import ForwardFlops, TowerFlops, forward_flops, state_flops
+from hybridrl.models.image_text import language_config, meta_tower
+from hybridrl.models.mixers import recurrent_modules
 
 SIZES = {
     "hidden_size": 64,
@@ -109,3 +114,92 @@ def test_pairs_of_a_window_by_counting_them():
         features = 2 * 4 * (16 + 16)
         want = flops.per_token * tokens + 2 * features * (pairs + near)
         assert flops(tokens, 0) == want
+
+
+# Recurrent layers
+
+
+def hybrid(family, **changes):
+    sizes = SIZES | {"num_hidden_layers": 4, "pad_token_id": 0, "intermediate_size": 64}
+    return AutoConfig.for_model(family, **(sizes | changes))
+
+
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 24,
+}  # fmt: skip
+
+
+def products(config, tokens, scored, prepare=lambda module: None):
+    """What torch counts, without the pairs of a query and a key behind it."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for module in recurrent_modules(model):
+        prepare(module)
+    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(ids, logits_to_keep=scored)
+    full = config.num_hidden_layers - len(recurrent_modules(model))
+    behind = 2 * full * 4 * (16 + 16) * (tokens**2 - tokens * (tokens + 1) // 2)
+    return counter.get_total_flops() - behind
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+def test_a_delta_rule_equals_torchs_count(family):
+    """transformers computes chunks of c tokens, whose products within a chunk grow with c.
+
+    Those are no work of the model: they are left out by what two sizes of chunks differ.
+    """
+    experts = EXPERTS | {"shared_expert_intermediate_size": 32}
+    mixture = {"mlp_only_layers": [0, 1, 2, 3], **experts} if family == "qwen3_next" else {}
+    config, tokens, scored = hybrid(family, **DELTA, **mixture), 128, 20
+
+    def in_chunks(size, module):
+        module.chunk_gated_delta_rule = partial(module.chunk_gated_delta_rule, chunk_size=size)
+
+    short, long = (products(config, tokens, scored, partial(in_chunks, c)) for c in (16, 32))
+    want = 2 * short - long
+    assert ForwardFlops.of(config)(tokens, scored) == pytest.approx(want, rel=0.03)
+    states = tokens * state_flops(config)
+    assert state_flops(config) == 3 * 6 * 4 * 32 * 24
+    assert states > 0.1 * want, "states that the tolerance would hide"
+
+
+def test_short_convolutions_equal_torchs_count():
+    config = hybrid("lfm2", layer_types=["conv", "conv", "full_attention", "conv"])
+    want = products(config, 128, 20)
+    assert state_flops(config) == 0
+    assert ForwardFlops.of(config)(128, 20) == pytest.approx(want, rel=0.03)
+
+
+def test_mamba_adds_the_changes_of_its_states():
+    """torch counts the product with a state, and not the outer product that changes it."""
+    config = hybrid(
+        "jamba", expert_layer_period=100, expert_layer_offset=50, num_experts=1,
+        attn_layer_period=4, attn_layer_offset=3, use_mamba_kernels=False, mamba_d_state=64,
+    )  # fmt: skip
+    elements = 3 * 2 * 64 * 64  # layers, features, and what is kept of each
+    assert state_flops(config) == 4 * elements
+    want = products(config, 64, 20) + 64 * 2 * elements
+    assert ForwardFlops.of(config)(64, 20) == pytest.approx(want, rel=0.03)
+
+
+# Image towers
+
+
+@pytest.mark.parametrize(("family", "deep"), [("qwen3_vl", [0, 1]), ("qwen3_5", None)])
+@pytest.mark.parametrize("grid", [(1, 4, 6), (1, 20, 20)])
+def test_a_tower_equals_torchs_count(family, deep, grid):
+    tower = {
+        "depth": 3, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "patch_size": 4,
+        "out_hidden_size": 64, "num_position_embeddings": 256,
+    }  # fmt: skip
+    tower |= {} if deep is None else {"deepstack_visual_indexes": deep}
+    whole = AutoConfig.for_model(family, text_config=SIZES, vision_config=tower)
+    config = language_config(whole)
+    model = meta_tower(config).to_empty(device="cpu")
+    model.set_attn_implementation("eager")
+    patches = grid[1] * grid[2]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(patches, 3 * 2 * 4 * 4), grid_thw=torch.tensor([grid]))
+    assert TowerFlops.of(config)(patches) == pytest.approx(counter.get_total_flops(), rel=0.01)

@@ -1,5 +1,6 @@
 """The memory of a mapping in a search against the memory plan of a run."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import pytest
 
 from hybridrl.config import ActivationMode, Config, OptimName, PipelineSchedule, compose
 from hybridrl.costs.mapping_overrides import mapping_of
+from hybridrl.models.parallel import model_parameters
 from hybridrl.models.shape import model_shape
 from hybridrl.preflight import memory_plan
 from hybridrl.preflight.mapping_memory import MappingMemory
@@ -106,3 +108,21 @@ def test_a_recipe_says_how_a_role_is_trained() -> None:
     shapes = {"actor": model_shape(_config("qwen3_1.7b", 8, []).model)}
     (actor,) = planned_roles(config, graph, shapes)
     assert (actor.mini_batches, actor.epochs) == (4, None)
+
+
+def test_a_hybrid_has_the_weights_and_states_of_its_mixers() -> None:
+    config = _config("tiny_hybrid", 2, [])
+    graph, shape = build_recipe(config.recipe), model_shape(config.model)
+    (actor,) = planned_roles(config, graph, {"actor": shape})
+    recurrent = actor.shape.recurrent
+    assert recurrent is not None
+    assert (recurrent.layers, actor.shape.attending) == (3, 1)
+    weights = sum(math.prod(p.shape) for p in model_parameters(shape))
+    # Norms are left out, and the gates of the layer that attends.
+    assert actor.shape.parameters == pytest.approx(weights, rel=0.05)
+    keys, values = shape.linear_num_key_heads, shape.linear_num_value_heads
+    sizes = shape.linear_key_head_dim, shape.linear_value_head_dim
+    matrix = values * sizes[0] * sizes[1]
+    inputs = 4 * (2 * keys * sizes[0] + values * sizes[1])
+    assert recurrent.state_bytes == 3 * (4 * matrix + 2 * inputs)
+    assert recurrent.state_flops == 3 * 6 * matrix

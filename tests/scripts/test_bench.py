@@ -228,3 +228,15 @@ def test_conversations_against_other_ways_to_have_them() -> None:
         "turns_hidden_planned", "turns_hidden_emulated",
     }  # fmt: skip
     assert lines["turns_hidden_planned"]["value"] > 0.9  # of two turns
+
+
+@pytest.mark.slow
+def test_a_hybrid_against_a_dense_model() -> None:
+    """Each side runs; a copy has the states whatever the sample's length."""
+    small = ["--rounds=1", "--rows=4", "--new=2", "--tokens", "20", "40"]
+    lines = records("hybrid.py", *small)
+    names = "decode", "train", "chunks", "park_20", "park_40"
+    assert list(lines) == [f"hybrid/{name}" for name in names]
+    short, long = lines["hybrid/park_20"], lines["hybrid/park_40"]
+    assert short["state_bytes"] == long["state_bytes"] > 0
+    assert long["bytes"] - short["bytes"] == 20 * 2 * 2 * 32 * 4  # keys, values, heads

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.costs.generation_memory import NativeSizes
-from hybridrl.costs.memory import PoolSizes, plan_memory, reserved_for_staying
+from hybridrl.costs.memory import PoolSizes, plan_memory, reserved_bytes
 from hybridrl.costs.train_memory import ActivationSizes, TrainSizes
 from hybridrl.engines.rollout.interface import EngineParts
 from hybridrl.engines.rollout.memory import device_margin, device_memory_left
@@ -74,7 +74,7 @@ def test_the_ranks_decide_as_the_plan_does(ranks: Callable[..., list[Any]]) -> N
     plan = plan_memory(sizes, "cuda", TOTAL, device_margin(TOTAL) + 5 * GIB)
     (decided,) = ranks(1, decide, sizes, [5 * GIB], 3 * GIB)
     assert decided.names == tuple(plan.staying) == ("actor",)  # a critic would take too much of it
-    assert decided.reserved_bytes == reserved_for_staying(sizes, plan.staying)
+    assert decided.reserved_bytes == reserved_bytes(sizes, plan.staying)
 
 
 def test_all_leave_where_there_is_no_plan_and_no_gpu(caplog: pytest.LogCaptureFixture) -> None:

@@ -44,28 +44,43 @@ class Rate:
 class KVCosts:
     """Compares a copy to host memory and back with a prefill, by times that were measured.
 
-    Where one of the two is not known yet, a copy is made. A choice holds for some decisions.
-    `agree` gives all ranks of an instance the times of one of them; without it they always copy.
-    Copies have at most `most_tokens`.
+    A copy has the states of recurrent layers, too, as many bytes as the keys and values of
+    `state_tokens`, whatever the sequence's length. So short sequences are computed again, and long
+    ones are copied. Where one of the two times is not known yet, a copy is made. Times are read
+    anew after some decisions. `agree` gives all ranks of an instance those of one of them; without
+    it they always copy. Copies have at most `most_tokens`, those of states included.
 
-    *Example.* A token's prefill takes 8 us, its copies 1 us each: 100 tokens cost 800 us or 200.
+    *Example.* A token's prefill takes 8 us, its copies 1 us each, and states are as 500 tokens. 100
+    tokens cost 800 us or 2 x 600: they are computed again. 1,000 cost 8,000 us or 2 x 1,500.
     """
 
     def __init__(
-        self, agree: Callable[[list[float]], list[float]] | None, most_tokens: int
+        self,
+        agree: Callable[[list[float]], list[float]] | None,
+        most_tokens: int,
+        state_tokens: int = 0,
     ) -> None:
         self.prefill, self.copy = Rate(), Rate()
-        self._agree, self._most_tokens = agree, most_tokens
-        self._decided, self._copies = 0, True
+        self._agree, self._most_tokens, self._state_tokens = agree, most_tokens, state_tokens
+        self._decided = 0
+        self._prefill_s = self._copy_s = 0.0  # of a token; 0 is not known
 
     def copies(self, tokens: int, in_host: int) -> bool:
         """Whether `tokens` that give way are copied; host memory has `in_host` of others."""
         if self._agree is not None and self._decided % _EACH == 0:
-            prefill, copy = self.prefill.seconds, self.copy.seconds
-            saved = 0.0 if prefill is None or copy is None else prefill - 2 * copy
-            self._copies = self._agree([saved])[0] >= 0
+            known = [self.prefill.seconds or 0.0, self.copy.seconds or 0.0]
+            self._prefill_s, self._copy_s = self._agree(known)
         self._decided += 1
-        return self._copies and in_host + tokens <= self._most_tokens
+        copied = tokens + self._state_tokens
+        if in_host + copied > self._most_tokens:
+            return False
+        if not (self._prefill_s and self._copy_s):
+            return True
+        return 2 * self._copy_s * copied <= self._prefill_s * tokens
+
+    def timing_copy(self, tokens: int, memory: torch.Tensor) -> AbstractContextManager[None]:
+        """Measure a copy of `tokens`, and of the states behind them."""
+        return self.timing(self.copy, tokens + self._state_tokens, memory)
 
     @contextmanager
     def timing(self, rate: Rate, tokens: int, memory: torch.Tensor) -> Iterator[None]:

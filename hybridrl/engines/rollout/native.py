@@ -175,9 +175,9 @@ class NativeEngine:
             place=self._stage.place,
         )
         # Both ways are exact; stages decide at different times.
-        compares = not deterministic and self._parallel.pp == 1
+        agree = None if deterministic or self._parallel.pp > 1 else self._parallel.of_first
         in_host = self._num_blocks * block_size if kv_host_tokens is None else kv_host_tokens
-        self._costs = KVCosts(self._parallel.of_first if compares else None, in_host)
+        self._costs = KVCosts(agree, in_host, self._stage.state_tokens)
         self._filler = CacheFiller(
             self._stage, recorder, self._costs, self._device, block_size, self._vocab_size,
             not deterministic,
@@ -272,10 +272,10 @@ class NativeEngine:
 
     def _save(self, entry: Entry, in_host: int) -> bool:
         """Copy what a request has cached, which gives way, if it pays: whether that was done."""
-        if not self._costs.copies(entry.kept + self._stage.state_tokens, in_host):
+        if not self._costs.copies(entry.kept, in_host):
             return False
         assert self._cache is not None
-        with self._costs.timing(self._costs.copy, entry.kept, self._cache.blocks):
+        with self._costs.timing_copy(entry.kept, self._cache.blocks):
             entry.request.kv = self._filler.read(entry, self._admission.tables, self._cache)
         return True
 

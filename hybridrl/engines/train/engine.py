@@ -493,8 +493,8 @@ class TrainEngine(SteppedShards):
         metrics |= figures if lr_scale is None else {**figures, "lr_scale": lr_scale}
         logger.debug("update ended, version %d", self.version)
         metrics["tokens"] = float(totals.tokens)
-        # Backward has twice as many, but for the gradients of frozen weights.
-        metrics["flops"] = totals.flops * (3 if self.lora is None else 2)
+        # Backward has twice as many, but for the gradients of frozen weights; a frozen tower none.
+        metrics["flops"] = totals.flops * (3 if self.lora is None else 2) + totals.tower_flops
         load = self._expert_load.metrics()
         if not metrics["bad_step"]:
             self._expert_load.move_biases()

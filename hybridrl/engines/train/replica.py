@@ -33,7 +33,8 @@ _TP_SIZES = 16  # of rows under tensor parallelism, from each power of two to th
 class UpdateTotals:
     """Totals of one update over all ranks: they weight tokens and keep collectives in step.
 
-    `flops` are the operations of a forward pass over the sequences.
+    `flops` are the operations of a forward pass over the sequences, `tower_flops` those of a frozen
+    image tower over their images, each sequence's as if it were alone.
     """
 
     micro_batches: int
@@ -41,6 +42,7 @@ class UpdateTotals:
     sequences: int
     longest: int
     flops: float
+    tower_flops: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,20 +333,20 @@ class Replica:
     def count(
         self, sequences: Sequence[TrainSequence], num_micro_batches: int, flops: ForwardFlops
     ) -> torch.Tensor:
-        """What this rank's pp x tp ranks compute [5], int64: the fields of `UpdateTotals`."""
+        """What this rank's pp x tp ranks compute [6], int64: the fields of `UpdateTotals`."""
         counts = [
             sequence.response_tokens if sequence.mask is None else int(sequence.mask.sum())
             for sequence in sequences
         ]
         lengths = [sequence.ids.shape[0] for sequence in sequences]
         in_all = sum(map(flops, lengths, counts)) // _FLOPS_UNIT
-        return torch.tensor(
-            [num_micro_batches, sum(counts), len(counts), max(counts, default=0), in_all],
-            device=self.device,
-        )
+        tower, images = self._tower, [x.images for x in sequences if x.images]
+        in_tower = sum(map(tower().flops, images)) // _FLOPS_UNIT if tower and images else 0
+        totals = [num_micro_batches, sum(counts), len(counts), max(counts, default=0)]
+        return torch.tensor([*totals, in_all, in_tower], device=self.device)
 
     def totals(self, counts: torch.Tensor) -> UpdateTotals:
-        """Totals of the `counts` [5] of all ranks of the world.
+        """Totals of the `counts` [6] of all ranks of the world.
 
         At least one micro-batch. Raises ValueError without a token to train on.
         """
@@ -356,5 +358,5 @@ class Replica:
         total = (counts_by_rank.sum(0) // self.size).tolist()
         if total[1] == 0:
             raise ValueError("update: no rank has a response token to train on")
-        flops = float(total[4] * _FLOPS_UNIT)
-        return UpdateTotals(max(1, most[0]), total[1], total[2], most[3], flops)
+        flops, tower_flops = (float(number * _FLOPS_UNIT) for number in total[4:])
+        return UpdateTotals(max(1, most[0]), total[1], total[2], most[3], flops, tower_flops)

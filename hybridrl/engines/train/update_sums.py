@@ -29,20 +29,20 @@ class UpdateSums:
     """Sums of an update over this rank's rows, also those trained before the others were there.
 
     `sums` are those of the loss and its metrics, `compared` the figures of `compare_row` of each
-    row. `counts` [5] are the fields of `UpdateTotals`, of the early rows alone. `real` tokens of
+    row. `counts` [6] are the fields of `UpdateTotals`, of the early rows alone. `real` tokens of
     sequences make up the `computed` ones of their rows; `shared` more are those of prompts that
     rows have once.
     """
 
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     compared: list[torch.Tensor] = field(default_factory=list)
-    counts: torch.Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.int64))
+    counts: torch.Tensor = field(default_factory=lambda: torch.zeros(6, dtype=torch.int64))
     real: int = 0
     computed: int = 0
     shared: int = 0
 
     def joined(self, counts: torch.Tensor) -> torch.Tensor:
-        """The `counts` [5] of further sequences and of these together."""
+        """The `counts` [6] of further sequences and of these together."""
         own = self.counts.to(counts)
         total = own + counts
         total[_LONGEST] = torch.maximum(own[_LONGEST], counts[_LONGEST])

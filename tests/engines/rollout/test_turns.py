@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -162,8 +163,29 @@ def test_measured_costs_decide() -> None:
         costs.prefill.saw(500, 500 * seconds)
         assert costs.copies(100, in_host=900) == copied
         assert not costs.copies(100, in_host=901)
-    assert asked == pytest.approx([0, 6e-6, 0, -1e-7])
+    assert asked == pytest.approx([0, 1e-6, 8e-6, 1e-6, 0, 1e-6, 1.9e-6, 1e-6])
     assert KVCosts(None, 1000).copies(1000, 0)
+
+
+def test_states_are_copied_too() -> None:
+    """As many bytes as 500 tokens' keys and values: a copy of few tokens takes more than a prefill.
+
+    The copy that is measured takes 600 us, of 100 tokens and the states.
+    """
+    costs = KVCosts(lambda times: times, most_tokens=2000, state_tokens=500)
+    clock = mock.patch("time.perf_counter", side_effect=[0.0, 600e-6])
+    with clock, costs.timing_copy(100, torch.zeros(1)):
+        pass
+    assert costs.copy.seconds == pytest.approx(1e-6)
+    costs.prefill.saw(1000, 8e-3)
+    assert not costs.copies(100, in_host=0)
+    assert costs.copies(1000, in_host=0)
+    assert costs.copies(1000, in_host=500)
+    assert not costs.copies(1000, in_host=501)
+    without = KVCosts(lambda times: times, most_tokens=2000)
+    without.copy.saw(1000, 1e-3)
+    without.prefill.saw(1000, 8e-3)
+    assert without.copies(100, in_host=0)
 
 
 @pytest.mark.long

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from hybridrl.config import Attention
 from hybridrl.engines.probe import compare_gradients
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import PackedBatch, PackedModel, pack
+from hybridrl.engines.train.replica import Replica
 from hybridrl.models import packed_attention
+from hybridrl.models.flops import TowerFlops
 from hybridrl.models.image_text import text_name
 from hybridrl.models.load import load_config
 from hybridrl.models.recurrent import use_batches
@@ -130,3 +134,18 @@ def test_a_fault_is_seen(models: Models, fault: str) -> None:
         row = replace(row, images=replace(row.images, features=row.images.features.flip(0)))
     got, wanted = log_probs(packed, row)[0], model.log_probs(sequences[0].ids, (A,), 5)
     assert float((got - wanted).detach().abs().max()) > 1e-3
+
+
+def test_an_update_counts_the_tower_for_each_sample(models: Models) -> None:
+    """Forward alone, and in a column apart: backward of a frozen tower has no operations."""
+    model, _ = models("qwen3_vl")
+    sequences = samples(model)
+    of_tower = TowerFlops.of(load_config(str(model.path)))
+    patches = {A: 6 * 6, B: 10 * 4, C: 6 * 6}
+    want = sum(of_tower(patches[image]) for own in sequences for image in own.images)
+    assert sum(model.tower.flops(own.images) for own in sequences) == want
+    replica: Any = SimpleNamespace(_tower=lambda: model.tower, device=torch.device("cpu"))
+    counts = Replica.count(replica, sequences, 1, lambda tokens, scored: 0)  # type: ignore[arg-type]
+    assert counts.tolist() == [1, 25, 5, 5, 0, want // 1000]
+    replica._tower = None
+    assert Replica.count(replica, sequences[1:2], 1, lambda *_: 0).tolist()[-1] == 0  # type: ignore[arg-type]

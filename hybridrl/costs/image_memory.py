@@ -1,0 +1,40 @@
+"""The memory of prompts' images on a rank: the tower, the features that it keeps, and a pass's."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+TOWER = "image tower"
+KEPT_FEATURES = "kept features of images"
+READING = "images being read"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageSizes:
+    """Bytes of a frozen tower on a rank, which has neither gradients nor moments.
+
+    The `tower` counts once for each format in which roles of the rank compute, and so do the
+    features that it has `kept` of images seen lately. `computing` is the most that it takes for the
+    largest image: pixels, activations, features. The others are features in place of embeddings:
+    of a prefill, of all rows that a role has `scored` in a call, of all rows of an update.
+    """
+
+    tower: int
+    kept: int
+    computing: int
+    prefill: int
+    scored: int
+    trained: int
+
+    @property
+    def stays(self) -> Mapping[str, int]:
+        """What is on the device in every phase once the first image has come."""
+        return {TOWER: self.tower, KEPT_FEATURES: self.kept}
+
+    def reading(self, features: int, activations: int) -> Mapping[str, int]:
+        """What a phase takes more than its `activations`, which begin when all images are read."""
+        return {READING: features + max(0, self.computing - activations)}
+
+    def beside_cache(self, activations: int) -> int:
+        """Bytes that a KV cache leaves to images, where a prefill has so many `activations`."""
+        reading = self.reading(self.prefill, activations)
+        return sum(self.stays.values()) + sum(reading.values())

@@ -1,0 +1,92 @@
+"""The bytes of an image tower, and of what it makes, counted without memory for its weights."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PretrainedConfig
+
+from hybridrl.models.activations import PeakMemory, count_once
+from hybridrl.models.counted_modules import counted_attention
+from hybridrl.models.image_text import meta_tower
+
+_ATTENTION = "hybridrl_counted_tower"
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> tuple[torch.Tensor, None]:
+    """As SDPA, from [1, heads, patches, dim] to [1, patches, heads, dim]; its kernels write so."""
+    return counted_attention(*(x.transpose(1, 2) for x in (query, key, value)))[0], None
+
+
+AttentionInterface.register(_ATTENTION, _attend)
+
+
+@dataclass(frozen=True, slots=True)
+class TowerSizes:
+    """A tower's elements: its `parameters`, and the `features` of a pad.
+
+    An image has `patches_per_pad` patches for each pad.
+    """
+
+    parameters: int
+    features: int
+    patches_per_pad: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "TowerSizes":
+        """Return the sizes of the tower that belongs to the text part of this `config`."""
+        tower: Any = meta_tower(config)
+        deep = len(getattr(tower, "deepstack_merger_list", ()))
+        return cls(
+            parameters=sum(parameter.numel() for parameter in tower.parameters()),
+            features=(1 + deep) * config.hidden_size,
+            patches_per_pad=tower.config.spatial_merge_size**2,
+        )
+
+
+@count_once
+def tower_activations(
+    config: PretrainedConfig, patches: int, *, dtype: torch.dtype, on_cpu: bool
+) -> int:
+    """The most bytes that the tower takes for an image: pixels, activations and features.
+
+    The image has so many `patches`. Its pixels are read in float32, on a CPU where the tower is.
+    """
+    tower: Any = meta_tower(config).to(dtype)
+    tower.set_attn_implementation(_ATTENTION)
+    sizes = tower.config
+    width = sizes.in_channels * sizes.temporal_patch_size * sizes.patch_size**2
+    head_dim = sizes.hidden_size // sizes.num_heads
+    ends = torch.tensor([0, patches], dtype=torch.int32)
+    deep_layers = getattr(sizes, "deepstack_visual_indexes", ())
+    memory = PeakMemory()
+    memory.track_external(tower)
+    before = memory.allocated("meta")
+    with memory, torch.no_grad():
+        read_dtype = torch.float32 if on_cpu else dtype
+        read = torch.empty(patches, width, dtype=read_dtype, device="meta")
+        pixels = read.to(dtype)
+        # Places are interpolated between four of a square.
+        nearest = torch.empty(4, patches, dtype=torch.long, device="meta")
+        shares = torch.empty(4, patches, 1, device="meta")
+        hidden = tower.patch_embed(pixels)
+        places = (tower.pos_embed(nearest) * shares).sum(0)
+        hidden = hidden + places.to(dtype)
+        angles = torch.empty(patches, head_dim // 2, device="meta")
+        both = torch.cat([angles, angles], -1)
+        turns = both.cos(), both.sin()
+        deep: list[torch.Tensor] = []
+        for layer, block in enumerate(tower.blocks):
+            hidden = block(hidden, cu_seqlens=ends, position_embeddings=turns)
+            if layer in deep_layers:
+                deep.append(tower.deepstack_merger_list[len(deep)](hidden))
+        torch.stack([tower.merger(hidden), *deep], 1)
+        return memory.peak("meta") - before

@@ -1,0 +1,68 @@
+"""Sizes of prompts' images on a rank."""
+
+from transformers import PretrainedConfig
+
+from hybridrl.config import Config, Device, RolloutLayoutConfig, TrainLayoutConfig
+from hybridrl.costs.image_memory import ImageSizes
+from hybridrl.engines.rollout.batch import PREFILL_TOKENS
+from hybridrl.flow import Graph
+from hybridrl.models.load import TORCH_DTYPES
+from hybridrl.models.tower_sizes import TowerSizes, tower_activations
+from hybridrl.models.vision import KEPT_BYTES
+from hybridrl.preflight.memory_inputs import LongestInputs, samples_of_rank
+
+
+def image_sizes(
+    config: Config,
+    graph: Graph,
+    shape: PretrainedConfig,
+    pool: str,
+    inputs: LongestInputs,
+    computes: bool,
+) -> ImageSizes | None:
+    """The sizes on a rank of the pool; None for a model or an engine that reads no images.
+
+    A prompt may be pads alone. `computes`: some role of the pool trains or scores.
+    """
+    reads = config.rollout.features.reads_images and hasattr(shape, "tower_config")
+    if not (reads and inputs.images):
+        return None
+    tower, pads = TowerSizes.of(shape), config.data.max_prompt_tokens
+    compute, rollout = TORCH_DTYPES[config.model.compute_dtype], TORCH_DTYPES[config.rollout.dtype]
+    formats = [rollout] * (pool == config.cluster.home) + [compute] * computes
+    formats = list(dict.fromkeys(formats))
+    on_cpu = config.cluster.device is Device.cpu
+
+    def kept(itemsize: int) -> int:
+        """Return the features of all prompts of the run, or the limit where that is less."""
+        of_prompt = pads * tower.features * itemsize
+        return min(KEPT_BYTES, of_prompt * num_prompts(config))
+
+    def of_rows(layout: TrainLayoutConfig | RolloutLayoutConfig, batches: int) -> int:
+        """Features of the rows of one of the `batches` of a step."""
+        samples = samples_of_rank(config, graph, layout, config.ranks_of(pool), batches)
+        if config.trainer.shares_prompts:
+            samples = -(-samples // graph.group_size) + 1
+        return samples * pads * tower.features * compute.itemsize
+
+    prefill = inputs.prompt if config.strict else max(PREFILL_TOKENS, inputs.prompt)
+    embedded = prefill * shape.hidden_size  # a second time, with features in place of pads
+    return ImageSizes(
+        tower=tower.parameters * sum(dtype.itemsize for dtype in formats),
+        kept=sum(kept(dtype.itemsize) for dtype in formats),
+        computing=max(
+            tower_activations(shape, pads * tower.patches_per_pad, dtype=dtype, on_cpu=on_cpu)
+            for dtype in formats
+        ),
+        prefill=(prefill * tower.features + embedded) * rollout.itemsize,
+        scored=of_rows(config.rollout.layout, 1),
+        trained=of_rows(config.trainer.layout, config.trainer.mini_batches),
+    )
+
+
+def num_prompts(config: Config) -> int:
+    """The prompts of a run, at most: of its steps, and of its evaluation sets."""
+    sets = config.eval.sets.values()
+    held_out = sum(own.num_prompts or config.data.eval_size for own in sets)
+    trainer = config.trainer
+    return trainer.steps * trainer.prompts_per_step + max(held_out, config.data.eval_size)

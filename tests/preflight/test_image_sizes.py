@@ -1,0 +1,105 @@
+"""What the memory plan says of prompts with images, and of kept ids."""
+
+import numpy as np
+import pytest
+import torch
+
+from hybridrl.config import Config, compose
+from hybridrl.costs.memory import MemoryPhase, MemoryPlan
+from hybridrl.engines.rollout.kept_ids import KeptIds
+from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.engines.train.truncated import kept_rows
+from hybridrl.models.image_text import meta_tower
+from hybridrl.models.shape import model_shape
+from hybridrl.models.tower_sizes import tower_activations
+from hybridrl.preflight.memory_advice import advice
+from hybridrl.preflight.memory_inputs import LongestInputs
+from hybridrl.preflight.memory_plan import Room, plan_run
+from hybridrl.preflight.prepare import build_recipe
+
+IMAGES = "image tower", "kept features of images", "images being read"
+
+
+def config_of(*settings: str) -> Config:
+    compose.register()
+    config = compose.check(["cluster.device=cpu", "cluster.ranks=2", *settings])
+    config.resolve_device(2, "this test")
+    return config
+
+
+def plan(config: Config, images: bool = True) -> MemoryPlan:
+    graph, shape = build_recipe(config.recipe), model_shape(config.model)
+    inputs = LongestInputs.of(config, graph, images)
+    (pool,) = plan_run(config, graph, shape, Room(2**40, 0), inputs).pools.values()
+    return pool
+
+
+def owners(plan: MemoryPlan) -> set[str]:
+    return {owner for phase in plan.phases for owner in phase.sizes}
+
+
+def test_a_tower_and_its_features_are_in_the_plan() -> None:
+    """Pictures may take the whole prompt of 32 tokens; a pad has features of two layers."""
+    config = config_of("experiment=shapes_tiny")
+    shape, sizes = model_shape(config.model), {p.name: p.sizes for p in plan(config).phases}
+    tower = 4 * sum(x.numel() for x in meta_tower(shape).parameters())
+    of_prompt = 32 * 2 * 192 * 4
+    trainer, group = config.trainer, build_recipe(config.recipe).group_size
+    prompts = trainer.steps * trainer.prompts_per_step + config.data.eval_size
+    for phase in ("switch", "prefill", "decode", "train actor", "save actor"):
+        assert sizes[phase]["image tower"] == tower
+        assert sizes[phase]["kept features of images"] == prompts * of_prompt
+    assert not set(IMAGES) & set(sizes["load actor"])
+    samples = trainer.prompts_per_step * group // 2 + 1
+    if trainer.shares_prompts:
+        samples = -(-samples // group) + 1
+    assert sizes["train actor"]["images being read"] == samples * of_prompt
+    dtype = torch.float32
+    assert (
+        tower_activations(shape, 4 * 32, dtype=dtype, on_cpu=True) < sizes["prefill"]["activations"]
+    )
+    assert sizes["prefill"]["images being read"] == 4096 * (2 + 1) * 192 * 4
+
+
+def test_features_that_are_kept_have_a_limit() -> None:
+    config = config_of("experiment=shapes_tiny", "trainer.steps=1000000")
+    sizes = plan(config).phases[-1].sizes
+    assert sizes["kept features of images"] == 2**28
+
+
+@pytest.mark.parametrize("settings", [("model=tiny",), ("model=tiny_vision", "rollout=vllm")])
+def test_a_run_without_images_has_no_tower(settings: tuple[str, ...]) -> None:
+    assert not set(IMAGES) & owners(plan(config_of(*settings)))
+
+
+def test_a_run_whose_prompts_are_texts_has_no_tower() -> None:
+    config = config_of("experiment=shapes_tiny")
+    assert set(IMAGES) <= owners(plan(config))
+    assert not set(IMAGES) & owners(plan(config, images=False))
+
+
+def test_kept_ids_have_the_bytes_of_their_tensors() -> None:
+    """Twenty of a token, with the samples of a step and in the rows of an update."""
+    config = config_of("model=tiny", "rollout.top_k=20", "rollout.top_p=0.9")
+    new, trainer = config.rollout.max_new_tokens, config.trainer
+    of_rank = trainer.prompts_per_step * build_recipe(config.recipe).group_size // 2
+    record = KeptIds()
+    for _ in range(new):
+        record.append(np.arange(20, dtype=np.int32))
+    ids = torch.arange(new + 3) % 20
+    sample = TrainSequence(ids, new, kept_ids=torch.from_numpy(record.flat()))
+    rows = kept_rows([sample], [torch.arange(3, new + 3)])
+    assert rows is not None
+    sizes = {phase.name: phase.sizes for phase in plan(config).phases}
+    assert sizes["decode"]["kept ids of samples"] == of_rank * record.flat().nbytes
+    assert sizes["train actor"]["kept ids of rows"] == (of_rank + 1) * rows.nbytes
+    without = config_of("model=tiny", "rollout.top_k=20", "rollout.sampling_replay=off")
+    assert not {"kept ids of samples", "kept ids of rows"} & owners(plan(without))
+
+
+@pytest.mark.parametrize("phase", ["train actor", "score reference", "prefill"])
+def test_advice_names_what_images_and_kept_ids_depend_on(phase: str) -> None:
+    config = config_of("experiment=shapes_tiny")
+    images = MemoryPhase(phase, {"images being read": 9, "kept ids of rows": 5})
+    wanted = "a smaller data.max_prompt_tokens or trainer.prompts_per_step; a smaller rollout.top_k"
+    assert advice(config, images, "actor") == wanted
