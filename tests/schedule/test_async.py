@@ -136,13 +136,21 @@ test_thousands_in_flight = pytest.mark.slow(
 )
 
 
-def check_followed(staleness, resumes, pauses, seed, lengths, others, shared, loses, **case):
+def check_followed(
+    staleness, resumes, pauses, seed, lengths, others, shared, loses, deaths, **case
+):
     """On other numbers of instances, that train too or not, resumed or not: the same batches.
 
-    Where the run `loses` caches that would stay, they are computed again at the same tokens.
+    Where the run `loses` caches that would stay, they are computed again at the same tokens. What
+    an instance that died had made is not in its record.
     """
     case |= {"staleness": staleness, "lengths": [1 + 4 * n for n in lengths]}
-    first, results, _ = run_case(case | {"in_flight": True, "pauses": pauses, "loses": loses}, seed)
+    recorded = {"in_flight": True, "pauses": pauses, "loses": loses, "tells": False}
+    if deaths:
+        num_instances = case["num_instances"] + 1
+        mortal = {n: who for n, who in deaths.items() if who < num_instances - 1}
+        recorded |= {"num_instances": num_instances, "deaths": mortal}
+    first, results, _ = run_case(case | recorded, seed)
     record = RunRecord(
         {id: segments for result in results for id, segments in result.versions.items()},
         {},
@@ -159,12 +167,17 @@ def check_followed(staleness, resumes, pauses, seed, lengths, others, shared, lo
     segments = record.versions.values()
     rests = sum(len(of_sample) > 1 for of_sample in segments)
     event("caches are lost" if any(x.recomputed for one in segments for x in one) else "none is")
+    restarted = sum(result.metrics["samples/restarted"] for result in results)
+    event("samples began anew" if restarted else "none began anew")
     event("samples rest" if rests else "none rests")
 
 
 FOLLOWED = {
     "staleness": st.integers(1, 3), "others": st.integers(1, 4), "shared": st.booleans(),
     "loses": st.booleans(),
+    "deaths": st.one_of(
+        st.just({}), st.dictionaries(st.integers(1, 40), st.integers(0, 3), max_size=2)
+    ),
 }  # fmt: skip
 followed_cases = given(**(CASES | FOLLOWED))
 test_a_record_is_followed = settings(max_examples=100)(followed_cases(check_followed))
