@@ -18,6 +18,7 @@ from hybridrl.driver.checkpoints import Checkpoints
 from hybridrl.driver.evaluate import HeldOutEvaluation
 from hybridrl.driver.rank_failures import WorkerError
 from hybridrl.driver.ray_executor import RayExecutor
+from hybridrl.schedule.asynchronous import Async
 from hybridrl.telemetry.records import read_lines
 
 pytestmark = pytest.mark.long
@@ -180,15 +181,27 @@ def test_one_that_dies_in_an_evaluation_leaves_it_to_others(
 
 @pytest.mark.layouts
 def test_a_record_with_a_death_is_followed(
-    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, killer: Killer
+    train_here: Callable[..., Any],
+    long_tail: list[str],
+    tmp_path: Path,
+    killer: Killer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Conversations of the dead begin anew, evaluations move caches, and shared ranks follow."""
+    """Conversations of the dead begin anew, with other caches, and ranks that train too follow."""
+    begin_step = Async.begin_step
+
+    def begins(policy: Async) -> None:
+        begin_step(policy)
+        if policy.schedule.steps_done == 1:
+            killer.at_waits[killer.num_waits + 2] = 2
+
+    monkeypatch.setattr(Async, "begin_step", begins)
     settings = [
         *IN_FLIGHT, *TALKING, "schedule.parked_kv=keep", "+environment.params.sleep=0.02",
-        "rollout.decode_steps=2",
+        "rollout.decode_steps=2", "eval.sets.main.every=null",
     ]  # fmt: skip
-    killer.at_waits = {40: 2}
     first = run_of(train_here, long_tail, tmp_path / "first", *settings)
+    monkeypatch.undo()
     assert sum(line["samples/restarted"] for line in first.metrics) > 0
     check_whole(first, 2)
     composed_run([*settings_of(long_tail, *settings), "cluster=processes", f"run.dir={first.dir}"])
