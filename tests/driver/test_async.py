@@ -499,7 +499,7 @@ def test_rows_of_a_batch_lose_their_caches_and_are_followed(
     ]
     for (tokens, log_probs), (same_tokens, close) in zip(*told, strict=True):
         assert tokens == same_tokens
-        assert close == pytest.approx(log_probs, abs=1e-5)
+        assert close == pytest.approx(log_probs, abs=1e-6)  # measured: 4.8e-7
 
 
 SLOWED = """
