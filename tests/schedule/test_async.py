@@ -11,6 +11,7 @@ from separate_executor import Latencies, SeparateExecutor
 
 from hybridrl.flow import SampleId
 from hybridrl.flow.sample import NO_VERSION
+from hybridrl.flow.turns import RecordDiffers
 from hybridrl.flow.versions import RunRecord
 from hybridrl.schedule.loop_schedule import LoopSchedule
 
@@ -184,6 +185,22 @@ test_a_record_is_followed = settings(max_examples=100)(followed_cases(check_foll
 test_thousands_are_followed = pytest.mark.slow(
     settings(max_examples=3000)(followed_cases(check_followed))
 )
+
+
+def test_a_run_that_is_not_the_recorded_one_ends_with_its_first_sample():
+    executor = SeparateExecutor(2, 0, lambda id: 9, in_flight=True)
+    schedule = make(executor, {"k": 2}, num_steps=3, in_flight=True)
+    results = [schedule.run_step(step) for step in range(3)]
+    versions = {id: x for result in results for id, x in result.versions.items()}
+    (last,) = versions[SampleId(5, k=1)]
+    versions[SampleId(5, k=1)] = (last._replace(stop=8),)
+    batches = {step: range(4 * step, 4 * step + 4) for step in range(3)}
+    record = RunRecord(versions, {}, batches)
+    again = make(SeparateExecutor(1, 1, lambda id: 9), {"k": 2}, num_steps=3, record=record)
+    again.run_step(0)
+    told = r"schedule\.follow: .* sample 5\.1 has tokens up to 9 by v_0, not 8 by v_0$"
+    with pytest.raises(RecordDiffers, match=told):
+        again.run_step(1)
 
 
 def check_replayed(staleness, seed, lengths, replays, **case):
