@@ -220,7 +220,7 @@ def run_case(
     def new_executor(seed: int) -> Any:
         apart = {
             "latencies": case["late"], "in_flight": case.get("in_flight", False),
-            "deaths": case.get("deaths"), "tells": "deaths" in case,
+            "deaths": case.get("deaths"), "tells": case.get("tells", "deaths" in case),
         }  # fmt: skip
         kind, of_kind = (SharedExecutor, {}) if case.get("shared") else (SeparateExecutor, apart)
         return kind(

@@ -12,7 +12,7 @@ from typing import Any
 
 from hybridrl.config import Config, ConfigError, RunConfig
 from hybridrl.driver.checkpoints import find_origin
-from hybridrl.driver.followed_run import check_followed
+from hybridrl.driver.followed_run import check_followed, check_followed_inputs
 from hybridrl.driver.resumed_inputs import check_inputs, known_rows
 from hybridrl.preflight.prepare import prepare
 from hybridrl.preflight.turn_orders import check_record
@@ -50,6 +50,7 @@ def check_runs(
                 rows = known_rows(origin)
                 prepared = prepare(known, known=rows)
                 check_inputs(known, origin, rows, prepared)
+                check_followed_inputs(known, prepared.data)
                 show(prepared.first_samples)
                 for line in filter(None, (*prepared.notes, prepared.activations)):
                     show(f"{line}\n")

@@ -1,14 +1,18 @@
 """The run that another one follows (`schedule.follow`): its record, and whether that is of it."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridrl.config import AsyncScheduleConfig, Config, ConfigError, EmulatedClusterConfig
 from hybridrl.config.stored_run import composed_run, overrides_of
+from hybridrl.data import Data
 from hybridrl.driver.checkpoints import changed_settings, settings_of
+from hybridrl.driver.inputs import basis_of, changed_inputs, inputs_of
 from hybridrl.flow.versions import RunRecord, record_from_json
 from hybridrl.telemetry.records import read_lines
+from hybridrl.telemetry.rundata import environment_at
 
 FILE = "versions.jsonl"
 _KEY = "schedule.follow"
@@ -57,6 +61,21 @@ def check_followed(config: Config) -> None:
             raise ConfigError(key, now[key], f"{before[key]}, as in {folder} ({_KEY})")
 
 
+def check_followed_inputs(config: Config, data: Data) -> None:
+    """Raise ConfigError where data, models or the user's code are not those of the followed run.
+
+    A run of an earlier version has no digests of them, and is followed.
+    """
+    folder = followed_run(config)
+    if folder is None:
+        return
+    recorded = environment_at(folder, math.inf).get("inputs", {})
+    now = {"data": inputs_of(config, data)["data"], **basis_of(config)}
+    if changed := changed_inputs({"inputs": recorded}, now, ()):
+        allowed = f"what that run was made with; changed since: {'; '.join(changed)}"
+        raise ConfigError(_KEY, folder, allowed)
+
+
 def _last_step(lines: Sequence[Mapping[str, Any]]) -> int:
     return max(int(line["step"]) for line in lines)
 
@@ -70,16 +89,4 @@ def _lines(config: Config) -> list[dict[str, Any]] | None:
     if not lines:
         allowed = f"the directory of a run with {FILE}, which schedule=async writes"
         raise ConfigError(_KEY, folder, allowed)
-    # Between a reply and the next turn a lost cache has no place in the record.
-    if config.environment.is_on and (lost := _first_lost_cache(lines)):
-        allowed = f"a run whose conversations keep their caches: one has lost its in step {lost}"
-        raise ConfigError(_KEY, folder, allowed)
     return lines
-
-
-def _first_lost_cache(lines: Sequence[Mapping[str, Any]]) -> int | None:
-    """The first step with a segment that is marked: see `flow.versions.record_to_json`."""
-    for line in lines:
-        if any(len(segment) > 2 for _, segments in line["samples"] for segment in segments):
-            return int(line["step"])
-    return None

@@ -17,7 +17,7 @@ from hybridrl.driver.checkpoints import (
     settings_of,
 )
 from hybridrl.driver.episodes import EnvironmentFailed
-from hybridrl.driver.followed_run import check_followed
+from hybridrl.driver.followed_run import check_followed, check_followed_inputs
 from hybridrl.driver.rank_failures import WorkerError
 from hybridrl.driver.restarts import Restarts
 from hybridrl.driver.resumed_inputs import check_inputs, known_rows
@@ -73,6 +73,7 @@ def _train(config: Config) -> dict[str, Any]:
     known = known_rows(origin)
     prepared = prepare(config, known=known)
     check_inputs(config, origin, known, prepared)
+    check_followed_inputs(config, prepared.data)
     write_first_samples(Path(config.run.dir), prepared.first_samples)
     with _reported(config), _started(config, prepared, origin) as (telemetry, launcher):
         restarts = Restarts(config, origin, telemetry)

@@ -44,8 +44,7 @@ def segments_of(spans: Sequence[TokenSpan], steps_of: Mapping[int, int]) -> tupl
     """
     segments: list[Segment] = []
     for span in spans:
-        # An environment's reply is read by the weights that make what comes next. It may have come
-        # under older ones, and have waited for a row.
+        # An environment's reply is read by the weights that make what comes next.
         if span.version == NO_VERSION or not span.trained:
             continue
         segment = Segment(steps_of[span.version], span.stop, span.recomputed)

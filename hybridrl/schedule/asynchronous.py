@@ -222,12 +222,7 @@ class Async(SchedulePolicy):
 
     def _num_tokens(self, id: SampleId) -> int:
         """Response tokens of a sample that waits for an instance."""
-        task = self.schedule.groups.task(id)
-        parked = self.schedule.groups.parked(task)
-        if parked is None:
-            return 0
-        prompt_tokens = self.schedule.length_model.prompt_tokens(task.prompt)
-        return parked.tokens[parked.ids.index(id)] - prompt_tokens
+        return self.schedule.response_tokens(self.schedule.groups.task(id))
 
     @property
     def _round(self) -> list[int]:

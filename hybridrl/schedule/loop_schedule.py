@@ -489,6 +489,14 @@ class LoopSchedule(Schedule):
             return None
         return sampling_of(stage, self.settings.sampling)
 
+    def response_tokens(self, task: GenerationTask) -> int:
+        """Response tokens of a sample that is parked, or of which there is a copy; else 0."""
+        parked = self.groups.parked(task)
+        if parked is None:
+            return 0
+        num_tokens = parked.tokens[parked.ids.index(task.sample.id)]
+        return num_tokens - self.length_model.prompt_tokens(task.prompt)
+
     def begin_loop(self, stages: StreamedStages, tail: NoTail, overlaps: bool = True) -> None:
         """The loop begins a round; see `StreamedStages` for `overlaps`."""
         stages.begin(overlaps, self.policy.lasts, self.policy.of_step)

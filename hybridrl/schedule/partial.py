@@ -183,12 +183,8 @@ class Partial(SchedulePolicy):
 
     def _expected(self, task: GenerationTask) -> GenerationTask:
         """A stopped task with the tokens that are still expected."""
-        parked = self.schedule.groups.parked(task)
-        if parked is None:
-            return task
-        done = parked.tokens[parked.ids.index(task.sample.id)]
-        done -= self.schedule.length_model.prompt_tokens(task.prompt)
-        return replace(task, tokens=max(1.0, task.total - done))
+        done = self.schedule.response_tokens(task)
+        return replace(task, tokens=max(1.0, task.total - done)) if done else task
 
     def _enough(self) -> bool:
         """Enough groups are complete, and those that stay can be trained before they are too old.

@@ -53,12 +53,15 @@ def turn_texts(
 def grown(spans: tuple[TokenSpan, ...], num_tokens: int, version: int) -> tuple[TokenSpan, ...]:
     """`spans` with the tokens up to `num_tokens`, which `version` has made since.
 
+    It has read the reply before them, too, which may have come under an older version.
     Example: 3 tokens of version 1, then 5 in all: (0 to 3 of 1, 3 to 5 of 2).
     """
     start = spans[-1].stop if spans else 0
     if num_tokens == start:
         return spans
-    if spans and spans[-1].version == version and spans[-1].trained:
+    if spans and not spans[-1].trained:
+        spans = (*spans[:-1], replace(spans[-1], version=version))
+    elif spans and spans[-1].version == version:
         return (*spans[:-1], replace(spans[-1], stop=num_tokens))
     return (*spans, TokenSpan(start, num_tokens, version))
 

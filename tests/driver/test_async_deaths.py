@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from driver.test_async import TALKING
 from safetensors.torch import load_file
 
+from hybridrl.config.stored_run import composed_run
 from hybridrl.driver.checkpoints import Checkpoints
 from hybridrl.driver.evaluate import HeldOutEvaluation
 from hybridrl.driver.rank_failures import WorkerError
 from hybridrl.driver.ray_executor import RayExecutor
+from hybridrl.schedule.asynchronous import Async
 from hybridrl.telemetry.records import read_lines
 
 pytestmark = pytest.mark.long
@@ -65,10 +68,13 @@ def killer(monkeypatch: pytest.MonkeyPatch) -> Killer:
     return Killer(monkeypatch)
 
 
-def run_of(train: Callable[..., Any], long_tail: list[str], folder: Path, *more: str) -> Any:
+def settings_of(long_tail: list[str], *more: str) -> list[str]:
     ours = tuple(setting.partition("=")[0] + "=" for setting in (*APART, *more))
-    kept = [setting for setting in long_tail if not setting.startswith(ours)]
-    return train(folder, *kept, *APART, *more)
+    return [setting for setting in long_tail if not setting.startswith(ours)] + [*APART, *more]
+
+
+def run_of(train: Callable[..., Any], long_tail: list[str], folder: Path, *more: str) -> Any:
+    return train(folder, *settings_of(long_tail, *more))
 
 
 def check_whole(run: Any, staleness: int) -> None:
@@ -171,6 +177,40 @@ def test_one_that_dies_in_an_evaluation_leaves_it_to_others(
     )  # fmt: skip
     assert got == wanted
     assert got.keys() == {*range(STEPS + 1)}
+
+
+@pytest.mark.layouts
+def test_a_record_with_a_death_is_followed(
+    train_here: Callable[..., Any],
+    long_tail: list[str],
+    tmp_path: Path,
+    killer: Killer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Conversations of the dead begin anew, with other caches, and ranks that train too follow."""
+    begin_step = Async.begin_step
+
+    def begins(policy: Async) -> None:
+        begin_step(policy)
+        if policy.schedule.steps_done == 1:
+            killer.at_waits[killer.num_waits + 2] = 2
+
+    monkeypatch.setattr(Async, "begin_step", begins)
+    settings = [
+        *IN_FLIGHT, *TALKING, "schedule.parked_kv=keep", "+environment.params.sleep=0.02",
+        "rollout.decode_steps=2", "eval.sets.main.every=null",
+    ]  # fmt: skip
+    first = run_of(train_here, long_tail, tmp_path / "first", *settings)
+    monkeypatch.undo()
+    assert sum(line["samples/restarted"] for line in first.metrics) > 0
+    check_whole(first, 2)
+    composed_run([*settings_of(long_tail, *settings), "cluster=processes", f"run.dir={first.dir}"])
+    settings += [f"schedule.follow={first.dir}", "cluster.ranks=1", "cluster.pools.rollout=0"]
+    again = run_of(train_here, long_tail, tmp_path / "again", *settings)
+    records = [read_lines(run.dir / "versions.jsonl") for run in (first, again)]
+    assert records[0] == records[1]
+    a, b = (load_file(run.dir / "final" / "model.safetensors") for run in (first, again))
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
 @pytest.mark.slow

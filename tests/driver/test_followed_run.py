@@ -9,8 +9,10 @@ import pytest
 from hybridrl.config import Config, ConfigError
 from hybridrl.config.compose import register
 from hybridrl.config.stored_run import composed_run
+from hybridrl.data import Data
 from hybridrl.driver.checkpoints import Origin
-from hybridrl.driver.followed_run import check_followed, recorded_run
+from hybridrl.driver.followed_run import check_followed, check_followed_inputs, recorded_run
+from hybridrl.driver.inputs import inputs_of
 from hybridrl.driver.run import _judge_failures
 from hybridrl.flow.executor import Computed
 from hybridrl.flow.sample import SampleId, TokenSpan
@@ -144,15 +146,37 @@ def test_another_run_is_refused(
         check_followed(make_config("recipe=grpo", *POOL, *follow, *more.split()))
 
 
-def test_conversations_that_have_lost_caches_are_refused(
+def test_other_data_and_code_are_refused(
     make_config: Callable[..., Config], recorded: Path
 ) -> None:
-    """Other samples with lost caches are followed."""
-    lost = {"step": 123, "samples": [[[2, "", 0], [[2, 3], [2, 5, 1]]]]}
+    """Under the same settings: what files say has changed. Earlier versions recorded none of it."""
+    config = make_config("recipe=grpo", *POOL, f"schedule.follow={recorded}", "trainer.steps=2")
+    data = Data([], [], {"words": 1.0}, {})
+    check_followed_inputs(config, data)
+    inputs, file = inputs_of(config, data), recorded / "environment.json"
+    recipe = next(name for name in inputs["code"] if name.startswith("recipe "))
+    rooms = {name: "of an earlier version" for name in inputs["code"] if name != recipe}
+    file.write_text(json.dumps({"inputs": inputs | {"code": rooms}}))
+    check_followed_inputs(config, data)
+    for kind, name, told in (
+        ("data", "words", "the data of source words"),
+        ("code", recipe, recipe),
+    ):
+        file.write_text(json.dumps({"inputs": inputs | {kind: {name: "other"}}}))
+        with pytest.raises(ConfigError, match=f"was made with; changed since: {told}$"):
+            check_followed_inputs(config, data)
+
+
+def test_conversations_that_have_lost_caches_are_read(
+    make_config: Callable[..., Config], recorded: Path
+) -> None:
+    """Where a turn has ended with 3 tokens, the weights that read its reply compute all again."""
+    lost = {"step": 123, "samples": [[[2, "", 0], [[2, 3], [2, 9, 1]]]]}
     with (recorded / "versions.jsonl").open("a") as file:
         file.write(json.dumps(lost) + "\n")
     follow = [f"schedule.follow={recorded}", "trainer.steps=2"]
-    recorded_run(make_config("recipe=grpo", *POOL, *follow))
-    error = r"wanted a run whose conversations keep their caches: one has lost its in step 123$"
-    with pytest.raises(ConfigError, match=error):
-        recorded_run(make_config("recipe=grpo", *POOL, *follow, "environment=python"))
+    record = recorded_run(make_config("recipe=grpo", *POOL, *follow, "environment=python"))
+    assert record is not None
+    followed, id = Followed(record), SampleId(2, k=0)
+    assert [n for n in range(9) if followed.recomputes(id, n)] == [3]
+    assert followed.rests_at(id, 0) == 3

@@ -185,7 +185,7 @@ def test_a_demo_with_tools_and_weights_in_flight_follows_its_record(
 ) -> None:
     """Its command line has a data source and evaluation sets beside those of the default."""
     run = make_flying(
-        tmp_path / "run", "experiment=tools_tiny", "environment.max_turn_tokens=6",
+        tmp_path / "run", "experiment=tools_tiny", "environment.max_turn_tokens=12",
         "trainer.steps=5",
     )  # fmt: skip
     lines = read_lines(run / "versions.jsonl")

@@ -99,13 +99,16 @@ test_a_take_has_its_groups = settings(max_examples=100)(take_cases(check_takes))
 test_thousands_of_takes = pytest.mark.slow(settings(max_examples=3000)(take_cases(check_takes)))
 
 
-def check_followed(staleness, resumes, pauses, seed, lengths, others, takes, **case):
-    """On other numbers of instances, resumed or not: the same versions, batches and updates."""
-    case |= {"staleness": staleness, "turns": 0, "lengths": [1 + 4 * n for n in lengths]}
+def check_followed(staleness, resumes, pauses, seed, lengths, others, takes, loses, **case):
+    """On other numbers of instances, resumed or not: the same versions, batches and updates.
+
+    Where the run `loses` caches that would stay, they are computed again at the same tokens.
+    """
+    case |= {"staleness": staleness, "lengths": [1 + 4 * n for n in lengths]}
     if takes:
         take = {"num_groups": 2, "round_prompts": 2, "max_rounds": 3, "allow_fewer": True}
         case |= {"kind": "filter", "more": {"take": take}}
-    flying = case | {"pauses": pauses, "as_complete": True}
+    flying = case | {"pauses": pauses, "as_complete": True, "loses": loses}
     first, results, _ = run_case(flying, seed, leaves_some=True)
     record = RunRecord(
         {id: segments for result in results for id, segments in result.versions.items()},
@@ -127,7 +130,8 @@ def check_followed(staleness, resumes, pauses, seed, lengths, others, takes, **c
     event("with a take" if takes else "without a take")
 
 
-follow_cases = given(**(MORE | {"others": st.integers(1, 4), "takes": st.booleans()}))
+FOLLOWED = {"others": st.integers(1, 4), "takes": st.booleans(), "loses": st.booleans()}
+follow_cases = given(**(MORE | FOLLOWED))
 test_a_record_is_followed = settings(max_examples=100)(follow_cases(check_followed))
 test_thousands_are_followed = pytest.mark.slow(
     settings(max_examples=3000)(follow_cases(check_followed))

@@ -11,6 +11,7 @@ from separate_executor import Latencies, SeparateExecutor
 
 from hybridrl.flow import SampleId
 from hybridrl.flow.sample import NO_VERSION
+from hybridrl.flow.turns import RecordDiffers
 from hybridrl.flow.versions import RunRecord
 from hybridrl.schedule.loop_schedule import LoopSchedule
 
@@ -136,13 +137,21 @@ test_thousands_in_flight = pytest.mark.slow(
 )
 
 
-def check_followed(staleness, resumes, pauses, seed, lengths, others, shared, loses, **case):
+def check_followed(
+    staleness, resumes, pauses, seed, lengths, others, shared, loses, deaths, **case
+):
     """On other numbers of instances, that train too or not, resumed or not: the same batches.
 
-    Where the run `loses` caches that would stay, they are computed again at the same tokens.
+    Where the run `loses` caches that would stay, they are computed again at the same tokens. What
+    an instance that died had made is not in its record.
     """
     case |= {"staleness": staleness, "lengths": [1 + 4 * n for n in lengths]}
-    first, results, _ = run_case(case | {"in_flight": True, "pauses": pauses, "loses": loses}, seed)
+    recorded = {"in_flight": True, "pauses": pauses, "loses": loses, "tells": False}
+    if deaths:
+        num_instances = case["num_instances"] + 1
+        mortal = {n: who for n, who in deaths.items() if who < num_instances - 1}
+        recorded |= {"num_instances": num_instances, "deaths": mortal}
+    first, results, _ = run_case(case | recorded, seed)
     record = RunRecord(
         {id: segments for result in results for id, segments in result.versions.items()},
         {},
@@ -159,18 +168,39 @@ def check_followed(staleness, resumes, pauses, seed, lengths, others, shared, lo
     segments = record.versions.values()
     rests = sum(len(of_sample) > 1 for of_sample in segments)
     event("caches are lost" if any(x.recomputed for one in segments for x in one) else "none is")
+    restarted = sum(result.metrics["samples/restarted"] for result in results)
+    event("samples began anew" if restarted else "none began anew")
     event("samples rest" if rests else "none rests")
 
 
 FOLLOWED = {
     "staleness": st.integers(1, 3), "others": st.integers(1, 4), "shared": st.booleans(),
     "loses": st.booleans(),
+    "deaths": st.one_of(
+        st.just({}), st.dictionaries(st.integers(1, 40), st.integers(0, 3), max_size=2)
+    ),
 }  # fmt: skip
 followed_cases = given(**(CASES | FOLLOWED))
 test_a_record_is_followed = settings(max_examples=100)(followed_cases(check_followed))
 test_thousands_are_followed = pytest.mark.slow(
     settings(max_examples=3000)(followed_cases(check_followed))
 )
+
+
+def test_a_run_that_is_not_the_recorded_one_ends_with_its_first_sample():
+    executor = SeparateExecutor(2, 0, lambda id: 9, in_flight=True)
+    schedule = make(executor, {"k": 2}, num_steps=3, in_flight=True)
+    results = [schedule.run_step(step) for step in range(3)]
+    versions = {id: x for result in results for id, x in result.versions.items()}
+    (last,) = versions[SampleId(5, k=1)]
+    versions[SampleId(5, k=1)] = (last._replace(stop=8),)
+    batches = {step: range(4 * step, 4 * step + 4) for step in range(3)}
+    record = RunRecord(versions, {}, batches)
+    again = make(SeparateExecutor(1, 1, lambda id: 9), {"k": 2}, num_steps=3, record=record)
+    again.run_step(0)
+    told = r"schedule\.follow: .* sample 5\.1 has tokens up to 9 by v_0, not 8 by v_0$"
+    with pytest.raises(RecordDiffers, match=told):
+        again.run_step(1)
 
 
 def check_replayed(staleness, seed, lengths, replays, **case):

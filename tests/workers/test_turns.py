@@ -282,6 +282,16 @@ def test_tensors_of_a_conversation() -> None:
         conversation_tensors(turns, [1, 2], response, (1.0,))
 
 
+def test_a_reply_is_read_by_the_version_that_goes_on() -> None:
+    """It has come under version 1, and waited for a row until version 2 was there."""
+    spans = answered(grown((), 5, 1), 3, 1)
+    assert spans == (TokenSpan(0, 5, 1), TokenSpan(5, 8, 1, trained=False))
+    assert grown(spans, 8, 2) == spans
+    read = TokenSpan(0, 5, 1), TokenSpan(5, 8, 2, trained=False)
+    assert grown(spans, 10, 2) == (*read, TokenSpan(8, 10, 2))
+    assert grown(grown(spans, 10, 2), 12, 2) == (*read, TokenSpan(8, 12, 2))
+
+
 def test_caches_that_are_computed_again_begin_spans() -> None:
     """Where one version has made all and computes it again, none begins."""
     spans = (TokenSpan(0, 5, 1), TokenSpan(5, 8, 2), TokenSpan(8, 10, 2, False))
