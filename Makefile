@@ -69,7 +69,7 @@ train-smollm2: $(BIN)/.smollm2  ## the same with a real pretrained model, SmolLM
 test: $(BIN)/.dev  ## fast tests, on CPU, in a few minutes
 	$(PYTEST) -q $(PARALLEL)
 
-test-long: $(BIN)/.dev  ## those that take a second of CPU time or more
+test-long: $(BIN)/.dev  ## those that take most of a second of CPU time or more
 	$(PYTEST) -q $(PARALLEL) -m "long and not ($(OTHERS))" $(call MARKED,long)
 
 test-layouts: $(BIN)/.dev  ## every layout against one process, and whole runs in further settings
@@ -272,6 +272,9 @@ bench-async-learning: $(BIN)/.curves  ## learning from stale samples with and wi
 
 bench-sparse-push: $(BIN)/.core  ## bytes and nanoseconds of a sparse push of SmolLM2-135M's shape, against the whole weights
 	@$(KEEP) sparse-push scripts/bench/sparse_push.py $(ARGS)
+
+bench-restarts: $(BIN)/.core  ## seconds from a killed rank to the next step, against the command given again
+	@$(KEEP) restarts scripts/bench/restarts.py $(ARGS)
 
 bench-checkpoint: $(BIN)/.core  ## seconds that training waits for a checkpoint, against torch's save and async_save
 	@$(KEEP) checkpoint scripts/bench/checkpoint.py $(ARGS)

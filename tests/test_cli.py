@@ -658,6 +658,7 @@ def test_a_gpu_without_a_c_compiler_is_refused(
     assert sorted(files.rglob("*")) == before
 
 
+@pytest.mark.long
 def test_versions_that_nobody_tried_are_named_once(
     files: Path,
     capfd: pytest.CaptureFixture[str],
@@ -705,6 +706,7 @@ def test_a_directory_to_which_another_run_writes(
         assert after == before
 
 
+@pytest.mark.long
 def test_a_directory_with_a_run(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It is refused before anything is written, unless it is to go on; evaluations may share it."""
     run = files / "out"
@@ -799,6 +801,7 @@ def test_other_commands(args: list[str], line: str, capfd: pytest.CaptureFixture
     assert capfd.readouterr().err.startswith(f"hybridrl: {line}")
 
 
+@pytest.mark.long
 def test_a_run_s_checkpoint_is_not_evaluated_on_ranks_without_a_model(
     files: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -900,6 +903,7 @@ def test_a_shape_alone_cannot_be_trained(files: Path, capfd: pytest.CaptureFixtu
     assert capfd.readouterr().err.startswith("hybridrl: model.path=null: wanted weights")
 
 
+@pytest.mark.long
 def test_a_plan_for_machines_that_are_not_here(
     files: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -961,6 +965,7 @@ def test_a_plan_of_layouts_needs_no_count_of_memory(
     assert err.startswith("hybridrl: plan=memory: wanted a model whose memory can be counted")
 
 
+@pytest.mark.long
 def test_a_plan_from_config_json_alone(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
     cli.main(["plan", "layout", "model.path=unweighted", "cluster.ranks=2"])
     from_file = json.loads(capfd.readouterr().out.splitlines()[-1])

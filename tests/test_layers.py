@@ -294,6 +294,7 @@ def test_the_rule_catches(room: str, source: str) -> None:
     assert violations(room, source)
 
 
+@pytest.mark.long
 def test_torch_free_rooms_bring_neither_torch_nor_ray() -> None:
     modules = []
     for room, path in FILES:

@@ -88,6 +88,7 @@ def logits(path):
         return model(torch.arange(20)[None]).logits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shard_bytes", [None, 2000])
 def test_reopened_by_transformers(fresh_ranks, source, tmp_path, shard_bytes):
     target = tmp_path / "run" / "step_1"
@@ -202,6 +203,7 @@ def test_every_rank_writes_its_share(fresh_ranks, source, tmp_path, layout, lora
     assert (target / "adapter").is_dir() == bool(lora)
 
 
+@pytest.mark.long
 def test_an_error_of_one_writer_is_that_of_all(fresh_ranks, ranks, source, tmp_path):
     """The earlier checkpoint stays whole, and nothing else is left."""
     target = tmp_path / "run" / "step_1"
@@ -381,6 +383,7 @@ class Likelihood(Loss):
         return -log_probs, {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [{"fsdp": 2, "ep": 2}, {"fsdp": 1, "pp": 2}], ids=["ep", "pp"])
 def test_a_trained_mixture_of_experts_answers_alike_in_transformers(ranks, tmp_path, layout):
     tiny = TinyModelConfig(num_experts=4, experts_per_token=2)
@@ -423,6 +426,7 @@ def _save_with_broken_files(source, target):
         return hf.save_hf(engine, target, tokenizer)
 
 
+@pytest.mark.long
 def test_a_file_beside_the_weights_never_takes_them_with_it(ranks, source, tmp_path):
     target = tmp_path / "run" / "final"
     first, second = ranks(2, _save_with_broken_files, source, target)

@@ -187,6 +187,7 @@ def test_conversations(
         SEEN["conversations"] += item.item["random"]
 
 
+@pytest.mark.long
 @cheap
 @given(
     prompt=TEXT | USER.map(lambda message: [message]) | MESSAGES,

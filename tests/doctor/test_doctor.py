@@ -333,6 +333,7 @@ def test_a_rank_that_ends_meanwhile_is_named(
         command.gather(fake_ray, ClusterConfig(ranks=1, start_timeout_s=3), tmp_path)
 
 
+@pytest.mark.long
 def test_more_ranks_than_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -200,6 +200,7 @@ def refused(config: Config) -> str:
     return str(raised.value)
 
 
+@pytest.mark.long
 def test_what_is_learned_from_must_not_change(
     config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -236,6 +237,7 @@ def test_a_checkpoint_from_before_there_was_a_choice_of_optimizers_is_adamws(
     assert line == f"trainer.optim.name=muon: wanted adamw, with which {path} was made"
 
 
+@pytest.mark.long
 def test_a_checkpoint_with_keys_of_old_is_compared_by_their_new_names(
     config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
 ) -> None:

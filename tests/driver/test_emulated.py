@@ -107,6 +107,7 @@ GUESSES = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["serial", "fused", "packed"])
 def test_guesses_change_no_batch(trained: Callable[..., Path], schedule: str) -> None:
     """Their calls are named by what they verified, and as many are right as the lengths say."""
@@ -136,6 +137,7 @@ def test_lengths_are_those_of_the_workload(trained: Callable[..., Path]) -> None
         assert tokens == wanted
 
 
+@pytest.mark.long
 def test_the_plan_packs_the_same_prompts(
     trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +209,7 @@ def test_responses_have_the_turns_of_the_plan(trained: Callable[..., Path], sche
     assert all(line["environment/wait_p99_s"] > 0 for line in lines)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "waited"),
     [
@@ -232,6 +235,7 @@ def test_prompts_wait_by_tokens_alone(
     assert sum(line[waited] for line in read_lines(quick / "metrics.jsonl")) > 0
 
 
+@pytest.mark.long
 def test_all_that_is_written_says_emulated(trained: Callable[..., Path], tmp_path: Path) -> None:
     from hybridrl.plan import schedule_command
     from hybridrl.telemetry.compare import grouped
@@ -472,6 +476,7 @@ LARGE = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_layout_larger_than_the_gpu_is_refused(tmp_path: Path) -> None:
     """A whole training replica of 32 billion parameters takes more than four GPUs of 80 GB."""
     prepare(configured(*LARGE, f"run.dir={tmp_path / 'fits'}"))

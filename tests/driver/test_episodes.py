@@ -117,6 +117,7 @@ def pending(id: SampleId, waits: bool) -> PendingSample:
     return PendingSample(id, ITEM, Sampling(64, 1.0), 0, Parked((id,), (9,), 0, None), waits)
 
 
+@pytest.mark.long
 def test_conversations_are_taken_up_where_they_were(make: Make) -> None:
     """One waits in mid-conversation, one has ended, one has failed, one is on its next turn."""
     episodes, ids = make("talk", "+environment.params.fails=x"), [SampleId(n) for n in range(4)]
@@ -151,6 +152,7 @@ def test_conversations_are_taken_up_where_they_were(make: Make) -> None:
     assert again.metrics()["environment/failed"] == 0
 
 
+@pytest.mark.long
 def test_a_replay_that_answers_otherwise_has_failed(make: Make) -> None:
     episodes, id = make("differs"), SampleId(0)
     episodes.start([id], ITEM, 64)
@@ -166,6 +168,7 @@ def test_a_replay_that_answers_otherwise_has_failed(make: Make) -> None:
     assert (reply.finish, reply.scalars["environment_failure"]) == ("abort", "replay")
 
 
+@pytest.mark.long
 def test_what_has_failed_in_a_recorded_run_fails_again(make: Make, tmp_path: Path) -> None:
     """In the turn in which it did there, whatever its environment says now."""
     ids = [SampleId(number) for number in range(2)]
@@ -263,6 +266,7 @@ def test_what_is_forgotten_is_not_checked(make: Make) -> None:
         episodes.check("the step", graph_of())
 
 
+@pytest.mark.long
 def test_what_fails_in_an_evaluation_is_none_of_the_step_s(make: Make) -> None:
     """Three of the evaluation's four fail, and none of the step's."""
     episodes, evaluation = make("talk", "+environment.params.fails=x"), "eval_main"
@@ -294,6 +298,7 @@ def test_the_log_has_the_first_error_of_each_kind_and_step(
     assert errors == [f"the episode of sample {id} {told}" for id in (ids[0], ids[3])]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("program", "finish", "failure"),
     [("talk", "stop", "error"), ("rewrites", "abort", "rewritten")],
@@ -322,6 +327,7 @@ def test_notes_are_no_fields_of_a_sample(make: Make) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_sample_says_how_many_of_its_replies_were_cut(make: Make) -> None:
     """The count is right where the run resumes before or after a cut reply, too."""
     episodes, id = make("talk", "environment.max_reply_tokens=4"), SampleId(0)

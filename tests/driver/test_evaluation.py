@@ -160,6 +160,7 @@ def test_an_evaluation_that_begins_again_checks_its_second_attempt(
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_settings_under_old_names_are_read(tmp_path: Path) -> None:
     settings = ["schedule=fused", "recipe=ppo", "recipe.num_samples=3", "run.dir=before"]
     store(tmp_path, settings, eval={"every": 7, "num_prompts": 5})

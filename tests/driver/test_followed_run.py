@@ -46,6 +46,7 @@ def recorded(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [["cluster.ranks=3"], ["cluster.pools.rollout=0"]])
 def test_a_record_is_read(
     make_config: Callable[..., Config], recorded: Path, ranks: list[str]

@@ -32,6 +32,7 @@ def test_every_room_counts_or_is_known_not_to(make_config: Callable[..., Any]) -
     assert not rooms & OF_A_RUN
 
 
+@pytest.mark.long
 def test_a_function_counts_where_it_judges(
     make_config: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ def test_whether_all_scores_are_recorded(tmp_path: Path) -> None:
         recorded_scores(tmp_path / "none", [2])
 
 
+@pytest.mark.long
 def test_judges_that_are_not_asked_are_not_tried(
     make_config: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ def no_window(function: Callable) -> Callable:
     return lambda *args, **kwargs: function(*args, **{**kwargs, "sliding_window": None})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("broken", ["leak", "packed window", "paged window", "head", "gradient"])
 def test_what_is_wrong_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fault on its own, in a family that is right without it."""

@@ -272,6 +272,7 @@ def test_who_fails_once_is_as_ever(make: Make, pool: Pool, word: str) -> None:
     assert (episodes.counts["replays"] > 0) == (word != "print")
 
 
+@pytest.mark.long
 def test_a_start_goes_to_a_process_that_takes_it(make: Make, pool: Pool) -> None:
     """Not to the one with fewest episodes, whose code runs without a pause."""
     episodes = pool(make(PROGRAMS, "echo", num_processes=2))
@@ -307,6 +308,7 @@ def test_a_task_that_its_program_has_left_is_its_own(make: Make, pool: Pool) -> 
     )
 
 
+@pytest.mark.long
 def test_a_task_that_hangs_before_a_queued_turn_fails_no_later_turn(
     make: Make, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -498,6 +500,7 @@ def test_processes_killed_at_random_change_nothing(make: Make, pool: Pool, seed:
     assert kills
 
 
+@pytest.mark.long
 def test_lone_surrogates_are_replaced_and_counted(make: Make, pool: Pool) -> None:
     """A pair of surrogates that makes a character is kept."""
     config = make(PROGRAMS, "broken")

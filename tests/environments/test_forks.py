@@ -93,6 +93,7 @@ def _runs(pid: int) -> bool:
     return state not in "ZX"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["fork", "system", "subprocess"])
 def test_a_crash_is_seen_at_once_though_a_child_lives(
     make: Make, pool: Pool, tmp_path: Path, how: str

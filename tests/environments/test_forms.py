@@ -203,6 +203,7 @@ def test_an_episode_ends_at_max_turns(make: Make, pool: Pool) -> None:
     assert steps[-1] == EpisodeStep(None, (1.0, 1.0, 1.0), "length")
 
 
+@pytest.mark.long
 def test_an_episode_is_taken_up_again(make: Make, pool: Pool) -> None:
     """A resumed run knows the turns alone; what followed them comes back."""
     config = make(PROGRAMS, "forever")
@@ -223,6 +224,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EpisodePool]:
         yield episodes
 
 
+@pytest.mark.long
 def test_a_turn_too_many_ends_an_episode_whose_tasks_are_a_group(make: Make, pool: Pool) -> None:
     """Unless another task of the group has failed."""
     _, steps = played(pool(make(PROGRAMS, "grouped", max_turns=3)), task("q"), list("abcd"))

@@ -16,6 +16,7 @@ def config(**params: float) -> EnvironmentConfig:
     return settled(EnvironmentConfig(kind=EnvironmentKind.grid, params=params))
 
 
+@pytest.mark.long
 def test_a_walk_comes_to_its_end(pool: Pool) -> None:
     start, steps = played(pool(config(slip=0.0)), task("b2>d3:"), ["e", "n", "??", "e"])
     assert start.messages == ({"role": "user", "content": "b2>d3:"},)
@@ -51,6 +52,7 @@ def test_rows_are_the_same_for_a_seed_and_their_walks_are_walks() -> None:
     assert 60 < reached < 280  # half-blind walks often miss
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("question", ["b2", "b2>z9:", "b2>b9:"])
 def test_other_questions_are_refused_before_a_run(question: str) -> None:
     with (
@@ -74,6 +76,7 @@ async def ordered(task, model, rng):
 """
 
 
+@pytest.mark.long
 def test_first_messages_follow_from_the_task(make: Make) -> None:
     asked = [task(f"{n}?") for n in range(600)]
     with Openings(make(PROGRAMS, "fixed")) as opening:

@@ -191,6 +191,7 @@ def _turn(program: str) -> Any:
     return ModelTurn(block(program))
 
 
+@pytest.mark.long
 def test_programs_of_other_episodes_run_meanwhile(pool: Pool) -> None:
     """In the same process; the limit is far, so that nothing hangs on the machine's speed."""
     episodes = pool(config("python", num_processes=1), limits=JailLimits(seconds=60.0))

@@ -240,6 +240,7 @@ def test_memory_bounds_what_an_instance_keeps() -> None:
     assert chosen(model, 4).migration.cap <= 4
 
 
+@pytest.mark.long
 def test_the_plan_for_a_thousand_samples_is_near_the_best_of_all() -> None:
     draw = random.Random(0)
     lengths = [round(draw.lognormvariate(5, 1)) + 1 for _ in range(1024)]

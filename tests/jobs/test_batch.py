@@ -205,6 +205,7 @@ def test_one_rank_for_every_gpu() -> None:
     assert config.trainer.layout.fsdp == 16
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", ["debug", "info"])
 def test_a_dry_run_needs_no_slurm_and_leaves_nothing(
     tiny: list[str],

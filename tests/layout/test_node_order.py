@@ -84,6 +84,7 @@ def test_512_ranks_are_planned_within_nodes() -> None:
     assert not across(switch.plan.dst.mesh.lines("tp"), nodes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "per_node"), [(4, 2), (6, 3), (8, 2), (8, 4)])
 def test_the_order_within_nodes_has_the_invariants_of_plans(ranks: int, per_node: int) -> None:
     nodes, seen = nodes_of(ranks, per_node), 0

@@ -124,6 +124,7 @@ def hanging(every_layout: dict[Layouts, list[list[Group]]]) -> list[Layouts]:
     ]
 
 
+@pytest.mark.long
 def test_members_name_every_group_alike_and_none_waits_indefinitely(
     every_layout: dict[Layouts, list[list[Group]]],
 ) -> None:

@@ -162,6 +162,7 @@ def nested(least_gather: int) -> SwitchStats:
     return run(there, torch.bfloat16, 1000, least_gather)  # a parameter is 6 buckets
 
 
+@pytest.mark.long
 def test_gather_and_exchange_receive_the_same(ranks: Ranks) -> None:
     for gathered, exchanged in zip(ranks(4, nested, 3), ranks(4, nested, 99), strict=True):
         assert (gathered.path, exchanged.path) == ("gather", "exchange")

@@ -57,6 +57,7 @@ def test_a_row_within_the_context_is_transformers_even_if_it_is_filled_up() -> N
     assert farthest((5, 12, CONTEXT + 1)) > 100 * probe.TOLERANCE, "the limit is not needed"
 
 
+@pytest.mark.long
 def test_longer_samples_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tokenizer = make_char_tokenizer(TinyModelConfig().alphabet, 128)
     path = tmp_path / "model"

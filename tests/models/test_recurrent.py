@@ -136,6 +136,7 @@ def test_the_probe_finds_a_wrong_state(mistake: str, monkeypatch: pytest.MonkeyP
     assert "log-probabilities differ by" in wrong or "less likely than" in wrong
 
 
+@pytest.mark.long
 def test_the_small_model_is_right() -> None:
     verdict = probe(SMALL)
     assert (verdict.train, verdict.native) == (None, None)

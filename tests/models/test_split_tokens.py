@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -52,6 +53,7 @@ def _of_the_layer() -> Halves:
     return count_halves(lambda x: layer(x, **passed), share, layer, *present)
 
 
+@pytest.mark.long
 def test_halves_are_those_of_the_layer(fresh_ranks: Callable[..., list[Any]]) -> None:
     planned = {
         split: backward_in_halves(

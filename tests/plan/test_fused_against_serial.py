@@ -132,6 +132,7 @@ def test_it_is_within_a_hundredth_of_the_better(seed: int) -> None:
     assert fused <= 1.01 * serial
 
 
+@pytest.mark.long
 def test_so_it_is_on_each_recorded_step() -> None:
     """The run is the long-tailed task of test_learning.py with a reference, ten steps of fused."""
     recorded, _ = read_setting([f"--costs={RECORDED}", f"--lengths={RECORDED}"])
@@ -188,6 +189,7 @@ def with_a_wide_tail(compared: Setting, seed: int) -> float:
     return share
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", some(4, 19))
 def test_so_is_a_wide_tail_with_it(seed: int) -> None:
     """Within a hundredth of the better, but for two of the settings."""
@@ -195,6 +197,7 @@ def test_so_is_a_wide_tail_with_it(seed: int) -> None:
     assert with_a_wide_tail(trained(seed, WIDE_STEPS), seed) <= most
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1, 9])
 def test_a_trial_of_a_width_costs_little(seed: int) -> None:
     """Wide steps take twice as long: 1.11, 1.23 and 1.13 if the whole tail tries them."""

@@ -512,6 +512,7 @@ def test_a_simulated_run_teaches_the_costs_that_it_has(drafting: Drafting | None
         assert learned.drafting.accept == pytest.approx(drafting.accept, rel=0.02)
 
 
+@pytest.mark.long
 def test_what_if_tries_every_schedule(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "hybridrl.plan")
     progress: list[tuple[int, int]] = []

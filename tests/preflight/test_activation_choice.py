@@ -39,6 +39,7 @@ def training_bytes(mode: ActivationMode, *overrides: str) -> int:
     return max(phase.total for phase in phases if phase.name.startswith("train "))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "overrides", [(), ("recipe=ppo",), ("recipe=ppo", "cluster.placement=split")], ids=str
 )

@@ -100,6 +100,7 @@ def test_pairs_show_both_responses(shown: Callable[..., str], recipe: str) -> No
     assert text.count("---- trained: the column 'rejected' (3 of 3 tokens)\n[[no<eos>]]\n") == 4
 
 
+@pytest.mark.long
 def test_an_environment_answers(
     make_config: Callable[..., Config], tmp_path: Path, tiny_run: list[str]
 ) -> None:

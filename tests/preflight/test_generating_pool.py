@@ -102,6 +102,7 @@ def test_what_cannot_be_is_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "kind"),
     [

@@ -715,6 +715,7 @@ def test_vllm_computes_a_step_of_many_tokens(
     assert 0.9 < activations / (step_tokens * largest) < 1.3
 
 
+@pytest.mark.long
 def test_the_command_shows_each_pool(capfd: pytest.CaptureFixture[str]) -> None:
     split = ["cluster.placement=split", "cluster.pools.critic=1", "recipe=ppo"]
     cli.main(["plan", "memory", "model=qwen3_8b", "cluster.ranks=8", "--gpu-gib=80", *split])

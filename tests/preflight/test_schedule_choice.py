@@ -103,6 +103,7 @@ def test_a_schedule_that_is_named_stays(make_config: Callable[..., Config], tmp_
     assert isinstance(config.schedule, SerialScheduleConfig)
 
 
+@pytest.mark.long
 def test_a_width_of_the_tail_needs_a_tail(
     make_config: Callable[..., Config], tmp_path: Path
 ) -> None:

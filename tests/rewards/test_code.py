@@ -47,6 +47,7 @@ def share(program: str, answer: Any, **row: Any) -> float:
     return judge_program(program, {"answer": answer, **row}, config(partial_credit=True))
 
 
+@pytest.mark.long
 def test_text_in_and_out_as_apps_and_prime_store_it() -> None:
     tests = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
     for answer in (tests, json.dumps(tests), {"style": "rule", "ground_truth": json.dumps(tests)}):
@@ -231,6 +232,7 @@ def test_a_users_function_may_run_programs(tmp_path: Path) -> None:
 # --- the jail's own interface ------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_results_say_what_a_program_did() -> None:
     off = JailKind.off
     assert run("print(input())", "x\n", kind=off) == JailResult("ok", "x\n")

@@ -175,6 +175,7 @@ def test_a_waiting_retry_leaves_its_place() -> None:
     assert order == ["first", "a", "b", "c", "first"]
 
 
+@pytest.mark.long
 def test_replies_are_kept_and_shared(tmp_path: Path) -> None:
     """Equal requests are sent once, at the same time, later, and by another run."""
     with StubJudge(delay=lambda: 0.05) as stub:
@@ -218,6 +219,7 @@ def test_a_reply_that_another_expression_reads_is_not_asked_for_again(tmp_path: 
         assert stub.asked == {"a": 1}
 
 
+@pytest.mark.long
 def test_the_budget_holds_over_resumed_runs(tmp_path: Path) -> None:
     file = tmp_path / "replies"
     with StubJudge(delay=lambda: 0.01) as stub:
@@ -340,6 +342,7 @@ def test_an_expression_that_backtracks_for_ever_ends(where: str) -> None:
 # -- before a run ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_an_endpoint_is_tried_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with StubJudge() as stub:
         assert not validate_reward(config_of(stub)).waits

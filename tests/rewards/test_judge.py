@@ -160,6 +160,7 @@ def test_nothing_is_left_after_close(config: RewardConfig) -> None:
         rewards.score(inputs("a"))
 
 
+@pytest.mark.long
 def test_a_regular_expression_that_backtracks_for_ever_is_stopped() -> None:
     config = RewardConfig(kind=RewardKind.regex, pattern=r"(a+)+{answer}", timeout_s=0.3)
     with JudgePool(config) as rewards:
@@ -168,6 +169,7 @@ def test_a_regular_expression_that_backtracks_for_ever_is_stopped() -> None:
     assert [(r.reward, r.status) for r in results] == [(1.0, "ok"), (0.0, "timeout"), (1.0, "ok")]
 
 
+@pytest.mark.long
 def test_a_dataset_is_scored_without_torch() -> None:
     config = RewardConfig(kind=RewardKind.dataset, timeout_s=5.0)
     with JudgePool(config, {"w": SourceConfig(name="spell_backward")}) as rewards:
@@ -262,6 +264,7 @@ def test_a_reward_that_is_none_is_no_answer(answer: list[object]) -> None:
         result_of(answer)
 
 
+@pytest.mark.long
 def test_lone_surrogates_in_what_a_judge_says_are_replaced_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -48,6 +48,7 @@ def group(prompts, responses, answers, items):
 TRIES = {"fine": 1, "raises": 2, "dies": 2, "never": 2, "slow": 1}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["pool", "waits", "group"])
 def test_a_second_try(tmp_path: Path, kind: str) -> None:
     """`dies` ends its process, which is another one for the second try."""

@@ -157,6 +157,7 @@ def test_a_rank_is_the_driver_where_it_is_alone() -> None:
     assert [is_rank(ranks, rank_in_driver=False) for ranks in (1, 2)] == [False, False]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("in_driver", [True, None])
 def test_calls_reach_their_ranks(in_driver: bool | None) -> None:
     """Calls arrive with many large answers under way, too, and after one call has failed."""
@@ -311,6 +312,7 @@ def test_nothing_outlives_its_driver(tmp_path: Path, moment: str, number: signal
     assert (driver.returncode, err) == (-9 if number == signal.SIGKILL else 128 + number, "")
 
 
+@pytest.mark.long
 def test_a_failing_rank_is_named_and_its_traceback_shown(
     make_config: Callable[..., Config],
     tiny_run: Sequence[str],

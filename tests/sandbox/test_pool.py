@@ -49,6 +49,7 @@ def test_only_the_guilty_fail(make: Make) -> None:
     assert [told for word, told in results if word not in bad and word not in told[1]] == []
 
 
+@pytest.mark.long
 def test_who_is_told_from_the_others_by_being_alone(make: Make) -> None:
     """A death in a thread, of which no mark tells: the suspects are served one by one."""
     results = make(seconds=5).all("pause", "die in a thread", "pause")
@@ -60,6 +61,7 @@ def test_one_that_is_queued_has_its_time_anew(make: Make) -> None:
     assert make(seconds=3.0).all("queued")[0][1] == ["queued"]  # after four waits of 1 s
 
 
+@pytest.mark.long
 def test_a_process_has_so_many_tasks_and_no_more(make: Make) -> None:
     pool = make(2, window=2, seconds=5.0)
     pool.wait_ready(every=True)
@@ -68,6 +70,7 @@ def test_a_process_has_so_many_tasks_and_no_more(make: Make) -> None:
     assert len({pid for pid, _ in results}) == 2
 
 
+@pytest.mark.long
 def test_answers_come_many_at_a_time_or_in_pieces(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +120,7 @@ def test_a_death_is_seen_without_pidfd_and_waitid(
     assert make().all("a", "die")[1] == DIED
 
 
+@pytest.mark.long
 def test_a_process_that_reads_nothing_holds_nobody_up(make: Make) -> None:
     """Not even the owner, when what it sends fills the connection."""
     pool = make()

@@ -258,6 +258,7 @@ test_every_step_takes_what_the_specification_says = settings(max_examples=60)(ca
 test_thousands_of_cases = pytest.mark.slow(settings(max_examples=4000)(cases(check)))
 
 
+@pytest.mark.long
 @given(
     seeds=st.tuples(st.integers(0, 2**16), st.integers(0, 2**16)),
     instances=st.tuples(st.integers(1, 4), st.integers(1, 4)),
@@ -414,6 +415,7 @@ def test_prompts_that_end_are_an_error(virtual_executor):
         schedule.run_step(4)
 
 
+@pytest.mark.long
 @given(
     lengths=lengths,
     decode_steps=st.integers(1, 12),

@@ -103,6 +103,7 @@ def test_batch_is_the_same_whatever_the_timing(
     assert seen[0] == seen[1]
 
 
+@pytest.mark.long
 @settings(max_examples=40)
 @given(
     passing=st.lists(st.booleans(), min_size=1, max_size=9).filter(any),

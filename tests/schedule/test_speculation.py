@@ -180,6 +180,7 @@ def schedule_of(kind: ScheduleKind, executor):
 ON_SHARED_RANKS = [kind for kind, entry in SCHEDULES.items() if not entry.separate]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ON_SHARED_RANKS, ids=lambda kind: kind.value)
 def test_the_batch_is_that_without_drafts(virtual_executor, model, kind) -> None:
     def run(seed: int, speculates: bool, tokens: dict[Any, list[int]]):

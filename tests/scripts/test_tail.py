@@ -70,6 +70,7 @@ def test_a_tiny_case(capsys, tmp_path: Path) -> None:
         assert line["step_over_planned"] > 0.9  # modeled seconds are slept, so it is never sooner
 
 
+@pytest.mark.long
 def test_published_shares_are_those_of_a_serial_step(tmp_path: Path) -> None:
     tail, cases = load("tail"), load("tail_cases")
     case = replace(

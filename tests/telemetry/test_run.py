@@ -147,6 +147,7 @@ def test_how_a_run_ended_is_written(
     assert status["started"] <= status["ended"]
 
 
+@pytest.mark.long
 def test_kill_9_leaves_whole_files_that_can_be_continued(tmp_path: Path) -> None:
     for attempt in range(3):
         process = start_writer(tmp_path / str(attempt), "hidden", 0.0)
@@ -169,6 +170,7 @@ def test_kill_9_leaves_whole_files_that_can_be_continued(tmp_path: Path) -> None
     assert len(again) == known
 
 
+@pytest.mark.long
 def test_a_full_disk_is_reported_and_what_was_written_can_be_read(tmp_path: Path) -> None:
     code = """
         import resource, sys

@@ -105,6 +105,7 @@ def test_interpreted_kernels_draw_them_too(
     same(outputs, finish(make_engine(model), requests))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefix", [False, True])
 def test_preemption(
     prefix: bool, model: PreTrainedModel, make_engine: Make, make_graph_engine: Make,
@@ -218,6 +219,7 @@ def test_batches_that_must_draw_otherwise_take_other_steps(
     ]
 
 
+@pytest.mark.long
 def test_other_weights_and_another_cache(
     make_model: Callable[..., PreTrainedModel], make_engine: Make, make_graph_engine: Make,
     finish: Finish, requests_of: RequestsOf, same: Same,

@@ -97,6 +97,7 @@ def finished(engine: NativeEngine) -> dict[object, Output]:
     return {output.id: output for output in outputs}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_generate(models: Models, family: str) -> None:
     model = models(family)

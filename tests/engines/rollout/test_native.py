@@ -121,6 +121,7 @@ def test_fused_decode_equals_the_module(
     same(finish(fused, requests_of(16)), finish(plain, requests_of(16)))
 
 
+@pytest.mark.long
 def test_batch_and_order_do_not_matter(
     model: PreTrainedModel, make_engine: Make, finish: Finish, requests_of: RequestsOf, same: Same
 ) -> None:
@@ -222,6 +223,7 @@ def test_stop_tokens(
     assert num_stopped > 0
 
 
+@pytest.mark.long
 def test_long_responses_cross_the_uniforms_block(
     make_model: Callable[[str], PreTrainedModel], make_engine: Make, finish: Finish, same: Same
 ) -> None:

@@ -204,6 +204,7 @@ def test_parked_and_moved_in_the_middle(
     same(outputs | finish(third), wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", CHANGES)
 def test_no_sample_is_preempted_for_a_draft(
     change: str, model: PreTrainedModel, make_engine: Make, finish: Finish,

@@ -157,6 +157,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("texts", [["abca"], ["ccb", "bbbb", "3a"]])
 def test_greedy_equals_generate_with_stop_strings(
     texts: list[str], tokenizer: PreTrainedTokenizerFast,

@@ -47,6 +47,7 @@ def waits(turn: HeldTurn) -> int:
     return sum(turn.token_ids) % 7
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_kept_equals_recomputed(block_size: int, model: PreTrainedModel, make_engine: Make) -> None:
     """Several at once, which wait; only new tokens are computed."""
@@ -113,6 +114,7 @@ def test_few_rows_and_few_blocks(
         same(outputs, wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_conversations_are_preempted(
     deterministic: bool, model: PreTrainedModel, make_engine: Make

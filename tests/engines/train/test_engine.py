@@ -266,6 +266,7 @@ def three_steps(path, sequences):
     return rates, weights, reset_rate, engine.version
 
 
+@pytest.mark.long
 def test_same_seed_twice_is_bit_equal_and_lr_follows_the_schedule(ranks, model_dir, sequences):
     first, second = (ranks(2, three_steps, model_dir, sequences) for _ in range(2))
     for one, other in zip(first, second, strict=True):

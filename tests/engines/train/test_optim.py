@@ -66,6 +66,7 @@ def both_optimizers():
     return ends
 
 
+@pytest.mark.long
 def test_a_step_equals_torch_bit_for_bit(ranks):
     for torchs, ours in ranks(4, both_optimizers):
         for want, got in zip(torchs, ours, strict=True):
