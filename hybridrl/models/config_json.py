@@ -12,6 +12,7 @@ from hybridrl.config import (
     TrainerConfig,
     TrainLayoutConfig,
 )
+from hybridrl.models.weight_scheme import scheme_of
 
 RECURRENT_TYPES = frozenset({"linear_attention", "mamba", "conv"})
 """The layers that `models.recurrent` computes, where it finds a mixer in them."""
@@ -85,7 +86,8 @@ def unsupported(settings: Mapping[str, Any]) -> str | None:
     quantization = settings.get("quantization_config")
     if quantization and not is_read(quantization):
         method = quantization.get("quant_method", "an unknown method")
-        return f"weights quantized by {method}"
+        of_method = f" ({format})" if (format := quantization.get("format")) else ""
+        return f"weights quantized by {method}{of_method}"
     return None
 
 
@@ -93,7 +95,9 @@ def is_read(quantization: Mapping[str, Any] | None) -> bool:
     """Whether weights are quantized in a way that `hybridrl.models.quantized` reads."""
     if not quantization:
         return False
-    return quantization.get("quant_method") == "mxfp4" or scale_block(quantization) is not None
+    if scheme_of(quantization) is not None or scale_block(quantization) is not None:
+        return True
+    return quantization.get("quant_method") == "mxfp4"
 
 
 def scale_block(quantization: Mapping[str, Any] | None) -> tuple[int, int] | None:

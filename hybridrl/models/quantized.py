@@ -7,6 +7,8 @@ element of a block is multiplied. The last block of a row or column may be small
 MXFP4 (OCP Microscaling Formats 1.0, section 5.3; gpt-oss) has for experts [experts, columns, rows]
 a tensor `..._blocks` [experts, rows, columns / 32, 16] of two numbers a byte, and the exponents of
 their blocks of 32 in `..._scales` [experts, rows, columns / 32].
+
+`compressed_tensors.py` has the formats of that package.
 """
 
 from typing import Any
@@ -14,8 +16,11 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from hybridrl.models import compressed_tensors
 from hybridrl.models.config_json import scale_block
+from hybridrl.models.scaled_slice import ScaledSlice
 from hybridrl.models.weight_files import first_few
+from hybridrl.models.weight_scheme import scheme_of
 
 SCALE = "_scale_inv"
 """What a scale's name has behind that of its weight."""
@@ -34,42 +39,6 @@ def stored_quantization(path: str) -> dict[str, Any] | None:
     """How `config.json` at `path`, a directory or a hub name, says that weights are quantized."""
     settings, _ = PretrainedConfig.get_config_dict(path)
     return settings.get("quantization_config")
-
-
-class ScaledSlice:
-    """A slice of a safetensors file whose elements are multiplied by the scales of their blocks.
-
-    It has the methods of the file's slices that readers call.
-    """
-
-    def __init__(self, weight: Any, scales: Any, block: tuple[int, int]) -> None:
-        """Raises OSError where `scales` are not one for each block."""
-        self._weight, self._scales, self._block = weight, scales, block
-        *leading, rows, columns = weight.get_shape()
-        wanted = [*leading, -(-rows // block[0]), -(-columns // block[1])]
-        if scales.get_shape() != wanted:
-            raise OSError(f"scales have the shape {scales.get_shape()}, wanted {wanted}")
-
-    def get_shape(self) -> list[int]:
-        """The shape of the weight."""
-        shape: list[int] = self._weight.get_shape()
-        return shape
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """The elements of a box, or with `...` all, in float32."""
-        values: torch.Tensor = self._weight[index].float()
-        shape = self.get_shape()
-        ranges = [(0, size) for size in shape]
-        if index is not ...:
-            ranges = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
-        of_scales = [slice(*own) for own in ranges[:-2]]
-        for (start, stop), size in zip(ranges[-2:], self._block, strict=True):
-            of_scales.append(slice(start // size, -(-stop // size)))
-        scales: torch.Tensor = self._scales[tuple(of_scales)].float()
-        for dim, (start, stop), size in zip((-2, -1), ranges[-2:], self._block, strict=True):
-            before = start % size
-            scales = scales.repeat_interleave(size, dim).narrow(dim, before, stop - start)
-        return values.mul_(scales)
 
 
 class MXFP4Slice:
@@ -106,6 +75,9 @@ def dequantized(stored: dict[str, Any], path: str) -> dict[str, Any]:
 
     Raises OSError for a quantized weight without scales, or scales without their weight.
     """
+    quantization = stored_quantization(path)
+    if (scheme := scheme_of(quantization)) is not None:
+        return compressed_tensors.dequantized(stored, scheme)
     stored = _without_mxfp4(stored)
     in_float8 = [
         name
@@ -114,7 +86,7 @@ def dequantized(stored: dict[str, Any], path: str) -> dict[str, Any]:
     ]
     if not in_float8 and not any(name.endswith(SCALE) for name in stored):
         return stored
-    block = scale_block(stored_quantization(path))
+    block = scale_block(quantization)
     if block is None:
         raise OSError(f"{first_few(in_float8)} in float8, of which config.json does not know")
     scales = {name.removesuffix(SCALE) for name in stored if name.endswith(SCALE)}
@@ -123,7 +95,7 @@ def dequantized(stored: dict[str, Any], path: str) -> dict[str, Any]:
     slices = {}
     for name, tensor in stored.items():
         if name in scales:
-            slices[name] = ScaledSlice(tensor, stored[name + SCALE], block)
+            slices[name] = ScaledSlice(tensor, stored[name + SCALE], block, dtype=torch.float32)
         elif name in in_float8 and not name.endswith(SCALE):
             raise OSError(f"{name} is in float8 and has no {SCALE}")
         elif not name.endswith(SCALE):

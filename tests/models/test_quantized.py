@@ -16,7 +16,7 @@ from hybridrl.layout.box import Box
 from hybridrl.layout.local import LocalTensor
 from hybridrl.models.config_json import check_config_json
 from hybridrl.models.load import check_supported, empty_causal_lm, load_config
-from hybridrl.models.quantized import ScaledSlice
+from hybridrl.models.scaled_slice import ScaledSlice
 from hybridrl.models.shrink import shrink
 from hybridrl.models.stored_weights import StoredWeights, check_stored
 from hybridrl.preflight.models import check_quantized
