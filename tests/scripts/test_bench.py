@@ -192,7 +192,7 @@ def test_end_to_end(task: str, other: str, tmp_path: Path) -> None:
 @pytest.mark.tinker
 @pytest.mark.slow  # four processes that import torch, one after the other
 def test_a_served_loop_against_a_run(tmp_path: Path) -> None:
-    """Both sides draw the same responses, with untrained weights as above."""
+    """The sides draw the same responses, with untrained weights as above."""
     pytest.importorskip("tinker")
     name = f"short-{load('tasks').TASKS['short'].warm_start_steps}"
     make_tiny_model(tmp_path / name, TinyModelConfig(hidden_size=32, num_layers=1), seed=0)

@@ -196,7 +196,7 @@ def test_what_waits_for_a_model_goes_with_its_session(tmp_path: Path) -> None:
 
 
 def test_samples_go_with_their_session(tmp_path: Path) -> None:
-    """Those that are begun, those that wait, and those of a path that was deleted meanwhile."""
+    """Samples that are begun, that wait, and of a path that was deleted meanwhile."""
     ranks = FakeRanks()
     turns = with_model(ranks, tmp_path)
     paths = [f"tinker://a/sampler_weights/{name}" for name in ("begun", "waits", "deleted")]

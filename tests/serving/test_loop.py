@@ -215,7 +215,7 @@ def _draw_in_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_samples_of_a_session_that_ends_leave_the_batch(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that decode and those that are parked; a client beside them draws as it does alone."""
+    """Samples that decode, and parked ones; a client beside them draws as it does alone."""
     loop, paths = client.loop, [client.save("one"), None]
     left = Client(loop, "left:train:0")
     alone = client.sample(paths[0], TOKENS[:3], max_tokens=10, seed=4, eos=False)

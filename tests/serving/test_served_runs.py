@@ -190,8 +190,8 @@ def _program(loop: ServeLoop, number: int) -> Program:
                 bits += sample.tokens.tolist(), sample.logprobs.tobytes()
                 whole = [*prompt, *sample.tokens.tolist()]
                 data.append(shifted(whole, weights=[1] * (len(whole) - 1)))
-        for part in (data[:3], data[3:]):
-            (loss,) = yield [ForwardBackward(client.model, tuple(part), "cross_entropy", {}, True)]
+        for batch in (data[:3], data[3:]):
+            (loss,) = yield [ForwardBackward(client.model, tuple(batch), "cross_entropy", {}, True)]
             bits += [loss.metrics, *(scores.tobytes() for scores in loss.logprobs)]
         (stepped,) = yield [OptimStep(client.model, **ADAM)]
         bits.append(stepped.metrics)
