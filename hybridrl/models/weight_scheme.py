@@ -9,7 +9,7 @@ WORD = 32
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _BITS = {False: (8,), True: (1, 2, 4, 8)}
-"""Those that are read, of numbers by themselves and of packed ones, which fill a word."""
+"""Bits that are read: of numbers by themselves, and of packed ones, which fill a word."""
 
 
 @dataclass(frozen=True, slots=True)
