@@ -124,8 +124,7 @@ def find_origin(config: Config, reads: bool = False) -> Origin:
         origin = Origin(settings, points[0], tuple(damaged))
         return replace(origin, goes_back=goes_back and origin.continues(own))
     if damaged:
-        allowed = f"a checkpoint that is whole; damaged: {'; '.join(damaged)}"
-        raise ConfigError("trainer.resume", wanted, allowed)
+        raise _none_is_whole(config, damaged)
     _check_unfinished(own, wanted)
     return Origin(settings)
 
@@ -134,13 +133,32 @@ def origin_again(config: Config, origin: Origin) -> Origin:
     """The origin of a run, begun from `origin`, that begins again in the same process.
 
     It is the newest checkpoint that the run has written, and whose bytes are those that were
-    written; without one `origin`.
+    written; without one `origin`. Raises ConfigError where all are damaged, or what `origin` is.
     """
     written = _written_since(config.trainer.resume, Path(config.run.dir), begun=True)
     points, damaged = _unchanged(*written)
-    if not points:
-        return origin
-    return replace(origin, point=points[0], damaged=tuple(damaged), goes_back=False)
+    if points:
+        origin = replace(origin, point=points[0], damaged=tuple(damaged), goes_back=False)
+    elif damaged:
+        raise _none_is_whole(config, damaged)
+    elif origin.point is not None and (wrong := _fault_of(origin.point)):
+        raise _none_is_whole(config, [wrong])
+    if origin.point is not None:
+        _check_warm_start(origin.point, config, reads=True)
+    return origin
+
+
+def _fault_of(point: Point) -> str:
+    """What has become wrong with the files of `point`, or ""; reads all of them."""
+    try:
+        return folder.changed(folder.read(point.folder))
+    except ValueError as error:
+        return str(error)
+
+
+def _none_is_whole(config: Config, damaged: Sequence[str]) -> ConfigError:
+    allowed = f"a checkpoint that is whole; damaged: {'; '.join(damaged)}"
+    return ConfigError("trainer.resume", config.trainer.resume, allowed)
 
 
 def _unchanged(points: list[Point], damaged: Sequence[str]) -> tuple[list[Point], list[str]]:
@@ -510,12 +528,17 @@ class Checkpoints:
             raise OSError(0, "the checkpoint cannot be read", wrong)
 
     def load_samples(self, point: Point, schedule: Schedule) -> None:
-        """Load the pending samples on the ranks; `schedule` gets references to the parked."""
+        """Load the pending samples on the ranks; `schedule` gets references to the parked.
+
+        Raises WorkerError where an instance has ended since the ranks started: it has a share.
+        """
         if schedule.needs_versions():
             self.executor.pushes.load(str(point.tensors))
         pending = schedule.pending()
         if not pending:
             return
+        if self.group.failures.dead:
+            raise self.group.failures.of_run()
         references = self.group.load_pending(str(point.tensors), self._shares(pending))
         parked = [sample.id for sample in pending if sample.parked is not None]
         if parked:

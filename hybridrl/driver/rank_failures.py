@@ -19,12 +19,14 @@ class WorkerError(RuntimeError):
     """A rank failed: which roles, which rank, which node, where its log is, and why.
 
     `died` says that its process or its node is gone, which may be otherwise next time. `call` is
-    what the rank was in; it is empty where that is not known.
+    what the rank was in, which is empty where that is not known, and `step` what the run was in.
     """
 
-    def __init__(self, message: str, died: bool = False, rank: int = -1, call: str = "") -> None:
+    def __init__(
+        self, message: str, died: bool = False, rank: int = -1, call: str = "", step: int = 0
+    ) -> None:
         super().__init__(message)
-        self.died, self.rank, self.call = died, rank, call
+        self.died, self.rank, self.call, self.step = died, rank, call, step
 
 
 class InstanceEnded(Exception):
@@ -38,6 +40,7 @@ class RankGroup(Protocol):
     """What failures concern of a `WorkerGroup`."""
 
     launcher: Launcher
+    current_step: Callable[[], int]
     all_ranks: Any
     pools: dict[str, Pool]
     home: Pool
@@ -75,6 +78,7 @@ class RankFailures:
         """Their ranks."""
         self.lost: WorkerError | None = None
         """The latest death of a rank that has ended an instance; what raises is none."""
+        self._latest: WorkerError | None = None  # failure that has ended an instance
         self.on_death: Callable[[int, str], None] = lambda instance, line: None
         """Called with an instance that has ended, and a line that says why."""
         self.locations = [_UNKNOWN] * group.size
@@ -104,6 +108,15 @@ class RankFailures:
         """Return the error for calls of a rank whose instance has ended."""
         return InstanceEnded(self._instance_of(rank))
 
+    def of_run(self) -> WorkerError:
+        """Return the error of a run that cannot go on without an instance that has ended.
+
+        It is a death if there was one, so the run may start anew.
+        """
+        error = self.lost or self._latest
+        assert error is not None, "no instance has ended"
+        return error
+
     def _may_end_alone(self, rank: int, error: CallFailed) -> bool:
         """Whether the run goes on without the rank's instance."""
         members = self._members(rank)
@@ -118,11 +131,11 @@ class RankFailures:
         self.dead |= {*members}
         group.launcher.kill(group.launcher.subgroup(group.all_ranks, members))
         left = len({self._instance_of(other) for other in group.living(group.home.ranks)})
-        again = f"its samples begin again; instances that go on: {left}"
-        line = f"{self._described(rank, error)}; {again}"
+        self._latest = self._error_of(rank, error)
         if error.died:
-            self.lost = WorkerError(line, True, rank, self._call_of(rank))
-        self.on_death(instance, line)
+            self.lost = self._latest
+        again = f"its samples begin again; instances that go on: {left}"
+        self.on_death(instance, f"{self._latest}; {again}")
 
     def _members(self, rank: int) -> list[int]:
         """Ranks that end with this one, since the others do not need them; none: all do."""
@@ -140,10 +153,12 @@ class RankFailures:
             return error.cause
         # Only here: one line says all of what a user can mend, and of a death.
         print(error.trace, end="", file=sys.stderr, flush=True)
-        return WorkerError(self._described(rank, error), error.died, rank, self._call_of(rank))
+        return self._error_of(rank, error)
 
-    def _call_of(self, rank: int) -> str:
-        return activity.last_call(activity.file_of(self.group.logs.parent, rank))
+    def _error_of(self, rank: int, error: CallFailed) -> WorkerError:
+        call = activity.last_call(activity.file_of(self.group.logs.parent, rank))
+        step = self.group.current_step()
+        return WorkerError(self._described(rank, error), error.died, rank, call, step)
 
     def _described(self, rank: int, error: CallFailed) -> str:
         """The failure of a rank in one line."""

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from hybridrl.config import Config
+from hybridrl.config import Config, ConfigError
 from hybridrl.driver.checkpoints import Origin, origin_again
 from hybridrl.driver.rank_failures import WorkerError
 from hybridrl.driver.run import Run
@@ -15,7 +15,7 @@ from hybridrl.telemetry.run import Telemetry
 logger = logging.getLogger(__name__)
 
 SAME_PLACE = 3
-"""Deaths of one rank in one call after which a run ends, if no new step has ended meanwhile."""
+"""Deaths of one rank in one call of a step after which a run ends, if no new step has ended."""
 
 
 class Restarts:
@@ -30,18 +30,31 @@ class Restarts:
         self.config, self.origin, self.telemetry = config, origin, telemetry
         self.events: list[dict[str, Any]] = []
         """What the event `restart` has of each."""
-        self._places = Counter[tuple[int, str, int]]()  # of deaths: rank, call, newest step
+        self._places = Counter[tuple[int, str, int, int]]()  # rank, call, its step, newest step
         self._begun: float | None = None
+
+    def warn_unsaved(self) -> None:
+        """Say where there will be no checkpoint of a step to go back to."""
+        most = self.config.cluster.restarts
+        if most and not self.config.trainer.save_every:
+            reason = "trainer.save_every=0 leaves no checkpoint to go back to"
+            line = f"cluster.restarts={most}: {reason}, so a restart makes all steps again"
+            logger.warning("%s", line)
+            self.telemetry.note(line)
 
     def begin(self, error: WorkerError) -> None:
         """Go back to where the ranks can begin again after `error`, and say so in a line.
 
         Raises it, with the reason, where the run ends: nobody has died, all restarts are used up,
-        the rank dies at the same place again and again, or a signal has asked the run to stop.
+        the rank dies at the same place again and again, a signal has asked the run to stop, or no
+        checkpoint is whole.
         """
         self._check(error)
         self._begun = time.perf_counter()
-        self.origin = origin_again(self.config, self.origin)
+        try:
+            self.origin = origin_again(self.config, self.origin)
+        except ConfigError as unusable:  # nor can another process begin from there
+            raise self._ended(error, str(unusable), died=False) from error
         point = self.origin.point
         step = point.state["step"] if point is not None else 0
         self.telemetry.rewind(self.origin.records(self.config) or {})
@@ -81,7 +94,7 @@ class Restarts:
         most = self.config.cluster.restarts
         if not (error.died and most) or signals.stop_requested():
             raise error
-        place = error.rank, error.call, self.telemetry.newest_step
+        place = error.rank, error.call, error.step, self.telemetry.newest_step
         self._places[place] += 1
         reason = ""
         if self._places[place] == SAME_PLACE:
@@ -90,4 +103,8 @@ class Restarts:
         elif len(self.events) == most:
             reason = f"all {most} restarts of cluster.restarts are used up"
         if reason:
-            raise WorkerError(f"{error}; {reason}", True, error.rank, error.call) from error
+            raise self._ended(error, reason) from error
+
+    def _ended(self, error: WorkerError, reason: str, died: bool = True) -> WorkerError:
+        """The error of a run that ends, for this reason, after `error`."""
+        return WorkerError(f"{error}; {reason}", died, error.rank, error.call, error.step)

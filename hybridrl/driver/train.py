@@ -18,7 +18,7 @@ from hybridrl.driver.checkpoints import (
 )
 from hybridrl.driver.episodes import EnvironmentFailed
 from hybridrl.driver.followed_run import check_followed, check_followed_inputs
-from hybridrl.driver.rank_failures import WorkerError
+from hybridrl.driver.rank_failures import InstanceEnded, WorkerError
 from hybridrl.driver.restarts import Restarts
 from hybridrl.driver.resumed_inputs import check_inputs, known_rows
 from hybridrl.driver.run import Run, TrainingDiverged
@@ -32,6 +32,7 @@ from hybridrl.rewards.results import BudgetSpent
 from hybridrl.runtime.errors import RayStartError
 from hybridrl.runtime.launcher import Launcher
 from hybridrl.runtime.launchers import launched
+from hybridrl.schedule.lost_samples import InstanceDied
 from hybridrl.telemetry import sample_files
 from hybridrl.telemetry.advice import advise
 from hybridrl.telemetry.log import driver_log
@@ -77,6 +78,7 @@ def _train(config: Config) -> dict[str, Any]:
     write_first_samples(Path(config.run.dir), prepared.first_samples)
     with _reported(config), _started(config, prepared, origin) as (telemetry, launcher):
         restarts = Restarts(config, origin, telemetry)
+        restarts.warn_unsaved()
         recipe, accuracies = prepared.graph.state_dict(), None
         while accuracies is None:
             try:
@@ -219,7 +221,10 @@ def _with_ranks(
     launcher: Launcher,
     origin: Origin,
 ) -> Iterator[Run]:
-    """A run whose ranks start, and have ended on the way out."""
+    """A run whose ranks start, and have ended on the way out.
+
+    Raises WorkerError, too, where the run cannot go on without a generation instance.
+    """
     run = Run(config, prepared, telemetry, launcher, origin)
     try:
         yield run
@@ -231,6 +236,8 @@ def _with_ranks(
                 run.checkpoints.finish()
         with contextlib.suppress(OSError):  # a full disk may be the error that is being raised
             run.executor.salvage()
+        if isinstance(error, InstanceDied | InstanceEnded):  # which nothing has gone on without
+            raise run.group.failures.of_run() from error
         raise
     finally:
         try:

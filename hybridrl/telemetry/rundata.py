@@ -166,13 +166,19 @@ def checkpoints_of(run_dir: Path, which: str) -> dict[int, Path]:
     `which` is `all`, `final`, or steps with commas between them. Raises ConfigError where one is
     not there.
     """
-    present: dict[int, Path] = {}
+    steps_of: dict[Path, int] = {}
     for event in read_lines(run_dir / "events.jsonl"):
         if event.get("kind") == "checkpoint":
             name = Path(str(event.get("path"))).name
             folders = (run_dir / "checkpoints" / name, run_dir / name)  # it may have been moved
-            present |= {_step(event): f for f in folders if (f / "config.json").is_file()}
-    present = dict(sorted(present.items()))
+            steps_of |= {folder: _step(event) for folder in folders}
+    # A run that goes on from a checkpoint has cut that one's event off, with all later records.
+    ends = run_dir / "warm_start", run_dir / "final"
+    for folder in (*(run_dir / "checkpoints").glob("step_*"), *ends):
+        if state := _read_json(folder / "resume" / "state.json"):
+            steps_of[folder] = _step(state)
+    there = [(step, f) for f, step in steps_of.items() if (f / "config.json").is_file()]
+    present = dict(sorted(there, key=lambda x: (x[0], x[1].name == "final")))
     if not present:
         raise ConfigError("run", run_dir, "a run directory with a checkpoint, or final/")
     if which == "all":

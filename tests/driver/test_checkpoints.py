@@ -14,7 +14,6 @@ import pytest
 from safetensors import SafetensorError
 
 from hybridrl.checkpoint import folder
-from hybridrl.checkpoint.folder import Point
 from hybridrl.config import Config, ConfigError
 from hybridrl.config.renamed_keys import RENAMED_KEYS
 from hybridrl.driver import train
@@ -27,6 +26,7 @@ from hybridrl.driver.checkpoints import (
     origin_again,
     settings_of,
 )
+from hybridrl.driver.rank_failures import WorkerError
 from hybridrl.models import tiny
 from hybridrl.preflight.prepare import prepare
 
@@ -147,7 +147,7 @@ def test_a_run_that_begins_again_goes_on_from_what_it_has_written(
     """In the same process; before its first checkpoint it is back where it began."""
     assert origin_again(config(), Origin()) == Origin()
     path = publish(tmp_path / "run" / "checkpoints" / "step_000003", 3)
-    begun = Origin({"a": 1}, Point(path, {}), goes_back=True)
+    begun = Origin({"a": 1}, folder.read(path), goes_back=True)
     back = config(f"trainer.resume={path}")
     assert origin_again(back, begun) is begun
     settings = f"trainer.resume={path}"
@@ -159,6 +159,44 @@ def test_a_run_that_begins_again_goes_on_from_what_it_has_written(
     assert origin.point is not None
     assert (origin.settings, origin.point.state["step"], origin.goes_back) == ({"a": 1}, 5, False)
     assert [line.startswith(f"{damaged}: ") for line in origin.damaged] == [True]
+
+
+def test_a_run_does_not_begin_again_from_what_is_damaged(
+    config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Neither from where it began, where that is damaged, nor in the place of all it has written.
+
+    The line is what another process would end with.
+    """
+    elsewhere = publish(tmp_path / "other" / "checkpoints" / "step_000004", 4)
+    begun = Origin({}, folder.read(elsewhere))
+    forked = config(f"trainer.resume={elsewhere}")
+    assert origin_again(forked, begun) is begun
+    tensors = elsewhere / "resume" / "__0_0.distcp"
+    tensors.write_bytes(bytes(tensors.stat().st_size))
+    with pytest.raises(ConfigError, match=f"damaged: {tensors}: not the bytes that were written"):
+        origin_again(forked, begun)
+    tensors.unlink()
+    with pytest.raises(ConfigError, match=f"damaged: {tensors}: is not there"):
+        origin_again(forked, begun)
+    own = publish(tmp_path / "run" / "checkpoints" / "step_000003", 3)
+    (own / "resume" / "__0_0.distcp").write_bytes(b"snesors")
+    with pytest.raises(ConfigError) as raised:
+        origin_again(config(), Origin())
+    assert str(raised.value) == refused(config())
+
+
+def test_a_run_begins_again_only_with_its_warm_start(
+    make_config: Callable[..., Config], publish: Callable[..., Path], tmp_path: Path
+) -> None:
+    publish(tmp_path / "run" / "checkpoints" / "step_000005", 5)
+    warm = make_config("warm_start.steps=2", f"run.dir={tmp_path / 'run'}", "trainer.resume=auto")
+    with pytest.raises(ConfigError, match="a run with the checkpoint of its warm start"):
+        origin_again(warm, Origin())
+    publish(tmp_path / "run" / "warm_start", 2)
+    again = origin_again(warm, Origin())
+    assert again.point is not None
+    assert again.point.state["step"] == 5
 
 
 def test_a_path_that_is_not_where_the_run_began_is_refused(
@@ -641,3 +679,16 @@ def test_background_needs_something_to_save(config: Callable[..., Config]) -> No
         ConfigError, match=r"save_in_background=True: .*false without trainer\.save"
     ):
         config("trainer.save_in_background=true")
+
+
+def test_samples_are_not_loaded_where_an_instance_has_ended_since(
+    config: Callable[..., Config],
+) -> None:
+    group, schedule = MagicMock(), MagicMock()
+    group.failures.of_run.return_value = death = WorkerError("rank 2 of 3 failed", died=True)
+    schedule.needs_versions.return_value = ()
+    checkpoints = Checkpoints(config(), Origin(), group, MagicMock(), MagicMock())
+    with pytest.raises(WorkerError) as raised:
+        checkpoints.load_samples(MagicMock(), schedule)
+    assert raised.value is death
+    group.load_pending.assert_not_called()

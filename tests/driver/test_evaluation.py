@@ -99,6 +99,22 @@ def test_checkpoints_are_listed_by_step(run: Path) -> None:
         checkpoints_of(run, "1,2")
 
 
+def test_a_checkpoint_whose_event_is_cut_off_is_listed(tmp_path: Path) -> None:
+    """A run that goes on from it cuts all later records; one without a state has its event."""
+    warm_start, first = tmp_path / "warm_start", tmp_path / "checkpoints" / "step_000003"
+    again, final = tmp_path / "checkpoints" / "step_000005", tmp_path / "final"
+    for folder, step in ((warm_start, 1), (first, 3), (again, 5), (final, None)):
+        (folder / "resume").mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        if step is not None:
+            (folder / "resume" / "state.json").write_text(json.dumps({"step": step}))
+    event = {"kind": "checkpoint", "step": 5, "path": str(final)}
+    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
+    assert checkpoints_of(tmp_path, "all") == {1: warm_start, 3: first, 5: final}
+    (final / "resume" / "state.json").write_text(json.dumps({"step": 7}))
+    assert checkpoints_of(tmp_path, "5,7") == {5: again, 7: final}
+
+
 @pytest.mark.layouts
 def test_a_set_can_be_evaluated_on_every_checkpoint_later(run: Path, settings: list[str]) -> None:
     """A greedy set that the run had as well has the same accuracy from the checkpoints."""

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import psutil
@@ -15,12 +15,15 @@ import pytest
 from resumed_runs import WHEN_MADE, check_same
 from whole_runs import REPLAYED
 
-from hybridrl.config import Config
+from hybridrl.config import Config, ConfigError
 from hybridrl.driver import restarts as driver_restarts
 from hybridrl.driver import train as controller_train
 from hybridrl.driver.checkpoints import Origin
-from hybridrl.driver.rank_failures import WorkerError
+from hybridrl.driver.rank_failures import InstanceEnded, RankFailures, WorkerError
+from hybridrl.driver.rank_pool import Pool
 from hybridrl.driver.restarts import SAME_PLACE, Restarts
+from hybridrl.runtime.launcher import CallFailed
+from hybridrl.schedule.lost_samples import InstanceDied
 from hybridrl.telemetry.records import parse, read_lines
 from hybridrl.telemetry.trace import read_timeline
 
@@ -197,6 +200,16 @@ def test_an_instance_that_has_ended_comes_back_after_a_checkpoint(
     check_same(tmp_path / "whole", tmp_path / "run", tmp_path, without)
 
 
+@pytest.mark.layouts
+def test_an_instance_without_which_a_step_cannot_go_on_starts_anew(
+    run_here: Callable[..., Any], settings: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """None of `serial` can: the error is that of the dead rank."""
+    apart = ["cluster.ranks=3", "cluster.pools.rollout=2", "trainer.steps=2"]
+    assert run_here(*settings("generate:3"), *apart, "cluster.restarts=1")["restarts"] == 1
+    assert restarts_of(tmp_path / "run") == [(1, 2, "advance", 0)]
+
+
 @pytest.mark.ray
 def test_on_ray_too(
     command: Callable[..., Any],
@@ -249,8 +262,8 @@ def test_a_signal_amid_a_restart_ends_the_run(
     assert ranks_here() == set()
 
 
-def death(rank: int = 1, call: str = "update", died: bool = True) -> WorkerError:
-    return WorkerError(f"rank {rank} failed", died, rank, call)
+def death(rank: int = 1, call: str = "update", died: bool = True, step: int = 1) -> WorkerError:
+    return WorkerError(f"rank {rank} failed", died, rank, call, step)
 
 
 @pytest.fixture
@@ -259,6 +272,62 @@ def restarts(make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(driver_restarts, "origin_again", lambda config, origin: origin)
     config = make_config("cluster=processes", "cluster.ranks=2", "cluster.restarts=5")
     return Restarts(config, Origin(), MagicMock(newest_step=0))
+
+
+@pytest.fixture
+def failures(tmp_path: Path) -> RankFailures:
+    """Those of four ranks, of which the last three are instances of one rank each."""
+    actor = Pool(range(1), MagicMock(), ["actor"])
+    rollout = Pool(range(1, 4), MagicMock(), ["rollout"])
+    group = MagicMock(size=4, instances=[[1], [2], [3]], logs=tmp_path, current_step=lambda: 7)
+    group.configure_mock(home=rollout, actor_pool=actor, pools={"a": actor, "r": rollout})
+    group.launcher.first_dead.return_value = None
+    failures = group.failures = RankFailures(group)
+    group.living = lambda ranks: [rank for rank in ranks if rank not in failures.dead]
+    return failures
+
+
+def test_the_end_of_a_needed_instance_is_the_error_of_its_rank(
+    failures: RankFailures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A death rather than what another raises; nothing is said of instances that go on."""
+    run, parts, lines = MagicMock(), cast("Any", [None] * 5), list[str]()
+    run.group.failures = failures
+    failures.on_death = lambda instance, line: lines.append(line)
+    monkeypatch.setattr(controller_train, "Run", lambda *parts: run)
+
+    def raised_for(error: BaseException) -> WorkerError:
+        with pytest.raises(WorkerError) as raised, controller_train._with_ranks(*parts):
+            raise error
+        assert raised.value.__cause__ is error
+        run.group.kill.assert_called()
+        return raised.value
+
+    ended = failures.of(1, CallFailed("", ValueError("no number")))
+    assert isinstance(ended, InstanceEnded)
+    error = raised_for(ended)
+    assert str(error).startswith("rank 1 of 4 (rollout) on node ? failed: ValueError: no number;")
+    assert not error.died
+    failures.of(2, CallFailed("gone", died=True))
+    error = raised_for(InstanceDied("generation instance 1 died"))
+    assert str(error).startswith("rank 2 of 4 (rollout) on node ? failed: its process ended")
+    assert (error.died, error.rank, error.step) == (True, 2, 7)
+    assert lines[1] == f"{error}; its samples begin again; instances that go on: 1"
+    failures.of(1, CallFailed("", ValueError("no number")))
+    assert raised_for(InstanceDied("generation instance 0 died")) is error
+
+
+def test_restarts_without_checkpoints_are_told(restarts: Restarts) -> None:
+    restarts.config.trainer.save_every = 10
+    restarts.warn_unsaved()
+    note = cast("MagicMock", restarts.telemetry.note)
+    note.assert_not_called()
+    restarts.config.trainer.save_every = 0
+    restarts.warn_unsaved()
+    note.assert_called_once_with(
+        "cluster.restarts=5: trainer.save_every=0 leaves no checkpoint to go back to, so a restart"
+        " makes all steps again"
+    )
 
 
 def test_what_is_no_death_ends_the_run(restarts: Restarts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +357,27 @@ def test_an_instance_comes_back_only_where_a_restart_is_left(
         restarts.bring_back(run)
     restarts.events = [{}] * 5
     restarts.bring_back(run)
+
+
+def test_steps_that_are_made_again_are_places_of_their_own(restarts: Restarts) -> None:
+    """A run that has gone back from step 5 dies thrice on its way there."""
+    restarts.telemetry.newest_step = 5
+    for step in (3, 4, 2, 3):
+        restarts.begin(death(step=step))
+    with pytest.raises(WorkerError, match="it has died 3 times in update without a new step"):
+        restarts.begin(death(step=3))
+
+
+def test_a_run_ends_where_what_it_would_go_back_to_is_damaged(
+    restarts: Restarts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For good: the same command would end too."""
+    damage = ConfigError("trainer.resume", "auto", "a checkpoint that is whole; damaged: x")
+    monkeypatch.setattr(driver_restarts, "origin_again", MagicMock(side_effect=damage))
+    with pytest.raises(WorkerError) as raised:
+        restarts.begin(death())
+    assert str(raised.value) == f"rank 1 failed; {damage}"
+    assert not raised.value.died
 
 
 def test_a_place_is_a_rank_a_call_and_the_newest_step(restarts: Restarts) -> None:

@@ -154,6 +154,32 @@ def test_other_metrics_of_a_step_that_was_sent_are_sent(tmp_path: Path, service:
     ]
 
 
+def test_a_run_that_goes_back_within_its_process_sends_no_step_twice(
+    tmp_path: Path, service: Callable[[type], None]
+) -> None:
+    """Nor the newest one, which has not been stored yet."""
+    service(type("Buffered", (FileLogger,), {"keeps_last_step": True}))
+    with Telemetry(tmp_path, BOTH, 8) as telemetry:
+        telemetry.phase("rl", 8)
+        for step in (1, 2, 3):
+            telemetry.log(step, {"loss": step + 0.1})
+        telemetry.rewind({})
+        telemetry.phase("rl", 8)
+        for step in (1, 2, 3, 4):
+            telemetry.log(step, {"loss": step + 0.6})
+    assert losses(tmp_path) == [(1, 1.1), (2, 2.1), (3, 3.1), (4, 4.6)]
+
+
+def test_local_loggers_go_on_where_a_record_cannot_be_cut(tmp_path: Path) -> None:
+    config = TelemetryConfig(progress=False, loggers=[LoggerName.tensorboard])
+    with Telemetry(tmp_path, config, 8) as telemetry:
+        (local,) = telemetry._loggers._deliveries.values()
+        with pytest.raises(OSError, match="full"), telemetry._loggers.files_closed():
+            raise OSError("the disk is full")
+        telemetry.log(1, {"loss": 0.1})
+        assert not local.failure
+
+
 def test_a_run_that_goes_back_is_another_run_to_a_service(tmp_path: Path, service: object) -> None:
     sizes = run(tmp_path, range(1, 8), None)
     run_loggers.forget_runs(tmp_path)

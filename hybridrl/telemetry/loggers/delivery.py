@@ -149,7 +149,8 @@ class BackgroundDelivery(Delivery):
         self._closed = True
 
     def _unsent(self, step: int, names: Iterable[str]) -> list[str]:
-        return [name for name in names if step > self._sent.get(name, -1)]
+        had = self._sent | self._taken
+        return [name for name in names if step > had.get(name, -1)]
 
     def _note(self, taken: dict[str, int]) -> None:
         """Metrics of one step have been taken."""

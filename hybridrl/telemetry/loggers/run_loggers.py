@@ -59,9 +59,11 @@ class RunLoggers:
         local = [d for d in self._deliveries.values() if not isinstance(d, BackgroundDelivery)]
         for delivery in local:
             delivery.close("running")
-        yield
-        for delivery in local:
-            delivery.open()
+        try:
+            yield
+        finally:
+            for delivery in local:
+                delivery.open()
 
     def close(self, state: str) -> None:
         """End all, which takes `CLOSE_S` at most."""
