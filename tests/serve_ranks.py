@@ -12,7 +12,7 @@ from hybridrl.config.serve import ServeConfig
 from hybridrl.serving.history import ServerHistory
 from hybridrl.serving.loop import Turns
 from hybridrl.serving.requests import ClientAnswer, ClientRequest, ServedModel
-from hybridrl.workers.serving import DrawnResponse, DrawnSample
+from hybridrl.workers.serving import DrawnResponse, DrawnSample, ScoredTokens, TokenScores
 
 SERVED = ServedModel("tiny", "tiny", max_tokens=64, lora_rank=4, vocab=32, trained="adapters")
 
@@ -47,8 +47,9 @@ class FakeRanks:
         tokens, log_probs = np.ones(1, np.int32), np.zeros(1, np.float32)
         return [DrawnResponse(sample.id, tokens, log_probs, "stop") for sample in done]
 
-    def score(self, wanted: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
-        return {i: [] for i in wanted}
+    def score(self, wanted: Mapping[int, Sequence[ScoredTokens]]) -> dict[int, list[TokenScores]]:
+        self.asked += [("score", one) for own in wanted.values() for one in own]
+        return {i: [TokenScores()] * len(own) for i, own in wanted.items()}
 
     def called(self, name: str) -> list[tuple[Any, ...]]:
         """The arguments of the calls of a method."""

@@ -238,7 +238,7 @@ class Turns:
     def _generate(self, snapshot: Snapshot) -> None:
         """Some decode steps of a snapshot's samples, new ones with them."""
         self.sampling.begin(self.waiting.pop(snapshot.version, []))
-        done = self.sampling.draw(self._decode_steps)
+        done = self.sampling.draw(snapshot, self._decode_steps)
         self.history.sampled(done)
         self._close(done)
 

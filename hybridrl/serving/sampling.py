@@ -44,12 +44,19 @@ class OpenSampling:
         """Whether all its responses have ended."""
         return len(self.drawn) == self.request.count
 
+    def may_be_answered(self, generating: Snapshot) -> bool:
+        """Whether its responses have ended, and are scored by its own snapshot if at all."""
+        scores = self.request.topk_logprobs > 0
+        return self.is_drawn and (self.snapshot is generating or not scores)
+
 
 class ClientSampling:
     """Requests for samples on ranks that generate with their snapshot.
 
-    A request is open from `begin` until all of its responses have ended. Which instance draws a
-    response changes none of its tokens.
+    A request is open from `begin` until all of its responses have ended. A response may end as the
+    ranks change to another snapshot, whose `draw` then returns it: if it is to be scored, its
+    request stays open until its own snapshot generates again. Which instance draws a response
+    changes none of its tokens.
     """
 
     def __init__(self, ranks: ServingRanks) -> None:
@@ -64,8 +71,8 @@ class ClientSampling:
         self._open |= {one.number: one for one in requests}
         self._new += requests
 
-    def draw(self, num_decode_steps: int) -> list[OpenSampling]:
-        """Decode for so many steps; the requests that are answered."""
+    def draw(self, generating: Snapshot, num_decode_steps: int) -> list[OpenSampling]:
+        """Decode for so many steps with the snapshot that generates; the requests answered."""
         new, self._new = self._new, []
         self._score_prompts(new)
         begun: dict[int, list[DrawnSample]] = {i: [] for i in range(len(self._load))}
@@ -74,7 +81,7 @@ class ClientSampling:
                 begun[self._dealt(sample)].append(sample)
         for drawn in self.ranks.draw(begun, num_decode_steps):
             self._take(drawn)
-        done = [one for one in self._open.values() if one.is_drawn]
+        done = [one for one in self._open.values() if one.may_be_answered(generating)]
         for one in done:
             one.future.set_result(self._answer(one))
             del self._open[one.number]

@@ -226,6 +226,35 @@ def test_samples_go_with_their_session(tmp_path: Path) -> None:
     assert answered(turns, sampled(None, 1))
 
 
+def test_responses_are_scored_by_the_snapshot_that_drew_them(tmp_path: Path) -> None:
+    """Also those whose last token is drawn as the ranks change to another snapshot."""
+    ranks = FakeRanks()
+    turns = with_model(ranks, tmp_path)
+    paths = [f"tinker://a/sampler_weights/{name}" for name in "xy"]
+    for name in "xy":
+        answered(turns, Save("a", name, "sampler_weights"))
+    scored, other = (replace(sampled(path), topk_logprobs=2) for path in paths)
+    ranks.draws = False
+    waiting = taken(turns, scored)
+    unscored = taken(turns, sampled(paths[0], 1))
+    turns.work()
+    ranks.draws = True
+    of_other = taken(turns, other)
+    turns._since[2] = -1e9  # patience is over
+    turns.work()
+    assert unscored.result(0)
+    assert of_other.result(0)
+    assert not waiting.done()
+    while turns.work():
+        pass
+    assert waiting.result(0)
+    calls = [name if name == "score" else args for name, *args in ranks.asked if name in CALLS]
+    assert calls == [[1], [2], "score", [1], "score"]
+
+
+CALLS = "generate_with", "score"
+
+
 @dataclass
 class StuckBackend(FakeBackend):
     """A backend whose end never comes."""

@@ -209,7 +209,7 @@ def test_samples_that_are_parked_go_on(client: Client, monkeypatch: pytest.Monke
 def _draw_in_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a call of the ranks make two decode steps."""
     draw = ClientSampling.draw
-    monkeypatch.setattr(ClientSampling, "draw", lambda self, _: draw(self, 2))
+    monkeypatch.setattr(ClientSampling, "draw", lambda self, one, _: draw(self, one, 2))
 
 
 def test_samples_of_a_session_that_ends_leave_the_batch(
