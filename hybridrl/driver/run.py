@@ -112,7 +112,7 @@ class Run:
         self.group.failures.on_death = self._note_death
         if len(self.group.pools) > 1:
             telemetry.pools = config.cluster.pool_ranks
-        sizes = sizes_of_run(config, prepared.graph, prepared.model_path, prepared.images)
+        sizes = sizes_of_run(config, prepared.graph, prepared.model_path, prepared.image_pads)
         decided = {"activations": config.trainer.activations.value}
         telemetry.event("ranks", **self.group.setup(sizes), **decided)
         self._nodes = self.group.nodes()

@@ -22,15 +22,20 @@ CHOICES = ActivationMode.keep, ActivationMode.selective, ActivationMode.recomput
 
 
 def decide_activations(
-    config: Config, graph: Graph, shape: "PretrainedConfig", gpu_memory: int | None = None
+    config: Config,
+    graph: Graph,
+    shape: "PretrainedConfig",
+    gpu_memory: int | None = None,
+    pads: int | None = None,
 ) -> str:
     """Set `trainer.activations=auto` to the first of `CHOICES` that fits, with one line in the log.
 
     It returns the line, which is empty where the key has another value.
 
-    `shape` is the actor's model, `gpu_memory` bytes of a GPU of the cluster, where that is known.
-    The attention is the one that ranks like this process would choose, so that ranks without
-    flash-attn have room. Where no plan says what fits, the activations are recomputed.
+    `shape` is the actor's model, `gpu_memory` bytes of a GPU of the cluster, where that is known;
+    `pads`: see `LongestInputs`. The attention is the one that ranks like this process would choose,
+    so that ranks without flash-attn have room. Where no plan says what fits, the activations are
+    recomputed.
     """
     if config.trainer.activations is not ActivationMode.auto:
         return ""
@@ -42,7 +47,8 @@ def decide_activations(
     else:
         room = local_room(config) if gpu_memory is None else gpu_room(gpu_memory)
         try:
-            config.trainer.activations, reason = choose_activations(config, graph, shape, room)
+            chosen = choose_activations(config, graph, shape, room, pads)
+            config.trainer.activations, reason = chosen
         except RuntimeError as error:  # torch has no `meta` kernel for an operation of the model
             config.trainer.activations = ActivationMode.recompute
             reason = f"since there is no memory plan: {' '.join(str(error).split())}"
@@ -53,14 +59,18 @@ def decide_activations(
 
 
 def choose_activations(
-    config: Config, graph: Graph, shape: "PretrainedConfig", room: Room
+    config: Config,
+    graph: Graph,
+    shape: "PretrainedConfig",
+    room: Room,
+    pads: int | None = None,
 ) -> tuple[ActivationMode, str]:
-    """What `auto` is on ranks with this room, and why."""
+    """What `auto` is on ranks with this room, and why. `pads`: see `LongestInputs`."""
     if reason := _without_a_plan(config):
         return ActivationMode.keep, reason
     available = room.capacity - room.reserved
     chosen, reason = ActivationMode.keep, ""
-    for mode, needed in _needed(config, graph, shape, room):
+    for mode, needed in _needed(config, graph, shape, room, pads):
         chosen, sizes = mode, f"{needed / GIB:.1f} of {available / GIB:.1f} GiB"
         if needed <= available:
             reason = reason or f"which needs {sizes}"
@@ -76,17 +86,19 @@ def line_of(mode: ActivationMode, reason: str) -> str:
 
 
 def _needed(
-    config: Config, graph: Graph, shape: "PretrainedConfig", room: Room
+    config: Config, graph: Graph, shape: "PretrainedConfig", room: Room, pads: int | None
 ) -> Iterator[tuple[ActivationMode, int]]:
     """Bytes of the largest phase of training under each choice, in any pool.
 
     Other roles' weights and moments leave then: they stay where this leaves room for them.
     """
-    config = copy.copy(config)
+    from hybridrl.preflight.memory_inputs import LongestInputs
+
+    config, inputs = copy.copy(config), LongestInputs.of(config, graph, pads)
     eager = (ActivationMode.selective,) if config.trainer.compile else ()
     for mode in (mode for mode in CHOICES if mode not in eager):
         config.trainer = replace(config.trainer, activations=mode)
-        pools = plan_run(config, graph, shape, room, staying=()).pools.values()
+        pools = plan_run(config, graph, shape, room, inputs, staying=()).pools.values()
         phases = [phase for plan in pools for phase in plan.phases]
         trained = [phase.total for phase in phases if phase.name.startswith("train ")]
         yield mode, max(trained, default=0)

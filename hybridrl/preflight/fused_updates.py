@@ -34,12 +34,16 @@ LEAST_GAIN = 0.05
 
 
 def decide_fused_updates(
-    config: Config, graph: Graph, shape: "PretrainedConfig", gpu_memory: int | None = None
+    config: Config,
+    graph: Graph,
+    shape: "PretrainedConfig",
+    gpu_memory: int | None = None,
+    pads: int | None = None,
 ) -> None:
     """Set `trainer.fuse_updates` to `always` or `never`, with the reason in the log.
 
-    `shape` is the actor's model, `gpu_memory` bytes of a GPU of the cluster, where that is known.
-    Raises ConfigError for `always` where roles cannot train together.
+    `shape` is the actor's model, `gpu_memory` bytes of a GPU of the cluster, where that is known;
+    `pads`: see `LongestInputs`. Raises ConfigError for `always` where roles cannot train together.
     """
     wanted = config.trainer.fuse_updates
     if wanted is FuseUpdates.never:
@@ -55,7 +59,7 @@ def decide_fused_updates(
     if obstacle and wanted is FuseUpdates.always:
         raise ConfigError(KEY, "always", f"auto or never: {obstacle}")
     if wanted is FuseUpdates.auto:
-        reason = obstacle or _reason_against(config, graph, together, shape, gpu_memory)
+        reason = obstacle or _reason_against(config, graph, together, shape, gpu_memory, pads)
         decided = FuseUpdates.never if reason else FuseUpdates.always
         logger.info("%s=auto: %s", KEY, f"never, {reason}" if reason else "always")
         config.trainer.fuse_updates = decided
@@ -91,8 +95,11 @@ def _reason_against(
     together: Sequence[tuple[str, Sequence[str]]],
     shape: "PretrainedConfig",
     gpu_memory: int | None,
+    pads: int | None,
 ) -> str | None:
     """Why `auto` leaves updates separate: too little gain, or too little memory."""
+    from hybridrl.preflight.memory_inputs import LongestInputs
+
     gain = max(predicted_gain(config, graph, pool, r, shape) for pool, r in together)
     if gain < LEAST_GAIN:
         return f"{max(0.0, gain):.0%} of the updates would be saved, wanted {LEAST_GAIN:.0%}"
@@ -102,7 +109,7 @@ def _reason_against(
     fused = copy.copy(config)
     fused.trainer = replace(config.trainer, fuse_updates=FuseUpdates.always)
     try:
-        plan = plan_run(fused, graph, shape, room)
+        plan = plan_run(fused, graph, shape, room, LongestInputs.of(fused, graph, pads))
     except RuntimeError as error:  # as `check_memory`
         return f"there is no memory plan: {' '.join(str(error).split())}"
     return None if plan.fits else plan.verdict()

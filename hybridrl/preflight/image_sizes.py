@@ -20,14 +20,15 @@ def image_sizes(
     inputs: LongestInputs,
     computes: bool,
 ) -> ImageSizes | None:
-    """The sizes on a rank of the pool; None for a model or an engine that reads no images.
+    """The sizes on a rank of the pool; None for prompts, a model or an engine without images.
 
-    A prompt may be pads alone. `computes`: some role of the pool trains or scores.
+    `computes`: some role of the pool trains or scores.
     """
     reads = config.rollout.features.reads_images and hasattr(shape, "tower_config")
-    if not (reads and inputs.images):
+    pads = config.data.max_prompt_tokens if inputs.pads is None else inputs.pads
+    if not (reads and pads):
         return None
-    tower, pads = TowerSizes.of(shape), config.data.max_prompt_tokens
+    tower = TowerSizes.of(shape)
     compute, rollout = TORCH_DTYPES[config.model.compute_dtype], TORCH_DTYPES[config.rollout.dtype]
     formats = [rollout] * (pool == config.cluster.home) + [compute] * computes
     formats = list(dict.fromkeys(formats))

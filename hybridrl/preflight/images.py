@@ -1,11 +1,20 @@
 """Checks of runs whose prompts have images."""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from hybridrl.config import VALUE_MODELS, Config, ConfigError, RewardKind
 from hybridrl.data import Item
 from hybridrl.flow import Graph
 from hybridrl.preflight.models import judges_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def most_pads(shape: "PretrainedConfig", items: Iterable[Item]) -> int:
+    """The most pads of images in a prompt; 0 where no item has an image."""
+    return max((x.prompt_ids.count(shape.image_pads[0]) for x in items if x.images), default=0)
 
 
 def check_images(config: Config, graph: Graph, items: Iterable[Item]) -> None:

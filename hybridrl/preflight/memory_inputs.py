@@ -102,17 +102,18 @@ class LongestInputs:
     `row` gives that of a layout on a number of ranks, in training or in scoring. `chunk` gives that
     of a sample that a layout trains in chunks. `prompt` are the tokens that a prefill reads of one
     sample. A decode step copies the keys and values of `copied` tokens; 0: of the whole cache.
-    Prompts have `images`, where the model reads them.
+    A prompt has at most so many `pads` of images, where the model reads them; None: it may be pads
+    alone.
     """
 
     row: Callable[[TrainLayoutConfig | RolloutLayoutConfig, int], PackedRow]
     prompt: int
     copied: int = 0
     chunk: Callable[[TrainLayoutConfig], PackedRow | None] = lambda layout: None
-    images: bool = True
+    pads: int | None = None
 
     @classmethod
-    def of(cls, config: Config, graph: Graph, images: bool = True) -> "LongestInputs":
+    def of(cls, config: Config, graph: Graph, pads: int | None = None) -> "LongestInputs":
         """What the config allows. A sample that is resumed is read whole; a strict one's prompt."""
         longest = config.longest_sample
         return cls(
@@ -120,7 +121,7 @@ class LongestInputs:
             prompt=config.data.max_prompt_tokens if config.strict else longest,
             copied=longest if config.strict else 0,  # each sample decodes alone
             chunk=lambda layout: PackedRow.chunk_of(config, layout),
-            images=images,
+            pads=pads,
         )
 
 

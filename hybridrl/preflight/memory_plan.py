@@ -76,12 +76,12 @@ def plan_run(
 
 
 def sizes_of_run(
-    config: Config, graph: Graph, model_path: str, images: bool = False
+    config: Config, graph: Graph, model_path: str, pads: int | None = None
 ) -> dict[str, PoolSizes]:
     """What a rank of each pool on GPUs holds, by which it decides what stays on its device.
 
-    Ranks know the memory of their own devices. `images`: some prompt has one. Empty on CPUs, and
-    for a model that has no plan.
+    Ranks know the memory of their own devices. `pads`: see `LongestInputs`. Empty on CPUs, and for
+    a model that has no plan.
     """
     from hybridrl.models.load import load_config
     from hybridrl.preflight.memory_inputs import LongestInputs
@@ -89,7 +89,7 @@ def sizes_of_run(
     if config.cluster.device is not Device.cuda or not config.cluster.holds_models:
         return {}
     try:
-        shape, inputs = load_config(model_path), LongestInputs.of(config, graph, images)
+        shape, inputs = load_config(model_path), LongestInputs.of(config, graph, pads)
         return _sizes(config, graph, shape, inputs, assumed_attention(config, shape)[0])
     except RuntimeError:  # `check_memory` has said that there is no plan
         return {}
@@ -236,13 +236,13 @@ def check_memory(
     graph: Graph,
     model_path: str,
     gpu_memory: int | None = None,
-    images: bool = False,
+    pads: int | None = None,
 ) -> None:
     """Raise ConfigError for a run that a rank cannot hold, unless `cluster.memory_check` is warn.
 
     `gpu_memory` is bytes of a GPU of the cluster that the run joins. Without it, the ranks' nodes
     are like this one, or the log says that nothing was checked. A run that leaves less than others
-    need gets a warning. `images`: some prompt has one.
+    need gets a warning. `pads`: see `LongestInputs`.
     """
     from hybridrl.models.load import load_config
     from hybridrl.preflight.memory_inputs import LongestInputs
@@ -255,7 +255,7 @@ def check_memory(
         room = local_room(config) if gpu_memory is None else gpu_room(gpu_memory)
         if gpu_memory is not None:  # whether ranks there can import flash-attn is not known
             config = with_flash(config, shape)
-        plan = plan_run(config, graph, shape, room, LongestInputs.of(config, graph, images))
+        plan = plan_run(config, graph, shape, room, LongestInputs.of(config, graph, pads))
     except RuntimeError as error:  # torch has no `meta` kernel for an operation of the model
         logger.info("no memory plan for this model: %s", " ".join(str(error).split()))
         return

@@ -47,7 +47,7 @@ from hybridrl.preflight.activation_choice import decide_activations
 from hybridrl.preflight.environment import check_environment, openings, turn_template
 from hybridrl.preflight.first_samples import FirstSamples
 from hybridrl.preflight.fused_updates import decide_fused_updates
-from hybridrl.preflight.images import check_images
+from hybridrl.preflight.images import check_images, most_pads
 from hybridrl.preflight.judges import IsRecorded, check_rows, try_judges, warn_of_long_answers
 from hybridrl.preflight.memory_plan import check_memory, local_obstacle, unknown_room
 from hybridrl.preflight.models import (
@@ -103,8 +103,8 @@ class PreparedRun:
     """Whether groups share prompts, and why not; empty for `trainer.share_prompts=never`."""
     language_model: str = ""
     """What trains of a checkpoint for images and text; empty for other models."""
-    images: bool = False
-    """Whether some prompt has an image."""
+    image_pads: int = 0
+    """The most pads of images that a prompt has."""
 
     @property
     def notes(self) -> list[str]:
@@ -162,16 +162,16 @@ def prepare(
     schedule = decide_schedule(config, graph, shape)
     check_schedule(config.schedule, graph)
     sharing = decide_prompt_sharing(config, graph, shape)
-    activations = decide_activations(config, graph, shape, gpu_memory)
-    decide_fused_updates(config, graph, shape, gpu_memory)
-    images = any(item.images for item in items)
-    check_memory(config, graph, model_path, gpu_memory, images)
+    pads = most_pads(shape, items)
+    activations = decide_activations(config, graph, shape, gpu_memory, pads)
+    decide_fused_updates(config, graph, shape, gpu_memory, pads)
+    check_memory(config, graph, model_path, gpu_memory, pads)
     ends = SamplingTexts(tokenizer, config.data.chat, (), end_token_ids(model_path, shape)).end_ids
     shown = FirstSamples(config, graph, tokenizer, sorted(ends), trials, turns).text(data.train)
     chosen = {"schedule": schedule, "activations": activations, "prompt_sharing": sharing}
     chosen |= {"language_model": language_model}
     return PreparedRun(
-        model_path, data, eval_items, graph, warm_start, turns, shown, **chosen, images=images
+        model_path, data, eval_items, graph, warm_start, turns, shown, **chosen, image_pads=pads
     )
 
 

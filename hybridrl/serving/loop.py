@@ -355,7 +355,7 @@ class ServeLoop:
                     self._launcher, config, path, _no_span, lambda rank, reading: None, serves=True
                 )
                 try:
-                    ranks.setup(sizes_of_run(config, prepared.graph, path))
+                    ranks.setup(sizes_of_run(config, prepared.graph, path, pads=0))
                     history = ServerHistory(telemetry, last_step(self.run_dir))
                     rest = config.serve, history, config.rollout.decode_steps
                     turns = Turns(ranks, self.info, self.run_dir, *rest)

@@ -67,8 +67,9 @@ def prepare_server(config: Config) -> PreparedServer:
     shape, _ = checked_model(config, graph, path)
     decide_schedule(config, graph, shape)
     decide_prompt_sharing(config, graph, shape)
-    decide_activations(config, graph, shape, gpu_memory)
-    check_memory(config, graph, path, gpu_memory)
+    pads = 0  # clients' prompts are texts
+    decide_activations(config, graph, shape, gpu_memory, pads)
+    check_memory(config, graph, path, gpu_memory, pads)
     _check_snapshots(config, shape)
     served = ServedModel(
         name=config.serve.name or config.model.path or "tiny",

@@ -1,23 +1,32 @@
 """What the memory plan says of prompts with images, and of kept ids."""
 
+import copy
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 
-from hybridrl.config import Config, compose
+from hybridrl.config import ActivationMode, Config, Device, FuseUpdates, compose
 from hybridrl.costs.memory import MemoryPhase, MemoryPlan
+from hybridrl.data import Item
 from hybridrl.engines.rollout.kept_ids import KeptIds
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.truncated import kept_rows
 from hybridrl.models.image_text import meta_tower
 from hybridrl.models.shape import model_shape
 from hybridrl.models.tower_sizes import tower_activations
+from hybridrl.preflight import fused_updates
+from hybridrl.preflight.activation_choice import choose_activations
+from hybridrl.preflight.fused_updates import decide_fused_updates
+from hybridrl.preflight.images import most_pads
 from hybridrl.preflight.memory_advice import advice
 from hybridrl.preflight.memory_inputs import LongestInputs
 from hybridrl.preflight.memory_plan import Room, plan_run
 from hybridrl.preflight.prepare import build_recipe
 
 IMAGES = "image tower", "kept features of images", "images being read"
+UNBOUNDED = Room(2**40, 0)
 
 
 def config_of(*settings: str) -> Config:
@@ -27,10 +36,10 @@ def config_of(*settings: str) -> Config:
     return config
 
 
-def plan(config: Config, images: bool = True) -> MemoryPlan:
+def plan(config: Config, pads: int | None = None) -> MemoryPlan:
     graph, shape = build_recipe(config.recipe), model_shape(config.model)
-    inputs = LongestInputs.of(config, graph, images)
-    (pool,) = plan_run(config, graph, shape, Room(2**40, 0), inputs).pools.values()
+    inputs = LongestInputs.of(config, graph, pads)
+    (pool,) = plan_run(config, graph, shape, UNBOUNDED, inputs).pools.values()
     return pool
 
 
@@ -75,7 +84,47 @@ def test_a_run_without_images_has_no_tower(settings: tuple[str, ...]) -> None:
 def test_a_run_whose_prompts_are_texts_has_no_tower() -> None:
     config = config_of("experiment=shapes_tiny")
     assert set(IMAGES) <= owners(plan(config))
-    assert not set(IMAGES) & owners(plan(config, images=False))
+    assert not set(IMAGES) & owners(plan(config, pads=0))
+
+
+def test_features_are_those_of_the_most_pads_of_a_prompt() -> None:
+    config = config_of("experiment=shapes_tiny")
+    longest, nine = (plan(config, pads).phases[-1].sizes for pads in (None, 9))
+    assert nine[IMAGES[0]] == longest[IMAGES[0]]
+    assert nine[IMAGES[1]] * 32 == longest[IMAGES[1]] * 9
+
+
+def test_the_most_pads_are_counted_in_prompts_with_images() -> None:
+    shape, text = model_shape(config_of("experiment=shapes_tiny").model), [5, 6]
+    pad = shape.image_pads[0]
+    items = [
+        Item("", (*text, *[pad] * pads), "", (), "main", {}, images=images)
+        for pads, images in ((4, (b"one",)), (6, (b"one", b"two")), (9, ()))
+    ]
+    assert most_pads(shape, items) == 6
+    assert most_pads(shape, items[2:]) == 0
+
+
+def test_choices_for_texts_are_those_of_a_model_without_a_tower() -> None:
+    """Activations and fused updates, on GPUs that have room for all but the tower."""
+    config = config_of("experiment=shapes_tiny", "recipe=ppo", "trainer.layout.pp=2")
+    config.cluster.device = Device.cuda
+    config.trainer.activations = ActivationMode.keep
+    graph, shape = build_recipe(config.recipe), model_shape(config.model)
+    bare = copy.deepcopy(shape)
+    del bare.tower_config
+    phases = plan_run(config, graph, bare, UNBOUNDED, staying=()).pools["actor"].phases
+    kept = Room(max(x.total for x in phases if x.name.startswith("train ")), 0)
+    config.trainer.fuse_updates = FuseUpdates.always
+    fused = Room(plan_run(config, graph, bare, UNBOUNDED).pools["actor"].peak.total, 0)
+    for own, pads, fits in ((bare, None, True), (shape, 0, True), (shape, None, False)):
+        config.trainer.fuse_updates = FuseUpdates.never
+        mode, _ = choose_activations(config, graph, own, kept, pads)
+        assert (mode is ActivationMode.keep) is fits
+        config.trainer.fuse_updates = FuseUpdates.auto
+        with mock.patch.object(fused_updates, "gpu_room", return_value=fused):
+            decide_fused_updates(config, graph, own, 1, pads)
+        assert (config.trainer.fuse_updates is FuseUpdates.always) is fits
 
 
 def test_kept_ids_have_the_bytes_of_their_tensors() -> None:
