@@ -15,7 +15,7 @@ class ImageSizes:
     The `tower` counts once for each format in which roles of the rank compute, and so do the
     features that it has `kept` of images seen lately. `computing` is the most that it takes for the
     largest image: pixels, activations, features. The others are features in place of embeddings:
-    of a prefill, of all rows that a role has `scored` in a call, of all rows of an update.
+    of a prefill, of a row that a role has `scored`, of all rows of an update.
     """
 
     tower: int

@@ -47,7 +47,7 @@ LEFT_FOR = {
 class ScoringSizes:
     """A role that only scores, in bytes: its weights, and the activations of a row.
 
-    `kept_ids` are those of all rows of a call (`KeptIdSizes`).
+    `kept_ids` are those of a row (`KeptIdSizes`).
     """
 
     weights: int

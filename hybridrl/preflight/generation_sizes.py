@@ -151,7 +151,7 @@ def scoring_sizes(
     ranks = config.ranks_of(pool)
     row = inputs.row(layout, ranks)
     tokens = samples_of_rank(config, graph, layout, ranks) * config.rollout.max_new_tokens
-    kept = KEPT_ROW_ID * tokens * kept_ids_of(config, shape)
+    kept = KEPT_ROW_ID * min(tokens, row.tokens) * kept_ids_of(config, shape)
     sizes = {}
     for role, own, classifier in _scorers(config, graph, pool):
         scorer = scorer_sizes(config, own or shape, classifier, row, stages)

@@ -39,12 +39,15 @@ def image_sizes(
         of_prompt = pads * tower.features * itemsize
         return min(KEPT_BYTES, of_prompt * num_prompts(config))
 
-    def of_rows(layout: TrainLayoutConfig | RolloutLayoutConfig, batches: int) -> int:
-        """Features of the rows of one of the `batches` of a step."""
+    def of_batch(layout: TrainLayoutConfig | RolloutLayoutConfig, batches: int) -> int:
+        """Pads in the rows of one of the `batches` of a step."""
         samples = samples_of_rank(config, graph, layout, config.ranks_of(pool), batches)
         if config.trainer.shares_prompts:
             samples = -(-samples // graph.group_size) + 1
-        return samples * pads * tower.features * compute.itemsize
+        return samples * pads
+
+    scored_row = inputs.row(config.rollout.layout, config.ranks_of(pool)).tokens
+    of_pad = tower.features * compute.itemsize
 
     prefill = inputs.prompt if config.strict else max(PREFILL_TOKENS, inputs.prompt)
     embedded = prefill * shape.hidden_size  # a second time, with features in place of pads
@@ -56,8 +59,8 @@ def image_sizes(
             for dtype in formats
         ),
         prefill=(prefill * tower.features + embedded) * rollout.itemsize,
-        scored=of_rows(config.rollout.layout, 1),
-        trained=of_rows(config.trainer.layout, config.trainer.mini_batches),
+        scored=of_pad * min(of_batch(config.rollout.layout, 1), scored_row),
+        trained=of_pad * of_batch(config.trainer.layout, config.trainer.mini_batches),
     )
 
 

@@ -19,6 +19,7 @@ from hybridrl.models.tower_sizes import tower_activations
 from hybridrl.preflight import fused_updates
 from hybridrl.preflight.activation_choice import choose_activations
 from hybridrl.preflight.fused_updates import decide_fused_updates
+from hybridrl.preflight.image_sizes import image_sizes
 from hybridrl.preflight.images import most_pads
 from hybridrl.preflight.memory_advice import advice
 from hybridrl.preflight.memory_inputs import LongestInputs
@@ -94,6 +95,20 @@ def test_features_are_those_of_the_most_pads_of_a_prompt() -> None:
     assert nine[IMAGES[1]] * 32 == longest[IMAGES[1]] * 9
 
 
+def test_a_role_that_scores_reads_images_of_one_row() -> None:
+    """As many pads as the row has tokens, or as a step's prompts have."""
+    settings = "trainer.max_tokens_per_micro_batch=64", "trainer.prompts_per_step=4"
+    config = config_of("experiment=shapes_tiny", *settings)
+    graph, shape = build_recipe(config.recipe), model_shape(config.model)
+    assert not config.trainer.shares_prompts
+    samples = 4 * graph.group_size // 2 + 1
+    for pads, of_row in ((32, 64), (1, samples)):
+        inputs = LongestInputs.of(config, graph, pads)
+        sizes = image_sizes(config, graph, shape, "actor", inputs, True)
+        assert sizes is not None
+        assert sizes.scored == of_row * 2 * 192 * 4
+
+
 def test_the_most_pads_are_counted_in_prompts_with_images() -> None:
     shape, text = model_shape(config_of("experiment=shapes_tiny").model), [5, 6]
     pad = shape.image_pads[0]
@@ -105,6 +120,7 @@ def test_the_most_pads_are_counted_in_prompts_with_images() -> None:
     assert most_pads(shape, items[2:]) == 0
 
 
+@pytest.mark.long
 def test_choices_for_texts_are_those_of_a_model_without_a_tower() -> None:
     """Activations and fused updates, on GPUs that have room for all but the tower."""
     config = config_of("experiment=shapes_tiny", "recipe=ppo", "trainer.layout.pp=2")

@@ -333,13 +333,15 @@ class ScoreEngine:
                     shares_prompts=self.shares_prompts,
                     tower=tower_of(self.config, self.dtype, self.device),
                 )
-                batches.append(batch)
+                if records_experts:
+                    batches.append(replace(batch, images=None, kept=None))
                 order += [row[position] for position in batch.order]
                 hidden = self._stage(batch)
                 if self.parallel.last:
                     row_values.append(head(hidden, batch, [members[i] for i in batch.order]))
                 else:
                     self._link.send(hidden)
+                del batch  # before the features of the next row's images are read
         if records_experts:
             members_by_row = [[sequences[i] for i in row] for row in rows]
             group = self.parallel.pp_group if self.parallel.pp > 1 else None

@@ -2,10 +2,13 @@
 
 import json
 import shutil
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,10 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.config import ConfigError, ModelConfig, TrainerConfig
 from hybridrl.engines.rollout.interface import Request, SamplingParams
+from hybridrl.engines.rollout.kept_ids import KeptIds
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.score.engine import ScoreEngine, Weights
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
+from hybridrl.engines.train.packed import PackedBatch, pack
 from hybridrl.models.shard import GenParallel
 
 FAMILIES = ["qwen3", "llama", "mistral", "qwen2", "gemma3"]
@@ -93,6 +98,34 @@ def test_its_own_layers_are_fused(tiny: Tiny) -> None:
     assert num_fused(make_engine(tiny(), load=False)) == 0
     borrowed = make_engine(tiny(), load=False, fused=True, model=make_engine(tiny()).model)
     assert num_fused(borrowed) == 0
+
+
+def test_a_row_has_gone_when_the_next_is_packed(
+    tiny: Tiny,
+    sequences: list[TrainSequence],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the ids that sampling has kept, and with features of images."""
+    rows, held = list[weakref.ref[torch.Tensor]](), list[int]()
+
+    def packed(*args: Any, **options: Any) -> PackedBatch:
+        held.append(sum(row() is not None for row in rows))
+        batch = pack(*args, **options)
+        assert batch.kept is not None
+        rows.append(weakref.ref(batch.kept))
+        return batch
+
+    monkeypatch.setattr("hybridrl.engines.score.engine.pack", packed)
+    samples = []
+    for sequence in sequences:
+        record = KeptIds()
+        for _ in range(sequence.response_tokens):
+            record.append(np.arange(9, dtype=np.int32))
+        samples.append(replace(sequence, kept_ids=torch.from_numpy(record.flat())))
+    engine = make_engine(tiny(), max_tokens_per_micro_batch=20)
+    engine.log_probs(samples)
+    assert len(held) > 2
+    assert not any(held)
 
 
 def by_train_engine(path: str, sequences: list[TrainSequence]) -> Any:
