@@ -163,7 +163,8 @@ class TrainerConfig:
     """`auto` resumes from the newest checkpoint in the run directory, and starts anew without one.
     A path resumes from that checkpoint, or run. Then a signal ends the run with a checkpoint."""
     resume_changed: bool = False
-    """Resume although rows are gone, or code, models, tokenizer or template have changed since."""
+    """Resume although rows are gone, or code, models, tokenizer or template have changed since. So
+    does a run follow another one (`schedule.follow`) whose data, code or models have changed."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer."""
     layout: TrainLayoutConfig = field(default_factory=TrainLayoutConfig)

@@ -1,6 +1,6 @@
 """The run that another one follows (`schedule.follow`): its record, and whether that is of it."""
 
-import math
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ from hybridrl.driver.checkpoints import changed_settings, settings_of
 from hybridrl.driver.inputs import basis_of, changed_inputs, inputs_of
 from hybridrl.flow.versions import RunRecord, record_from_json
 from hybridrl.telemetry.records import read_lines
-from hybridrl.telemetry.rundata import environment_at
+from hybridrl.telemetry.rundata import environments_of
+
+logger = logging.getLogger(__name__)
 
 FILE = "versions.jsonl"
 _KEY = "schedule.follow"
@@ -64,16 +66,25 @@ def check_followed(config: Config) -> None:
 def check_followed_inputs(config: Config, data: Data) -> None:
     """Raise ConfigError where data, models or the user's code are not those of the followed run.
 
-    A run of an earlier version has no digests of them, and is followed.
+    They are those of its last process that recorded them; one that ended early may not have. A run
+    of an earlier version has no digests of them, and is followed. What judges evaluation sets may
+    change. With `trainer.resume_changed` each change is a warning.
     """
     folder = followed_run(config)
     if folder is None:
         return
-    recorded = environment_at(folder, math.inf).get("inputs", {})
+    environments = environments_of(folder)
+    recorded = next((x["inputs"] for x in reversed(environments) if "inputs" in x), {})
     now = {"data": inputs_of(config, data)["data"], **basis_of(config)}
-    if changed := changed_inputs({"inputs": recorded}, now, ()):
-        allowed = f"what that run was made with; changed since: {'; '.join(changed)}"
+    changed = changed_inputs({"inputs": recorded}, now, ("eval",))
+    if changed and not config.trainer.resume_changed:
+        allowed = (
+            f"what that run was made with; changed since: {'; '.join(changed)} "
+            "(trainer.resume_changed=true follows nonetheless)"
+        )
         raise ConfigError(_KEY, folder, allowed)
+    for line in changed:
+        logger.warning("changed since %s: %s", folder, line)
 
 
 def _last_step(lines: Sequence[Mapping[str, Any]]) -> int:

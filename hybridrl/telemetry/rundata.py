@@ -154,10 +154,15 @@ def environment_at(run_dir: Path, when: float) -> dict[str, Any]:
 
     Empty where none was recorded.
     """
-    files = [*run_dir.glob("earlier-*-environment.json"), run_dir / "environment.json"]
-    records = sorted((_read_json(file) for file in files), key=lambda x: float(x.get("time", 0)))
+    records = environments_of(run_dir)
     begun = [record for record in records if float(record.get("time", 0)) <= when]
     return (begun or records)[-1]
+
+
+def environments_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The environments of the processes that worked on a run, the newest one last."""
+    files = [*run_dir.glob("earlier-*-environment.json"), run_dir / "environment.json"]
+    return sorted((_read_json(file) for file in files), key=lambda x: float(x.get("time", 0)))
 
 
 def checkpoints_of(run_dir: Path, which: str) -> dict[int, Path]:

@@ -148,15 +148,21 @@ def test_another_run_is_refused(
 
 
 def test_other_data_and_code_are_refused(
-    make_config: Callable[..., Config], recorded: Path
+    make_config: Callable[..., Config], recorded: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Under the same settings: what files say has changed. Earlier versions recorded none of it."""
-    config = make_config("recipe=grpo", *POOL, f"schedule.follow={recorded}", "trainer.steps=2")
+    """Under the same settings: what files say has changed. Earlier versions recorded none of it.
+
+    What an evaluation set is judged by may change.
+    """
+    follow = [f"schedule.follow={recorded}", "trainer.steps=2"]
+    judge = "+eval.sets={own: {reward: {kind: function, function: 'hybridrl.recipes.grpo:grpo'}}}"
+    config = make_config("recipe=grpo", *POOL, *follow, judge)
     data = Data([], [], {"words": 1.0}, {})
     check_followed_inputs(config, data)
     inputs, file = inputs_of(config, data), recorded / "environment.json"
     recipe = next(name for name in inputs["code"] if name.startswith("recipe "))
     rooms = {name: "of an earlier version" for name in inputs["code"] if name != recipe}
+    assert any(name.startswith("eval.sets.own") for name in rooms)
     file.write_text(json.dumps({"inputs": inputs | {"code": rooms}}))
     check_followed_inputs(config, data)
     for kind, name, told in (
@@ -164,8 +170,15 @@ def test_other_data_and_code_are_refused(
         ("code", recipe, recipe),
     ):
         file.write_text(json.dumps({"inputs": inputs | {kind: {name: "other"}}}))
-        with pytest.raises(ConfigError, match=f"was made with; changed since: {told}$"):
+        # Its newest process ended before it had recorded any.
+        file.rename(recorded / "earlier-1-environment.json")
+        file.write_text(json.dumps({"time": 5}))
+        with pytest.raises(ConfigError, match=rf"was made with; changed since: {told} \(trainer"):
             check_followed_inputs(config, data)
+        config.trainer.resume_changed = True
+        check_followed_inputs(config, data)
+        assert caplog.messages[-1] == f"changed since {recorded}: {told}"
+        config.trainer.resume_changed = False
 
 
 def test_conversations_that_have_lost_caches_are_read(
