@@ -39,6 +39,7 @@ from hybridrl.layout.process_groups import warm_up
 from hybridrl.layout.transfer_rounds import BUCKET_BYTES
 from hybridrl.models.hub_names import HubNames
 from hybridrl.models.image_text import (
+    PART_SETTINGS,
     PROCESSORS,
     KeptTensors,
     copy_processor_file,
@@ -401,7 +402,8 @@ def _write_config(
     config = copy.deepcopy(config)
     config.dtype, config.architectures = dtype, [architecture]
     vars(config).pop("transformers_weights", None)  # where the weights were, in the model's folder
-    vars(config).pop("whole_type", None)  # of a value model, which is written alone
+    for name in PART_SETTINGS:  # of a value model, which is written alone
+        vars(config).pop(name, None)
     config.to_json_file(directory / CONFIG_NAME)
 
 

@@ -124,22 +124,20 @@ _Result = TypeVar("_Result")
 
 
 def count_once(
-    count: Callable[Concatenate[PretrainedConfig, int, _P], _Result],
-) -> Callable[Concatenate[PretrainedConfig, int, _P], _Result]:
+    count: Callable[Concatenate[PretrainedConfig, _P], _Result],
+) -> Callable[Concatenate[PretrainedConfig, _P], _Result]:
     """Return `count`, which counts anew only for arguments that this process has not had."""
     known: dict[tuple[object, ...], _Result] = {}
 
     @functools.wraps(count)
-    def call(
-        config: PretrainedConfig, tokens: int, *options: _P.args, **settings: _P.kwargs
-    ) -> _Result:
+    def call(config: PretrainedConfig, *options: _P.args, **settings: _P.kwargs) -> _Result:
         named = sorted((name, repr(value)) for name, value in settings.items())
         sizes = config.to_dict() | {"_name_or_path": None}  # each run has its directory anew
         model = json.dumps(sizes, sort_keys=True, default=str)
-        arguments = model, tokens, repr(options), *named
+        arguments = model, repr(options), *named
         if arguments not in known:
             with GroupedProducts():
-                known[arguments] = count(config, tokens, *options, **settings)
+                known[arguments] = count(config, *options, **settings)
         return known[arguments]
 
     return call

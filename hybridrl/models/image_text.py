@@ -24,6 +24,8 @@ PROCESSORS = (
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 """The files of a checkpoint that say how images become its inputs."""
+PART_SETTINGS = "whole_type", "image_pads", "tower_config"
+"""What the config of a text part has of its image model (`language_config`)."""
 
 
 def language_config(config: PretrainedConfig) -> PretrainedConfig:

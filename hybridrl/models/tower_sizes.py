@@ -40,16 +40,17 @@ class TowerSizes:
     features: int
     patches_per_pad: int
 
-    @classmethod
-    def of(cls, config: PretrainedConfig) -> "TowerSizes":
-        """Return the sizes of the tower that belongs to the text part of this `config`."""
-        tower: Any = meta_tower(config)
-        deep = len(getattr(tower, "deepstack_merger_list", ()))
-        return cls(
-            parameters=sum(parameter.numel() for parameter in tower.parameters()),
-            features=(1 + deep) * config.hidden_size,
-            patches_per_pad=tower.config.spatial_merge_size**2,
-        )
+
+@count_once
+def tower_sizes(config: PretrainedConfig) -> TowerSizes:
+    """Return the sizes of the tower that belongs to the text part of this `config`."""
+    tower: Any = meta_tower(config)
+    deep = len(getattr(tower, "deepstack_merger_list", ()))
+    return TowerSizes(
+        parameters=sum(parameter.numel() for parameter in tower.parameters()),
+        features=(1 + deep) * config.hidden_size,
+        patches_per_pad=tower.config.spatial_merge_size**2,
+    )
 
 
 @count_once

@@ -7,7 +7,7 @@ from hybridrl.costs.image_memory import ImageSizes
 from hybridrl.engines.rollout.batch import PREFILL_TOKENS
 from hybridrl.flow import Graph
 from hybridrl.models.load import TORCH_DTYPES
-from hybridrl.models.tower_sizes import TowerSizes, tower_activations
+from hybridrl.models.tower_sizes import tower_activations, tower_sizes
 from hybridrl.models.vision import KEPT_BYTES
 from hybridrl.preflight.memory_inputs import LongestInputs, samples_of_rank
 
@@ -24,11 +24,12 @@ def image_sizes(
 
     `computes`: some role of the pool trains or scores.
     """
-    reads = config.rollout.features.reads_images and hasattr(shape, "tower_config")
+    has_tower = hasattr(shape, "whole_type") and hasattr(shape, "tower_config")
+    reads = config.rollout.features.reads_images and has_tower
     pads = config.data.max_prompt_tokens if inputs.pads is None else inputs.pads
     if not (reads and pads):
         return None
-    tower = TowerSizes.of(shape)
+    tower = tower_sizes(shape)
     compute, rollout = TORCH_DTYPES[config.model.compute_dtype], TORCH_DTYPES[config.rollout.dtype]
     formats = [rollout] * (pool == config.cluster.home) + [compute] * computes
     formats = list(dict.fromkeys(formats))

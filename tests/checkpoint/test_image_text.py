@@ -12,6 +12,7 @@ from hybridrl.checkpoint import hf
 from hybridrl.config import LoraConfig, ModelConfig, TrainerConfig
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.models import image_text
+from hybridrl.models.load import load_config
 from hybridrl.models.weight_files import check_files, weight_files
 
 pytestmark = pytest.mark.long
@@ -102,6 +103,15 @@ def test_a_file_for_images_that_cannot_be_had_is_told(
     missing = hf.write_side_files(tmp_path / "out", files)
     assert missing == [f"{name}: OSError: no hub for {name}" for name in image_text.PROCESSORS]
     assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_a_value_model_is_written_without_its_image_model(tmp_path: Path) -> None:
+    part = load_config(str(image_checkpoint("qwen3_vl", tmp_path / "source")))
+    assert {*image_text.PART_SETTINGS} <= {*vars(part)}
+    hf._write_config(part, torch.float32, "Qwen3ForSequenceClassification", tmp_path)
+    own = load_config(str(tmp_path))
+    assert not {*image_text.PART_SETTINGS} & {*vars(own)}
+    assert own.hidden_size == part.hidden_size
 
 
 def save_after_loss(source: Path, target: Path) -> str:

@@ -1,5 +1,7 @@
 """What the memory plan counts of images, against storages that torch's tracker sees."""
 
+import copy
+
 import pytest
 import torch
 from image_prompts import A, B, ImageModel, image_model, picture
@@ -9,7 +11,7 @@ from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import pack
 from hybridrl.models.activations import PeakMemory
 from hybridrl.models.load import load_config
-from hybridrl.models.tower_sizes import TowerSizes, tower_activations
+from hybridrl.models.tower_sizes import tower_activations, tower_sizes
 from hybridrl.models.vision import VisionTower
 
 CPU = torch.device("cpu")
@@ -23,7 +25,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_tower_takes_what_is_counted(model: ImageModel, dtype: torch.dtype) -> None:
     tower, config = VisionTower(str(model.path), dtype, CPU), load_config(str(model.path))
-    sizes, weights = TowerSizes.of(config), tower._model
+    sizes, weights = tower_sizes(config), tower._model
+    assert tower_sizes(copy.deepcopy(config)) is sizes
     assert sizes.parameters * dtype.itemsize == sum(x.nbytes for x in weights.parameters())
     memory = PeakMemory()
     memory.track_external(weights)
@@ -39,7 +42,7 @@ def test_a_tower_takes_what_is_counted(model: ImageModel, dtype: torch.dtype) ->
 
 
 def test_rows_have_the_features_of_all_their_pads(model: ImageModel) -> None:
-    sizes, images = TowerSizes.of(load_config(str(model.path))), [(A,), (B, A), ()]
+    sizes, images = tower_sizes(load_config(str(model.path))), [(A,), (B, A), ()]
     members, pads = [], 0
     for seed, own in enumerate(images):
         prompt = model.prompt(3, own, seed)
