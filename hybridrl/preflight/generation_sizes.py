@@ -1,7 +1,6 @@
 """Sizes of a rollout engine, and of roles that only score, on the rank that has most."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from math import ceil
 
@@ -148,26 +147,22 @@ def scoring_sizes(
     """
     layout = config.rollout.layout
     stages = range(layout.pp) if stage is None else [stage]
-    ranks = config.ranks_of(pool)
-    row = inputs.row(layout, ranks)
-    tokens = samples_of_rank(config, graph, layout, ranks) * config.rollout.max_new_tokens
-    kept = KEPT_ROW_ID * min(tokens, row.tokens) * kept_ids_of(config, shape)
-    sizes = {}
-    for role, own, classifier in _scorers(config, graph, pool):
-        scorer = scorer_sizes(config, own or shape, classifier, row, stages)
-        sizes[role] = replace(scorer, kept_ids=0 if classifier else kept)
-    return sizes
+    row = inputs.row(layout, config.ranks_of(pool))
+    return {
+        role: scorer_sizes(config, own or shape, classifier, row, stages)
+        for role, own, classifier in _scorers(config, graph, pool)
+    }
 
 
-def kept_id_sizes(config: Config, graph: Graph, shape: PretrainedConfig, pool: str) -> KeptIdSizes:
-    """The sizes of a step's kept ids on a rank of the pool.
+def kept_id_sizes(config: Config, graph: Graph, shape: PretrainedConfig, ranks: int) -> KeptIdSizes:
+    """The sizes of a step's kept ids on one of a pool's `ranks`.
 
     Of the samples there are as many as are in progress at a time, and of each token a number, too.
     """
     kept, new = kept_ids_of(config, shape), config.rollout.max_new_tokens
     if not kept:
         return KeptIdSizes()
-    ranks, trainer = config.ranks_of(pool), config.trainer
+    trainer = config.trainer
     prompts = ceil(trainer.prompts_per_step * config.schedule.in_progress)
     samples = -(-prompts * graph.group_size // ranks)
     of_update = samples_of_rank(config, graph, trainer.layout, ranks, trainer.mini_batches)
@@ -188,7 +183,7 @@ def scorer_sizes(
     layer = scoring_activations(
         shape, row.tokens, dtype=dtype, attention=attention, tp=layout.tp, keys=row.keys
     )
-    most = layer
+    most, kept = layer, 0
     if not classifier:
         triton = has_triton(config)
         kept = kept_ids_of(config, shape)
@@ -200,7 +195,8 @@ def scorer_sizes(
         most = max(layer, head + (min(layer, MALLOC_KEEPS) if on_cpu else 0))
     hidden = row.tokens * shape.hidden_size * dtype.itemsize
     weights = dtype.itemsize * _generation_elements(config, shape, stages, classifier)
-    return ScoringSizes(weights, most + (2 + _sent(layout.pp, stages)) * hidden)
+    activations = most + (2 + _sent(layout.pp, stages)) * hidden
+    return ScoringSizes(weights, activations, KEPT_ROW_ID * row.scored * kept)
 
 
 def model_shape_at(path: str | None) -> PretrainedConfig | None:

@@ -16,13 +16,14 @@ def image_sizes(
     config: Config,
     graph: Graph,
     shape: PretrainedConfig,
-    pool: str,
+    ranks: int,
     inputs: LongestInputs,
+    generates: bool,
     computes: bool,
 ) -> ImageSizes | None:
-    """The sizes on a rank of the pool; None for prompts, a model or an engine without images.
+    """The sizes on one of a pool's `ranks`; None for prompts, a model or an engine without images.
 
-    `computes`: some role of the pool trains or scores.
+    `generates`: the pool has rollout instances; `computes`: some role of it trains or scores.
     """
     has_tower = hasattr(shape, "whole_type") and hasattr(shape, "tower_config")
     reads = config.rollout.features.reads_images and has_tower
@@ -31,7 +32,7 @@ def image_sizes(
         return None
     tower = tower_sizes(shape)
     compute, rollout = TORCH_DTYPES[config.model.compute_dtype], TORCH_DTYPES[config.rollout.dtype]
-    formats = [rollout] * (pool == config.cluster.home) + [compute] * computes
+    formats = [rollout] * generates + [compute] * computes
     formats = list(dict.fromkeys(formats))
     on_cpu = config.cluster.device is Device.cpu
 
@@ -42,12 +43,12 @@ def image_sizes(
 
     def of_batch(layout: TrainLayoutConfig | RolloutLayoutConfig, batches: int) -> int:
         """Pads in the rows of one of the `batches` of a step."""
-        samples = samples_of_rank(config, graph, layout, config.ranks_of(pool), batches)
+        samples = samples_of_rank(config, graph, layout, ranks, batches)
         if config.trainer.shares_prompts:
             samples = -(-samples // graph.group_size) + 1
         return samples * pads
 
-    scored_row = inputs.row(config.rollout.layout, config.ranks_of(pool)).tokens
+    scored_row = inputs.row(config.rollout.layout, ranks).tokens
     of_pad = tower.features * compute.itemsize
 
     prefill = inputs.prompt if config.strict else max(PREFILL_TOKENS, inputs.prompt)

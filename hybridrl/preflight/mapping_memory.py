@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 from hybridrl.config import VALUE_MODELS, Config, Device, RolloutLayoutConfig
 from hybridrl.costs.generation_memory import GenerationSizes
+from hybridrl.costs.image_memory import ImageSizes
 from hybridrl.costs.mapping import ACTOR, DeviceMapping, GenLayout, PlannedRole, TrainLayout
 from hybridrl.costs.mapping_overrides import train_config
 from hybridrl.costs.memory import MemoryPlan, PoolSizes, ScoringSizes, plan_memory
 from hybridrl.costs.train_memory import TrainSizes
 from hybridrl.flow import Graph
-from hybridrl.preflight.generation_sizes import generation_sizes, scorer_sizes
+from hybridrl.preflight.generation_sizes import generation_sizes, kept_id_sizes, scorer_sizes
+from hybridrl.preflight.image_sizes import image_sizes
 from hybridrl.preflight.memory_inputs import LongestInputs
 from hybridrl.preflight.memory_plan import Room, assumed_attention, heaviest, rows_of
 
@@ -35,6 +37,7 @@ class MappingMemory:
         self.train_sizes = lru_cache(None)(self._train_sizes)
         self.generation_sizes = lru_cache(None)(self._generation_sizes)
         self.scoring_sizes = lru_cache(None)(self._scoring_sizes)
+        self.image_sizes = lru_cache(None)(self._image_sizes)
 
     def _train_sizes(self, role: PlannedRole, layout: TrainLayout) -> TrainSizes:
         """Return the sizes of a trained role on the pipeline stage that needs most."""
@@ -72,6 +75,19 @@ class MappingMemory:
         row = LongestInputs.of(config, self.graph).row(config.rollout.layout, ranks)
         return scorer_sizes(config, self.shapes[role.name], role.value_head, row, range(gen.pp))
 
+    def _image_sizes(
+        self, actor: TrainLayout, gen: GenLayout, micro_batch_tokens: int, ranks: int, home: bool
+    ) -> ImageSizes | None:
+        """Return the sizes of prompts' images on one of so many `ranks`; `home`: they generate."""
+        config = self._laid_out(actor, gen, micro_batch_tokens)
+        shape, inputs = self.shapes[ACTOR], LongestInputs.of(config, self.graph)
+        return image_sizes(config, self.graph, shape, ranks, inputs, home, computes=True)
+
+    def _laid_out(self, actor: TrainLayout, gen: GenLayout, micro_batch_tokens: int) -> Config:
+        config = self._generating(self._with_rows(micro_batch_tokens), gen)
+        config.trainer.layout = train_config(actor)
+        return config
+
     def _with_rows(self, micro_batch_tokens: int) -> Config:
         config = copy.copy(self.config)
         config.trainer = copy.copy(config.trainer)
@@ -101,6 +117,10 @@ class MappingMemory:
     def _plan(self, roles: Sequence[PlannedRole], mapping: DeviceMapping, ranks: int) -> MemoryPlan:
         trained = {r.name: self.train_sizes(r, mapping.train[r.name]) for r in roles if r.trained}
         tokens = max(layout.micro_batch_tokens for layout in mapping.train.values())
+        home = any(role.name == ACTOR for role in roles)
+        layouts = mapping.train[ACTOR], mapping.gen, tokens
+        config = self._laid_out(*layouts)
+        config.schedule = mapping.schedule
         sizes = PoolSizes(
             trained=trained,
             scoring={
@@ -108,17 +128,15 @@ class MappingMemory:
                 for role in roles
                 if not role.trained
             },
-            generation=(
-                self.generation_sizes(mapping.gen)
-                if any(role.name == ACTOR for role in roles)
-                else None
-            ),
+            generation=self.generation_sizes(mapping.gen) if home else None,
             from_actor={
                 name
                 for name in trained
                 if name in VALUE_MODELS and not self.config.value_model_of(name).path
             },
             together=(tuple(trained),) if mapping.fuses and len(trained) > 1 else (),
+            images=self.image_sizes(*layouts, ranks, home),
+            kept_ids=kept_id_sizes(config, self.graph, self.shapes[ACTOR], ranks),
         )
         device = self.config.cluster.device.value
         return plan_memory(sizes, device, self.capacity, self.reserved)

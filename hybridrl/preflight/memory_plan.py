@@ -179,7 +179,7 @@ def _pool_sizes(
             trained[role] = heaviest(config, rows, train_stage, *args, classifier=True)
             from_actor |= set() if own.path else {role}
     scoring = scoring_sizes(config, graph, shape, pool, inputs, gen_stage)
-    computes = bool(trained or scoring)
+    computes, ranks = bool(trained or scoring), config.ranks_of(pool)
     return PoolSizes(
         trained=trained,
         scoring=scoring,
@@ -188,8 +188,8 @@ def _pool_sizes(
         together=roles_together(config, graph, pool) if config.trainer.fuses else (),
         sent=sent,
         received=received,
-        images=image_sizes(config, graph, shape, pool, inputs, computes),
-        kept_ids=kept_id_sizes(config, graph, shape, pool),
+        images=image_sizes(config, graph, shape, ranks, inputs, generation is not None, computes),
+        kept_ids=kept_id_sizes(config, graph, shape, ranks),
     )
 
 

@@ -88,6 +88,13 @@ def test_experts_adapters_and_shared_rows_too(settings: tuple[str, ...]) -> None
     _check_phases(_config("tiny_moe", 4, [*settings]))
 
 
+@pytest.mark.parametrize("settings", [(), ("cluster.device=cpu",), ("trainer.layout.tp=2",)])
+def test_images_and_kept_ids_too(settings: tuple[str, ...]) -> None:
+    """Those of a reference, too: a row that it scores is shorter than a step's samples."""
+    recipe = "recipe=grpo", "recipe.kl_coef=0.1", "rollout.top_k=20", "rollout.top_p=0.9"
+    _check_phases(_config("tiny_vision", 4, [*recipe, *settings]))
+
+
 def _check_phases(config: Config) -> None:
     graph, room = build_recipe(config.recipe), memory_plan.gpu_room(80 * GIB)
     shape = model_shape(config.model)

@@ -104,7 +104,7 @@ def test_a_role_that_scores_reads_images_of_one_row() -> None:
     samples = 4 * graph.group_size // 2 + 1
     for pads, of_row in ((32, 64), (1, samples)):
         inputs = LongestInputs.of(config, graph, pads)
-        sizes = image_sizes(config, graph, shape, "actor", inputs, True)
+        sizes = image_sizes(config, graph, shape, 2, inputs, True, True)
         assert sizes is not None
         assert sizes.scored == of_row * 2 * 192 * 4
 
