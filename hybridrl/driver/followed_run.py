@@ -73,10 +73,10 @@ def check_followed_inputs(config: Config, data: Data) -> None:
     folder = followed_run(config)
     if folder is None:
         return
-    environments = environments_of(folder)
-    recorded = next((x["inputs"] for x in reversed(environments) if "inputs" in x), {})
+    environments = reversed(environments_of(folder))
+    recorded: dict[str, Any] = next((x for x in environments if "inputs" in x), {})
     now = {"data": inputs_of(config, data)["data"], **basis_of(config)}
-    changed = changed_inputs({"inputs": recorded}, now, ("eval",))
+    changed = changed_inputs({"inputs": recorded.get("inputs", {})}, now, ("eval",))
     if changed and not config.trainer.resume_changed:
         allowed = (
             f"what that run was made with; changed since: {'; '.join(changed)} "

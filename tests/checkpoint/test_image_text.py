@@ -106,12 +106,12 @@ def test_a_file_for_images_that_cannot_be_had_is_told(
 
 
 def test_a_value_model_is_written_without_its_image_model(tmp_path: Path) -> None:
-    part = load_config(str(image_checkpoint("qwen3_vl", tmp_path / "source")))
-    assert {*image_text.PART_SETTINGS} <= {*vars(part)}
-    hf._write_config(part, torch.float32, "Qwen3ForSequenceClassification", tmp_path)
+    text = load_config(str(image_checkpoint("qwen3_vl", tmp_path / "source")))
+    assert {*image_text.PART_SETTINGS} <= {*vars(text)}
+    hf._write_config(text, torch.float32, "Qwen3ForSequenceClassification", tmp_path)
     own = load_config(str(tmp_path))
     assert not {*image_text.PART_SETTINGS} & {*vars(own)}
-    assert own.hidden_size == part.hidden_size
+    assert own.hidden_size == text.hidden_size
 
 
 def save_after_loss(source: Path, target: Path) -> str:

@@ -90,7 +90,7 @@ def test_experts_adapters_and_shared_rows_too(settings: tuple[str, ...]) -> None
 
 @pytest.mark.parametrize("settings", [(), ("cluster.device=cpu",), ("trainer.layout.tp=2",)])
 def test_images_and_kept_ids_too(settings: tuple[str, ...]) -> None:
-    """Those of a reference, too: a row that it scores is shorter than a step's samples."""
+    """A reference has them as well, for a row, which is shorter than a step's samples."""
     recipe = "recipe=grpo", "recipe.kl_coef=0.1", "rollout.top_k=20", "rollout.top_p=0.9"
     _check_phases(_config("tiny_vision", 4, [*recipe, *settings]))
 

@@ -105,7 +105,7 @@ def _reason_of(plan: Any, apart: Any, config: Any, graph: Any, model: str) -> st
     with mock.patch.object(fused_updates, "gpu_room", return_value=between):
         roles = roles_together(config, graph, "actor")
         reason = fused_updates._reason_against(
-            config, graph, [("actor", of_pool) for of_pool in roles], load_config(model), 1
+            config, graph, [("actor", of_pool) for of_pool in roles], load_config(model), 1, None
         )
     return str(reason)
 
