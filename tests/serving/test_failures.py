@@ -227,7 +227,7 @@ def test_samples_go_with_their_session(tmp_path: Path) -> None:
 
 
 def test_responses_are_scored_by_the_snapshot_that_drew_them(tmp_path: Path) -> None:
-    """Also those whose last token is drawn as the ranks change to another snapshot."""
+    """A response may end as the ranks change to another snapshot."""
     ranks = FakeRanks()
     turns = with_model(ranks, tmp_path)
     paths = [f"tinker://a/sampler_weights/{name}" for name in "xy"]
