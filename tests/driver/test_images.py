@@ -94,6 +94,22 @@ def test_what_is_refused_before_a_process_starts(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("source", "pads"), [((), 9), (("data=spell_backward",), 0)], ids=["shapes", "texts"]
+)
+def test_the_most_pads_of_a_prompt_are_known_before_a_run(
+    make_config: Callable[..., Any],
+    small: list[str],
+    tmp_path: Path,
+    source: tuple[str, ...],
+    pads: int,
+) -> None:
+    from hybridrl.preflight.prepare import prepare
+
+    config = make_config(*small, *source, f"run.dir={tmp_path}", "cluster.ranks=1")
+    assert prepare(config).image_pads == pads
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("exchanged", [False, True])
 def test_a_tiny_model_learns_to_count(train_here: Train, tmp_path: Path, exchanged: bool) -> None:
