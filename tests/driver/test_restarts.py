@@ -276,7 +276,7 @@ def restarts(make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def failures(tmp_path: Path) -> RankFailures:
-    """Those of four ranks, of which the last three are instances of one rank each."""
+    """The failures of four ranks, of which the last three are instances of one rank each."""
     actor = Pool(range(1), MagicMock(), ["actor"])
     rollout = Pool(range(1, 4), MagicMock(), ["rollout"])
     group = MagicMock(size=4, instances=[[1], [2], [3]], logs=tmp_path, current_step=lambda: 7)
