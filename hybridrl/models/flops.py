@@ -105,7 +105,7 @@ class TowerFlops:
 
 _HEADS = ("lm_head.", "embed_out.")
 _RATES = ".A_log"  # of decay, of each element of a state: they are in no product
-_DELTA_RULES = ("delta_rule", "kda")  # in the names of their kernels, which a mixer has
+_DELTA_RULE = "Delta"  # in the names of such mixers: GatedDeltaNet, KimiDeltaAttention
 _STATE, _DELTA_STATE = 4, 6
 
 
@@ -123,8 +123,7 @@ def state_flops(config: PretrainedConfig) -> int:
     use_batches(model)
     flops = 0
     for mixer, (_, *states) in zip(mixers_of(model), state_shapes(model), strict=True):
-        names = vars(mixer.module)
-        has_delta = any(rule in name for rule in _DELTA_RULES for name in names)
+        has_delta = _DELTA_RULE in type(mixer.module).__name__
         elements = sum(shape.numel() for shape, _ in states)
         flops += (_DELTA_STATE if has_delta else _STATE) * elements
     return flops

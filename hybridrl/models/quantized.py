@@ -75,9 +75,10 @@ def dequantized(stored: dict[str, Any], path: str) -> dict[str, Any]:
 
     Raises OSError for a quantized weight without scales, or scales without their weight.
     """
-    quantization = stored_quantization(path)
-    if (scheme := scheme_of(quantization)) is not None:
-        return compressed_tensors.dequantized(stored, scheme)
+    if any(name.endswith(f"weight{compressed_tensors.SCALE}") for name in stored):
+        scheme = scheme_of(stored_quantization(path))
+        if scheme is not None:
+            return compressed_tensors.dequantized(stored, scheme)
     stored = _without_mxfp4(stored)
     in_float8 = [
         name
@@ -86,7 +87,7 @@ def dequantized(stored: dict[str, Any], path: str) -> dict[str, Any]:
     ]
     if not in_float8 and not any(name.endswith(SCALE) for name in stored):
         return stored
-    block = scale_block(quantization)
+    block = scale_block(stored_quantization(path))
     if block is None:
         raise OSError(f"{first_few(in_float8)} in float8, of which config.json does not know")
     scales = {name.removesuffix(SCALE) for name in stored if name.endswith(SCALE)}
