@@ -23,8 +23,12 @@ from hybridrl.models.weight_scheme import WORD, WeightScheme
 
 PACKED, SHAPE, SCALE, ZERO_POINT = "_packed", "_shape", "_scale", "_zero_point"
 """What names have behind those of weights."""
-_OF_INPUTS = "input_scale"
-"""How the name of an activation's scale ends, of which training has no use."""
+_OF_VALUES = tuple(
+    f".{name}{end}" for name in ("input", "output", "q", "k", "v") for end in (SCALE, ZERO_POINT)
+)
+"""How the names of scales of activations and caches end, of which training has no use."""
+_QUANTIZED = ("F8", "I8")
+"""How safetensors begins the names of dtypes whose numbers stand for others."""
 
 
 def dequantized(stored: Mapping[str, Any], scheme: WeightScheme) -> dict[str, Any]:
@@ -32,35 +36,39 @@ def dequantized(stored: Mapping[str, Any], scheme: WeightScheme) -> dict[str, An
 
     Raises OSError for a weight without scales or a zero point, and for scales without a weight.
     """
-    slices = {name: one for name, one in stored.items() if not name.endswith(_OF_INPUTS)}
-    for name in list(slices):
-        if not name.endswith(f"weight{SCALE}"):
-            continue
-        weight = name.removesuffix(SCALE)
-        source = weight + PACKED if scheme.packed else weight
-        if source not in slices:
-            raise OSError(f"{name} has no {source}")
-        values, scales, zeros = slices.pop(source), slices.pop(name), None
-        if scheme.packed:
-            values = PackedSlice(values, slices.pop(weight + SHAPE)[...].tolist(), scheme.bits)
-        *_, rows, columns = values.get_shape()
-        block = scheme.block_of(rows, columns)
-        counts = [-(-rows // block[0]), -(-columns // block[1])]
-        if not scheme.symmetric:
-            if weight + ZERO_POINT not in slices:
-                raise OSError(f"{name} has no {weight}{ZERO_POINT}")
-            zeros = slices.pop(weight + ZERO_POINT)
-            by_rows = scheme.packed and scheme.strategy in ("channel", "group")
-            zeros = (
-                PackedSlice(zeros, counts, scheme.bits, 0) if by_rows else Reshaped(zeros, counts)
-            )
-        else:
-            slices.pop(weight + ZERO_POINT, None)  # older versions store zeros
-        slices[weight] = ScaledSlice(values, Reshaped(scales, counts), block, zeros)
-    for name in slices:
-        if name.endswith(f"weight{PACKED}"):
+    slices = {name: one for name, one in stored.items() if not name.endswith(_OF_VALUES)}
+    weights = {}
+    for name in stored:
+        if name.endswith(f"weight{SCALE}"):
+            weight = name.removesuffix(SCALE)
+            weights[weight] = _taken(slices, weight, scheme)
+    for name, one in slices.items():
+        if name.endswith(f"weight{PACKED}") or one.get_dtype().startswith(_QUANTIZED):
             raise OSError(f"{name} has no {name.removesuffix(PACKED)}{SCALE}")
-    return slices
+    return slices | weights
+
+
+def _taken(slices: dict[str, Any], weight: str, scheme: WeightScheme) -> ScaledSlice:
+    """Take what stands for `weight`, which has scales, out of the slices."""
+    source = weight + PACKED if scheme.packed else weight
+    parts = [source, weight + SCALE, *[weight + ZERO_POINT] * (not scheme.symmetric)]
+    for name in parts:
+        if name not in slices:
+            raise OSError(f"{weight}{SCALE} has no {name}")
+    values, scales = slices.pop(source), slices.pop(weight + SCALE)
+    if scheme.packed:
+        values = PackedSlice(values, slices.pop(weight + SHAPE)[...].tolist(), scheme.bits)
+    rows, columns = values.get_shape()
+    block = scheme.block_of(rows, columns)
+    counts = [-(-rows // block[0]), -(-columns // block[1])]
+    zeros = slices.pop(weight + ZERO_POINT, None)
+    if scheme.symmetric:
+        zeros = None  # older versions have stored zeros
+    elif scheme.packed and scheme.strategy in ("channel", "group"):
+        zeros = PackedSlice(zeros, counts, scheme.bits, dim=0)
+    else:
+        zeros = Reshaped(zeros, counts)
+    return ScaledSlice(values, Reshaped(scales, counts), block, zeros)
 
 
 class PackedSlice:

@@ -143,6 +143,29 @@ OTHERS = [
 ]
 
 
+@pytest.mark.parametrize("scheme", ["fp8 a channel", "int8"])
+def test_a_weight_that_has_lost_its_scale_is_not_read_as_it_is(scheme: str, tmp_path: Path) -> None:
+    write("qwen3", tmp_path, scheme)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    del stored[f"{name}_scale"]
+    save_file(stored, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"{name} has no {name}_scale"):
+        check_stored(str(tmp_path), load_config(str(tmp_path)))
+
+
+def test_scales_of_activations_and_caches_are_passed_over(tmp_path: Path) -> None:
+    write("qwen3", tmp_path, "fp8 a channel")
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    start = "model.layers.0.self_attn."
+    for name in ("q_proj.input_scale", "k_scale", "v_scale", "q_proj.output_scale"):
+        stored[start + name] = torch.ones(1)
+    save_file(stored, file, metadata={"format": "pt"})
+    check_stored(str(tmp_path), load_config(str(tmp_path)))
+
+
 @pytest.mark.parametrize("changes", OTHERS, ids=str)
 def test_what_is_not_read_is_refused_by_name(changes: dict[str, Any], tmp_path: Path) -> None:
     write("qwen3", tmp_path, "int4")
