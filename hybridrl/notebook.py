@@ -86,10 +86,10 @@ def evaluate(overrides: Sequence[str]) -> Result:
 def _run(
     action: Callable[[Config], dict[str, Any]], overrides: Sequence[str], *, new: bool
 ) -> Result:
-    from hybridrl.preflight.settings import composed_run
+    from hybridrl.preflight.settings import check_command, composed_run
 
     config = composed_run(overrides, new=new)
-    config.serve.check_unused("train" if new else "eval")
+    check_command(config, "train" if new else "eval")
     return Result(Path(config.run.dir), action(config))
 
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from hybridrl.cli.output import fail, print_error, print_json
 from hybridrl.config import Config, ConfigError
 from hybridrl.preflight.settings import (
+    check_command,
     check_config_files,
     check_model_settings,
     check_run_dir,
@@ -42,11 +43,9 @@ def run(command: str, action: Action, args: list[str]) -> None:
     new_parents: list[Path] = []
     if first is not None:  # Hydra makes the directory and writes into it before it calls the job
         check_model_settings(first)
-        first.serve.check_unused(command)
+        check_command(first, command)
         if command == "train":
             check_run_dir(first)
-        else:
-            first.cluster.check_starts_once(command)
         new_parents = [path for path in Path(first.run.dir).absolute().parents if not path.exists()]
 
     @hydra.main(version_base="1.3", config_path="pkg://hybridrl.conf", config_name="train")

@@ -26,6 +26,11 @@ class ImageSizes:
     trained: int
 
     @property
+    def features(self) -> tuple[int, int, int]:
+        """Features in place of embeddings: of a prefill, a row scored, all rows of an update."""
+        return self.prefill, self.scored, self.trained
+
+    @property
     def stays(self) -> Mapping[str, int]:
         """What is on the device in every phase once the first image has come."""
         return {TOWER: self.tower, KEPT_FEATURES: self.kept}

@@ -254,7 +254,7 @@ def _serves(run: PoolSizes, room: int, plan: MemoryPlan) -> bool:
     if run.generation is None:
         return True
     alone = room - run.generation.weights - run.generation.buckets
-    images = reserved_bytes(run, ())
+    images = _image_bytes(run, run.generation)
     return run.generation.serves(alone - reserved_bytes(run, plan.staying), alone - images)
 
 
@@ -266,13 +266,18 @@ def reserved_bytes(run: PoolSizes, staying: Collection[str]) -> int:
     """
     if run.generation is None:
         return 0
-    images = run.images.beside_cache(run.generation.prefill) if run.images else 0
+    images = _image_bytes(run, run.generation)
     if not staying:
         return images
     trained = [run.trained[role] for role in staying]
     saved = max(sum(sizes.saving().values()) for sizes in trained)
     states = sum(sum(sizes.state.values()) for sizes in trained)
     return images + states + max(0, saved - run.generation.idle)
+
+
+def _image_bytes(run: PoolSizes, generation: GenerationSizes) -> int:
+    """Bytes that the KV cache leaves to images."""
+    return run.images.beside_cache(generation.prefill) if run.images else 0
 
 
 def _planned(
@@ -286,6 +291,7 @@ def _planned(
     """The plan where `staying` are never offloaded; with the largest moments of `updates`."""
     stays: dict[str, int] = {}
     images = run.images.stays if run.images else {}
+    prefill, scored, trained_rows = run.images.features if run.images else (0, 0, 0)
     samples = {KEPT_IDS: run.kept_ids.samples}
     if device == "cpu":
         base = run.received.stays if run.received else {}
@@ -299,11 +305,9 @@ def _planned(
             return {}
         return _total(images, _states(run, [role for role in staying if role not in roles]))
 
-    def reading(features: str, activations: int) -> Mapping[str, int]:
+    def reading(features: int, activations: int) -> Mapping[str, int]:
         """What the images of a phase take more than its activations."""
-        if run.images is None:
-            return {}
-        return run.images.reading(getattr(run.images, features), activations)
+        return run.images.reading(features, activations) if run.images else {}
 
     phases = []
     for number, (role, sizes) in enumerate(_loading(run, device).items()):
@@ -332,16 +336,16 @@ def _planned(
         waiting_bytes = gen.on_host(left)
         waiting = {WAITING: waiting_bytes if device == "cpu" else 0}
         for name, own in gen.phases(left).items():
-            read = reading("prefill", gen.prefill) if name == "prefill" else {}
+            read = reading(prefill, gen.prefill) if name == "prefill" else {}
             phases.append(_phase(name, stays or of_others(), weights, own, waiting, read))
     for role, scorer in run.scoring.items():
         moved = {} if stays else {SCORING: scorer.weights}
         row = {"activations": scorer.activations, KEPT_ID_ROWS: scorer.kept_ids}
-        read = reading("scored", scorer.activations)
+        read = reading(scored, scorer.activations)
         phases.append(_phase(f"score {role}", stays or of_others(), weights, moved, row, read))
     for role, trained in run.trained.items():
         state = _sum(stays, weights) if stays else _sum(trained.state, of_others(role))
-        rows = reading("trained", sum(updates[role].values()))
+        rows = reading(trained_rows, sum(updates[role].values()))
         ids = {KEPT_ID_ROWS: run.kept_ids.trained if role == "actor" else 0}
         phases.append(_phase(f"train {role}", state, updates[role], rows, ids))
         phases.append(_phase(f"save {role}", state, trained.saving()))
@@ -350,7 +354,7 @@ def _planned(
             phases.append(_phase("push actor", state, arrays))
     for roles in run.together:
         states = [_sum(stays, weights)] if stays else [_states(run, roles), of_others(*roles)]
-        ids = {KEPT_ID_ROWS: run.kept_ids.trained}
+        ids = {KEPT_ID_ROWS: run.kept_ids.trained if "actor" in roles else 0}
         phases.append(_phase(f"train {TOGETHER}", *states, *(updates[role] for role in roles), ids))
     on_host: Mapping[str, int] = {}
     if device == "cuda":

@@ -9,7 +9,7 @@ from hybridrl.config import AsyncScheduleConfig, Config, ConfigError, EmulatedCl
 from hybridrl.config.stored_run import composed_run, overrides_of
 from hybridrl.data import Data
 from hybridrl.driver.checkpoints import changed_settings, settings_of
-from hybridrl.driver.inputs import basis_of, changed_inputs, inputs_of
+from hybridrl.driver.inputs import basis_of, changed_inputs, data_digests
 from hybridrl.flow.versions import RunRecord, record_from_json
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.rundata import environments_of
@@ -75,7 +75,7 @@ def check_followed_inputs(config: Config, data: Data) -> None:
         return
     environments = reversed(environments_of(folder))
     recorded: dict[str, Any] = next((x for x in environments if "inputs" in x), {})
-    now = {"data": inputs_of(config, data)["data"], **basis_of(config)}
+    now = {"data": data_digests(data), **basis_of(config)}
     changed = changed_inputs({"inputs": recorded.get("inputs", {})}, now, ("eval",))
     if changed and not config.trainer.resume_changed:
         allowed = (

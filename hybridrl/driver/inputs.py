@@ -43,15 +43,20 @@ def inputs_of(config: Config, data: Data) -> dict[str, dict[str, str]]:
 
     Those of `basis_of` come with them.
     """
+    return {
+        "data": data_digests(data),
+        "code": {name: _digest(files) for name, files in (*_rooms(), *_own_code(config))},
+        "models": basis_of(config)["models"],
+    }
+
+
+def data_digests(data: Data) -> dict[str, str]:
+    """Digests of the training items by source, which take seconds where they are many."""
     sources: dict[str, Any] = {name: hashlib.blake2b(digest_size=8) for name in data.weights}
     for item in data.train:
         text = f"{item.prompt}\0{item.answer}\0{row_json(item)}\0"
         sources[item.source].update(text.encode("utf-8", "surrogatepass"))
-    return {
-        "data": {name: digest.hexdigest() for name, digest in sources.items()},
-        "code": {name: _digest(files) for name, files in (*_rooms(), *_own_code(config))},
-        "models": basis_of(config)["models"],
-    }
+    return {name: digest.hexdigest() for name, digest in sources.items()}
 
 
 def basis_of(config: Config) -> dict[str, dict[str, str]]:

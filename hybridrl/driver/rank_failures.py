@@ -76,9 +76,8 @@ class RankFailures:
         """The instances that have ended, the first one first."""
         self.dead: set[int] = set()
         """Their ranks."""
-        self.lost: WorkerError | None = None
-        """The latest death of a rank that has ended an instance; what raises is none."""
-        self._latest: WorkerError | None = None  # failure that has ended an instance
+        self.errors: list[WorkerError] = []
+        """What has ended each of them."""
         self.on_death: Callable[[int, str], None] = lambda instance, line: None
         """Called with an instance that has ended, and a line that says why."""
         self.locations = [_UNKNOWN] * group.size
@@ -109,13 +108,13 @@ class RankFailures:
         return InstanceEnded(self._instance_of(rank))
 
     def of_run(self) -> WorkerError:
-        """Return the error of a run that cannot go on without an instance that has ended.
+        """Return the error of a run that cannot go on without the last instance that has ended."""
+        return self.errors[-1]
 
-        It is a death if there was one, so the run may start anew.
-        """
-        error = self.lost or self._latest
-        assert error is not None, "no instance has ended"
-        return error
+    @property
+    def lost(self) -> WorkerError | None:
+        """The latest death of a rank that has ended an instance; what raises is none."""
+        return next((error for error in reversed(self.errors) if error.died), None)
 
     def _may_end_alone(self, rank: int, error: CallFailed) -> bool:
         """Whether the run goes on without the rank's instance."""
@@ -131,11 +130,9 @@ class RankFailures:
         self.dead |= {*members}
         group.launcher.kill(group.launcher.subgroup(group.all_ranks, members))
         left = len({self._instance_of(other) for other in group.living(group.home.ranks)})
-        self._latest = self._error_of(rank, error)
-        if error.died:
-            self.lost = self._latest
+        self.errors.append(self._error_of(rank, error))
         again = f"its samples begin again; instances that go on: {left}"
-        self.on_death(instance, f"{self._latest}; {again}")
+        self.on_death(instance, f"{self.errors[-1]}; {again}")
 
     def _members(self, rank: int) -> list[int]:
         """Ranks that end with this one, since the others do not need them; none: all do."""

@@ -7,7 +7,9 @@ from typing import Any
 
 from hybridrl.config import Config, ConfigError
 from hybridrl.driver.checkpoints import Origin, origin_again
+from hybridrl.driver.inputs import basis_of
 from hybridrl.driver.rank_failures import WorkerError
+from hybridrl.driver.resumed_inputs import check_basis
 from hybridrl.driver.run import Run
 from hybridrl.system import signals
 from hybridrl.telemetry.run import Telemetry
@@ -28,6 +30,7 @@ class Restarts:
 
     def __init__(self, config: Config, origin: Origin, telemetry: Telemetry) -> None:
         self.config, self.origin, self.telemetry = config, origin, telemetry
+        self._basis = basis_of(config)
         self.events: list[dict[str, Any]] = []
         """What the event `restart` has of each."""
         self._places = Counter[tuple[int, str, int, int]]()  # rank, call, its step, newest step
@@ -53,8 +56,9 @@ class Restarts:
         self._begun = time.perf_counter()
         try:
             self.origin = origin_again(self.config, self.origin)
+            check_basis(self.config, self._basis)
         except ConfigError as unusable:  # nor can another process begin from there
-            raise self._ended(error, str(unusable), died=False) from error
+            raise WorkerError(f"{error}; {unusable}") from error
         point = self.origin.point
         step = point.state["step"] if point is not None else 0
         self.telemetry.rewind(self.origin.records(self.config) or {})
@@ -103,8 +107,4 @@ class Restarts:
         elif len(self.events) == most:
             reason = f"all {most} restarts of cluster.restarts are used up"
         if reason:
-            raise self._ended(error, reason) from error
-
-    def _ended(self, error: WorkerError, reason: str, died: bool = True) -> WorkerError:
-        """The error of a run that ends, for this reason, after `error`."""
-        return WorkerError(f"{error}; {reason}", died, error.rank, error.call, error.step)
+            raise WorkerError(f"{error}; {reason}", died=True) from error

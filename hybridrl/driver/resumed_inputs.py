@@ -1,7 +1,7 @@
 """What a run that resumes depends on, compared with what its checkpoint was made with."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridrl.config import Config, ConfigError
@@ -74,11 +74,23 @@ def check_inputs(
                 raise ConfigError("trainer.resume", config.trainer.resume, allowed)
         elif new := len(now[name].trained) - num_trained:
             logger.warning("%s: %d rows are new; what was held out stays so", name, new)
+    _refuse(config, changed, str(point.folder))
+
+
+def check_basis(config: Config, before: Mapping[str, Mapping[str, str]]) -> None:
+    """Raise where models or the user's code are others than `before` in this run (`basis_of`).
+
+    With `trainer.resume_changed` each change is a warning.
+    """
+    _refuse(config, changed_inputs({"inputs": before}, basis_of(config), ()), "this run")
+
+
+def _refuse(config: Config, changed: Sequence[str], before: str) -> None:
     if changed and not config.trainer.resume_changed:
         allowed = (
-            f"what {point.folder} was made with; changed since: {'; '.join(sorted(changed))} "
+            f"what {before} was made with; changed since: {'; '.join(sorted(changed))} "
             "(trainer.resume_changed=true resumes nonetheless)"
         )
         raise ConfigError("trainer.resume", config.trainer.resume, allowed)
     for line in sorted(changed):
-        logger.warning("changed since %s: %s", point.folder, line)
+        logger.warning("changed since %s: %s", before, line)

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -19,13 +18,12 @@ from hybridrl.checkpoint.folder import Point, read, search
 from hybridrl.config import Config, Device, EmulatedClusterConfig, KeptSamples
 from hybridrl.costs.meter import CostMeter
 from hybridrl.data import CurriculumStream, mixture_parts, prompt_stream, task_of
-from hybridrl.data.known_rows import rows_of, write_rows
 from hybridrl.driver.checkpoints import Checkpoints, DriverState, Origin
 from hybridrl.driver.emulated_executor import EmulatedExecutor
 from hybridrl.driver.episodes import EnvironmentFailed, Episodes
 from hybridrl.driver.evaluate import HeldOutEvaluation, evaluation_graphs, failed_shares
 from hybridrl.driver.followed_run import followed_run, recorded_run
-from hybridrl.driver.inputs import inputs_of
+from hybridrl.driver.inputs_record import InputsRecord
 from hybridrl.driver.judges import JudgeFailures
 from hybridrl.driver.load_balance import work_of_roles
 from hybridrl.driver.ray_executor import Abandoned, OnSwitch, RayExecutor
@@ -95,11 +93,7 @@ class Run:
             observe=self.prompts.observe,
             driver_metrics=self._driver_metrics,
         )
-        # digests of all items take seconds, in which the ranks come up
-        hashing = ThreadPoolExecutor(1, "inputs")
-        inputs = hashing.submit(inputs_of, config, data)
-        rows = hashing.submit(rows_of, data.train, data.eval, prepared.eval_items)
-        hashing.shutdown(wait=False)
+        inputs = InputsRecord(config, prepared, telemetry)
         # ranks
         self.group = WorkerGroup(
             launcher,
@@ -117,9 +111,7 @@ class Run:
         telemetry.event("ranks", **self.group.setup(sizes), **decided)
         self._nodes = self.group.nodes()
         telemetry.nodes([asdict(info) for info in self._nodes])
-        telemetry.inputs(inputs.result())
-        if config.trainer.saves:
-            write_rows(telemetry.run_dir, rows.result())
+        inputs.write()
         self.executor = _executor(config, prepared, self.group, self.records.on_switch)
         self.executor.pushes.record = self.records.on_push
         self.episodes = self.executor.episodes

@@ -334,19 +334,17 @@ def head_activations(
 
     Log-probabilities are renormalized over so many `kept` ids at each.
     """
-    if kept:
-        whole = head_activations(config, scored, dtype=dtype, triton=triton, tp=tp, trained=trained)
-        ids = scored * (1 + kept)
-        saved, backward = _KEPT_ID_SAVED * ids, _KEPT_ID_BACKWARD * ids
-        return Activations(whole.kept + saved, whole.backward + backward)
+    ids = scored * (1 + kept) if kept else 0
+    saved, backward = _KEPT_ID_SAVED * ids, _KEPT_ID_BACKWARD * ids
     if triton:
         rows, features = -(-config.vocab_size // tp), config.hidden_size
         chunk = CHUNK_ELEMENTS // max(1, scored)
         wide = 4 * scored * features  # the gradient of the hidden states
         products = dtype.itemsize * (CHUNK_ELEMENTS + chunk * features + scored * features)
         weight = dtype.itemsize * rows * features if trained else 0
-        return Activations(0, weight + wide + products)
-    return _count(*_head(config, scored, dtype, tp, trained))
+        return Activations(saved, weight + wide + products + backward)
+    whole = _count(*_head(config, scored, dtype, tp, trained))
+    return Activations(whole.kept + saved, whole.backward + backward)
 
 
 @count_once

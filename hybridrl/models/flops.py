@@ -8,7 +8,6 @@ from transformers import PretrainedConfig
 
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.config_json import num_recurrent
-from hybridrl.models.image_text import meta_tower
 from hybridrl.models.parallel import experts_per_token, meta_model, model_parameters, num_experts
 from hybridrl.models.recurrent import mixers_of, state_shapes, use_batches
 from hybridrl.models.stages import modules_before
@@ -83,9 +82,8 @@ class TowerFlops:
     patches_per_pad: int
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> "TowerFlops":
-        """Count the operations of the tower that belongs to the text part of this `config`."""
-        tower: Any = meta_tower(config)
+    def of(cls, tower: Any) -> "TowerFlops":
+        """Count the operations of this tower."""
         per_patch = per_pad = 0
         for name, parameter in tower.named_parameters():
             if parameter.dim() == 1 or name.startswith("pos_embed."):  # no products

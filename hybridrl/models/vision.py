@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybridrl.models.buffers import fill_buffers
 from hybridrl.models.flops import TowerFlops
 from hybridrl.models.image_files import Images, digest_of
-from hybridrl.models.image_text import language_config, whole_model
+from hybridrl.models.image_text import whole_model
 from hybridrl.models.images import ImageProcessor, ImageTokens, PlacedImages, image_config
 from hybridrl.models.weight_files import first_few, open_file, weight_files
 
@@ -41,9 +41,9 @@ class VisionTower:
         if config is None:
             raise ValueError(f"{path} has no image tower that is computed")
         self.tokens, self.device = ImageTokens.of(config), device
-        self._image_flops = TowerFlops.of(language_config(config))
         self._processor = ImageProcessor(path)
         self._model = _read_tower(path, dtype).to(device)
+        self._image_flops = TowerFlops.of(self._model)
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._kept_bytes = 0
 

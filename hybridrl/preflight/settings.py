@@ -60,6 +60,13 @@ def composed_run(overrides: Sequence[str], *, new: bool = True) -> Config:
     return config
 
 
+def check_command(config: Config, command: str) -> None:
+    """Raise ConfigError for settings of other commands than this one."""
+    config.serve.check_unused(command)
+    if command != "train":
+        config.cluster.check_starts_once(command)
+
+
 def check_run_dir(config: Config) -> None:
     """Raise ConfigError where a training run would add its metrics to those of another."""
     metrics = Path(config.run.dir) / "metrics.jsonl"

@@ -35,12 +35,12 @@ class RayLauncher:
     def __init__(self, ray: Any, config: ClusterConfig) -> None:
         self.ray, self.config = ray, config
         self.data_plane: DataPlane = RayDataPlane()
-        self._placed: dict[Any, Any] = {}  # placement groups of the present ranks, by their ids
+        self._placed: list[Any] = []  # placement groups of the present ranks
 
     def start(self, worker: type, make: Callable[..., Any], *args: Any) -> Any:
         """See `Launcher`."""
         logger.debug("placing %d ranks", self.config.ranks)
-        for group in self._placed.values():  # of ranks that are to start anew on its resources
+        for group in self._placed:  # of ranks that are to start anew on its resources
             self.ray.util.remove_placement_group(group)
         try:
             bundles = ranks_placement(self.ray, self.config)
@@ -49,7 +49,7 @@ class RayLauncher:
                 raise
             # A node has died, say, which is not the user's error.
             raise RayStartError(f"the ranks could not start anew: {error}") from error
-        self._placed = {bundle.group.id: bundle.group for bundle in bundles}
+        self._placed = [*{bundle.group.id: bundle.group for bundle in bundles}.values()]
         env = rank_environment(self.config) | verl.environment(self.config.device)
         logger.debug("starting the ranks' actors")
         worker_class = verl.worker_class(worker, make, *args)

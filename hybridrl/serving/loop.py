@@ -357,8 +357,14 @@ class ServeLoop:
                 try:
                     ranks.setup(sizes_of_run(config, prepared.graph, path, pads=0))
                     history = ServerHistory(telemetry, last_step(self.run_dir))
-                    rest = config.serve, history, config.rollout.decode_steps
-                    turns = Turns(ranks, self.info, self.run_dir, *rest)
+                    turns = Turns(
+                        ranks,
+                        self.info,
+                        self.run_dir,
+                        config.serve,
+                        history,
+                        config.rollout.decode_steps,
+                    )
                     self._ready.set_result(None)
                     self._serve(turns)
                     ranks.close()

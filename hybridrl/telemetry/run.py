@@ -248,6 +248,11 @@ class Telemetry:
         self._environment["inputs"] = digests
         write_json(self.run_dir / "environment.json", self._environment)
 
+    @property
+    def has_inputs(self) -> bool:
+        """Whether this process has recorded digests of data and code."""
+        return "inputs" in self._environment
+
     def costs(self, costs: Mapping[str, Any]) -> None:
         """Record the measured costs of work, for `hybridrl plan schedule`; the newest counts."""
         write_json(self.run_dir / COSTS, {**costs, **self._marks})

@@ -502,8 +502,8 @@ def make_rollout_engine(
 ) -> RolloutEngine:
     """The engine that the config asks for, with this rank's weights of `layout`. Collective.
 
-    Training's weights must have left the device, unless they stay there. Roles that stay will take
-    `reserved_bytes` more. The engine is awake, its weights are random.
+    Training's weights must have left the device, unless they stay there. Roles that stay and
+    images will take `reserved_bytes` more. The engine is awake, its weights are random.
     """
     longest = config.longest_generated
     free_cached_memory(device)  # an engine may take what the device has left

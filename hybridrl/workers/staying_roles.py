@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 class StayingRoles:
     """Trained roles whose weights and moments stay on the device while it generates and scores.
 
-    `reserved_bytes` are bytes of a rank that the KV cache leaves to them.
+    `reserved_bytes` are bytes of a rank that the KV cache leaves to them, and to images.
     """
 
     names: tuple[str, ...] = ()

@@ -292,7 +292,7 @@ def failures(tmp_path: Path) -> RankFailures:
 def test_the_end_of_a_needed_instance_is_the_error_of_its_rank(
     failures: RankFailures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A death rather than what another raises; nothing is said of instances that go on."""
+    """The last one's, whatever ended others before; nothing is said of instances that go on."""
     run, parts, lines = MagicMock(), cast("Any", [None] * 5), list[str]()
     run.group.failures = failures
     failures.on_death = lambda instance, line: lines.append(line)
@@ -317,6 +317,9 @@ def test_the_end_of_a_needed_instance_is_the_error_of_its_rank(
     assert lines[1] == f"{error}; its samples begin again; instances that go on: 1"
     failures.of(1, CallFailed("", ValueError("no number")))
     assert raised_for(InstanceDied("generation instance 0 died")) is error
+    failures.errors.append(WorkerError("rank 3 raised"))
+    assert raised_for(InstanceDied("generation instance 2 died")) is failures.errors[-1]
+    assert failures.lost is error
 
 
 def test_restarts_without_checkpoints_are_told(restarts: Restarts) -> None:
@@ -380,6 +383,25 @@ def test_a_run_ends_where_what_it_would_go_back_to_is_damaged(
         restarts.begin(death())
     assert str(raised.value) == f"rank 1 failed; {damage}"
     assert not raised.value.died
+
+
+def test_a_run_ends_where_its_code_has_changed_meanwhile(
+    make_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New ranks would read it: another process refuses that, unless a key says otherwise."""
+    monkeypatch.setattr(driver_restarts, "origin_again", lambda config, origin: origin)
+    file = tmp_path / "judge.py"
+    file.write_text("def score(text): return 1.0\n")
+    settings = ["cluster=processes", "cluster.ranks=2", "cluster.restarts=5"]
+    config = make_config(*settings, "reward=function", f"reward.function={file}:score")
+    restarts = Restarts(config, Origin(), MagicMock(newest_step=0))
+    restarts.begin(death())
+    file.write_text("def score(text): return 2.0\n")
+    with pytest.raises(WorkerError, match=rf"changed since: reward {file}:score \(") as raised:
+        restarts.begin(death(step=2))
+    assert not raised.value.died
+    restarts.config.trainer.resume_changed = True
+    restarts.begin(death(step=2))
 
 
 def test_a_place_is_a_rank_a_call_and_the_newest_step(restarts: Restarts) -> None:

@@ -206,4 +206,4 @@ def test_a_tower_equals_torchs_count(family, deep, grid):
     patches = grid[1] * grid[2]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(patches, 3 * 2 * 4 * 4), grid_thw=torch.tensor([grid]))
-    assert TowerFlops.of(config)(patches) == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert TowerFlops.of(model)(patches) == pytest.approx(counter.get_total_flops(), rel=0.01)

@@ -81,14 +81,15 @@ def memory_left(total: int, used: int, resident: Mapping[str, int]) -> MemoryLef
 def device_memory_left(parts: EngineParts) -> MemoryLeft:
     """`memory_left` of this rank's GPU, once torch's caches are empty.
 
-    Training is offloaded, or what will stay of it is in use or among `parts.reserved_bytes`.
+    Training is offloaded, or what will stay of it is in use or among `parts.reserved_bytes`; so is
+    what images will take.
     """
     free, total = torch.cuda.mem_get_info(parts.device)
     kept = torch.cuda.memory_reserved(parts.device)
     buckets = 2 * parts.bucket_bytes
     resident = {
         "memory that training keeps": kept,
-        "what training will keep": parts.reserved_bytes,
+        "what training and images will take": parts.reserved_bytes,
         "buckets of the weight switch": buckets,
     }
     return memory_left(total, total - free - kept, resident)

@@ -17,7 +17,7 @@ from hybridrl.engines.train.packed import PackedBatch, PackedModel, pack
 from hybridrl.engines.train.replica import Replica
 from hybridrl.models import packed_attention
 from hybridrl.models.flops import TowerFlops
-from hybridrl.models.image_text import text_name
+from hybridrl.models.image_text import meta_tower, text_name
 from hybridrl.models.load import load_config
 from hybridrl.models.recurrent import use_batches
 from hybridrl.models.stages import prepare_training, whole
@@ -140,7 +140,7 @@ def test_an_update_counts_the_tower_for_each_sample(models: Models) -> None:
     """Forward alone, and in a column apart: backward of a frozen tower has no operations."""
     model, _ = models("qwen3_vl")
     sequences = samples(model)
-    of_tower = TowerFlops.of(load_config(str(model.path)))
+    of_tower = TowerFlops.of(meta_tower(load_config(str(model.path))))
     patches = {A: 6 * 6, B: 10 * 4, C: 6 * 6}
     want = sum(of_tower(patches[image]) for own in sequences for image in own.images)
     assert sum(model.tower.flops(own.images) for own in sequences) == want
