@@ -166,7 +166,7 @@ WRONG = [
         "data.sources.main.answer_column=answer: wanted a column with a value in every row (row 1",
     ),
     ("data=jsonl data.sources.main.name=bytes.jsonl", "data.sources.main.name=bytes.jsonl: wanted"),
-    ("schedule=none", "schedule=none: wanted one of fused, packed, partial, serial"),
+    ("schedule=none", "schedule=none: wanted one of async, auto, fused, one_step, packed, partial"),
     ("trainer.steps=1,2", "trainer.steps=1,2: wanted one value, a list [a,b], or -m"),
     ("-m trainer.optim.lr=1e-4,-1", "trainer.optim.lr=-1.0: wanted above 0"),
     ("-m trainer.optim.lr=1e-4,abc run.seed=1,2", "trainer.optim.lr=abc: wanted a number"),
@@ -561,9 +561,7 @@ def wrong_cases() -> Iterator[Any]:
     seen = set()
     for overrides, line in WRONG:
         begin = next(filter(overrides.startswith, ALIKE), overrides)
-        marks = [pytest.mark.slow] * (overrides in OF_A_KIND) + [pytest.mark.layouts] * (
-            begin in seen
-        )
+        marks = [pytest.mark.layouts] * (overrides in OF_A_KIND or begin in seen)
         seen.add(begin)
         yield pytest.param(overrides, line, id=overrides, marks=marks)
 
