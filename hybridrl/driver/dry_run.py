@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config import Config, ConfigError, RunConfig
-from hybridrl.driver.checkpoints import find_origin
 from hybridrl.driver.followed_run import check_followed, check_followed_inputs
+from hybridrl.driver.origin import find_origin
 from hybridrl.driver.resumed_inputs import check_inputs, known_rows
 from hybridrl.preflight.prepare import prepare
 from hybridrl.preflight.turn_orders import check_record

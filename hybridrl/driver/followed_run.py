@@ -8,8 +8,8 @@ from typing import Any
 from hybridrl.config import AsyncScheduleConfig, Config, ConfigError, EmulatedClusterConfig
 from hybridrl.config.stored_run import composed_run, overrides_of
 from hybridrl.data import Data
-from hybridrl.driver.checkpoints import changed_settings, settings_of
 from hybridrl.driver.inputs import basis_of, changed_inputs, data_digests
+from hybridrl.driver.origin import changed_settings, settings_of
 from hybridrl.flow.versions import RunRecord, record_from_json
 from hybridrl.telemetry.records import read_lines
 from hybridrl.telemetry.rundata import environments_of

@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any
 
 from hybridrl.config import Config, ConfigError
-from hybridrl.driver.checkpoints import Origin, origin_again
 from hybridrl.driver.inputs import basis_of
+from hybridrl.driver.origin import Origin, origin_again
 from hybridrl.driver.rank_failures import WorkerError
 from hybridrl.driver.resumed_inputs import check_basis
 from hybridrl.driver.run import Run

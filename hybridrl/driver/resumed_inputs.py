@@ -6,8 +6,8 @@ from typing import Any
 
 from hybridrl.config import Config, ConfigError
 from hybridrl.data.known_rows import KnownRows, read_rows, rows_of
-from hybridrl.driver.checkpoints import Origin
 from hybridrl.driver.inputs import basis_of, changed_inputs
+from hybridrl.driver.origin import Origin
 from hybridrl.preflight.prepare import PreparedRun
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from hybridrl.checkpoint.folder import Point, read, search
 from hybridrl.config import Config, Device, EmulatedClusterConfig, KeptSamples
 from hybridrl.costs.meter import CostMeter
 from hybridrl.data import CurriculumStream, mixture_parts, prompt_stream, task_of
-from hybridrl.driver.checkpoints import Checkpoints, DriverState, Origin
+from hybridrl.driver.checkpoints import Checkpoints, DriverState
 from hybridrl.driver.emulated_executor import EmulatedExecutor
 from hybridrl.driver.episodes import EnvironmentFailed, Episodes
 from hybridrl.driver.evaluate import HeldOutEvaluation, evaluation_graphs, failed_shares
@@ -26,6 +26,7 @@ from hybridrl.driver.followed_run import followed_run, recorded_run
 from hybridrl.driver.inputs_record import InputsRecord
 from hybridrl.driver.judges import JudgeFailures
 from hybridrl.driver.load_balance import work_of_roles
+from hybridrl.driver.origin import Origin
 from hybridrl.driver.ray_executor import Abandoned, OnSwitch, RayExecutor
 from hybridrl.driver.run_phases import RunPhase, recipe_phase, training_of, warm_start_phase
 from hybridrl.driver.run_records import RunRecords, sample_facts

@@ -11,13 +11,9 @@ from typing import Any
 
 from hybridrl.checkpoint.folder import forget_later
 from hybridrl.config import Config, ConfigError
-from hybridrl.driver.checkpoints import (
-    Origin,
-    find_origin,
-    settings_of,
-)
 from hybridrl.driver.episodes import EnvironmentFailed
 from hybridrl.driver.followed_run import check_followed, check_followed_inputs
+from hybridrl.driver.origin import Origin, find_origin, settings_of
 from hybridrl.driver.rank_failures import InstanceEnded, WorkerError
 from hybridrl.driver.restarts import Restarts
 from hybridrl.driver.resumed_inputs import check_inputs, known_rows

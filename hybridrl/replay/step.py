@@ -18,8 +18,8 @@ from hybridrl.config import AsyncScheduleConfig, Config, ConfigError, DType, com
 from hybridrl.config.stored_run import composed_run, overrides_of
 from hybridrl.data.known_rows import read_rows
 from hybridrl.driver import followed_run
-from hybridrl.driver.checkpoints import Origin, changed_settings, run_status, settings_of
 from hybridrl.driver.inputs import changed_inputs, inputs_of
+from hybridrl.driver.origin import Origin, changed_settings, run_status, settings_of
 from hybridrl.driver.recorded_samples import (
     RecordedSamples,
     newest_batch,

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 from hybridrl.config import Config, compose
-from hybridrl.driver.checkpoints import Origin
+from hybridrl.driver.origin import Origin
 from hybridrl.driver.run import Run
 from hybridrl.driver.train import running
 from hybridrl.flow.executor import Scope

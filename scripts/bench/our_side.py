@@ -12,7 +12,7 @@ from blocks import Blocks
 from tasks import side_arguments
 
 from hybridrl.config import Config, TelemetryConfig
-from hybridrl.driver.checkpoints import Origin
+from hybridrl.driver.origin import Origin
 from hybridrl.driver.run import Run
 from hybridrl.preflight.prepare import prepare
 from hybridrl.runtime.launchers import launched

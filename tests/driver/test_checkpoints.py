@@ -17,15 +17,8 @@ from hybridrl.checkpoint import folder
 from hybridrl.config import Config, ConfigError
 from hybridrl.config.renamed_keys import RENAMED_KEYS
 from hybridrl.driver import train
-from hybridrl.driver.checkpoints import (
-    Checkpoints,
-    DriverState,
-    Origin,
-    changed_settings,
-    find_origin,
-    origin_again,
-    settings_of,
-)
+from hybridrl.driver.checkpoints import Checkpoints, DriverState
+from hybridrl.driver.origin import Origin, changed_settings, find_origin, origin_again, settings_of
 from hybridrl.driver.rank_failures import WorkerError
 from hybridrl.models import tiny
 from hybridrl.preflight.prepare import prepare

@@ -10,9 +10,9 @@ from hybridrl.config import Config, ConfigError
 from hybridrl.config.compose import register
 from hybridrl.config.stored_run import composed_run
 from hybridrl.data import Data
-from hybridrl.driver.checkpoints import Origin
 from hybridrl.driver.followed_run import check_followed, check_followed_inputs, recorded_run
 from hybridrl.driver.inputs import inputs_of
+from hybridrl.driver.origin import Origin
 from hybridrl.driver.run import _judge_failures
 from hybridrl.flow.executor import Computed
 from hybridrl.flow.sample import SampleId, TokenSpan

@@ -18,7 +18,7 @@ from whole_runs import REPLAYED
 from hybridrl.config import Config, ConfigError
 from hybridrl.driver import restarts as driver_restarts
 from hybridrl.driver import train as controller_train
-from hybridrl.driver.checkpoints import Origin
+from hybridrl.driver.origin import Origin
 from hybridrl.driver.rank_failures import InstanceEnded, RankFailures, WorkerError
 from hybridrl.driver.rank_pool import Pool
 from hybridrl.driver.restarts import SAME_PLACE, Restarts

@@ -7,7 +7,7 @@ import pytest
 
 from hybridrl.config import Config, ConfigError, TinyModelConfig
 from hybridrl.config.schedule import EarlyBackward, FusedScheduleConfig, SerialScheduleConfig
-from hybridrl.driver.checkpoints import changed_settings
+from hybridrl.driver.origin import changed_settings
 from hybridrl.flow.judgements import with_parts
 from hybridrl.models.load import load_config
 from hybridrl.models.tiny import make_tiny_model
