@@ -90,7 +90,7 @@ def append_token(
     if token in sampling.stop_token_ids:
         return "stop"
     for texts in (stops, request.stops):
-        if texts is not None:
+        if texts is not None and texts.may_close(token):
             turn = ids[start:] if start else ids
             if texts.ended(turn, max(0, sampling.min_new_tokens - start)):
                 return "stop"

@@ -14,6 +14,10 @@ class StopStrings:
     without clean-up of spaces. The prompt does not count. There is no state between calls, so a
     response may be parked and resumed on another rank. Raises ValueError for an empty text.
 
+    **Only a token that can close a text is a reason to decode.** A match ends within the text of
+    the last token. `may_close` decodes a token by itself once, and remembers the answer; most
+    tokens of a vocabulary close nothing.
+
     **Only a tail is decoded**, of B + 4 tokens if the longest text has B bytes in UTF-8. So the
     cost of a token does not grow with the response. It suffices, since the caller asks after every
     token and stops at the first match. A match ends in the last token and begins at most B - 1
@@ -35,6 +39,32 @@ class StopStrings:
             raise ValueError(f"stop texts {list(texts)}: wanted one or more, none of them empty")
         self._decode, self._texts = decode, tuple(texts)
         self._tail = max(len(text.encode()) for text in texts) + _CHARACTER
+        self._closing: dict[int, bool] = {}  # by token id, of those seen
+
+    def may_close(self, token: int) -> bool:
+        """Whether a text may end within the text of `token`; else `ended` need not be asked."""
+        known = self._closing.get(token)
+        if known is None:
+            known = self._closing[token] = self._can_close(token)
+        return known
+
+    def _can_close(self, token: int) -> bool:
+        """Whether a text may end in `token`; True also where its text depends on other tokens.
+
+        A token is decoded alone and behind itself, since the first token of a text may lose its
+        space or keep a mark. A decoder may also put a space before any token. Other tokens decide
+        where the token has incomplete characters, which decode to U+FFFD, or no text. A whole
+        character as a single byte may become U+FFFD behind bytes that are none, which matters to a
+        text that has U+FFFD.
+        """
+        alone, twice = self._decode([token]), self._decode([token, token])
+        inside = twice.removeprefix(alone)
+        if not alone or inside in ("", twice):
+            return True
+        if any(_REPLACEMENT in text for text in (alone, *self._texts)):
+            return True
+        pieces = (alone, inside, " " + alone)
+        return any(_ends_within(text, piece) for text in self._texts for piece in pieces)
 
     def ended(self, response_ids: Sequence[int], min_tokens: int = 0) -> bool:
         """Whether a response ends with its last token; call it after every token.
@@ -54,3 +84,8 @@ class StopStrings:
             if start == 0 or _REPLACEMENT not in text:
                 return False
         return False
+
+
+def _ends_within(text: str, piece: str) -> bool:
+    """Whether `piece` contains `text`, or begins with the end of it."""
+    return text in piece or any(piece.startswith(text[start:]) for start in range(1, len(text)))

@@ -2,17 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
-from tokenizers.models import BPE
+from tokenizers.models import BPE, Unigram, WordPiece
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from hybridrl.engines.rollout.interface import Output, Request
+from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
+from hybridrl.engines.rollout.requests import append_token
 from hybridrl.engines.rollout.stops import StopStrings
 
 CORPUS = [
@@ -59,7 +61,45 @@ def byte_fallback() -> Tokenizer:
     return tokenizer
 
 
+def metaspace() -> Tokenizer:
+    """As T5 and XLM-R have it: the first token loses its spaces, others keep them."""
+    pieces = ["<unk>", "▁", "▁▁", "▁the", "▁E", "ND", "END", "E", "N", "D", "e", "▁e", "の", "\n"]
+    tokenizer = Tokenizer(Unigram([(piece, -1.0) for piece in pieces], unk_id=0))
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+def word_piece() -> Tokenizer:
+    """As BERT has it: spaces between tokens, but before a mark, which the first token keeps."""
+    pieces = ["[UNK]", "the", "end", "##e", "##nd", "##E", "n", "##n", ".", "'", "の"]
+    tokenizer = Tokenizer(WordPiece({piece: i for i, piece in enumerate(pieces)}))
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def word_ends() -> Tokenizer:
+    """As GPT has it: a mark at the end of a word is a space once another token follows."""
+    pieces = ["th", "e", "e</w>", "E", "END</w>", "N", "D</w>", "n</w>", ".</w>", "</w>"]
+    tokenizer = Tokenizer(BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    tokenizer.decoder = decoders.BPEDecoder()
+    return tokenizer
+
+
+def characters() -> Tokenizer:
+    """A token is a character, but two are special texts."""
+    tokenizer = Tokenizer(BPE({char: index for index, char in enumerate("END e\n</>の")}, []))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<s>", "N\n"])
+    return tokenizer
+
+
+def words() -> Tokenizer:
+    """Without a decoder: spaces between all tokens."""
+    return Tokenizer(BPE({word: index for index, word in enumerate(["a", "E", "ND", "e"])}, []))
+
+
 BYTE_LEVEL, BYTE_FALLBACK = byte_level(), byte_fallback()
+OTHERS = [metaspace(), word_piece(), word_ends(), characters(), words()]
 
 
 def first(ended: Callable[[Sequence[int]], bool], ids: Sequence[int]) -> int | None:
@@ -113,6 +153,46 @@ def test_byte_fallback_tail_is_enough(data: st.DataObject) -> None:
     assert first(StopStrings(BYTE_FALLBACK.decode, texts).ended, ids) == whole(
         BYTE_FALLBACK, texts, ids
     )
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK, *OTHERS])
+@given(data=st.data())
+def test_what_cannot_close_a_text_need_not_be_decoded(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
+    """The answers are those of a check after every token, for texts from anywhere in a response."""
+    some = [*range(256, tokenizer.get_vocab_size())] if tokenizer is BYTE_FALLBACK else []
+    token = st.integers(0, tokenizer.get_vocab_size()).map(lambda index: [index])
+    pieces = [token, st.sampled_from(["語€", "END"]).map(lambda text: list(text.encode()))]
+    one = st.one_of(st.sampled_from([[index] for index in some]), *pieces) if some else token
+    ids = [id for tokens in data.draw(st.lists(one, min_size=1, max_size=20)) for id in tokens]
+    text = tokenizer.decode(ids, skip_special_tokens=False) or "a"
+    start = data.draw(st.integers(0, len(text) - 1))
+    texts = [text[start : start + data.draw(st.integers(1, 6))]]
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    stops = StopStrings(decode, texts)
+    ended = partial(stops.ended, min_tokens=data.draw(st.sampled_from([0, 0, 1, 3])))
+    wanted = first(ended, ids)
+    assert first(lambda prefix: stops.may_close(prefix[-1]) and ended(prefix), ids) == wanted
+
+
+def test_few_tokens_of_a_response_are_decoded() -> None:
+    """Each kind of token twice, to know it; then tails, behind tokens that can close a text."""
+    lengths: list[int] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        lengths.append(len(ids))
+        return BYTE_LEVEL.decode(list(ids))
+
+    request = Request(0, [0], SamplingParams(5000), (0, 0))
+    stops = StopStrings(decode, ["END", "€"])
+    for token in single_bytes("the cats and a D, " * 100):
+        assert append_token(request, token, 0.0, None, stops) is None
+    kinds, closing = len(set("the cats and a D, ")), 100
+    assert lengths.count(1) == lengths.count(2) == kinds
+    assert len(lengths) == 2 * kinds + closing
+    ends = [append_token(request, token, 0.0, None, stops) for token in single_bytes("END")]
+    assert ends == [None, None, "stop"]
 
 
 def test_only_a_tail_is_decoded() -> None:
