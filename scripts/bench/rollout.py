@@ -3,7 +3,8 @@
 Same weights, prompts, lengths and one thread for both, alternating in one process. The baseline is
 plain torch: contiguous KV cache, fused qkv and gate-up products, SDPA, the same sampling with
 log-probabilities. It pads every row to the longest response. `bound` is what its kernels alone
-allow: a step of it as a traced graph, which runs no Python. Prints one JSON object per line.
+allow: its prefill, and its steps as traced graphs, which run no Python. Prints one JSON object per
+line.
 """
 
 import argparse
@@ -111,15 +112,19 @@ class HandWrittenLoop:
         return token, log_p.gather(-1, token)
 
 
-class TracedSteps:
-    """Decode steps of the loop as graphs, at some of the lengths that a sequence has."""
+class TracedRollout:
+    """The kernels of the loop's rollout: a prefill, then decode steps as graphs without Python.
+
+    Steps are traced at a few of the lengths that a sequence has, each of which runs for its share.
+    """
 
     @torch.inference_mode()
-    def __init__(self, loop: HandWrittenLoop, rows: int, prompt: int, new: int) -> None:
-        self.rows = rows
-        self._logits = torch.randn(rows, loop.config.vocab_size)
+    def __init__(self, loop: HandWrittenLoop, prompts: torch.Tensor, new: int) -> None:
+        self._loop, self._prompts, self._new = loop, prompts, new
+        self._logits = torch.randn(len(prompts), loop.config.vocab_size)
         self._steps = []
-        for length in np.linspace(prompt, prompt + new - 2, 5).astype(int).tolist():
+        first = prompts.shape[1]
+        for length in np.linspace(first, first + new - 2, 5).astype(int).tolist():
 
             def step(logits: torch.Tensor, at: int = length) -> tuple[torch.Tensor, torch.Tensor]:
                 token, log_prob = loop.draw(logits)
@@ -130,17 +135,18 @@ class TracedSteps:
                 self._steps.append(torch.jit.trace(step, (self._logits,), check_trace=False))
 
     @torch.inference_mode()
-    def run(self, times: int = 20) -> int:
-        """Run every step so many times; the number of tokens."""
-        for step in self._steps:
-            for _ in range(times):
-                step(self._logits)
-        return self.rows * times * len(self._steps)
+    def run(self) -> int:
+        """Run the prefill, a step for each token but the last, and its draw; the tokens' number."""
+        logits = self._loop.forward(self._prompts, 0)
+        for i in range(self._new - 1):
+            self._steps[i * len(self._steps) // self._new](self._logits)
+        self._loop.draw(logits)
+        return len(self._prompts) * self._new
 
 
 def tiny(shape: str, dtype: torch.dtype, vocab_size: int = 64) -> PreTrainedModel:
     """A Qwen3 of random weights, by default with a character-sized vocabulary."""
-    config = Qwen3Config(vocab_size=vocab_size, max_position_embeddings=1024,
+    config = Qwen3Config(vocab_size=vocab_size, max_position_embeddings=4096,
                          tie_word_embeddings=True, **SHAPES[shape])  # fmt: skip
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
@@ -219,13 +225,15 @@ def report(name: str, rates: Rates) -> None:
     )
 
 
-def against_loop(name: str, shape: str, lengths: list[int], args: argparse.Namespace) -> None:
-    """The engine against the loop, `lengths` new tokens per sample."""
+def against_loop(
+    name: str, shape: str, lengths: list[int], args: argparse.Namespace, prompt: int
+) -> None:
+    """The engine against the loop: prompts of `prompt` tokens, `lengths` new tokens per sample."""
     model = tiny(shape, args.dtype)
     rows, longest = len(lengths), max(lengths)
-    prompts = torch.randint(0, 64, (rows, args.prompt))
-    engine = make_engine(model, rows, args.prompt + longest)
-    loop = HandWrittenLoop(model, rows, args.prompt + longest)
+    prompts = torch.randint(0, 64, (rows, prompt))
+    engine = make_engine(model, rows, prompt + longest)
+    loop = HandWrittenLoop(model, rows, prompt + longest)
 
     def baseline() -> int:
         loop.generate(prompts, longest)
@@ -234,7 +242,7 @@ def against_loop(name: str, shape: str, lengths: list[int], args: argparse.Names
     rows_of = prompts.tolist()
     ours = partial(run_engine, engine, rows_of, lengths)
     # The kernels' bound is that of rows which all go on to the end.
-    bound = [TracedSteps(loop, rows, args.prompt, longest).run] * (min(lengths) == longest)
+    bound = [TracedRollout(loop, prompts, longest).run] * (min(lengths) == longest)
     report(name, alternate(ours, baseline, *bound, repeats=args.repeats))
 
 
@@ -322,14 +330,19 @@ def main() -> None:
         return deterministic_against_default(args)
     if args.smollm2:
         return against_generate(args)
+    of_loop = partial(against_loop, args=args, prompt=args.prompt)
     equal = [args.new] * args.samples
-    against_loop("rollout_tokens_per_s_vs_loop", "3m", equal, args)
-    against_loop("rollout_tokens_per_s_8_rows_vs_loop", "3m", [args.new] * 8, args)
+    of_loop("rollout_tokens_per_s_vs_loop", "3m", equal)
+    of_loop("rollout_tokens_per_s_1_row_vs_loop", "3m", [args.new])
+    of_loop("rollout_tokens_per_s_8_rows_vs_loop", "3m", [args.new] * 8)
+    few = max(args.new // 4, 1)  # many rows take long
+    of_loop("rollout_tokens_per_s_256_rows_vs_loop", "3m", [few] * 256)
+    of_loop("rollout_tokens_per_s_prompt_2048_vs_loop", "3m", [args.new] * 8, prompt=2048)
     if args.all:
-        against_loop("rollout_tokens_per_s_vs_loop_1m", "1m", equal, args)
+        of_loop("rollout_tokens_per_s_vs_loop_1m", "1m", equal)
         tail = np.full(args.samples, max(args.new // 8, 1))
         tail[: max(args.samples // 16, 1)] = args.new
-        against_loop("rollout_tokens_per_s_vs_loop_longtail", "1m", tail.tolist(), args)
+        of_loop("rollout_tokens_per_s_vs_loop_longtail", "1m", tail.tolist())
 
 
 if __name__ == "__main__":

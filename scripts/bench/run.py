@@ -17,7 +17,10 @@ FIGURES = {
     "transfer_32mb_vs_ray": ("data_plane.py", "--only", "transfer"),
     "transfer_32mb_vs_verl": ("data_plane.py", "--only", "transfer"),
     "rollout_tokens_per_s_vs_loop": ("rollout.py",),
+    "rollout_tokens_per_s_1_row_vs_loop": ("rollout.py",),
     "rollout_tokens_per_s_8_rows_vs_loop": ("rollout.py",),
+    "rollout_tokens_per_s_256_rows_vs_loop": ("rollout.py",),
+    "rollout_tokens_per_s_prompt_2048_vs_loop": ("rollout.py",),
     "samples_per_s_short_vs_loop": ("end_to_end.py", "--task", "short", "--against", "loop"),
     "samples_per_s_short_vs_trl": ("end_to_end.py", "--task", "short", "--against", "trl"),
     "samples_per_s_short_vs_trl_batching": (
