@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,11 @@ from hybridrl.system.node_info import read_node_info
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "docs" / "figures"
 PAGE = ROOT / "docs" / "benchmarks.md"
+_KINDS = (  # heading of the table, what stands behind a value, the records' `emulated`
+    ("figure", "", None),
+    ("emulated figure", " (emulated)", True),
+    ("predicted figure", " (predicted)", False),
+)
 BEGIN, END = "<!-- figures: scripts/figures.py writes this -->", "<!-- end of figures -->"
 
 
@@ -71,7 +76,7 @@ def commit() -> str:
 def tables(folder: Path) -> str:
     """Return tables of the kept benches and of their figures, for docs/benchmarks.md.
 
-    What is emulated or planned has a table apart from what was measured.
+    What was measured, what is emulated, and what is predicted have tables apart from each other.
     """
     benches = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
     distinct = list(dict.fromkeys(bench["machine"] for bench in benches))
@@ -81,31 +86,50 @@ def tables(folder: Path) -> str:
         machine = distinct.index(bench["machine"]) + 1
         lines.append(f"| `{bench['command']}` | {bench['date']} | {bench['commit']} | {machine} |")
     records = [record for bench in benches for record in bench["figures"]]
-    measured = [record for record in records if record.get("emulated") is None]
-    emulated = [record for record in records if record.get("emulated") is not None]
-    lines += _table("figure", measured) + _table("emulated or planned figure", emulated)
+    for heading, mark, emulated in _KINDS:
+        own = [record for record in records if record.get("emulated") is emulated]
+        lines += _table(heading, [_cells(record, mark) for record in own if _is_figure(record)])
     return "\n".join(lines)
 
 
-def _table(heading: str, records: list[dict[str, Any]]) -> list[str]:
-    """Return the lines of a table of figures; none where no record is a figure."""
-    rows = list(_figures(records))
-    return ["", f"| {heading} | ours | over the baseline |", "|---|---|---|", *rows] if rows else []
+def _table(heading: str, rows: list[list[str]]) -> list[str]:
+    """Return the lines of a table of figures; none without any. A column without cells is left out.
+
+    The first cell of a row is the figure's name.
+    """
+    if not rows:
+        return []
+    header = [heading, "ours", "over the baseline", "bound", "of the bound"]
+    filled = [column for column in range(len(header)) if any(row[column] for row in rows)]
+    head, *body = (f"| {' | '.join(row[column] for column in filled)} |" for row in (header, *rows))
+    return ["", head, f"|{'---|' * len(filled)}", *body]
 
 
-def _figures(records: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a row for each record that has a value or a ratio; others describe the run."""
-    for record in records:
-        value, ratio = (_number(record.get(key)) for key in ("value", "ratio"))
-        if value or ratio:
-            unit = record.get("unit", "") if value else ""
-            emulated = record.get("emulated")
-            mark = "" if emulated is None else " (emulated)" if emulated else " (planned)"
-            yield f"| `{record['name']}` | {value} {unit}{mark} | {ratio} |"
+def _is_figure(record: dict[str, Any]) -> bool:
+    """Whether a record has a value or a ratio; others describe the run."""
+    return record.get("value") is not None or record.get("ratio") is not None
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+def _cells(record: dict[str, Any], mark: str) -> list[str]:
+    """Return the cells of a figure, its value with the `mark`.
+
+    A bound is in the value's unit, in seconds, or of the ratio; a prediction's is the datasheet's.
+    """
+    unit = f" {record.get('unit', '')}"
+    bounds = {"bound": unit, "datasheet": unit, "bound_s": " s", "ratio_bound": " of the baseline"}
+    return [
+        f"`{record['name']}`",
+        _number(record.get("value"), unit + mark),
+        _number(record.get("ratio")),
+        "".join(_number(record.get(key), unit) for key, unit in bounds.items()),
+        _number(record.get("of_bound")),
+    ]
+
+
+def _number(value: float | None, behind: str = "") -> str:
+    if value is None:
+        return ""
+    return (f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}") + behind
 
 
 def write_page() -> None:

@@ -176,7 +176,7 @@ def line_of(
         "step_over_planned": round(row.step_s / row.planned_s, 3),
         "bound_s": round(row.bound.seconds, 2),
         "bound_by": row.bound.by,
-        "bound_over_step": round(row.bound.seconds / row.step_s, 3),
+        "of_bound": round(row.bound.seconds / row.step_s, 3),
         "terms_s": {name: round(value, 2) for name, value in row.bound.terms.items()},
         "steps": case.steps,
         "time_scale": round(scale, 4),

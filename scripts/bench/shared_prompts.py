@@ -1,8 +1,9 @@
 """Seconds of an update and of scoring on groups that share their prompts, against repeated prompts.
 
 `make bench-shared-prompts`. One process of one thread, a random Qwen3 in float32. `ratio` is the
-CPU seconds with shared prompts over those with repeated ones, taken in turn. `bound` is that of the
-tokens: with P tokens of the prompt and G responses of R tokens it is (P + G R) / (G (P + R)).
+CPU seconds with shared prompts over those with repeated ones, taken in turn. `ratio_bound` is that
+of the tokens: with P tokens of the prompt and G responses of R tokens it is
+(P + G R) / (G (P + R)).
 """
 
 import argparse
@@ -76,7 +77,7 @@ def compare(path: str, case: tuple[int, int], args: argparse.Namespace) -> None:
         measured = take_turns({k: partial(seconds, call) for k, call in calls.items()}, args.rounds)
         of_sides = (measured[side] for side in sides)
         case_name = f"shared_prompts_{name}_{case[0]}_{case[1]}"
-        show(line(case_name, "s", "lower", *of_sides, bound=round(bound, 3)))
+        show(line(case_name, "s", "lower", *of_sides, ratio_bound=round(bound, 3)))
 
 
 def main() -> None:

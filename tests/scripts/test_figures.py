@@ -14,6 +14,11 @@ import json, sys
 print("so far so good")
 print(json.dumps({"name": "a_vs_b", "value": 12345.6, "unit": "s", "ratio": 0.5, "emulated": True}))
 print(json.dumps({"name": "c_vs_d", "value": 2, "unit": "s", "ratio": 0.25}))
+bound = {"bound": 8000, "of_bound": 0.9}
+print(json.dumps({"name": "e_vs_f", "value": 7200, "unit": "tokens/s", "ratio": 3, **bound}))
+print(json.dumps({"name": "g_vs_h", "ratio": 0.5, "ratio_bound": 0.4}))
+print(json.dumps({"name": "i", "value": 4, "unit": "ms", "bound_s": 0.003, "of_bound": 0.75}))
+print(json.dumps({"name": "j", "value": 5, "unit": "s", "datasheet": 4.5, "emulated": False}))
 print(json.dumps({"name": "took", "s": 3}))
 sys.exit(int(sys.argv[1]))
 """
@@ -45,15 +50,35 @@ def test_a_bench_is_kept_and_shown(
     assert kept["command"] == "make bench-mine ARGS=0"
     assert re.fullmatch(r"\d+ CPUs \(.*\), \d+ GB, .*, torch [\d.]+\S*", kept["machine"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", kept["date"])
-    assert [record["name"] for record in kept["figures"]] == ["a_vs_b", "c_vs_d", "took"]
+    names = ["a_vs_b", "c_vs_d", "e_vs_f", "g_vs_h", "i", "j", "took"]
+    assert [record["name"] for record in kept["figures"]] == names
     page = (tmp_path / "page.md").read_text()
     assert page.startswith("before\n")
-    measured, _, emulated = page.partition("| emulated or planned figure |")
-    assert f"\n1. {kept['machine']}\n" in measured
-    assert re.search(r"\| `make bench-mine ARGS=0` \| 20.* \| 1 \|\n", measured)
-    assert "| `c_vs_d` | 2 s | 0.25 |\n\n" in measured
-    assert "a_vs_b" not in measured
-    assert "| `a_vs_b` | 12,346 s (emulated) | 0.5 |\n\n" in emulated
+    assert f"\n1. {kept['machine']}\n" in page
+    assert re.search(r"\| `make bench-mine ARGS=0` \| 20.* \| 1 \|\n", page)
+    # Each kind has a table of its own, with the columns that it needs.
+    assert (
+        page.partition("| figure |")[2]
+        == f"""\
+ ours | over the baseline | bound | of the bound |
+|---|---|---|---|---|
+| `c_vs_d` | 2 s | 0.25 |  |  |
+| `e_vs_f` | 7,200 tokens/s | 3 | 8,000 tokens/s | 0.9 |
+| `g_vs_h` |  | 0.5 | 0.4 of the baseline |  |
+| `i` | 4 ms |  | 0.003 s | 0.75 |
+
+| emulated figure | ours | over the baseline |
+|---|---|---|
+| `a_vs_b` | 12,346 s (emulated) | 0.5 |
+
+| predicted figure | ours | bound |
+|---|---|---|
+| `j` | 5 s (predicted) | 4.5 s |
+
+{script.END}
+after
+"""
+    )
     assert "took" not in page
     assert "old" not in page
 
