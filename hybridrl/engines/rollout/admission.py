@@ -24,7 +24,7 @@ from hybridrl.engines.rollout.entries import (
 from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.kept_groups import Ints
-from hybridrl.engines.rollout.requests import AdmissionLimits, check_requests
+from hybridrl.engines.rollout.requests import AdmissionLimits, check_requests, tokens_left
 from hybridrl.models.image_files import Images
 from hybridrl.models.images import PlacedImages
 
@@ -40,8 +40,9 @@ class Admission:
 
     Invariants: an entry is in one lane, or has no slot. The queue is in the order of submission, so
     that answered ones come before new ones. `tables` [slots, pages] has the blocks of running
-    entries, the first `num_blocks` [slots] of each row, and 0 behind them. A block is held once by
-    each entry and each prefix that uses it.
+    entries, the first `num_blocks` [slots] of each row, and 0 behind them. They end or rest with
+    `limits` [slots] response tokens. A block is held once by each entry and each prefix that uses
+    it.
 
     With `replays` a prefill ends before the response; the engine feeds its tokens one by one. With
     `records` every request has a record of its tokens' experts. Without `whole_records` these lack
@@ -78,6 +79,7 @@ class Admission:
         self.states = StateSlots(num_states) if num_states else None
         self.tables: Ints = np.zeros((max_running, -(-max_sequence // block_size)), np.int64)
         self.num_blocks: Ints = np.zeros(max_running, np.int64)
+        self.limits: Ints = np.zeros(max_running, np.int64)
         self.shared_tokens = self.num_preempted = 0
         self.kept_tokens = self.moved_tokens = self.recomputed_tokens = 0
         self._max_running, self._block_size = max_running, block_size
@@ -381,6 +383,7 @@ class Admission:
         self.num_blocks[entry.slot] = num = len(entry.blocks)
         self.tables[entry.slot, :num], self.tables[entry.slot, num:] = entry.blocks, 0
         entry.blocks = NO_BLOCKS
+        self.limits[entry.slot] = len(entry.request.response_ids) + tokens_left(entry.request)
         lane.entries.append(entry)
 
     def _leave(self, entries: Sequence[Entry], keep: bool = False) -> None:

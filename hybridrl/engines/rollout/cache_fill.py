@@ -171,6 +171,7 @@ class CacheFiller:
         """The batch of a lane's next step; it stays while no sequence joins or leaves."""
         if lane.batch is not None and not (lane.kept is not None and lane.kept.full):
             return lane.batch
+        lane.end_rows()
         if self._keeps:
             if lane.kept is None or lane.kept.cache is not cache:
                 overhead = group_pages(self._device, self._block_size)

@@ -12,6 +12,7 @@ from hybridrl.engines.rollout.blocks import NO_BLOCKS, BlockAllocator, Blocks
 from hybridrl.engines.rollout.expert_record import ExpertRecord
 from hybridrl.engines.rollout.interface import Request
 from hybridrl.engines.rollout.kept_groups import Ints, KeptGroups
+from hybridrl.engines.rollout.responses import GrowingResponses
 from hybridrl.engines.rollout.stage import Drawn
 from hybridrl.models.images import PlacedImages
 from hybridrl.models.router_replay import Routing
@@ -77,12 +78,13 @@ class Entry:
 class GraphRows:
     """The rows of a lane in its graph steps, for as long as none joins or leaves.
 
-    Each is an entry in its run of that number. `of_slots` [slots] are the positions of all pending
-    tokens, once what is underway is done. `on_device` [rows] are the slots there, perhaps with
-    spare ones behind them; None before the first step.
+    Each is an entry in its run of that number, with its request. `of_slots` [slots] are the
+    positions of all pending tokens, once what is underway is done. `on_device` [rows] are the slots
+    there, perhaps with spare ones behind them; None before the first step.
     """
 
     entries: list[Entry]
+    requests: list[Request]
     runs: list[int]
     slots: Ints
     of_slots: Ints
@@ -106,7 +108,8 @@ class Lane:
     `drawn` holds the tokens of the last decode step until they are collected, and `routing` its
     experts; until then no sequence joins or leaves. `batch` stays from step to step until one does.
     `kept` are the rows' gathered keys and values, which stay longer. In the next `steps_left` steps
-    no row needs another block. Rows that take graph steps have `graph` in place of a batch.
+    no row needs another block. Rows that take graph steps have `graph` in place of a batch. In
+    `responses` are tokens of the batch that the requests lack until `write`.
     """
 
     index: int
@@ -117,10 +120,22 @@ class Lane:
     steps_left: int = 0
     drawn: Drawn | None = None
     routing: Routing | None = None
+    responses: GrowingResponses | None = None
+
+    def write(self) -> None:
+        """Give the requests all tokens that were collected."""
+        if self.responses is not None:
+            self.responses.write()
+
+    def end_rows(self) -> None:
+        """The rows of the batch, or their order, are no more."""
+        self.write()
+        self.responses = None
 
     def end_batch(self) -> None:
         """Drop the batch, before a sequence joins or leaves."""
         assert self.drawn is None, "sampled tokens are in flight"
+        self.end_rows()
         self.batch, self.graph, self.steps_left = None, None, 0
 
     def lengths(self) -> tuple[Ints, Ints]:

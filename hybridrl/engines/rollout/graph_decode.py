@@ -92,11 +92,16 @@ class _Underway:
 
 @dataclass(frozen=True, slots=True)
 class LateTokens:
-    """What a step has drawn for the requests that still run; they had `cached` tokens together."""
+    """What a step has drawn for the requests that still run; they had `cached` tokens together.
+
+    `whole`: these are the rows of the lane as it is now, none less and none more.
+    """
 
     requests: list[Request]
+    slots: Ints
     drawn: DrawnTokens
     cached: int
+    whole: bool
 
 
 class GraphDecoder:
@@ -162,7 +167,8 @@ class GraphDecoder:
                 self._join(entry)
         slots = np.array([entry.slot for entry in lane.entries])
         runs = [entry.runs for entry in lane.entries]
-        lane.graph = GraphRows(list(lane.entries), runs, slots, self._positions)
+        requests = [entry.request for entry in lane.entries]
+        lane.graph = GraphRows(list(lane.entries), requests, runs, slots, self._positions)
         return True
 
     def _join(self, entry: Entry) -> None:
@@ -215,9 +221,10 @@ class GraphDecoder:
     def _send(self, rows: GraphRows, admission: Admission) -> None:
         """Write rows that have joined, and blocks that it lacks, by one copy to the device."""
         arrays: dict[str, Array] = {}
-        if rows.on_device is None:
+        joined: list[Entry] = []
+        if rows.on_device is None:  # later steps have the same rows
             arrays["rows"] = self._padded(rows.slots)
-        joined = [entry for entry in rows.entries if self._written[entry.slot] is None]
+            joined = [entry for entry in rows.entries if self._written[entry.slot] is None]
         if joined:
             arrays |= self._columns(joined)
         missing = admission.num_blocks[rows.slots] - self._blocks[rows.slots]
@@ -276,23 +283,26 @@ class GraphDecoder:
         self._blocks[slots] += missing
         return np.stack((which, pages, tables[which, pages]))
 
-    def collect(self, keep: int) -> Iterator[LateTokens]:
+    def collect(self, lane: Lane, keep: int) -> Iterator[LateTokens]:
         """Wait for all steps but the last `keep`, and give what they have drawn, one by one.
 
-        A request that has left meanwhile gets nothing. The caller takes the tokens of a step, and
-        lets requests leave, before it asks for the next.
+        A request that has left the lane meanwhile gets nothing. The caller takes the tokens of a
+        step, and lets requests leave, before it asks for the next.
         """
         while len(self._underway) > keep:
             step = self._underway.pop(0)
-            rows = step.rows.running()
+            requests, whole = step.rows.requests, step.rows is lane.graph
+            rows = list(range(len(requests))) if whole else step.rows.running()
             if not rows:
                 continue
             tokens, log_probs, _ = step.drawn.wait()
             self._record(step, rows)
             yield LateTokens(
-                [step.rows.entries[row].request for row in rows],
-                DrawnTokens([tokens[row] for row in rows], [log_probs[row] for row in rows]),
+                requests if whole else [requests[row] for row in rows],
+                step.rows.slots[rows],
+                DrawnTokens(tokens[rows], log_probs[rows]),
                 int(step.positions[rows].sum()),
+                whole,
             )
 
     def _record(self, step: _Underway, rows: list[int]) -> None:

@@ -5,7 +5,6 @@ step feeds the pending tokens of all and draws the next ones. Prefill fills the 
 pending token and draws nothing, so a fresh, a resumed and a preempted request are one case.
 """
 
-import itertools
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -23,33 +22,17 @@ from hybridrl.engines.rollout.expert_record import ExpertRecorder
 from hybridrl.engines.rollout.graph_decode import (
     GraphDecoder,
     GraphSettings,
+    LateTokens,
     can_step,
     graph_settings,
 )
-from hybridrl.engines.rollout.interface import (
-    REST,
-    EngineParts,
-    HeldTurn,
-    Output,
-    Request,
-    Stats,
-)
+from hybridrl.engines.rollout.interface import REST, EngineParts, HeldTurn, Output, Request, Stats
 from hybridrl.engines.rollout.logit_edits import SeenTokens
 from hybridrl.engines.rollout.memory import native_cache
 from hybridrl.engines.rollout.random import UniformTable
-from hybridrl.engines.rollout.requests import (
-    append_reply,
-    append_token,
-    check_positions,
-    end_turn,
-    output_of,
-)
-from hybridrl.engines.rollout.speculation import (
-    Guess,
-    Speculation,
-    make_speculation,
-    verify_batch,
-)
+from hybridrl.engines.rollout.requests import append_reply, check_positions, end_turn, output_of
+from hybridrl.engines.rollout.responses import GrowingResponses
+from hybridrl.engines.rollout.speculation import Guess, Speculation, make_speculation, verify_batch
 from hybridrl.engines.rollout.stage import Drawn, DrawnTokens, RolloutStage
 from hybridrl.engines.rollout.stops import StopStrings
 from hybridrl.layout.layerwise import Fill
@@ -248,7 +231,7 @@ class NativeEngine:
     @torch.inference_mode()
     def park(self, ids: Iterable[object], with_kv: bool = False) -> list[Request]:
         """See `RolloutEngine`. An id that has just finished is skipped, as any unknown one."""
-        self._collect_all()
+        self._settle()
         ids = list(ids)
         for entry in self._admission.cached(ids) if with_kv else ():
             entry.request.kv = self._filler.read(entry, self._admission.tables, self.take_cache())
@@ -265,7 +248,7 @@ class NativeEngine:
     @torch.inference_mode()
     def copy(self) -> list[Request]:
         """See `RolloutEngine`."""
-        self._collect_all()
+        self._settle()
         requests = self._admission.requests
         self._filler.join_records([request.routed_experts for request in requests])
         return [request.copy() for request in requests]
@@ -433,10 +416,20 @@ class NativeEngine:
         for lane in self._admission.lanes:
             if lane.drawn is not None:
                 self._collect(lane)
-        for step in self._graphs.collect(late) if self._graphs is not None else ():
+        lane = self._admission.lanes[0]  # graph steps have no other
+        for step in self._graphs.collect(lane, late) if self._graphs is not None else ():
             self._decode_tokens += len(step.requests)
             self._cached_tokens += step.cached
-            self._append(step.requests, step.drawn)
+            if step.whole:
+                self._append(lane, step, step.drawn)
+            else:
+                self._end(self._responses(step, eager=True).append(step.drawn))
+
+    def _settle(self) -> None:
+        """Collect the tokens of all steps; the requests have them then."""
+        self._collect_all()
+        for lane in self._admission.lanes:
+            lane.write()
 
     def _collect(self, lane: Lane) -> None:
         """Append the tokens of a lane's last step; remove finished sequences."""
@@ -447,18 +440,19 @@ class NativeEngine:
         if lane.routing is not None:
             self._filler.keep(lane.batch.spans(), lane.routing)
         lane.batch.advance(drawn.tokens)
-        self._append(lane.batch.requests, values)
+        self._append(lane, lane.batch, values)
 
-    def _append(self, requests: Sequence[Request], drawn: DrawnTokens) -> None:
-        """Append a token to each of the requests, and end those whose last one it is."""
-        ended, ids = [], drawn.kept or itertools.repeat(None)
-        rows = zip(requests, drawn.tokens, drawn.log_probs, ids, strict=False)
-        for request, token, log_prob, kept in rows:
-            finish = append_token(request, token, log_prob, kept, self._stops)
-            if finish is not None:
-                ended.append((request, finish))
-        if ended:
-            self._end(ended)
+    def _append(self, lane: Lane, rows: DecodeBatch | LateTokens, drawn: DrawnTokens) -> None:
+        """Append a token to each row of a lane's batch, and end those whose last one it is."""
+        if lane.responses is None:
+            # Edits of logits and drafts read the requests.
+            edits = isinstance(rows, DecodeBatch) and rows.sampling.edits is not None
+            lane.responses = self._responses(rows, edits or self._speculation is not None)
+        self._end(lane.responses.append(drawn))
+
+    def _responses(self, rows: DecodeBatch | LateTokens, eager: bool) -> GrowingResponses:
+        limits = self._admission.limits[rows.slots]
+        return GrowingResponses(rows.requests, limits, self._stops, eager)
 
     # Speculation
 

@@ -75,22 +75,29 @@ def append_token(
     kept: IdArray | None,
     stops: StopStrings | None,
 ) -> str | None:
-    """Append a drawn token: why it ends the response, or the turn of a conversation, or None.
+    """Append a drawn token; why it ends the response or a turn, or None: see `finish_of`.
 
-    `stop` or `length`; `REST` where it does not end, but the request rests there. Stop texts are
-    looked for in the turn alone. `kept` are the ids that it was drawn from, where the request keeps
-    them.
+    `kept` are the ids that it was drawn from, where the request keeps them.
     """
-    sampling, start, ids = request.sampling, request.turn_start, request.response_ids
-    ids.append(token)
+    request.response_ids.append(token)
     request.log_probs.append(log_prob)
     if request.kept_ids is not None:
         assert kept is not None, f"request {request.id!r} keeps ids"
         request.kept_ids.append(kept)
-    if token in sampling.stop_token_ids:
+    return finish_of(request, stops)
+
+
+def finish_of(request: Request, stops: StopStrings | None) -> str | None:
+    """Why the last token ends the response, or the turn of a conversation, or None.
+
+    `stop` or `length`; `REST` where it does not end, but the request rests there. Stop texts are
+    looked for in the turn alone.
+    """
+    sampling, start, ids = request.sampling, request.turn_start, request.response_ids
+    if ids[-1] in sampling.stop_token_ids:
         return "stop"
     for texts in (stops, request.stops):
-        if texts is not None and texts.may_close(token):
+        if texts is not None and texts.may_close(ids[-1:]):
             turn = ids[start:] if start else ids
             if texts.ended(turn, max(0, sampling.min_new_tokens - start)):
                 return "stop"

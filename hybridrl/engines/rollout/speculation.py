@@ -165,8 +165,9 @@ class Speculation:
         request, num_tokens, accepted, finish = guess.entry.request, 0, 0, None
         for guessed in (*guess.tokens, None):
             row = start + num_tokens
-            token, kept = drawn.tokens[row], None if drawn.kept is None else drawn.kept[row]
-            finish = append_token(request, token, drawn.log_probs[row], kept, stops)
+            token, log_prob = int(drawn.tokens[row]), float(drawn.log_probs[row])
+            kept = None if drawn.kept is None else drawn.kept[row]
+            finish = append_token(request, token, log_prob, kept, stops)
             num_tokens += 1
             accepted += token == guessed
             if token != guessed or finish is not None:

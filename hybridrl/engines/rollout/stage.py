@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -54,8 +56,8 @@ class DrawnTokens(NamedTuple):
     `kept` is None where no row keeps its ids.
     """
 
-    tokens: list[int]
-    log_probs: list[float]
+    tokens: npt.NDArray[np.integer[Any]]
+    log_probs: npt.NDArray[np.float32]
     kept: list[IdArray] | None = None
 
 
@@ -83,7 +85,7 @@ class Drawn:
             others = [message[1].view(torch.float64).float()]
             others += [message[2:].T] if len(message) > 2 else []
         log_probs, *kept = others
-        return DrawnTokens(tokens.tolist(), log_probs.tolist(), rows_of(kept[0]) if kept else None)
+        return DrawnTokens(tokens.numpy(), log_probs.numpy(), rows_of(kept[0]) if kept else None)
 
 
 class RolloutStage:

@@ -39,14 +39,13 @@ class StopStrings:
             raise ValueError(f"stop texts {list(texts)}: wanted one or more, none of them empty")
         self._decode, self._texts = decode, tuple(texts)
         self._tail = max(len(text.encode()) for text in texts) + _CHARACTER
-        self._closing: dict[int, bool] = {}  # by token id, of those seen
+        self._closing, self._others = set[int](), set[int]()  # token ids, of those seen
 
-    def may_close(self, token: int) -> bool:
-        """Whether a text may end within the text of `token`; else `ended` need not be asked."""
-        known = self._closing.get(token)
-        if known is None:
-            known = self._closing[token] = self._can_close(token)
-        return known
+    def may_close(self, tokens: Sequence[int]) -> bool:
+        """Whether a text may end within one of the `tokens`; else `ended` need not be asked."""
+        for token in {*tokens} - self._others - self._closing:
+            (self._closing if self._can_close(token) else self._others).add(token)
+        return not self._closing.isdisjoint(tokens)
 
     def _can_close(self, token: int) -> bool:
         """Whether a text may end in `token`; True also where its text depends on other tokens.

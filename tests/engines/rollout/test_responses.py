@@ -1,0 +1,97 @@
+"""Responses that grow as arrays, against tokens that are appended to each request."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridrl.engines.rollout.interface import Request, SamplingParams
+from hybridrl.engines.rollout.kept_groups import Ints
+from hybridrl.engines.rollout.kept_ids import KeptIds
+from hybridrl.engines.rollout.requests import append_token, tokens_left
+from hybridrl.engines.rollout.responses import _MOST, GrowingResponses
+from hybridrl.engines.rollout.stage import DrawnTokens
+from hybridrl.engines.rollout.stops import StopStrings
+
+VOCAB = 5
+
+
+def text_of(ids: object) -> str:
+    return "".join("abcde"[id] for id in ids)  # type: ignore[attr-defined]
+
+
+STOPS = StopStrings(text_of, ["ba", "cdc"])
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    """One that has made some tokens already, perhaps in an earlier turn."""
+    made = draw(st.integers(0, 3))
+    sampling = SamplingParams(
+        made + draw(st.integers(1, 9)),
+        stop_token_ids=tuple(draw(st.sets(st.integers(0, VOCAB - 1), max_size=2))),
+        min_new_tokens=draw(st.sampled_from([0, 0, 2])),
+        max_turn_tokens=draw(st.sampled_from([0, 0, 3])),
+        keeps_ids=draw(st.booleans()),
+    )
+    request = Request(0, [1], sampling, 0, response_ids=[0] * made, log_probs=[0.0] * made)
+    request.turn_start = made
+    request.rests_at = draw(st.sampled_from([0, 0, made + 2]))
+    request.stops = draw(st.sampled_from([None, None, STOPS]))
+    request.kept_ids = KeptIds([0] * made) if sampling.keeps_ids else None
+    return request
+
+
+def limits_of(batch: Sequence[Request]) -> Ints:
+    return np.array([len(request.response_ids) + tokens_left(request) for request in batch])
+
+
+@given(
+    batch=st.lists(requests(), min_size=1, max_size=4),
+    stops=st.sampled_from([None, None, STOPS]),
+    data=st.data(),
+)
+def test_each_row_ends_with_the_token_that_ends_it(
+    batch: list[Request], stops: StopStrings | None, data: st.DataObject
+) -> None:
+    """Until a row ends, which ends the batch; requests may be asked for after any step."""
+    wanted = [request.copy() for request in batch]
+    responses = GrowingResponses(batch, limits_of(batch), stops, data.draw(st.booleans()))
+    for step in range(12):
+        tokens = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=4, max_size=4))
+        tokens = tokens[: len(batch)]
+        log_probs, kept = np.float32([-0.1 * step - token for token in tokens]), None
+        if any(request.kept_ids is not None for request in batch):
+            kept = [np.array([token], np.int32) for token in tokens]
+        ids = kept or [None] * len(batch)
+        ends = [
+            append_token(*row, stops)
+            for row in zip(wanted, tokens, log_probs.tolist(), ids, strict=True)
+        ]
+        ended = responses.append(DrawnTokens(np.array(tokens), log_probs, kept))
+        assert [(id(request), why) for request, why in ended] == [
+            (id(request), why) for request, why in zip(batch, ends, strict=True) if why is not None
+        ]
+        if ended or data.draw(st.booleans()):
+            responses.write()
+            assert batch == wanted
+        if ended:
+            return
+    responses.write()
+    assert batch == wanted
+
+
+def test_a_long_response_is_written_now_and_then() -> None:
+    length = 2 * _MOST + 3
+    request = Request(0, [1], SamplingParams(length), 0)
+    responses, finish = GrowingResponses([request], limits_of([request]), None), []
+    written = []
+    for token in range(length):
+        drawn = DrawnTokens(np.array([token]), np.float32([-token]))
+        finish += [why for _, why in responses.append(drawn)]
+        written.append(len(request.response_ids))
+    assert sorted(set(written)) == [0, _MOST, 2 * _MOST, length]
+    assert request.response_ids == [*range(length)]
+    assert request.log_probs == [-float(token) for token in range(length)]
+    assert finish == ["length"]
