@@ -354,5 +354,5 @@ def test_under_ray_a_rank_logs_no_call_at_info(
     run = train(tmp_path / "run", *settings, *kind.split())
     (ranks,) = [e for e in read_lines(run.dir / "events.jsonl") if e["kind"] == "ranks"]
     text = Path(ranks["log"]).read_text()
-    assert " rank 0 INFO hybridrl.models.packed_attention: " in text
+    assert " rank 0 INFO hybridrl.models.attention_choice: " in text
     assert "DEBUG" not in text
