@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=32, help="of a step; 8 samples each")
     parser.add_argument("--ranks", type=int, default=2, help="of ours; SkyRL's takes all cores")
     parser.add_argument("--lora", type=int, default=8, help="rank of the adapters")
-    parser.add_argument("--rows", type=int, default=128, help="that SkyRL samples at once")
+    parser.add_argument("--rows", type=int, default=64, help="that SkyRL samples at once")
     parser.add_argument("--cache", type=Path, default=Path(".cache/bench"))
     args = parser.parse_args(argv)
     if version(args.skyrl) != VERSION:
