@@ -5,7 +5,8 @@
 One program by Tinker's SDK, in a process of its own, is in front of each server: it draws samples
 of fixed weights, then it takes steps of GRPO. The client counts the tokens. Both servers have the
 same weights, prompts, adapters' rank and places, and cores. Their draws differ, so the lengths of
-their responses are equal in the mean alone: `response_tokens_mean` shows that they are.
+their responses are equal in the mean alone: `response_tokens_mean` shows that they are. SkyRL's
+takes the mean of a loss over tokens and data, where ours has the sum that Tinker documents.
 """
 
 import argparse
@@ -16,12 +17,10 @@ from pathlib import Path
 
 from blocks import in_turns
 from lines import show
-from serve import HERE, compared
+from serve import HERE, WARM_UP, compared
 from tasks import TASKS
 
 VERSION = "0.4.0"
-# In so many steps SkyRL's server has compiled each length that it will see.
-WARM_UP = 6
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -52,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             name: [args.python, str(HERE / "serve_sides.py"), name, *rest]
             for name in ("served", "skyrl")
         }
+        # SkyRL's server pads all sequences of this task to one length, which it compiles at first.
         blocks = in_turns(commands, args.rounds, args.steps, WARM_UP)
         sizes = {"steps_per_block": args.steps, "ranks": args.ranks, "lora": args.lora}
         name = f"served_{work}_tokens_per_s_vs_skyrl"
