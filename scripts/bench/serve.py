@@ -9,9 +9,10 @@ same starting weights, prompts, draws, ranks and optimizer, and so the same resp
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from blocks import in_turns
 from lines import line, show
@@ -40,23 +41,25 @@ def main(argv: Sequence[str] | None = None) -> None:
             for name in ("served", "run")
         }
         blocks = in_turns(commands, args.rounds, args.steps, WARM_UP)
-        per_s = {
-            name: [one["samples_per_s"] * one["response_tokens_mean"] for one in own]
-            for name, own in blocks.items()
-        }
-        tokens = {
-            name: round(fmean(one["response_tokens_mean"] for one in own), 1)
-            for name, own in blocks.items()
-        }
-        show(
-            line(
-                f"served_tokens_per_s_{f'lora{lora}' if lora else 'all_weights'}",
-                "tokens/s", "higher", per_s["served"], per_s["run"],
-                steps_per_block=args.steps, ranks=args.ranks,
-                response_tokens_mean=tokens["served"],
-                baseline_response_tokens_mean=tokens["run"],
-            )
-        )  # fmt: skip
+        name = f"served_tokens_per_s_{f'lora{lora}' if lora else 'all_weights'}"
+        sizes = {"steps_per_block": args.steps, "ranks": args.ranks}
+        show(compared(name, blocks["served"], blocks["run"], **sizes))
+
+
+def compared(
+    name: str,
+    ours: Sequence[Mapping[str, float]],
+    theirs: Sequence[Mapping[str, float]],
+    **sizes: Any,
+) -> dict[str, Any]:
+    """The record of two sides' blocks by the tokens of their responses, a second."""
+    both = (ours, theirs)
+    per_s = [[x["samples_per_s"] * x["response_tokens_mean"] for x in own] for own in both]
+    tokens = [round(fmean(x["response_tokens_mean"] for x in own), 1) for own in both]
+    return line(
+        name, "tokens/s", "higher", *per_s, **sizes,
+        response_tokens_mean=tokens[0], baseline_response_tokens_mean=tokens[1],
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

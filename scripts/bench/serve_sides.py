@@ -1,10 +1,18 @@
-"""The sides of `make bench-serve`: a run of `recipe=grpo`, and the same loop by Tinker's SDK."""
+"""The sides of `make bench-serve`: a run of `recipe=grpo`, and the same loop by Tinker's SDK.
+
+`make bench-serve-skyrl` has the same client in front of `hybridrl serve` and of SkyRL's server.
+"""
 
 import argparse
+import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +28,8 @@ from transformers import AutoTokenizer
 
 from hybridrl.algorithms.advantages import group_relative
 from hybridrl.data import Item
+
+HERE = Path(__file__).parent
 
 
 def run(task: Task, model: Path, settings: Sequence[str]) -> None:
@@ -52,27 +62,99 @@ def server(task: Task, model: Path, settings: Sequence[str]) -> Iterator[dict[st
             process.wait()
 
 
+@contextmanager
+def skyrl_server(python: str, model: Path, lora: int, rows: int) -> Iterator[dict[str, str]]:
+    """Start SkyRL's server on its CPU backend by this Python; what its clients need, by name.
+
+    It samples `rows` sequences at once, a number that XLA compiles for. Only so many adapters are
+    held as are used here: the base model's and one.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    backend = {"max_lora_adapters": 2, "max_lora_rank": lora, "sample_max_num_sequences": rows}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            python, str(HERE / "skyrl_server.py"), f"--port={port}", f"--base-model={model}",
+            "--backend=jax", f"--backend-config={json.dumps(backend)}",
+            f"--checkpoints-base={folder}", f"--database-url=sqlite:///{folder}/tinker.db",
+        ]  # fmt: skip
+        process = subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+        try:
+            while not answers(f"{url}/api/v1/healthz"):
+                if process.poll() is not None:
+                    raise RuntimeError(f"SkyRL's server ended with {process.returncode}")
+                time.sleep(0.2)
+            yield {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-skyrl"}
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def answers(url: str) -> bool:
+    """Whether a GET of this address is answered."""
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except urllib.error.URLError:
+        return False
+
+
 def result(future: Any) -> Any:
     """What the SDK answers, of which some versions give futures."""
     return future.result() if hasattr(future, "result") else future
 
 
-def served(task: Task, model: Path, lora: int, settings: Sequence[str]) -> None:
-    """Take blocks of steps by Tinker's SDK."""
+def client(
+    blocks: Blocks, exports: dict[str, str], task: Task, model: Path, lora: int, work: str
+) -> None:
+    """Take blocks of steps by Tinker's SDK from the server that `exports` names.
+
+    A step is one of GRPO (`work` is grpo), or its samples alone, of the starting weights (sample).
+    """
     import tinker
 
-    blocks, tokenizer = Blocks(), AutoTokenizer.from_pretrained(model)
+    os.environ |= exports
+    tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = enumerate(task.prompts(model))
-    with server(task, model, settings) as exports:
-        os.environ |= exports
-        service = tinker.ServiceClient()
-        training = result(
-            service.create_lora_training_client(base_model=str(model), rank=lora or 8)
+    service = tinker.ServiceClient()
+    training = result(service.create_lora_training_client(base_model=str(model), rank=lora or 8))
+    sampler = result(training.save_weights_and_get_sampling_client()) if work == "sample" else None
+    goes_on = blocks.begin()
+    while goes_on:
+        step = list(islice(prompts, task.prompts_per_step))
+        if sampler:
+            drawn = samples(sampler, task, step, tokenizer)
+            lengths = [len(x.tokens) for group in drawn for x in group]
+        else:
+            lengths = grpo_step(training, task, step, tokenizer)
+        goes_on = blocks.after_step(lengths)
+
+
+def samples(
+    sampler: Any, task: Task, prompts: Sequence[tuple[int, Item]], tokenizer: Any
+) -> list[Any]:
+    """Draw a group for each prompt.
+
+    `seed` makes the draws those of the prompt in a run. Both servers are told where a response
+    ends: SkyRL's knows no end of text by itself.
+    """
+    from tinker import types
+
+    asked = [
+        sampler.sample(
+            types.ModelInput.from_ints(list(item.prompt_ids)),
+            GROUP_SIZE,
+            types.SamplingParams(
+                max_tokens=task.max_new_tokens,
+                temperature=1.0,
+                seed=position,
+                stop=[tokenizer.eos_token_id],
+            ),
         )
-        goes_on = blocks.begin()
-        while goes_on:
-            step = list(islice(prompts, task.prompts_per_step))
-            goes_on = blocks.after_step(grpo_step(training, task, step, tokenizer))
+        for position, item in prompts
+    ]
+    return [group.sequences for group in map(result, asked)]
 
 
 def grpo_step(
@@ -81,24 +163,17 @@ def grpo_step(
     """One step of GRPO on prompts by their positions, as `recipe=grpo` makes it; the lengths."""
     from tinker import types
 
-    # generate: `seed` makes the draws those of the prompt in a run
+    # generate
     sampler = result(training.save_weights_and_get_sampling_client())
-    asked = [
-        sampler.sample(
-            types.ModelInput.from_ints(list(item.prompt_ids)),
-            GROUP_SIZE,
-            types.SamplingParams(max_tokens=task.max_new_tokens, temperature=1.0, seed=position),
-        )
-        for position, item in prompts
-    ]
+    drawn = samples(sampler, task, prompts, tokenizer)
     # score, compare within groups
     responses = []
-    for (_, item), samples in zip(prompts, map(result, asked), strict=True):
-        texts = tokenizer.batch_decode([x.tokens for x in samples.sequences])
+    for (_, item), group in zip(prompts, drawn, strict=True):
+        texts = tokenizer.batch_decode([x.tokens for x in group])
         advantages = group_relative([score(text, item.answer) for text in texts])
         responses += [
             (list(item.prompt_ids), x, advantage)
-            for x, advantage in zip(samples.sequences, advantages, strict=True)
+            for x, advantage in zip(group, advantages, strict=True)
         ]
     # update: a mean over tokens
     lengths = [len(sequence.tokens) for _, sequence, _ in responses]
@@ -137,11 +212,14 @@ def datum(prompt: list[int], sequence: Any, advantage: float) -> Any:
 def main() -> None:
     """Parse and run blocks of steps."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("side", choices=["run", "served"])
+    parser.add_argument("side", choices=["run", "served", "skyrl"])
     parser.add_argument("model", type=Path)
     parser.add_argument("--prompts", type=int)
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--lora", type=int)
+    parser.add_argument("--work", choices=["grpo", "sample"], default="grpo")
+    parser.add_argument("--skyrl", help="a Python that has SkyRL")
+    parser.add_argument("--rows", type=int, help="that SkyRL samples at once")
     args = parser.parse_args()
     task = replace(TASKS["short"], prompts_per_step=args.prompts)
     settings = [
@@ -149,8 +227,15 @@ def main() -> None:
     ]  # fmt: skip
     if args.side == "run":
         run(task, args.model, settings)
-    else:
-        served(task, args.model, args.lora, settings)
+        return
+    blocks = Blocks()  # before a server starts, which prints
+    started = (
+        skyrl_server(args.skyrl, args.model, args.lora, args.rows)
+        if args.side == "skyrl"
+        else server(task, args.model, settings)
+    )
+    with started as exports:
+        client(blocks, exports, task, args.model, args.lora, args.work)
 
 
 if __name__ == "__main__":

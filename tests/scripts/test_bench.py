@@ -203,6 +203,14 @@ def test_a_served_loop_against_a_run(tmp_path: Path) -> None:
     assert record["response_tokens_mean"] == record["baseline_response_tokens_mean"] > 0
 
 
+@pytest.mark.parametrize("python", [sys.executable, "/nowhere/python"])
+def test_a_python_without_skyrl_is_refused(python: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load("serve_skyrl").main([f"--skyrl={python}"])
+    line = f"--skyrl={python}: wanted a Python that has skyrl[tinker,jax]==0.4.0"
+    assert line in capsys.readouterr().err
+
+
 @pytest.mark.slow  # most of a minute
 def test_the_longest_sequence_at_a_fixed_memory() -> None:
     """Counted, not timed: cp 2 holds nearly twice as many tokens, and chunks more of them, too."""
