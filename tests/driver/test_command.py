@@ -55,7 +55,7 @@ def test_two_runs_are_equal_bit_for_bit_and_need_no_network(
         code, out, err = run.end(timeout=150)
         assert code == 0, err
         assert json.loads(out.splitlines()[-1])["run"] == str(tmp_path / name)
-        shown = ("starting ", "schedule=auto ", "warm start", "rl ", "step ")  # no library's warnings
+        shown = "starting ", "schedule=auto ", "warm start", "rl ", "step "  # and no warnings
         rest = [line for line in err.splitlines() if not line.startswith(shown)]
         # Without a network Ray's C++ says so, before anything could turn its log down.
         assert [x for x in rest if not (prefix and "Failed to determine local IP" in x)] == []
