@@ -149,7 +149,8 @@ def check_followed(
     an instance that died had made is not in its record.
     """
     case |= {"staleness": staleness, "lengths": [1 + 4 * n for n in lengths]}
-    recorded = {"in_flight": True, "pauses": pauses, "loses": loses, "tells": False}
+    flies = staleness > 0
+    recorded = {"in_flight": flies, "pauses": pauses, "loses": loses and flies, "tells": False}
     if deaths:
         num_instances = case["num_instances"] + 1
         mortal = {n: who for n, who in deaths.items() if who < num_instances - 1}
@@ -177,7 +178,7 @@ def check_followed(
 
 
 FOLLOWED = {
-    "staleness": st.integers(1, 3), "others": st.integers(1, 4), "shared": st.booleans(),
+    "staleness": st.integers(0, 3), "others": st.integers(1, 4), "shared": st.booleans(),
     "loses": st.booleans(),
     "deaths": st.one_of(
         st.just({}), st.dictionaries(st.integers(1, 40), st.integers(0, 3), max_size=2)
