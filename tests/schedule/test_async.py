@@ -101,6 +101,30 @@ take_cases = given(**(CASES | {"groups": st.integers(1, 3), "per_round": st.inte
 test_rounds_of_a_take_are_of_its_step = settings(max_examples=60)(take_cases(check_takes))
 
 
+def check_followed_takes(resumes, seed, groups, per_round, others, shared, **case):
+    """A record has the prompts of all rounds of a step: who follows begins them at once."""
+    take = {"num_groups": groups, "round_prompts": per_round, "max_rounds": 4, "allow_fewer": True}
+    case |= {"staleness": 0, "kind": "filter", "more": {"take": take}}
+    case["lengths"] = [1 + n for n in case["lengths"]]
+    first, results, _ = run_case(case, seed)
+    versions = {id: x for result in results for id, x in result.versions.items()}
+    prompts = (sorted({id.prompt for id in result.versions}) for result in results)
+    case |= {"record": RunRecord(versions, {}, dict(enumerate(prompts)))}
+    case |= {"num_instances": others, "shared": shared, "late": Latencies(), "pauses": set()}
+    executors, again, _ = run_case(case, seed + 1, resumes=frozenset(resumes))
+    for one, other in zip(results, again, strict=True):
+        assert one.versions == other.versions
+        assert one.dropped == other.dropped
+    assert [x for e in executors for x in e.updates] == first[0].updates
+
+
+followed_takes = given(
+    **(CASES | {"groups": st.integers(1, 3), "per_round": st.integers(1, 3)}),
+    others=st.integers(1, 4), shared=st.booleans(),
+)  # fmt: skip
+test_rounds_of_a_take_are_followed = settings(max_examples=60)(followed_takes(check_followed_takes))
+
+
 def check_in_flight(staleness, resumes, seed, **case):
     case |= {"staleness": staleness, "in_flight": True}
     executors, results, versions = run_case(case, seed, resumes=frozenset(resumes))
