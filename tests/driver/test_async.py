@@ -264,6 +264,26 @@ def test_weights_of_vllm_change_under_samples(
     assert any(span.recomputed for span in spans) == (kv == "keep")
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_weights_of_vllm_change_under_conversations(
+    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, kv: str
+) -> None:
+    """Amid turns, and while a reply is awaited: of such a conversation full blocks stay."""
+    talking = [*TALKING, "+environment.params.sleep=0.05", "environment.max_turn_tokens=12"]
+    settings = [*IN_FLIGHT, *VLLM, *talking, "rollout.stop=[]", f"schedule.parked_kv={kv}"]
+    run = start(train_here, long_tail, tmp_path / "run", *settings)
+    check_in_flight(run, 2)
+    if kv == "recompute":
+        check_log_probs(run)
+    else:
+        check_kept(run, block=VLLM_BLOCK)
+    samples = (sample for step in run.steps for sample in step.samples)
+    pairs = (pair for s in samples for pair in pairwise(span for span in s.spans if span.trained))
+    changes = {after.start > span.stop for span, after in pairs if after.version != span.version}
+    assert changes == {False, True}  # within a turn, and between two
+
+
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
