@@ -366,9 +366,13 @@ def test_adapters_alone_are_pushed(
 def test_a_run_repeats_and_resumes_bit_for_bit(
     train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, schedule: list[str]
 ) -> None:
-    """From a checkpoint with samples that are to be made by older weights than its own."""
+    """From scratch, and from a checkpoint with samples that older weights than its own make."""
     once = start(train_here, long_tail, tmp_path / "once", *STRICT, *schedule)
     check_versions(once, STALENESS[schedule[0]], updates=2)
+    again = start(
+        train_here, long_tail, tmp_path / "again", *STRICT, *schedule, "trainer.save_every=0"
+    )
+    assert different(once, again) == []
     point = once.dir / "checkpoints" / "step_000002"
     state = json.loads((point / "resume" / "state.json").read_text())
     assert state["schedule"]["batches"]
