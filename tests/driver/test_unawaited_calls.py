@@ -226,9 +226,7 @@ def test_a_pool_that_is_busy_lets_samples_be_read(
     assert sorted(steps.spans) == [(1, "texts"), (2, "texts")]
 
 
-def test_a_pool_that_is_busy_lets_a_step_be_digested(
-    executor: RayExecutor, worker: Worker
-) -> None:
+def test_a_pool_that_is_busy_lets_a_step_be_digested(executor: RayExecutor, worker: Worker) -> None:
     """Ranks of the other pool go on; the step's line waits for all ranks."""
     samples = (Sample(id=SampleId(0), rank=0, tensors={"tokens"}),)
     result = StepResult(1, samples, samples, dropped={}, metrics={}, spans=())
