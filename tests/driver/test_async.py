@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, Glm4MoeConfig, Glm4MoeForCausalLM
 from whole_runs import USER_CODE, goes_on
 
+from hybridrl.config import TinyModelConfig
 from hybridrl.config.stored_run import composed_run
 from hybridrl.layout.push import WeightsDamaged
+from hybridrl.models.buffers import persistent_buffers, routing_biases
+from hybridrl.models.tiny import make_char_tokenizer
 from hybridrl.telemetry.records import read_lines
 from hybridrl.workers.trainer_worker import TrainerWorker
 
@@ -152,6 +155,39 @@ def test_every_token_is_of_the_version_that_its_batch_says(
     run = start(train_here, long_tail, tmp_path / "run", *schedule, *layout)
     check_versions(run, STALENESS[schedule[0]])
     check_log_probs(run)
+
+
+def make_biased_model(folder: Path) -> Path:
+    """A model whose routers have a bias that chooses experts, and is no parameter."""
+    tokenizer = make_char_tokenizer(TinyModelConfig().alphabet, 128)
+    torch.manual_seed(0)
+    config = Glm4MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, n_routed_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=32, n_group=1, topk_group=1,
+        first_k_dense_replace=0, max_position_embeddings=128, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.2,
+    )  # fmt: skip
+    Glm4MoeForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_routing_biases_go_along_with_a_push(
+    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path
+) -> None:
+    """A checkpoint has those of its version, with which transformers chooses experts."""
+    path = make_biased_model(tmp_path / "model")
+    biased = [f"model.path={path}", "trainer.router_bias_update_rate=0.25"]
+    run = start(train_here, long_tail, tmp_path / "run", "schedule=one_step", *biased)
+    check_versions(run, 1)
+    (run.dir / "start").symlink_to(path)
+    check_log_probs(run)
+    biases = [routing_biases(persistent_buffers(model)) for model in models_of(run)]
+    assert len(biases[0]) == 2
+    for name, first in biases[0].items():
+        assert max(float((other[name] - first).abs().max()) for other in biases) >= 0.25
 
 
 IN_FLIGHT = [
