@@ -651,6 +651,25 @@ def test_a_record_of_conversations_is_followed_bit_for_bit(
     assert several, "no conversation has tokens of several versions"
 
 
+@pytest.mark.layouts
+def test_an_on_policy_record_has_the_episodes_that_have_failed(
+    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path
+) -> None:
+    """With S = 0 prompts say which weights make a token; nothing but the record says which failed.
+
+    No reply is late in the run that follows.
+    """
+    settings = [*STRICT, "schedule=periodic", *FAILING]
+    first = start(train_here, long_tail, tmp_path / "first", *settings)
+    write_settings(first, long_tail, *settings)
+    record = read_lines(first.dir / "versions.jsonl")
+    assert "timeout" in [kind for line in record for _, _, kind in line.get("failed", ())]
+    settings += [f"schedule.follow={first.dir}", "environment.turn_timeout_s=30"]
+    again = start(train_here, long_tail, tmp_path / "again", *settings, *FOLLOWERS["shared"])
+    assert different(first, again) == []
+    assert record == read_lines(again.dir / "versions.jsonl")
+
+
 TRAINING = {
     "one rank": [],
     "fsdp 2": ["cluster.ranks=3"],
