@@ -504,6 +504,7 @@ WRONG = [
     ("rollout.engine=vllm", "rollout.block_size=16: wanted a multiple of 32 with rollout.engine=v"),
     ("rollout=vllm deterministic=strict", "deterministic=strict: wanted off with rollout.engine="),
     ("rollout.graph_buckets=many", "rollout.graph_buckets=many: wanted a list: [a,b]"),
+    ("rollout.graph_buckets=[a,b]", "rollout.graph_buckets=[a,b]: wanted a whole number"),
     (
         "rollout.graph_buckets=[0,4]",
         "rollout.graph_buckets=[0, 4]: wanted numbers of rows, 1 or mo",
@@ -652,6 +653,23 @@ def test_a_gpu_without_a_c_compiler_is_refused(
     assert err == (
         "hybridrl: cluster.device=cuda: wanted a C compiler for Triton's kernels"
         " (no gcc or clang is on PATH, and CC is not set), or cpu\n"
+    )
+    assert sorted(files.rglob("*")) == before
+
+
+def test_compiled_layers_without_a_compiler_are_refused(
+    files: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch would look for it at the first layer, in each rank."""
+    monkeypatch.setenv("CXX", "/none")
+    before = sorted(files.rglob("*"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--dry-run", "trainer.compile=true", "run.dir=out"])
+    out, err = capfd.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert err == (
+        "hybridrl: trainer.compile=True: wanted false,"
+        " or a C++ compiler (CXX=/none is no program here)\n"
     )
     assert sorted(files.rglob("*")) == before
 

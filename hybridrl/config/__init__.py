@@ -277,7 +277,7 @@ class Config:
         self.schedule.check_lengths(most if self.rollout.ignore_eos else least, most)
 
     def _check_generating_pool(self) -> None:
-        """Raise ConfigError for a schedule or model that ranks which generate alone exclude."""
+        """Raise ConfigError for a schedule or layout that ranks which generate alone exclude."""
         size, kind = self.cluster.pools.rollout, self.schedule.kind
         if self.schedule.entry.separate and not size and not self.schedule.follows:
             allowed = f"1 or more ranks that generate with schedule={kind.value}"
@@ -289,6 +289,7 @@ class Config:
         if kind not in kinds and not self.schedule.entry.separate:
             allowed = f"serial, periodic, one_step or async {with_pool}"
             raise ConfigError("schedule", kind.value, allowed)
+        self.rollout.layout.check_pushed(with_pool)
 
     def check_experts(self) -> None:
         """Raise ConfigError for settings of experts that the rollout engine or model lacks."""

@@ -167,3 +167,15 @@ class RolloutLayoutConfig:
             raise ConfigError("rollout.layout", f"{self.pp} x {self.tp}", allowed)
         if self.ep not in (1, self.tp):
             raise ConfigError("rollout.layout.ep", self.ep, f"1, or rollout.layout.tp={self.tp}")
+
+    def check_pushed(self, with_pool: str) -> None:
+        """Raise ConfigError for settings of the switch, which ranks that generate alone have not.
+
+        Their weights are pushed to them, in the ranks' own order.
+        """
+        if self.grouping is not Grouping.auto:
+            allowed = f"auto {with_pool}: weights are pushed, in the ranks' own order"
+            raise ConfigError("rollout.layout.grouping", self.grouping.value, allowed)
+        if self.bucket_mb is not None:
+            allowed = f"null {with_pool}: weights are pushed, without a switch"
+            raise ConfigError("rollout.layout.bucket_mb", self.bucket_mb, allowed)

@@ -249,7 +249,7 @@ def evaluate(
     kind: ScheduleConfig = FusedScheduleConfig()
     if config.cluster.home != "actor":  # the ranks that train have nothing to do
         kind = SerialScheduleConfig()
-    elif config.schedule.serial_batches:
+    elif config.schedule.serial_batches and not config.schedule.follows:  # a record of training
         kind = config.schedule
     while True:
         parts = config, kind, graph, executor, enumerate(items), sampling, len(items)

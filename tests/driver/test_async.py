@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, Glm4MoeConfig, Glm4MoeForCausalLM
 from whole_runs import USER_CODE, goes_on
 
+from hybridrl.config import TinyModelConfig
 from hybridrl.config.stored_run import composed_run
 from hybridrl.layout.push import WeightsDamaged
+from hybridrl.models.buffers import persistent_buffers, routing_biases
+from hybridrl.models.tiny import make_char_tokenizer
 from hybridrl.telemetry.records import read_lines
 from hybridrl.workers.trainer_worker import TrainerWorker
 
@@ -154,6 +157,39 @@ def test_every_token_is_of_the_version_that_its_batch_says(
     check_log_probs(run)
 
 
+def make_biased_model(folder: Path) -> Path:
+    """A model whose routers have a bias that chooses experts, and is no parameter."""
+    tokenizer = make_char_tokenizer(TinyModelConfig().alphabet, 128)
+    torch.manual_seed(0)
+    config = Glm4MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, n_routed_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=32, n_group=1, topk_group=1,
+        first_k_dense_replace=0, max_position_embeddings=128, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.2,
+    )  # fmt: skip
+    Glm4MoeForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_routing_biases_go_along_with_a_push(
+    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path
+) -> None:
+    """A checkpoint has those of its version, with which transformers chooses experts."""
+    path = make_biased_model(tmp_path / "model")
+    biased = [f"model.path={path}", "trainer.router_bias_update_rate=0.25"]
+    run = start(train_here, long_tail, tmp_path / "run", "schedule=one_step", *biased)
+    check_versions(run, 1)
+    (run.dir / "start").symlink_to(path)
+    check_log_probs(run)
+    biases = [routing_biases(persistent_buffers(model)) for model in models_of(run)]
+    assert len(biases[0]) == 2
+    for name, first in biases[0].items():
+        assert max(float((other[name] - first).abs().max()) for other in biases) >= 0.25
+
+
 IN_FLIGHT = [
     "schedule=async", "schedule.max_staleness=2", "schedule.new_weights=in_flight",
     "rollout.decode_steps=2",
@@ -198,18 +234,19 @@ def test_weights_change_under_samples(
 
 
 @torch.no_grad()
-def check_kept(run: Any, updates: int = 1) -> None:
+def check_kept(run: Any, updates: int = 1, block: int = 1) -> None:
     """Against transformers in float64, on a cache of which each version has made its part.
 
     The last token of a version has no keys and values before the next version computes them, nor
-    has a reply. A version that `recomputed` a lost cache has made all of it.
+    has a reply. A version that `recomputed` a lost cache has made all of it. Of a conversation that
+    waits for a reply whole blocks of so many tokens stay.
     """
     models, apart = models_of(run), 0.0
     for sample in (sample for step in run.steps for sample in step.samples):
         tokens, log_probs, _ = json.loads(sample.scalars["told"])
         recorded = torch.tensor(log_probs, dtype=torch.float64)
         drawn = torch.tensor(tokens[sample.prompt_tokens :])
-        cache, done, told = DynamicCache(), 0, 0
+        cache, done, told, last_stop = DynamicCache(), 0, 0, 0
         for span in (span for span in sample.spans if span.trained):
             stop, own = sample.prompt_tokens + span.stop - 1, slice(span.start, span.stop)
 
@@ -220,6 +257,10 @@ def check_kept(run: Any, updates: int = 1) -> None:
             model = models[span.version // updates]
             if span.recomputed:
                 cache, done = DynamicCache(), 0
+            elif span.start > last_stop:
+                done -= done % block
+                cache.crop(done)
+            last_stop = span.stop
             wanted = of_own(model(torch.tensor([tokens[done:stop]]), past_key_values=cache).logits)
             of_span = recorded[told : told + len(wanted)]
             torch.testing.assert_close(of_span, wanted, atol=1e-5, rtol=0)
@@ -231,7 +272,7 @@ def check_kept(run: Any, updates: int = 1) -> None:
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize("layout", ["1 + 1", "fsdp 2, tp 2"])
+@pytest.mark.parametrize("layout", ["1 + 1", "fsdp 2, tp 2", "adapters"])
 def test_weights_change_and_caches_stay(
     train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, layout: str
 ) -> None:
@@ -241,19 +282,42 @@ def test_weights_change_and_caches_stay(
     check_kept(run)
 
 
+VLLM = ["rollout=vllm", "model.tiny.head_dim=32"]  # its attention has no smaller ones
+VLLM_BLOCK = 32
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 def test_weights_of_vllm_change_under_samples(
     train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, kv: str
 ) -> None:
-    vllm = ["rollout=vllm", "model.tiny.head_dim=32"]  # its attention has no smaller ones
-    settings = [*IN_FLIGHT, *vllm, f"schedule.parked_kv={kv}", "eval.sets.main.every=2"]
+    settings = [*IN_FLIGHT, *VLLM, f"schedule.parked_kv={kv}", "eval.sets.main.every=2"]
     run = start(train_here, long_tail, tmp_path / "run", *settings)
     check_in_flight(run, 2)
     {"recompute": check_log_probs, "keep": check_kept}[kv](run)
     # Evaluations park samples, whose caches vLLM does not hand out.
     spans = [span for step in run.steps for sample in step.samples for span in sample.spans]
     assert any(span.recomputed for span in spans) == (kv == "keep")
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_weights_of_vllm_change_under_conversations(
+    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, kv: str
+) -> None:
+    """Amid turns, and while a reply is awaited: of such a conversation full blocks stay."""
+    talking = [*TALKING, "+environment.params.sleep=0.05", "environment.max_turn_tokens=12"]
+    settings = [*IN_FLIGHT, *VLLM, *talking, "rollout.stop=[]", f"schedule.parked_kv={kv}"]
+    run = start(train_here, long_tail, tmp_path / "run", *settings)
+    check_in_flight(run, 2)
+    if kv == "recompute":
+        check_log_probs(run)
+    else:
+        check_kept(run, block=VLLM_BLOCK)
+    samples = (sample for step in run.steps for sample in step.samples)
+    pairs = (pair for s in samples for pair in pairwise(span for span in s.spans if span.trained))
+    changes = {after.start > span.stop for span, after in pairs if after.version != span.version}
+    assert changes == {False, True}  # within a turn, and between two
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -338,9 +402,13 @@ def test_adapters_alone_are_pushed(
 def test_a_run_repeats_and_resumes_bit_for_bit(
     train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path, schedule: list[str]
 ) -> None:
-    """From a checkpoint with samples that are to be made by older weights than its own."""
+    """From scratch, and from a checkpoint with samples that older weights than its own make."""
     once = start(train_here, long_tail, tmp_path / "once", *STRICT, *schedule)
     check_versions(once, STALENESS[schedule[0]], updates=2)
+    again = start(
+        train_here, long_tail, tmp_path / "again", *STRICT, *schedule, "trainer.save_every=0"
+    )
+    assert different(once, again) == []
     point = once.dir / "checkpoints" / "step_000002"
     state = json.loads((point / "resume" / "state.json").read_text())
     assert state["schedule"]["batches"]
@@ -581,6 +649,25 @@ def test_a_record_of_conversations_is_followed_bit_for_bit(
     assert record == read_lines(again.dir / "versions.jsonl")
     several = [segments for line in record for _, segments in line["samples"] if len(segments) > 1]
     assert several, "no conversation has tokens of several versions"
+
+
+@pytest.mark.layouts
+def test_an_on_policy_record_has_the_episodes_that_have_failed(
+    train_here: Callable[..., Any], long_tail: list[str], tmp_path: Path
+) -> None:
+    """With S = 0 prompts say which weights make a token; nothing but the record says which failed.
+
+    No reply is late in the run that follows.
+    """
+    settings = [*STRICT, "schedule=periodic", *FAILING]
+    first = start(train_here, long_tail, tmp_path / "first", *settings)
+    write_settings(first, long_tail, *settings)
+    record = read_lines(first.dir / "versions.jsonl")
+    assert "timeout" in [kind for line in record for _, _, kind in line.get("failed", ())]
+    settings += [f"schedule.follow={first.dir}", "environment.turn_timeout_s=30"]
+    again = start(train_here, long_tail, tmp_path / "again", *settings, *FOLLOWERS["shared"])
+    assert different(first, again) == []
+    assert record == read_lines(again.dir / "versions.jsonl")
 
 
 TRAINING = {

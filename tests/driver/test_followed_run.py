@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -10,6 +12,7 @@ from hybridrl.config import Config, ConfigError
 from hybridrl.config.compose import register
 from hybridrl.config.stored_run import composed_run
 from hybridrl.data import Data
+from hybridrl.driver import evaluate as evaluation
 from hybridrl.driver.followed_run import check_followed, check_followed_inputs, recorded_run
 from hybridrl.driver.inputs import inputs_of
 from hybridrl.driver.origin import Origin
@@ -73,6 +76,21 @@ def test_a_record_is_read(
         followed.check({second: (Segment(0, 4),)}, {})
     with pytest.raises(RecordDiffers, match=r"1\.0 ends; there it fails at turn 2 \(timeout\)"):
         followed.check(record.versions, {})
+
+
+def test_an_evaluation_follows_no_record(
+    make_config: Callable[..., Config], recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On ranks that train too, with S = 0: it has other prompts, and the steps of the record."""
+    schedule = Mock()
+    schedule.return_value.run_step.side_effect = LookupError
+    monkeypatch.setattr(evaluation, "make_schedule", schedule)
+    config = make_config("recipe=grpo", "schedule=periodic", f"schedule.follow={recorded}")
+    executor = Mock(apart=nullcontext)
+    with pytest.raises(LookupError):
+        evaluation.evaluate(config, "main", Mock(), executor, [], 0, Mock())
+    kind = schedule.call_args.args[1]
+    assert not kind.follows
 
 
 def test_a_reply_is_of_the_segment_that_goes_on_after_it() -> None:

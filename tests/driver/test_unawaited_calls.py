@@ -13,10 +13,14 @@ from hybridrl.config import Config
 from hybridrl.config.cluster import Placement
 from hybridrl.driver.rank_failures import WorkerError
 from hybridrl.driver.ray_executor import RayExecutor
+from hybridrl.driver.step_digests import read_step_digests
 from hybridrl.driver.worker_group import WorkerGroup
+from hybridrl.flow import Graph
 from hybridrl.flow.executor import Phase, Prepared, WeightsReady
-from hybridrl.flow.sample import SampleId
+from hybridrl.flow.sample import Sample, SampleId
 from hybridrl.runtime.launcher import CallFailed
+from hybridrl.schedule import StepResult
+from hybridrl.telemetry.digests import ShardDigest
 from hybridrl.telemetry.trace import TimeSpan
 from hybridrl.workers.answers import EnteredPhase
 from hybridrl.workers.base_worker import Reply
@@ -100,6 +104,16 @@ class Worker:
             raise RuntimeError("out of memory")
         spans = (TimeSpan("texts", 1.0, 2.0),)
         return Reply(dict.fromkeys(ids, SampleTexts("1 + 1", f"of rank {rank}")), spans)
+
+    def digest_samples(
+        self, rank: int, ids: Sequence[SampleId]
+    ) -> Reply[dict[SampleId, dict[str, ShardDigest]]]:
+        self._do("digest samples", rank)
+        return Reply({id: {"tokens": ShardDigest("ab", None, 1)} for id in ids}, ())
+
+    def digest_weights(self, rank: int) -> Reply[dict[str, dict[str, ShardDigest]]]:
+        self._do("digest weights", rank)
+        return Reply({}, ())
 
     def enter(self, rank: int, phase: Phase) -> Reply[EnteredPhase]:
         self._do(phase.value, rank)
@@ -210,6 +224,22 @@ def test_a_pool_that_is_busy_lets_samples_be_read(
     executor.drain()
     assert lines == ["0.0 of rank 1", "1.0 of rank 0"]
     assert sorted(steps.spans) == [(1, "texts"), (2, "texts")]
+
+
+def test_a_pool_that_is_busy_lets_a_step_be_digested(executor: RayExecutor, worker: Worker) -> None:
+    """Ranks of the other pool go on; the step's line waits for all ranks."""
+    samples = (Sample(id=SampleId(0), rank=0, tensors={"tokens"}),)
+    result = StepResult(1, samples, samples, dropped={}, metrics={}, spans=())
+    lines: list[dict[str, Any]] = []
+    read_step_digests(Graph(), result, executor.group, executor.read, lines.append)
+    executor.sync_weights()
+    assert executor.wait() == [WeightsReady(3)]
+    assert worker.done == [("digest samples", 0), ("digest weights", 0), ("generate", 0)]
+    assert not lines
+    worker.held.set()
+    executor.drain()
+    assert ("digest weights", 1) in worker.done
+    assert [line["samples"].keys() for line in lines] == [{"0.0"}]
 
 
 def test_what_needs_no_rank_is_read_in_its_turn(executor: RayExecutor, worker: Worker) -> None:

@@ -79,6 +79,12 @@ REFUSED = {
         r"environment\.replay=False: wanted true with schedule=async"
     ),
     f"schedule=one_step rollout.tail_tp=2 {POOL}": r"rollout\.tail_tp=2: wanted off",
+    f"schedule=one_step rollout.layout.grouping=vanilla {POOL}": (
+        r"rollout\.layout\.grouping=vanilla: wanted auto with cluster\.pools\.rollout=1: .* pushed"
+    ),
+    f"schedule=periodic rollout.layout.bucket_mb=16 {POOL}": (
+        r"rollout\.layout\.bucket_mb=16\.0: wanted null with cluster\.pools\.rollout=1: .* pushed"
+    ),
     f"cluster.pool_of.reference=rollout {POOL}": (
         r"cluster\.pool_of\.reference=rollout: wanted another pool"
     ),

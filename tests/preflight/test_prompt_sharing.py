@@ -61,6 +61,9 @@ def test_sinks_share_nothing(make_config: Callable[..., Config]) -> None:
     decided, line = decide(make_config, "recipe=grpo", sinks=True)
     assert decided is SharePrompts.never
     assert "attention sinks" in line
+    wanted = "trainer.share_prompts=always"
+    with pytest.raises(ConfigError, match=f"^{wanted}: wanted auto or never: .*attention sinks"):
+        decide(make_config, "recipe=grpo", wanted, sinks=True)
 
 
 def test_short_prompts_are_shared_on_request_alone(make_config: Callable[..., Config]) -> None:

@@ -1,5 +1,6 @@
 """The asynchronous schedule: which weights made each token, whatever the latencies."""
 
+import logging
 import random
 from collections import Counter
 
@@ -13,11 +14,13 @@ from hybridrl.flow import SampleId
 from hybridrl.flow.sample import NO_VERSION
 from hybridrl.flow.turns import RecordDiffers
 from hybridrl.flow.versions import RunRecord
+from hybridrl.schedule.dealing import Dealer
 from hybridrl.schedule.loop_schedule import LoopSchedule
 
 pytestmark = pytest.mark.long
 
 cases = given(**CASES)
+TAKE = {"take": {"num_groups": 1, "round_prompts": 2, "max_rounds": 2}}
 
 
 def check(staleness, resumes, seed, **case):
@@ -98,6 +101,30 @@ take_cases = given(**(CASES | {"groups": st.integers(1, 3), "per_round": st.inte
 test_rounds_of_a_take_are_of_its_step = settings(max_examples=60)(take_cases(check_takes))
 
 
+def check_followed_takes(resumes, seed, groups, per_round, others, shared, **case):
+    """A record has the prompts of all rounds of a step: who follows begins them at once."""
+    take = {"num_groups": groups, "round_prompts": per_round, "max_rounds": 4, "allow_fewer": True}
+    case |= {"staleness": 0, "kind": "filter", "more": {"take": take}}
+    case["lengths"] = [1 + n for n in case["lengths"]]
+    first, results, _ = run_case(case, seed)
+    versions = {id: x for result in results for id, x in result.versions.items()}
+    prompts = (sorted({id.prompt for id in result.versions}) for result in results)
+    case |= {"record": RunRecord(versions, {}, dict(enumerate(prompts)))}
+    case |= {"num_instances": others, "shared": shared, "late": Latencies(), "pauses": set()}
+    executors, again, _ = run_case(case, seed + 1, resumes=frozenset(resumes))
+    for one, other in zip(results, again, strict=True):
+        assert one.versions == other.versions
+        assert one.dropped == other.dropped
+    assert [x for e in executors for x in e.updates] == first[0].updates
+
+
+followed_takes = given(
+    **(CASES | {"groups": st.integers(1, 3), "per_round": st.integers(1, 3)}),
+    others=st.integers(1, 4), shared=st.booleans(),
+)  # fmt: skip
+test_rounds_of_a_take_are_followed = settings(max_examples=60)(followed_takes(check_followed_takes))
+
+
 def check_in_flight(staleness, resumes, seed, **case):
     case |= {"staleness": staleness, "in_flight": True}
     executors, results, versions = run_case(case, seed, resumes=frozenset(resumes))
@@ -146,7 +173,8 @@ def check_followed(
     an instance that died had made is not in its record.
     """
     case |= {"staleness": staleness, "lengths": [1 + 4 * n for n in lengths]}
-    recorded = {"in_flight": True, "pauses": pauses, "loses": loses, "tells": False}
+    flies = staleness > 0
+    recorded = {"in_flight": flies, "pauses": pauses, "loses": loses and flies, "tells": False}
     if deaths:
         num_instances = case["num_instances"] + 1
         mortal = {n: who for n, who in deaths.items() if who < num_instances - 1}
@@ -174,7 +202,7 @@ def check_followed(
 
 
 FOLLOWED = {
-    "staleness": st.integers(1, 3), "others": st.integers(1, 4), "shared": st.booleans(),
+    "staleness": st.integers(0, 3), "others": st.integers(1, 4), "shared": st.booleans(),
     "loses": st.booleans(),
     "deaths": st.one_of(
         st.just({}), st.dictionaries(st.integers(1, 40), st.integers(0, 3), max_size=2)
@@ -303,6 +331,53 @@ def test_groups_are_trained_while_others_are_made():
     assert all({id.prompt // 4 for id in ids} == {version} for version, ids in early)
     assert [len(result.samples) for result in results] == [8, 8]
     assert executor.num_early == sum(r.metrics["samples/trained_early"] for r in results)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "early", "reason"),
+    [
+        ({}, True, None),
+        ({}, False, "these cases train whole batches"),
+        (TAKE, True, "take may ask for another round, which every rank generates"),
+    ],
+    ids=["early", "settings", "recipe"],
+)
+def test_the_log_says_why_groups_are_trained_when_all_are_there(caplog, cfg, early, reason):
+    with caplog.at_level(logging.INFO, "hybridrl.schedule.asynchronous"):
+        make(SeparateExecutor(2), {"k": 2, **cfg}, staleness=0, early=early)
+    said = f"groups are trained when all are there: {reason}"
+    assert caplog.messages == [said] * (reason is not None)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_instances_are_given_samples_of_a_batch_ahead(monkeypatch, staleness):
+    """12 samples of a batch, two instances of 2 rows: each is given 12 // 4 more, of that batch.
+
+    Rows refill within a call, so there are fewer calls, by which the same batches are made.
+    """
+
+    def run():
+        executor = SeparateExecutor(2, 0, lambda id: 9)
+        schedule = make(
+            executor, {"k": 4}, staleness=staleness, prompts=3, held=2, decode_steps=20, num_steps=4
+        )
+        batches = [[sample.id for sample in schedule.run_step(n).samples] for n in range(4)]
+        assert batches == [[SampleId(3 * n + p, k=k) for p in range(3) for k in range(4)]
+                           for n in range(4)]  # fmt: skip
+        first = [(instance, commands) for instance, commands, _ in executor.calls[:2]]
+        given = {instance: [id for c in commands for id in c.ids] for instance, commands in first}
+        assert all(id.prompt < 3 for ids in given.values() for id in ids)
+        return executor, {instance: len(ids) for instance, ids in given.items()}
+
+    refilled, given = run()
+    assert given == {0: 5, 1: 5}
+    assert max(refilled.most_held) == 5
+    monkeypatch.setattr(Dealer, "_ahead", lambda self, num_queued: 0)
+    by_call, given = run()
+    assert given == {0: 2, 1: 2}
+    assert max(by_call.most_held) == 2
+    assert len(refilled.calls) < len(by_call.calls)
+    assert refilled.updates == by_call.updates
 
 
 def test_what_is_trained_early_while_lost_samples_are_made_again_is_counted():

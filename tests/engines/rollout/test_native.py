@@ -11,15 +11,18 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from hybridrl.engines.rollout.graph_decode import GraphSettings
 from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.kept_groups import split
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
+from hybridrl.kernels import decode_torch
 
 VOCAB = 52
 FAMILIES = (
     "qwen3", "llama", "llama_biased", "mistral", "qwen2", "gemma3", "qwen3_moe", "mixtral",
 )  # fmt: skip
+GRAPHS = GraphSettings(decode_torch, (1, 2, 5, 16), captures=False)
 Make = Callable[..., NativeEngine]
 Finish = Callable[..., dict[object, Output]]
 RequestsOf = Callable[..., list[Request]]
@@ -58,9 +61,11 @@ def test_greedy_equals_generate(
         assert outputs[request.id].token_ids == wanted[0, len(request.prompt_ids) :].tolist()
 
 
+@pytest.mark.parametrize("graphs", [None, GRAPHS], ids=["", "graph steps"])
 @pytest.mark.parametrize("family", ["qwen3", "llama", "llama_biased"])
 def test_greedy_equals_continuous_batching(
     family: str,
+    graphs: GraphSettings | None,
     make_model: Callable[[str], PreTrainedModel],
     make_engine: Make,
     finish: Finish,
@@ -69,7 +74,9 @@ def test_greedy_equals_continuous_batching(
     """transformers' own paged engine; on the windows of Mistral it differs from `generate`."""
     model = make_model(family)
     requests = requests_of(8, temperature=0.0)
-    outputs = finish(make_engine(model), requests)
+    engine = make_engine(model, graphs=graphs)
+    outputs = finish(engine, requests)
+    assert bool(engine.stats().graph_steps) is bool(graphs)
     most = max(request.sampling.max_new_tokens for request in requests)
     greedy = GenerationConfig(max_new_tokens=most, do_sample=False, eos_token_id=-1, pad_token_id=0)
     answers = model.generate_batch(
