@@ -515,6 +515,7 @@ class NativeEngine:
         """See `RolloutEngine`. All shards are filled at once."""
         self._collect_all()
         self._admission.drop_prefixes()
+        self._stage.forget_images()
         if not keeps_kv:
             self._drop_cached("its weights cannot change")
         if self._asleep:
