@@ -149,9 +149,8 @@ def prepare(
         check_emulation(config, config.cluster, graph)
     else:
         model_path = model_path_of(config, run_dir)
-    shape = load_config(
-        model_path, vision=config.model.vision
-    )  # a path with no model in it is an error of its own
+    # A path with no model in it is an error of its own.
+    shape = load_config(model_path, vision=config.model.vision)
     language_model = language_model_line(config, model_path)
     data, eval_items, turns, tokenizer = _load(config, model_path, graph, known)
     items = [*data.train, *data.eval, *chain(*eval_items.values())]
