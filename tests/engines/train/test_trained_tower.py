@@ -1,6 +1,5 @@
 """An image tower that trains, against transformers' whole model on each sample alone."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 from image_prompts import FAMILIES, A, B, C, ImageModel, image_model, tolerance
 from surrogate_loss import Surrogate
+from transformers import AutoModelForImageTextToText
 
 from hybridrl.config import ModelConfig, OptimConfig, TrainerConfig, TrainLayoutConfig, Vision
 from hybridrl.engines.probe import compare_gradients
@@ -41,7 +41,8 @@ def samples(model: ImageModel) -> list[TrainSequence]:
 
 def alone(model: ImageModel, sequences: list[TrainSequence]) -> Any:
     """Log-probabilities and gradients of transformers' own model in float64, sample by sample."""
-    whole = copy.deepcopy(model.whole).double()
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    whole = AutoModelForImageTextToText.from_pretrained(model.path, **eager).double().eval()
     double = ImageModel(model.path, whole, model.tower)
     scores, tokens = [], sum(x.response_tokens for x in sequences)
     for x in sequences:
@@ -61,7 +62,10 @@ def alone(model: ImageModel, sequences: list[TrainSequence]) -> Any:
 
 
 def make_engine(path: Path, **trainer: Any) -> TrainEngine:
-    settings = {"max_tokens_per_micro_batch": 80, "optim": OptimConfig(lr=1e-2)} | trainer
+    settings = {
+        "max_tokens_per_micro_batch": 80,
+        "optim": OptimConfig(lr=1e-2, clip_grad_norm=0.0),
+    } | trainer
     return TrainEngine(
         str(path),
         model=ModelConfig(vision=Vision.train),
