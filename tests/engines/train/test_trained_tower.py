@@ -10,7 +10,14 @@ from image_prompts import FAMILIES, A, B, C, ImageModel, image_model, tolerance
 from surrogate_loss import Surrogate
 from transformers import AutoModelForImageTextToText
 
-from hybridrl.config import ModelConfig, OptimConfig, TrainerConfig, TrainLayoutConfig, Vision
+from hybridrl.config import (
+    ModelConfig,
+    OptimConfig,
+    SharePrompts,
+    TrainerConfig,
+    TrainLayoutConfig,
+    Vision,
+)
 from hybridrl.engines.probe import compare_gradients
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
@@ -95,7 +102,10 @@ def step(path: Path, sequences: list[TrainSequence], **trainer: Any) -> Any:
 
 
 def steps(paths: list[Path], all_sequences: list[list[TrainSequence]]) -> list[Any]:
-    return [step(path, own) for path, own in zip(paths, all_sequences, strict=True)]
+    results = [step(path, own) for path, own in zip(paths, all_sequences, strict=True)]
+    shared = step(paths[0], all_sequences[0], share_prompts=SharePrompts.always)
+    assert shared[1]["shared_prompt_share"] > 0
+    return [*results, shared]
 
 
 @pytest.mark.layouts
@@ -104,8 +114,11 @@ def test_a_step_is_that_of_each_sample_alone(ranks: Any, tmp_path: Path) -> None
     models = [image_model(family, tmp_path / family) for family in FAMILIES]
     sequences = [samples(model) for model in models]
     results = ranks(2, steps, [model.path for model in models], sequences)
+    families, models, sequences = (
+        [*x, x[0]] for x in (list(FAMILIES), models, sequences)
+    )  # the last one shares prompts
     for family, model, own, of_ranks in zip(
-        FAMILIES, models, sequences, zip(*results, strict=True), strict=True
+        families, models, sequences, zip(*results, strict=True), strict=True
     ):
         wanted_scores, wanted = alone(model, own)
         scores = [score for of_rank in of_ranks for score in of_rank[0]]
