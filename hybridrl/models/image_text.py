@@ -96,15 +96,18 @@ def whole_model(path: str) -> PreTrainedModel | None:
         return AutoModelForImageTextToText.from_config(config)
 
 
-def meta_tower(config: PretrainedConfig) -> PreTrainedModel:
-    """The tower of the model whose text part has this `config`, without memory for its weights."""
+def meta_tower(config: PretrainedConfig, **settings: Any) -> PreTrainedModel:
+    """The tower of the model whose text part has this `config`, without memory for its weights.
+
+    The `settings` go to transformers' `from_config`.
+    """
     whole = AutoConfig.for_model(
         config.whole_type,
         vision_config=config.tower_config.to_dict(),
         text_config={"num_hidden_layers": 1},
     )
     with torch.device("meta"):
-        model: Any = AutoModelForImageTextToText.from_config(whole)
+        model: Any = AutoModelForImageTextToText.from_config(whole, **settings)
     tower: PreTrainedModel = model.model.visual
     return tower
 
@@ -115,7 +118,7 @@ def attach_tower(model: PreTrainedModel) -> None:
     The names of its parameters are those of the image model: `model.visual.blocks.0.attn.qkv.bias`.
     """
     if getattr(model.config, "trains_tower", False):
-        tower = meta_tower(model.config).to(model.dtype)
+        tower = meta_tower(model.config, dtype=model.dtype)  # its rotations stay in float32
         tower.set_attn_implementation("sdpa")  # not causal, as packed rows' is
         model.base_model.visual = tower
 

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybridrl.models.buffers import fill_buffers
 from hybridrl.models.flops import TowerFlops
 from hybridrl.models.image_files import Images, digest_of
-from hybridrl.models.image_text import whole_model
+from hybridrl.models.image_text import language_config, meta_tower, whole_model
 from hybridrl.models.images import (
     ImageProcessor,
     ImageTokens,
@@ -47,12 +47,11 @@ class ImageReader:
     def __init__(self, path: str) -> None:
         """Read the settings. Raises ValueError for a model without a tower."""
         config = image_config(path)
-        whole: Any = whole_model(path)
-        if config is None or whole is None:
+        if config is None:
             raise ValueError(f"{path} has no image tower that is computed")
         self.tokens = ImageTokens.of(config)
         self._processor = ImageProcessor(path)
-        self._image_flops = TowerFlops.of(whole.model.visual)
+        self._image_flops = TowerFlops.of(meta_tower(language_config(config)))
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._kept_bytes = 0
 

@@ -19,8 +19,10 @@ from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.engines.rollout.speculation import Speculation
-from hybridrl.models.image_text import TOWER, part_name
+from hybridrl.engines.rollout.stage import RolloutStage
+from hybridrl.models.image_text import TOWER, part_name, tower_in
 from hybridrl.models.load import load_config
+from hybridrl.models.shard import GenParallel
 from hybridrl.models.vision import VisionTower
 
 NEW, SAMPLES = 10, 2
@@ -275,9 +277,31 @@ def test_a_tower_that_trains_is_that_of_the_last_load(family: str, tmp_path: Pat
                 if name.startswith(TOWER):
                     parameter.mul_(1.3)
         load_weights(engine, model)
+    # Rows of text are as they were.
     text, picture = asked[SAMPLES].id, asked[0].id
     assert outputs[0][text].log_probs == outputs[1][text].log_probs
     moved = torch.tensor(outputs[0][picture].log_probs) - torch.tensor(
         outputs[1][picture].log_probs
     )
     assert float(moved.abs().max()) > 1e-2
+
+
+def test_a_tower_that_trains_turns_as_a_frozen_one(models: Models) -> None:
+    """In bfloat16 the angles of its rotations stay in float32."""
+    path, half = str(models("qwen3_vl").path), torch.bfloat16
+    stage = RolloutStage(
+        load_config(path, vision=Vision.train),
+        GenParallel(),
+        dtype=half,
+        device=torch.device("cpu"),
+        max_sequence=80,
+    )
+    tower = tower_in(stage.model)
+    assert tower is not None
+    assert {parameter.dtype for parameter in tower.parameters()} == {half}
+    frozen = dict(VisionTower(path, half, torch.device("cpu"))._model.named_buffers())
+    own = dict(tower.named_buffers())
+    assert own.keys() == frozen.keys()
+    for name, buffer in own.items():
+        assert buffer.dtype == torch.float32
+        assert torch.equal(buffer, frozen[name])
