@@ -67,7 +67,7 @@ def test_a_reference_has_the_tower_of_its_weights(
 ) -> None:
     """That of a warm start, which the reference begins as; with a `decay` it follows the actor."""
     recipe = ["recipe.kl_coef=0.1", f"recipe.reference_ema_decay={decay}"]
-    more = ["recipe.old_log_probs=trainer", "trainer.steps=2", "cluster.ranks=1"]
+    more = ["recipe.correction.old_log_probs=trainer", "trainer.steps=2", "cluster.ranks=1"]
     run = train_here(tmp_path / "run", *tiny_run, *SMALL, *recipe, *more)
     first, second = lines(run, "kl")
     assert abs(first) < 1e-9 < second
