@@ -125,7 +125,8 @@ def attach_tower(model: PreTrainedModel) -> None:
 
 def tower_in(model: PreTrainedModel) -> PreTrainedModel | None:
     """The tower that trains with `model` (`attach_tower`); None for a model without."""
-    return getattr(model.base_model, "visual", None)
+    tower: PreTrainedModel | None = getattr(model.base_model, "visual", None)
+    return tower
 
 
 def whole_name(name: str) -> str:
