@@ -57,12 +57,13 @@ class ImageReader:
 
     def row(self, pads: torch.Tensor, images: Images) -> RowImages | RowPixels:
         """The `images` of a row's prompts, whose pads are at these places [pads] in it."""
-        different = list(dict.fromkeys(images))
-        sizes = [self.tokens.num_pads(self._processor.grid(image)) for image in different]
-        starts = dict(zip(different, [sum(sizes[:i]) for i in range(len(sizes))], strict=True))
-        by_image = dict(zip(different, sizes, strict=True))
-        places = [torch.arange(starts[x], starts[x] + by_image[x]) for x in images]
-        return RowPixels(pads, torch.cat(places), tuple(map(self.patches, different)))
+        places, start = dict[bytes, torch.Tensor](), 0
+        for image in dict.fromkeys(images):
+            stop = start + self.tokens.num_pads(self._processor.grid(image))
+            places[image] = torch.arange(start, stop)
+            start = stop
+        of_pads = torch.cat([places[image] for image in images])
+        return RowPixels(pads, of_pads, tuple(map(self.patches, places)))
 
     def patches(self, image: bytes) -> Patches:
         """The pixels of an image on the host, and how many patches it has."""
