@@ -65,7 +65,7 @@ def test_pushes_carry_the_tower(train_here: Train, tiny_run: list[str], tmp_path
 def test_a_reference_has_the_tower_of_its_weights(
     train_here: Train, tiny_run: list[str], tmp_path: Path, decay: str
 ) -> None:
-    """That of a warm start, which the reference begins as; with a `decay` it follows the actor."""
+    """It begins with the tower of a warm start; with a `decay` it follows the actor."""
     recipe = ["recipe.kl_coef=0.1", f"recipe.reference_ema_decay={decay}"]
     more = ["recipe.correction.old_log_probs=trainer", "trainer.steps=2", "cluster.ranks=1"]
     run = train_here(tmp_path / "run", *tiny_run, *SMALL, *recipe, *more)

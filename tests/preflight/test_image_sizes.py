@@ -83,7 +83,7 @@ def test_a_tower_that_trains_is_among_the_weights_of_the_models() -> None:
     tower = sum(x.numel() for x in meta_tower(shape).parameters())
     for owner, bytes_each in (("generation weights", 4), ("float32 weights", 4), ("moments", 8)):
         more = trained["train actor"][owner] - frozen["train actor"][owner]
-        # Of a shard, ranks that have one row more of each weight.
+        # A rank may have one row more of each weight than another.
         assert more == pytest.approx(bytes_each * tower / SHARDS.get(owner, 1), rel=0.02), owner
     assert "image tower" not in trained["train actor"]
     assert frozen["train actor"]["image tower"] == 4 * tower

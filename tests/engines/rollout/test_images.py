@@ -83,7 +83,7 @@ def make_engine(
 
 
 def load_weights(engine: NativeEngine, model: ImageModel) -> None:
-    """Those of the text part, and of a tower that trains with it."""
+    """Load the weights of the text part, and of a tower that trains with it."""
     own = dict(engine.model.named_parameters())
     named = ((part_name(name), tensor) for name, tensor in model.whole.state_dict().items())
     engine.load_weights((name, tensor) for name, tensor in named if name in own)
@@ -258,7 +258,7 @@ def test_later_tokens_at_their_numbers_are_wrong(
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
 def test_a_tower_that_trains_is_that_of_the_last_load(family: str, tmp_path: Path) -> None:
-    """The same pictures under other weights of the tower alone: their features are new."""
+    """Pictures have new features once the weights of the tower alone have changed."""
     model = image_model(family, tmp_path)
     engine, asked = make_engine(model, vision=Vision.train), requests(model, temperature=0.0)
     outputs = []
