@@ -143,7 +143,7 @@ def text_name(name: str) -> str | None:
     return None if name.startswith(_OF_TEXT) else name
 
 
-def part_name(name: str) -> str | None:
+def own_name(name: str) -> str | None:
     """The reverse of `whole_name`; None for what is neither of the text part nor of the tower."""
     return name if name.startswith(TOWER) else text_name(name)
 

@@ -26,7 +26,7 @@ from hybridrl.config import ConfigError
 from hybridrl.layout.box import Box
 from hybridrl.layout.local import LocalTensor
 from hybridrl.models.buffers import persistent_buffers
-from hybridrl.models.image_text import KeptTensors, part_name, whole_model
+from hybridrl.models.image_text import KeptTensors, own_name, whole_model
 from hybridrl.models.parallel import meta_model
 from hybridrl.models.quantized import dequantized
 from hybridrl.models.stages import head_name
@@ -115,7 +115,7 @@ class StoredWeights:
         trained = {
             name
             for target, (_, sources) in conversions(self._whole, self._stored).items()
-            if part_name(target) in parameters
+            if own_name(target) in parameters
             for _, name in sources
         }
         return KeptTensors({n: x for n, x in self._stored.items() if n not in trained})
@@ -186,7 +186,7 @@ class StoredWeights:
                 raise OSError(f"{target} cannot be made of its tensors: {error}") from error
         if self._whole is None:
             return tensors
-        return {own: x for name, x in tensors.items() if (own := part_name(name)) is not None}
+        return {own: x for name, x in tensors.items() if (own := own_name(name)) is not None}
 
     def _convert(
         self,

@@ -149,7 +149,7 @@ class RolloutStage:
         self._vocab_shards: list[int] | None = None  # rows of each tp rank, where they differ
 
     def _make_tower(self, config: PretrainedConfig) -> Callable[[], VisionTower]:
-        """Gives the tower once the first image comes: a frozen one, or that of the model."""
+        """Return what gives the tower once an image comes: a frozen one, or the model's."""
         own = tower_in(self.model)
         if own is None:
             return partial(vision_tower, config.name_or_path, self.dtype, self.device)

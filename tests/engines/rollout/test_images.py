@@ -20,7 +20,7 @@ from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.engines.rollout.speculation import Speculation
 from hybridrl.engines.rollout.stage import RolloutStage
-from hybridrl.models.image_text import TOWER, part_name, tower_in
+from hybridrl.models.image_text import TOWER, own_name, tower_in
 from hybridrl.models.load import load_config
 from hybridrl.models.shard import GenParallel
 from hybridrl.models.vision import VisionTower
@@ -85,7 +85,7 @@ def make_engine(
 def load_weights(engine: NativeEngine, model: ImageModel) -> None:
     """Load the weights of the text part, and of a tower that trains with it."""
     own = dict(engine.model.named_parameters())
-    named = ((part_name(name), tensor) for name, tensor in model.whole.state_dict().items())
+    named = ((own_name(name), tensor) for name, tensor in model.whole.state_dict().items())
     engine.load_weights((name, tensor) for name, tensor in named if name in own)
 
 

@@ -22,7 +22,7 @@ from hybridrl.engines.probe import compare_gradients
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.models.flops import ForwardFlops
-from hybridrl.models.image_text import TOWER, part_name
+from hybridrl.models.image_text import TOWER, own_name
 
 LOSS = Surrogate(entropy_bonus=0.0)
 PROMPTS = [(4, (A,), 0), (12, (), 1), (3, (B, A), 2), (4, (C,), 0), (4, (A,), 0), (5, (), 3)]
@@ -63,7 +63,7 @@ def alone(model: ImageModel, sequences: list[TrainSequence]) -> Any:
     gradients = {
         own: p.grad.float()
         for name, p in whole.named_parameters()
-        if (own := part_name(name)) is not None and p.grad is not None
+        if (own := own_name(name)) is not None and p.grad is not None
     }
     return scores, gradients
 
