@@ -9,7 +9,7 @@ from torch.autograd.graph import get_gradient_edge
 from transformers import AttentionInterface, PretrainedConfig
 
 from hybridrl.models.activations import Activations, PeakMemory, count_once
-from hybridrl.models.counted_modules import counted_attention
+from hybridrl.models.counted_modules import FusedAttention
 from hybridrl.models.image_text import meta_tower
 
 _ATTENTION = "hybridrl_counted_tower"
@@ -24,7 +24,8 @@ def _attend(
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
     """As SDPA, from [1, heads, patches, dim] to [1, patches, heads, dim]; its kernels write so."""
-    return counted_attention(*(x.transpose(1, 2) for x in (query, key, value)))[0], None
+    out: torch.Tensor = FusedAttention.apply(*(x.transpose(1, 2) for x in (query, key, value)))
+    return out, None
 
 
 AttentionInterface.register(_ATTENTION, _attend)
