@@ -530,7 +530,6 @@ class NativeEngine:
 
         A rank of several passes its own shards.
         """
-
         self.load(lambda parameters, names=None: self._stage.copy_in(weights))
 
     def _drop_cached(self, what: str) -> None:
