@@ -42,7 +42,7 @@ from hybridrl.config.layout import (
     TrainLayoutConfig,
 )
 from hybridrl.config.lora import ActorConfig, LoraConfig
-from hybridrl.config.model import Attention, DType, ModelConfig, TinyModelConfig
+from hybridrl.config.model import Attention, DType, ModelConfig, TinyModelConfig, Vision
 from hybridrl.config.reward import (
     JailKind,
     JailLimits,
@@ -586,6 +586,7 @@ __all__ = [
     "TrainLayoutConfig",
     "TrainerConfig",
     "ValueModelConfig",
+    "Vision",
     "WarmStartConfig",
     "bounded",
     "check_at_least",

@@ -40,7 +40,7 @@ class Vision(Enum):
     """What becomes of a model's image tower."""
 
     frozen = "frozen"  # its weights stay: neither gradients nor the switch know of it
-    train = "train"  # refused: it is not done
+    train = "train"  # it trains with the text, and generation gets its new weights
 
 
 @dataclass(kw_only=True, slots=True)
@@ -102,7 +102,8 @@ class ModelConfig:
     attention: Attention = Attention.auto
     """Attention of the packed training pass."""
     vision: Vision = Vision.frozen
-    """What becomes of the image tower, of a model that has one: it is `frozen`."""
+    """What becomes of the image tower of a model whose prompts have images: it is `frozen`, or it
+    trains with the text."""
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
     """Shape of the model that is made when there is no path."""
 
@@ -110,8 +111,6 @@ class ModelConfig:
         """Raise ConfigError for an empty path, heads that do not divide, too few experts."""
         if self.path == "":
             raise ConfigError("model.path", "", "a Hugging Face directory or hub name")
-        if self.vision is not Vision.frozen:
-            raise ConfigError("model.vision", self.vision.value, "frozen: no tower is trained here")
         if self.tiny.num_heads % self.tiny.num_kv_heads:
             raise ConfigError(
                 "model.tiny.num_kv_heads",

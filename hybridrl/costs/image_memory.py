@@ -10,12 +10,16 @@ READING = "images being read"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageSizes:
-    """Bytes of a frozen tower on a rank, which has neither gradients nor moments.
+    """Bytes of images on a rank.
 
-    The `tower` counts once for each format in which roles of the rank compute, and so do the
-    features that it has `kept` of images seen lately. `computing` is the most that it takes for the
-    largest image: pixels, activations, features. The others are features in place of embeddings:
-    of a prefill, of a row that a role has `scored`, of all rows of an update.
+    A frozen `tower` has neither gradients nor moments. It counts once for each format in which
+    roles of the rank compute, and so do the features that it has `kept` of images seen lately.
+    `computing` is the most that it takes for the largest image: pixels, activations, features. The
+    others are features in place of embeddings: of a prefill, of a row that a role has `scored`, of
+    all rows of an update.
+
+    A tower that trains is among the weights, gradients and moments of the models. `kept` are
+    generation's features, and on CPUs pixels. `trained` are features and activations of one row.
     """
 
     tower: int

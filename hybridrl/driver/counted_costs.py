@@ -48,7 +48,8 @@ def counted_costs(
 
 def _counted(config: Config, graph: Graph, model_path: str, nodes: Sequence[NodeInfo]) -> Costs:
     """Raise ValueError for models that are not countable."""
-    roles = planned_roles(config, graph, role_shapes(config, graph, load_config(model_path)))
+    shape = load_config(model_path, vision=config.model.vision)
+    roles = planned_roles(config, graph, role_shapes(config, graph, shape))
     accelerator = ACCELERATORS[counted_device(config, nodes)]
     layers = LayerCosts.of(accelerator, config.model.compute_dtype.itemsize, config.rollout.engine)
     per_node = -(-config.cluster.ranks // len(nodes))

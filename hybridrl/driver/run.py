@@ -291,7 +291,9 @@ class Run:
             phase.prompts_per_step,
             phase.num_steps,
             early_settings(
-                self.config, self.group.instances, load_config(self.prepared.model_path)
+                self.config,
+                self.group.instances,
+                load_config(self.prepared.model_path, vision=self.config.model.vision),
             ),
             self.executor.counted_costs(graph, self.prepared.model_path, self._nodes),
         )

@@ -46,7 +46,7 @@ query [.., heads, dim], value likewise with its dim; the result, and a float32 f
 assert counted_attention.name() == COUNTED_ATTENTION
 
 
-class _FusedAttention(torch.autograd.Function):
+class FusedAttention(torch.autograd.Function):
     """A fused kernel's tensors: its inputs, its result, and a float32 for each token and head."""
 
     @staticmethod
@@ -260,7 +260,7 @@ def _attend(
 ) -> torch.Tensor:
     """The tensors of one sequence's attention, [1, tokens, heads, dim]; keys may be more."""
     if attention is not Attention.torch:
-        out: torch.Tensor = _FusedAttention.apply(*(x.transpose(1, 2) for x in (query, key, value)))
+        out: torch.Tensor = FusedAttention.apply(*(x.transpose(1, 2) for x in (query, key, value)))
         return out
     if query.shape[1] > key.shape[1]:
         groups = query.shape[1] // key.shape[1]
@@ -273,9 +273,9 @@ def _attend(
         out = capped_attention(query, key, value, mask, scaling, softcap)
     elif sinks is not None:
         wide = with_sink(query, key, value, sinks)
-        out = _FusedAttention.apply(*wide)[..., 1:, : value.shape[-1]]
+        out = FusedAttention.apply(*wide)[..., 1:, : value.shape[-1]]
     else:
-        out = _FusedAttention.apply(query, key, value)
+        out = FusedAttention.apply(query, key, value)
     return out.transpose(1, 2).contiguous()
 
 
@@ -302,7 +302,7 @@ def _prefill(
     if softcap is None and sinks is None:
         kept = new.new_empty(2, *key.shape)
         prompts.mask(None, heads // key.shape[1], query.dtype)
-        out = _FusedAttention.apply(torch.empty_like(query), *kept)
+        out = FusedAttention.apply(torch.empty_like(query), *kept)
         out = out.transpose(1, 2).contiguous()
     else:
         kept = new.new_empty(2, rows, key.shape[1], num, width)

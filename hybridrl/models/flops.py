@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.config_json import num_recurrent
+from hybridrl.models.image_text import TOWER
 from hybridrl.models.parallel import experts_per_token, meta_model, model_parameters, num_experts
 from hybridrl.models.recurrent import mixers_of, state_shapes, use_batches
 from hybridrl.models.stages import modules_before
@@ -40,8 +41,8 @@ class ForwardFlops:
         layers = head = 0
         for parameter in model_parameters(config):
             size = math.prod(parameter.shape)
-            if parameter.name.endswith(_RATES):
-                continue
+            if parameter.name.endswith(_RATES) or parameter.name.startswith(TOWER):
+                continue  # a tower counts by images
             if parameter.experts:
                 size = size * chosen // experts
             is_looked_up = any(f".{name}." in parameter.name for name in embeddings)

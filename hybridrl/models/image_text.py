@@ -19,25 +19,31 @@ from transformers.utils import cached_file
 from hybridrl.models.config_json import IMAGE_FAMILIES, IMAGE_TEXT, is_read
 
 _OF_TEXT, _OF_WHOLE = "model.", "model.language_model."
+TOWER = "model.visual."
+"""Before the names of a tower's tensors, in the image model and in a text part that has it."""
 _FROM_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id")
 PROCESSORS = (
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 """The files of a checkpoint that say how images become its inputs."""
-PART_SETTINGS = "whole_type", "image_pads", "tower_config"
+PART_SETTINGS = "whole_type", "image_pads", "tower_config", "trains_tower"
 """What the config of a text part has of its image model (`language_config`)."""
 
 
-def language_config(config: PretrainedConfig) -> PretrainedConfig:
+def language_config(config: PretrainedConfig, trains_tower: bool = False) -> PretrainedConfig:
     """The config of the causal language model in an image model's; a copy of it, if it is one.
 
     Whether embeddings are tied is the whole model's matter, and so are special tokens that the text
     part does not name. `whole_type` is the image model's type: no other config has the attribute.
     `image_pads` are tokens that stand for images and videos, which no model writes, `tower_config`
-    is the config of the tower that makes features of images.
+    is the config of the tower that makes features of images. With `trains_tower` the tower is a
+    part of the model (`attach_tower`). Raises ValueError for one without a tower that is computed.
     """
     model_type = IMAGE_TEXT.get(config.model_type)
-    if model_type is None or getattr(config, "vision_config", None) is None:
+    has_tower = getattr(config, "vision_config", None) is not None
+    if trains_tower and not (has_tower and config.model_type in IMAGE_FAMILIES):
+        raise ValueError(f"model type {config.model_type} has no image tower that is computed")
+    if model_type is None or not has_tower:
         return config
     inner = config.get_text_config()
     if inner.model_type == model_type:
@@ -57,6 +63,7 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
         text.name_or_path = config.name_or_path  # where the tower is
         text.image_pads = [config.image_token_id, config.video_token_id]
         text.tower_config = copy.deepcopy(config.vision_config)
+        text.trains_tower = trains_tower
     for name in _FROM_WHOLE:
         if getattr(text, name, None) is None:
             setattr(text, name, getattr(config, name, None))
@@ -89,21 +96,43 @@ def whole_model(path: str) -> PreTrainedModel | None:
         return AutoModelForImageTextToText.from_config(config)
 
 
-def meta_tower(config: PretrainedConfig) -> PreTrainedModel:
-    """The tower of the model whose text part has this `config`, without memory for its weights."""
+def meta_tower(config: PretrainedConfig, **settings: Any) -> PreTrainedModel:
+    """The tower of the model whose text part has this `config`, without memory for its weights.
+
+    The `settings` go to transformers' `from_config`.
+    """
     whole = AutoConfig.for_model(
         config.whole_type,
         vision_config=config.tower_config.to_dict(),
         text_config={"num_hidden_layers": 1},
     )
     with torch.device("meta"):
-        model: Any = AutoModelForImageTextToText.from_config(whole)
+        model: Any = AutoModelForImageTextToText.from_config(whole, **settings)
     tower: PreTrainedModel = model.model.visual
     return tower
 
 
+def attach_tower(model: PreTrainedModel) -> None:
+    """Give the text part `model` its image tower, if that trains with it, without memory.
+
+    The names of its parameters are those of the image model: `model.visual.blocks.0.attn.qkv.bias`.
+    """
+    if getattr(model.config, "trains_tower", False):
+        tower = meta_tower(model.config, dtype=model.dtype)  # its rotations stay in float32
+        tower.set_attn_implementation("sdpa")  # not causal, as packed rows' is
+        model.base_model.visual = tower
+
+
+def tower_in(model: PreTrainedModel) -> PreTrainedModel | None:
+    """The tower that trains with `model` (`attach_tower`); None for a model without."""
+    tower: PreTrainedModel | None = getattr(model.base_model, "visual", None)
+    return tower
+
+
 def whole_name(name: str) -> str:
-    """The name in the image model of a tensor of its text part."""
+    """The name in the image model of a tensor of its text part, or of a tower in that."""
+    if name.startswith(TOWER):
+        return name
     return _OF_WHOLE + name.removeprefix(_OF_TEXT) if name.startswith(_OF_TEXT) else name
 
 
@@ -112,6 +141,11 @@ def text_name(name: str) -> str | None:
     if name.startswith(_OF_WHOLE):
         return _OF_TEXT + name.removeprefix(_OF_WHOLE)
     return None if name.startswith(_OF_TEXT) else name
+
+
+def own_name(name: str) -> str | None:
+    """The reverse of `whole_name`; None for what is neither of the text part nor of the tower."""
+    return name if name.startswith(TOWER) else text_name(name)
 
 
 class KeptTensors(Mapping[str, torch.Tensor]):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.models.config_json import IMAGE_FAMILIES
 from hybridrl.models.image_files import Images
@@ -199,6 +199,14 @@ class RowImages:
     pads: torch.Tensor
     features: torch.Tensor
 
+    def computed(self, tower: PreTrainedModel | None) -> "RowImages":
+        """The images with their features: a frozen tower has made them."""
+        return self
+
+    def chosen(self, pads: torch.Tensor, numbers: torch.Tensor) -> "RowImages":
+        """The pads of these `numbers` [chosen], which are at other places [chosen]."""
+        return RowImages(pads, self.features[numbers])
+
     def inputs(self, embeddings: torch.Tensor) -> dict[str, Any]:
         """What the text model takes for ids, from their `embeddings` [1, tokens, hidden]."""
         features = self.features.to(embeddings.dtype)
@@ -214,6 +222,64 @@ class RowImages:
     def to(self, device: torch.device) -> "RowImages":
         """Return the images on another device."""
         return RowImages(self.pads.to(device), self.features.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Patches:
+    """The `pixels` [patches, channels * frames * side * side] of an image, and its `grid`."""
+
+    pixels: torch.Tensor
+    grid: Grid
+
+    def to(self, device: torch.device) -> "Patches":
+        """Return the pixels on another device."""
+        return Patches(self.pixels.to(device), self.grid)
+
+
+@dataclass(frozen=True, slots=True)
+class RowPixels:
+    """The images of the prompts in a row, for a tower that is a part of the model.
+
+    `pads` [pads] are those of `RowImages`. `images` are the different ones; `places` [pads] says
+    which of their features, one image after the other, each pad has. Pixels are on the host until a
+    pass computes them.
+    """
+
+    pads: torch.Tensor
+    places: torch.Tensor
+    images: tuple[Patches, ...]
+
+    def computed(self, tower: PreTrainedModel | None) -> RowImages:
+        """The images with their features, which have gradients where the `tower` does."""
+        assert tower is not None, "pixels for a tower that is no part of the model"
+        device = self.pads.device
+        features = torch.cat([tower_features(tower, image.to(device)) for image in self.images])
+        return RowImages(self.pads, features.index_select(0, self.places))
+
+    def chosen(self, pads: torch.Tensor, numbers: torch.Tensor) -> "RowPixels":
+        """See `RowImages.chosen`."""
+        return RowPixels(pads, self.places[numbers], self.images)
+
+    def to(self, device: torch.device) -> "RowPixels":
+        """Return the row's places on another device."""
+        return RowPixels(self.pads.to(device), self.places.to(device), self.images)
+
+
+def tower_features(tower: PreTrainedModel, patches: Patches) -> torch.Tensor:
+    """Features [pads, 1 + deep, hidden] of an image by a `tower`; see `RowImages`."""
+    grids = torch.tensor([patches.grid], device=patches.pixels.device)
+    dtype = next(tower.parameters()).dtype
+    outputs = tower(patches.pixels.to(dtype), grid_thw=grids)
+    deep = getattr(outputs, "deepstack_features", None) or ()
+    return torch.stack([outputs.pooler_output, *deep], 1)
+
+
+def idle_tower(tower: PreTrainedModel) -> torch.Tensor:
+    """A zero [] that every weight of a `tower` is in, for a row without images.
+
+    Ranks sum the gradients of all weights, so each of them has some: zeros here.
+    """
+    return torch.stack([weight.flatten()[0] for weight in tower.parameters()]).sum() * 0
 
 
 def rotary_positions(

@@ -16,10 +16,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hybridrl.config import ConfigError, DType
+from hybridrl.config import ConfigError, DType, Vision
 from hybridrl.models.buffers import fill_buffers
 from hybridrl.models.config_json import is_read, unsupported, wrong_experts
-from hybridrl.models.image_text import language_config
+from hybridrl.models.image_text import attach_tower, language_config
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.recurrent import use_batches
 from hybridrl.models.stages import prepare_training
@@ -27,12 +27,15 @@ from hybridrl.models.stages import prepare_training
 TORCH_DTYPES = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16}
 
 
-def load_config(path: str, key: str = "model.path") -> PretrainedConfig:
+def load_config(
+    path: str, key: str = "model.path", vision: Vision = Vision.frozen
+) -> PretrainedConfig:
     """The model's config; of a model for images and text that of its text part.
 
-    A local directory stays local. Where the files are quantized in a way that is read
-    (`hybridrl.models.quantized`), the config is that of the dequantized model. Raises ConfigError,
-    which names `key`, if `path` is no model.
+    With `vision` as `train` the tower is a part of the model. A local directory stays local. Where
+    the files are quantized in a way that is read (`hybridrl.models.quantized`), the config is that
+    of the dequantized model. Raises ConfigError, which names `key`, if `path` is no model, or
+    `model.vision` if it has no tower.
     """
     directory = Path(path)
     if not directory.exists() and path.startswith(("/", ".", "~")):
@@ -49,11 +52,17 @@ def load_config(path: str, key: str = "model.path") -> PretrainedConfig:
         raise ConfigError(key, path, f"a Hugging Face model ({one_line(error)})") from error
     if is_read(getattr(config, "quantization_config", None)):
         del config.quantization_config
-    return language_config(config)
+    try:
+        return language_config(config, trains_tower=vision is Vision.train)
+    except ValueError as error:
+        raise ConfigError("model.vision", vision.value, f"frozen: {error}") from None
 
 
 def empty_causal_lm(
-    path: str, attn_implementation: str, key: str = "model.path"
+    path: str,
+    attn_implementation: str,
+    key: str = "model.path",
+    vision: Vision = Vision.frozen,
 ) -> PreTrainedModel:
     """The model at `path` without its weights: parameters in float32 on the meta device.
 
@@ -61,7 +70,8 @@ def empty_causal_lm(
     ConfigError, which names `key`, where `path` is no model. Raises ValueError for a family whose
     layers the engines do not compute (see `check_supported`).
     """
-    return _empty(AutoModelForCausalLM, load_config(path, key), path, attn_implementation)
+    config = load_config(path, key, vision)
+    return _empty(AutoModelForCausalLM, config, path, attn_implementation)
 
 
 def empty_value_model(
@@ -118,6 +128,7 @@ def _empty(
         model = auto.from_config(
             config, dtype=torch.float32, attn_implementation=attn_implementation
         )
+    attach_tower(model)
     mixers = use_batches(model)
     # Hybrids are said not to ask the interface, though they do; the probe tells who is right.
     if not (model._supports_attention_backend or mixers):

@@ -26,8 +26,8 @@ def model_shape(config: ModelConfig) -> PretrainedConfig:
             allowed = f"a Hugging Face config ({one_line(error)})"
             raise ConfigError("model.shape", config.shape, allowed) from error
     if config.path:
-        return load_config(config.path)
+        return load_config(config.path, vision=config.vision)
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as directory:
         make_tiny_model(directory, config.tiny, seed=0)
-        return load_config(directory)
+        return load_config(directory, vision=config.vision)

@@ -46,6 +46,7 @@ def shrink(config: PretrainedConfig, head_dim: int = HEAD_DIM) -> PretrainedConf
     config whose widths are not among those known here.
     """
     settings = copy.deepcopy(config.to_dict())
+    settings.pop("trains_tower", None)  # the layers of the text alone
     own_names = {name: config.attribute_map.get(name, name) for name in _RENAMED}
     settings |= {name: settings.pop(own) for name, own in own_names.items() if own in settings}
     if "hidden_size" not in settings:  # a composite, whose parts have configs of their own

@@ -26,7 +26,7 @@ from hybridrl.config import ConfigError
 from hybridrl.layout.box import Box
 from hybridrl.layout.local import LocalTensor
 from hybridrl.models.buffers import persistent_buffers
-from hybridrl.models.image_text import KeptTensors, text_name, whole_model
+from hybridrl.models.image_text import KeptTensors, own_name, whole_model
 from hybridrl.models.parallel import meta_model
 from hybridrl.models.quantized import dequantized
 from hybridrl.models.stages import head_name
@@ -105,20 +105,20 @@ class StoredWeights:
         return self._tied(name) in self._tensors
 
     def kept(self) -> KeptTensors:
-        """The tensors of a checkpoint for images and text that are not of its text part.
+        """The tensors of a checkpoint for images and text that do not train.
 
-        Its tower, and what transformers ignores: heads that predict several tokens.
+        A frozen tower, and what transformers ignores: heads that predict several tokens.
         """
         if self._whole is None:
             return KeptTensors({})
         parameters = self._model.state_dict()
-        of_text = {
+        trained = {
             name
             for target, (_, sources) in conversions(self._whole, self._stored).items()
-            if text_name(target) in parameters
+            if own_name(target) in parameters
             for _, name in sources
         }
-        return KeptTensors({n: x for n, x in self._stored.items() if n not in of_text})
+        return KeptTensors({n: x for n, x in self._stored.items() if n not in trained})
 
     @torch.no_grad()
     def fill(self, tensor: torch.Tensor, name: str, held: LocalTensor) -> None:
@@ -186,7 +186,7 @@ class StoredWeights:
                 raise OSError(f"{target} cannot be made of its tensors: {error}") from error
         if self._whole is None:
             return tensors
-        return {own: x for name, x in tensors.items() if (own := text_name(name)) is not None}
+        return {own: x for name, x in tensors.items() if (own := own_name(name)) is not None}
 
     def _convert(
         self,

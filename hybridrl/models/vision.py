@@ -1,7 +1,9 @@
-"""The tower that makes features of images, frozen: the same weights on every rank, once a process.
+"""The tower that makes features of images: frozen, or a part of the model that trains.
 
-Neither gradients nor the switch know of it. An image goes through it alone, so that its features
-do not depend on others, bit for bit, and both engines and all samples of a group share them.
+A frozen one has the same weights on every rank, once a process, and neither gradients nor the
+switch know of it. One that trains is a part of the model (`image_text.attach_tower`): a pass that
+may have gradients computes features anew, and generation keeps those of its present weights. An
+image goes through a tower alone, so that its features do not depend on others, bit for bit.
 """
 
 import functools
@@ -16,58 +18,57 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybridrl.models.buffers import fill_buffers
 from hybridrl.models.flops import TowerFlops
 from hybridrl.models.image_files import Images, digest_of
-from hybridrl.models.image_text import whole_model
-from hybridrl.models.images import ImageProcessor, ImageTokens, PlacedImages, image_config
+from hybridrl.models.image_text import language_config, meta_tower, whole_model
+from hybridrl.models.images import (
+    ImageProcessor,
+    ImageTokens,
+    Patches,
+    PlacedImages,
+    RowImages,
+    RowPixels,
+    image_config,
+    tower_features,
+)
 from hybridrl.models.weight_files import first_few, open_file, weight_files
 
 _PREFIXES = ("model.visual.", "visual.")
 """Before the names of a tower's tensors in files."""
 KEPT_BYTES = 1 << 28
-"""Features that a process keeps of images seen lately: those of a step's prompts are used again by
-each of its samples and stages."""
+"""Features, or pixels, that a process keeps of images seen lately: those of a step's prompts are
+used again by each of its samples and stages."""
 
 
-class VisionTower:
-    """The image tower of the model at `path`, with its processor; its own weights stay as they are.
+class ImageReader:
+    """Reads the images of prompts for the model at `path`, whose tower computes them in a pass.
 
-    Attention over an image is SDPA, in both directions. Features of images seen lately are kept, by
-    the digest of their bytes.
+    Pixels of images seen lately are kept, by the digest of their bytes.
     """
 
-    def __init__(self, path: str, dtype: torch.dtype, device: torch.device) -> None:
-        """Read the tower. Raises ValueError for a model without one, or whose files
-        lack a part or have another."""
+    def __init__(self, path: str) -> None:
+        """Read the settings. Raises ValueError for a model without a tower."""
         config = image_config(path)
         if config is None:
             raise ValueError(f"{path} has no image tower that is computed")
-        self.tokens, self.device = ImageTokens.of(config), device
+        self.tokens = ImageTokens.of(config)
         self._processor = ImageProcessor(path)
-        self._model = _read_tower(path, dtype).to(device)
-        self._image_flops = TowerFlops.of(self._model)
+        self._image_flops = TowerFlops.of(meta_tower(language_config(config)))
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._kept_bytes = 0
 
-    def features(self, images: Images) -> torch.Tensor:
-        """Features [pads, 1 + deep, hidden] of a prompt's images; see `RowImages`."""
-        return torch.cat([self._of_image(image) for image in images])
+    def row(self, pads: torch.Tensor, images: Images) -> RowImages | RowPixels:
+        """The `images` of a row's prompts, whose pads are at these places [pads] in it."""
+        places, start = dict[bytes, torch.Tensor](), 0
+        for image in dict.fromkeys(images):
+            stop = start + self.tokens.num_pads(self._processor.grid(image))
+            places[image] = torch.arange(start, stop)
+            start = stop
+        of_pads = torch.cat([places[image] for image in images])
+        return RowPixels(pads, of_pads, tuple(map(self.patches, places)))
 
-    @torch.no_grad()
-    def _of_image(self, image: bytes) -> torch.Tensor:
-        key = digest_of(image)
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
-        pixels, grid = self._processor.patches(image)
-        grids = torch.tensor([grid], device=self.device)
-        outputs = self._model(pixels.to(self.device, self._model.dtype), grid_thw=grids)
-        deep = getattr(outputs, "deepstack_features", None) or ()
-        features = torch.stack([outputs.pooler_output, *deep], 1)
-        self._kept[key] = features
-        self._kept_bytes += features.nbytes
-        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
-            _, oldest = self._kept.popitem(last=False)
-            self._kept_bytes -= oldest.nbytes
-        return features
+    def patches(self, image: bytes) -> Patches:
+        """The pixels of an image on the host, and how many patches it has."""
+        pixels = self._recent(image, lambda: self._processor.patches(image)[0])
+        return Patches(pixels, self._processor.grid(image))
 
     def flops(self, images: Images) -> int:
         """Operations of a forward pass over a prompt's images, whether features are kept or not."""
@@ -77,20 +78,86 @@ class VisionTower:
         """The images of a prompt of these `ids`."""
         return PlacedImages.of(ids, images, self.tokens, list(map(self._processor.grid, images)))
 
+    def _recent(self, image: bytes, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What is kept of an image, or what is made and kept now."""
+        key = digest_of(image)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        tensor = self._kept[key] = make()
+        self._kept_bytes += tensor.nbytes
+        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._kept_bytes -= oldest.nbytes
+        return tensor
 
-Tower = Callable[[], VisionTower]
-"""Gives the tower of an engine's model, which is read when the first image comes."""
+
+class VisionTower(ImageReader):
+    """The image tower of the model at `path`, with its processor, for passes without gradients.
+
+    Attention over an image is SDPA, in both directions. Features of images seen lately are kept, by
+    the digest of their bytes.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        model: PreTrainedModel | None = None,
+    ) -> None:
+        """Read the tower, whose weights stay as they are; or compute with those of a `model`.
+
+        After these have changed, `forget` follows. Raises ValueError for a model without a tower,
+        or whose files lack a part or have another.
+        """
+        super().__init__(path)
+        self.device = device
+        self._model = _read_tower(path, dtype).to(device) if model is None else model
+
+    def row(self, pads: torch.Tensor, images: Images) -> RowImages:
+        """See `ImageReader.row`."""
+        return RowImages(pads, self.features(images))
+
+    def features(self, images: Images) -> torch.Tensor:
+        """Features [pads, 1 + deep, hidden] of a prompt's images; see `RowImages`."""
+        return torch.cat([self._recent(x, functools.partial(self._compute, x)) for x in images])
+
+    def forget(self) -> None:
+        """Drop all features, which are those of other weights."""
+        self._kept.clear()
+        self._kept_bytes = 0
+
+    @torch.no_grad()
+    def _compute(self, image: bytes) -> torch.Tensor:
+        patches = Patches(*self._processor.patches(image))
+        return tower_features(self._model, patches.to(self.device))
+
+
+Tower = Callable[[], ImageReader]
+"""Gives what reads the images of an engine's model, once the first image comes."""
 
 
 def tower_of(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Tower:
-    """The tower of the model whose text part has this `config` (`models.load.load_config`)."""
+    """What reads images for the model with this `config` (`models.load.load_config`).
+
+    It gives features of a frozen tower, or pixels for one that is a part of the model.
+    """
+    if getattr(config, "trains_tower", False):
+        return functools.partial(image_reader, config.name_or_path)
     return functools.partial(vision_tower, config.name_or_path, dtype, device)
 
 
 @functools.cache
 def vision_tower(path: str, dtype: torch.dtype, device: torch.device) -> VisionTower:
-    """The process's tower of the model at `path`: its engines and roles share it."""
+    """The process's frozen tower of the model at `path`: its engines and roles share it."""
     return VisionTower(path, dtype, device)
+
+
+@functools.cache
+def image_reader(path: str) -> ImageReader:
+    """The process's reader of images for the model at `path`."""
+    return ImageReader(path)
 
 
 def _read_tower(path: str, dtype: torch.dtype) -> PreTrainedModel:

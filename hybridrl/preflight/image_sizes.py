@@ -1,15 +1,24 @@
 """Sizes of prompts' images on a rank."""
 
+from dataclasses import replace
+
 from transformers import PretrainedConfig
 
-from hybridrl.config import Config, Device, RolloutLayoutConfig, TrainLayoutConfig
+from hybridrl.config import Config, Device, RolloutLayoutConfig, TrainLayoutConfig, Vision
 from hybridrl.costs.image_memory import ImageSizes
 from hybridrl.engines.rollout.batch import PREFILL_TOKENS
 from hybridrl.flow import Graph
 from hybridrl.models.load import TORCH_DTYPES
-from hybridrl.models.tower_sizes import tower_activations, tower_sizes
+from hybridrl.models.tower_sizes import (
+    tower_activations,
+    tower_sizes,
+    trained_tower_activations,
+)
 from hybridrl.models.vision import KEPT_BYTES
 from hybridrl.preflight.memory_inputs import LongestInputs, samples_of_rank
+
+PIXEL = 4
+"""Bytes of a pixel in one color, as it is read: float32."""
 
 
 def image_sizes(
@@ -35,10 +44,10 @@ def image_sizes(
     formats = [rollout] * generates + [compute] * computes
     formats = list(dict.fromkeys(formats))
     on_cpu = config.cluster.device is Device.cpu
+    patches, of_pad = pads * tower.patches_per_pad, tower.features * compute.itemsize
 
-    def kept(itemsize: int) -> int:
-        """Return the features of all prompts of the run, or the limit where that is less."""
-        of_prompt = pads * tower.features * itemsize
+    def kept(of_prompt: int) -> int:
+        """Return what is kept of all prompts of the run, or the limit where that is less."""
         return min(KEPT_BYTES, of_prompt * num_prompts(config))
 
     def of_batch(layout: TrainLayoutConfig | RolloutLayoutConfig, batches: int) -> int:
@@ -49,20 +58,37 @@ def image_sizes(
         return samples * pads
 
     scored_row = inputs.row(config.rollout.layout, ranks).tokens
-    of_pad = tower.features * compute.itemsize
-
     prefill = inputs.prompt if config.strict else max(PREFILL_TOKENS, inputs.prompt)
     embedded = prefill * shape.hidden_size  # a second time, with features in place of pads
-    return ImageSizes(
+    sizes = ImageSizes(
         tower=tower.parameters * sum(dtype.itemsize for dtype in formats),
-        kept=sum(kept(dtype.itemsize) for dtype in formats),
+        kept=sum(kept(pads * tower.features * dtype.itemsize) for dtype in formats),
         computing=max(
-            tower_activations(shape, pads * tower.patches_per_pad, dtype=dtype, on_cpu=on_cpu)
-            for dtype in formats
+            tower_activations(shape, patches, dtype=dtype, on_cpu=on_cpu) for dtype in formats
         ),
         prefill=(prefill * tower.features + embedded) * rollout.itemsize,
         scored=of_pad * min(of_batch(config.rollout.layout, 1), scored_row),
         trained=of_pad * of_batch(config.trainer.layout, config.trainer.mini_batches),
+    )
+    if config.model.vision is Vision.frozen:
+        return sizes
+
+    # The models have the tower. A row's features are made in its pass, and chosen for its pads.
+    row = inputs.row(config.trainer.layout, ranks).tokens
+    prompts = -(-config.trainer.prompts_per_step // config.trainer.mini_batches)
+    num_images = min(prompts, max(1, row // pads))
+    chosen = min(of_batch(config.trainer.layout, config.trainer.mini_batches), row)
+    image = trained_tower_activations(shape, patches, dtype=compute, on_cpu=on_cpu)
+    features = kept(pads * tower.features * rollout.itemsize) if generates else 0
+    pixels = kept(patches * tower.pixels * PIXEL) if computes and on_cpu else 0
+    gradients = of_pad * (num_images * pads + chosen)
+    return replace(
+        sizes,
+        tower=0,
+        kept=features + pixels,
+        computing=max(sizes.computing, gradients + image.backward - image.kept),
+        scored=2 * sizes.scored,
+        trained=num_images * (image.kept + of_pad * pads) + of_pad * chosen,
     )
 
 

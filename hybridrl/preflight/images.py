@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from hybridrl.config import VALUE_MODELS, Config, ConfigError, RewardKind
+from hybridrl.config import VALUE_MODELS, Config, ConfigError, RewardKind, Vision
 from hybridrl.data import Item
 from hybridrl.flow import Graph
 from hybridrl.preflight.models import judges_of
@@ -18,9 +18,12 @@ def most_pads(shape: "PretrainedConfig", items: Iterable[Item]) -> int:
 
 
 def check_images(config: Config, graph: Graph, items: Iterable[Item]) -> None:
-    """Raise for what cannot be done where a prompt has images."""
+    """Raise for what cannot be done where a prompt has images, or where none has any."""
     item = next((item for item in items if item.images), None)
+    trains = config.model.vision is Vision.train
     if item is None:
+        if trains:
+            raise ConfigError("model.vision", "train", "frozen: no prompt of the run has an image")
         return
     why = f"prompts have images ({item.source}, {item.place})"
     if not config.rollout.features.reads_images:
@@ -40,6 +43,9 @@ def check_images(config: Config, graph: Graph, items: Iterable[Item]) -> None:
         raise ConfigError("rollout.tail_tp", config.rollout.tail_tp, f"off: {why}")
     if config.trainer.chunk_tokens:
         raise ConfigError("trainer.chunk_tokens", config.trainer.chunk_tokens, f"0: {why}")
+    if trains and config.actor.lora.rank:
+        allowed = "0 with model.vision=train: adapters leave the tower's weights as they are"
+        raise ConfigError("actor.lora.rank", config.actor.lora.rank, allowed)
     for role in judges_of(config, graph):
         kind = config.judge_of(role).kind
         if kind is RewardKind.model:

@@ -89,7 +89,8 @@ def sizes_of_run(
     if config.cluster.device is not Device.cuda or not config.cluster.holds_models:
         return {}
     try:
-        shape, inputs = load_config(model_path), LongestInputs.of(config, graph, pads)
+        shape = load_config(model_path, vision=config.model.vision)
+        inputs = LongestInputs.of(config, graph, pads)
         return _sizes(config, graph, shape, inputs, assumed_attention(config, shape)[0])
     except RuntimeError:  # `check_memory` has said that there is no plan
         return {}
@@ -251,7 +252,7 @@ def check_memory(
         logger.info("memory plan: not checked, %s", reason)
         return
     try:
-        shape = load_config(model_path)
+        shape = load_config(model_path, vision=config.model.vision)
         room = local_room(config) if gpu_memory is None else gpu_room(gpu_memory)
         if gpu_memory is not None:  # whether ranks there can import flash-attn is not known
             config = with_flash(config, shape)

@@ -15,6 +15,7 @@ from hybridrl.config import (
     EmulatedClusterConfig,
     Engine,
     RewardKind,
+    Vision,
 )
 from hybridrl.costs.mapping import ACTOR
 from hybridrl.flow import Graph
@@ -191,10 +192,10 @@ def language_model_line(config: Config, path: str) -> str:
         engine = config.rollout.engine.value
         allowed = f"native: of model.path={path} the text part trains, and {engine} has the whole"
         raise ConfigError("rollout.engine", engine, allowed)
-    return (
-        f"model.path: the text part of {whole.model_type} trains; its image tower stays as it"
-        " is, and is written with it"
-    )
+    tower = "stays as it is, and is written with it"
+    if config.model.vision is Vision.train:
+        tower = "trains with it"
+    return f"model.path: the text part of {whole.model_type} trains; its image tower {tower}"
 
 
 def _check_supported(model: Any, path: str, key: str) -> None:

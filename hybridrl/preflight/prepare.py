@@ -149,7 +149,8 @@ def prepare(
         check_emulation(config, config.cluster, graph)
     else:
         model_path = model_path_of(config, run_dir)
-    shape = load_config(model_path)  # a path with no model in it is an error of its own
+    # A path with no model in it is an error of its own.
+    shape = load_config(model_path, vision=config.model.vision)
     language_model = language_model_line(config, model_path)
     data, eval_items, turns, tokenizer = _load(config, model_path, graph, known)
     items = [*data.train, *data.eval, *chain(*eval_items.values())]
@@ -441,7 +442,7 @@ def checked_model(config: Config, graph: Graph, model_path: str) -> tuple[Any, A
         _check_model(config, graph, model)
     if config.cluster.holds_models:
         check_side_files(model_path, tokenizer, Path(config.run.dir))
-        check_stored(model_path, model)
+        check_stored(model_path, load_config(model_path, vision=config.model.vision))
         check_quantized(config, model_path)
         check_role_models(config, graph, model_path, tokenizer)
         resolve_role_paths(config, graph)

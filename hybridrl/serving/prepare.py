@@ -15,6 +15,7 @@ from hybridrl.config import (
     MemoryCheck,
     OptimName,
     RouterReplay,
+    Vision,
 )
 from hybridrl.engines.rollout.available import engine_checks
 from hybridrl.flow import Flow, Graph, recipe
@@ -137,6 +138,8 @@ def _check_served(config: Config) -> None:
         raise ConfigError("rollout", rollout.engine.value, "native: the others do not serve yet")
     if config.environment.is_on:
         raise ConfigError("environment", config.environment.kind.value, "none: clients have theirs")
+    if config.model.vision is not Vision.frozen:
+        raise ConfigError("model.vision", config.model.vision.value, "frozen: clients send texts")
     if trainer.optim.name is not OptimName.adamw:
         raise ConfigError(
             "trainer.optim.name", trainer.optim.name.value, "adamw, as clients expect"

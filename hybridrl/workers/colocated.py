@@ -67,7 +67,7 @@ class ColocatedActor:
         `DeviceResidency`.
         """
         self.config, self.device = config, device
-        model_config = load_config(model_path)
+        model_config = load_config(model_path, vision=config.model.vision)
         ends = end_token_ids(model_path, model_config)
         sampling = SamplingTexts(tokenizer, config.data.chat, config.stop_texts, ends)
         # the training shards

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.config import Config
+from hybridrl.config import Config, Vision
 from hybridrl.flow.graph import Graph
 from hybridrl.models.load import load_config
 from hybridrl.models.shard import GenParallel
@@ -129,6 +129,7 @@ class RoleFactory:
             key=key,
             weights=shared,
             num_likeliest=load_config(self.model_path).vocab_size,
+            vision=self.config.model.vision if path == self.model_path else Vision.frozen,
         )
         if present is not None:
             scorer.engine.take_weights(present)

@@ -46,7 +46,7 @@ class RolloutWorker(SampleWorker):
         process = self._join(host, port, sizes)
         config, path = self.config, self.model_path
         with self._span("load"):
-            shape = load_config(path)
+            shape = load_config(path, vision=config.model.vision)
             ends = end_token_ids(path, shape)
             texts = SamplingTexts(self.tokenizer, config.data.chat, config.stop_texts, ends)
             layout = instances_layout(config, shape, self.size)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hybridrl.config import Config, DType, RouterReplay
+from hybridrl.config import Config, DType, RouterReplay, Vision
 from hybridrl.engines.score.engine import ScoreEngine
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.flow.graph import ComputeStage, Stage, StageMethod
@@ -130,12 +130,14 @@ class ReferenceScorer(InstanceScorer):
         key: str = "model.path",
         weights: Mapping[str, torch.Tensor] | None = None,
         num_likeliest: int | None = None,
+        vision: Vision = Vision.frozen,
     ) -> None:
         """Read this rank's shard of the weights, once a node; all ranks of the world call it.
 
-        Or share `weights`, see `ScoreEngine.share`. Errors name `key`.
+        Or share `weights`, see `ScoreEngine.share`. Errors name `key`. A copy of an actor whose
+        image tower trains has a tower of its own (`vision`).
         """
-        model_config = load_config(model_path)
+        model_config = load_config(model_path, key, vision)
         engine = _engine(config, model_config, parallel, device, num_likeliest=num_likeliest)
         if weights is None:
             engine.load_once(model_path, key=key)

@@ -45,7 +45,7 @@ class TrainerWorker(ActorShards, CriticWorker):
         reply = super().setup(host, port, sizes)
         config, path = self.config, self.model_path
         with self._span("load"):
-            shape = load_config(path)
+            shape = load_config(path, vision=config.model.vision)
             ends = end_token_ids(path, shape)
             texts = SamplingTexts(self.tokenizer, config.data.chat, config.stop_texts, ends)
             actor = ActorTrainer(config, path, texts.all_end_ids, self.store, self.device)

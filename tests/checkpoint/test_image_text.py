@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 from hybridrl.checkpoint import hf
-from hybridrl.config import LoraConfig, ModelConfig, TrainerConfig
+from hybridrl.config import LoraConfig, ModelConfig, TrainerConfig, Vision
 from hybridrl.engines.train.engine import TrainEngine
 from hybridrl.models import image_text
 from hybridrl.models.load import load_config
@@ -18,12 +18,14 @@ from hybridrl.models.weight_files import check_files, weight_files
 pytestmark = pytest.mark.long
 
 
-def save_changed(source: Path, target: Path, most: int, lora: int = 0) -> None:
+def save_changed(
+    source: Path, target: Path, most: int, lora: int = 0, vision: Vision = Vision.frozen
+) -> None:
     """Write the model whose every weight, or adapter, is 0.01 more than at `source`."""
     hf.MAX_FILE_BYTES, hf.LEAST_SHARE_BYTES = most, 1
     engine = TrainEngine(
         str(source),
-        model=ModelConfig(),
+        model=ModelConfig(vision=vision),
         trainer=TrainerConfig(),
         device=torch.device("cpu"),
         lora=LoraConfig(rank=lora, alpha=8.0),
@@ -62,6 +64,21 @@ def test_reopened_as_the_image_model(fresh_ranks, family, most, tmp_path):
     assert config.model_type == family
     assert config.architectures == [type(open_whole(source)).__name__]
     assert not list(target.parent.glob(".*"))
+
+
+@pytest.mark.parametrize(("family", "most"), [("qwen3_5", 20_000), ("qwen3_vl_moe", 10**9)])
+def test_a_tower_that_trains_is_written(fresh_ranks, family, most, tmp_path):
+    source, target = image_checkpoint(family, tmp_path / "source"), tmp_path / "final"
+    fresh_ranks(2, save_changed, source, target, most, 0, Vision.train)
+    before, after = open_whole(source).state_dict(), open_whole(target).state_dict()
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(after[name], before[name] + 0.01)] == []
+    stored = weight_files(str(target))
+    assert stored.keys() == weight_files(str(source)).keys()
+    if MTP in stored:
+        assert torch.equal(
+            load_file(stored[MTP])[MTP], load_file(source / "model.safetensors")[MTP]
+        )
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])

@@ -10,8 +10,13 @@ from hybridrl.config import Attention
 from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.packed import pack
 from hybridrl.models.activations import PeakMemory
+from hybridrl.models.images import Patches, tower_features
 from hybridrl.models.load import load_config
-from hybridrl.models.tower_sizes import tower_activations, tower_sizes
+from hybridrl.models.tower_sizes import (
+    tower_activations,
+    tower_sizes,
+    trained_tower_activations,
+)
 from hybridrl.models.vision import VisionTower
 
 CPU = torch.device("cpu")
@@ -39,6 +44,27 @@ def test_a_tower_takes_what_is_counted(model: ImageModel, dtype: torch.dtype) ->
     patches = pads * sizes.patches_per_pad
     counted = tower_activations(config, patches, dtype=dtype, on_cpu=True)
     assert counted == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_tower_that_trains_takes_what_is_counted(model: ImageModel, dtype: torch.dtype) -> None:
+    """Kept until the backward pass, and most within it."""
+    tower, config = VisionTower(str(model.path), dtype, CPU), load_config(str(model.path))
+    weights = tower._model.requires_grad_(True)
+    pixels, grid = tower._processor.patches(picture(96, 96, 0))
+    memory = PeakMemory()
+    memory.track_external(weights)
+    before = memory.allocated("cpu")
+    with memory:
+        features = tower_features(weights, Patches(pixels.clone(), grid))
+        kept = memory.allocated("cpu") - before - features.nbytes
+        memory.restart()
+        features.backward(torch.ones_like(features))
+        backward = memory.peak("cpu") - before - features.nbytes
+    patches = 12 * 12 * tower_sizes(config).patches_per_pad
+    counted = trained_tower_activations(config, patches, dtype=dtype, on_cpu=True)
+    assert counted.kept == pytest.approx(kept, rel=0.05)
+    assert counted.backward == pytest.approx(backward, rel=0.05)
 
 
 def test_rows_have_the_features_of_all_their_pads(model: ImageModel) -> None:

@@ -15,7 +15,7 @@ from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.truncated import kept_rows
 from hybridrl.models.image_text import meta_tower
 from hybridrl.models.shape import model_shape
-from hybridrl.models.tower_sizes import tower_activations
+from hybridrl.models.tower_sizes import tower_activations, tower_sizes
 from hybridrl.preflight import fused_updates
 from hybridrl.preflight.activation_choice import choose_activations
 from hybridrl.preflight.fused_updates import decide_fused_updates
@@ -28,6 +28,8 @@ from hybridrl.preflight.prepare import build_recipe
 
 IMAGES = "image tower", "kept features of images", "images being read"
 UNBOUNDED = Room(2**40, 0)
+SHARDS = {"float32 weights": 2, "moments": 2}
+"""The ranks that share a weight, where it is not whole on each."""
 
 
 def config_of(*settings: str) -> Config:
@@ -69,6 +71,28 @@ def test_a_tower_and_its_features_are_in_the_plan() -> None:
         tower_activations(shape, 4 * 32, dtype=dtype, on_cpu=True) < sizes["prefill"]["activations"]
     )
     assert sizes["prefill"]["images being read"] == 4096 * (2 + 1) * 192 * 4
+
+
+def test_a_tower_that_trains_is_among_the_weights_of_the_models() -> None:
+    """With gradients and moments; what is kept are generation's features, and pixels."""
+    frozen, trained = (
+        {p.name: p.sizes for p in plan(config_of("experiment=shapes_tiny", *more)).phases}
+        for more in ((), ("model.vision=train",))
+    )
+    shape = model_shape(config_of("experiment=shapes_tiny").model)
+    tower = sum(x.numel() for x in meta_tower(shape).parameters())
+    for owner, bytes_each in (("generation weights", 4), ("float32 weights", 4), ("moments", 8)):
+        more = trained["train actor"][owner] - frozen["train actor"][owner]
+        # A rank may have one row more of each weight than another.
+        assert more == pytest.approx(bytes_each * tower / SHARDS.get(owner, 1), rel=0.02), owner
+    assert "image tower" not in trained["train actor"]
+    assert frozen["train actor"]["image tower"] == 4 * tower
+    least = tower_activations(shape, 4 * 32, dtype=torch.float32, on_cpu=True)
+    assert trained["train actor"]["images being read"] > 2 * least
+    sizes = tower_sizes(shape)
+    kept = trained["decode"]["kept features of images"]
+    of_prompt = frozen["decode"]["kept features of images"] / (32 * sizes.features)
+    assert kept == of_prompt * 32 * (sizes.features + 4 * sizes.pixels)
 
 
 def test_features_that_are_kept_have_a_limit() -> None:

@@ -11,6 +11,7 @@ from hybridrl.serving.prepare import prepare_server
 
 REFUSED = {
     "rollout=vllm": r"rollout=vllm: wanted native: the others do not serve yet",
+    "model.vision=train": r"model\.vision=train: wanted frozen: clients send texts",
     "trainer.optim.name=muon": r"trainer\.optim\.name=muon: wanted adamw, as clients expect",
     "rollout.stop=[END]": r"rollout\.stop=\['END'\]: wanted \[\]: each request has stop texts",
     "cluster.restarts=1": r"cluster\.restarts=1: wanted 0, with hybridrl serve",

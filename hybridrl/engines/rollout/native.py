@@ -509,6 +509,7 @@ class NativeEngine:
         """See `RolloutEngine`. All shards are filled at once."""
         self._collect_all()
         self._admission.drop_prefixes()
+        self._stage.forget_images()
         if not keeps_kv:
             self._drop_cached("its weights cannot change")
         if self._asleep:
@@ -523,7 +524,6 @@ class NativeEngine:
 
         A rank of several passes its own shards.
         """
-
         self.load(lambda parameters, names=None: self._stage.copy_in(weights))
 
     def _drop_cached(self, what: str) -> None:

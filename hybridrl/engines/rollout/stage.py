@@ -8,7 +8,8 @@ GPUs they go from device to device, where they feed the next step.
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import persistent_buffers
 from hybridrl.models.config_json import num_recurrent
+from hybridrl.models.image_text import tower_in
 from hybridrl.models.images import PlacedImages, RowImages
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.mixers import has_keys
@@ -47,7 +49,7 @@ from hybridrl.models.router_replay import (
 )
 from hybridrl.models.shard import GenParallel, StageLink, local_model, own_layers
 from hybridrl.models.states import StateCache, state_bytes
-from hybridrl.models.vision import tower_of
+from hybridrl.models.vision import VisionTower, vision_tower
 
 
 class DrawnTokens(NamedTuple):
@@ -121,7 +123,7 @@ class RolloutStage:
             device=device,
             weights=weights,
         )
-        self._tower = tower_of(config, dtype, device)
+        self._tower = self._make_tower(config)
         pads = getattr(config, "image_pads", ())
         self._pads = [pad for pad in pads if pad < config.vocab_size]
         self._state_shapes = state_shapes(self.model)
@@ -147,6 +149,18 @@ class RolloutStage:
         self.aliases = set(self.model.state_dict()) - set(self._shapes) - set(self.buffers)
         self._link = StageLink(parallel)
         self._vocab_shards: list[int] | None = None  # rows of each tp rank, where they differ
+
+    def _make_tower(self, config: PretrainedConfig) -> Callable[[], VisionTower]:
+        """Return what gives the tower once an image comes: a frozen one, or the model's."""
+        own = tower_in(self.model)
+        if own is None:
+            return partial(vision_tower, config.name_or_path, self.dtype, self.device)
+        return cache(lambda: VisionTower(config.name_or_path, self.dtype, self.device, own))
+
+    def forget_images(self) -> None:
+        """Drop the features of images, if the tower's weights change with the model's."""
+        if tower_in(self.model) is not None:
+            self._tower().forget()
 
     def share_vocabulary(self, model: PreTrainedModel, width: int) -> None:
         """Take the embedding of `model`, of which this one has views, and the cuts of its head.
@@ -191,6 +205,7 @@ class RolloutStage:
     def free(self) -> None:
         """Free the weights, after all messages are sent."""
         self._link.flush()
+        self.forget_images()
         for parameter in self.model.parameters():
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
         if self.decoder is not None:

@@ -30,6 +30,7 @@ from hybridrl.models.attention_choice import choose_attention
 from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.config_json import num_recurrent
 from hybridrl.models.fused_layers import fuse_layers
+from hybridrl.models.image_text import tower_in
 from hybridrl.models.load import check_supported
 from hybridrl.models.local_weights import load_buffers, load_local, take_local
 from hybridrl.models.logits import logits_transform
@@ -461,7 +462,8 @@ class ScoreEngine:
         """The stage's layers (and norm) over a row: [tokens, features]."""
         inputs: dict[str, Any] = {"inputs_embeds": self._inputs(batch.ids[0])[None]}
         if batch.images is not None and self.parallel.first:
-            inputs = batch.images.inputs(inputs["inputs_embeds"])
+            images = batch.images.computed(tower_in(self.model))
+            inputs = images.inputs(inputs["inputs_embeds"])
         hidden: torch.Tensor = self.model.base_model(
             **inputs,
             position_ids=batch.position_ids,

@@ -50,6 +50,7 @@ from hybridrl.models.attention_shape import attention_shape
 from hybridrl.models.blocks import decoder_layers
 from hybridrl.models.buffers import routing_biases
 from hybridrl.models.flops import ForwardFlops, forward_flops
+from hybridrl.models.image_text import tower_in
 from hybridrl.models.load import (
     TORCH_DTYPES,
     absent_parameters,
@@ -112,8 +113,10 @@ class TrainEngine(SteppedShards):
         messages = PipelineGroups(device) if self.dims.config.num_chunks > 1 else None
 
         # The whole model without its weights, and its adapters.
-        make = empty_value_model if gives_values else empty_causal_lm
-        self.model = make(model_path, NAME, key)
+        if gives_values:
+            self.model = empty_value_model(model_path, NAME, key)
+        else:
+            self.model = empty_causal_lm(model_path, NAME, key, model.vision)
         shape = attention_shape(self.model.config)
         self.attention = choose_attention(model.attention, device, compute, shape)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
@@ -494,7 +497,8 @@ class TrainEngine(SteppedShards):
         logger.debug("update ended, version %d", self.version)
         metrics["tokens"] = float(totals.tokens)
         # Backward has twice as many, but for the gradients of frozen weights; a frozen tower none.
-        metrics["flops"] = totals.flops * (3 if self.lora is None else 2) + totals.tower_flops
+        of_tower = totals.tower_flops * (1 if tower_in(self.model) is None else 3)
+        metrics["flops"] = totals.flops * (3 if self.lora is None else 2) + of_tower
         load = self._expert_load.metrics()
         if not metrics["bad_step"]:
             self._expert_load.move_biases()

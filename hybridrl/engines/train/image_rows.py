@@ -6,13 +6,13 @@ import numpy as np
 import torch
 
 from hybridrl.engines.train.interface import TrainSequence
-from hybridrl.models.images import RowImages
+from hybridrl.models.images import RowImages, RowPixels
 from hybridrl.models.vision import Tower
 
 
 def place_images(
     members: Sequence[TrainSequence], positions: torch.Tensor, tower: Tower | None
-) -> tuple[torch.Tensor, RowImages | None]:
+) -> tuple[torch.Tensor, RowImages | RowPixels | None]:
     """Positions of a row's tokens, and its images; of `members` without any as they are, and None.
 
     `positions` [tokens] are the numbers of the tokens of `members`, one after the other. With
@@ -21,7 +21,7 @@ def place_images(
     if not any(member.images for member in members):
         return positions, None
     assert tower is not None, "sequences with images"
-    start, pads, features = 0, [], []
+    start, pads = 0, []
     rotations = positions.expand(3, -1).clone()
     for member in members:
         length = member.ids.shape[0]
@@ -30,13 +30,12 @@ def place_images(
             placed = tower().placed(prompt, member.images)
             rotations[:, start : start + length] = torch.from_numpy(placed.at(0, length))
             pads.append(torch.from_numpy(placed.pads) + start)
-            features.append(tower().features(member.images))
         start += length
-    images = RowImages(torch.cat(pads), torch.cat(features))
-    return torch.cat([positions[None], rotations]), images
+    images = tuple(image for member in members for image in member.images)
+    return torch.cat([positions[None], rotations]), tower().row(torch.cat(pads), images)
 
 
-def sharing_prompts(images: RowImages, places: torch.Tensor) -> RowImages:
+def sharing_prompts(images: RowImages | RowPixels, places: torch.Tensor) -> RowImages | RowPixels:
     """The images of a row that has shared prompts once: `places` are those of its tokens there."""
     pads, first = np.unique(places[images.pads].numpy(), return_index=True)
-    return RowImages(torch.from_numpy(pads), images.features[torch.from_numpy(first)])
+    return images.chosen(torch.from_numpy(pads), torch.from_numpy(first))

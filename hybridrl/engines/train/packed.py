@@ -17,7 +17,8 @@ from hybridrl.engines.train.interface import TrainSequence
 from hybridrl.engines.train.shared_prompts import Arrangement, row_tokens
 from hybridrl.engines.train.truncated import kept_rows, truncated
 from hybridrl.kernels.linear_log_probs import VocabShard, linear_log_probs
-from hybridrl.models.images import RowImages
+from hybridrl.models.image_text import tower_in
+from hybridrl.models.images import RowImages, RowPixels, idle_tower
 from hybridrl.models.logits import logits_transform
 from hybridrl.models.packed_attention import Packing, gather_keys
 from hybridrl.models.router_balance import KEYWORD as SEQUENCES_KEYWORD
@@ -79,7 +80,7 @@ class PackedBatch:
     kept: torch.Tensor | None = None
     lengths: tuple[int, ...] = ()
     places: torch.Tensor | None = None
-    images: RowImages | None = None
+    images: RowImages | RowPixels | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -503,8 +504,12 @@ class PackedModel(nn.Module):
         states [1, tokens, features], which all chunks but the last return.
         """
         inputs: dict[str, Any] = {"input_ids" if self.first else "inputs_embeds": x}
+        tower = tower_in(self.model)
         if batch.images is not None and self.first:
-            inputs = batch.images.inputs(self.model.get_input_embeddings()(x))
+            images = batch.images.computed(tower)
+            inputs = images.inputs(self.model.get_input_embeddings()(x))
+        elif tower is not None and torch.is_grad_enabled():
+            inputs = {"inputs_embeds": self.model.get_input_embeddings()(x) + idle_tower(tower)}
         if batch.routing is not None:
             inputs[KEYWORD] = batch.routing
         if batch.token_sequences is not None:

@@ -33,8 +33,8 @@ _TP_SIZES = 16  # of rows under tensor parallelism, from each power of two to th
 class UpdateTotals:
     """Totals of one update over all ranks: they weight tokens and keep collectives in step.
 
-    `flops` are the operations of a forward pass over the sequences, `tower_flops` those of a frozen
-    image tower over their images, each sequence's as if it were alone.
+    `flops` are the operations of a forward pass over the sequences, `tower_flops` those of an image
+    tower over their images, each sequence's as if it were alone.
     """
 
     micro_batches: int

@@ -11,6 +11,7 @@ import torch
 from image_prompts import FAMILIES, TOKENS, A, B, C, ImageModel, image_model, tolerance
 from safetensors.torch import load_file, save_file
 
+from hybridrl.config import Vision
 from hybridrl.engines.rollout.draft_lengths import FixedLength
 from hybridrl.engines.rollout.entries import Entry
 from hybridrl.engines.rollout.graph_step import obstacle
@@ -18,8 +19,10 @@ from hybridrl.engines.rollout.interface import Output, Request, SamplingParams
 from hybridrl.engines.rollout.native import NativeEngine
 from hybridrl.engines.rollout.random import stream_key
 from hybridrl.engines.rollout.speculation import Speculation
-from hybridrl.models.image_text import text_name
+from hybridrl.engines.rollout.stage import RolloutStage
+from hybridrl.models.image_text import TOWER, own_name, tower_in
 from hybridrl.models.load import load_config
+from hybridrl.models.shard import GenParallel
 from hybridrl.models.vision import VisionTower
 
 NEW, SAMPLES = 10, 2
@@ -59,10 +62,13 @@ class Half:
 
 
 def make_engine(
-    model: ImageModel, speculation: Speculation | None = None, deterministic: bool = False
+    model: ImageModel,
+    speculation: Speculation | None = None,
+    deterministic: bool = False,
+    vision: Vision = Vision.frozen,
 ) -> NativeEngine:
     engine = NativeEngine(
-        load_config(str(model.path)),
+        load_config(str(model.path), vision=vision),
         dtype=torch.float32,
         device=torch.device("cpu"),
         max_running=4,
@@ -72,9 +78,15 @@ def make_engine(
         deterministic=deterministic,
         speculation=speculation,
     )
-    named = ((text_name(name), tensor) for name, tensor in model.whole.state_dict().items())
-    engine.load_weights((name, tensor) for name, tensor in named if name is not None)
+    load_weights(engine, model)
     return engine
+
+
+def load_weights(engine: NativeEngine, model: ImageModel) -> None:
+    """Load the weights of the text part, and of a tower that trains with it."""
+    own = dict(engine.model.named_parameters())
+    named = ((own_name(name), tensor) for name, tensor in model.whole.state_dict().items())
+    engine.load_weights((name, tensor) for name, tensor in named if name in own)
 
 
 def requests(model: ImageModel, temperature: float = 1.0) -> list[Request]:
@@ -242,3 +254,54 @@ def test_later_tokens_at_their_numbers_are_wrong(
     with torch.no_grad():
         wanted = model.log_probs(whole, asked[0].images, NEW)
     assert float((torch.tensor(output.log_probs) - wanted).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_a_tower_that_trains_is_that_of_the_last_load(family: str, tmp_path: Path) -> None:
+    """Pictures have new features once the weights of the tower alone have changed."""
+    model = image_model(family, tmp_path)
+    engine, asked = make_engine(model, vision=Vision.train), requests(model, temperature=0.0)
+    outputs = []
+    for _ in range(2):
+        engine.submit([request.copy() for request in asked])
+        outputs.append(finished(engine))
+        for request in asked[::SAMPLES]:
+            output = outputs[-1][request.id]
+            whole = torch.tensor([*request.prompt_ids, *output.token_ids])
+            with torch.no_grad():
+                wanted = model.log_probs(whole, request.images, NEW)
+            got = torch.tensor(output.log_probs)
+            torch.testing.assert_close(got, wanted, atol=10 * tolerance(family), rtol=0)
+        with torch.no_grad():
+            for name, parameter in model.whole.named_parameters():
+                if name.startswith(TOWER):
+                    parameter.mul_(1.3)
+        load_weights(engine, model)
+    # Rows of text are as they were.
+    text, picture = asked[SAMPLES].id, asked[0].id
+    assert outputs[0][text].log_probs == outputs[1][text].log_probs
+    moved = torch.tensor(outputs[0][picture].log_probs) - torch.tensor(
+        outputs[1][picture].log_probs
+    )
+    assert float(moved.abs().max()) > 1e-2
+
+
+def test_a_tower_that_trains_turns_as_a_frozen_one(models: Models) -> None:
+    """In bfloat16 the angles of its rotations stay in float32."""
+    path, half = str(models("qwen3_vl").path), torch.bfloat16
+    stage = RolloutStage(
+        load_config(path, vision=Vision.train),
+        GenParallel(),
+        dtype=half,
+        device=torch.device("cpu"),
+        max_sequence=80,
+    )
+    tower = tower_in(stage.model)
+    assert tower is not None
+    assert {parameter.dtype for parameter in tower.parameters()} == {half}
+    frozen = dict(VisionTower(path, half, torch.device("cpu"))._model.named_buffers())
+    own = dict(tower.named_buffers())
+    assert own.keys() == frozen.keys()
+    for name, buffer in own.items():
+        assert buffer.dtype == torch.float32
+        assert torch.equal(buffer, frozen[name])
