@@ -80,7 +80,6 @@ def test_a_resumed_run_is_the_whole_one(
             "schedule=fused rollout.tail_tp=2",
             r"^rollout.tail_tp=2: wanted off: prompts have images",
         ),
-        ("model.vision=train", r"^model.vision=train: wanted frozen"),
     ],
 )
 def test_what_is_refused_before_a_process_starts(
