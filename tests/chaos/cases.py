@@ -1,0 +1,168 @@
+"""What a seed is: a small run with its settings, and the faults that strike it, each at a moment.
+
+A moment is a call that a rank is in, after so many steps, and a part of the seconds that such a
+call takes. So a seed strikes about the same place again, on machines of any speed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from random import Random
+
+from hybridrl.system.activity import Activity
+
+STEPS, SAVE_EVERY, RESTARTS = 6, 2, 4
+HANG_FLOOR_S = 5
+STARTS = "start"
+
+SCHEDULES = {
+    "serial": ["schedule=serial", "cluster.ranks=2"],
+    "fused": ["schedule=fused", "schedule.migration_threshold=12", "cluster.ranks=2"],
+    "partial": [
+        "schedule=partial", "schedule.over_provision=2", "schedule.max_staleness=2",
+        "cluster.ranks=2",
+    ],
+    "async": [
+        "schedule=async", "schedule.max_staleness=2", "cluster.ranks=3", "cluster.pools.rollout=2",
+    ],
+}  # fmt: skip
+TALK = Path(__file__).parents[1] / "talking.py"
+RECIPES = {
+    "grpo": ["recipe=grpo", "recipe.group_size=4", "recipe.kl_coef=0.05"],
+    "ppo": [
+        "recipe=ppo", "recipe.num_samples=4", "recipe.critic_warmup=4",
+        "roles.critic.optim.lr=1e-2",
+    ],
+    "talk": [
+        "recipe=grpo", "recipe.group_size=4", "recipe.skip_equal_groups=false",
+        "environment=function", f"environment.path={TALK}:talk", "environment.max_turn_tokens=3",
+        "environment.max_failed_share=1", "reward=environment",
+    ],
+}  # fmt: skip
+"""`talk` is GRPO on conversations, some of which fail."""
+SETTINGS = [
+    *((schedule, recipe) for schedule in SCHEDULES for recipe in ("grpo", "ppo")),
+    *((schedule, "talk") for schedule in ("serial", "fused")),
+]
+
+
+class Kind(Enum):
+    """A fault."""
+
+    KILL_RANK = "a rank is killed"
+    STOP_RANK = "a rank is stopped"
+    KILL_DRIVER = "the driver is killed"
+    STOP_DRIVER = "the driver is stopped for 3 s"
+    TERMINATE = "SIGTERM to the driver"
+    KILL_SANDBOX = "a process of a judge or an environment is killed"
+    FULL_DISK = "the disk of the run directory is full"
+    READ_ONLY = "the run directory becomes read-only"
+    CUT_FILE = "the driver is killed, and a file of the newest checkpoint cut off"
+    FLIP_BIT = "the driver is killed, and a bit of such a file flipped"
+
+
+ENDS_DRIVER = (Kind.KILL_DRIVER, Kind.CUT_FILE, Kind.FLIP_BIT)
+OF_RANKS = (Kind.KILL_RANK, Kind.STOP_RANK)
+OF_DISK = (Kind.FULL_DISK, Kind.READ_ONLY)
+WEIGHTS = {
+    Kind.KILL_RANK: 4, Kind.STOP_RANK: 1, Kind.KILL_DRIVER: 4, Kind.STOP_DRIVER: 1,
+    Kind.TERMINATE: 1, Kind.KILL_SANDBOX: 2, Kind.FULL_DISK: 3, Kind.READ_ONLY: 2,
+    Kind.CUT_FILE: 2, Kind.FLIP_BIT: 3,
+}  # fmt: skip
+"""How often each is drawn: one that takes long is rare."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A call of a rank in the undisturbed run: after how many steps at first and at last.
+
+    `seconds` is how long it has taken at most.
+    """
+
+    first: int
+    last: int
+    seconds: float
+
+
+SeenCalls = Mapping[int, Mapping[str, Seen]]
+"""By rank and call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault, and its moment: `delay_s` after `rank` was seen in `call`, `step` steps done.
+
+    `part` in [0, 1) draws what else there is to draw: a file and a byte of it, bytes left free.
+    """
+
+    kind: Kind
+    rank: int
+    call: str
+    step: int
+    delay_s: float
+    part: float
+
+    def is_due(self, steps: int, activity: Activity | None) -> bool:
+        """Whether the rank, which is in `activity`, is where the fault is to strike."""
+        return steps >= self.step and call_of(activity) == self.call
+
+
+def call_of(activity: Activity | None) -> str:
+    """The call that a rank is in, "" between two, `STARTS` before it has a record."""
+    return STARTS if activity is None else activity.call
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A run and its faults, drawn from a seed."""
+
+    seed: int
+    schedule: str
+    recipe: str
+    restarts: int
+    background: bool
+    faults: Sequence[Fault]
+
+    @property
+    def setting(self) -> str:
+        """The name of the undisturbed run that this is to be equal to."""
+        return f"{self.schedule}-{self.recipe}"
+
+    @property
+    def overrides(self) -> list[str]:
+        """What differs from the undisturbed run."""
+        return [
+            f"cluster.restarts={self.restarts}", "trainer.resume=auto",
+            f"cluster.hang_floor_s={HANG_FLOOR_S}",
+            f"trainer.save_in_background={str(self.background).lower()}",
+        ]  # fmt: skip
+
+
+def setting_of(seed: int) -> tuple[str, str]:
+    """The schedule and the recipe of a seed; as many seeds as there are settings have them all."""
+    return SETTINGS[seed % len(SETTINGS)]
+
+
+def num_ranks(schedule: str) -> int:
+    """How many ranks its runs have."""
+    (ranks,) = (x for x in SCHEDULES[schedule] if x.startswith("cluster.ranks="))
+    return int(ranks.partition("=")[2])
+
+
+def draw(seed: int, seen: SeenCalls) -> Case:
+    """The case of a seed, for a setting whose undisturbed run has `seen` these calls."""
+    random, (schedule, recipe) = Random(seed), setting_of(seed)
+    restarts, background = random.choice((0, RESTARTS)), random.random() < 0.5
+    faults = [draw_fault(random, seen) for _ in range(random.randint(1, 3))]
+    return Case(seed, schedule, recipe, restarts, background, faults)
+
+
+def draw_fault(random: Random, seen: SeenCalls) -> Fault:
+    """A fault of a random kind, at any call that any rank has been seen in, at any of its steps."""
+    (kind,) = random.choices([*WEIGHTS], [*WEIGHTS.values()])
+    rank = random.choice(sorted(seen))
+    call = random.choice(sorted(seen[rank]))
+    times = seen[rank][call]
+    step = random.randint(times.first, times.last)
+    return Fault(kind, rank, call, step, random.random() * times.seconds, random.random())
